@@ -18,7 +18,7 @@ from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary
 from paceline.model.blocks import quantise
 from paceline.model.native_decoder import NativeDecoder, pack
 from paceline.model.native_lib import FORMATS, GROUP, Picker
-from paceline.model.parts import PackedLinear
+from paceline.model.parts import PackedLinear, Residual
 from paceline.model.target import Target
 
 SELECTOR, CONVS = "candidate_selector.", ("attention_conv", "mlp_conv")
@@ -62,14 +62,14 @@ class DFlash2Path(TorchPath):
         self.weight_bytes += projection.num_bytes + base.nbytes
         return base, projection
 
-    def run_layer(self, index: int, hidden_TD: Tensor, size: int, attention: LayerAttention) -> None:
+    def run_layer(self, index: int, residual: Residual, size: int, attention: LayerAttention) -> None:
         layer = self._layers[index]
         sublayers = ((layer.input_norm, lambda inputs: layer.attend(inputs, *attention)), (layer.mlp_norm, layer.mlp))
         for (norm, run), (base, project) in zip(sublayers, self._convs[index], strict=True):
-            inputs_TD = norm(hidden_TD)
+            inputs_TD = residual.normed(norm)
             added = project(inputs_TD).view(len(inputs_TD), 2, base.shape[1], -1)
             outputs_TD = run(convolve(inputs_TD, added[:, 0], base[0], size))
-            hidden_TD.add_(convolve(outputs_TD, added[:, 1], base[1], size))
+            residual.add(convolve(outputs_TD, added[:, 1], base[1], size))
 
     def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
         """Candidates of each row's first `width` drafts and their scores; the next recorded pass may overwrite them."""

@@ -15,10 +15,11 @@ from paceline.draft.dflash_static import Kind, StaticForms
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
 from paceline.model.blocks import Weight, quantise
 from paceline.model.decoder import Layer, build_layers
+from paceline.model.heads import split_heads
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.native_decoder import NativeDecoder, cache_view, layer_parts, native_cache, native_model, pack, pack_vectors
 from paceline.model.native_lib import Buffers, Matrix, pointer
-from paceline.model.parts import PackedLinear, RMSNorm, fuse
+from paceline.model.parts import PackedLinear, Residual, RMSNorm, fuse
 from paceline.model.target import Target, head_weight
 
 
@@ -34,7 +35,7 @@ class Drafts(NamedTuple):
 
 
 LayerAttention = tuple[Tensor, Tensor, AttentionPlan, CacheWriter, Rope, tuple[Tensor, Tensor]]
-"""What `Layer.run` takes besides hidden states."""
+"""What `Layer.run` takes besides the residual stream."""
 
 
 class TorchPath:
@@ -55,7 +56,7 @@ class TorchPath:
         """`head_VD`: a head of the drafter's own, in the place of the target's or of its rows of `draft_ids`."""
         self.config, shape = config, config.shape
         dtype, device, num_rows, max_len = target.dtype, target.device, target.cache.num_rows, target.cache.max_len
-        self._target, self.dtype, self.device, self._shape = target, dtype, device, shape
+        self._target, self.dtype, self.device = target, dtype, device
         if head_VD is None and draft_ids is not None:
             head_VD = head_weight(target)[draft_ids.to(device)]
         self._head = target.matrix_head if head_VD is None else PackedLinear(head_VD.to(device, dtype))
@@ -113,12 +114,8 @@ class TorchPath:
 
     def write_context(self, taps_TF: Tensor, writer: CacheWriter, tables: tuple[Tensor, Tensor]) -> None:
         """Write keys and values of all layers, one matrix product, at the positions of `writer` and `tables`."""
-        shape = self._shape
-        heads = self._context_kv(self._hidden_norm(self._fc(taps_TF)))
-        heads_THD = heads.view(-1, 2 * shape.num_layers * shape.num_kv_heads, shape.head_dim)
-        keys_THD, values_THD = heads_THD.chunk(2, dim=1)
-        writer.write(self.cache.keys[0], self.rope.rotate(self._context_norm(keys_THD), tables))
-        writer.write(self.cache.values[0], values_THD)
+        fused_TX = self._context_kv(self._hidden_norm(self._fc(taps_TF)))
+        split_heads(fused_TX, 0, self.cache.keys[0], self.cache.values[0], writer, self._context_norm, self.rope, tables)
 
     @torch.inference_mode()
     def draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
@@ -182,14 +179,14 @@ class TorchPath:
         tables: tuple[Tensor, Tensor],
     ) -> Tensor:
         """Runs all draft layers on blocks of `size` slots, at the positions of plans, writer and tables."""
-        hidden_TD = hidden_TD.to(self._residual_dtype)
+        residual = Residual(hidden_TD.to(self._residual_dtype))
         for index, (kind, keys, values) in enumerate(zip(self.kinds, self._keys, self._values, strict=True)):
-            self.run_layer(index, hidden_TD, size, (keys, values, plans[kind], writer, self.rope, tables))
-        return hidden_TD
+            self.run_layer(index, residual, size, (keys, values, plans[kind], writer, self.rope, tables))
+        return residual.hidden_TD
 
-    def run_layer(self, index: int, hidden_TD: Tensor, size: int, attention: LayerAttention) -> None:
+    def run_layer(self, index: int, residual: Residual, size: int, attention: LayerAttention) -> None:
         """Add to the hidden states of blocks of `size` slots what a draft layer makes of them."""
-        self._layers[index].run(hidden_TD, *attention)
+        self._layers[index].run(residual, *attention)
 
 
 def rows_of(tensor: Tensor, rows: list[int]) -> Tensor:

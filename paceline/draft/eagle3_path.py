@@ -14,6 +14,7 @@ from paceline.draft.level import Level
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
 from paceline.model.blocks import AnyWeight
 from paceline.model.decoder import Layer
+from paceline.model.heads import split_heads
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.parts import PackedLinear, RMSNorm
 from paceline.model.target import Target
@@ -145,14 +146,9 @@ class Eagle3Path(EagleEnds):
 
     def _write(self, index: int, inputs_TX: Tensor, writer: CacheWriter, tables: tuple[Tensor, Tensor]) -> Tensor:
         """Keys and values into the cache; the queries [T, heads, head_dim]."""
-        layer, num_heads, num_kv_heads = self._layers[index], self._shape.num_heads, self._shape.num_kv_heads
-        heads = layer.qkv(inputs_TX).view(-1, num_heads + 2 * num_kv_heads, self._shape.head_dim)
-        num_rotated = num_heads + num_kv_heads
-        rotated = heads[:, :num_rotated] if layer.qk_norm is None else layer.qk_norm.of_first(heads, num_rotated)
-        rotated = self._rope.rotate(rotated, tables)
-        writer.write(self.cache.keys[index], rotated[:, num_heads:])
-        writer.write(self.cache.values[index], heads[:, num_heads + num_kv_heads :])
-        return rotated[:, :num_heads]
+        layer, keys, values = self._layers[index], self.cache.keys[index], self.cache.values[index]
+        fused_TX = layer.qkv(inputs_TX)
+        return split_heads(fused_TX, self._shape.num_heads, keys, values, writer, layer.qk_norm, self._rope, tables)
 
     def _embed(self, tokens: list[int]) -> Tensor:
         tokens_T = torch.tensor(tokens, device=self._device)

@@ -27,7 +27,7 @@ from paceline.errors import ConfigError, DrafterMismatchError, refuse
 from paceline.model.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
 from paceline.model.decoder import Layer
 from paceline.model.kv_cache import StaticKVCache
-from paceline.model.parts import PackedLinear, RMSNorm
+from paceline.model.parts import PackedLinear, Residual, RMSNorm
 from paceline.model.target import Target
 
 DEFAULT_DRAFTED = 3
@@ -86,8 +86,11 @@ class MtpPath:
         both_TX = torch.cat([self._embedding_norm(embedded_TD), self._hidden_norm(hidden_TD)], dim=-1)
         hidden_TD = self._fc(both_TX).to(self.residual_dtype, copy=True)
         tables = self._rope.tables(positions)
-        self._layer.run(hidden_TD, self.cache.keys[0], self.cache.values[0], plan, writer, self._rope, tables)
-        return self._final_norm(hidden_TD).to(self.residual_dtype) if self._tells_normed else hidden_TD
+        residual = Residual(hidden_TD)
+        self._layer.run(residual, self.cache.keys[0], self.cache.values[0], plan, writer, self._rope, tables)
+        if self._tells_normed:
+            return residual.normed(self._final_norm).to(self.residual_dtype)
+        return residual.hidden_TD
 
 
 class MtpDrafter(ChainedDrafter):

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.model.config import DecoderConfig, RopeKind, check_rope
+from paceline.model.kernels.layer import Places
 from paceline.model.sdpa import chosen_kernels
 
 
@@ -209,10 +210,23 @@ class CacheWriter:
 
     def __init__(self, rows: list[int], starts: list[int], counts: list[int], device: torch.device | str = "cpu") -> None:
         self._single = (rows[0], starts[0], counts[0]) if len(rows) == 1 else None
+        self._device = device
+        self._places: Places | None = None
         if self._single is None:
             row_T = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
             self._row_T = torch.tensor(row_T, device=device)
             self._position_T = torch.tensor(positions_of(starts, counts), device=device)
+
+    @property
+    def places(self) -> Places:
+        """Cache rows and positions of the tokens, as kernels take them."""
+        if self._places is None and self._single is not None:
+            row, start, count = self._single
+            position_T = torch.arange(start, start + count, device=self._device)
+            self._places = Places(torch.full_like(position_T, row), position_T)
+        elif self._places is None:
+            self._places = Places(self._row_T, self._position_T)
+        return self._places
 
     def write(self, cache: Tensor, new_THD: Tensor) -> None:
         """Copy [T, kv_heads, head_dim] into a layer of the cache [rows, kv_heads, max_len, head_dim]."""

@@ -23,15 +23,13 @@ from paceline.model.config import DecoderConfig, RopeKind
 from paceline.model.delta_cache import DeltaCache, Stage
 from paceline.model.delta_net import DeltaLayer
 from paceline.model.experts import Experts
+from paceline.model.heads import Tables, split_heads
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.layout import NORMS, gate_apart, layer_shapes
-from paceline.model.parts import GatedMLP, NoNorm, Norm, PackedLinear, RMSNorm, WholeNorm, fuse, make_experts
+from paceline.model.parts import GatedMLP, NoNorm, Norm, PackedLinear, Residual, RMSNorm, WholeNorm, fuse, make_experts
 from paceline.model.record import Recorder
 from paceline.model.sdpa import chosen_kernels
 from paceline.model.target import EndScales, ForwardBatch, ForwardOutput, Target
-
-Tables = tuple[Tensor, Tensor]
-"""Cosines and signed sines of a pass's positions, as `Rope.tables` gives them."""
 
 
 @dataclass(slots=True)
@@ -83,7 +81,7 @@ class Layer:
 
     def run(
         self,
-        hidden_TD: Tensor,
+        residual: Residual,
         keys: Tensor,
         values: Tensor,
         plan: AttentionPlan,
@@ -91,11 +89,11 @@ class Layer:
         rope: Rope | None,
         tables: Tables | None,
     ) -> None:
-        """Add to the hidden states what attention and MLP make of them; keys and values are the layer's part of the cache."""
+        """Add to the residual stream what attention and MLP make of it; keys and values are the layer's part of the cache."""
         scale = self.config.residual_scale
-        attended_TD = self.attend(self.input_norm(hidden_TD), keys, values, plan, writer, rope, tables)
-        hidden_TD.add_(self.attention_out_norm(attended_TD), alpha=scale)
-        hidden_TD.add_(self.mlp_out_norm(self.mlp(self.mlp_norm(hidden_TD))), alpha=scale)
+        attended_TD = self.attend(residual.normed(self.input_norm), keys, values, plan, writer, rope, tables)
+        residual.add(attended_TD, self.attention_out_norm, scale)
+        residual.add(self.mlp(residual.normed(self.mlp_norm)), self.mlp_out_norm, scale)
 
     def attend(
         self,
@@ -109,16 +107,12 @@ class Layer:
     ) -> Tensor:
         """What attention makes of normed hidden states. Without `rope` nothing is rotated."""
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
-        num_qk_heads = num_heads + num_kv_heads
-        heads = self.qkv(normed_TD).unflatten(-1, (-1, self.config.head_dim))
-        qk_heads = heads[:, :num_qk_heads] if self.qk_norm is None else self.qk_norm.of_first(heads, num_qk_heads)
-        if rope is not None and tables is not None:
-            qk_heads = rope.rotate(qk_heads, tables)
-        writer.write(keys, qk_heads[:, num_heads:])
-        writer.write(values, heads[:, num_qk_heads : num_qk_heads + num_kv_heads])
-        attended_TX = plan.attend(qk_heads[:, :num_heads], keys, values, self.scores)
+        fused_TX = self.qkv(normed_TD)
+        query_THD = split_heads(fused_TX, num_heads, keys, values, writer, self.qk_norm, rope, tables)
+        attended_TX = plan.attend(query_THD, keys, values, self.scores)
         if self.config.output_gate:
-            attended_TX = attended_TX * torch.sigmoid(heads[:, num_qk_heads + num_kv_heads :].flatten(1))
+            gates_TX = fused_TX[:, (num_heads + 2 * num_kv_heads) * self.config.head_dim :]
+            attended_TX = attended_TX * torch.sigmoid(gates_TX)
         return self.output(attended_TX)
 
 
@@ -246,21 +240,21 @@ class Decoder(Target):
         plans by the windows of layers, tables by their kinds of rotary positions; stages as `DeltaCache.stages` gives them.
         """
         taps_TLD = torch.empty(len(tokens_T), len(self.tap_layers), self.hidden_size, dtype=self.dtype, device=self.device)
-        hidden_TD = self.embed(tokens_T).to(self._residual_dtype)
+        residual = Residual(self.embed(tokens_T).to(self._residual_dtype))
         memories = iter(self.kv.memories if isinstance(self.kv, DeltaCache) else ())
         caches = zip(self.kv.keys, self.kv.values, strict=True)
         with chosen_kernels(self.device):
             for index, layer in enumerate(self.layers):
                 if isinstance(layer, DeltaLayer):
-                    layer.run(hidden_TD, next(memories), stages)
+                    layer.run(residual, next(memories), stages)
                 else:
                     rope = self.ropes.get(layer.rope)
-                    layer.run(hidden_TD, *next(caches), plans[layer.window], writer, rope, tables.get(layer.rope))
+                    layer.run(residual, *next(caches), plans[layer.window], writer, rope, tables.get(layer.rope))
                 if index in self.tap_layers:
                     # The last layer is tapped after the final norm, as Transformers' hidden_states[-1].
-                    tapped_TD = self.final_norm(hidden_TD) if index == self.num_layers - 1 else hidden_TD
+                    tapped_TD = residual.normed(self.final_norm) if index == self.num_layers - 1 else residual.hidden_TD
                     taps_TLD[:, self.tap_layers.index(index)] = tapped_TD
-        return hidden_TD, taps_TLD.flatten(1) if self.tap_layers else None
+        return residual.hidden_TD, taps_TLD.flatten(1) if self.tap_layers else None
 
 
 def end_scales(config: DecoderConfig, dtype: torch.dtype) -> EndScales:

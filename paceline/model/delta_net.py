@@ -22,7 +22,7 @@ from paceline.model.config import DecoderConfig
 from paceline.model.delta_cache import DeltaMemory, Settling, Stage
 from paceline.model.experts import Experts
 from paceline.model.layout import DELTA_NORM, NORMS, delta_apart
-from paceline.model.parts import GatedMLP, Norm, RMSNorm, fuse, make_experts
+from paceline.model.parts import GatedMLP, Norm, Residual, RMSNorm, fuse, make_experts
 
 L2_EPS = 1e-6
 
@@ -215,7 +215,7 @@ class DeltaLayer:
         """Of matrices that a pass of one position reads."""
         return self.delta.num_bytes + self.mlp.num_bytes
 
-    def run(self, hidden_TD: Tensor, memory: DeltaMemory, stages: Sequence[Stage]) -> None:
-        """Add to the hidden states what both sublayers make of them."""
-        hidden_TD.add_(self.delta(self.input_norm(hidden_TD), memory, stages))
-        hidden_TD.add_(self.mlp(self.mlp_norm(hidden_TD)))
+    def run(self, residual: Residual, memory: DeltaMemory, stages: Sequence[Stage]) -> None:
+        """Add to the residual stream what both sublayers make of it."""
+        residual.add(self.delta(residual.normed(self.input_norm), memory, stages))
+        residual.add(self.mlp(residual.normed(self.mlp_norm)))

@@ -19,6 +19,7 @@ from paceline.model.attention import PLAIN, AttentionPlan, CacheWriter, Scores, 
 from paceline.model.config import DecoderConfig, RopeKind
 from paceline.model.decoder import Decoder, Tables
 from paceline.model.kernels.attend import MOST_BITS, Sight, attend
+from paceline.model.kernels.layer import Places
 from paceline.model.record import Grid, Recorder, Recordings, Region, row_sizes
 from paceline.model.target import ForwardBatch, ForwardOutput
 
@@ -48,6 +49,10 @@ class StaticWriter(CacheWriter):
         own_BJ = self.slot_J < counts_B[:, None]
         self._slots_T = torch.where(own_BJ, slots_BJ, self._scratch_J).flatten()
         return slots_BJ
+
+    @property
+    def places(self) -> Places:
+        return Places(self._rows_T, self._slots_T)
 
     def write(self, cache: Tensor, new_THD: Tensor) -> None:
         cache[self._rows_T, :, self._slots_T] = new_THD

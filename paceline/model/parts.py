@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from paceline.model.config import DecoderConfig
 from paceline.model.experts import Experts, gating
+from paceline.model.kernels import layer as kernels
+from paceline.model.kernels.layer import NormWeight
 
 _DECODE_ROWS = 8
 """Row count oneDNN is told to expect when it chooses the blocked layout; measured to suit 1 to 32."""
@@ -48,7 +50,8 @@ def can_pack(weight: Tensor) -> bool:
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * (w + offset) over the last dimension, result in the weight's dtype.
 
-    On CPU it is computed by vector_norm and hypot, exactly and in half the time of `F.rms_norm` at one row.
+    On CPU it is computed by vector_norm and hypot, exactly and in half the time of `F.rms_norm` at one row; on CUDA by a
+    kernel of `kernels/layer.py`.
     """
 
     def __init__(self, weight: Tensor, eps: float, offset: float = 0.0) -> None:
@@ -65,21 +68,23 @@ class RMSNorm:
 
     def __call__(self, inputs: Tensor) -> Tensor:
         if not self._is_cpu:
-            return self._weighted(self._normed(inputs))
+            compute = kernels.rms_norm if kernels.can_run(inputs) else kernels.rms_norm_twin
+            return compute(inputs, self.for_kernel, self._dtype)
         scale = torch.hypot(torch.linalg.vector_norm(inputs, dim=-1, keepdim=True, dtype=torch.float32), self._floor)
         return inputs.div(scale).mul_(self._weight).to(self._dtype)
 
     def of_first(self, heads_THD: Tensor, num_heads: int) -> Tensor:
-        """Norms of the first heads of a fused product. On a GPU all heads are normed: its kernel would copy a slice."""
+        """Norms of the first heads of a fused product. On a GPU all heads are normed: PyTorch's kernel would copy a slice."""
         if self._is_cpu:
             return self(heads_THD[:, :num_heads])
-        return self._weighted(self._normed(heads_THD)[:, :num_heads])
+        normed_THD = kernels.normed(heads_THD, self.for_kernel)[:, :num_heads]
+        return kernels.weighted(normed_THD, self.for_kernel, self._dtype)
 
-    def _normed(self, inputs: Tensor) -> Tensor:
-        return F.rms_norm(inputs.float() if self._is_wide else inputs, inputs.shape[-1:], eps=self._eps)
-
-    def _weighted(self, normed: Tensor) -> Tensor:
-        return (normed * self._weight).to(self._dtype) if self._is_wide else normed.to(self._dtype) * self._weight
+    @property
+    def for_kernel(self) -> NormWeight:
+        """The norm as kernels take it; not on CPU."""
+        assert not self._is_cpu
+        return NormWeight(self._weight, self._eps, self._is_wide)
 
 
 class NoNorm:
@@ -97,6 +102,7 @@ class WholeNorm:
 
     def __init__(self, query_norm: RMSNorm, key_norm: RMSNorm, num_heads: int) -> None:
         self._query_norm, self._key_norm, self._num_heads = query_norm, key_norm, num_heads
+        self._for_kernel: NormWeight | None = None
 
     def __call__(self, heads_THD: Tensor) -> Tensor:
         query_THD, key_THD = heads_THD.tensor_split([self._num_heads], dim=1)
@@ -107,8 +113,54 @@ class WholeNorm:
         """Norms of the first heads, which are cut out: more heads together would have another norm."""
         return self(heads_THD[:, :num_heads])
 
+    @property
+    def for_kernel(self) -> NormWeight:
+        """Both norms side by side, as kernels take them; not on CPU."""
+        if self._for_kernel is None:
+            query, key = self._query_norm.for_kernel, self._key_norm.for_kernel
+            self._for_kernel = query._replace(weight=torch.cat([query.weight, key.weight]))
+        return self._for_kernel
+
 
 Norm = RMSNorm | NoNorm
+
+
+class Residual:
+    """The residual stream of a pass. On CUDA an addition waits for the norm behind it: both are one kernel."""
+
+    def __init__(self, hidden_TD: Tensor) -> None:
+        """`hidden_TD` [T, D] itself is added to."""
+        self._hidden_TD = hidden_TD
+        self._waiting: tuple[Tensor, NormWeight | None, float] | None = None
+
+    def add(self, update_TD: Tensor, norm: Norm | None = None, scale: float = 1.0) -> None:
+        """Add scale * norm(update)."""
+        if kernels.can_run(update_TD):
+            self._complete(None)
+            self._waiting = update_TD, norm.for_kernel if isinstance(norm, RMSNorm) else None, scale
+        else:
+            self._hidden_TD.add_(update_TD if norm is None else norm(update_TD), alpha=scale)
+
+    def normed(self, norm: Norm) -> Tensor:
+        """Norm of the hidden states."""
+        if self._waiting is None or not isinstance(norm, RMSNorm):
+            return norm(self.hidden_TD)
+        normed_TD = self._complete(norm.for_kernel)
+        assert normed_TD is not None
+        return normed_TD
+
+    @property
+    def hidden_TD(self) -> Tensor:
+        """Hidden states [T, D] with all that was added."""
+        self._complete(None)
+        return self._hidden_TD
+
+    def _complete(self, norm: NormWeight | None) -> Tensor | None:
+        """Carry out the addition that waits; returns the norm of the sum."""
+        if self._waiting is None:
+            return None
+        (update_TD, update_norm, scale), self._waiting = self._waiting, None
+        return kernels.add_norm(self._hidden_TD, update_TD, update_norm, norm, scale)
 
 
 class GatedMLP:
@@ -118,11 +170,14 @@ class GatedMLP:
         """Takes the weights called `name` out of `parts`."""
         self._gate_up = fuse(parts, f"{name}.gate_proj", f"{name}.up_proj")
         self._down = fuse(parts, f"{name}.down_proj")
-        self._multiply = gating(config)
+        self._multiply, self._activation = gating(config), config.activation
         self.num_bytes = self._gate_up.num_bytes + self._down.num_bytes
 
     def __call__(self, normed_TD: Tensor) -> Tensor:
-        gate, up = self._gate_up(normed_TD).chunk(2, dim=-1)
+        gate_up_TX = self._gate_up(normed_TD)
+        if self._activation in kernels.GATED and kernels.can_run(gate_up_TX):
+            return self._down(kernels.gated(gate_up_TX, self._activation))
+        gate, up = gate_up_TX.chunk(2, dim=-1)
         return self._down(self._multiply(gate, up))
 
 

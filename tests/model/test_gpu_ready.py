@@ -17,11 +17,12 @@ from paceline.draft.dflash2 import DFlash2Network
 from paceline.draft.eagle3 import Eagle3Network
 from paceline.draft.eagle3_checkpoint import Eagle3Config
 from paceline.draft.eagle3_checkpoint import new_config as new_eagle3
-from paceline.model import backends, checkpoint, decoder, delta_net, parts, sdpa
+from paceline.model import backends, checkpoint, decoder, delta_net, sdpa
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
 from paceline.model.delta_net import MOST_INVERTED, unit_lower_inverse
 from paceline.model.experts import Experts
+from paceline.model.kernels import layer as kernels
 from paceline.model.parts import RMSNorm
 from paceline.model.target import ForwardBatch
 
@@ -89,7 +90,7 @@ class TestKernels:
 
         config = changed(norm_offset=offset)
         target = Decoder(config, checkpoint.random_tensors(config), max_len=32, device="meta")
-        monkeypatch.setattr(parts, "F", Recorded())
+        monkeypatch.setattr(kernels, "F", Recorded())
         target.forward(ForwardBatch([target.cache.allocate() or 0], [0], [3], [1, 2, 3]))
         assert contiguous == [True] * (3 * config.num_layers + 1)
 

@@ -1,0 +1,245 @@
+"""A layer's kernels: each equals its twin under Triton's interpreter, and compiles for an H100 without spills.
+
+Both need Triton, not a GPU; they run in processes of their own, as the interpreter is chosen when Triton is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.model.attention import CacheWriter, Rope
+from paceline.model.heads import heads_twin
+from paceline.model.kernels import layer
+from paceline.model.kernels.layer import NormWeight, Places
+from paceline.model.parts import RMSNorm, WholeNorm
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+DTYPES = {"float32": (torch.float32, 1e-5), "bfloat16": (torch.bfloat16, 1e-2)}
+SIZES = {"1.5B": (1536, 12, 2, 8960), "8B": (4096, 32, 8, 12288), "27B": (5120, 40, 8, 17408), "32B": (5120, 64, 8, 25600)}
+"""Widths of hidden states, numbers of query and key heads of 128, and inner widths of MLPs."""
+MOST_SHARED = 227 * 1024
+
+
+def error(ours: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to values of one and more; infinite where a value was not written."""
+    difference = (ours.float() - expected.float()).abs() / expected.float().abs().clamp(min=1.0)
+    return float(difference.nan_to_num(nan=float("inf")).max())
+
+
+def as_on_a_gpu(weight: NormWeight, dtype: torch.dtype) -> RMSNorm:
+    """A norm on CPU that takes the formula of other devices."""
+    norm = RMSNorm(weight.weight.to(dtype), weight.eps)
+    norm._is_cpu, norm._is_wide, norm._weight = False, weight.is_wide, weight.weight
+    return norm
+
+
+def round_to_nearest() -> None:
+    """The interpreter cuts numbers off to bfloat16, where a GPU rounds to nearest, ties to even."""
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def rounded(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source.name, target.name) != ("fp32", "bf16"):
+            return convert(values, source, target, mode)
+        return torch.from_numpy(values).bfloat16().view(torch.int16).numpy().view("uint16")
+
+    interpreter._convert_float = rounded
+
+
+def poisoned_empties() -> None:
+    """Outputs are filled with NaN when they are made."""
+
+    def full(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def poisoned(*args: Any, **options: Any) -> Tensor:
+            out = make(*args, **options)
+            return out.fill_(float("nan")) if out.is_floating_point() else out
+
+        return poisoned
+
+    torch.empty_like = full(torch.empty_like)
+    Tensor.new_empty = full(Tensor.new_empty)
+
+
+def norm_cases(kind: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    dtype = kind["dtype"]
+    for num_rows, size in ((1, 1536), (3, 77), (64, 130), (2, 5120)):
+        for wide in (False, True):
+            inputs, update = (torch.randn(num_rows, size).to(dtype) for _ in range(2))
+            first, second = (torch.randn(size).to(torch.float32 if wide else dtype) for _ in range(2))
+            norms = NormWeight(first, 1e-6, wide), NormWeight(second, 1e-5, wide)
+            name = f"{num_rows} x {size}{' wide' if wide else ''}"
+            yield (
+                f"norm {name}",
+                error(layer.rms_norm(inputs, norms[0], dtype), layer.rms_norm_twin(inputs, norms[0], dtype)),
+            )
+            for update_norm in (None, norms[0]):
+                for norm in (None, norms[1]):
+                    hidden, expected = inputs.clone(), inputs.clone()
+                    # PyTorch's addition on CPU rounds the factor to bfloat16; on CUDA it does not.
+                    scale = 0.22 if dtype == torch.float32 else 0.25
+                    out = layer.add_norm(hidden, update, update_norm, norm, scale)
+                    out_expected = layer.add_norm_twin(expected, update, update_norm, norm, scale)
+                    case = f"add {name} {'normed' if update_norm else ''} {'norm' if norm else ''}"
+                    yield case, error(hidden, expected)
+                    assert (out is None) == (norm is None)
+                    if out is not None and out_expected is not None:
+                        yield f"{case} out", error(out, out_expected)
+
+
+def head_cases(kind: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Whole, per-head and no norms; all, some or none of a head rotated; one row, several, and no queries."""
+    for num_heads, num_kv_heads, size, rotary, rows, counts, norm_kind, rest in (
+        (4, 2, 64, 64, [1], [1], "heads", 0),
+        (5, 2, 128, 128, [0], [3], None, 0),
+        (6, 3, 24, 16, [0, 2], [2, 1], "heads", 0),
+        (2, 1, 16, 16, [1, 2], [16, 48], "whole", 0),
+        (5, 1, 40, 0, [2, 0, 1], [1, 1, 1], "wide", 0),
+        (3, 1, 32, 8, [0], [7], "wide", 3 * 32),
+        (0, 6, 32, 32, [0, 2], [4, 1], "heads", 0),
+    ):
+        dtype, num_tokens, positions = kind["dtype"], sum(counts), 70
+        fused = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * size + rest).to(dtype)
+        weight = torch.randn(num_heads + num_kv_heads, size).to(dtype)
+        offset = 1.0 if norm_kind == "wide" else 0.0
+        raw = NormWeight(weight.float() + offset if offset else weight, 1e-6, bool(offset))
+        norm: RMSNorm | WholeNorm | None = None if norm_kind is None else as_on_a_gpu(raw, dtype)
+        if norm_kind == "whole":
+            parts = (raw._replace(weight=each.flatten()) for each in weight.tensor_split([num_heads]))
+            norm = WholeNorm(*(as_on_a_gpu(each, dtype) for each in parts), num_heads)
+        rope, tables, starts = None, None, [3 + row for row in rows]
+        writer = CacheWriter(rows, starts, counts)
+        if rotary:
+            angles = torch.randn(positions, rotary // 2).repeat(1, 2)
+            rope = Rope(angles.cos().to(dtype), angles.sin().to(dtype))
+            tables = rope.tables([start + at for start, count in zip(starts, counts, strict=True) for at in range(count)])
+        caches = torch.full((4, 3, 2 * num_kv_heads, positions, size), 7.0, **kind)
+        # Heads of a layer may be some of those of a longer cache.
+        keys, values, expected_keys, expected_values = caches[:, :, num_kv_heads:]
+        ours = layer.heads(
+            fused, num_heads, keys, values, writer.places, raw if norm else None, tables, norm_kind == "whole"
+        )  # fmt: skip
+        theirs = heads_twin(fused, num_heads, expected_keys, expected_values, writer, norm, rope, tables)
+        name = f"heads {num_heads} + {num_kv_heads} of {size}, {rotary} rotated, {norm_kind}, rows {rows}"
+        if num_heads:
+            yield name, error(ours, theirs)
+        yield f"{name} keys", error(caches[0], caches[2])
+        yield f"{name} values", error(caches[1], caches[3])
+        assert not torch.equal(caches[0], torch.full_like(caches[0], 7.0))
+
+
+def gated_cases(kind: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for activation in layer.GATED:
+        for num_rows, size in ((1, 8960), (3, 77), (64, 1025)):
+            inputs = (3 * torch.randn(num_rows, 2 * size)).to(kind["dtype"])
+            ours, expected = layer.gated(inputs, activation), layer.gated_twin(inputs, activation)
+            yield f"{activation} {num_rows} x {size}", error(ours, expected)
+
+
+CASES = {"norms": norm_cases, "heads": head_cases, "gated": gated_cases}
+
+
+def interpreted(cases: str, dtype: str) -> None:
+    """Runs in a process of its own, under the interpreter; prints the error of each case."""
+    poisoned_empties()
+    round_to_nearest()
+    torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
+    print(json.dumps(dict(CASES[cases]({"dtype": DTYPES[dtype][0]}))))
+
+
+def in_a_process(call: str, **environment: str) -> Any:
+    here = Path(__file__)
+    paths = [here.parents[2], here.parent, here.parents[1], *sys.path]
+    code = f"import json; from {here.stem} import *; {call}"
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))} | environment
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cases", CASES)
+def test_a_kernel_equals_its_twin(cases: str, dtype: str) -> None:
+    errors = in_a_process(f"interpreted({cases!r}, {dtype!r})", TRITON_INTERPRET="1")
+    assert len(errors) >= 6
+    assert {name: size for name, size in errors.items() if not size <= DTYPES[dtype][1]} == {}
+
+
+def resources(model: str) -> dict[str, dict[str, int]]:
+    """Bytes of stack, which spilled registers go to, and of shared memory, of each kernel compiled for an H100."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from paceline.model.kernels import layer_triton
+
+    used: dict[str, dict[str, int]] = {}
+
+    def compiled(kernel: str, grid: tuple[int, ...], args: list[Any], num_warps: int, **constants: int) -> None:
+        function = getattr(layer_triton, kernel)
+        names = function.arg_names
+        signature = {name: kind_of(value) for name, value in zip(names, args, strict=False)}
+        signature |= dict.fromkeys(constants, "constexpr")
+        source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()})
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        used[f"{kernel} {constants}"] = {"stack": stack_of(made.asm["cubin"]), "shared": made.metadata.shared}
+
+    layer._launch = compiled  # pyright: ignore[reportAttributeAccessIssue]
+    hidden, num_heads, num_kv_heads, inner = SIZES[model]
+    kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
+    weight = NormWeight(torch.empty(hidden, **kind), 1e-6)
+    state = torch.empty(3, hidden, **kind)
+    layer.rms_norm(state, weight, torch.bfloat16)
+    layer.add_norm(state, state, None, weight, 1.0)
+    layer.add_norm(state, state, weight, weight, 1.0)
+    fused = torch.empty(3, (num_heads + 2 * num_kv_heads) * 128, **kind)
+    keys = torch.empty(1, num_kv_heads, 99, 128, **kind)
+    places = Places(*torch.empty(2, 3, dtype=torch.long, device="meta"))
+    tables = torch.empty(3, 1, 128, **kind), torch.empty(3, 1, 128, **kind)
+    head_norm = NormWeight(torch.empty(num_heads + num_kv_heads, 128, **kind), 1e-6)
+    for norm, is_whole in ((None, False), (head_norm, False), (head_norm, True)):
+        layer.heads(fused, num_heads, keys, keys, places, norm, tables, is_whole)
+    for activation in layer.GATED:
+        layer.gated(torch.empty(3, 2 * inner, **kind), activation)
+    return used
+
+
+def kind_of(value: object) -> str:
+    """Type of a kernel's argument in Triton's notation."""
+    if isinstance(value, Tensor):
+        return {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64"}[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def stack_of(cubin: bytes) -> int:
+    """Bytes of stack of each thread, by the tool that comes with Triton."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    words = dict(word.split(":")[:2] for word in done.stdout.split() if word.startswith(("STACK:", "LOCAL:")))
+    return int(words["STACK"]) + int(words["LOCAL"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", SIZES)
+def test_a_kernel_compiles_for_an_h100(model: str) -> None:
+    used = in_a_process(f"print(json.dumps(resources({model!r})))")
+    assert len(used) == 8
+    assert {name: each for name, each in used.items() if each["stack"] or each["shared"] >= MOST_SHARED} == {}
