@@ -66,6 +66,7 @@ STAGES = (
     Stage("tiny", "exact", 60, 25),
     Stage("graphs", "exact", 100, 20),
     Stage("kernels", "kernels", 40, 10),
+    Stage("layer_kernels", "layer_kernels", 25, 8),
     Stage("plain", "speed", 60, 20),
     Stage("mock", "speed", 75, 25),
     Stage("seeds", "exact", 25, 15),
@@ -289,7 +290,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parsed(words)
     if options.list:
         for stage in options.stages:
-            print(f"{stage.name:<9} at most {stage.limit_s:.0f} s, at least {stage.needs_s:.0f}")
+            print(f"{stage.name:<13} at most {stage.limit_s:.0f} s, at least {stage.needs_s:.0f}")
         return 0
     logging.basicConfig(level=logging.WARNING)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

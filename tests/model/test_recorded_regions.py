@@ -29,7 +29,7 @@ from paceline.model.kernels import layer as layer_kernels
 from paceline.model.record import Recorder, Region
 from paceline.model.target import ForwardBatch
 
-LAUNCHES = {name: 12 for name in FAMILIES} | {"olmo2": 13, "olmo3": 13}
+LAUNCHES = dict.fromkeys(FAMILIES, 12) | {"olmo2": 13, "olmo3": 13}
 """Kernels that a layer of a recorded pass launches at most: the values of today. Only ever lower them. OLMo's layer
 behind one that is tapped has its addition and its first norm apart."""
 UNRECORDED = {"qwen3-moe", "mixtral", "qwen3-next", "qwen3.5", "qwen3.5-moe", "gpt-oss"}
