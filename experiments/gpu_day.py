@@ -63,7 +63,7 @@ class Stage:
 STAGES = (
     Stage("env", "machine", 20, 2),
     Stage("ceilings", "machine", 20, 8),
-    Stage("tiny", "exact", 60, 25),
+    Stage("tiny", "exact", 80, 25),
     Stage("graphs", "exact", 100, 20),
     Stage("kernels", "kernels", 40, 10),
     Stage("layer_kernels", "layer_kernels", 25, 8),
