@@ -68,7 +68,7 @@ class RMSNorm:
 
     def __call__(self, inputs: Tensor) -> Tensor:
         if not self._is_cpu:
-            compute = kernels.rms_norm if kernels.can_run(inputs) else kernels.rms_norm_twin
+            compute = kernels.rms_norm if self._weight.ndim == 1 and kernels.can_run(inputs) else kernels.rms_norm_twin
             return compute(inputs, self.for_kernel, self._dtype)
         scale = torch.hypot(torch.linalg.vector_norm(inputs, dim=-1, keepdim=True, dtype=torch.float32), self._floor)
         return inputs.div(scale).mul_(self._weight).to(self._dtype)
