@@ -1,4 +1,4 @@
-"""Sets threads and instruction set of all tests, leaves slow files unimported, and orders files.
+"""Sets threads, processes and instruction set of all tests, leaves slow files unimported, and orders files.
 
 Tests run tiny tensors: one thread is faster than two that wait for each other. PACELINE_TEST_THREADS takes another
 number of PyTorch's threads, PACELINE_ISA another instruction set of the native library in the tests' own process
@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Later collections of garbage, which servers and tests ask for by the dozen, need not walk what is imported."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers() -> int | None:
+    """A process more than cores for `-n auto`: a fifth of the time one of them waits for servers, pages and timers."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    return 1 + (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
 
 
 @pytest.hookimpl(trylast=True)
