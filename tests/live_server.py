@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import openai
+import uvicorn.server
 from small_llm import Talker, fake_llm
 
 from paceline.engine.llm import LLM
@@ -26,6 +27,8 @@ from paceline.serve.settings import ServeConfig
 from paceline.serve.worker import EngineWorker
 from paceline.types import FinishReason
 
+HURRIED: Any = SimpleNamespace(**{**vars(asyncio), "sleep": lambda seconds: asyncio.sleep(seconds / 20)})
+"""What uvicorn's server sees of asyncio: it looks every 0.1 s whether to end, and waits as long for connections to close."""
 IDLE = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
 PATIENCE_S = 20.0
 """A caller that is left alone fails a test after so long; none takes a tenth of it."""
@@ -175,7 +178,7 @@ class Live:
 def serving(factory: Callable[[], Any] | None = None, **settings: Any) -> Iterator[Live]:
     """A server over a fake engine, or over what `factory` makes; settings are ServeConfig's."""
     live = Live(factory or talker(), ServeConfig(port=0, **settings))
-    with idle_collector():
+    with idle_collector(), quick_end():
         try:
             live.start()
             yield live
@@ -191,6 +194,16 @@ def idle_collector() -> Iterator[None]:
         yield
     finally:
         cast(Any, worker).gc = gc  # the module itself: servers may end in another order than they began
+
+
+@contextlib.contextmanager
+def quick_end() -> Iterator[None]:
+    """Has uvicorn's servers end soon after they were told to, not up to 0.3 s later."""
+    uvicorn.server.asyncio = HURRIED
+    try:
+        yield
+    finally:
+        uvicorn.server.asyncio = asyncio
 
 
 def talker(seconds: float | None = None, **options: Any) -> Callable[[], LLM]:

@@ -152,7 +152,7 @@ def test_the_real_client_fetches_from_a_hub(on_hub: Builtin, wheels: Path, sourc
         def log_message(self, format: str, *args: object) -> None: ...
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         endpoint = f"http://127.0.0.1:{server.server_port}"
         with child(wheels, on_hub, HF_ENDPOINT=endpoint, HF_HOME=str(home / "hf"), HF_HUB_OFFLINE="0") as process:

@@ -58,7 +58,7 @@ def serving(text: str, status: int = 200) -> Iterator[str]:
         def log_message(self, format: str, *args: Any) -> None: ...
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
