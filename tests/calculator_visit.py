@@ -6,17 +6,20 @@ After every test: no error in the page's console, no request but for the page it
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from javascript import chromium
+from browser_tabs import Tabs, running_browser
 
 from paceline.simulate.calculator import page
 
 WIDE = {"width": 1360, "height": 900}
 PATIENCE_MS = 120_000
+FAST_TIMERS = "{ const later = window.setTimeout; window.setTimeout = (work, ms = 0) => later(work, ms / 10); }"
+"""The page's timers, and this file's, in their order and ten times as fast."""
 SHOWN = """() => [...document.querySelectorAll('data, output, .where, #sensitivity, .plot')]
     .map((each) => each.getAttribute('aria-label') ?? each.value ?? each.textContent).join('|')"""
 
@@ -24,15 +27,10 @@ SHOWN = """() => [...document.querySelectorAll('data, output, .where, #sensitivi
 class Visit:
     """One tab, with what it wrote to its console and whom it called."""
 
-    def __init__(self, browser: Any, file: Path, link: str = "", **options: Any) -> None:
-        self.context = browser.new_context(**{"viewport": WIDE, **options})
-        self.page = self.context.new_page()
+    def __init__(self, tabs: Tabs, file: Path, link: str = "", **options: Any) -> None:
+        self.tab = tabs.take({"viewport": WIDE, **options})
+        self.page, self.errors, self.urls = self.tab.page, self.tab.errors, self.tab.urls
         self.page.set_default_timeout(PATIENCE_MS)
-        self.errors: list[str] = []
-        self.urls: list[str] = []
-        self.page.on("console", lambda told: self.errors.append(told.text) if told.type in ("error", "warning") else None)
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("request", lambda request: self.urls.append(request.url))
         self.page.goto(file.as_uri() + link)
 
     def figure(self, name: str) -> float:
@@ -69,18 +67,16 @@ class Visit:
         """Once it has been written, which the page does 250 ms after a change: its timers come in their order."""
         return self.page.evaluate("() => new Promise((done) => setTimeout(() => done(location.hash), 300))")
 
+    def rest(self) -> None:
+        """Wait for the last of the page's timers: it gives a button its words back after 1600 ms."""
+        self.page.evaluate("() => new Promise((done) => setTimeout(done, 1700))")
+
 
 @pytest.fixture(scope="module")
-def calculator_browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e .[dev]")
-    api.expect.set_options(timeout=PATIENCE_MS)
-    path = chromium()
-    if path is None:
-        pytest.skip("no Chromium in PATH, and PACELINE_CHROMIUM is not set")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, timeout=PATIENCE_MS)
-        yield browser
-        browser.close()
+def calculator_tabs() -> Iterator[Tabs]:
+    with running_browser() as browser:
+        importlib.import_module("playwright.sync_api").expect.set_options(timeout=PATIENCE_MS)
+        yield Tabs(browser, FAST_TIMERS)
 
 
 @pytest.fixture(scope="module")
@@ -91,15 +87,15 @@ def calculator_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def visit(calculator_browser: Any, calculator_file: Path) -> Iterator[Any]:
+def visit(calculator_tabs: Tabs, calculator_file: Path) -> Iterator[Any]:
     visits: list[Visit] = []
 
     def start(link: str = "", **options: Any) -> Visit:
-        visits.append(Visit(calculator_browser, calculator_file, link, **options))
+        visits.append(Visit(calculator_tabs, calculator_file, link, **options))
         return visits[-1]
 
     yield start
     for each in visits:
-        each.context.close()
         assert {url.partition("#")[0] for url in each.urls if not url.startswith("data:")} == {calculator_file.as_uri()}
-        assert each.errors == []
+        assert [error for error in each.errors if error.startswith(("error", "warning"))] == []
+        calculator_tabs.give_back(each.tab)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from javascript import NAMES, chromium
+from browser_tabs import Tabs, running_browser
 from page_server import PageServer
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e .[dev]")
@@ -23,14 +23,9 @@ WIDE, NARROW = {"width": 1280, "height": 860}, {"width": 390, "height": 844}
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    path = chromium()
-    if path is None:
-        pytest.skip(f"no Chromium: none of {', '.join(NAMES)} in PATH, and PACELINE_CHROMIUM is not set")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path)
-        yield browser
-        browser.close()
+def tabs() -> Iterator[Tabs]:
+    with running_browser() as browser:
+        yield Tabs(browser)
 
 
 @pytest.fixture
@@ -46,15 +41,10 @@ def server() -> Iterator[PageServer]:
 class Visit:
     """One visitor's tab, with what the page wrote to its console and whom it called."""
 
-    def __init__(self, browser: Any, server: PageServer, **options: Any) -> None:
-        self.context = browser.new_context(**{"viewport": WIDE, "reduced_motion": "reduce", **options})
-        self.page = self.context.new_page()
+    def __init__(self, tabs: Tabs, server: PageServer, **options: Any) -> None:
+        self.tab = tabs.take({"viewport": WIDE, "reduced_motion": "reduce", **options})
+        self.page, self.errors, self.urls = self.tab.page, self.tab.errors, self.tab.urls
         self.server = server
-        self.errors: list[str] = []
-        self.urls: list[str] = []
-        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("request", lambda request: self.urls.append(request.url))
         self.page.goto(server.url)
         expect(self.page.get_by_text("smol-135m").first).to_be_attached()
 
@@ -80,18 +70,18 @@ class Visit:
 
 
 @pytest.fixture
-def chat(browser: Any, server: PageServer) -> Iterator[Any]:
+def chat(tabs: Tabs, server: PageServer) -> Iterator[Any]:
     visits: list[Visit] = []
 
     def start(**options: Any) -> Visit:
-        visits.append(Visit(browser, server, **options))
+        visits.append(Visit(tabs, server, **options))
         return visits[-1]
 
     yield start
     for each in visits:
-        each.context.close()
         assert all(url.startswith((server.url, "data:")) for url in each.urls)
-        assert each.errors == []
+        assert [error for error in each.errors if error.startswith("error")] == []
+        tabs.give_back(each.tab)
 
 
 def done(reply: Any) -> None:

@@ -9,12 +9,12 @@ After every test: no error in the page's console, no request but for the page it
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser_tabs import running_browser
 from timings import HOSTILE, story
 
 from paceline.bench.timing import Timing, page, svg
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.slow
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e .[dev]")
 expect = api.expect
 expect.set_options(timeout=30_000)
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 WIDE, NARROW = {"width": 1280, "height": 860}, {"width": 390, "height": 844}
 PAINTED = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
 VISIBLE = """(answer) => [...answer.children]
@@ -34,13 +33,8 @@ VISIBLE = """(answer) => [...answer.children]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    path = os.environ.get("PACELINE_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-    if path is None:
-        pytest.skip(f"no Chromium: none of {', '.join(NAMES)} in PATH, and PACELINE_CHROMIUM is not set")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path)
+    with running_browser() as browser:
         yield browser
-        browser.close()
 
 
 class Visit:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
-import shutil
-from pathlib import Path
 
 import pytest
+from browser_tabs import running_browser
 from live_server import serving, talker
 
 from paceline.serve.app import API_PAGE
 
 pytestmark = pytest.mark.slow
-
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def test_the_policy_names_the_script_and_nothing_is_fetched_from_elsewhere() -> None:
@@ -54,13 +50,9 @@ def test_every_field_of_a_request_is_described_and_every_example_is_answered() -
         assert examples == {}
 
 
-def test_it_shows_every_endpoint_and_field(tmp_path: Path) -> None:
+def test_it_shows_every_endpoint_and_field() -> None:
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e .[dev]")
-    path = os.environ.get("PACELINE_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-    if path is None:
-        pytest.skip(f"no Chromium: none of {', '.join(NAMES)} in PATH, and PACELINE_CHROMIUM is not set")
-    with serving(talker()) as live, api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path)
+    with serving(talker()) as live, running_browser() as browser:
         page = browser.new_page(viewport={"width": 390, "height": 844})
         urls: list[str] = []
         errors: list[str] = []
@@ -86,4 +78,3 @@ def test_it_shows_every_endpoint_and_field(tmp_path: Path) -> None:
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert errors == []
         assert urls and all(url.startswith((live.url, "data:")) for url in urls)
-        browser.close()

@@ -303,4 +303,5 @@ def test_the_link_and_the_commands_are_copied(visit: Any) -> None:
         pasted = tab.page.locator("#config").input_value()
         assert pasted.startswith(("file:", "paceline serve", "vllm serve", "python -m sglang", "paceline simulate"))
         tab.page.get_by_role("button", name="Reset").click()
+        tab.rest()  # or what it says of the reset comes after "Copied"
     assert tab.page.get_by_role("button", name="Copy").count() == 5

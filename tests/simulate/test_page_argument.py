@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e .[dev]")
 expect = api.expect
 pytest_plugins = ("calculator_visit",)

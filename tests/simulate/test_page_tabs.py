@@ -19,6 +19,8 @@ from paceline.bench.speedup_chart import made
 from paceline.simulate.calculator import passage
 from paceline.simulate.config import ChartConfig, CostsConfig
 
+pytestmark = pytest.mark.slow
+
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e .[dev]")
 expect = api.expect
 pytest_plugins = ("calculator_visit",)
