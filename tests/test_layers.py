@@ -128,6 +128,13 @@ def test_light_modules_do_not_import_torch(name: str) -> None:
     assert not heavy & {found.split(".")[0] for found in imports_of(PACKAGE / f"{name}.py", top_level_only=True)}
 
 
+def test_only_what_shards_a_network_imports_torchs_sharded_tensors() -> None:
+    """They take a second to import, with SymPy and the compiler's symbolic shapes."""
+    slow = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.device_mesh")
+    for path in modules():
+        assert not {name for name in imports_of(path, top_level_only=True) if name.startswith(slow)}, path.name
+
+
 LIGHT_ADAPT = ("config", "hours", "baseline", "drift", "decide", "policy", "world", "replay", "stored", "log", "lineage")
 
 

@@ -32,7 +32,7 @@ from paceline.train.losses import Head, LossVocabulary, SlotMetrics, Slots, head
 from paceline.train.mtp import MtpTrainable
 from paceline.train.optimisers import Optimisers, learning_rate_share
 from paceline.train.packs import Chosen, Pack, PackBudget, Packer, Trainable, heldout_anchors
-from paceline.train.parallel import laid_out, make_parallel, recompute_layers
+from paceline.train.parallel import make_parallel, recompute_layers
 from paceline.train.plateau import Plateau, unigram_entropy, watched
 from paceline.train.ranks import Ranks
 from paceline.train.selector import BlockSample, DFlash2Trainable
@@ -140,7 +140,7 @@ class Trainer:
         stored = checkpoint.trainer
         check_same(self.folder, _of_now(stored["identity"]), self._identity(), ", or continue from its drafter with --init")
         self.parallel.load(self.network, checkpoint.weights)
-        self.optimisers.fill(checkpoint.optimisers, laid_out)
+        self.optimisers.fill(checkpoint.optimisers, self.parallel.laid_out)
         state = stored["state"]
         parts = {"place": Place(**state["place"]), "plateau": Plateau(**state.get("plateau", {}))}
         self.state = _State(**{**state, **parts})

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
 
 from paceline.train.agreement import check_alike, give_first, mark_of, mark_of_text
@@ -66,7 +64,7 @@ class Replicated:
         named = [*_held(network), *optimisers]
         self.check_alike("where it begins", lambda: told)
         self.check_alike("its tensors' shapes", lambda: repr([(name, each.dtype, *each.shape) for name, each in named]))
-        plain = [(name, tensor) for name, tensor in named if not isinstance(tensor, DTensor)]  # of a sharded one there is one
+        plain = [(name, tensor) for name, tensor in named if self._is_replicated(tensor)]
         give_first(plain, self.device)
         self._check_alike([mark_of(tensor) for _, tensor in plain], [name for name, _ in plain])
 
@@ -98,7 +96,7 @@ class Replicated:
     def clip(self, network: nn.Module, longest: float) -> float:
         """Scale the gradients down to this norm; returns the norm before."""
         norm = nn.utils.clip_grad_norm_(network.parameters(), longest)
-        return float(_whole(norm))
+        return float(self._whole(norm))
 
     def sum(self, numbers: Tensor) -> Tensor:
         """Numbers added up over the processes, on CPU."""
@@ -122,7 +120,7 @@ class Replicated:
         copies: dict[str, Tensor] = {}
         marks: dict[str, int] = {}
         for name, tensor in tensors:
-            whole = _whole(tensor).detach()
+            whole = self._whole(tensor).detach()
             if self.ranks.world > 1:
                 marks[name] = mark_of(whole)
             if self.ranks.is_first:
@@ -133,20 +131,33 @@ class Replicated:
 
     def weights(self, network: nn.Module) -> dict[str, Tensor]:
         """Its `state_dict`, as `whole` gives it."""
-        with implicit_replication():  # for state_dict hooks that compute with plain tensors (train_in_scaled_units)
-            return self.whole(network.state_dict().items())
+        return self.whole(network.state_dict().items())
 
     def load(self, network: nn.Module, tensors: dict[str, Tensor]) -> None:
         """Fill the network with whole tensors that every process has read."""
         parameters = dict(network.named_parameters())
-        with implicit_replication():
-            network.load_state_dict({name: laid_out(parameters[name], tensor) for name, tensor in tensors.items()})
+        network.load_state_dict({name: self.laid_out(parameters[name], tensor) for name, tensor in tensors.items()})
+
+    @staticmethod
+    def laid_out(parameter: Tensor, tensor: Tensor) -> Tensor:
+        """A whole tensor, laid out as the parameter is, on its device."""
+        return tensor.to(parameter.device)
+
+    @staticmethod
+    def _is_replicated(tensor: Tensor) -> bool:
+        """True if every process holds all of it."""
+        return True
+
+    @staticmethod
+    def _whole(tensor: Tensor) -> Tensor:
+        return tensor
 
 
 class Sharded(Replicated):
     """A part of every tensor on each process; a layer is gathered while it computes.
 
-    Every forward and backward is then a collective, so all processes take the same number of pieces.
+    Every forward and backward is then a collective, so all processes take the same number of pieces. Methods import
+    torch.distributed.tensor, which takes a second, so that processes without shards do not.
     """
 
     _network: Any = None
@@ -191,6 +202,42 @@ class Sharded(Replicated):
     def sum_gradients(self, network: nn.Module) -> None:
         """Done by the last `backward`."""
 
+    def weights(self, network: nn.Module) -> dict[str, Tensor]:
+        """As Replicated.weights."""
+        from torch.distributed.tensor.experimental import implicit_replication
+
+        with implicit_replication():  # for state_dict hooks that compute with plain tensors (train_in_scaled_units)
+            return super().weights(network)
+
+    def load(self, network: nn.Module, tensors: dict[str, Tensor]) -> None:
+        """As Replicated.load."""
+        from torch.distributed.tensor.experimental import implicit_replication
+
+        with implicit_replication():
+            super().load(network, tensors)
+
+    @staticmethod
+    def laid_out(parameter: Tensor, tensor: Tensor) -> Tensor:
+        """As Replicated.laid_out; every process cuts its part out, nothing is sent."""
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        tensor = tensor.to(parameter.device)
+        if not isinstance(parameter, DTensor):
+            return tensor
+        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+    @staticmethod
+    def _is_replicated(tensor: Tensor) -> bool:
+        from torch.distributed.tensor import DTensor
+
+        return not isinstance(tensor, DTensor)
+
+    @staticmethod
+    def _whole(tensor: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
 
 def make_parallel(way: str, ranks: Ranks, device: torch.device) -> Replicated:
     """`auto` replicates; a process without others holds the whole network whatever was asked for."""
@@ -207,15 +254,3 @@ def recompute_layers(layers: Iterable[nn.Module]) -> None:
 def _held(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers themselves, where `state_dict` may have hooks that change them."""
     yield from itertools.chain(network.named_parameters(), network.named_buffers())
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def laid_out(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """A whole tensor, laid out as the parameter is: where that is sharded every process cuts its part out, nothing is sent."""
-    tensor = tensor.to(parameter.device)
-    if not isinstance(parameter, DTensor):
-        return tensor
-    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline.train.config import OptimConfig
 from paceline.train.optimisers import FINAL_NORM, Optimisers
-from paceline.train.parallel import laid_out
+from paceline.train.parallel import Replicated
 
 
 class Network(nn.Module):
@@ -51,7 +51,7 @@ def test_what_is_restored_lies_where_its_parameter_does(name: str) -> None:
     """A fused kernel on CUDA refuses a count of steps that is on the CPU; here "meta" is the GPU."""
     stored = {key: tensor.clone() for key, tensor in stepped(name).states()}
     moved = stepped(name, "meta")
-    moved.fill(stored, laid_out)
+    moved.fill(stored, Replicated.laid_out)
     restored = states(moved)
     assert len(restored) == len(stored) and any(key == "step" for _, key, _, _ in restored)
     for parameter, key, tensor, group in restored:
@@ -63,7 +63,7 @@ def test_what_is_restored_lies_where_its_parameter_does(name: str) -> None:
 def test_states_in_another_dtype_become_the_parameters() -> None:
     stored = {key: tensor.double() for key, tensor in stepped("adamw").states()}
     again = stepped("adamw")
-    again.fill(stored, laid_out)
+    again.fill(stored, Replicated.laid_out)
     assert {tensor.dtype for _, _, tensor, _ in states(again)} == {torch.float32}
 
 
@@ -73,14 +73,14 @@ def test_a_loop_over_parameters_keeps_its_counts_on_the_cpu() -> None:
     for one in moved.every:
         for group in one.param_groups:
             group["fused"] = False
-    moved.fill(stored, laid_out)
+    moved.fill(stored, Replicated.laid_out)
     assert {(key, tensor.device.type) for _, key, tensor, _ in states(moved) if key == "step"} == {("step", "cpu")}
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_step_after_restoring_is_the_step_without_it(name: str) -> None:
     whole, first, again = stepped(name), stepped(name), stepped(name)
-    again.fill({key: tensor.clone() for key, tensor in first.states()}, laid_out)
+    again.fill({key: tensor.clone() for key, tensor in first.states()}, Replicated.laid_out)
     for optimisers in (whole, again):
         for parameter, *_ in states(optimisers):
             parameter.grad = torch.full_like(parameter, -0.3)
