@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import pty
@@ -11,23 +10,22 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
+from called import Call, call
 from small_llm import tiny_model
 
 from paceline.bench.beside import Beside
 from paceline.bench.pages import render
-from paceline.cli import main
 from paceline.commands.generate import model_and_prompt
 from paceline.commands.shared import grammar_of, note_without_effect
 from paceline.config import EngineConfig
 from paceline.errors import PromptError
 from paceline.types import GrammarSpec, SamplingParams
 
+__all__ = ["call"]
 ROOT = Path(__file__).parent.parent
 
 
@@ -36,30 +34,6 @@ def paceline(*words: str, stdin: str = "", env: dict[str, str] | None = None) ->
     return subprocess.run(
         command, input=stdin, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **(env or {})}, timeout=120
     )
-
-
-class Called(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Call = Callable[..., Called]
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """The command line in this process, which has imported PyTorch long ago."""
-
-    def run(*words: str, stdin: str = "") -> Called:
-        monkeypatch.setattr(sys, "argv", ["paceline", *words])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert isinstance(ended.value.code, int)
-        return Called(ended.value.code, *capsys.readouterr())
-
-    return run
 
 
 def test_a_schema_is_a_file_or_itself(tmp_path: Path) -> None:

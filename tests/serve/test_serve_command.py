@@ -15,9 +15,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from called import Call, call
 from small_llm import tiny_model
 
+__all__ = ["call"]
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def switch_interval() -> Iterator[None]:
+    """Servers that run in this process leave their own."""
+    before = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(before)
 
 
 def start(*words: str) -> subprocess.Popen[str]:
@@ -26,9 +36,19 @@ def start(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
+def has_ended(process: subprocess.Popen[str], seconds: float) -> bool:
+    """Waits for its end, but not for longer."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     words = ("--drafter", "ngram", "--dtype", "float32", "--max-batch", "2", "--served-name", "mine")
+    words += ("--drain-seconds", "300")  # a busy machine needs more than the 30 s that a server waits otherwise
     process = start("--model", str(tiny_model(tmp_path / "tiny", 2048)), "--traces", str(tmp_path / "traces"), *words)
     with process:
         try:
@@ -93,7 +113,7 @@ def test_sigterm_under_load_finishes_what_waits_too_and_refuses_the_rest(running
         assert len(answers) < 6, "the test needs requests that wait"
     process.send_signal(signal.SIGTERM)
     refused = 0
-    while process.poll() is None:
+    while not has_ended(process, 0.05):
         try:
             status, text = ask(body | {"max_tokens": 1})
         except (OSError, http.client.HTTPException):
@@ -144,7 +164,7 @@ def test_several_drafters_are_introduced_with_their_memory(tmp_path: Path) -> No
             process.kill()
 
 
-def test_options_from_a_file(tmp_path: Path) -> None:
+def test_options_from_a_file(call: Call, tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     for text, said in (
         ("host: 127.0.0.1\nmax-queue: -1\n", "--max-queue must be 0 or more"),
@@ -156,17 +176,15 @@ def test_options_from_a_file(tmp_path: Path) -> None:
         ("3", "holds no options"),
     ):
         file.write_text(text)
-        process = start("--config", str(file))
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 2
-        assert errors.startswith("error: ")
-        assert said in errors
+        done = call("serve", "--config", str(file))
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ")
+        assert said in done.stderr
     file.write_text("max-queue: -1\n")
-    process = start("--config", str(file), "--max-queue", "3", "--deadline", "-1")
-    assert "deadline" in process.communicate(timeout=300)[1]
+    assert "deadline" in call("serve", "--config", str(file), "--max-queue", "3", "--deadline", "-1").stderr
 
 
-def test_what_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
+def test_what_cannot_start_says_why_in_one_line(call: Call, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for words, said in (
@@ -183,10 +201,9 @@ def test_what_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
             (("--admin-key", "ü"), "an admin key must be ASCII text"),
             (("--features",), "features are for who has a key: set PACELINE_API_KEY"),
         ):
-            process = start(*words)
-            _, errors = process.communicate(timeout=300)
-            lines = [line for line in errors.splitlines() if not line.startswith("listening")]
-            assert process.returncode == 2, errors
+            done = call("serve", "--port", "0", *words)
+            lines = [line for line in done.stderr.splitlines() if not line.startswith("listening")]
+            assert done.returncode == 2, done.stderr
             assert len(lines) == 1
             assert lines[0].startswith("error: ")
             assert said in lines[0]
