@@ -1,34 +1,120 @@
-"""Prompts from anywhere: JSON lines of the usual benchmark shapes, chats, Parquet, a server's traces, or a hub data set.
+"""Prompts from anywhere: JSON lines of the usual benchmark shapes, chats, Parquet, a server's traces, or a hub data
+set.
 
     read_prompts("questions.jsonl", limit=20)      # question | text | prompt | turns | instruction | messages | conversations
     read_prompts("traces")                         # a folder of Parquet files, or one of them
     read_prompts("openai/gsm8k/main:test")         # a hub data set: owner/name[/config][:split]
 
-The shape is told from each row's keys. Benchmarks get the wording the DFlash paper's own benchmark gives them. Traces, and
-answers that `regenerate` wrote, are asked again token by token (`prompt_ids`). A row of `messages`, or of ShareGPT's
-`conversations`, may have `system`, `tools` as the API takes them, and `chat_template_kwargs`. Of a conversation the user's
-turns are asked, one after the other; one in which tools were called is asked as it stands, up to its last message that is not
-the assistant's, since its results belong to the calls that were made.
+The shape is told from each row's keys; keys that are not read are counted (`Dropped.unread`), and refused with
+`strict`. Benchmarks get the wording the DFlash paper's own benchmark gives them: GSM8K's rows are those of a
+`question` whose `answer` ends in "#### ..."; any other question is asked as it stands. Traces, and answers that
+`regenerate` wrote, are asked again token by token (`prompt_ids`). A row of `messages`, or of ShareGPT's
+`conversations`, may have `system`, `tools` as the API takes them, and `chat_template_kwargs`. Of a conversation the
+user's turns are asked, one after the other; one in which tools were called is asked as it stands, up to its last
+message that is not the assistant's, since its results belong to the calls that were made.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import PromptError
-from paceline.rows import Dropped, Row, RowError, rows_of
+from paceline.rows import Dropped, Row, RowError, printable, rows_of
 from paceline.types import GrammarSpec
 
 GSM8K = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
-WORDINGS = ((GSM8K, "question"), (HUMANEVAL, "prompt", "entry_point"), ("{}", "prompt"), ("{}", "text"))
+WORDINGS = (("{}", "question"), (HUMANEVAL, "prompt", "entry_point"), ("{}", "prompt"), ("{}", "text"))
 """How the text of the first key is put, where a row has all of the keys."""
+NO_PART_OF_PROMPTS = frozenset(
+    [
+        "id",
+        "ids",
+        "task_id",
+        "question_id",
+        "prompt_id",
+        "conversation_id",
+        "chat_id",
+        "row_id",
+        "uuid",
+        "hash",
+        "idx",
+        "index",
+        "key",
+        "name",
+        "source",
+        "sources",
+        "data_source",
+        "dataset",
+        "dataset_name",
+        "origin",
+        "category",
+        "subset",
+        "split",
+        "license",
+        "url",
+        "model",
+        "template",
+        "app",
+        "language",
+        "lang",
+        "timestamp",
+        "created",
+        "created_at",
+        "date",
+        "metadata",
+        "meta",
+        "score",
+        "scores",
+        "rating",
+        "quality",
+        "num_tokens",
+        "num_turns",
+        "answer",
+        "answers",
+        "answer_idx",
+        "answer_index",
+        "output",
+        "outputs",
+        "response",
+        "responses",
+        "completion",
+        "completions",
+        "chosen",
+        "rejected",
+        "target",
+        "targets",
+        "label",
+        "labels",
+        "reference",
+        "references",
+        "solution",
+        "solutions",
+        "canonical_solution",
+        "code",
+        "test",
+        "entry_point",
+        "is_classification",
+        "correct_answer",
+        "final_answer",
+        "ground_truth",
+        "gold",
+        "explanation",
+        "rationale",
+        "scorer",
+    ]
+)
+"""Names, origins and answers: the target answers for itself, so nothing is lost when they are not read."""
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+SPOKEN_KEYS = ("from", "role", "value", "content")
+"""Keys of a message, and of an entry of ShareGPT's, that are read."""
 KNOWN_KEYS = "messages, conversations, turns, question, prompt, text, instruction"
 CHATS = ("conversations", "conversation")
 """ShareGPT's key, and a common misspelling of it."""
@@ -41,6 +127,7 @@ SPEAKERS = {
 """Who speaks in ShareGPT's files, as the API says it."""
 
 Message = dict[str, Any]
+log = logging.getLogger("paceline.prompts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,54 +149,82 @@ class Prompt:
     """What the answer has to be, where this prompt is asked for another than the others are."""
     variables: tuple[tuple[str, Any], ...] = ()
     """Variables of the chat template that are this row's own, as (("enable_thinking", False),)."""
+    where: str = field(default="", repr=False, compare=False)
+    """File and line of its row, for messages: two rows that ask the same are one prompt."""
 
 
-def read_prompts(source: str | Path, limit: int | None = None, dropped: Dropped | None = None) -> list[Prompt]:
+def read_prompts(
+    source: str | Path, limit: int | None = None, dropped: Dropped | None = None, *, strict: bool = False
+) -> list[Prompt]:
     """The first `limit` prompts of a JSON lines file, a Parquet file or folder, or a data set id; all without a limit.
 
-    Raises PromptError naming file and line when a row is malformed, of unknown shape, or when there is none at all. With
-    `dropped` such rows are left out, and counted there by reason.
-    """
+    Raises PromptError naming file and line when a row is malformed, of unknown shape, or when there is none at all.
+    With `dropped` such rows are left out, and counted there by reason; so are keys that are not read, which are logged
+    without it. `strict` refuses both."""
     if limit is not None and limit < 1:
         raise PromptError(f"limit must be at least 1, not {limit}")
     name, rows = rows_of(source)
     prompts: list[Prompt] = []
+    counted = Dropped() if dropped is None else dropped
     for index, (where, row) in enumerate(rows):
         try:
             if isinstance(row, RowError):
                 raise row
-            prompts.append(_prompt_of(row, where, name, index))
+            prompt, unread = _prompt_of(row, where, printable(name), index)
+            if strict and unread:
+                raise RowError(f"{where}: not read: {', '.join(unread)}: remove them, or write them into the prompt")
         except RowError as error:
-            if dropped is None:
+            if dropped is None or strict:
                 raise
             dropped.add(error.reason, str(error))
+            continue
+        prompts.append(prompt)
+        counted.unread.update(unread)
         if limit is not None and len(prompts) >= limit:
             break
+    if dropped is None and counted.unread:
+        log.warning("%s: %s", source, counted.unread_text)
     if not prompts:
         raise PromptError(f"{source} holds no prompts: give at least one row" + (f"; {dropped}" if dropped else ""))
     return prompts
 
 
-def _prompt_of(row: Row, where: str, source: str, index: int) -> Prompt:
+def _prompt_of(row: Row, where: str, source: str, index: int) -> tuple[Prompt, list[str]]:
+    """The prompt of a row, and the row's keys that were not read."""
     token_ids = row.get("prompt_ids")
     is_chat = row.get("messages") is not None or any(isinstance(row.get(key), list) for key in CHATS)
     if token_ids is not None and not is_chat:  # a store's rows have the name of their conversation beside their tokens
-        return _traced(token_ids, where, source)
-    messages = _messages_of(row, where)
-    tools: tuple[Row, ...] = ()
+        return _traced(token_ids, where, source), []
+    messages, key = _messages_of(row, where)
     if messages is not None:
-        first, turns = _conversation(messages, where)
-        tools = read_tools(row.get("tools"), where)
+        first, turns, lost = _conversation(messages, where)
+        lost += _keys_within(row[key], f"{key}[].", MESSAGE_KEYS if key == "messages" else SPOKEN_KEYS)
+        read = {key}
     else:
-        turns = _turns_of(row, where)
-        first = [{"role": "user", "content": turns[0]}]
+        turns, read = _turns_of(row, where)
+        first, lost = [{"role": "user", "content": turns[0]}], []
     if any(not turn.strip() for turn in turns):
         raise RowError(f"{where}: the prompt is empty", "empty prompt")
     system = row.get("system")
-    if isinstance(system, str) and system.strip() and first[0]["role"] != "system":
-        first = [{"role": "system", "content": system}, *first]
+    if isinstance(system, str) and (not system.strip() or first[0]["role"] != "system" or first[0]["content"] == system):
+        read.add("system")
+        is_new = system.strip() and first[0]["role"] != "system"
+        first = [{"role": "system", "content": system}, *first] if is_new else first
+    tools, variables = read_tools(row.get("tools"), where), _variables(row.get("chat_template_kwargs"), where)
+    read |= {"tools", "chat_template_kwargs"} | NO_PART_OF_PROMPTS
     name = next((row[key] for key in ("id", "task_id", "question_id") if row.get(key) is not None), index)
-    return Prompt(str(name), first, turns, source, tools=tools, variables=_variables(row.get("chat_template_kwargs"), where))
+    prompt = Prompt(printable(name), first, turns, source, tools=tools, variables=variables, where=where)
+    return prompt, [*_unread(row, read), *dict.fromkeys(lost)]
+
+
+def _unread(row: Row, read: Iterable[str]) -> list[str]:
+    """Keys with a value that are none of those `read`: Parquet gives every row all keys of its column."""
+    known = set(read)
+    return [printable(key) for key, value in row.items() if key not in known and value not in (None, "", [], {})]
+
+
+def _keys_within(entries: list[Row], prefix: str, read: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(prefix + key for entry in entries for key in _unread(entry, read)))
 
 
 def _variables(given: Any, where: str) -> tuple[tuple[str, Any], ...]:
@@ -118,19 +233,20 @@ def _variables(given: Any, where: str) -> tuple[tuple[str, Any], ...]:
         return ()
     if not isinstance(given, dict):
         raise RowError(f"{where}: 'chat_template_kwargs' must be an object, as {{\"enable_thinking\": false}}")
+    if taken := sorted({"messages", "tools", "add_generation_prompt"} & given.keys()):
+        raise RowError(f"{where}: 'chat_template_kwargs' may not hold {taken[0]}: the row's own keys say it")
     return tuple(sorted((str(key), value) for key, value in given.items() if value is not None))
 
 
-def _messages_of(row: Row, where: str) -> Any:
-    """`messages` as they are, or made from ShareGPT's `conversations`; None where a row has neither."""
-    if row.get("messages") is not None:
-        return row["messages"]
-    said = next((row[key] for key in CHATS if row.get(key) is not None), None)
-    if said is None:
-        return None
+def _messages_of(row: Row, where: str) -> tuple[Any, str]:
+    """`messages` as they are, or made from ShareGPT's `conversations`, and the key; None where a row has neither."""
+    key = next((key for key in ("messages", *CHATS) if row.get(key) is not None), "")
+    said = row.get(key)
+    if said is None or key == "messages":
+        return said, key
     if not isinstance(said, list) or not all(isinstance(each, dict) for each in said):
         raise RowError(f'{where}: \'conversations\' must be a list of {{"from": ..., "value": ...}}')
-    return [_spoken(each, where) for each in said]
+    return [_spoken(each, where) for each in said], key
 
 
 def _spoken(each: Row, where: str) -> Message:
@@ -155,7 +271,9 @@ def _traced(token_ids: Any, where: str, source: str) -> Prompt:
     if not isinstance(token_ids, list) or not token_ids or not all(type(token) is int for token in token_ids):
         raise RowError(f"{where}: 'prompt_ids' must be a list of token ids, at least one")
     name = hashlib.blake2b(repr(token_ids).encode(), digest_size=8).hexdigest()
-    return Prompt(name, [], (), source, tuple(token_ids))
+    if not all(0 <= token < 2**31 for token in token_ids):
+        raise RowError(f"{where}: 'prompt_ids' holds a number that is no token id", "with an impossible token id")
+    return Prompt(name, [], (), source, tuple(token_ids), where=where)
 
 
 def digest(token_ids: Iterable[int]) -> str:
@@ -186,8 +304,8 @@ def _is_bare(tool: Any) -> bool:
     return isinstance(tool, dict) and "function" not in tool and "parameters" in tool and isinstance(tool.get("name"), str)
 
 
-def _turns_of(row: Row, where: str) -> tuple[str, ...]:
-    """The texts of the user's turns, by the keys that the row has."""
+def _turns_of(row: Row, where: str) -> tuple[tuple[str, ...], set[str]]:
+    """The texts of the user's turns, by the keys that the row has, and the keys that were read."""
 
     def has(*keys: str) -> bool:
         return all(row.get(key) is not None for key in keys)
@@ -201,37 +319,44 @@ def _turns_of(row: Row, where: str) -> tuple[str, ...]:
         turns = row["turns"]
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
             raise RowError(f"{where}: 'turns' must be a list of texts, one per user turn")
-        return tuple(turns)
+        return tuple(turns), {"turns"}
     for form, *keys in WORDINGS:
         if has(*keys):
-            return (form.format(text(keys[0])),)
+            form = GSM8K if keys == ["question"] and "####" in str(row.get("answer")) else form
+            return (form.format(text(keys[0])),), {keys[0]}
     if has("instruction"):
-        instances, given = row.get("instances"), row.get("input")
+        instances, given, read = row.get("instances"), row.get("input"), {"instruction"}
         if isinstance(instances, list) and instances and isinstance(instances[0], dict):
             given = instances[0].get("input")
-        return (f"{text('instruction')}\n\n{given}" if isinstance(given, str) and given.strip() else text("instruction"),)
-    found = ", ".join(map(str, row)) or "nothing"
+            read |= {"instances"} if len(instances) == 1 else set()  # of several the first is asked
+        elif given is None or isinstance(given, str):
+            read.add("input")
+        return (f"{text('instruction')}\n\n{given}" if isinstance(given, str) and given.strip() else text("instruction"),), read
+    found = ", ".join(map(printable, row)) or "nothing"
     raise RowError(f"{where}: none of the keys {KNOWN_KEYS} (found {found})", "of unknown shape")
 
 
-def _conversation(messages: Any, where: str) -> tuple[list[Message], tuple[str, ...]]:
-    """OpenAI-style messages: those up to the first user turn, and the texts of all user turns. Where tools were called: all
-    that stand before the last answer, and the last turn."""
+def _conversation(messages: Any, where: str) -> tuple[list[Message], tuple[str, ...], list[str]]:
+    """OpenAI-style messages: those up to the first user turn, the texts of all user turns, and what is lost. Where
+    tools were called: all that stand before the last answer, and the last turn."""
     said = read_messages(messages, where)
     turns = tuple(message["content"] for message in said if message["role"] == "user")
     if not turns:
         raise RowError(f"{where}: 'messages' holds no user message", "without a user's turn")
     if any(message["role"] == "tool" or "tool_calls" in message for message in said):
         last = max(index for index, message in enumerate(said) if message["role"] != "assistant")
-        return said[: last + 1], turns[-1:]
+        return said[: last + 1], turns[-1:], []
     first = next(index for index, message in enumerate(said) if message["role"] == "user")
-    return said[: first + 1], turns
+    others = {message["role"] for message in said[first:]} - {"user", "assistant"}
+    return said[: first + 1], turns, [f"messages of role {printable(role)} after the first turn" for role in sorted(others)]
 
 
 def read_messages(messages: Any, where: str) -> list[Message]:
     """Messages with their contents as text. Raises PromptError on what are none."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise RowError(f'{where}: \'messages\' must be a list of {{"role": ..., "content": ...}}')
+    if any(message.get("tool_calls") and not _are_calls(message["tool_calls"]) for message in messages):
+        raise RowError(f'{where}: \'tool_calls\' must be a list of {{"function": {{"name": ..., "arguments": ...}}}}')
     kept = ("name", "tool_calls", "tool_call_id", "reasoning_content")
     return [
         {"role": str(message.get("role")), "content": _content(message.get("content"), where)}
@@ -240,12 +365,18 @@ def read_messages(messages: Any, where: str) -> list[Message]:
     ]
 
 
+def _are_calls(calls: Any) -> bool:
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    named = [each for each in functions if isinstance(each, dict) and isinstance(each.get("name"), str)]
+    return bool(named) and len(named) == len(calls)
+
+
 def _content(content: Any, where: str) -> str:
     """A message's text; OpenAI's list of parts is joined, anything but text refused."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, Iterable) and not isinstance(content, dict):
-        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
         if texts and all(isinstance(text, str) for text in texts):
             return "".join(text for text in texts if text)
     raise RowError(f"{where}: a message's content must be text", "not text alone")

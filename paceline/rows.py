@@ -1,8 +1,10 @@
-"""Rows of data from wherever people keep them: JSON lines, JSON arrays, Parquet, either packed with gzip, and hub data sets.
+"""Rows of data from wherever people keep them: JSON lines, JSON arrays, Parquet, either packed with gzip, and hub
+data sets.
 
     for where, row in rows_of("chats.jsonl.gz"): ...     # where: "chats.jsonl.gz, line 7"; row: a dict, or the RowError it is
 
-A hub data set is `owner/name[/config][:split]`: its Parquet or JSON files are fetched one by one as they are read, never code.
+A hub data set is `owner/name[/config][:split]`: its Parquet or JSON files are fetched one by one as they are read,
+never code.
 """
 
 from __future__ import annotations
@@ -32,6 +34,11 @@ CONVERTED = "refs/convert/parquet"
 SPLITS = ("train", "test", "validation", "valid", "dev")
 
 
+def printable(text: Any) -> str:
+    """As text that every file takes: half of a surrogate pair, which no encoding has, becomes its escape."""
+    return str(text).encode("utf-8", "backslashreplace").decode()
+
+
 class RowError(PromptError):
     """One row that cannot be used; the others may be."""
 
@@ -47,10 +54,25 @@ class Dropped:
 
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
+    unread: Counter[str] = field(default_factory=Counter)
+    """Keys of rows that are used, whose values are not: key -> number of rows."""
 
     def add(self, reason: str, example: str, number: int = 1) -> None:
         self.counts[reason] += number
         self.examples.setdefault(reason, example)
+
+    def update(self, other: Dropped) -> None:
+        """Add the counts of another source."""
+        for reason, number in other.counts.items():
+            self.add(reason, other.examples[reason], number)
+        self.unread.update(other.unread)
+
+    @property
+    def unread_text(self) -> str:
+        """ "not read: context (120 rows), choices (80)"; empty when every key was read."""
+        first, *others = [(key, number) for key, number in self.unread.most_common()] or [("", 0)]
+        listed = [f"{first[0]} ({first[1]} rows)", *(f"{key} ({number})" for key, number in others)]
+        return f"not read: {', '.join(listed)}" if self.unread else ""
 
     def __bool__(self) -> bool:
         return bool(self.counts)
@@ -104,7 +126,10 @@ def _json_rows(path: Path) -> Rows:
                 continue
             where = f"{path}, line {number}"
             if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                raise PromptError(f"{where}: longer than {MAX_LINE_BYTES >> 20} MiB: write one object per line")
+                while (more := lines.readline(MAX_LINE_BYTES)) and not more.endswith(b"\n"):
+                    pass
+                yield where, RowError(f"{where}: longer than {MAX_LINE_BYTES >> 20} MiB: write one object per line", "too long")
+                continue
             try:
                 row = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:

@@ -21,13 +21,14 @@ def write(folder: Path, *rows: Any) -> Path:
 
 SHAPES = [
     (
-        {"question": "1+1?", "answer": "2"},
+        {"question": "1+1?", "answer": "1+1 is 2. #### 2"},
         ("1+1?\nPlease reason step by step, and put your final answer within \\boxed{}.",),
     ),
     (
         {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f"},
         ("Write a solution to the following problem and make sure that it passes the tests:\n```python\ndef f():\n\n```",),
     ),
+    ({"question": "Capital of Peru?", "answer": "Lima"}, ("Capital of Peru?",)),
     ({"text": "Write f.", "code": "def f(): ..."}, ("Write f.",)),
     ({"turns": ["first", "second"]}, ("first", "second")),
     ({"prompt": "Say hi."}, ("Say hi.",)),
@@ -113,7 +114,7 @@ def test_parquet(tmp_path: Path) -> None:
         arrow.table({"messages": [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]]}), file
     )
     assert [prompt.turns for prompt in read_prompts(file)] == [("hi",), ("ho",)]
-    parquet.write_table(arrow.table({"question": ["1+1?"], "other": [None]}), file)
+    parquet.write_table(arrow.table({"question": ["1+1?"], "answer": ["#### 2"], "other": [None]}), file)
     assert read_prompts(file)[0].turns[0].startswith("1+1?\nPlease reason")
     file.write_bytes(b"PAR1 not really")
     with pytest.raises(PromptError, match="not a readable Parquet file"):
