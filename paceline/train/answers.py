@@ -2,10 +2,10 @@
 
     runs/x/answers/answers-r0-00000.parquet     columns: SCHEMA; one row per assistant turn
 
-Written by `regenerate`, read by `features`. A shard appears whole or not at all; what waits for one stands in a journal
-(`journal.py`). Each process writes files of its own, so nothing is locked. The server's traces (`serve/traces.py`,
-traces-*.parquet) begin with the same columns: more do no harm. As prompts, such a file asks the target the very tokens of
-`prompt_ids` again.
+Written by `regenerate`, read by `features`. A shard appears whole or not at all; what waits for one stands in a
+journal (`journal.py`). Each process writes files of its own, so nothing is locked. The server's traces
+(`serve/traces.py`, traces-*.parquet) begin with the same columns: more do no harm. As prompts, such a file asks the
+target the very tokens of `prompt_ids` again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.errors import ConfigError, PromptError, needing, reraised
+from paceline.rows import Dropped, RowError
 from paceline.runlog import whole_file
 from paceline.train.journal import Answer, Journal, read_journals
 
@@ -39,8 +40,8 @@ SCHEMA = pa.schema(
     ]
 )
 TOP = [("top_ids", pa.list_(pa.list_(pa.int32()))), ("top_logprobs", pa.list_(pa.list_(pa.float32())))]
-"""Further columns where `regenerate --top-k` asked for them: by place of the answer, the target's likeliest tokens, best first,
-and their log-probabilities (nats) at temperature 1, before penalties and grammars."""
+"""Further columns where `regenerate --top-k` asked for them: by place of the answer, the target's likeliest tokens,
+best first, and their log-probabilities (nats) at temperature 1, before penalties and grammars."""
 
 
 class Kept(Protocol):
@@ -105,10 +106,14 @@ class AnswerShards:
 
     def __iter__(self) -> Iterator[Answer]:
         """Those of shards, then those of conversations that are over and wait for one."""
+        return self.read()
+
+    def read(self, dropped: Dropped | None = None) -> Iterator[Answer]:
+        """The same; rows that cannot be used are counted in `dropped`, without it the first one is a PromptError."""
         finished, _ = read_journals(self._journals())
         for path in self._paths():
             if path.exists():  # a server that goes on deletes its oldest traces
-                yield from read_answers(path)
+                yield from read_answers(path, dropped)
         yield from finished
 
     def _journal_path(self, number: int) -> Path:
@@ -123,12 +128,35 @@ class AnswerShards:
         return sorted([*self.folder.glob("answers-*.parquet"), *self.folder.glob("traces-*.parquet")])
 
 
-def read_answers(path: Path | str) -> Iterator[Answer]:
-    """The answers of one Parquet file. Raises PromptError when it is no such file."""
-    for row in _read(path, SCHEMA.names).to_pylist():
+def read_answers(path: Path | str, dropped: Dropped | None = None) -> Iterator[Answer]:
+    """The answers of one Parquet file. Raises PromptError when it is no such file, and at a row without tokens;
+    with `dropped` such rows are counted there."""
+    for number, row in enumerate(_read(path, SCHEMA.names).to_pylist(), start=1):
+        if row["key"] is None or not _are_ids(row["prompt_ids"]) or not _are_ids(row["answer_ids"]):
+            error = RowError(f"{path}, row {number}: no key, or no token ids of prompt and answer", "without token ids")
+            if dropped is None:
+                raise error
+            dropped.add(error.reason, str(error))
+            continue
         # float32 in the file: 0.7 comes back as 0.699999988
         temperature = math.nan if row["temperature"] is None else float(f"{row['temperature']:g}")
         yield Answer(**{**row, "temperature": temperature})
+
+
+def _are_ids(ids: list[int | None] | None) -> bool:
+    return ids is not None and all(token is not None and token >= 0 for token in ids)
+
+
+def has_answers(path: Path) -> bool:
+    """True for a Parquet file, or a folder of such files, with the columns of answers; false for any other source."""
+    if path.is_dir():
+        return any([*path.glob("answers-*.parquet"), *path.glob("traces-*.parquet")])
+    if path.suffix != ".parquet" or not path.is_file():
+        return False
+    try:
+        return set(SCHEMA.names) <= set(parquet.read_schema(path).names)
+    except (pa.ArrowException, OSError):
+        return False  # whoever reads its rows says what is wrong
 
 
 def _read(path: Path | str, columns: Sequence[str]) -> pa.Table:

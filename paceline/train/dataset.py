@@ -1,7 +1,8 @@
-"""Answers as training documents: which there are, which are held out, in which order they come, where blocks are anchored.
+"""Answers as training documents: which there are, which are held out, in which order they come, where blocks are
+anchored.
 
-Everything random is drawn from (seed, epoch, document), never from what was drawn before: a resumed run, and a run on another
-number of processes, sees the same blocks.
+Everything random is drawn from (seed, epoch, document), never from what was drawn before: a resumed run, and a run on
+another number of processes, sees the same blocks.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Corpus:
     train: Sequence[Document]
     heldout: list[Document]
     num_too_short: int = 0
+    num_prompt_too_long: int = 0
+    """Answers whose prompt alone fills the longest document."""
     num_loops_cut: int = 0
     num_cut: int = 0
     """Answers of which only the beginning fits the longest document."""
@@ -69,6 +72,7 @@ class Corpus:
         counts = (
             (self.num_loops_cut, "cut where they repeat themselves"),
             (self.num_cut, "cut at the longest document (max_len)"),
+            (self.num_prompt_too_long, "left out: prompt longer than the longest document (max_len)"),
             (self.num_too_short, "too short"),
             (self.num_repeated, "there twice"),
         )
@@ -97,11 +101,10 @@ def read_corpus(
 ) -> Corpus:
     """Documents of answer folders or files, each once; conversations are held out by a hash of their key's prompt.
 
-    Answers are cut at `max_len` tokens and where they start to repeat themselves for the third time: repeated text teaches
-    nothing new and makes every figure look better than it is. Documents come in an order that their keys decide (by hash, so
-    that sources are mixed; turns of a conversation together), not the one in which they were written. Raises PromptError when
-    nothing is left to learn from; with `strict` at a row that cannot be used.
-    """
+    Answers are cut at `max_len` tokens and where they start to repeat themselves for the third time: repeated text
+    teaches nothing new and makes every figure look better than it is. Documents come in an order that their keys
+    decide (by hash, so that sources are mixed; turns of a conversation together), not the one in which they were
+    written. Raises PromptError when nothing is left to learn from; with `strict` at a row that cannot be used."""
     found: list[tuple[str, int, Document]] = []
     counts, dropped = Counter[str](), Dropped()
     for each in read_documents(sources, max_len, counts, None if strict else dropped):
@@ -111,9 +114,10 @@ def read_corpus(
     chosen = heldout_prompts([key for key, _, _ in found], heldout_share, max_heldout, min_heldout)
     train = [document for key, _, document in found if prompt_of(key) not in chosen]
     heldout = [document for key, _, document in found if prompt_of(key) in chosen]
+    corpus = Corpus(train, heldout, **counts, dropped=dropped)
     if not train:
-        raise PromptError(NOTHING_LEFT + (f"; {dropped}" if dropped else ""))
-    return Corpus(train, heldout, **counts, dropped=dropped)
+        raise PromptError(nothing_left(corpus))
+    return corpus
 
 
 def key_hash(key: str) -> int:
@@ -121,7 +125,11 @@ def key_hash(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=8).digest()) >> 1
 
 
-NOTHING_LEFT = "there are no answers to learn from: regenerate more, or raise the longest document (max_len)"
+def nothing_left(corpus: Corpus) -> str:
+    """Message for a corpus without documents to learn from, with the counts of what was left out."""
+    counts = corpus.told()
+    text = "there are no answers to learn from: regenerate more, or raise the longest document (max_len)"
+    return f"{text}; {counts}" if counts else text
 
 
 class Found(NamedTuple):
@@ -136,9 +144,9 @@ class Found(NamedTuple):
 def read_documents(
     sources: Iterable[Path], max_len: int, counts: Counter[str], dropped: Dropped | None = None, *, once: bool = True
 ) -> Iterator[Found]:
-    """Answers as documents; `counts` gets Corpus's num_too_short and num_repeated. `once` remembers all keys, and leaves an
-    answer out that was there before."""
-    counts.update(num_too_short=0, num_loops_cut=0, num_cut=0, num_repeated=0)
+    """Answers as documents; `counts` gets Corpus's num_too_short, num_prompt_too_long and num_repeated. `once`
+    remembers all keys, and leaves an answer out that was there before."""
+    counts.update(num_too_short=0, num_prompt_too_long=0, num_loops_cut=0, num_cut=0, num_repeated=0)
     seen: set[tuple[int, int]] = set()
     for answer in _answers(sources, dropped):
         if once:
@@ -151,7 +159,8 @@ def read_documents(
         whole = answer.prompt_ids + answer.answer_ids[:end]
         document = Document(f"{answer.key}/{answer.turn}", np.array(whole[:max_len], dtype=np.int32), len(answer.prompt_ids))
         if document.num_anchors < 1:
-            counts["num_too_short"] += 1
+            is_filled = len(answer.prompt_ids) >= max_len - 1 and len(answer.answer_ids) > 1
+            counts["num_prompt_too_long" if is_filled else "num_too_short"] += 1
             continue
         yield Found(answer, document, end < len(answer.answer_ids), len(whole) > max_len)
 
@@ -161,19 +170,22 @@ def _answers(sources: Iterable[Path], dropped: Dropped | None = None) -> Iterato
         if not source.exists():
             raise PromptError(f"there are no answers at {source}: make them with paceline regenerate")
         if source.is_dir():
-            yield from AnswerShards(source)
+            yield from AnswerShards(source).read(dropped)
         elif is_tokenised(source):
             yield from tokenised_answers(source, dropped)
         else:
-            yield from read_answers(source)
+            yield from read_answers(source, dropped)
 
 
-def check_answers(sources: Iterable[Path], decode: Callable[[list[int]], str] | None = None) -> None:
-    """Raises PromptError when a source is missing or empty, or when none of its first answers decodes to its own text."""
+def check_answers(sources: Iterable[Path], decode: Callable[[list[int]], str] | None = None, *, strict: bool = False) -> None:
+    """Raises PromptError when a source is missing or has no answer that can be used, or when none of its first
+    answers decodes to its own text; with `strict` at a row that cannot be used."""
     for source in sources:
-        first = list(islice(_answers([source]), NUM_READ_BACK))
+        dropped = Dropped()
+        first = list(islice(_answers([source], None if strict else dropped), NUM_READ_BACK))
         if not first:
-            raise PromptError(f"there are no answers in {source}: make them with paceline regenerate")
+            told = f" ({dropped})" if dropped else ""
+            raise PromptError(f"there are no answers in {source}{told}: make them with paceline regenerate")
         spoken = [answer for answer in first if answer.text.strip()]
         # A server's text may end before its tokens do, at a stop string.
         if decode and spoken and not any(decode(each.answer_ids).strip().startswith(each.text.strip()) for each in spoken):
@@ -185,12 +197,17 @@ def check_answers(sources: Iterable[Path], decode: Callable[[list[int]], str] | 
 def check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
     """Raises PromptError naming a document with a token id that the target does not have."""
     for document in (*corpus.train, *corpus.heldout):
-        low, high = int(document.tokens.min()), int(document.tokens.max())
-        if low < 0 or high >= vocab_size:
+        if not is_within(document, vocab_size):
+            low, high = int(document.tokens.min()), int(document.tokens.max())
             raise PromptError(
                 f"answer {document.key} holds token {low if low < 0 else high}, the target has {vocab_size} tokens: another "
                 "model wrote these answers; regenerate them with this target"
             )
+
+
+def is_within(document: Document, vocab_size: int) -> bool:
+    """True if the target has every token of the document."""
+    return int(document.tokens.min()) >= 0 and int(document.tokens.max()) < vocab_size
 
 
 def prompt_of(key: str) -> str:
@@ -199,8 +216,8 @@ def prompt_of(key: str) -> str:
 
 
 def heldout_prompts(keys: Iterable[str], share: float, most: int, fewest: int = 1) -> set[str]:
-    """The prompts that are held out: this share of all, of ten or more at least `fewest` but no more than half, those of the
-    smallest hashes."""
+    """The prompts that are held out: this share of all, of ten or more at least `fewest` but no more than half,
+    those of the smallest hashes."""
     prompts = sorted({prompt_of(key) for key in keys}, key=lambda prompt: (zlib.crc32(prompt.encode()), prompt))
     return set(prompts[: num_heldout(len(prompts), share, most, fewest)])
 
@@ -256,14 +273,16 @@ class RoundStarts(Protocol):
 
 
 def num_drawn(document: Document, number: int, num_starts: int, share: float) -> int:
-    """How many anchors `draw_served` gives at most: no more than the share allows, however few rounds begin in the document."""
+    """How many anchors `draw_served` gives at most: no more than the share allows, however few rounds begin in the
+    document."""
     return min(number, document.num_anchors, max(1, math.floor(num_starts / share)))
 
 
 def draw_served(
     document: Document, starts_S: NDArray[np.int64], share: float, number: int, seed: int, epoch: int
 ) -> NDArray[np.int64]:
-    """Up to `number` distinct anchor positions, ascending: this share of them where rounds begin, the others anywhere else."""
+    """Up to `number` distinct anchor positions, ascending: this share of them where rounds begin, the others
+    anywhere else."""
     number = num_drawn(document, number, len(starts_S), share)
     generator = np.random.default_rng((seed, epoch, zlib.crc32(document.key.encode())))
     served = generator.choice(starts_S, min(len(starts_S), math.floor(share * number + 0.5)), replace=False)
@@ -294,9 +313,8 @@ class Place:
 class StepPlanner:
     """Which documents and anchors make up each step, for any number of processes.
 
-    A step takes documents in the epoch's order until it has `blocks_per_step` blocks; every process plans the whole step, so
-    that all divide by the same number of slots, and computes its own share.
-    """
+    A step takes documents in the epoch's order until it has `blocks_per_step` blocks; every process plans the whole
+    step, so that all divide by the same number of slots, and computes its own share."""
 
     def __init__(
         self,

@@ -4,8 +4,8 @@
     runs/x/documents/keys.bin       their keys, UTF-8
     runs/x/documents/index.npy      int64 [N, 9]: see COLUMNS; memory-mapped
 
-`stored_corpus` is `dataset.read_corpus` for corpora that do not fit in memory: the same documents in the same order, of which
-the held-out ones, a bounded number, are in memory.
+`stored_corpus` is `dataset.read_corpus` for corpora that do not fit in memory: the same documents in the same order,
+of which the held-out ones, a bounded number, are in memory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, overload
 
@@ -23,9 +25,21 @@ from numpy.typing import NDArray
 
 from paceline.errors import CacheError, PromptError, reraised
 from paceline.rows import Dropped
-from paceline.train.dataset import NOTHING_LEFT, Corpus, Document, key_hash, num_heldout, prompt_of, read_documents
+from paceline.train.dataset import (
+    Corpus,
+    Document,
+    check_vocabulary,
+    is_within,
+    key_hash,
+    nothing_left,
+    num_heldout,
+    prompt_of,
+    read_documents,
+)
 
 COLUMNS = ("first_token", "end_token", "answer_start", "first_key", "end_key", "hash", "turn", "has_loop", "is_cut")
+MOST_UNKNOWN = 0.1
+"""Share of documents with tokens that the target does not have from which on they are another model's."""
 REMEDY = "free space or choose another --out"
 
 
@@ -131,13 +145,31 @@ def stored_corpus(
     for prompt in _heldout(every, prompts, heldout_share, max_heldout, min_heldout):
         chosen |= prompts[:, 1] == key_hash(prompt)
     train, heldout = StoredDocuments(folder, order[~chosen]), StoredDocuments(folder, order[chosen])
+    corpus = Corpus(train, list(heldout), **counts, dropped=dropped)
     if not train:
-        raise PromptError(NOTHING_LEFT + (f"; {dropped}" if dropped else ""))
-    return Corpus(train, list(heldout), **counts, dropped=dropped)
+        raise PromptError(nothing_left(corpus))
+    return corpus
+
+
+def known_only(corpus: Corpus, vocab_size: int, strict: bool = False) -> Corpus:
+    """The corpus without the few documents that hold a token the target does not have, counted in `dropped`.
+
+    Raises PromptError when they are more than MOST_UNKNOWN of all (another model wrote these answers), or with
+    `strict`."""
+    documents = chain(corpus.train, corpus.heldout)  # one at a time: stored ones may not fit in memory
+    foreign = {document.key for document in documents if not is_within(document, vocab_size)}
+    if not foreign:
+        return corpus
+    if strict or len(foreign) > MOST_UNKNOWN * (len(corpus.train) + len(corpus.heldout)):
+        check_vocabulary(corpus, vocab_size)
+    corpus.dropped.add("with tokens that the target does not have", f"answer {min(foreign)}", len(foreign))
+    heldout = [document for document in corpus.heldout if document.key not in foreign]
+    return replace(corpus, train=without(corpus.train, foreign), heldout=heldout)
 
 
 def _sorted_once(every: StoredDocuments) -> tuple[NDArray[np.int64], int]:
-    """Rows in the order of (hash of the key, turn), each turn once, the first that was written; how many rows are left out."""
+    """Rows in the order of (hash of the key, turn), each turn once, the first that was written; how many rows are
+    left out."""
     hashes, turns = every.table[:, 5], every.table[:, 6]
     order = np.lexsort((turns, hashes))
     is_first = np.ones(len(order), dtype=bool)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.rows import Dropped, Row, RowError, file_rows
+from paceline.rows import Dropped, Row, RowError, file_rows, printable
 from paceline.train.answers import Answer, pa, parquet
 
 IGNORED = -100
@@ -39,7 +39,7 @@ def tokenised_answers(path: Path, dropped: Dropped | None = None) -> Iterator[An
         try:
             if isinstance(row, RowError):
                 raise row
-            yield from _answers_of(row, where, f"{path.name}/{row.get('id', number)}@given", path.name)
+            yield from _answers_of(row, where, printable(f"{path.name}/{row.get('id', number)}@given"), path.name)
         except RowError as error:
             if dropped is None:
                 raise
@@ -50,6 +50,8 @@ def _answers_of(row: Row, where: str, key: str, source: str) -> list[Answer]:
     ids: Any = row.get("input_ids")
     if not (isinstance(ids, list) and ids and all(type(token) is int for token in ids)):
         raise RowError(f"{where}: 'input_ids' must be a list of token ids, at least one", "without token ids")
+    if not all(0 <= token < 2**31 for token in ids):
+        raise RowError(f"{where}: 'input_ids' holds a number that is no token id", "with an impossible token id")
     mask = _mask_of(row, ids, where)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))
     spans = [(max(int(start), 1), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
