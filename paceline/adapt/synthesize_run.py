@@ -18,7 +18,7 @@ import json
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from paceline.errors import ConfigError, PromptError, needing, refuse, reraised
 from paceline.figures import num_common
 from paceline.model.tools import CLOSE, OPEN, call_schema, json_or
 from paceline.prompts import Prompt, digest
+from paceline.rows import Dropped, RowError
 from paceline.tables import Progress
 from paceline.train.answers import Answer, AnswerShards
 from paceline.train.config import RegenerateConfig
@@ -62,7 +63,7 @@ def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
         raw = AnswerShards(config.out / "raw")
         work = Regenerator(job.llm, raw, answering)
         done = Synthesized(config.out / "answers", num_compared=len(kept_out))
-        prompts = [prompt for prompt in job.prompts if digest(work.first_ids(prompt)) not in kept_out]
+        prompts = [prompt for prompt in job.prompts if not _stands_in(work, prompt, kept_out)]
         done.num_in_store = len(job.prompts) - len(prompts)
         if not prompts:
             raise PromptError("every prompt stands in the store of --not-in: give others with --prompts, or --self-written")
@@ -72,7 +73,13 @@ def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
             parts.append(work.run(steered, job.bars))
         done.wall_s = sum(part.wall_s for part in parts)
         coverage, left_out = _keep(form, raw, done, config.max_overlap)
-        done.dropped = dict(left_out + Counter({"prompt too long": sum(part.num_too_long for part in parts)}))
+        refused = Dropped()
+        for part in parts:
+            refused.update(part.refused)
+        if refused:
+            progress.say(str(refused))
+        too_long = Counter({"prompt too long": sum(part.num_too_long for part in parts)})
+        done.dropped = dict(left_out + too_long + refused.counts)
         if not done.num_answers:
             raise PromptError(f"no answer can be kept ({done.dropped}): raise max_tokens, or correct what is asked")
         read_back = list(AnswerShards(done.answers))
@@ -83,6 +90,14 @@ def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
     told = ", ".join(f"{number} {reason}" for reason, number in done.dropped.items()) or "none"
     progress.say(f"{done.num_answers} answers, {done.num_tokens} tokens in {done.answers}; left out: {told}")
     return done
+
+
+def _stands_in(work: Regenerator, prompt: Prompt, kept_out: Container[str]) -> bool:
+    """True if the prompt is one of `kept_out`. One that cannot be asked is not: the regenerator counts it."""
+    try:
+        return digest(work.first_ids(prompt)) in kept_out
+    except RowError:
+        return False
 
 
 def _filled(form: Form, config: SynthesizeConfig, progress: Progress) -> Callable[[str, int], str]:

@@ -17,7 +17,7 @@ def synthesize(
     config: Annotated[SynthesizeConfig, Without("target", "asked", "answering")],
     target: Target,
     asked: PromptsConfig,
-    answering: Annotated[AnswerConfig, Without("grammar", "top_k"), Changed(**ANSWERS)],
+    answering: Annotated[AnswerConfig, Without("grammar", "top_k", "raw"), Changed(**ANSWERS)],
     schema: JsonSchema = None,
     regex: Regex = None,
     as_json: Json = False,

@@ -32,7 +32,7 @@ def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> di
         **{name: value for name, value in asdict(config.answering).items() if value not in (None, ())},
     }
     del settings["strict"]
-    for name, usual in (("samples", 1), ("top_k", 0)):
+    for name, usual in (("samples", 1), ("top_k", 0), ("raw", False)):
         if settings[name] == usual:
             del settings[name]  # as runs have it that knew of none
     if asked.num_self_written:

@@ -43,6 +43,8 @@ class AnswerConfig:
     """JSON file: the tools that every prompt offers, as the API takes them."""
     variables: tuple[str, ...] = ()
     """Variable of the chat template, as enable_thinking=false."""
+    raw: bool = False
+    """Ask every prompt as it stands, without the chat template: for base models, which have none."""
     grammar: GrammarSpec | None = None
     """What every answer has to be."""
     samples: Count = 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.prompts import Message, Prompt
+from paceline.rows import Dropped
 from paceline.train.answers import Answer
 from paceline.train.config import AnswerConfig
 from paceline.types import SamplingParams
@@ -50,8 +51,11 @@ class Regenerated:
     num_too_long: int = 0
     num_tokens_too_long: int = 0
     """Length of the longest prompt left out."""
+    refused: Dropped = field(default_factory=Dropped)
+    """Conversations that the target cannot be asked, by reason."""
     num_cut_short: int = 0
-    """Conversations whose later turns were not asked: an answer had not come to its end, or the next prompt was too long."""
+    """Conversations whose later turns were not asked: an answer had not come to its end, or the next prompt was too
+    long or refused."""
     lost: dict[str, int] = field(default_factory=dict)
     """Answers of a server elsewhere that were left out, by reason: their tokens could not be known."""
 

@@ -2,9 +2,9 @@
 
     --prompts chats.jsonl=2 --prompts code.parquet=1        two of the chats for each of the code, none of them twice
 
-Without weights all rows of all sources are taken. With them each source gives as many rows as the mixture has room for: as much
-of each as the scarcest one allows. Which rows those are depends on what stands in them and on the seed alone, not on their
-order, so that a mixture that is extended keeps what it had.
+Without weights all rows of all sources are taken. With them each source gives as many rows as the mixture has room
+for: as much of each as the scarcest one allows. Which rows those are depends on what stands in them and on the seed
+alone, not on their order, so that a mixture that is extended keeps what it had.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from paceline.errors import ConfigError, PromptError
 from paceline.prompts import Prompt, read_prompts
 from paceline.rows import Dropped
+from paceline.train.answers import has_answers
 from paceline.train.config import PromptsConfig
 
 Source = tuple[str, float | None]
@@ -30,7 +31,7 @@ class Mixture:
 
     prompts: list[Prompt] = field(default_factory=list)
     traced: list[Path] = field(default_factory=list)
-    """Sources of prompts as tokens: they must be the target's own."""
+    """Parquet files and folders of prompts as tokens, whose answers tell if the tokens are the target's own."""
     dropped: Dropped = field(default_factory=Dropped)
 
 
@@ -60,13 +61,13 @@ def read_mixture(asked: PromptsConfig, seed: int, say: Callable[[str], None]) ->
     mixture, given = Mixture(), list[tuple[str, float | None, list[Prompt]]]()
     for source, weight in sources_of(asked.prompts):
         dropped = Dropped()
-        prompts = read_prompts(source, asked.limit, None if asked.strict else dropped)
+        prompts = read_prompts(source, asked.limit, dropped, strict=asked.strict)
         given.append((source, weight, prompts))
-        if dropped:
-            say(f"{source}: {dropped}")
-            for reason, number in dropped.counts.items():
-                mixture.dropped.add(reason, dropped.examples[reason], number)
-        if any(prompt.token_ids for prompt in prompts):
+        for text in (str(dropped) if dropped else "", dropped.unread_text):
+            if text:
+                say(f"{source}: {text}")
+        mixture.dropped.update(dropped)
+        if any(prompt.token_ids for prompt in prompts) and has_answers(Path(source)):
             mixture.traced.append(Path(source))
     for source, prompts, num_left in _weighed(given, seed):
         mixture.prompts += prompts

@@ -174,6 +174,7 @@ class _Keeping:
         ours.num_too_long += theirs.num_too_long
         ours.num_tokens_too_long = max(ours.num_tokens_too_long, theirs.num_tokens_too_long)
         ours.num_cut_short += theirs.num_cut_short
+        ours.refused.update(theirs.refused)
         if self._num_waiting >= CONVERSATIONS_PER_SHARD or time.monotonic() - self._written_s > WRITE_EVERY_S:
             self.write()
 

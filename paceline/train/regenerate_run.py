@@ -1,8 +1,8 @@
 """Regenerate: the target answers prompts, given or its own, batched, through the real engine, into a run folder.
 
-A drafter learns what its target would say, so the answers in a data set do not matter, only its prompts do. Follow-up turns of
-a conversation are asked after the target's own earlier answers. Every finished conversation is remembered by its key: a run
-that was killed goes on with those that are missing.
+A drafter learns what its target would say, so the answers in a data set do not matter, only its prompts do. Follow-up
+turns of a conversation are asked after the target's own earlier answers. Every finished conversation is remembered by
+its key: a run that was killed goes on with those that are missing.
 
     runs/x/config.json      what was asked: a second run must ask the same
     runs/x/answers/         Parquet shards of every process
@@ -29,12 +29,13 @@ import torch
 from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ContextLengthError, PromptError
-from paceline.prompts import Message, Prompt, read_prompts
-from paceline.rows import Dropped
+from paceline.prompts import Prompt, read_prompts
+from paceline.rows import Dropped, RowError
 from paceline.runlog import RunFolder, plain
 from paceline.tables import Progress, ignore
 from paceline.train.answers import Answer, AnswerShards, Kept
 from paceline.train.asked import check_same_run, extend, identity
+from paceline.train.asking import PromptEncoder, TokenizerOnly, check_template
 from paceline.train.config import AnswerConfig, RegenerateConfig
 from paceline.train.conversation import Conversation, Regenerated, asked_of
 from paceline.train.dataset import check_answers
@@ -76,7 +77,7 @@ class Prepared:
     """Rows of the prompts that were left out."""
 
     def conclude(self, config: RegenerateConfig, done: Regenerated, progress: Progress) -> None:
-        """Into the run's log, and in words. Raises PromptError where every prompt was too long."""
+        """Into the run's log, and in words. Raises PromptError where no prompt could be asked."""
         dropped = {"dropped": self.written.dropped, "rows_dropped": self.dropped.counts}
         self.folder.log(stage="regenerate", rank=self.ranks.rank, **dropped, **asdict(done))
         _report(config, done, self.written, self.ranks, progress)
@@ -111,6 +112,11 @@ def prepared(
         remote = stand_in(config)
         llm = cast(LLM, remote) if remote else _load(engine)
         check_answers(given.traced, llm.tokenizer.decode)
+        check_template(llm.tokenizer, given.prompts, config.answering)
+        if config.asked.strict:
+            encoder = PromptEncoder(TokenizerOnly(llm.tokenizer), config.answering)
+            for prompt in given.prompts:
+                encoder.first_ids(prompt)
         if ranks.is_first and remote:
             progress.say(remote.introduction)
         elif ranks.is_first:
@@ -189,12 +195,17 @@ def _share(given: list[Prompt], own: list[Prompt], seed: int, ranks: Ranks) -> l
 def _report(config: RegenerateConfig, done: Regenerated, written: SelfWritten, ranks: Ranks, progress: Progress) -> None:
     limit = config.answering.max_prompt_tokens
     left_out = f"longer than {limit} tokens, the longest {done.num_tokens_too_long}"
-    if done.num_too_long and not done.num_answers and not done.num_found:
-        raise PromptError(f"all {done.num_too_long} prompts are {left_out}: raise max_prompt_tokens")
+    if not done.num_answers and not done.num_found and (done.num_too_long or done.refused):
+        refused = str(done.refused) if done.refused else ""
+        if not done.num_too_long:
+            raise PromptError(f"no prompt can be asked of this target: {refused}")
+        more = f" ({refused})" if refused else ""
+        raise PromptError(f"all {done.num_too_long} prompts are {left_out}{more}: raise max_prompt_tokens")
     dropped = ", ".join(f"{count} {reason}" for reason, count in written.dropped.most_common())
     notes = (
         (done.num_found, f"{done.num_found} conversations had been answered before"),
         (done.num_too_long, f"{done.num_too_long} prompts left out: {left_out}"),
+        (done.refused, str(done.refused) if done.refused else ""),
         (done.num_cut_short, f"{done.num_cut_short} conversations ended early: an answer or the next prompt was too long"),
         (dropped, f"self-written prompts dropped: {dropped}"),
         (done.lost, f"answers left out: {', '.join(f'{number} {reason}' for reason, number in done.lost.items())}"),
@@ -212,7 +223,7 @@ class Regenerator:
 
     def __init__(self, llm: LLM | RemoteLLM, shards: Kept, config: AnswerConfig) -> None:
         self.llm, self.shards, self.config = llm, shards, config
-        self._opening, self._tools, self._variables = config.read_opening(), config.read_tools(), config.template_variables()
+        self._encoder = PromptEncoder(llm, config, getattr(llm.target, "vocab_size", None))
         self.done = Regenerated(shards.folder)
         self._flying: dict[int, Conversation] = {}
         self._finished: list[Answer] = []
@@ -223,9 +234,10 @@ class Regenerator:
     def run(self, prompts: list[Prompt], bars: Progress | None = None) -> Regenerated:
         """Answer these prompts, repeated ones once; `bars` shows one bar of all conversations.
 
-        Raises CacheError when a shard cannot be written, PromptError when the chat template refuses a prompt or a shard is
-        damaged, and what made the model fail at a conversation, which the next run asks again; finished ones are kept.
-        """
+        A prompt that the chat template refuses is left out, and counted.
+
+        Raises CacheError when a shard cannot be written, PromptError when a shard is damaged, and what made the model
+        fail at a conversation, which the next run asks again; finished ones are kept."""
         self.done, self._started_at = Regenerated(self.shards.folder), time.perf_counter()
         asked = asked_of(prompts, self.config)
         waiting = self._missing(asked)
@@ -263,7 +275,7 @@ class Regenerator:
             grammar = prompt.grammar or self.config.grammar
             more = {"max_tokens": self.config.max_tokens, "logprobs": self.config.top_k or None}
             params = SamplingParams(temperature=temperature, seed=seed, grammar=grammar, **more)
-            conversation = Conversation(prompt, key, params, [*self._messages_of(prompt)])
+            conversation = Conversation(prompt, key, params, [*self._encoder.messages_of(prompt)])
             for answer in begun.get(key, ()):
                 conversation.go_on(answer)
             if key in found:
@@ -271,45 +283,36 @@ class Regenerator:
             elif self._fits(conversation):
                 yield conversation
                 continue
-            else:
+            elif conversation.prompt_ids:
                 self.done.num_too_long += 1
                 self.done.num_tokens_too_long = max(self.done.num_tokens_too_long, len(conversation.prompt_ids))
             self._tell_one_more()
 
-    def _messages_of(self, prompt: Prompt) -> list[Message]:
-        is_own = not prompt.messages or prompt.messages[0]["role"] == "system"
-        return prompt.messages if is_own else self._opening + prompt.messages
-
     def first_ids(self, prompt: Prompt) -> list[int]:
-        """What the target is given first of a prompt. Raises PromptError."""
-        return self._encode(prompt, self._messages_of(prompt))
-
-    def _encode(self, prompt: Prompt, messages: list[Message]) -> list[int]:
-        """Token ids of a conversation with the tools of its prompt, or of all prompts. Raises PromptError."""
-        if prompt.token_ids:
-            return list(prompt.token_ids)
-        tools = prompt.tools or self._tools
-        has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-        return self.llm.encode_chat(messages, tools if tools or has_calls else None, self._variables | dict(prompt.variables))
+        """What the target is given first of a prompt. Raises RowError."""
+        return self._encoder.first_ids(prompt)
 
     def _tell_one_more(self) -> None:
         pace = self.done.num_tokens / (time.perf_counter() - self._started_at)
         self._advance(f"answering, {pace:.0f} tokens/s")
 
     def _fits(self, conversation: Conversation) -> bool:
-        """Encode the conversation so far; whether it leaves room for an answer."""
+        """Encode the conversation so far; whether it leaves room for an answer. A refused one has no `prompt_ids`."""
+        conversation.prompt_ids = []
         try:
-            conversation.prompt_ids = self._encode(conversation.prompt, conversation.messages)
-        except PromptError as error:
-            raise PromptError(f"{conversation.prompt.source}, prompt {conversation.prompt.id}: {error}") from error
+            conversation.prompt_ids = self._encoder.encode(conversation.prompt, conversation.messages)
+        except RowError as error:
+            self.done.refused.add(error.reason, str(error))
+            return False
         return len(conversation.prompt_ids) <= self.config.max_prompt_tokens
 
     def _ask(self, conversation: Conversation) -> None:
         prompt_ids, params = conversation.prompt_ids, conversation.params
         if isinstance(self.llm, RemoteLLM):
-            variables = self._variables | dict(conversation.prompt.variables)
-            talk = Talk(conversation.messages, list(conversation.prompt.tools or self._tools), variables)
-            request_id = self.llm.engine.add(prompt_ids, params, talk=None if conversation.prompt.token_ids else talk)
+            variables = self._encoder.variables | dict(conversation.prompt.variables)
+            talk = Talk(conversation.messages, list(conversation.prompt.tools or self._encoder.tools), variables)
+            is_ids = conversation.prompt.token_ids or self.config.raw
+            request_id = self.llm.engine.add(prompt_ids, params, talk=None if is_ids else talk)
         else:
             request_id = self.llm.engine.add(prompt_ids, params)
         self._flying[request_id] = conversation

@@ -11,15 +11,17 @@ from zlib import crc32
 
 import pytest
 from pyarrow import parquet
-from small_llm import CHATML, EOS, Parrot, Talker, fake_llm, tiny_model
+from small_llm import CHATML, EOS, Parrot, Talker, fake_llm, tiny_model, write_tokenizer
 from torch import Tensor
 
 from paceline.engine.llm import LLM
 from paceline.errors import CacheError, ConfigError, NumericsError, PromptError, SamplingError
+from paceline.model.tokenizer import Tokenizer
 from paceline.prompts import Prompt
 from paceline.tables import Progress
 from paceline.train import regenerate_run as module
 from paceline.train.answers import Answer, AnswerShards
+from paceline.train.asking import REFUSED
 from paceline.train.config import AnswerConfig
 from paceline.train.regenerate_run import Regenerator
 from paceline.types import GrammarSpec, SamplingParams
@@ -282,7 +284,7 @@ def test_keys_tell_conversations_apart(tmp_path: Path) -> None:
     assert f"test/0#{crc32(repr(('Hi.',)).encode()):08x}@0" in keys, "long runs resume: the format of keys stays"
 
 
-def test_a_prompt_that_the_template_refuses_is_named(tmp_path: Path) -> None:
+def test_a_prompt_that_the_template_refuses_is_left_out_and_counted(tmp_path: Path) -> None:
     llm = LLM(str(tiny_model(tmp_path / "model")), drafter="none", dtype="float32", device="cpu", max_batch=2)
     llm.tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -290,8 +292,46 @@ def test_a_prompt_that_the_template_refuses_is_named(tmp_path: Path) -> None:
     llm.tokenizer.chat_template += "{{ m.content }}{% endfor %}"
     shards = AnswerShards(tmp_path / "answers")
     given = [*prompts(("Hi.",)), *prompts(("Hi.",), system="A")]
-    with pytest.raises(PromptError, match="test, prompt 0: the model's chat template failed .no system"):
-        Regenerator(llm, shards, AnswerConfig(4, 100)).run(given)
+    done = Regenerator(llm, shards, AnswerConfig(4, 100)).run([*reversed(given)])
+    assert done.num_answers == 1 and done.refused.counts == {REFUSED: 1}
+    assert "test, prompt 0: the model's chat template failed (no system" in done.refused.examples[REFUSED]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"token_ids": (1, 2, 900)}, "with tokens that the target does not have"),
+        ({"messages": [{"role": "user", "content": "half a pair: \ud800"}]}, REFUSED),
+        ({"variables": (("tools", 3),)}, REFUSED),
+    ],
+)
+def test_no_prompt_ends_the_run_of_the_others(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    shards, llm = AnswerShards(tmp_path), fake_llm()
+    if "variables" in changes:
+        llm.tokenizer = tiny_tokenizer(tmp_path / "words", "{% for t in tools %}{% endfor %}{{ messages[0].content }}")
+    (good,) = prompts(("Hi.",))
+    done = Regenerator(llm, shards, AnswerConfig(4, 100)).run([replace(good, id="odd", **changes), good])
+    assert done.num_answers == 1 and done.refused.counts == {reason: 1}
+
+
+def test_raw_prompts_are_asked_as_they_stand(tmp_path: Path) -> None:
+    """A base model has no template: its prompts are texts."""
+    llm = fake_llm(tokenizer=tiny_tokenizer(tmp_path / "words", None))
+    shards = AnswerShards(tmp_path / "answers")
+    talk = prompts(("Hi.", "And?"), ("Hi.",), system="A")
+    done = Regenerator(llm, shards, AnswerConfig(4, 100, raw=True)).run([*prompts(("Once upon a time",)), *talk])
+    (answer,) = shards
+    assert answer.prompt_ids == llm.tokenizer.encode("Once upon a time") and done.refused.counts == {REFUSED: 2}
+    with pytest.raises(ConfigError, match="leave raw out"):
+        Regenerator(llm, shards, AnswerConfig(4, 100, raw=True, system="Be brief."))
+
+
+def tiny_tokenizer(folder: Path, template: str | None) -> Tokenizer:
+    folder.mkdir()
+    write_tokenizer(folder)
+    tokenizer = Tokenizer.from_path(folder)
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def test_impossible_values() -> None:
