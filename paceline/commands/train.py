@@ -104,7 +104,7 @@ def _dry_run(config: asks.TrainConfig, device_name: str | None) -> dict[str, Any
     """Say the plan; into the run's folder too, where one was named."""
     from paceline.train.planning import make_plan
 
-    plan = make_plan(config, device_name)
+    plan = make_plan(config, device_name, reads_answers=True)
     say(plan.text)
     if config.is_given("out"):
         say(f"plan: {RunFolder(config.out).write_json('dry-run.json', plan.as_json())}")

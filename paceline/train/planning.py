@@ -4,8 +4,9 @@
     found.config                             # the run with everything chosen
     print(found.text)
 
-Who chose what is told: you (typed, or in a file), or the plan. Times come from the roofline of `simulate` and shares of the
-machine's rates that were measured for each stage (`EFFICIENCY`); tokens a round from curves.json, where the target has a curve.
+Who chose what is told: you (typed, or in a file), or the plan. Times come from the roofline of `simulate` and shares
+of the machine's rates that were measured for each stage (`EFFICIENCY`); tokens a round from curves.json, where the
+target has a curve.
 """
 
 from __future__ import annotations
@@ -18,40 +19,26 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from paceline.prompts import Prompt
 from paceline.simulate.roofline import pass_seconds
-from paceline.tables import ignore
 from paceline.train.choices import Sizes, choices, deployment_of, for_chains, machine_choices, share_of_pass, sizes_of
 from paceline.train.config import TrainConfig
 from paceline.train.facts import MachineFacts, TargetFacts, machine_of, read_target
-from paceline.train.mixture import read_mixture, sources_of
+from paceline.train.prompt_facts import Data, fit_lengths, read_data
 from paceline.train.run_file import value_of, with_value
 
 EFFICIENCY = {"cpu": {"answers": 0.35, "features": 0.6, "steps": 0.5}, "gpu": {"answers": 0.4, "features": 0.5, "steps": 0.35}}
 """Shares of the machine's rates that the stages reach; docs/train.md says from which runs."""
 ANSWER_SHARE = 0.75
 """Of the longest answer, that answers are long on average: an assumption where there are none yet."""
-LETTERS_PER_TOKEN = 4
 MOST_ANSWERING = 0.35
 """Share of the minutes that answers and features may take: steps need the rest."""
 MORE_ANSWERS, LEAST_EPOCHS, WARM = 0.25, 6.0, 0.7
-"""A prompt is answered more than once, at this temperature, while that takes no more than this share of the minutes and each
-answer is still learned from so many times."""
+"""A prompt is answered more than once, at this temperature, while that takes no more than this share of the minutes
+and each answer is still learned from so many times."""
 OPTIMISER_BYTES = 16
 """A parameter, its gradient and two moments, float32."""
-UNKNOWN_PROMPTS = 1000
 NOT_KEPT = ("online", "streamed")
 """Hidden states that are computed in every epoch, and not kept on disk."""
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """The prompts, as far as they can be counted."""
-
-    prompts: int
-    prompt_tokens: float
-    """Mean."""
-    is_known: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +77,11 @@ class Plan:
         return "\n".join(_lines(self))
 
 
-def make_plan(config: TrainConfig, device_name: str | None = None) -> Plan:
-    """Raises the errors of reading the target's sizes, ConfigError for an unknown device and PromptError for bad prompts."""
+def make_plan(config: TrainConfig, device_name: str | None = None, *, reads_answers: bool = False) -> Plan:
+    """`reads_answers`: count also the answers that exist already.
+
+    Raises the errors of reading the target's sizes, ConfigError for an unknown device or lengths that exclude each
+    other, and PromptError for bad prompts."""
     config = for_chains(config)
     target, machine = read_target(config.target), machine_of(device_name, config.target.device)
     notes: list[str] = []
@@ -105,7 +95,10 @@ def make_plan(config: TrainConfig, device_name: str | None = None) -> Plan:
         for choice in wanted:
             if not config.is_given(choice.name) and value_of(config, choice.name) != choice.value:
                 config, chosen[choice.name] = with_value(config, choice.name, choice.value), choice.why
-    data = _data(config, notes)
+    if config.plan == "auto":
+        config, fitted = fit_lengths(config)
+        chosen |= fitted
+    data = read_data(config, notes, reads_answers=reads_answers)
     config, limited, data = _limited(config, target, machine, data)
     chosen |= limited
     sizes = sizes_of(config, target)
@@ -136,28 +129,6 @@ def make_plan(config: TrainConfig, device_name: str | None = None) -> Plan:
         expected=None if config.shape.is_chained else expected_tokens(target.name, blocks),
         notes=notes,
     )
-
-
-def _data(config: TrainConfig, notes: list[str]) -> Data:
-    """Raises PromptError for a file that cannot be read; a data set that is not here is only noted."""
-    local: list[str] = []
-    own = config.asked.num_self_written if not config.answers or config.asked.prompts else config.asked.self_written
-    for given, (source, _) in zip(config.asked.prompts, sources_of(config.asked.prompts), strict=True):
-        if Path(source).exists() or source.endswith((".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")):
-            local.append(given)
-        else:
-            number = config.asked.limit or UNKNOWN_PROMPTS
-            notes.append(f"{source} is no file here: {number} prompts are assumed (--limit)")
-            own += number
-    found: list[Prompt] = read_mixture(replace(config.asked, prompts=tuple(local)), config.answering.seed, ignore).prompts
-    letters = [sum(len(str(message.get("content") or "")) for message in prompt.messages) for prompt in found]
-    mean = sum(letters) / len(letters) / LETTERS_PER_TOKEN + 30 if letters else 60.0
-    if config.answers:
-        notes.append("answers that exist already are read when the run begins: they are not in these hours")
-    for what, address in (("answers", config.elsewhere.answers_at), ("hidden states", config.elsewhere.features_at)):
-        if address:
-            notes.append(f"the {what} are of {address}: what they take there is not in these hours")
-    return Data(len(found) + own, min(mean, config.answering.max_prompt_tokens), bool(found))
 
 
 def _limited(
@@ -271,8 +242,8 @@ def _disk(config: TrainConfig, target: TargetFacts, data: Data, sizes: Sizes) ->
 
 
 def _memory(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
-    """At most, in the training stage: target, its embedding and head as matrices, weights with their optimiser, one pack. Of a
-    target elsewhere only these two matrices are here."""
+    """At most, in the training stage: target, its embedding and head as matrices, weights with their optimiser, one
+    pack. Of a target elsewhere only these two matrices are here."""
     is_elsewhere = config.elsewhere.features_at is not None
     matrix = 2.0 * 4 * target.shape.vocab_size * sizes.hidden_size if target.is_quantised or is_elsewhere else 0.0
     rows = config.loop.blocks_per_pack * sizes.block_size
@@ -327,6 +298,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         more = "at least " if plan.expected["is_beyond_the_curve"] else "about "
         yield f"  expected   {more}{plan.expected['tokens_per_round']:.2f} tokens a round on prompts of the kinds that "
         yield f"             {plan.expected['source']} was measured on ({plan.expected['data']})"
+    if plan.data.example:
+        yield f"  prompt     as the target gets it: {plan.data.example!r}"
     for note in plan.notes:
         yield f"  note       {note}"
 

@@ -9,9 +9,12 @@ from typing import Any
 from paceline.runlog import RunFolder
 from paceline.tables import Progress
 from paceline.train.loop import Trainer
+from paceline.train.optimisers import WARM_UP_SHARE, learning_rate_share
 from paceline.train.trackers import tracker
 
 SCALARS = ("loss", "objective", "eal", "accuracy", "lr", "grad_norm", "tokens_per_s", "blocks_per_s", "flops_share")
+MUCH_HIGHER = 1.5
+"""Learning rates of which one is this many times the other differ enough to be told."""
 LINE_EVERY = 25
 """Steps between lines of news."""
 
@@ -55,3 +58,15 @@ def newest_rates(run: RunFolder, trainer: Trainer) -> dict[str, Any]:
     seen = [line.get("heldout") if name else line for line in run.metrics()]
     newest = next((figures for figures in reversed(seen) if figures), {})
     return {key: newest.get(key) for key in ("eal", "loss")}
+
+
+def risen_rate(run: RunFolder, trainer: Trainer) -> str | None:
+    """A note where a resumed run goes on at a much higher learning rate than it stopped at: a run that was lengthened."""
+    last = next((line["lr"] for line in reversed(run.metrics()) if line.get("lr")), None)
+    now = trainer.config.optim.lr * learning_rate_share(trainer.share_done)
+    if last is None or trainer.share_done <= WARM_UP_SHARE or now < MUCH_HIGHER * last:
+        return None
+    return (
+        f"note: the learning rate goes up from {last:.2g} to {now:.2g}: it follows the whole length of the run, which is "
+        "longer now; the loss rises at first"
+    )

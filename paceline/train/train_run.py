@@ -29,7 +29,7 @@ from paceline.train.card import push, write_card
 from paceline.train.checkpoint import best_checkpoint
 from paceline.train.choices import for_chains
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
-from paceline.train.dataset import Corpus, check_answers, check_vocabulary, read_corpus
+from paceline.train.dataset import Corpus, check_answers, read_corpus
 from paceline.train.ends import light_folder, load_ends
 from paceline.train.facts import MachineFacts
 from paceline.train.features import ScaledFeatures
@@ -47,9 +47,9 @@ from paceline.train.served import HeldoutServer, agreement, final_figures, finis
 from paceline.train.sources import Sources
 from paceline.train.start import continued_draft_ids, init_folder, scale_first_logits
 from paceline.train.stopping import Stop, stopped_by_signal
-from paceline.train.store import stored_corpus, without
+from paceline.train.store import known_only, stored_corpus, without
 from paceline.train.tiny import write_tiny_target
-from paceline.train.tracked import newest_rates, tracked
+from paceline.train.tracked import newest_rates, risen_rate, tracked
 from paceline.train.trackers import check_tracker
 
 MIN_HELDOUT, MAX_HELDOUT = 16, 128
@@ -127,7 +127,7 @@ def _check_inputs(config: TrainConfig) -> None:
         read_mixture(_others(config, prompts), config.answering.seed, ignore)
     if config.answers:
         tokenizer = Tokenizer.from_path(light_folder(config.target.model)) if config.scale == "default" else None
-        check_answers(config.answers, tokenizer and tokenizer.decode)
+        check_answers(config.answers, tokenizer and tokenizer.decode, strict=config.asked.strict)
 
 
 def _others(config: TrainConfig, prompts: tuple[str, ...]) -> PromptsConfig:
@@ -178,7 +178,10 @@ class _Stages:
         )
         folder = self._open()
         target = self._load_target()
-        check_vocabulary(corpus, target.vocab_size)
+        known = known_only(corpus, target.vocab_size, config.asked.strict)
+        if known is not corpus:
+            progress.say(str(known.dropped))
+        corpus = known
         result = self._train(corpus, ood, target, folder)
         del target
         if self.ranks.is_first:
@@ -264,6 +267,8 @@ class _Stages:
         if trainer.state.step:
             progress.say(f"going on after step {trainer.state.step}")
         self._settle_length(trainer)
+        if trainer.state.step and (note := risen_rate(run, trainer)):
+            progress.say(note)
         self._serve_on_the_way(trainer, corpus, target, draft_ids)
         with self.sources.following(trainer), self.stop.later():
             if self.ranks.is_first:
