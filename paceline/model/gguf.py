@@ -217,6 +217,10 @@ def _rope_scaling(file: GGUFFile, arch: str) -> dict[str, Any] | None:
         scaling |= {"long_factor": _dequantise(file, long).flatten().tolist()}
         scaling |= {"short_factor": _dequantise(file, short).flatten().tolist()}
         scaling["attention_factor"] = file.get(f"{prefix}.attn_factor", float)
+    if scaling["factor"] is None:  # the key of files from before there were types
+        scaling["factor"] = file.get(f"{arch}.rope.scale_linear", float)
+    if rope_type is None and scaling["factor"] not in (None, 0.0, 1.0):
+        rope_type = "linear"  # as llama.cpp reads a factor without a type
     if rope_type in (None, "none"):
         return None
     return {"rope_type": rope_type} | {key: value for key, value in scaling.items() if value is not None}

@@ -1,7 +1,8 @@
 """The GGUF container (llama.cpp's format): metadata by key, and where each tensor lies. The file is not trusted.
 
-`open_gguf` reads the header once for everyone who asks: config, tensors and tokenizer. Arrays, a vocabulary among them, are
-only located then, and read when they are asked for.
+`open_gguf` reads the header once for everyone who asks: config, tensors and tokenizer. Arrays, a vocabulary among
+them, are only located then, and read when they are asked for. A model in parts (x-00001-of-00003.gguf, ...) is opened
+by any of them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,8 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 ARRAY_TYPES = {STRING: str, 6: float, 7: bool, 12: float}
 """What the values of an array become in Python; int where nothing is said."""
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
+"""File name of a part, as llama.cpp's gguf-split writes it: name, part from 1, number of parts, suffix."""
 _length_at = struct.Struct("<Q").unpack_from
 
 Kind = TypeVar("Kind", int, float, str, bool)
@@ -37,8 +41,10 @@ Kind = TypeVar("Kind", int, float, str, bool)
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies in the file, and what it is."""
+    """Where a tensor lies, and what it is."""
 
+    path: Path
+    """The file, or the part of it."""
     name: str
     kind: Quant
     shape: tuple[int, ...]
@@ -100,9 +106,9 @@ class GGUFFile:
 
     def read(self, stored: StoredTensor) -> np.ndarray:
         """The bytes of a tensor, uint8 [..., bytes of a row]. Raises ModelFileError when the file has become shorter."""
-        data = np.fromfile(self.path, dtype=np.uint8, count=stored.num_bytes, offset=stored.start)
+        data = np.fromfile(stored.path, dtype=np.uint8, count=stored.num_bytes, offset=stored.start)
         if len(data) != stored.num_bytes:
-            raise ModelFileError(f"{self.path} became shorter while it was read: fetch it again")
+            raise ModelFileError(f"{stored.path} became shorter while it was read: fetch it again")
         return data.reshape(*stored.shape[:-1], -1)
 
 
@@ -111,30 +117,62 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """The file's header. Raises ModelFileError when it is truncated, damaged, or no GGUF."""
+    """The file's header, of a model in parts with the tensors of all parts. Raises ModelFileError when it is
+    truncated, damaged, no GGUF, or when a part is missing."""
+    file = _open_one(path)
+    count = file.get("split.count", int) or 1
+    return file if count == 1 else _joined(path, count)
+
+
+def _joined(path: Path, count: int) -> GGUFFile:
+    """All parts as one file: metadata of the first, tensors of each."""
+    named = PART.fullmatch(path.name)
+    if not named or int(named[3]) != count:
+        raise ModelFileError(
+            f"{path} is one of {count} parts: name them as gguf-split does, NAME-00001-of-{count:05d}.gguf, in one folder"
+        )
+    parts, tensors = list[GGUFFile](), dict[str, StoredTensor]()
+    for number in range(1, count + 1):
+        part_path = path.with_name(f"{named[1]}-{number:05d}-of-{count:05d}{named[4]}")
+        if not part_path.is_file():
+            raise ModelFileError(f"part {number} of {count} is missing: put {part_path.name} beside {path}")
+        part = _open_one(part_path)
+        if (part.get("split.no", int), part.get("split.count", int)) != (number - 1, count):
+            raise ModelFileError(f"{part_path} is not part {number} of {count}: fetch it again")
+        if twice := tensors.keys() & part.tensors.keys():
+            raise ModelFileError(f"{part_path} holds {min(twice)} a second time: fetch all parts again")
+        parts.append(part)
+        tensors |= part.tensors
+    whole = parts[0].get("split.tensors.count", int)
+    if whole is not None and whole != len(tensors):
+        raise ModelFileError(f"the {count} parts of {path} hold {len(tensors)} of {whole} tensors: fetch all of them again")
+    return GGUFFile(parts[0].path, parts[0].metadata, tensors)
+
+
+def _open_one(path: Path) -> GGUFFile:
     damaged = (ValueError, OverflowError, OSError, MemoryError, struct.error)
     with reraised(ModelFileError, f"{path} is no whole GGUF file", "delete it and fetch it again", *damaged):
         status = path.stat()
         return _read_header(path, (status.st_ino, status.st_size, status.st_mtime_ns))
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=32)  # as many as parts that are open together
 def _read_header(path: Path, version: tuple[int, ...]) -> GGUFFile:
     """Kept for whoever opens the same file again; `version` tells a file from one that was put in its place."""
     if not path.is_file():
         raise ValueError("it is no regular file")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _Reader(data).header(path)
+        return _Reader(data, path).header()
 
 
 class _Reader:
     """Reads a header from front to back. Raises ValueError or struct.error where it is no GGUF or points beyond its end."""
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.at = data, 0
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self.data, self.path, self.at = data, path, 0
         self.end = min(len(data), MAX_HEADER_BYTES)
 
-    def header(self, path: Path) -> GGUFFile:
+    def header(self) -> GGUFFile:
         magic, version, num_tensors, num_keys = self.take("4sIQQ")
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError(
@@ -148,7 +186,7 @@ class _Reader:
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"its alignment {alignment!r} is no power of two")
         first = -(-self.at // alignment) * alignment
-        return GGUFFile(path, metadata, {name: self.stored(name, info, first, alignment) for name, info in infos.items()})
+        return GGUFFile(self.path, metadata, {name: self.stored(name, info, first, alignment) for name, info in infos.items()})
 
     def take(self, form: str) -> tuple[Any, ...]:
         values = struct.unpack_from("<" + form, self.data, self.at)
@@ -209,7 +247,7 @@ class _Reader:
         num_bytes = math.prod(shape) // block_size * block_bytes
         if offset % alignment or shape[-1] % block_size or not num_bytes or first + offset + num_bytes > len(self.data):
             raise ValueError(f"tensor {name!r} of shape {shape} at {offset} lies across its blocks or its end")
-        return StoredTensor(name, quant, shape, first + offset, num_bytes)
+        return StoredTensor(self.path, name, quant, shape, first + offset, num_bytes)
 
 
 def _strings(data: bytes, length: int) -> list[str]:

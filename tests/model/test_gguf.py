@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from model_folders import transformers_model
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model import gguf as our_gguf
 from paceline.model.blocks import Blocks
-from paceline.model.checkpoint import check_tensors, load_config, load_tensors
+from paceline.model.checkpoint import check_tensors, config_json, load_config, load_tensors
 from paceline.model.tokenizer import Tokenizer
 
 
@@ -57,6 +58,54 @@ def test_quantised_round_trip(quant: Quant, tmp_path: Path) -> None:
     assert loaded.equal(torch.from_numpy(np.array(gguf.dequantize(blocks, quant), dtype=np.float32)))
     bits = {Quant.F16: 11, Quant.BF16: 8, Quant.Q8_0: 7, Quant.Q5_0: 4, Quant.Q5_1: 4}.get(quant, 3)
     assert (loaded - original).abs().max() <= original.abs().max() * 2.0**-bits
+
+
+class TestParts:
+    """A model that gguf-split, or gguf-py, has cut into files."""
+
+    @pytest.fixture
+    def parts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+        model = transformers_model("LlamaForCausalLM")
+        write_gguf(tmp_path / "whole.gguf", model, "llama")
+        monkeypatch.setattr(gguf, "GGUFWriter", partial(gguf.GGUFWriter, split_max_tensors=7))
+        write_gguf(tmp_path / "x.gguf", model, "llama")
+        found = sorted(tmp_path.glob("x-*.gguf"))
+        assert len(found) > 2
+        return found
+
+    def test_they_are_read_as_one_whichever_is_named(self, parts: list[Path], tmp_path: Path) -> None:
+        whole = dict(load_tensors(tmp_path / "whole.gguf"))
+        for part in parts:
+            assert config_json(part) == config_json(tmp_path / "whole.gguf")
+            found = dict(load_tensors(part))
+            assert found.keys() == whole.keys() and all(found[name].equal(whole[name]) for name in whole)
+
+    def test_a_missing_part_is_named(self, parts: list[Path]) -> None:
+        last = parts.pop()
+        last.unlink()
+        number = len(parts) + 1
+        for part in (parts[0], parts[-1]):
+            with pytest.raises(ModelFileError, match=f"part {number} of {number} is missing: put {last.name} beside"):
+                config_json(part)
+
+    def test_what_is_no_part_in_its_place_is_refused(self, parts: list[Path]) -> None:
+        parts[1].write_bytes(parts[2].read_bytes())
+        with pytest.raises(ModelFileError, match="is not part 2 of"):
+            config_json(parts[0])
+
+    def test_parts_under_other_names_are_refused(self, parts: list[Path], tmp_path: Path) -> None:
+        renamed = parts[0].rename(tmp_path / "mine.gguf")
+        with pytest.raises(ModelFileError, match="name them as gguf-split does"):
+            config_json(renamed)
+
+
+def test_a_rope_factor_without_a_type_is_linear(tmp_path: Path) -> None:
+    """As llama.cpp reads it."""
+    model = transformers_model("LlamaForCausalLM")
+    write_gguf(tmp_path / "a.gguf", model, "llama", add_rope_scaling_factor=4.0)
+    assert config_json(tmp_path / "a.gguf")["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+    write_gguf(tmp_path / "b.gguf", model, "llama", add_rope_scaling_factor=1.0)
+    assert "rope_scaling" not in config_json(tmp_path / "b.gguf")
 
 
 def test_blocks_are_kept_where_the_native_pass_reads_them(tmp_path: Path) -> None:
