@@ -16,6 +16,7 @@ The command line prints that line and exits with code 2; anything else is a bug 
     ├── MemoryBudgetError     (MemoryError)        the KV cache does not fit the stated budget
     ├── SamplingError         (ValueError)         impossible sampling values
     ├── PromptError           (ValueError)         a prompt or prompt file that cannot be read
+    │   └── TemplateError                          no chat template, or one that refuses the messages
     ├── ConfigError           (ValueError)         an unknown or contradictory setting
     ├── NumericsError         (ArithmeticError)    a model whose numbers are not finite
     ├── TrainingError         (ArithmeticError)    a loss or gradient that is no number
@@ -71,6 +72,13 @@ class SamplingError(PacelineError, ValueError): ...
 
 
 class PromptError(PacelineError, ValueError): ...
+
+
+class TemplateError(PromptError):
+    def __init__(self, message: str, fault: str = "") -> None:
+        """`fault`: the message without its remedy, which differs on the command line and over HTTP."""
+        super().__init__(message)
+        self.fault = fault or message
 
 
 class ConfigError(PacelineError, ValueError): ...

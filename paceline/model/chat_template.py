@@ -1,7 +1,7 @@
 """Chat templates: programs of strangers, rendered in Jinja's sandbox within limits of time, text and size.
 
-`Tokenizer.apply_chat_template` compiles one and renders it, in any thread. Loops, calls and filters are steps, and the time is
-looked at every few of them; what an operation would build is estimated before it is built.
+`Tokenizer.apply_chat_template` compiles one and renders it, in any thread. Loops, calls and filters are steps, and the
+time is looked at every few of them; what an operation would build is estimated before it is built.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
-from paceline.errors import PromptError
+from paceline.errors import TemplateError
 
 MAX_TEMPLATE = 200_000
 """Characters of a template; the longest known have 30,000."""
@@ -58,17 +58,16 @@ STRUCTURAL = frozenset(
 
 
 class ChatTemplate:
-    """A compiled template. Raises PromptError when it is none."""
+    """A compiled template. Raises TemplateError when it is none."""
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE:
-            raise PromptError(
-                f"the model's chat template has {len(source):,} characters, more than {MAX_TEMPLATE:,}: use --raw"
-            )
+            fault = f"the model's chat template has {len(source):,} characters, more than {MAX_TEMPLATE:,}"
+            raise TemplateError(f"{fault}: use --raw", fault)
         self._template = _one_line_errors(lambda: _environment().from_string(source))
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Raises PromptError when the template refuses the messages, is broken, or goes beyond a limit."""
+        """Raises TemplateError when the template refuses the messages, is broken, or goes beyond a limit."""
         return _one_line_errors(lambda: self._template.render(variables))
 
 
@@ -83,8 +82,8 @@ def _one_line_errors(work: Callable[[], Any]) -> Any:
         return work()
     except _REFUSALS as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        remedy = "check the messages' roles and contents, or use --raw"
-        raise PromptError(f"the model's chat template failed ({reason}): {remedy}") from error
+        fault = f"the model's chat template failed ({reason})"
+        raise TemplateError(f"{fault}: check the messages' roles and contents, or use --raw", fault) from error
 
 
 class _Spent(threading.local):
@@ -259,6 +258,12 @@ def _step(num_chars: int) -> Any:
     return nodes.ExprStmt(_filtered(nodes.Const(num_chars), STEP))
 
 
+def _is_large_power(base: Any, exponent: Any) -> bool:
+    """True if a power of whole numbers has more bits than MAX_BITS; of others the result has a fixed size."""
+    is_whole = isinstance(base, int) and isinstance(exponent, int)
+    return is_whole and abs(base) > 1 and base.bit_length() * max(exponent, 0) > MAX_BITS
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
@@ -277,7 +282,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         sizes = [len(value) if hasattr(value, "__len__") else None for value in (left, right)]
         numbers = [value for value in (left, right) if isinstance(value, int)]
-        if operator == "**" or any(value.bit_length() > MAX_BITS for value in numbers):
+        if any(value.bit_length() > MAX_BITS for value in numbers) or (operator == "**" and _is_large_power(left, right)):
             raise SecurityError(f"operator {operator} builds too large a number")
         if operator == "*" and any(sizes) and numbers:
             most = MAX_TEXT if isinstance(left, str) or isinstance(right, str) else MAX_ITEMS

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from paceline.errors import ModelFileError, PromptError, reraised
+from paceline.errors import ModelFileError, PromptError, TemplateError, reraised
 from paceline.model import gguf, gguf_file
 from paceline.model.checkpoint import eos_token_ids, existing, read_json
 
@@ -98,9 +98,8 @@ class Tokenizer:
         """
         _check_messages(messages)
         if self.chat_template is None:
-            raise PromptError(
-                "this model has no chat template: use --raw (or generate() instead of chat()) to send the text as it is"
-            )
+            fault = "this model has no chat template"
+            raise TemplateError(f"{fault}: use --raw (or generate() instead of chat()) to send the text as it is", fault)
         if self._compiled is None:
             from paceline.model.chat_template import ChatTemplate  # only here: most commands render no template
 

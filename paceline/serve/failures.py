@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi.responses import Response
 
-from paceline.errors import ContextLengthError, PacelineError
+from paceline.errors import ContextLengthError, PacelineError, TemplateError
 
 FAILURES: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
@@ -61,8 +61,10 @@ class RequestRefused(ApiError):
     @classmethod
     def of(cls, error: PacelineError) -> RequestRefused:
         """A request that the tokenizer, the template or the engine refused."""
-        is_length = isinstance(error, ContextLengthError)
-        return cls(str(error), code="context_length_exceeded" if is_length else "invalid_value")
+        is_length, text = isinstance(error, ContextLengthError), str(error)
+        if isinstance(error, TemplateError):
+            text = f"{error.fault}: check the messages' roles and contents, or send the text itself to /v1/completions"
+        return cls(text, code="context_length_exceeded" if is_length else "invalid_value")
 
 
 def dump(value: Any) -> bytes:

@@ -120,3 +120,10 @@ def test_limits_are_of_one_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(outcome, [hostile, good, good] * 3)) == [-1, 6_000_000, 6_000_000] * 3
+
+
+def test_small_powers_are_computed_and_large_ones_refused() -> None:
+    assert chat_template.ChatTemplate("{{ 2**3 }} {{ 2**-1 }} {{ 1**99999 }} {{ 0.5**2 }}").render({}) == "8 0.5 1 0.25"
+    for power in ("2**99999", "(2**4000)**2"):
+        with pytest.raises(PromptError, match="builds too large a number"):
+            chat_template.ChatTemplate("{{ " + power + " }}").render({})
