@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,9 +14,10 @@ from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.shared import introduce, say, starting
 from paceline.commands.start_engine import check_own, serve_with_other
 from paceline.config import EngineConfig, read_api_keys
-from paceline.errors import ConfigError, needing, refuse, reraised
+from paceline.errors import ConfigError, refuse
 from paceline.routes import Router
 from paceline.serve.settings import ServeConfig, TraceConfig, speculation
+from paceline.settings_file import read_settings_file
 from paceline.types import NONE, GrammarSpec, SamplingParams
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ NAMES = {
     "max_body_bytes": Opt("--max-body"),
     "features_bytes": Opt("--features-size"),
 }
-REPEATED = ("drafter", "admin_key", "api_key", "cors_origin", "allowed_host", "served_name", "trace_redact")
 TRACE_NAMES = {
     "folder": Opt("--traces"),
     "sample": Opt("--trace-sample"),
@@ -47,22 +46,41 @@ def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
     """Values of the file become the options' defaults, so that what stands on the command line wins."""
     if path is None:
         return None
-    with needing(ConfigError, "--config needs PyYAML: pip install 'paceline[serve]'"):
-        import yaml
-    remedy = "correct it, or leave --config out"
-    with reraised(ConfigError, f"--config {path} cannot be read as YAML", remedy, OSError, ValueError, yaml.YAMLError):
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(values, dict):
-        raise ConfigError(f"--config {path} holds no options: write one a line, as in port: 8000")
-    known = {name for name in inspect.signature(serve).parameters if name != "config"}
-    settings = {str(name).replace("-", "_"): value for name, value in values.items()}
-    settings |= {name: [value] for name, value in settings.items() if name in REPEATED and isinstance(value, str)}
-    if unknown := sorted(set(settings) - known):
-        raise ConfigError(
-            f"--config {path} names {unknown[0]!r}, which is no option of serve: choose from {', '.join(sorted(known))}"
-        )
+    values = read_settings_file(path, "correct it, or leave --config out")
+    known = {str(each.name): each for each in ctx.command.params if each.name != "config"}
+    settings = dict[str, Any]()
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ConfigError(
+                f"--config {path} names {key!r}, which is no option of serve: choose from {', '.join(sorted(known))}"
+            )
+        if name in settings:
+            raise ConfigError(f"--config {path} has {name} twice, once with dashes: remove one")
+        settings[name] = _option_value(known[name], value, f"--config {path}: {key}")
     ctx.default_map = {**(ctx.default_map or {}), **settings}
     return path
+
+
+TAKES: dict[str, tuple[type, ...]] = {"boolean": (bool, str), "integer": (int, str), "float": (int, float, str)}
+"""Types of a file's value for an option of click's type; for any other text or a number. click says which texts are
+none."""
+
+
+def _option_value(option: Any, value: Any, where: str) -> Any:
+    """A value of the file as click's option takes it. Raises ConfigError for one of a type that click would convert."""
+    if getattr(option, "multiple", False) or option.nargs == -1:
+        return [_single(option, each, where) for each in (value if isinstance(value, list) else [value])]
+    return _single(option, value, where)
+
+
+def _single(option: Any, value: Any, where: str) -> Any:
+    kind = option.type.name.split()[0]  # "integer range"
+    if isinstance(value, bool) and kind != "boolean":
+        raise ConfigError(f"{where} cannot be {str(value).lower()}: YAML reads on, off, yes and no as this, put them in quotes")
+    if not isinstance(value, TAKES.get(kind, (str, int, float))):
+        raise ConfigError(f"{where} cannot be {value!r}: it takes {kind if kind in TAKES else 'text'}")
+    return value
 
 
 @options

@@ -18,8 +18,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from paceline.errors import ConfigError, reraised
+from paceline.errors import ConfigError
 from paceline.runlog import plain, write_whole
+from paceline.settings_file import read_settings_file
 from paceline.train.config import TrainConfig
 
 RUN_FILE = "run.yaml"
@@ -50,12 +51,7 @@ def read_run_file(file: Path) -> dict[str, Any]:
 def read_settings(file: Path, owner: type, remedy: str) -> dict[str, Any]:
     """The same of any dataclass of settings, whose fields may be dataclasses of settings. Raises ConfigError with the remedy
     where the file cannot be read, and the nearest name for one that is unknown."""
-    import yaml
-
-    with reraised(ConfigError, f"{file} cannot be read", remedy, OSError, UnicodeDecodeError, yaml.YAMLError):
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{file} holds no settings by name: {remedy}")
+    tree = read_settings_file(file, remedy)
     _check_names(file, (owner, owner), tree, "")
     return tree
 
@@ -123,6 +119,11 @@ def _inner(hint: Any) -> type | None:
     return hint if dataclasses.is_dataclass(hint) and isinstance(hint, type) else None
 
 
+def _part_of(hint: Any) -> type | None:
+    """The dataclass of a part that may be left out, as GrammarSpec | None."""
+    return next((part for part in map(_inner, get_args(hint)) if part), None)
+
+
 def _every_name(owner: type, prefix: str = "") -> Iterator[str]:
     for name, hint in _fields(owner).items():
         inner = _inner(hint)
@@ -139,8 +140,9 @@ def _check_names(file: Path, within: tuple[type, type], tree: Mapping[Any, Any],
         inner = _inner(fields[name])
         if inner and not isinstance(value, Mapping):
             raise ConfigError(f"{file}: {prefix}{name} must hold settings by name, such as {next(iter(_fields(inner)))}")
-        if inner:
-            _check_names(file, (inner, whole), value, f"{prefix}{name}.")
+        whole_part = inner or _part_of(fields[name]) if isinstance(value, Mapping) else None
+        if whole_part:
+            _check_names(file, (whole_part, whole), value, f"{prefix}{name}.")
 
 
 def _nearest(within: tuple[type, type], name: str, prefix: str) -> str:
@@ -184,8 +186,10 @@ def _value(hint: Any, value: Any) -> Any:
     if origin is tuple:
         values = [_value(parts[0], each) for each in (value if isinstance(value, list | tuple) else [value])]
         return _WRONG if any(each is _WRONG for each in values) else tuple(values)
-    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-        return hint(**value)  # pyright: ignore[reportCallIssue]  (a grammar, which has no parts)
+    if (part := _inner(hint)) and isinstance(value, Mapping):  # a grammar, which has no parts
+        fields = _fields(part)
+        values = {name: _value(fields[name], each) if name in fields else _WRONG for name, each in value.items()}
+        return _WRONG if any(each is _WRONG for each in values.values()) else part(**values)
     if hint is Path:
         return Path(value).expanduser() if isinstance(value, str) else _WRONG
     if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):

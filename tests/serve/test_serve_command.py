@@ -172,8 +172,15 @@ def test_options_from_a_file(call: Call, tmp_path: Path) -> None:
         ("speed: 3\n", "'speed', which is no option"),
         ("drafter: none=ngram\n", "cannot be called 'none'"),
         ("drafter: [a=ngram, b]\n", "'b' needs a name"),
-        ("[1", "cannot be read as YAML"),
-        ("3", "holds no options"),
+        ("[1", "cannot be read"),
+        ("3", "holds no settings by name"),
+        ("port: 8000\nport: 8001\n", "line 2: port stands twice, first in line 1"),
+        ("max-queue: 1\nmax_queue: 2\n", "has max_queue twice"),
+        ("max-queue: 2.7\n", "max-queue cannot be 2.7: it takes integer"),
+        ("max-queue: true\n", "max-queue cannot be true"),
+        ("speculate: off\n", "speculate cannot be false"),
+        ("model: [a, b]\n", "model cannot be ['a', 'b']: it takes text"),
+        ("port:\n", "port cannot be None"),
     ):
         file.write_text(text)
         done = call("serve", "--config", str(file))

@@ -1,0 +1,37 @@
+"""Reads files of settings, YAML or JSON: no key twice, no code, one error class.
+
+read_settings_file(Path("serve.yaml"), "correct it, or leave --config out")     # {"port": 8000, ...}
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError, needing, reraised
+
+
+def read_settings_file(file: Path, remedy: str) -> dict[str, Any]:
+    """The mapping at the top of the file. Raises ConfigError, with the remedy, where it cannot be read or is no
+    mapping, and naming the key and line where a key stands twice in one mapping: YAML's own loader silently takes
+    the last."""
+    with needing(ConfigError, f"reading {file} needs PyYAML: pip install 'paceline[serve]'"):
+        import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML's safe loader, which also refuses a key that stands twice."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen = dict[str, int]()
+            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+                name, line = str(key.value), key.start_mark.line + 1
+                if name in seen and name != "<<":
+                    raise ConfigError(f"{file}, line {line}: {name} stands twice, first in line {seen[name]}: remove one")
+                seen[name] = line
+            return super().construct_mapping(node, deep)
+
+    with reraised(ConfigError, f"{file} cannot be read", remedy, OSError, ValueError, RecursionError, yaml.YAMLError):
+        tree = yaml.load(file.read_text(encoding="utf-8"), Loader)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} holds no settings by name: {remedy}")
+    return tree
