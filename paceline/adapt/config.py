@@ -106,6 +106,8 @@ class CandidateConfig:
     """First hour (of 1970) of the requests to judge by."""
     ood: tuple[Path, ...] = ()
     """Answers of another kind, which must not suffer; may be repeated."""
+    temperature: float | None = None
+    """Temperature of requests whose client gave none [default: that of the target's generation_config.json, else 1]."""
     requests: Count = 200
     """Requests of a set that are scored at most."""
     held_out_only: bool = False
@@ -120,8 +122,11 @@ class CandidateConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if not self.shares:
-            raise ConfigError("give at least one share: 1 is the candidate as it is")
+        refuse(
+            ConfigError,
+            (not self.shares, "give at least one share: 1 is the candidate as it is"),
+            (self.temperature is not None and not 0 <= self.temperature <= 2, "temperature must be between 0 and 2"),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +203,8 @@ class DeployConfig:
     """Drafts of a round, in the same."""
     patience_s: Positive = 600.0
     """Seconds in which a server must be well again."""
+    served_name: str | None = None
+    """Count requests of this model only [default: the one the metrics tell of; of several one must be named]."""
 
     def __post_init__(self) -> None:
         check(self)

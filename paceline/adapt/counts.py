@@ -1,20 +1,24 @@
 """What a server says of itself: counters by which acceptance and pace are read, its health, and answers in JSON.
 
-vLLM's names, which paceline's own server has too; SGLang's are read in `deploy.py`. What goes wrong is a DownloadError
-in one line: UnreachableError where the server does not answer or is busy, so that the same call may be tried again;
-DeployError where it has not looked at the drafter.
+vLLM's names, which paceline's own server has too; SGLang's are read by `SglangCounts`. What goes wrong is a
+DownloadError in one line: UnreachableError where the server does not answer or is busy, so that the same call may be
+tried again; DeployError where it has not looked at the drafter.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import astuple, dataclass
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from paceline.bench.client import Client
 from paceline.clusters import OTHER
-from paceline.errors import DeployError, DownloadError, UnreachableError
+from paceline.errors import ConfigError, DeployError, DownloadError, UnreachableError
+from paceline.simulate.server_metrics import engines_of, totals
 
+log = logging.getLogger("paceline.adapt")
 COUNTERS = {
     "rounds": "vllm:spec_decode_num_drafts_total",
     "accepted": "vllm:spec_decode_num_accepted_tokens_total",
@@ -23,6 +27,7 @@ COUNTERS = {
     "steps": "paceline:rounds_total",
 }
 """vLLM's names, which paceline's server has too; of requests those that ended in an error. `steps`: rounds of a batch."""
+SGLANG_LENGTH, SGLANG_TOKENS = "sglang:spec_accept_length", "sglang:generation_tokens_total"
 REQUESTS = "vllm:request_success_total"
 BUSY = ("paceline:draft_seconds_total", "paceline:verify_seconds_total", "paceline:host_seconds_total")
 DRAFTS = "paceline:drafter_drafts_total"
@@ -70,43 +75,121 @@ def pace(before: Counts, after: Counts) -> tuple[float, float] | None:
     return ((after.rounds - before.rounds) / steps, busy_s / steps) if steps >= LEAST_STEPS and busy_s > 0 else None
 
 
-def counts_of(client: Client) -> Counts:
-    values = metrics_of(client)
+def counts_of(client: Client, model: str | None = None) -> Counts:
+    """What the server counts, of all its engines. Raises DownloadError."""
+    return sum(counts_by_engine(client, model).values(), Counts())
+
+
+def counts_by_engine(client: Client, model: str | None = None) -> dict[str, Counts]:
+    """Engine -> what it counts. Raises DownloadError when the page is none of metrics, or tells of several models."""
+    return {engine: _counts(values) for engine, values in metrics_of(client, model).items()}
+
+
+def _counts(values: dict[str, float]) -> Counts:
     counted = {name: values.get(metric, 0.0) for name, metric in COUNTERS.items()}
-    requests = counted["errors"] + values.get(REQUESTS, 0.0)
-    return Counts(**counted, busy_s=sum(values.get(name, 0.0) for name in BUSY), requests=requests)
+    return Counts(**counted, busy_s=sum(values.get(name, 0.0) for name in BUSY), requests=values.get(REQUESTS, 0.0))
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters of several servers, added up so that none goes back: differences are taken by server and engine,
+    then summed.
+
+    A counter that is below its last reading was set back by a restart and counts from zero; a server whose page could
+    not be read adds nothing until it can be again."""
+
+    total: Counts = Counts()
+    _last: dict[tuple[str, str], Counts] = field(default_factory=dict)
+    _is_begun: bool = False
+
+    def read(self, clients: Iterable[Client], read: Callable[[Client], dict[str, Counts]]) -> Counts:
+        """Take a reading without the servers whose page cannot be read now. Raises DownloadError where none can be."""
+        pages, errors = dict[str, dict[str, Counts]](), list[DownloadError]()
+        for client in clients:
+            try:
+                pages[client.url] = read(client)
+            except (UnreachableError, DeployError):
+                raise
+            except DownloadError as error:
+                log.warning("%s: left out of this reading", error)
+                errors.append(error)
+        if not pages:
+            raise errors[0]
+        return self.add(pages)
+
+    def add(self, pages: dict[str, dict[str, Counts]]) -> Counts:
+        """Take a reading, server -> engine -> counts; returns the total by now."""
+        for server, engines in pages.items():
+            for engine, now in engines.items():
+                before = self._last.get((server, engine))
+                if before is not None and _is_partial(before, now):
+                    continue
+                if before is not None:
+                    self.total += now if is_restarted(before, now) else _difference(before, now)
+                elif not self._is_begun:
+                    self.total += now
+                self._last[server, engine] = now
+        self._is_begun = True
+        return self.total
+
+
+def _is_partial(before: Counts, now: Counts) -> bool:
+    """True where some counters are gone from the page and others have not gone back: no restart does that."""
+    pairs = [(before.tokens, now.tokens), (before.rounds, now.rounds), (before.requests, now.requests)]
+    pairs = [(then, value) for then, value in pairs if then > 0]
+    return any(value == 0 for _, value in pairs) and any(value >= then for then, value in pairs)
+
+
+def _difference(before: Counts, now: Counts) -> Counts:
+    return Counts(*(max(ours - theirs, 0.0) for ours, theirs in zip(astuple(now), astuple(before), strict=True)))
+
+
+@dataclass(slots=True)
+class SglangCounts:
+    """SGLang tells the mean tokens a round of late, not how many rounds there were: they follow from its tokens,
+    reading by reading."""
+
+    _last: dict[tuple[str, str], Counts] = field(default_factory=dict)
+
+    def read(self, client: Client, model: str | None = None) -> dict[str, Counts]:
+        """Engine -> what it has counted. Raises DownloadError."""
+        return {engine: self._read((client.url, engine), values) for engine, values in metrics_of(client, model).items()}
+
+    def _read(self, engine: tuple[str, str], values: dict[str, float]) -> Counts:
+        tokens, length = values.get(SGLANG_TOKENS, 0.0), values.get(SGLANG_LENGTH, 0.0)
+        before = self._last.get(engine, Counts(tokens))
+        if tokens < before.tokens:  # started again
+            before = Counts()
+        gained = tokens - before.tokens
+        rounds = gained / length if length >= 1 else 0.0
+        self._last[engine] = Counts(tokens, before.rounds + rounds, before.accepted + (gained - rounds if rounds else 0.0))
+        return self._last[engine]
 
 
 def drafts_of(client: Client, member: str) -> float | None:
     """Rounds in which this member of a pool has drafted; None where the server does not count them by member.
 
     A server counts a bounded number of names: a later one is a part of OTHER, as far as can be known from outside."""
-    values = metrics_of(client, "drafter")
+    values = totals(metrics_of(client, by=("drafter",)))
     is_counted = any(name.startswith(DRAFTS) for name in values)
     unknown = None if f"{DRAFTS}{{{OTHER}}}" in values or not is_counted else 0.0
     return values.get(f"{DRAFTS}{{{member}}}", unknown)
 
 
-def metrics_of(client: Client, by: str | None = None) -> dict[str, float]:
-    """Name -> sum of all series of that name, of gauges the mean.
+def metrics_of(client: Client, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
+    """Engine -> name -> value, of series with a label of `by`, or `finished_reason`, also under NAME{VALUE}; as
+    `engines_of`.
 
-    Series with the label `by` are summed by its value, under NAME{VALUE}."""
-    from prometheus_client.parser import text_string_to_metric_families
-
+    Raises DownloadError when the server does not answer, or with what is none of a server's metrics; DeployError where
+    they tell of several models, and `model` names none."""
     text = answer_of(client, "GET", "/metrics").decode("utf-8", "replace")
-    found: dict[str, list[float]] = {}
-    means: set[str] = set()
     try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                name = sample.name + ("{error}" if sample.labels.get("finished_reason") == "error" else "")
-                name += f"{{{sample.labels[by]}}}" if by in sample.labels else ""
-                found.setdefault(name, []).append(float(sample.value))
-                if family.type == "gauge":
-                    means.add(name)
-    except ValueError as error:
-        raise DownloadError(f"{client.url}/metrics is not in Prometheus' format ({error}): is it the server?") from error
-    return {name: sum(values) / (len(values) if name in means else 1) for name, values in found.items()}
+        found = engines_of(text, model, ("finished_reason", *by))
+    except ConfigError as error:
+        raise DeployError(f"{client.url}/metrics: {error}") from error
+    if not found:
+        raise DownloadError(f"{client.url}/metrics has nothing in Prometheus' format of a known server: is it the server?")
+    return found
 
 
 def is_well(client: Client) -> bool:

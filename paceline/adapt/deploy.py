@@ -34,13 +34,23 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from paceline.adapt.config import DeployConfig
-from paceline.adapt.counts import NOT_NOW, Counts, ask, counts_of, drafts_of, is_up, is_well, metrics_of
+from paceline.adapt.counts import (
+    NOT_NOW,
+    Counts,
+    SglangCounts,
+    Totals,
+    ask,
+    counts_by_engine,
+    counts_of,
+    drafts_of,
+    is_up,
+    is_well,
+)
 from paceline.bench.client import Client
 from paceline.errors import DeployError, DownloadError, UnreachableError
 from paceline.types import NONE
 
 log = logging.getLogger("paceline.adapt")
-SGLANG_LENGTH, SGLANG_TOKENS = "sglang:spec_accept_length", "sglang:generation_tokens_total"
 POLL_S = 0.5
 ONLY = "drafter"
 """What the one drafter of a server is called that has no pool."""
@@ -121,6 +131,7 @@ class PacelineServer:
 
     def __init__(self, config: DeployConfig) -> None:
         self._client = Client(config.servers[0], config.admin_key or os.environ.get("PACELINE_ADMIN_KEY"), config.patience_s)
+        self._served_name = config.served_name
         self.undo = list[list[str | None]]()
         """("drafter", name, what it was made from before) and ("cluster", name, the member it was sent to before)."""
         self._leaving = set[str]()
@@ -217,7 +228,7 @@ class PacelineServer:
         ask(self._client, method, f"/admin/{kind}/{quote(name)}", body)
 
     def counts(self) -> Counts:
-        return counts_of(self._client)
+        return counts_of(self._client, self._served_name)
 
     def drafts(self, name: str) -> float | None:
         return drafts_of(self._client, name)
@@ -242,6 +253,7 @@ class _Restarted:
         self.undo = list[list[str | None]]()
         """The folder from before, if one is known."""
         self._clients = [Client(url, config.admin_key, config.patience_s) for url in config.servers]
+        self._totals = Totals()
 
     def members(self) -> dict[str, str]:
         return {} if self._serving is None else {ONLY: str(self._serving)}
@@ -297,7 +309,8 @@ class _Restarted:
             self._serving, self.undo = Path(before), []
 
     def counts(self) -> Counts:
-        return sum((self._read(client) for client in self._clients), Counts())
+        """Of all servers, without those whose page cannot be read now. Raises DownloadError where none can be."""
+        return self._totals.read(self._clients, self._read)
 
     def drafts(self, name: str) -> float | None:
         return None
@@ -312,8 +325,8 @@ class _Restarted:
         for client in self._clients:
             client.close()
 
-    def _read(self, client: Client) -> Counts:
-        return counts_of(client)
+    def _read(self, client: Client) -> dict[str, Counts]:
+        return counts_by_engine(client, self.config.served_name)
 
     def _replace(self, client: Client, folder: Path) -> None:
         """Give one server the drafter, and wait until it is well."""
@@ -359,7 +372,7 @@ class SglangServers(_Restarted):
 
     def __init__(self, config: DeployConfig, incumbent: Path | None) -> None:
         super().__init__(config, incumbent)
-        self._counted: dict[str, Counts] = {}
+        self._counted = SglangCounts()
 
     def _replace(self, client: Client, folder: Path) -> None:
         if self.config.draft_field is None:
@@ -371,17 +384,8 @@ class SglangServers(_Restarted):
             raise DownloadError(f"{client.url} refused the weights ({told.get('message', 'no reason given')})")
         return None
 
-    def _read(self, client: Client) -> Counts:
-        """SGLang tells the mean tokens a round of late, not how many rounds there were: they follow from its tokens, reading by
-        reading."""
-        values = metrics_of(client)
-        tokens, length = values.get(SGLANG_TOKENS, 0.0), values.get(SGLANG_LENGTH, 0.0)
-        before = self._counted.get(client.url, Counts(tokens))
-        gained = max(tokens - before.tokens, 0.0)
-        rounds = gained / length if length >= 1 else 0.0
-        now = Counts(tokens, before.rounds + rounds, before.accepted + gained - rounds)
-        self._counted[client.url] = now
-        return now
+    def _read(self, client: Client) -> dict[str, Counts]:
+        return self._counted.read(client, self.config.served_name)
 
 
 def _takes_weights(client: Client) -> bool:

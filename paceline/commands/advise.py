@@ -38,6 +38,9 @@ def advise(
     url: Annotated[
         str | None, typer.Option(help="A running server, whose /metrics are read: paceline, vLLM or SGLang.")
     ] = None,
+    served_name: Annotated[
+        str | None, typer.Option(help="With --url: the model that counts, where the metrics tell of several.")
+    ] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Decide whether a drafter of your own is worth it.
@@ -58,7 +61,7 @@ def advise(
 
     if traces is not None and url is not None:
         raise ConfigError("traces and --url both say what is served now: leave one out")
-    seen = _traces(traces) if traces is not None else _server(url) if url is not None else Seen()
+    seen = _traces(traces) if traces is not None else _server(url, served_name) if url is not None else Seen()
     found = advised(costs, config, seen)
     _show(found, config, stderr=as_json)
     return found.as_json()
@@ -70,7 +73,7 @@ def _traces(folder: Path) -> Seen:
     return seen_in_traces(folder)
 
 
-def _server(url: str) -> Seen:
+def _server(url: str, model: str | None) -> Seen:
     from paceline.bench.client import Client
     from paceline.simulate.server_logs import parse_server
     from paceline.train.advise import seen_in_server
@@ -84,7 +87,7 @@ def _server(url: str) -> Seen:
         client.close()
     if answer.status != 200 or len(answer.body) > MOST_BYTES:
         raise ConfigError(f"--url {url}: GET /metrics answered {answer.status}: start vLLM or SGLang with its metrics on")
-    return seen_in_server(parse_server(answer.body.decode("utf-8", errors="replace"), f"{url}/metrics"), url)
+    return seen_in_server(parse_server(answer.body.decode("utf-8", errors="replace"), f"{url}/metrics", model), url)
 
 
 def _show(found: Advice, config: AdviceConfig, *, stderr: bool) -> None:

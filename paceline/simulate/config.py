@@ -17,7 +17,7 @@ class CostsConfig:
     """Where step times come from: a model on a machine, measured steps, a calibration, or nowhere. Raises ConfigError."""
 
     model: str | None = None
-    """A name of --list, a config.json, or a folder with one [default: smollm2-135m]."""
+    """A name of --list, a config.json, a folder with one, or a GGUF file [default: smollm2-135m]."""
     hardware: str | None = None
     """A name of --list, or several of them as 2x H100; this measures the machine at hand [default: this]."""
     gpus: Count = 1
@@ -71,15 +71,16 @@ class PredictConfig:
     context: Count = 4096
     """Tokens in each sequence's cache."""
     acceptance: str | None = None
-    """One chance (0.8), a chance for each place (0.8,0.75,0.7), survival:.77,.57,.42, histogram:20,10,5, or a bench decode run,
-    its results.json, a trace, or a log or the metrics of vLLM or SGLang [default: 0.8, with --tree that of the marginals]."""
+    """One chance (0.8), a chance for each place (0.8,0.75,0.7), survival:.77,.57,.42, histogram:20,10,5, or a bench
+    decode run, its results.json, a trace, or a log or the metrics of vLLM, SGLang or llama.cpp (FILE:MODEL where
+    they tell of several models) [default: 0.8, with --tree that of the marginals]."""
     max_draft: DraftLength = 16
     """Longest draft considered."""
     tree: str | None = None
     """Also trees of so many drafts beside chains: 32, or 8,16,32; the best size is always told, best tells it alone."""
     marginals: str | None = None
-    """With --tree, how often the second, third, ... likeliest token of a slot stands: greedy or sampled, measured on GSM8K, or
-    a bench decode run with --plan tree:32 [default: greedy]."""
+    """With --tree, how often the second, third, ... likeliest token of a slot stands: greedy or sampled, measured
+    on GSM8K, or a bench decode run with --plan tree:32 [default: greedy]."""
     method: str | None = None
     """For the flags: dflash, mtp, eagle3, draft-model, ngram [default: dflash with --block, else mtp]."""
     drafter: str | None = None
@@ -114,8 +115,8 @@ class ServingConfig:
     policy: tuple[str, ...] = ("off", "best", "adaptive")
     """Draft lengths compared: off, best (for the batch), adaptive (learned), numbers, or tree:N with --marginals."""
     marginals: str | None = None
-    """Of a block drafter: with adaptive, trees too where they pay; as of simulate: greedy, sampled or a run. Then they are also
-    the acceptance of chains."""
+    """Of a block drafter: with adaptive, trees too where they pay; as of simulate: greedy, sampled or a run. Then
+    they are also the acceptance of chains."""
     max_rows: Count | None = None
     """Requests that decode together [default: 8, or as many as the server of --against had]."""
     prefill_chunk: Whole = 256

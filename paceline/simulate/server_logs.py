@@ -12,8 +12,8 @@ Lines that are read:
              gen throughput (token/s): 456.7, #queue-req: 0
 
 A line tells of an interval; only intervals at whose beginning and end the same number of requests ran, with next to no
-prompt between, count as rounds. Of metrics, counters since the start are averaged, and the number that runs is that of the
-moment.
+prompt between, count as rounds. Of metrics (llama.cpp's too), counters since the start are averaged, and the number
+that runs is that of the moment.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigError, reraised
+from paceline.simulate.server_metrics import PREFIXES, engines_of, totals
 
 MOST_BYTES = 256 * 2**20
 NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)"
@@ -41,8 +41,6 @@ SGLANG_RATE = re.compile(rf"gen throughput \(token/s\): {NUMBER}")
 SGLANG_TOKENS = re.compile(r"#(?:full )?token: (\d+)")
 SGLANG_LENGTH = re.compile(rf"accept len: {NUMBER}")
 SGLANG_SHARE = re.compile(rf"accept rate: {NUMBER}")
-METRIC = re.compile(r"([A-Za-z_][\w:]*)(?:\{(.*)\})? +(\S+)(?: +\d+)?")
-POSITION = re.compile(r'position="(\d+)"')
 FEW_PROMPTS = 0.1
 """Prompt tokens of an interval that counts as decoding alone, at most, as a share of what was generated."""
 LEAST_RATE = 0.02
@@ -73,7 +71,7 @@ class Seen:
     """Everything that was told."""
 
     server: str
-    """vLLM, SGLang or paceline."""
+    """vLLM, SGLang, llama.cpp or paceline."""
     samples: list[Sample]
     tokens_per_round: float | None
     """Mean of all rounds with drafts; None where nothing was drafted."""
@@ -83,27 +81,34 @@ class Seen:
     """Generated since the start, where it is told."""
     answers: float = 0.0
     """Finished since the start, where it is told."""
+    num_drafted: int = 0
+    """Drafts of a round on average, where it is told."""
 
 
 def is_server_text(text: str) -> bool:
     """Whether it begins like a log or metrics that `parse_server` reads."""
-    return any(mark in text for mark in ("vllm:", "sglang:", "Avg generation throughput:", "Decode batch"))
+    return any(mark in text for mark in (*PREFIXES, "Avg generation throughput:", "Decode batch"))
 
 
-def read_server(file: Path) -> Seen:
-    """Raises ConfigError when there is no such file, or nothing in it that is known."""
+def read_server(file: Path, model: str | None = None) -> Seen:
+    """A log, or the text of GET /metrics, of several models that of `model`, or of FILE:MODEL. Raises ConfigError when
+    there is no such file, or nothing in it that is known."""
+    path, sign, named = str(file).rpartition(":")
+    if sign and not file.exists():
+        file, model = Path(path), named
     with reraised(ConfigError, f"cannot read {file}", "give a log of vLLM or SGLang, or what their /metrics says", OSError):
         if file.stat().st_size > MOST_BYTES:
             raise ConfigError(f"{file} is larger than {MOST_BYTES >> 20} MiB: give the part under load, tail -n 100000")
         text = file.read_text(encoding="utf-8", errors="replace")
-    return parse_server(text, str(file))
+    return parse_server(text, str(file), model)
 
 
-def parse_server(text: str, name: str = "the text") -> Seen:
-    """Raises ConfigError when nothing in it is known."""
+def parse_server(text: str, name: str = "the text", model: str | None = None) -> Seen:
+    """Of metrics those of `model`, where they tell of several. Raises ConfigError when nothing in it is known, or
+    when several models are and none is named."""
     lines = text.splitlines()
-    if any(line.startswith(("vllm:", "sglang:")) for line in lines):
-        return _metrics(lines, name)
+    if any(line.startswith(PREFIXES) for line in lines):
+        return _metrics(text, name, model)
     if "Avg generation throughput:" in text:
         return _vllm(lines, name)
     if "Decode batch" in text:
@@ -195,56 +200,45 @@ def _weighed(curves: list[tuple[float, ...]], weights: list[float]) -> tuple[flo
     return tuple(found)
 
 
-def _metrics(lines: list[str], name: str) -> Seen:
-    """The counters of GET /metrics, all engines and ranks of vLLM added up."""
-    totals: dict[str, float] = defaultdict(float)
-    by_place: dict[int, float] = defaultdict(float)
-    for metric, labels, value in _values(lines):
-        if metric.endswith("spec_decode_num_accepted_tokens_per_pos_total"):
-            if place := POSITION.search(labels):
-                by_place[int(place[1])] += value
-        elif not metric.endswith("_bucket"):
-            totals[metric] += value
-    owner = "sglang:" if any(metric.startswith("sglang:") for metric in totals) else "vllm:"
+def _metrics(text: str, name: str, model: str | None) -> Seen:
+    """The counters of GET /metrics, of all engines."""
+    per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    values = totals(engines_of(text, model, ("position",)))
+    by_place = {
+        int(key[len(per_position) + 1 : -1]): value for key, value in values.items() if key.startswith(per_position + "{")
+    }
+    owner = "sglang:" if any(metric.startswith("sglang:") for metric in values) else "vllm:"
     is_vllm = owner == "vllm:"
-    server = "SGLang" if not is_vllm else "paceline" if "paceline:rounds_total" in totals else "vLLM"
-    rounds = totals["vllm:spec_decode_num_drafts_total"]
+    server = "SGLang" if not is_vllm else _vllm_like(text, values)
+    rounds = values.get("vllm:spec_decode_num_drafts_total", 0.0)
     survival = tuple(min(by_place[place] / rounds, 1.0) for place in sorted(by_place)) if rounds else ()
     while survival and survival[-1] == 0:
         survival = survival[:-1]
-    mean = 1 + totals["vllm:spec_decode_num_accepted_tokens_total"] / rounds if rounds else None
-    if not is_vllm and totals["sglang:spec_accept_length"] > 1:
-        mean = totals["sglang:spec_accept_length"]
-    running = totals["vllm:num_requests_running" if is_vllm else "sglang:num_running_reqs"]
-    drafted = totals["vllm:spec_decode_num_draft_tokens_total"] / rounds if rounds else 0.0
-    gap_s = _mean(totals, owner + "inter_token_latency_seconds") or _mean(totals, owner + "time_per_output_token_seconds")
+    mean = 1 + values.get("vllm:spec_decode_num_accepted_tokens_total", 0.0) / rounds if rounds else None
+    if not is_vllm and values.get("sglang:spec_accept_length", 0.0) > 1:
+        mean = values.get("sglang:spec_accept_length", 0.0)
+    running = values.get("vllm:num_requests_running" if is_vllm else "sglang:num_running_reqs", 0.0)
+    drafted = values.get("vllm:spec_decode_num_draft_tokens_total", 0.0) / rounds if rounds else 0.0
+    gap_s = _mean(values, owner + "inter_token_latency_seconds") or _mean(values, owner + "time_per_output_token_seconds")
     samples = []
     if running and gap_s:
         kept = mean or 1.0
         round_s = gap_s if is_vllm else gap_s * kept  # vLLM observes once a step, SGLang once a token
         samples.append(Sample(int(running), running * kept / round_s, kept, round(drafted)))
-    tokens = totals[owner + "generation_tokens_total"]
-    answers = totals[owner + ("request_success_total" if is_vllm else "num_requests_total")]
+    tokens = values.get(owner + "generation_tokens_total", 0.0)
+    answers = values.get(owner + ("request_success_total" if is_vllm else "num_requests_total"), 0.0)
     if not (samples or mean or tokens):
         raise ConfigError(f"{name}: the metrics tell of no token yet: take them after some requests")
-    return Seen(server, samples, mean, survival, tokens, answers)
+    return Seen(server, samples, mean, survival, tokens, answers, round(drafted))
 
 
-def _values(lines: list[str]) -> Iterator[tuple[str, str, float]]:
-    """(name, labels, value) of each line that is one; others, and values that are no finite amount, are left out."""
-    for line in lines:
-        found = METRIC.fullmatch(line.strip())
-        if not found or line.startswith("#"):
-            continue
-        try:
-            value = float(found[3])
-        except ValueError:
-            continue
-        if 0 <= value < float("inf"):
-            yield found[1], found[2] or "", value
+def _vllm_like(text: str, values: dict[str, float]) -> str:
+    if "paceline:rounds_total" in values:
+        return "paceline"
+    return "llama.cpp" if "llamacpp:" in text and "vllm:" not in text else "vLLM"
 
 
-def _mean(totals: dict[str, float], metric: str) -> float | None:
+def _mean(values: dict[str, float], metric: str) -> float | None:
     """Of a histogram."""
-    count = totals.get(metric + "_count", 0.0)
-    return totals.get(metric + "_sum", 0.0) / count if count else None
+    count = values.get(metric + "_count", 0.0)
+    return values.get(metric + "_sum", 0.0) / count if count else None

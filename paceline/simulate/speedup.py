@@ -163,7 +163,7 @@ def read_acceptance(path: Path, drafter: str = "") -> Acceptance:
     """The histogram of a bench run or of a trace. Raises ConfigError when there is none in it."""
     file = path / "results.json" if path.is_dir() else path
     if _is_servers(file):
-        return _of_server(file)
+        return _of_server(file, drafter or None)
     is_table, remedy = file.suffix == ".parquet", "give a bench run, results.json or a trace"
     lines = _parquet_lines(file) if is_table else read_objects(file, remedy)
     if len(lines) == 1 and isinstance(lines[0].get("results"), list):
@@ -184,12 +184,12 @@ def _is_servers(file: Path) -> bool:
         return is_server_text(opened.read(HEAD_BYTES).decode("utf-8", errors="replace"))
 
 
-def _of_server(file: Path) -> Acceptance:
+def _of_server(file: Path, model: str | None) -> Acceptance:
     """Its survival curve, else one chance that gives its mean tokens a round. Raises ConfigError when it drafted nothing."""
-    seen = read_server(file)
+    seen = read_server(file, model)
     if seen.survival:
         return from_survival(seen.survival)
-    drafts = max((sample.num_drafted for sample in seen.samples), default=0)
+    drafts = max([seen.num_drafted, *(sample.num_drafted for sample in seen.samples)])
     if seen.tokens_per_round is None or not drafts:
         raise ConfigError(f"{file}: the server drafted nothing, or does not say how much: give a chance or a curve")
     return constant(chance_for(min(seen.tokens_per_round, drafts + 1), drafts))

@@ -219,6 +219,65 @@ def test_acceptance_is_read_by_sglang_s_names(server: FakeServer, tmp_path: Path
     assert tokens_per_round(before, deployment.counts()) == pytest.approx(1200 / 400)
 
 
+PAGE = """vllm:generation_tokens_total{{engine="{engine}",model_name="{model}"}} {tokens}
+vllm:spec_decode_num_drafts_total{{engine="{engine}",model_name="{model}"}} {rounds}
+vllm:spec_decode_num_accepted_tokens_total{{engine="{engine}",model_name="{model}"}} {accepted}
+"""
+
+
+def page(rounds: int, accepted: int, engine: str = "0", model: str = "m") -> str:
+    return PAGE.format(engine=engine, model=model, tokens=rounds + accepted, rounds=rounds, accepted=accepted)
+
+
+class TestSeveralServers:
+    """Differences are taken by server and engine, and summed last: one that restarts moves nothing."""
+
+    @pytest.fixture
+    def second(self) -> Iterator[FakeServer]:
+        with serving(FakeServer()) as fake:
+            yield fake
+
+    @pytest.fixture
+    def both(self, server: FakeServer, second: FakeServer) -> Deployment:
+        server.metrics, second.metrics = page(1000, 2000), page(1000, 500)
+        return open_deployment(DeployConfig("vllm", (server.url, second.url), restart="true"))
+
+    def rate(self, deployment: Deployment, *pages: tuple[FakeServer, str]) -> float | None:
+        before = deployment.counts()
+        for server, text in pages:
+            server.metrics = text
+        return tokens_per_round(before, deployment.counts())
+
+    def test_one_that_was_restarted_counts_from_zero(self, both: Deployment, server: FakeServer, second: FakeServer) -> None:
+        rate = self.rate(both, (server, page(100, 200)), (second, page(5000, 2500)))
+        assert rate == pytest.approx(1 + 2200 / 4100)
+
+    def test_both_restarted(self, both: Deployment, server: FakeServer, second: FakeServer) -> None:
+        rate = self.rate(both, (server, page(500, 1000)), (second, page(600, 300)))
+        assert rate == pytest.approx(1 + 1300 / 1100)
+
+    @pytest.mark.parametrize("cut", ["", "# HELP x\n", page(1200, 2400).split("\n")[0] + "\nvllm:spec_decode_num_dra"])
+    def test_a_page_that_cannot_be_read_is_left_out(
+        self, both: Deployment, server: FakeServer, second: FakeServer, cut: str
+    ) -> None:
+        rate = self.rate(both, (server, cut), (second, page(2000, 1000)))
+        assert rate == pytest.approx(1.5), "of the other server alone"
+        assert self.rate(both, (server, page(1400, 3200))) == pytest.approx(4.0), "all of its rounds since it was last read"
+
+    def test_engines_of_one_server(self, server: FakeServer) -> None:
+        deployment = opened(server, engine="vllm", restart="true")
+        server.metrics = page(1000, 2000) + page(1000, 500, "1")
+        rate = self.rate(deployment, (server, page(100, 200) + page(5000, 2500, "1")))
+        assert rate == pytest.approx(1 + 2200 / 4100)
+
+    def test_several_models_need_a_name(self, server: FakeServer) -> None:
+        server.metrics = page(1000, 2000) + page(5000, 0, model="adapter")
+        with pytest.raises(DeployError, match="several models, adapter, m: name one"):
+            opened(server, engine="vllm", restart="true").counts()
+        named = opened(server, engine="vllm", restart="true", served_name="m")
+        assert tokens_per_round(Counts(), named.counts()) == 3.0
+
+
 def test_what_is_no_metrics_page(server: FakeServer) -> None:
     server.metrics = "<html>hello</html> {"
     with pytest.raises(DownloadError, match="Prometheus"):

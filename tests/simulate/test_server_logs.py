@@ -9,7 +9,7 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.simulate.answer import predict_all
 from paceline.simulate.config import CostsConfig, PredictConfig
-from paceline.simulate.server_logs import parse_server
+from paceline.simulate.server_logs import is_server_text, parse_server, read_server
 from paceline.simulate.speedup import chance_for, constant, parse_acceptance, tokens_per_round
 
 ENGINE = (
@@ -98,6 +98,51 @@ def test_metrics_of_vllm_and_paceline() -> None:
     assert seen.samples[0].round_s == pytest.approx(0.02), "vLLM observes the time between chunks, one a round"
     assert (seen.samples[0].num_drafted, seen.tokens, seen.answers) == (3, 2900, 30)
     assert parse_server(METRICS + "paceline:rounds_total 1000.0\n").server == "paceline"
+
+
+RANKS = """sglang:num_running_reqs{engine_type="unified",model_name="m",tp_rank="0"} 3.0
+sglang:num_running_reqs{engine_type="unified",model_name="m",tp_rank="1"} 3.0
+sglang:spec_accept_length{engine_type="draft",model_name="m",tp_rank="0"} 2.7
+sglang:spec_accept_length{engine_type="unified",model_name="m",tp_rank="0"} 3.2
+sglang:spec_accept_length{engine_type="unified",model_name="m",tp_rank="1"} 3.2
+sglang:inter_token_latency_seconds_sum{engine_type="unified",model_name="m",tp_rank="0"} 5.0
+sglang:inter_token_latency_seconds_count{engine_type="unified",model_name="m",tp_rank="0"} 1000.0
+"""
+
+
+def test_ranks_of_one_engine_count_once_and_a_draft_engine_not() -> None:
+    seen = parse_server(RANKS)
+    assert seen.tokens_per_round == 3.2 and seen.samples[0].running == 3
+    two = RANKS.replace('model_name="m"', 'model_name="m",dp_rank="1"') + RANKS.replace(
+        'model_name="m"', 'model_name="m",dp_rank="0"'
+    )
+    assert parse_server(two).samples[0].running == 6 and parse_server(two).tokens_per_round == 3.2
+    engines = METRICS + METRICS.replace('engine="0"', 'engine="1"')
+    assert (parse_server(engines).tokens, parse_server(engines).tokens_per_round) == (5800, 2.9), "engines are added up"
+
+
+def test_of_several_models_one_must_be_named(tmp_path: Path) -> None:
+    """An adapter's rounds without accepted drafts would make the model's drafter look bad."""
+    adapter = METRICS.replace('model_name="m"', 'model_name="adapter"').replace(" 1900.0", " 0.0")
+    page = tmp_path / "page.txt"
+    page.write_text(METRICS + adapter)
+    with pytest.raises(ConfigError, match=r"several models, adapter, m: name one of them \(FILE:MODEL"):
+        read_server(page)
+    assert read_server(tmp_path / "page.txt:m").tokens_per_round == 2.9
+    assert parse_acceptance(f"{page}:m") == parse_acceptance("survival:.9,.6,.4")
+    with pytest.raises(ConfigError, match="no model 'x', but of adapter, m"):
+        read_server(tmp_path / "page.txt:x")
+
+
+def test_metrics_of_llama_cpp() -> None:
+    text = """llamacpp:tokens_predicted_total 3500
+llamacpp:spec_decode_num_drafts 1000
+llamacpp:spec_decode_num_draft_tokens 4000
+llamacpp:spec_decode_num_accepted_tokens 2500
+"""
+    assert is_server_text(text)
+    seen = parse_server(text)
+    assert (seen.server, seen.tokens_per_round, seen.tokens) == ("llama.cpp", 3.5, 3500)
 
 
 def test_metrics_of_sglang_are_by_token() -> None:
