@@ -28,6 +28,8 @@ from paceline.draft.registry import checkpoint_of, folder_of
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ModelNotFoundError, PacelineError
 from paceline.figures import Rounds
+from paceline.hub import resolve
+from paceline.model.checkpoint import read_json
 from paceline.model.measure import measure_passes
 from paceline.tables import SILENT, Progress
 from paceline.train.answers import AnswerShards
@@ -50,7 +52,8 @@ def examine(
     candidate: Path, engine: EngineConfig, traces: Path, config: CandidateConfig, progress: Progress = SILENT
 ) -> Verdict:
     """The gate's verdict. Raises ConfigError when there is nothing to judge by, and what loading the target raises."""
-    found, left_out = read_requests(traces, since=config.since)
+    usual, source = usual_settings(engine.model, config.temperature)
+    found, left_out = read_requests(traces, since=config.since, usual=usual)
     if config.held_out_only:
         found = [each for each in found if is_held_out(each.prompt)]
     if not found:
@@ -61,7 +64,24 @@ def examine(
     longest = max(len(each.prompt_ids) + len(each.answer_ids) for chosen in sets.values() for each in chosen)
     llm = LLM.of(replace(engine, drafter="none", plan="fixed", max_batch=BATCH, max_len=longest + 1))
     progress.loaded(llm)
-    return _Comparison(llm, sets, config, progress).verdict(candidate, engine.model)
+    verdict = _Comparison(llm, sets, config, progress).verdict(candidate, engine.model)
+    number = sum(not each.knows_temperature for chosen in sets.values() for each in chosen)
+    if not number:
+        return verdict
+    settings = ", ".join(f"{name} {value:g}" for name, value in usual.items())
+    told = f"{number} requests named no temperature: judged at {settings} ({source})"
+    return replace(verdict, reason=f"{verdict.reason}; {told}")
+
+
+def usual_settings(model: str, temperature: float | None) -> tuple[dict[str, float], str]:
+    """What a server takes for requests that say nothing of sampling, and who says so: the option, or, as vLLM and SGLang
+    do, the target's generation_config.json, else temperature 1."""
+    if temperature is not None:
+        return {"temperature": temperature}, "as given"
+    file = resolve(model) / "generation_config.json"
+    raw = read_json(file) if file.is_file() else {}
+    named = {name: raw[name] for name in ("temperature", "top_p", "top_k") if type(raw.get(name)) in (int, float)}
+    return {"temperature": 1.0, **named}, file.name if named else "the servers' default"
 
 
 class _Comparison:

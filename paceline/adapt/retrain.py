@@ -88,6 +88,7 @@ def command_of(
     asked |= {} if stage.clusters[0] == ALL else {"--cluster": stage.clusters[0]}
     asked |= {"--since": stage.window["since"], "--requests": candidate.requests, "--held-out-only": True}
     asked |= {"--least-requests": candidate.least_requests}
+    asked |= {} if candidate.temperature is None else {"--temperature": candidate.temperature}
     shares = (1.0,) if stage.kind == "score" else candidate.shares  # a member is taken as it is
     asked |= {"--shares": ",".join(f"{share:g}" for share in shares)}
     # A drafter for one cluster gets the traffic of no other.

@@ -101,9 +101,13 @@ def read_requests(
     now: float | None = None,
     *,
     exact: bool = True,
+    usual: Mapping[str, Any] | None = None,
 ) -> tuple[list[Request], Counter[str]]:
-    """Requests of hours [since, until), of one cluster or of all; what cannot be scored is left out and counted. Without
-    `exact` those stay whose temperature nobody knows: they can be learned from."""
+    """Requests of hours [since, until), of one cluster or of all; what cannot be scored is left out and counted.
+
+    A request whose client gave no temperature gets the server's default settings `usual` ({"temperature": 0.6, "top_p":
+    0.95}), so far as it says nothing else; without them it is left out, but without `exact` stays: it can be learned
+    from."""
     found: list[Request] = []
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, _REQUEST, left_out, since * HOUR_S):
@@ -111,11 +115,11 @@ def read_requests(
         if hour is None or (until is not None and hour >= until) or cluster not in (None, _cluster(row)):
             continue
         try:
-            params = params_of(row["sampling"])
+            params = params_of(row["sampling"], usual if row["temperature"] is None else None)
         except (PacelineError, TypeError, ValueError):
             left_out["unknown sampling"] += 1
             continue
-        if exact and row["temperature"] is None:
+        if exact and row["temperature"] is None and usual is None:
             left_out["unknown temperature"] += 1
             continue
         if not row["answer_ids"] or not row["prompt_ids"] or row["finish_reason"] not in ("stop", "length"):
@@ -140,9 +144,9 @@ def read_requests(
     return found, left_out
 
 
-def params_of(text: str | None) -> SamplingParams:
-    """What `serve/traces.py` wrote as `sampling`: whatever differed from the defaults."""
-    values: dict[str, Any] = json.loads(text or "{}")
+def params_of(text: str | None, usual: Mapping[str, Any] | None = None) -> SamplingParams:
+    """What `serve/traces.py` wrote as `sampling`: whatever differed from the defaults, or from the `usual` settings."""
+    values: dict[str, Any] = {**(usual or {}), **json.loads(text or "{}")}
     if bias := values.get("logit_bias"):
         values["logit_bias"] = {int(token): float(number) for token, number in bias.items()}
     if grammar := values.get("grammar"):

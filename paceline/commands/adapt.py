@@ -65,8 +65,13 @@ def adapt_check(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig, a
     if left_out:
         say(f"left out: {', '.join(f'{count} {reason}' for reason, count in left_out.items())}")
     if not lines:
-        say("there is no traffic yet")
-        _end({"decision": {"action": "none", "why": "there is no traffic yet"}, "hours": 0}, as_json, 0)
+        number, unknown = sum(left_out.values()), left_out["no rounds"]
+        why = f"{number} requests, none that can be judged" if number else "there is no traffic yet"
+        if unknown:
+            why = f"{number} requests, {'none' if unknown == number else f'{number - unknown}'} with rounds: "
+            why += "adapt watch --server reads them from the server's metrics"
+        say(why)
+        _end({"decision": {"action": "none", "why": why}, "hours": 0, "left_out": dict(left_out)}, as_json, 0)
         return
     decision = lines[-1].decision
     say(f"{decision.action} {', '.join(decision.clusters)}: {decision.why}".replace(" :", ":"))

@@ -72,6 +72,17 @@ def test_log(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert last_line(capsys) == {"lines": 0, "report": None}
 
 
+def test_check_of_requests_without_rounds_is_not_told_that_there_is_no_traffic(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As `record` writes them for another server: its metrics know the rounds."""
+    store(tmp_path / "traces", [keyed(number, drafted=None, accepted=None, temperature=None) for number in range(40)])
+    assert paceline("check", "--traces", tmp_path / "traces", "--json") is None
+    line = last_line(capsys)
+    assert line["decision"]["why"].startswith("40 requests, none with rounds: adapt watch --server")
+    assert line["left_out"] == {"no rounds": 40}
+
+
 def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match="early_periods"):
         PolicyConfig(hold_periods=9)

@@ -16,7 +16,7 @@ from small_llm import tiny_model
 
 from paceline.adapt import examine as module
 from paceline.adapt.config import CandidateConfig
-from paceline.adapt.examine import TURNS, alike, draft_seconds, examine, is_held_out
+from paceline.adapt.examine import TURNS, alike, draft_seconds, examine, is_held_out, usual_settings
 from paceline.adapt.gate import Verdict
 from paceline.cli import app
 from paceline.config import EngineConfig
@@ -171,3 +171,21 @@ def test_only_what_it_loses_elsewhere_is_a_reason_for_less_of_it(
     monkeypatch.setattr(module, "judge", lambda *_: Verdict(False, "it loses", loses=True))
     verdict = judged(new, model, traces)  # nothing lies between a drafter and none
     assert not verdict.passed and "it loses; 75% of the way from none: " in verdict.reason
+
+
+def test_requests_without_a_temperature_are_judged_at_the_servers_default(tmp_path: Path, model: Path) -> None:
+    """Most clients send none: the target's generation_config.json says what a server takes, or the option."""
+    rows = [keyed(n, prompt_ids=[n % 250, 7], answer_ids=answer(n), temperature=None, seed=None) for n in range(30)]
+    own = store(tmp_path / "traces", rows)
+    verdict = judged("ngram", model, own)
+    assert (
+        verdict.is_judged
+        and "30 requests named no temperature: judged at temperature 1 (the servers' default)" in verdict.reason
+    )
+    assert "judged at temperature 0 (as given)" in judged("ngram", model, own, temperature=0.0).reason
+    assert usual_settings(str(model), None) == ({"temperature": 1.0}, "the servers' default")
+    (model / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "do_sample": true}')
+    try:
+        assert usual_settings(str(model), None) == ({"temperature": 0.6, "top_k": 20}, "generation_config.json")
+    finally:
+        (model / "generation_config.json").unlink()

@@ -95,3 +95,13 @@ def test_sampling_with_a_grammar() -> None:
 def test_a_store_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no folder of traces"):
         read_hours(tmp_path / "none")
+
+
+def test_requests_without_a_temperature_get_the_server_s_usual_settings(tmp_path: Path) -> None:
+    rows = [keyed(0, temperature=None, sampling='{"top_p": 0.5}'), keyed(1, temperature=0.0)]
+    store(tmp_path, rows)
+    found, left_out = read_requests(tmp_path, usual={"temperature": 0.6, "top_p": 0.95, "top_k": 20})
+    assert not left_out and [each.knows_temperature for each in found] == [False, True]
+    assert found[0].params == SamplingParams(temperature=0.6, top_p=0.5, top_k=20)
+    assert found[1].params == SamplingParams(), "it said what it wants"
+    assert read_requests(tmp_path)[1] == {"unknown temperature": 1}
