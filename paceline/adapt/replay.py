@@ -3,8 +3,10 @@
     paceline adapt replay --scenario two-bases --policy seasonal --seeds 200
     paceline adapt replay --traces traces --policy seasonal
 
-A training takes `world.TRAINING_HOURS` and changes the made traffic; stored traffic stays as it is, whatever is decided. Ours
-learns from what it has seen since an alarm was raised, the naive one from what it serves while it trains.
+A training takes `world.TRAINING_HOURS` and changes the made traffic, a member that is proposed is trained and serves its
+cluster; stored traffic stays as it is, whatever is decided. Ours learns from what it has seen since an alarm was raised, the
+naive one from what it serves while it trains. Trainings are not free: `net_tokens_per_round` spreads their hours, on a machine
+like the server's, over what was served.
 """
 
 from __future__ import annotations
@@ -46,6 +48,13 @@ class Outcome:
     """To the training that followed."""
     is_missed: bool = False
     tokens_per_round: float = 0.0
+    trainings: int = 0
+    """Of drafters in service and of members."""
+
+    @property
+    def net_tokens_per_round(self) -> float:
+        """Tokens per machine hour, as a multiple of what plain decoding gives: hours of training serve nothing."""
+        return self.tokens_per_round * self.hours / (self.hours + TRAINING_HOURS * self.trainings)
 
 
 def run(
@@ -75,19 +84,23 @@ def _maker(config: ReplayConfig, policy: PolicyConfig, prices: PriceConfig) -> C
 
 def fortnight(world: World, policy: Policy, tell: Callable[[Line], Any] = lambda line: None) -> Outcome:
     """Run a policy through a world; `tell` gets every hour's line."""
-    keeps, ends, clusters = isinstance(policy, SeasonalPolicy), 0, ()
+    keeps, ends, is_member, clusters = isinstance(policy, SeasonalPolicy), 0, False, tuple[str, ...]()
     window, trainings, alarms, proposed = None, list[int](), list[int](), 0
     for at in range(world.num_hours):
         if window is not None and at >= ends:
-            world.knowledge, window = world.train(*window, with_replay=keeps), None
+            if is_member:
+                world.train_member(clusters[0], *window)
+            else:
+                world.knowledge = world.train(*window, with_replay=keeps)
+            window = None
             policy.trained(world.first + at - 1, clusters, float(TRAINING_HOURS))
         line = policy.hour(world.first + at, world.traffic(at))
         tell(line)
         alarms += [raised - world.first for _, raised in line.raised]
-        proposed += line.decision.action == "propose"
-        if line.decision.action == "retrain":
-            trainings.append(at)
-            ends, clusters = at + 1 + TRAINING_HOURS, line.decision.clusters
+        proposed += (is_proposed := line.decision.action == "propose")
+        if line.decision.action in ("retrain", "propose"):
+            trainings += [] if is_proposed else [at]
+            ends, clusters, is_member = at + 1 + TRAINING_HOURS, line.decision.clusters, is_proposed
             begin = min([at - DAY, *(raised - world.first for _, raised in line.raised)])
             window = (max(begin, 0), at + 1) if keeps else (at, ends)  # the naive one learns from what it serves meanwhile
             policy.training(world.first + at)
@@ -111,6 +124,7 @@ def _outcome(world: World, policy: Policy, trainings: list[int], alarms: list[in
         max(0, min(after) - drift.onset) if drift and after else None,
         is_missed=drift is not None and not true,
         tokens_per_round=world.tokens / world.rounds,
+        trainings=len(trainings) + proposed,
     )
 
 
@@ -128,6 +142,7 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
         "missed": fmean(each.is_missed for each in outcomes),
         "second_member_proposed": fmean(each.proposed for each in outcomes),
         "tokens_per_round": fmean(each.tokens_per_round for each in outcomes),
+        "net_tokens_per_round": fmean(each.net_tokens_per_round for each in outcomes),
     }
 
 

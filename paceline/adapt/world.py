@@ -8,9 +8,10 @@ Every request has an answer length and a chance of its own that a draft stands; 
     tokens a round        (1 - chance^8) / (1 - chance): blocks of 7 drafts; 1.5 at chance 0.35, 4.8 at 0.85
     rounds of an answer   1 + binomial(length - 1, 1 / tokens a round)
 
-What a drafter knows of a cluster is its fit, from 0 to 1; chance = 0.35 + 0.5 x fit. Content has a place that may move: fit
-falls with exp(-distance) from where the drafter was trained. A training takes two hours; with a replay of general answers it
-keeps what the drafter knew elsewhere, without it only the window counts. Fortnights begin on any day of the week.
+What a drafter knows of a cluster is its fit, from 0 to 1; chance = 0.35 + 0.5 x fit. Content has a place that may
+move: fit falls with exp(-distance) from where the drafter was trained. A cluster with a member of its own is drafted
+by that. A training takes two hours; with a replay of general answers it keeps what the drafter knew elsewhere, without
+it only the window counts. Fortnights begin on any day of the week.
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ class World:
     """Share of hours in which one cluster's tokens a round are cut by a third."""
     drift: Drift | None = None
     knowledge: dict[str, Knowledge] = field(default_factory=dict)
+    members: dict[str, Knowledge] = field(default_factory=dict)
+    """Cluster -> what the member knows that drafts for it alone."""
     tokens: float = 0.0
     rounds: float = 0.0
     _tokens: dict[tuple[str, int], float] = field(default_factory=dict)
@@ -132,9 +135,17 @@ class World:
 
     def chance(self, source: Source, at: int) -> float:
         """That a draft stands, on average."""
-        known = self.knowledge[source.name]
+        known = self.members.get(source.name) or self.knowledge[source.name]
         fit = known.fit * math.exp(-abs(source.place(at) - known.place))
         return LEAST_CHANCE + (MOST_CHANCE - LEAST_CHANCE) * fit
+
+    def train_member(self, cluster: str, begin: int, end: int) -> None:
+        """Give a cluster a drafter of its own, trained on its traffic of hours [begin, end) alone; none without traffic."""
+        source = next((each for each in self.sources if each.name == cluster), None)
+        weights = [self._tokens.get((cluster, at), 0.0) for at in range(begin, end)]
+        if source is not None and sum(weights):
+            place = float(np.average([source.place(at) for at in range(begin, end)], weights=weights))
+            self.members[cluster] = Knowledge(TRAINED_FIT / (1 + ENOUGH_SHARE), place)
 
     def train(self, begin: int, end: int, *, with_replay: bool) -> dict[str, Knowledge]:
         """What a drafter trained on the traffic of hours [begin, end) knows."""

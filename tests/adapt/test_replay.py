@@ -12,7 +12,7 @@ import pytest
 from paceline.adapt.config import SCENARIOS, ReplayConfig
 from paceline.adapt.hours import DAY, Sums, total
 from paceline.adapt.policy import Line, SeasonalPolicy
-from paceline.adapt.replay import fortnight, run, summary
+from paceline.adapt.replay import Outcome, fortnight, run, summary
 from paceline.adapt.world import LEAST_CHANCE, MATERIAL, World, make_world, tokens_per_round
 from paceline.errors import ConfigError
 
@@ -66,11 +66,30 @@ class TestWorld:
         empty = [at for at in range(14 * DAY) if world.sources[0].curve(at) == 0.0]
         assert len(empty) == DAY and world.traffic(empty[0]) == {}
 
+    def test_a_member_drafts_for_its_cluster_alone(self) -> None:
+        world = make_world("two-bases", 1, 14)
+        for at in range(DAY):
+            world.traffic(at)
+        east, west = ([world.chance(source, at) for at in range(DAY)] for source in world.sources)
+        world.train_member("west", 0, DAY)
+        assert [world.chance(world.sources[0], at) for at in range(DAY)] == east
+        assert world.chance(world.sources[1], 20) > west[20] + 0.2
+        world.train_member("nobody", 0, DAY)
+        assert set(world.members) == {"west"}
+
     def test_whoever_knows_nothing_still_drafts(self) -> None:
         world = World([make_world("noise", 0, 7).sources[0]], first=0, num_hours=24, seed=0)
         source = world.sources[0]
         source.place = lambda at: 50.0
         assert world.chance(source, 3) == pytest.approx(LEAST_CHANCE)
+
+
+def test_trainings_are_not_free() -> None:
+    """A naive policy that trains every night has more tokens a round, and fewer for each hour of a machine."""
+    outcome = Outcome(27, 0, 0, 0, hours=14 * DAY, tokens_per_round=3.0, trainings=27)
+    assert outcome.net_tokens_per_round == pytest.approx(3.0 * 336 / (336 + 54))
+    ours, naive = replayed("two-bases"), replayed("two-bases", "naive")
+    assert ours["second_member_proposed"] and ours["net_tokens_per_round"] > naive["net_tokens_per_round"]
 
 
 class TestPolicies:
