@@ -55,6 +55,8 @@ DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_COST = 0.1
 THIS = "this"
 FLAGS: dict[str, Any] = json.loads(Path(__file__).with_name("flags.json").read_text(encoding="utf-8"))
+LOOKUPS = ("ngram",)
+"""Methods that run no model."""
 METHODS, PLACEHOLDER = FLAGS["methods"], FLAGS["placeholder"]
 
 
@@ -243,7 +245,9 @@ def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
     max_draft = min(config.max_draft, acceptance.depth) if acceptance else config.max_draft
     acceptance = acceptance or parse_acceptance(config.acceptance or ACCEPTANCE)
     loads = [Load(batch, config.context, max_draft) for batch in config.batch]
+    costs, cost_limits = _by_method(costs, config.method)
     setup = set_up(costs, loads)
+    setup.limits += cost_limits
     predictions = [predict(setup.costs, acceptance, load, setup.kind != "toy") for load in loads]
     bare = [predict(setup.bare, acceptance, load) for load in loads] if setup.bare else []
     setup.limits += limits.acceptance_limits(acceptance, loads[0])
@@ -252,6 +256,16 @@ def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
     flags = server_flags(_serving(costs, config, setup, predictions[0]))
     trees = _trees(costs, config, setup, marginals, loads, predictions) if marginals else []
     return Answer(setup, acceptance, predictions, flags, [(each.best_draft_length, each.speedup) for each in bare], trees)
+
+
+def _by_method(costs: CostsConfig, method: str | None) -> tuple[CostsConfig, list[str]]:
+    """What drafting costs by the method's name, where nothing else says it, and the limit that says so."""
+    is_said = costs.drafter_cost is not None or costs.drafter_params is not None
+    if is_said or costs.toy or costs.table is not None or costs.calibration is not None or method not in METHODS:
+        return costs, []
+    if method in LOOKUPS:
+        return replace(costs, drafter_cost=0.0), [limits.TEXTS["lookup"]]
+    return costs, [limits.TEXTS["one_cost"].format(cost=f"{DEFAULT_COST:.0%}", method=method)]
 
 
 def _trees(

@@ -21,7 +21,8 @@ from typing import Any
 from paceline.errors import ModelNotFoundError, UnsupportedModelError
 from paceline.hardware import Machine
 from paceline.simulate.files import read_json
-from paceline.simulate.shapes import Attention, Experts, ModelShape, Precisions, from_json
+from paceline.simulate.gguf_header import read_header
+from paceline.simulate.shapes import FORMATS, Attention, Experts, ModelShape, Precisions, from_json
 
 HERE = Path(__file__).parent
 KEYS: dict[str, Any] = json.loads((HERE / "config_keys.json").read_text(encoding="utf-8"))
@@ -63,13 +64,16 @@ def shape_of_entry(entry: dict[str, Any]) -> ModelShape:
 
 
 def find(model: str) -> ModelShape:
-    """A catalogue name (case and the owner of a hub id aside), a config.json, a folder with one, or a shape's JSON.
+    """A catalogue name (case and the owner of a hub id aside), a config.json, a folder with one, a shape's JSON, or a GGUF
+    file, whose header tells its sizes.
 
     Raises ModelNotFoundError with the nearest names, UnsupportedModelError when what is found cannot be read.
     """
     path, is_folder = Path(model).expanduser(), os.path.isdir(Path(model).expanduser())
     if path.suffix == ".json" or is_folder:
         return _from_file(path / "config.json" if is_folder else path)
+    if path.suffix.lower() == ".gguf":
+        return _from_gguf(path)
     return shape_of_entry(_entry(model))
 
 
@@ -130,6 +134,16 @@ def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelS
         max_context=read.whole("max_position_embeddings", 0),
         source=source or "its config.json",
     )
+
+
+def _from_gguf(file: Path) -> ModelShape:
+    """Weights have the format that is nearest to the file's mean bytes of a weight."""
+    if not file.is_file():
+        raise ModelNotFoundError(f"there is no file {file}: check the path")
+    config, num_bytes = read_header(file)
+    nearest = min(FORMATS, key=lambda name: abs(FORMATS[name].num_bytes - num_bytes))
+    shape = shape_of(config, file.stem, f"the header of {file.name}")
+    return replace(shape, precisions=replace(shape.precisions, weights=nearest, experts=nearest))
 
 
 class ConfigReader:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.simulate.answer import METHODS, Serving, server_flags
+from paceline.simulate.answer import METHODS, Serving, predict_all, server_flags
+from paceline.simulate.config import CostsConfig, PredictConfig
 
 
 def after(words: list[str], flag: str) -> str:
@@ -52,3 +54,15 @@ def test_ngram_needs_no_drafter() -> None:
 def test_unknown_methods() -> None:
     with pytest.raises(ConfigError, match="choose from"):
         Serving("m", "magic")
+
+
+def test_a_method_s_default_cost_is_its_own_or_said_to_be_assumed() -> None:
+    """A look-up runs no model; what a drafter's pass costs is not known from the method's name."""
+    on = CostsConfig(model="Qwen3-8B", hardware="H100")
+    found = {name: predict_all(on, PredictConfig(method=name)) for name in METHODS}
+    speedups = {name: answer.predictions[0].speedup for name, answer in found.items()}
+    assert speedups["ngram"] > speedups["mtp"] == speedups["eagle3"]
+    assert any("look-up costs no pass" in limit for limit in found["ngram"].setup.limits)
+    assert any("10% of a target pass, an assumption" in limit for limit in found["eagle3"].setup.limits)
+    said = predict_all(replace(on, drafter_cost=0.2), PredictConfig(method="ngram"))
+    assert said.predictions[0].speedup < speedups["mtp"] and not any("look-up" in limit for limit in said.setup.limits)
