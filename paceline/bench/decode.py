@@ -17,6 +17,7 @@ from itertools import product
 from typing import Any
 
 from paceline.bench.beside import PEERS, TransformersPeer
+from paceline.bench.by_context import by_context
 from paceline.bench.config import BASELINE, WARM_UP_TOKENS, BenchConfig
 from paceline.bench.passes import Engines, Pass, Request, described, make_requests, parting, run_pass
 from paceline.draft.registry import make_drafter
@@ -308,7 +309,8 @@ def set_figures(bench: Bench) -> dict[str, Any]:
     """Of a benchmark that has run on one prompt set: its results, and of the last drafter by temperature what loops, and texts.
 
     "looping_share" is that of the lowest temperature, where models loop most; "without_loops" counts the other answers only,
-    None when there is none. "num_skipped": turns left out because they do not fit the context.
+    None when there is none. "by_context": acceptance length by context, at that temperature. "num_skipped": turns left
+    out because they do not fit the context.
     """
     config = bench.config
     passes = {each: bench.passes[Setting(config.drafters[-1], min(config.batches), each)][0] for each in config.temperatures}
@@ -317,6 +319,10 @@ def set_figures(bench: Bench) -> dict[str, Any]:
         "results": bench.results(),
         "looping": looping,
         "texts": [text for temperature, done in passes.items() for text in _texts(bench, done, temperature)],
+        "by_context": by_context(
+            (len(request.token_ids), answer.rounds)
+            for request, answer in zip(bench.requests, passes[min(passes)].answers, strict=True)
+        ),
         "num_requests": len(bench.requests),
         "num_skipped": bench.num_skipped,
         "looping_share": min(looping, key=lambda each: each["temperature"])["looping_share"],

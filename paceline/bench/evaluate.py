@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.by_context import context_table
 from paceline.bench.config import BASELINE, BUILTIN_PROMPTS, BenchConfig
 from paceline.bench.decode import ABOUT, Bench, introduction, set_figures
 from paceline.bench.html import table
@@ -154,13 +155,15 @@ def evaluate(
     engine: EngineConfig | None = None,
     limit: int | None = None,
     out: Path | None = None,
+    shows_context: bool = False,
     progress: Progress = SILENT,
 ) -> Evaluation:
     """Evaluate on every prompt set that `out` does not hold yet; the model is loaded only if there is one.
 
     `prompts`: files or data set ids, none is the built-in set; `limit`: only the first prompts of each. `config`: its drafters
     are ignored. `engine`: its drafter, num_drafted and max_batch are ignored too. `out`: a fresh folder, one of
-    an earlier evaluation to go on with, or a training run's.
+    an earlier evaluation to go on with, or a training run's. `shows_context`: also a table of each set's acceptance length
+    by context.
 
     Raises ModelNotFoundError for a missing drafter, PromptError for missing prompts, ConfigError when `out` holds sets that
     were evaluated with other settings.
@@ -184,6 +187,8 @@ def evaluate(
     evaluation.about = about
     for each in waiting:
         evaluation.sets[each.name] = {"source": each.source, **each.noted, **_evaluate_set(llm, each, config, progress)}
+        if shows_context:
+            progress.table(context_table(evaluation.sets[each.name]["by_context"]))
         evaluation.run.results(evaluation.as_line(), EVALUATION)
     return evaluation
 

@@ -29,6 +29,9 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first prompts of each source.")] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder, a training run's too [default: runs/evaluate-<time>].")] = None,
+    by_context: Annotated[
+        bool, typer.Option("--by-context", help="Also the acceptance length by context: it falls beyond what was trained on.")
+    ] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Measure a drafter in the real engine, set by set.
@@ -42,7 +45,8 @@ def evaluate(
     from paceline.bench import evaluate as library
 
     engine = replace(engine, plan="fixed")
-    done = library.evaluate(drafter, prompts or (), config, engine=engine, limit=limit, out=out, progress=TerminalProgress())
+    how = {"limit": limit, "out": out, "shows_context": by_context, "progress": TerminalProgress()}
+    done = library.evaluate(drafter, prompts or (), config, engine=engine, **how)
     say(f"figures and texts: {done.run.path / library.EVALUATION} (paceline report {done.run.path} draws them)")
     return {**done.as_line(), "run": done.run.path}
 
