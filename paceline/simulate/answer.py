@@ -52,11 +52,8 @@ MAX_ROWS, MAX_DRAFT, ACCEPTANCE = 8, 16, "0.8"
 SHARES = (0.3, 0.6, 0.8, 0.95, 1.2)
 """The rates of open loops when no load is given, as shares of what plain decoding can finish."""
 DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_COST = 0.1
 THIS = "this"
 FLAGS: dict[str, Any] = json.loads(Path(__file__).with_name("flags.json").read_text(encoding="utf-8"))
-LOOKUPS = ("ngram",)
-"""Methods that run no model."""
 METHODS, PLACEHOLDER = FLAGS["methods"], FLAGS["placeholder"]
 
 
@@ -173,7 +170,7 @@ def drafter_of(config: CostsConfig, deployment: Deployment) -> DrafterCost:
 
 
 def _fraction(config: CostsConfig) -> FractionDrafter:
-    return FractionDrafter(DEFAULT_COST if config.drafter_cost is None else config.drafter_cost, config.block)
+    return FractionDrafter(limits.DEFAULT_COST if config.drafter_cost is None else config.drafter_cost, config.block)
 
 
 def machine_named(name: str | None) -> Machine:
@@ -245,7 +242,7 @@ def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
     max_draft = min(config.max_draft, acceptance.depth) if acceptance else config.max_draft
     acceptance = acceptance or parse_acceptance(config.acceptance or ACCEPTANCE)
     loads = [Load(batch, config.context, max_draft) for batch in config.batch]
-    costs, cost_limits = _by_method(costs, config.method)
+    costs, cost_limits = limits.cost_by_method(costs, config.method)
     setup = set_up(costs, loads)
     setup.limits += cost_limits
     predictions = [predict(setup.costs, acceptance, load, setup.kind != "toy") for load in loads]
@@ -256,16 +253,6 @@ def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
     flags = server_flags(_serving(costs, config, setup, predictions[0]))
     trees = _trees(costs, config, setup, marginals, loads, predictions) if marginals else []
     return Answer(setup, acceptance, predictions, flags, [(each.best_draft_length, each.speedup) for each in bare], trees)
-
-
-def _by_method(costs: CostsConfig, method: str | None) -> tuple[CostsConfig, list[str]]:
-    """What drafting costs by the method's name, where nothing else says it, and the limit that says so."""
-    is_said = costs.drafter_cost is not None or costs.drafter_params is not None
-    if is_said or costs.toy or costs.table is not None or costs.calibration is not None or method not in METHODS:
-        return costs, []
-    if method in LOOKUPS:
-        return replace(costs, drafter_cost=0.0), [limits.TEXTS["lookup"]]
-    return costs, [limits.TEXTS["one_cost"].format(cost=f"{DEFAULT_COST:.0%}", method=method)]
 
 
 def _trees(

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from paceline.simulate.config import CostsConfig
 from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, MEASURED_LOCALITY, Deployment, MemoryNeed, memory_need
 from paceline.simulate.shapes import ModelShape, arithmetic
 from paceline.simulate.speedup import Acceptance, Load
 
 TEXTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 """The sentences; the page fills in the same ones."""
+
+DEFAULT_COST = 0.1
+"""Of a drafter's pass, as a share of a target pass, where nothing is said."""
+LOOKUPS = ("ngram",)
+"""Methods that run no model."""
+
+
+def cost_by_method(costs: CostsConfig, method: str | None) -> tuple[CostsConfig, list[str]]:
+    """What drafting costs by the method's name, where nothing else says it, and the limit that says so."""
+    is_said = costs.drafter_cost is not None or costs.drafter_params is not None
+    if method is None or is_said or costs.toy or costs.table is not None or costs.calibration is not None:
+        return costs, []
+    if method in LOOKUPS:
+        return replace(costs, drafter_cost=0.0), [TEXTS["lookup"]]
+    return costs, [TEXTS["one_cost"].format(cost=f"{DEFAULT_COST:.0%}", method=method)]
 
 
 def roofline_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
