@@ -188,7 +188,7 @@ def metrics_of(client: Client, model: str | None = None, by: tuple[str, ...] = (
     except ConfigError as error:
         raise DeployError(f"{client.url}/metrics: {error}") from error
     if not found:
-        raise DownloadError(f"{client.url}/metrics has nothing in Prometheus' format of a known server: is it the server?")
+        raise DownloadError(f"{client.url}/metrics has no known metric in Prometheus' format: is it the server?")
     return found
 
 

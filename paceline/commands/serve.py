@@ -77,7 +77,7 @@ def _option_value(option: Any, value: Any, where: str) -> Any:
 def _single(option: Any, value: Any, where: str) -> Any:
     kind = option.type.name.split()[0]  # "integer range"
     if isinstance(value, bool) and kind != "boolean":
-        raise ConfigError(f"{where} cannot be {str(value).lower()}: YAML reads on, off, yes and no as this, put them in quotes")
+        raise ConfigError(f"{where} cannot be {str(value).lower()}: YAML reads on, off, yes and no so, quote them")
     if not isinstance(value, TAKES.get(kind, (str, int, float))):
         raise ConfigError(f"{where} cannot be {value!r}: it takes {kind if kind in TAKES else 'text'}")
     return value

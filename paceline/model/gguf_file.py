@@ -128,9 +128,7 @@ def _joined(path: Path, count: int) -> GGUFFile:
     """All parts as one file: metadata of the first, tensors of each."""
     named = PART.fullmatch(path.name)
     if not named or int(named[3]) != count:
-        raise ModelFileError(
-            f"{path} is one of {count} parts: name them as gguf-split does, NAME-00001-of-{count:05d}.gguf, in one folder"
-        )
+        raise ModelFileError(f"{path} is one of {count} parts: name them as gguf-split does, NAME-00001-of-{count:05d}.gguf")
     parts, tensors = list[GGUFFile](), dict[str, StoredTensor]()
     for number in range(1, count + 1):
         part_path = path.with_name(f"{named[1]}-{number:05d}-of-{count:05d}{named[4]}")
@@ -145,7 +143,7 @@ def _joined(path: Path, count: int) -> GGUFFile:
         tensors |= part.tensors
     whole = parts[0].get("split.tensors.count", int)
     if whole is not None and whole != len(tensors):
-        raise ModelFileError(f"the {count} parts of {path} hold {len(tensors)} of {whole} tensors: fetch all of them again")
+        raise ModelFileError(f"the {count} parts of {path} hold {len(tensors)} of {whole} tensors: fetch them again")
     return GGUFFile(parts[0].path, parts[0].metadata, tensors)
 
 

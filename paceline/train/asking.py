@@ -3,7 +3,7 @@ of it.
 
     asker = PromptEncoder(TokenizerOnly(tokenizer), AnswerConfig())
     asker.first_ids(prompt)                          # raises RowError for a prompt that this target cannot be asked
-    asker.examine(prompts, dropped)                  # token counts; refused and too long prompts are counted in `dropped`
+    asker.examine(prompts, dropped)                  # token counts; the others are counted in `dropped`
 
 Read by `regenerate` and by the plan of `train`, which needs the tokenizer alone.
 """
@@ -60,7 +60,8 @@ class PromptEncoder:
         self._vocab_size = vocab_size
         self.opening, self.tools, self.variables = config.read_opening(), config.read_tools(), config.template_variables()
         has_chat = bool(self.opening or self.tools or self.variables)
-        refuse(ConfigError, (config.raw and has_chat, "system, before, tools and variables need the template: leave raw out"))
+        needs_template = "system, before, tools and variables need the chat template: leave --raw out"
+        refuse(ConfigError, (config.raw and has_chat, needs_template))
 
     def messages_of(self, prompt: Prompt) -> list[Message]:
         """The prompt's messages behind the opening, unless it has a system message of its own."""
@@ -77,7 +78,7 @@ class PromptEncoder:
         if prompt.token_ids:
             if max(prompt.token_ids) >= self.vocab_size:
                 raise RowError(
-                    f"{where}: token {max(prompt.token_ids)} is none of the target's {self.vocab_size}: another model's prompt",
+                    f"{where}: token {max(prompt.token_ids)} is none of the target's {self.vocab_size} tokens",
                     "with tokens that the target does not have",
                 )
             return list(prompt.token_ids)
@@ -94,7 +95,7 @@ class PromptEncoder:
 
     def _raw_ids(self, prompt: Prompt) -> list[int]:
         if len(prompt.turns) != 1 or [message["role"] for message in prompt.messages] != ["user"] or prompt.tools:
-            raise PromptError("a conversation, or one with tools, needs a chat template: leave --raw out, or give it as text")
+            raise PromptError("a conversation needs a chat template: leave --raw out, or give one text")
         return self.llm.tokenizer.encode(prompt.turns[0])
 
     def _chat_ids(self, prompt: Prompt, messages: list[Message]) -> list[int]:

@@ -322,7 +322,7 @@ def test_raw_prompts_are_asked_as_they_stand(tmp_path: Path) -> None:
     done = Regenerator(llm, shards, AnswerConfig(4, 100, raw=True)).run([*prompts(("Once upon a time",)), *talk])
     (answer,) = shards
     assert answer.prompt_ids == llm.tokenizer.encode("Once upon a time") and done.refused.counts == {REFUSED: 2}
-    with pytest.raises(ConfigError, match="leave raw out"):
+    with pytest.raises(ConfigError, match="leave --raw out"):
         Regenerator(llm, shards, AnswerConfig(4, 100, raw=True, system="Be brief."))
 
 
