@@ -10,6 +10,7 @@ import tokenizers
 from paceline.errors import PromptError
 from paceline.model import chat_template
 from paceline.model.tokenizer import Tokenizer
+from paceline.serve.failures import RequestRefused
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TWICE = "{% set ns = namespace(x=START) %}{% for i in range(24) %}{% set ns.x = STEP %}{% endfor %}"
@@ -127,3 +128,13 @@ def test_small_powers_are_computed_and_large_ones_refused() -> None:
     for power in ("2**99999", "(2**4000)**2"):
         with pytest.raises(PromptError, match="builds too large a number"):
             chat_template.ChatTemplate("{{ " + power + " }}").render({})
+
+
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('no system') }}"])
+def test_http_clients_are_told_of_their_own_way_out(template: str | None) -> None:
+    """--raw is an option of the command line."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    with pytest.raises(PromptError, match="--raw") as caught:
+        Tokenizer(backend, chat_template=template).apply_chat_template(MESSAGES)
+    message = RequestRefused.of(caught.value).message
+    assert "--raw" not in message and "/v1/completions" in message
