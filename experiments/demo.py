@@ -108,8 +108,9 @@ def main() -> int:
     beside = beside_plain(llm, answer, plain, params)
     print(f"{'plain decoding':<24}{plain.stats.tokens_per_s:7.1f} tokens/s")
     with_drafts = f"with {llm.drafter.name} drafts"
+    faster = beside.doubt if beside.speedup is None else f"{beside.speedup:.2f} times as fast"
     print(
-        f"{with_drafts:<24}{answer.stats.tokens_per_s:7.1f} tokens/s   {beside.speedup:.2f} times as fast, "
+        f"{with_drafts:<24}{answer.stats.tokens_per_s:7.1f} tokens/s   {faster}, "
         f"{answer.stats.tokens_per_round:.2f} tokens a round, {'the same' if beside.identical else 'ANOTHER'} text"
     )
     if not args.no_transformers:

@@ -16,6 +16,36 @@ from paceline.types import Round
 
 Interval = tuple[float | None, float | None]
 """Low and high end of 95%; of None when there is one sample only."""
+BUSY = "the machine was busy: repeat"
+"""Stands in place of a measured speed-up that speculation cannot have brought."""
+FEWEST_TOKENS = 100
+"""Output tokens that a verdict on a speed-up needs; fewer are some forty rounds, and chance decides."""
+
+
+def is_possible(speedup: float, tokens_per_round: float | None) -> bool:
+    """Return False if a speed-up over plain decoding exceeds the acceptance length, in the two digits that are printed.
+
+    A round costs at least one pass of the target, so speculation gains at most the tokens that a round keeps. Times that say
+    more were disturbed: other programs ran while plain decoding was timed. None (rounds are not known) allows everything.
+    """
+    return tokens_per_round is None or round(speedup, 2) <= round(tokens_per_round, 2)
+
+
+def possible_speedup(speedup: float | None, tokens_per_round: float | None) -> float | None:
+    """Return the measured speed-up over plain decoding, or None if `is_possible` rules it out.
+
+    Every speed-up that is printed, drawn or kept passes through here; what is shown in its place is `doubt`.
+    """
+    return speedup if speedup is not None and is_possible(speedup, tokens_per_round) else None
+
+
+def doubt(speedup: float | None, tokens_per_round: float | None, num_tokens: int | None) -> str | None:
+    """Return why a measured speed-up allows no verdict, or None. `num_tokens`: output tokens timed; None if not known."""
+    if speedup is not None and not is_possible(speedup, tokens_per_round):
+        return BUSY
+    if num_tokens is not None and num_tokens < FEWEST_TOKENS:
+        return f"{num_tokens} tokens are too few for a verdict: time at least {FEWEST_TOKENS}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from paceline.config import resolve as settled
 from paceline.engine.completion import Completion
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, reraised
-from paceline.figures import first_difference
+from paceline.figures import doubt, first_difference, possible_speedup
 from paceline.hub import resolve
 from paceline.model.checkpoint import config_json, load_tensors
 from paceline.tables import ignore
@@ -107,13 +107,16 @@ class Beside:
 
     tokens_per_s: float
     """Of the other one."""
-    speedup: float
+    speedup: float | None
+    """None if the times rule it out, see `doubt`."""
     identical: bool | None = None
     """Whether the tokens are the same; None when sampled, where only the distribution has to be."""
     first_difference: int | None = None
     """Tokens that are still the same, where they are not all the same."""
     top2_gap: float | None = None
     """Best logit minus second-best at the first difference: how nearly the target was undecided there."""
+    doubt: str | None = None
+    """Why there is no verdict on the speed-up, as of `figures.doubt`; None beside Transformers, which is another engine."""
 
 
 def answer_plainly(llm: LLM, token_ids: list[int], params: SamplingParams) -> Completion:
@@ -134,7 +137,9 @@ def beside_plain(llm: LLM, completion: Completion, plain: Completion, params: Sa
     speed = plain.stats.tokens_per_s
     parted = parting(llm.target, plain.prompt_token_ids, completion.token_ids, plain.token_ids) if params.is_greedy else None
     identical = parted is None if params.is_greedy else None
-    return Beside(speed, completion.stats.tokens_per_s / speed if speed else 0.0, identical, *(parted or (None, None)))
+    measured, stats = completion.stats.tokens_per_s / speed if speed else 0.0, completion.stats
+    why = doubt(measured, stats.tokens_per_round, stats.num_output_tokens)
+    return Beside(speed, possible_speedup(measured, stats.tokens_per_round), identical, *(parted or (None, None)), why)
 
 
 def beside_transformers(llm: LLM, completion: Completion, params: SamplingParams) -> Beside:

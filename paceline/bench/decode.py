@@ -23,7 +23,17 @@ from paceline.bench.passes import Engines, Pass, Request, described, make_reques
 from paceline.draft.registry import make_drafter
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
-from paceline.figures import Interval, Rounds, bootstrap, is_loop, ratio_of_sums, repetition, survival
+from paceline.figures import (
+    Interval,
+    Rounds,
+    bootstrap,
+    doubt,
+    is_loop,
+    possible_speedup,
+    ratio_of_sums,
+    repetition,
+    survival,
+)
 from paceline.hardware import Machine
 from paceline.marginals import Tally
 from paceline.model.target import Target
@@ -118,7 +128,8 @@ class Result(Drafting):
     tokens_per_s_range: tuple[float, float]
     """Slowest and fastest repetition."""
     decode_tokens_per_s: float | None
-    speedup: float
+    speedup: float | None
+    """Over plain decoding; None if the times rule it out, see `doubt`."""
     speedup_interval: tuple[float | None, float | None]
     """95%, a bootstrap over prompts."""
     speedup_vs: dict[str, float]
@@ -136,6 +147,16 @@ class Result(Drafting):
     marginals: Tally | None = None
     """What the target said beside the drafter's candidates, for `simulate --marginals`; None where the plan asked for none."""
     differences: list[Difference] = field(default_factory=list)
+    doubt: str | None = None
+    """Why there is no verdict on the speed-up, as of `figures.doubt`."""
+
+    def __post_init__(self) -> None:
+        """Drop a speed-up that cannot be, also one that is read from an earlier version's file."""
+        if self.drafter != BASELINE and self.drafter not in PEERS:
+            self.doubt = self.doubt or doubt(self.speedup, self.tokens_per_round, self.num_output_tokens)
+            self.speedup = possible_speedup(self.speedup, self.tokens_per_round)
+            if self.speedup is None:
+                self.speedup_interval = (None, None)
 
     @property
     def setting(self) -> str:

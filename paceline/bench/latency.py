@@ -30,7 +30,7 @@ from paceline.bench.config import WARM_UP_TOKENS, LatencyConfig
 from paceline.bench.serving import Answer, open_loop, read_answer
 from paceline.bench.workloads import Asked, Workload
 from paceline.errors import ConfigError
-from paceline.figures import Interval, Spread, bootstrap
+from paceline.figures import BUSY, Interval, Spread, bootstrap, doubt
 from paceline.simulate.load import poisson
 from paceline.tables import ignore
 
@@ -172,13 +172,15 @@ class Pair:
     p50_s: float
     against_p50_s: float
     cut: float | None
-    """1 - p50 over the other's p50: 0.25 is a quarter less."""
+    """1 - p50 over the other's p50: 0.25 is a quarter less. None if the times rule it out, see `doubt`."""
     difference_s: float
     """Median over the requests."""
     interval_s: Interval
     """95%, over the requests."""
     lossless: bool
     """Of both."""
+    doubt: str | None = None
+    """Why there is no verdict on decoding beside plain decoding, as of `figures.doubt`."""
 
 
 class LatencyBench:
@@ -309,6 +311,7 @@ class LatencyBench:
         seconds = [(_seconds(ours, part), _seconds(theirs, part)) for ours, theirs in pairs]
         ours_s, theirs_s = (statistics.median(each[side] for each in seconds) for side in (0, 1))
         differences = [(ours - theirs,) for ours, theirs in seconds]
+        why = self._doubt(workload, theirs_s / ours_s if ours_s > 0 else None, pairs) if part == "decode" else None
         return Pair(
             workload,
             arm,
@@ -316,11 +319,26 @@ class LatencyBench:
             part,
             ours_s,
             theirs_s,
-            1 - ours_s / theirs_s if theirs_s > 0 else None,
+            1 - ours_s / theirs_s if theirs_s > 0 and why != BUSY else None,
             _median(differences),
             bootstrap(differences, _median),
             all(ours.lossless and theirs.lossless for ours, theirs in pairs),
+            why,
         )
+
+    def _doubt(self, workload: str, ratio: float | None, pairs: list[tuple[Measured, Measured]]) -> str | None:
+        """Why decoding beside plain decoding allows no verdict. At an open rate requests also slow one another, and another
+        drafter may cost more than it brings: neither bounds the ratio."""
+        kept, others = (_tokens_per_round([pair[side] for pair in pairs]) for side in (0, 1))
+        rate = next(each.rate for each in self.workloads if each.name == workload)
+        is_open = not self.config.concurrency and bool(self.config.rate or rate)
+        bound = None if is_open or (others or 1.0) > 1.0 else kept
+        return doubt(ratio, bound, sum(ours.num_tokens for ours, _ in pairs))
+
+
+def _tokens_per_round(answers: Sequence[Measured]) -> float | None:
+    rounds = sum(each.num_rounds or 0 for each in answers)
+    return 1 + sum(each.num_accepted or 0 for each in answers) / rounds if rounds else None
 
 
 def _median(differences: Sequence[tuple[float, ...]]) -> float:
@@ -337,7 +355,6 @@ def _result(workload: str, arm: str, answers: list[Measured]) -> LatencyResult:
     whole = [each for each in answers if not each.error]
     bars = {name: bar_of(whole, share) for name, share in SHARES.items()}
     explained = [segment for segment in SEGMENTS if segment != UNATTRIBUTED]
-    rounds = sum(each.num_rounds or 0 for each in whole)
     total_s = sum(each.total_s for each in whole)
     unexplained_s = abs(sum(each.parts.get(UNATTRIBUTED, 0.0) for each in whole))
     return LatencyResult(
@@ -357,7 +374,7 @@ def _result(workload: str, arm: str, answers: list[Measured]) -> LatencyResult:
         is_told=bool(whole) and all(each.is_told for each in whole),
         largest=max(explained, key=lambda segment: bars["p50"][segment]) if whole else None,
         num_tokens=statistics.fmean(each.num_tokens for each in whole) if whole else None,
-        tokens_per_round=1 + sum(each.num_accepted or 0 for each in whole) / rounds if rounds else None,
+        tokens_per_round=_tokens_per_round(whole),
         late=Spread.of([each.late_s for each in whole]),
         lossless=all(each.lossless for each in whole),
     )

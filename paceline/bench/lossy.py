@@ -19,7 +19,7 @@ from paceline.bench.passes import Answer, Engines, Pass, Request, make_requests,
 from paceline.bench.tasks import Task, read_task
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, needing
-from paceline.figures import Interval, Rounds, bootstrap, ratio_of_sums
+from paceline.figures import BUSY, Interval, Rounds, bootstrap, is_possible, ratio_of_sums
 from paceline.lossy import Lossy
 from paceline.tables import Advance, Column, Table, ignore
 from paceline.types import SamplingParams
@@ -41,8 +41,9 @@ class Result:
     lossless: bool
     tokens_per_round: float
     tokens_per_s: float
-    beside_lossless: float
-    """Tokens per second over the lossless lane's, request by request."""
+    beside_lossless: float | None
+    """Tokens per second over the lossless lane's, request by request. None if the setting is faster than plain decoding by
+    more than its acceptance length: then the machine was busy."""
     beside_lossless_interval: Interval
     mean_tv: float
     mean_kl: float
@@ -106,14 +107,17 @@ class LossyBench:
         scores = [(task.score(index, answer.text),) for index, answer in enumerate(answers)]
         others = [task.score(index, answer.text) for index, answer in enumerate(base[0].answers)]
         gains = [(score - before,) for (score,), before in zip(scores, others, strict=True)]
+        kept = Rounds.counted([each for answer in answers for each in answer.rounds]).tokens_per_round
+        plain = _rates(self.passes[task.name, PLAIN])
+        is_sound = is_possible(_ratio([(*one, *two) for one, two in zip(own, plain, strict=True)]), kept)
         return Result(
             task=task.name,
             setting=setting,
             lossless=all(answer.lossless for answer in answers),
-            tokens_per_round=Rounds.counted([each for answer in answers for each in answer.rounds]).tokens_per_round,
+            tokens_per_round=kept,
             tokens_per_s=ratio_of_sums(own),
-            beside_lossless=_ratio(beside),
-            beside_lossless_interval=bootstrap(beside, _ratio) if len(beside) >= FEWEST else (None, None),
+            beside_lossless=_ratio(beside) if is_sound else None,
+            beside_lossless_interval=bootstrap(beside, _ratio) if is_sound and len(beside) >= FEWEST else (None, None),
             mean_tv=_by_token(answers, "mean_tv"),
             mean_kl=_by_token(answers, "mean_kl"),
             share_changed=_by_token(answers, "share_changed"),
@@ -159,8 +163,10 @@ def verdict(results: list[Result]) -> str:
     faster = [each for each in lossy if each.is_faster]
     if not lossy:
         return "No lossy setting was measured."
+    if any(each.beside_lossless is None for each in results):
+        return f"No verdict: {BUSY}. A setting was faster than plain decoding by more than its acceptance length."
     if not faster:
-        quicker = [each for each in lossy if each.beside_lossless > 1.0]
+        quicker = [each for each in lossy if each.beside_lossless is not None and each.beside_lossless > 1.0]
         doubt = f" ({len(quicker)} of {len(lossy)} measured a little above it, within what chance does)" if quicker else ""
         return (
             "**The lossless lane dominates everywhere**: no lossy setting is surely faster than it on any task, and each costs "
@@ -190,7 +196,11 @@ def table(results: list[Result]) -> Table:
         Column("tokens/s", lambda each: each.tokens_per_s, "{:.1f}", align="right"),
         Column(
             "x lossless",
-            lambda each: f"{each.beside_lossless:.2f} {_shown(each.beside_lossless_interval)}".rstrip(),
+            lambda each: (
+                "busy: repeat"
+                if each.beside_lossless is None
+                else f"{each.beside_lossless:.2f} {_shown(each.beside_lossless_interval)}".rstrip()
+            ),
             align="right",
             cut=" [",
         ),
@@ -248,9 +258,10 @@ def pareto(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def as_line(bench: LossyBench) -> dict[str, Any]:
     results = bench.results()
+    is_busy = any(each.beside_lossless is None for each in results)
     return {
         "results": [asdict(each) for each in results],
         "verdict": verdict(results),
-        "lossless_dominates": not any(each.is_faster for each in results if not each.lossless),
+        "lossless_dominates": None if is_busy else not any(each.is_faster for each in results if not each.lossless),
         **{name: getattr(bench.config, name) for name in ("temperature", "max_tokens", "repeat", "seed")},
     }

@@ -31,13 +31,19 @@ CONTENDERS = (BASELINE, "auto")
 OWNER = "paceline"
 """What our server says of itself in /v1/models: it knows the fields `speculate` and `return_metrics`."""
 STOP_SECONDS = 40
+
+
+def _speedup_cell(each: ServingResult) -> str | None:
+    return f"{each.speedup:.2f}x" if each.speedup is not None else each.doubt and "busy: repeat"
+
+
 COLUMNS = (
     Column("load", lambda each: each.load),
     Column("speculate", lambda each: each.speculate),
     Column("answers", lambda each: f"{each.num_answers}" + (f", {each.num_failed} FAILED" if each.num_failed else "")),
     Column("tokens/s", lambda each: each.tokens_per_s, "{:.1f}", "right"),
     Column("range", lambda each: "{:.0f} to {:.0f}".format(*each.tokens_per_s_range), align="right"),
-    Column("speed-up", lambda each: each.speedup, "{:.2f}x", "right"),
+    Column("speed-up", lambda each: _speedup_cell(each), align="right"),
     spread_column("first token ms", lambda each: each.first_token, 1000, 0),
     spread_column("inter-token ms", lambda each: each.inter_token, 1000, 1),
     spread_column("inter-chunk ms", lambda each: each.inter_chunk, 1000, 1),

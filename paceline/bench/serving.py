@@ -26,7 +26,7 @@ from typing import Any
 
 from paceline.bench.client import Client, Stream
 from paceline.bench.config import WARM_UP_TOKENS, ServingConfig
-from paceline.figures import Spread
+from paceline.figures import Spread, doubt, possible_speedup
 from paceline.prompts import Prompt
 from paceline.simulate.load import Arrivals, poisson
 from paceline.tables import ignore
@@ -129,7 +129,8 @@ class ServingResult:
     total: Spread
     tokens_per_round: float | None
     speedup: float | None
-    """Mean time of an answer with speculation off over the one here, the same requests: median over repetitions."""
+    """Mean time of an answer with speculation off over the one here, the same requests: median over repetitions. None if the
+    times rule it out, see `doubt`; at an open rate answers also wait for one another, and nothing is ruled out."""
     identical: float | None
     """Greedy: share of texts that equal those with speculation off."""
     reused: float | None
@@ -140,6 +141,8 @@ class ServingResult:
     """How late requests were sent."""
     lossless: bool = True
     """False when any answer was not: these are figures of a mocked acceptance."""
+    doubt: str | None = None
+    """Why there is no verdict on the speed-up, as of `figures.doubt`."""
 
 
 class ServingBench:
@@ -238,6 +241,9 @@ class ServingBench:
         whole = [answer for answer in answers if not answer.error]
         rates = [each.tokens_per_s for each in passes]
         num_prompt = sum(each.num_prompt for each in whole)
+        measured, kept = _speedup(passes, baseline), tokens_per_round(whole)
+        most = None if load.rate or name == BASELINE else kept
+        num_tokens = sum(each.num_tokens for each in whole)
         return ServingResult(
             load=load,
             speculate=name,
@@ -250,13 +256,14 @@ class ServingBench:
             inter_token=Spread.of([each.inter_token_s for each in whole if each.inter_token_s is not None]),
             inter_chunk=Spread.of([gap for each in whole for gap in each.chunk_gaps_s]),
             total=Spread.of([each.total_s for each in whole]),
-            tokens_per_round=tokens_per_round(whole),
-            speedup=_speedup(passes, baseline),
+            tokens_per_round=kept,
+            speedup=possible_speedup(measured, most),
             identical=_identical(passes, baseline) if self.config.temperature == 0 else None,
             reused=sum(each.num_reused for each in whole) / num_prompt if num_prompt else None,
             client_cpu=sum(each.client_cpu_s for each in passes) / sum(each.wall_s for each in passes),
             late=Spread.of([each.late_s for each in whole]),
             lossless=all(each.lossless for each in whole),
+            doubt=None if name == BASELINE or measured is None else doubt(measured, most, num_tokens),
         )
 
 

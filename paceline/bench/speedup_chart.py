@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.bench.pages import COLORS, WIDTH_INCHES
 from paceline.errors import ConfigError, needing
+from paceline.figures import is_possible
 from paceline.runlog import write_whole
 from paceline.simulate.answer import set_up
 from paceline.simulate.config import ChartConfig, CostsConfig
@@ -97,7 +98,10 @@ def slope(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def read_points(run: Path, batch: int) -> list[Point]:
-    """The settings of a bench decode run at this batch, plain decoding aside. Raises ConfigError when it has none."""
+    """Returns the drafters' settings of a bench decode run at this batch, impossible speed-ups left out.
+
+    Raises ConfigError when there are none.
+    """
     file = run / "results.json" if run.is_dir() else run
     told = read_objects(file, "--results takes the folder of a run of paceline bench decode, or its results.json")
     results = told[0].get("results") if len(told) == 1 else None
@@ -106,7 +110,7 @@ def read_points(run: Path, batch: int) -> list[Point]:
         if not isinstance(each, dict) or each.get("batch") != batch or each.get("drafter") == "none":
             continue
         x, y = each.get("tokens_per_round", 0.0), each.get("speedup")
-        if not (is_amount(x) and is_amount(y)) or x < 1:
+        if y is None or not (is_amount(x) and is_amount(y)) or x < 1 or not is_possible(y, x):
             continue
         is_mocked, model = "drafter" not in each, str(told[0].get("model", ""))
         name = "mocked" if is_mocked else str(each["drafter"])

@@ -29,7 +29,7 @@ from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.registry import make_drafter
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
-from paceline.figures import Rounds
+from paceline.figures import Rounds, doubt, possible_speedup
 from paceline.hardware import Machine
 from paceline.plan import FixedPlanner
 from paceline.simulate.calibrate import precisions_of
@@ -260,13 +260,16 @@ class MockBench:
 
     def _result(self, setting: MockSetting) -> dict[str, Any]:
         """Medians over the repetitions of a setting. "kept_tokens_per_round" is as it came out: an answer's last round may be
-        cut short. "tokens_per_s" is of all rows, prefill apart, "speedup" over plain decoding of the same repetition."""
+        cut short. "tokens_per_s" is of all rows, prefill apart, "speedup" over plain decoding of the same repetition; None if
+        the times rule it out."""
         batch, value, num_nodes = setting
         plain_setting = MockSetting(batch, PLAIN)
         own, plain = self.passes[setting], self.passes[plain_setting]
         rounds = Rounds.counted(one for each in own for answer in each.answers for one in answer.rounds)
         steps_s = [(each.wall_s - (each.prefill_s or 0.0)) / each.num_passes for each in own]
         rates, plain_rates = ([each.decode_tokens_per_s or 0.0 for each in passes] for passes in (own, plain))
+        measured = statistics.median(ours / theirs for ours, theirs in zip(rates, plain_rates, strict=True))
+        num_tokens, most = sum(len(answer.token_ids) for answer in own[0].answers), max(value, rounds.tokens_per_round)
         predicted_s, plain_s = self._roofline_s(setting), self._roofline_s(plain_setting)
         return {
             "batch": batch,
@@ -276,7 +279,8 @@ class MockBench:
             "kept_tokens_per_round": rounds.tokens_per_round,
             "step_ms": 1e3 * statistics.median(steps_s),
             "tokens_per_s": statistics.median(rates),
-            "speedup": statistics.median(ours / theirs for ours, theirs in zip(rates, plain_rates, strict=True)),
+            "speedup": possible_speedup(measured, most),
+            "doubt": doubt(measured, most, num_tokens) if setting != plain_setting else None,
             "roofline_step_ms": 1e3 * predicted_s,
             "roofline_speedup": value * plain_s / predicted_s,
             "lossless": False,

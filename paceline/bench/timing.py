@@ -33,7 +33,7 @@ from paceline.bench.passes import Engines
 from paceline.draft.base import NoDrafter
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, reraised
-from paceline.figures import first_difference
+from paceline.figures import doubt, first_difference, possible_speedup
 from paceline.runlog import plain
 from paceline.simulate.calculator import embedded, hash_of
 from paceline.simulate.files import read_json
@@ -114,8 +114,17 @@ class Timing:
     """What to say in place of a verdict when no model ran and the times are a prediction's (`bench/predicted.py`)."""
 
     @property
-    def speedup(self) -> float:
-        """Tokens per second, on over off."""
+    def speedup(self) -> float | None:
+        """Tokens per second, on over off; None if the times rule it out, see `doubt`."""
+        return possible_speedup(self._measured, self.on.tokens_per_round)
+
+    @property
+    def doubt(self) -> str | None:
+        """Why there is no verdict on the speed-up, as of `figures.doubt`."""
+        return doubt(self._measured, self.on.tokens_per_round, len(self.on.tokens))
+
+    @property
+    def _measured(self) -> float:
         return self.on.tokens_per_s / self.off.tokens_per_s
 
     @property
@@ -135,7 +144,7 @@ class Timing:
         else:
             same = f"the same first {self.first_difference} tokens, then {self.dtype} is rounded elsewhere"
         mocked = "" if self.on.lossless else ", NOT LOSSLESS: acceptance was mocked or lossy"
-        return f"{self.speedup:.2f}x as fast, {same}{mocked}"
+        return f"{self.doubt or f'{self.speedup:.2f}x as fast'}, {same}{mocked}"
 
 
 def record(

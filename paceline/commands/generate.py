@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 FIGURES = ("num_prompt_tokens", "num_output_tokens", "tokens_per_s", "decode_tokens_per_s", "time_to_first_token_s")
 FIGURES += ("tokens_per_round", "acceptance_rate", "accepted_histogram", "lossless")
 NOT_ASKED = Without("logit_bias", "stop_token_ids", "max_drafted", "grammar", "lossy", "scaled_logprobs")
-BESIDE = ("speedup", "identical", "first_difference", "top2_gap")
+BESIDE = ("speedup", "identical", "first_difference", "top2_gap", "doubt")
 
 
 @options

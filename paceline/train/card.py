@@ -17,6 +17,7 @@ from paceline.draft.eagle3 import DEFAULT_DRAFTED
 from paceline.draft.eagle3_checkpoint import LAYER_IDS
 from paceline.draft.mtp_checkpoint import MARK, is_mtp
 from paceline.errors import ConfigError, DownloadError, PacelineError, reraised
+from paceline.figures import possible_speedup
 from paceline.hub import BUILTINS, resolve
 from paceline.runlog import write_whole
 from paceline.train.config import TrainConfig
@@ -186,7 +187,11 @@ def _figures(figures: dict[str, Any], served: dict[str, Any]) -> list[str]:
         ("tokens a round, served, greedy", served.get("tokens_per_round"), "{:.2f}"),
         ("held-out prompts", served.get("num_prompts"), "{}"),
         ("of the same, teacher-forced", served.get("teacher_forced"), "{:.2f}"),
-        ("one stream, times plain decoding on the machine that trained", served.get("speedup"), "{:.2f}"),
+        (
+            "one stream, times plain decoding on the machine that trained",
+            possible_speedup(served.get("speedup"), served.get("tokens_per_round")),
+            "{:.2f}",
+        ),
         ("expected tokens a round of held-out documents, teacher-forced", figures.get("eal"), "{:.2f}"),
         ("loss there", figures.get("loss"), "{:.2f}"),
     ]

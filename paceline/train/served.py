@@ -28,7 +28,7 @@ from paceline.draft.eagle3_checkpoint import Eagle3Config, is_eagle3
 from paceline.draft.mtp import MtpDrafter
 from paceline.draft.mtp_checkpoint import is_mtp, layer_of
 from paceline.engine.llm import LLM
-from paceline.figures import Rounds
+from paceline.figures import Rounds, doubt
 from paceline.hardware import free_bytes
 from paceline.model.checkpoint import read_json
 from paceline.model.target import Target
@@ -168,14 +168,12 @@ def final_figures(target: EngineConfig, drafter: Drafter, documents: list[Docume
     told = {"tokens_per_round": figures.tokens_per_round, **asdict(figures)}
     few = answers[:WALKED]
     told["served_of_walked"] = _served(llm, drafter, documents[:WALKED], max_tokens)[0].tokens_per_round
-    plain = _tokens_per_s(llm, "none", documents, max_tokens)
-    drafted = _tokens_per_s(llm, drafter, documents, max_tokens)
-    told |= {"plain_tokens_per_s": plain, "drafted_tokens_per_s": drafted, "speedup": drafted / plain if plain else None}
+    told |= _speedup(_timed(llm, "none", documents, max_tokens), _timed(llm, drafter, documents, max_tokens))
     if folder := shipped.local(target.model):
         default = read_drafter(folder)
         told["default_drafter"] = {
             "tokens_per_round": serve_heldout(llm, default, documents, max_tokens).tokens_per_round,
-            "tokens_per_s": _tokens_per_s(llm, default, documents, max_tokens),
+            "tokens_per_s": _timed(llm, default, documents, max_tokens).tokens_per_s,
         }
     llm.use_drafter("none")
     if isinstance(drafter, DFlashDrafter):
@@ -198,13 +196,32 @@ def agreement(told: dict[str, Any]) -> str | None:
     )
 
 
-def _tokens_per_s(llm: LLM, drafter: str | Drafter, documents: list[Document], max_tokens: int) -> float:
-    """Of a few prompts, one after the other, as a user of the engine gets it."""
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """Tokens per second of a few answers, one after the other, and what their rounds kept."""
+
+    tokens_per_s: float
+    tokens_per_round: float
+    num_tokens: int
+
+
+def _timed(llm: LLM, drafter: str | Drafter, documents: list[Document], max_tokens: int) -> _Timed:
+    """Time a few prompts, one after the other, as a user of the engine gets it."""
     llm.use_drafter(drafter)
-    num_tokens, seconds = 0, 0.0
+    answers, seconds = [], 0.0
     for document in documents[:TIMED]:
         began = time.perf_counter()
         prompt = document.tokens[: document.answer_start].tolist()
-        (answer,) = llm.generate_ids([prompt], SamplingParams(max_tokens=min(TIMED_TOKENS, max_tokens)))
-        num_tokens, seconds = num_tokens + len(answer.token_ids), seconds + time.perf_counter() - began
-    return num_tokens / seconds if seconds else 0.0
+        answers += llm.generate_ids([prompt], SamplingParams(max_tokens=min(TIMED_TOKENS, max_tokens)))
+        seconds += time.perf_counter() - began
+    num_tokens = sum(len(answer.token_ids) for answer in answers)
+    kept = Rounds.sum(answer.stats for answer in answers).tokens_per_round
+    return _Timed(num_tokens / seconds if seconds else 0.0, kept, num_tokens)
+
+
+def _speedup(plain: _Timed, drafted: _Timed) -> dict[str, Any]:
+    """Both rates and the speed-up for heldout.json; "speedup" is None, and "doubt" says why, where there is no verdict."""
+    measured = drafted.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else None
+    why = doubt(measured, drafted.tokens_per_round, drafted.num_tokens)
+    rates = {"plain_tokens_per_s": plain.tokens_per_s, "drafted_tokens_per_s": drafted.tokens_per_s}
+    return {**rates, "speedup": None if why else measured, "doubt": why}

@@ -156,7 +156,7 @@ def test_a_live_server_off_and_on(tmp_path: Path, capsys: pytest.CaptureFixture[
     page = (tmp_path / "run" / "report.html").read_text()
     assert page.count("<svg") == 8 and "Time to the first token" in page
     assert "2 in flight" in (tmp_path / "run" / "report.md").read_text()
-    assert re.search(r'<p class="verdict">With speculation an answer comes [\d.]+x as fast at best \(auto, ', page)
+    assert '<p class="verdict">No verdict on the speed-up (auto, 2 in flight): ' in page, "18 tokens are too few"
     assert "<dt>inter-token</dt>" in page and "<summary>Settings</summary>" in page
 
 

@@ -75,6 +75,19 @@ def test_the_tokens_of_a_round_come_together_drafts_first() -> None:
     assert len(set(stamps)) == len(stamps)
 
 
+def test_a_headline_says_no_speedup_that_cannot_be() -> None:
+    def answer(last_s: float, num_rounds: int, count: int) -> TimedAnswer:
+        tokens = [TimedToken("x", last_s * (at + 1) / count, at * num_rounds // (count - 1), False) for at in range(count)]
+        return TimedAnswer("d", tuple(tokens))
+
+    busy = replace(story(), off=answer(9.0, 119, 120), on=answer(1.0, 60, 120))
+    assert busy.speedup is None and busy.verdict.startswith("the machine was busy: repeat, the same 120 tokens")
+    few = replace(story(), off=answer(1.8, 12, 13), on=answer(1.0, 6, 13))
+    assert few.verdict.startswith("13 tokens are too few for a verdict") and few.speedup == pytest.approx(1.8)
+    enough = replace(story(), off=answer(1.8, 119, 120), on=answer(1.0, 60, 120))
+    assert enough.verdict.startswith("1.80x as fast")
+
+
 def test_an_interrupted_recording_leaves_the_drafter() -> None:
     llm = fake_llm(FakeTarget(vocab_size=258, max_len=128))
     llm.config = replace(llm.config, plan="fixed")

@@ -42,6 +42,16 @@ def test_the_card_names_target_data_figures_and_flags(tmp_path: Path) -> None:
     assert "paceline export run/drafter --format speculators --model tiny --out for-vllm" in text
 
 
+def test_a_card_keeps_no_speedup_above_the_acceptance_length(tmp_path: Path) -> None:
+    config, out = TrainConfig(tmp_path), drafter(tmp_path / "drafter")
+    assert (
+        "| one stream, times plain decoding on the machine that trained | 1.70 |"
+        in write_card(config, out, FIGURES, SERVED).read_text()
+    )
+    busy = {**SERVED, "tokens_per_round": 1.06, "speedup": 1.17}
+    assert "times plain decoding" not in write_card(config, out, FIGURES, busy).read_text()
+
+
 def test_without_held_out_prompts_it_claims_nothing(tmp_path: Path) -> None:
     text = write_card(TrainConfig(tmp_path), drafter(tmp_path / "drafter"), {"steps": 1, "blocks": 8}, {}).read_text()
     assert (
