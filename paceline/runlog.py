@@ -115,6 +115,24 @@ def write_whole(path: Path, text: str) -> None:
         scratch.write_text(text, encoding="utf-8")
 
 
+def check_place(out: Path) -> None:
+    """Raises CacheError, before any work, when nothing can be written at `out`: a file or a folder, made or not."""
+    found = next(each for each in (out.absolute(), *out.absolute().parents) if each.exists())
+    if found != out.absolute() and not found.is_dir():
+        raise CacheError(f"cannot write {out}: {found} is a file: {ELSEWHERE}")
+    if not os.access(found, os.W_OK) or found.resolve().is_relative_to("/proc"):
+        raise CacheError(f"cannot write {out}: {found} may not be written to: {ELSEWHERE}")
+
+
+def check_folder(out: Path) -> None:
+    """Raises CacheError, before any work, when `out` cannot be the folder of a run: a file is there, or it is named as one."""
+    if out.exists() and not out.is_dir():
+        raise CacheError(f"{out} is a file, and a run needs a folder: {ELSEWHERE}")
+    if out.suffix in (".html", ".json", ".jsonl", ".md", ".svg"):
+        raise CacheError(f"{out} is named as a file, and a run needs a folder: give --out {out.with_suffix('')}")
+    check_place(out)
+
+
 def check_new(out: Path, what: str = "folder") -> None:
     """Raises CacheError when something is there already; an empty folder is nothing."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -39,6 +40,8 @@ class Column:
     align: Literal["left", "right"] = "left"
     cut: str = ""
     """A narrow terminal leaves out everything from this text on: " [" leaves out the interval of "1.50 [1.40, 1.60]"."""
+    is_spare: bool = False
+    """Left out where the terminal has no place for all columns."""
 
     def text(self, record: Any) -> str:
         value = self.cell(record)
@@ -67,9 +70,32 @@ class Table:
         console = Console(stderr=stderr)
         if not console.is_terminal:
             console.width = self.width
-        console.print(self.rich(console.width))
+        is_wide = not console.is_terminal or _needed(*self.cells(console.width)) <= console.width
+        if is_wide:
+            console.print(self.rich(console.width))
+        else:
+            console.print(self.stacked(console.width), markup=False, highlight=False)
         for note in self.notes:
             console.print(note, markup=False, highlight=False)
+
+    def cells(self, width: int) -> tuple[list[Column], list[list[str]]]:
+        """The columns and cells that a terminal of so many letters shows."""
+        columns, rows = list(self.columns), self.texts()
+        if width >= self.width:
+            return columns, rows
+        pairs = [zip(columns, row, strict=True) for row in rows]
+        rows = [[cell.partition(each.cut)[0] if each.cut else cell for each, cell in row] for row in pairs]
+        if _needed(columns, rows) > width:
+            kept = [place for place, each in enumerate(columns) if not each.is_spare]
+            columns, rows = [columns[place] for place in kept], [[row[place] for place in kept] for row in rows]
+        return columns, rows
+
+    def stacked(self, width: int) -> str:
+        """Every row as lines of `name: value`, where columns have no place beside one another."""
+        columns, rows = self.cells(width)
+        pairs = [[(each.name, cell) for each, cell in zip(columns, row, strict=True) if cell] for row in rows]
+        named = [", ".join(f"{name}: {cell}" if name else cell for name, cell in row) for row in pairs]
+        return "\n".join([*([self.title] if self.title else []), *named])
 
     def rich(self, width: int) -> RichTable:
         """For a terminal of so many letters."""
@@ -78,14 +104,28 @@ class Table:
         from rich.text import Text
 
         made = RichTable(box=box.SIMPLE_HEAD, title=Text(self.title) if self.title else None, title_justify="left")
-        for column in self.columns:
+        columns, rows = self.cells(width)
+        for column in columns:
             made.add_column(Text(column.name), justify=column.align)
-        for cells in self.texts():
-            if width < self.width:
-                pairs = zip(self.columns, cells, strict=True)
-                cells = [cell.partition(column.cut)[0] if column.cut else cell for column, cell in pairs]
+        for cells in rows:
             made.add_row(*map(Text, cells))
         return made
+
+
+def _needed(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> int:
+    """Letters that the columns need beside one another; a heading may be broken between its words."""
+    widths = [max(map(len, each.name.split()), default=0) for each in columns]
+    widths = [max(width, *(len(row[place]) for row in rows), 0) for place, width in enumerate(widths)]
+    return sum(widths) + 2 * len(widths)
+
+
+def block() -> str:
+    """A filled cell of a bar: "#" where the terminal's letters have no block (LANG=C)."""
+    try:
+        "█".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return "#"
+    return "█"
 
 
 def ignore(*_: object) -> None:

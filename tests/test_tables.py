@@ -11,7 +11,7 @@ from rich.console import Console
 
 from paceline.bench.pages import render
 from paceline.figures import Rounds, Spread, add_histograms, quantile, shares, survival
-from paceline.tables import Column, Table
+from paceline.tables import Column, Table, block
 
 COLUMNS = (
     Column("drafter", lambda each: each["name"]),
@@ -69,3 +69,30 @@ def test_a_histogram_of_accepted_drafts() -> None:
     assert survival([]) == []
     assert rounds.tokens_per_round == pytest.approx(1 + sum(survival(histogram)))
     assert Rounds().tokens_per_round == 1.0 and shares([0, 0]) == []
+
+
+def terminal(table: Table, width: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What `show` prints on a terminal of so many letters."""
+    out = io.StringIO()
+    monkeypatch.setattr("rich.console.Console", lambda **_: Console(file=out, width=width, force_terminal=True, no_color=True))
+    table.show()
+    return out.getvalue()
+
+
+def test_a_table_too_wide_for_a_terminal_drops_columns_and_then_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"name{number}" for number in range(9)]
+    columns = [Column(name, lambda each, name=name: each[name]) for name in names]
+    spare = Column("bar", lambda each: "#" * 40, is_spare=True)
+    rows = [dict.fromkeys(names, "12345678")]
+    narrow = terminal(Table([*columns[:4], spare], rows), 60, monkeypatch)
+    assert "12345678" in narrow and "#" not in narrow and "name3" in narrow
+    stacked = terminal(Table(columns, rows, title="Loads"), 60, monkeypatch)
+    assert "Loads" in stacked and "name8: 12345678" in stacked.replace("\n", " ") and "…" not in stacked
+    wide = terminal(Table([*columns, spare], rows), 200, monkeypatch)
+    assert "#" * 40 in wide and "name8:" not in wide
+
+
+def test_bars_are_ascii_where_the_terminal_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for encoding, expected in (("ascii", "#"), ("utf-8", "█"), ("no-such", "#")):
+        monkeypatch.setattr("sys.stdout", type("Out", (), {"encoding": encoding})())
+        assert block() == expected

@@ -105,7 +105,7 @@ class CandidateConfig:
     since: int = 0
     """First hour (of 1970) of the requests to judge by."""
     ood: tuple[Path, ...] = ()
-    """Answers of another kind, which must not suffer; may be repeated."""
+    """Answers of another kind, which must not suffer."""
     temperature: float | None = None
     """Temperature of requests whose client gave none [default: that of the target's generation_config.json, else 1]."""
     requests: Count = 200
@@ -134,7 +134,7 @@ class RetrainConfig:
     """How a training is run: at low priority, in a process of its own, resumable."""
 
     general: tuple[Path, ...] = ()
-    """Answers of other kinds that are learned beside the window, so that they are not forgotten; may be repeated."""
+    """Answers of other kinds that are learned beside the window, so that they are not forgotten."""
     minutes: Positive = 30.0
     """Longest training of one candidate."""
     learning_rates: tuple[Annotated[float, within("above 0", above=0)], ...] = (2e-4,)

@@ -21,13 +21,15 @@ from paceline.bench.config import BASELINE
 from paceline.bench.decode import Result, sources_table
 from paceline.bench.pages import Plot, Series, bars, curves, ranges, render, short
 from paceline.errors import ConfigError
-from paceline.figures import shares
+from paceline.figures import doubt, possible_speedup, shares
 from paceline.model.backends import Form
 from paceline.runlog import RunFolder
 from paceline.simulate.files import read_json
 from paceline.tables import Column, Table, flat, printable
 
 Line = dict[str, Any]
+GOOD_TRAINING = 2.5
+"""Tokens a round, served, from which a training is called good."""
 KINDS = {"heldout": "held out", "ood": "out of domain"}
 
 
@@ -39,13 +41,18 @@ def with_interval(value: float | None, interval: Sequence[float | None] | None, 
     return f"{value:.2f}{unit}" + ("" if low is None or high is None else f" [{low:.2f}, {high:.2f}]")
 
 
+def speedup_cell(each: Result) -> str | None:
+    """The speed-up with its interval, or that the machine was busy."""
+    return with_interval(each.speedup, each.speedup_interval, "x") or (each.doubt and "busy: repeat")
+
+
 COLUMNS = (
     Column("drafter", lambda each: each.drafter),
     Column("batch", lambda each: each.batch, align="right"),
     Column("temp", lambda each: each.temperature, "{:g}", "right"),
     Column("tokens/s", lambda each: each.tokens_per_s, "{:.1f}", "right"),
     Column("decode/s", lambda each: each.decode_tokens_per_s, "{:.1f}", "right"),
-    Column("speed-up", lambda each: with_interval(each.speedup, each.speedup_interval, "x"), cut=" ["),
+    Column("speed-up", lambda each: speedup_cell(each), cut=" ["),
     Column("tokens/round", lambda each: with_interval(each.tokens_per_round, each.tokens_per_round_interval), cut=" ["),
     Column("identical", lambda each: each.identical, "{:.0%}", "right"),
     Column("lossless", lambda each: {None: None, True: "yes", False: "NO"}[each.lossless]),
@@ -67,6 +74,8 @@ class RunData:
     """Training metrics in the order of their steps, each step once."""
     checks: list[Line] = field(default_factory=list)
     """Held-out and out-of-domain metrics, the same way."""
+    plan: Line = field(default_factory=dict)
+    """What a training expected (plan.json)."""
     served: Line = field(default_factory=dict)
     """Held-out prompts answered in the real engine after training (heldout.json)."""
     evaluation: Line = field(default_factory=dict)
@@ -104,6 +113,7 @@ def read_run(folder: Path) -> RunData:
         command=command.read_text(encoding="utf-8", errors="replace").strip() if command.exists() else "",
         steps=_by_step([line for line in lines if "loss" in line]),
         checks=_by_step([line for line in lines if any(isinstance(line.get(kind), dict) for kind in KINDS)]),
+        plan=_object(folder / "plan.json"),
         served=_object(folder / "heldout.json"),
         evaluation=_object(folder / "evaluation.json") or (decoded if "looping" in decoded else {}),
     )
@@ -151,7 +161,8 @@ def page(run: RunData) -> str:
         "run.html",
         run=run,
         kinds=KINDS,
-        verdict=_verdict(run, [result for _, result in rows]),
+        verdict=verdict_of(run),
+        tone=tone_of(run),
         form=Form(at["backend"], at["isa"], at["weight_format"]) if at.get("weight_format") else None,
         training=_training(run),
         served=[_accepted("Accepted drafts a round", [("held out", run.served.get("accepted_histogram") or [])])],
@@ -165,16 +176,48 @@ def page(run: RunData) -> str:
     )
 
 
+def tone_of(run: RunData) -> str:
+    """Returns "good" (green), "bad" (red) or "" (grey): the colour of `verdict_of`; without a sure figure it is grey."""
+    drafted = _drafted([result for _, result in run.results()])
+    if any(each.lossless is False for each in drafted):
+        return "bad"
+    if not drafted:
+        return "bad" if is_worse(run) else "good" if (run.served.get("tokens_per_round") or 0.0) >= GOOD_TRAINING else ""
+    first = [(each.temperature, each.batch, -(each.speedup or 0.0)) for each in drafted if each.doubt is None]
+    best = -min(first)[2] if first else 1.0
+    return "good" if best >= 1.1 else "bad" if best < 0.97 else ""
+
+
+def _drafted(results: Sequence[Result]) -> list[Result]:
+    return [each for each in results if each.drafter != BASELINE and each.drafter not in PEERS]
+
+
+def is_worse(run: RunData) -> bool:
+    """Whether the trained drafter keeps fewer tokens than the one that ships for its target, on the same prompts."""
+    shipped = (run.served.get("default_drafter") or {}).get("tokens_per_round")
+    own = run.served.get("tokens_per_round")
+    return shipped is not None and own is not None and own < shipped
+
+
 def verdict_on(results: Sequence[Result], looping: Sequence[Line] = ()) -> str:
     """What figures of decoding mean, and what to do next; `looping` as of `set_figures`."""
-    drafted = [each for each in results if each.drafter != BASELINE and each.drafter not in PEERS]
-    return render("verdict.txt", results=drafted, looping=looping).strip()
+    return render("verdict.txt", results=_drafted(results), looping=looping).strip()
 
 
-def _verdict(run: RunData, results: list[Result]) -> str:
+def verdict_of(run: RunData) -> str:
     """On figures of the engine, which are what counts; of a run that has none, on its training."""
+    results = [result for _, result in run.results()]
     looping = [each for figures in run.sets.values() for each in figures.get("looping", [])]
-    return verdict_on(results, looping) if results else render("train_verdict.txt", run=run).strip()
+    return verdict_on(results, looping) if results else training_verdict(run)
+
+
+def training_verdict(run: RunData) -> str:
+    """What a training has shown, expected and got side by side, and what to do next."""
+    served, speedup = run.served.get("tokens_per_round"), run.served.get("speedup")
+    told = {"served": served, "speedup": possible_speedup(speedup, served), "is_worse": is_worse(run)}
+    told["doubt"] = run.served.get("doubt") or doubt(speedup, served, None)
+    told["is_copied"] = (run.config.get("shape") or {}).get("start") == "copied"
+    return render("train_verdict.txt", run=run, expected=run.plan.get("expected") or {}, good=GOOD_TRAINING, **told).strip()
 
 
 def _training(run: RunData) -> list[Plot]:
@@ -217,6 +260,7 @@ def _engine(rows: list[tuple[str, Result]]) -> list[Plot]:
     bars_of = [
         (f"{short(name)}, b{each.batch}, T={each.temperature:g}", each.speedup, each.speedup_interval, sets.index(name))
         for name, each in rows
+        if each.speedup is not None
     ]
     plots.append(ranges("Speed-up, with 95% intervals over prompts", bars_of, "speed-up over plain decoding", mark=1))
     return plots

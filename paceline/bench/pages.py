@@ -23,7 +23,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from paceline.errors import ConfigError, needing
 from paceline.figures import Spread
 from paceline.runlog import RunFolder
-from paceline.tables import printable
+from paceline.tables import block, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,6 +60,7 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     made.filters["number"] = number
+    made.globals["block"] = block
     made.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
     return made
 

@@ -12,7 +12,7 @@ from paceline.commands.options import Changed, Only, Opt, Without, options, type
 from paceline.commands.shared import Json, JsonSchema, Regex, TerminalProgress, grammar_of, say
 from paceline.config import EngineConfig
 from paceline.errors import CacheError, ConfigError
-from paceline.runlog import RunFolder
+from paceline.runlog import RunFolder, check_folder
 from paceline.train import config as asks
 from paceline.train import regenerate as run_regenerate
 from paceline.train import train as run_train
@@ -88,6 +88,7 @@ def train(
         return _dry_run(config, device_name)
     if device_name:
         raise ConfigError("--device-name plans for another machine: add --dry-run")
+    check_folder(config.out)
     result = run_train(config, progress=TerminalProgress())
     if not Ranks.here().is_first:
         return None
@@ -97,7 +98,12 @@ def train(
         report(result.run)
     except (ConfigError, CacheError) as error:
         say(f"note: no report.html ({error})")
-    return asdict(result)
+    from paceline.bench.html import read_run, training_verdict
+
+    trained = read_run(result.run)
+    verdict = training_verdict(trained)
+    say(verdict)
+    return {**asdict(result), "expected": trained.plan.get("expected"), "verdict": verdict}
 
 
 def _dry_run(config: asks.TrainConfig, device_name: str | None) -> dict[str, Any]:
@@ -145,5 +151,6 @@ def regenerate(
     """
     answering = replace(answering, grammar=grammar_of(json_schema, regex))
     config = replace(config, target=target, asked=asked, answering=answering, elsewhere=elsewhere)
+    check_folder(config.out)
     result = run_regenerate(config, progress=TerminalProgress())
     return asdict(result) if Ranks.here().is_first else None

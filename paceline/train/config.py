@@ -337,15 +337,15 @@ class TrainConfig:
     """The model to be sped up, and how it runs; only model, device, dtype, threads, backend and weight_format are read."""
     asked: PromptsConfig = field(default_factory=PromptsConfig)
     answers: tuple[Path, ...] = ()
-    """Answers of regenerate, or a server's traces; may be repeated."""
+    """Answers of regenerate, or a server's traces."""
     init: str | None = None
     """Continue this drafter: a folder, or default for the one that ships."""
     scale: Annotated[str, ("default", "tiny")] = "default"
     """tiny: every stage in a minute on a random target."""
     ood: tuple[str, ...] = ()
-    """Prompts of another kind, watched but not learned; may be repeated."""
+    """Prompts of another kind, watched but not learned."""
     heldout: tuple[str, ...] = ()
-    """Prompts to be tested on, in place of a share of the others; may be repeated."""
+    """Prompts to be tested on, in place of a share of the others."""
     heldout_share: Share = 0.02
     """Share of the prompts that is held out, never under 16 of them."""
     max_len: int = 1024

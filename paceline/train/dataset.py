@@ -28,6 +28,8 @@ from paceline.train.tokenised import is_tokenised, tokenised_answers
 NUM_READ_BACK = 8
 COUNTED_AT_ONCE = 1 << 20
 """Tokens."""
+MIN_HELDOUT, MAX_HELDOUT = 16, 128
+"""Prompts that a training run holds out, at least (where there are enough) and at most."""
 MAX_PERIOD = 64
 """Longest loop, in tokens, that `loop_start` looks for."""
 

@@ -5,8 +5,7 @@
     print(found.text)
 
 Who chose what is told: you (typed, or in a file), or the plan. Times come from the roofline of `simulate` and shares
-of the machine's rates that were measured for each stage (`EFFICIENCY`); tokens a round from curves.json, where the
-target has a curve.
+of the machine's rates that were measured for each stage (`EFFICIENCY`); tokens a round from `expectations`.
 """
 
 from __future__ import annotations
@@ -15,19 +14,25 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from paceline.simulate.roofline import pass_seconds
 from paceline.train.choices import Sizes, choices, deployment_of, for_chains, machine_choices, share_of_pass, sizes_of
 from paceline.train.config import TrainConfig
+from paceline.train.dataset import MAX_HELDOUT, MIN_HELDOUT, num_heldout
+from paceline.train.expectations import Learned, expected_lines, expected_of
 from paceline.train.facts import MachineFacts, TargetFacts, machine_of, read_target
+from paceline.train.fixed_times import CHECKPOINT_BYTES, fixed_seconds, hours_range
 from paceline.train.prompt_facts import Data, fit_lengths, read_data
 from paceline.train.run_file import value_of, with_value
 
-EFFICIENCY = {"cpu": {"answers": 0.35, "features": 0.6, "steps": 0.5}, "gpu": {"answers": 0.4, "features": 0.5, "steps": 0.35}}
+EFFICIENCY = {"cpu": {"answers": 0.35, "features": 0.6, "steps": 0.5}, "gpu": {"answers": 0.4, "features": 0.5, "steps": 0.32}}
 """Shares of the machine's rates that the stages reach; docs/train.md says from which runs."""
+MEASURED_STEPS = 0.43
+"""The steps' share of a GPU's rate as measured on it: one H100 multiplies 743 of its 989 TFLOP/s, steps reached 310 to 326."""
+MOST_UNUSED = 0.5
+"""A plan that uses less than this share of the given minutes says why."""
 ANSWER_SHARE = 0.75
 """Of the longest answer, that answers are long on average: an assumption where there are none yet."""
 MOST_ANSWERING = 0.35
@@ -58,13 +63,15 @@ class Plan:
     """Of the drafter."""
     data: Data
     hours: dict[str, float]
-    """Of answers, features, steps, and all together."""
+    """Of answers, features, steps, and all together; on GPUs also loading, compiling and checkpoints."""
+    hours_range: tuple[float, float] | None
+    """Fewest and most hours that may come of it, on GPUs."""
     disk_bytes: dict[str, float]
     memory_bytes: float
     blocks: float
     """Learned from in these hours."""
     expected: dict[str, Any] | None
-    """Tokens a round, served, and where the curve is from; None without a curve for this target."""
+    """As of `expectations.expected_of`; None for drafters of chains."""
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -110,7 +117,13 @@ def make_plan(config: TrainConfig, device_name: str | None = None, *, reads_answ
         config = with_value(config, "loop.max_minutes", max(steps_s / 60, 0.1))
         chosen["loop.max_minutes"] = "what answers and features leave of the minutes"
     seconds["steps"] = steps_s
+    seconds |= fixed_seconds(config, target, machine, sizes, steps_s)
     hours = {name: value / 3600 for name, value in seconds.items()}
+    if config.minutes and 60 * sum(hours.values()) < MOST_UNUSED * config.minutes:
+        notes.append(
+            f"only {60 * sum(hours.values()):.0f} of {config.minutes:g} minutes are used: by then each answer was learned from "
+            f"{config.loop.epochs:g} times; more prompts would use them"
+        )
     disk = _disk(config, target, data, sizes)
     return Plan(
         target=target.name,
@@ -123,10 +136,11 @@ def make_plan(config: TrainConfig, device_name: str | None = None, *, reads_answ
         parameters=sizes.parameters,
         data=data,
         hours={**hours, "all": sum(hours.values())},
+        hours_range=hours_range(config, hours) if machine.is_gpu else None,
         disk_bytes=disk,
         memory_bytes=_memory(config, target, sizes),
         blocks=blocks,
-        expected=None if config.shape.is_chained else expected_tokens(target.name, blocks),
+        expected=None if config.shape.is_chained else expected_of(target.name, _learned(config, data, blocks)),
         notes=notes,
     )
 
@@ -178,6 +192,13 @@ def _num_answers(config: TrainConfig, data: Data) -> int:
     return data.prompts * sum(config.answering.samples if each else 1 for each in config.answering.temperatures)
 
 
+def _learned(config: TrainConfig, data: Data, blocks: float) -> Learned:
+    """What the steps learn from: samples of one prompt count once, and what is held out does not count."""
+    each = min(config.loop.anchors, ANSWER_SHARE * config.answering.max_tokens)
+    kept_out = 0 if config.heldout else num_heldout(data.prompts, config.heldout_share, MAX_HELDOUT, MIN_HELDOUT)
+    return Learned(blocks, None if config.answers else data.prompts - kept_out, each)
+
+
 def _stage_seconds(config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data) -> dict[str, float]:
     """Of answers and features: the roofline's time over the share of it that these stages reach; none for those elsewhere."""
     deployment, reached = deployment_of(target, machine), EFFICIENCY["gpu" if machine.is_gpu else "cpu"]
@@ -211,7 +232,7 @@ def _steps(
     """(seconds, blocks) of the steps: as many as minutes, steps or epochs allow."""
     loop = config.loop
     name = "bfloat16" if loop.autocast and "bfloat16" in machine.machine.flops_per_s else "float32"
-    reached = EFFICIENCY["gpu" if machine.is_gpu else "cpu"]["steps"]
+    reached = MEASURED_STEPS if machine.is_gpu and machine.is_here else EFFICIENCY["gpu" if machine.is_gpu else "cpu"]["steps"]
     rate = machine.machine.flops_per_s[name] * machine.number * reached / flops_per_block(config, target, data, sizes)
     each = min(loop.anchors, ANSWER_SHARE * config.answering.max_tokens)
     blocks = loop.epochs * each * _num_answers(config, data)
@@ -232,7 +253,7 @@ def _disk(config: TrainConfig, target: TargetFacts, data: Data, sizes: Sizes) ->
     number, value_bytes = _num_answers(config, data), 4 if config.target.dtype == "float32" else 2
     value_bytes = 1 if config.feature_dtype == "int8" else value_bytes
     features = number * length * sizes.num_taps * sizes.hidden_size * value_bytes
-    checkpoint = sizes.parameters * 12.0
+    checkpoint = sizes.parameters * CHECKPOINT_BYTES
     disk = {
         "answers": 8.0 * number * length,
         "features": 0.0 if config.features in NOT_KEPT else features,
@@ -253,28 +274,6 @@ def _memory(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
     return weights + matrix + OPTIMISER_BYTES * sizes.parameters + kept + head
 
 
-def expected_tokens(target: str, blocks: float) -> dict[str, Any] | None:
-    """Tokens a round, served, after so many blocks: from the target's own curve, straight lines over log(blocks)."""
-    curves = json.loads(Path(__file__).with_name("curves.json").read_text(encoding="utf-8"))["curves"]
-    curve = next((each for each in curves if each["target"] == target), None)
-    if curve is None:
-        return None
-    points = curve["eal"]
-    flatter = curve["served_at_last"] / points[-1][1]
-    value, beyond = points[-1][1], blocks > points[-1][0]
-    if blocks <= points[0][0]:
-        value = 1.0 + (points[0][1] - 1.0) * blocks / points[0][0]
-    elif not beyond:
-        (low, before), (high, after) = next(pair for pair in pairwise(points) if blocks <= pair[1][0])
-        value = before + (after - before) * math.log(blocks / low) / math.log(high / low)
-    return {
-        "tokens_per_round": round(max(1.0, value * flatter), 2),
-        "is_beyond_the_curve": beyond,
-        "source": curve["source"],
-        "data": curve["data"],
-    }
-
-
 def _lines(plan: Plan) -> Iterator[str]:
     sizes, config = plan.sizes, plan.config
     yield f"plan: a drafter for {plan.target} (sizes from {plan.target_source}), on {plan.machine}"
@@ -286,18 +285,17 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     yield from _chosen_lines(plan)
     hours = plan.hours
-    parts = ", ".join(f"{name} {_duration(hours[name])}" for name in ("answers", "features", "steps"))
-    yield f"  time       {_duration(hours['all'])}: {parts} ({plan.data.prompts} prompts, {_short(plan.blocks)} blocks)"
+    parts = ", ".join(f"{name} {_duration(value)}" for name, value in hours.items() if name != "all")
+    span = "" if plan.hours_range is None else f" ({' to '.join(map(_duration, plan.hours_range))})"
+    yield f"  time       {_duration(hours['all'])}{span}: {parts} ({plan.data.prompts} prompts, {_short(plan.blocks)} blocks)"
     disk = plan.disk_bytes
     held = ", ".join(f"{name} {disk[name] / 1e9:.2f}" for name in ("answers", "features", "checkpoints"))
     yield f"  disk       {disk['all'] / 1e9:.2f} GB: {held}"
     yield f"  memory     {plan.memory_bytes / 1e9:.1f} GB at most"
     if plan.expected is None:
-        yield "  expected   no curve for such a model: its own held-out figures will say"
+        yield "  expected   no curve for such a drafter: its own held-out figures will say"
     else:
-        more = "at least " if plan.expected["is_beyond_the_curve"] else "about "
-        yield f"  expected   {more}{plan.expected['tokens_per_round']:.2f} tokens a round on prompts of the kinds that "
-        yield f"             {plan.expected['source']} was measured on ({plan.expected['data']})"
+        yield from (f"  {line}" for line in expected_lines(plan.target, plan.expected))
     if plan.data.example:
         yield f"  prompt     as the target gets it: {plan.data.example!r}"
     for note in plan.notes:

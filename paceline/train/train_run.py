@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +30,9 @@ from paceline.train.card import push, write_card
 from paceline.train.checkpoint import best_checkpoint
 from paceline.train.choices import for_chains
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
-from paceline.train.dataset import Corpus, check_answers, read_corpus
+from paceline.train.dataset import MAX_HELDOUT, MIN_HELDOUT, Corpus, check_answers, read_corpus
 from paceline.train.ends import light_folder, load_ends
+from paceline.train.expectations import Learned, expected_lines, expected_of
 from paceline.train.facts import MachineFacts
 from paceline.train.features import ScaledFeatures
 from paceline.train.group import process_group
@@ -52,7 +54,6 @@ from paceline.train.tiny import write_tiny_target
 from paceline.train.tracked import newest_rates, risen_rate, tracked
 from paceline.train.trackers import check_tracker
 
-MIN_HELDOUT, MAX_HELDOUT = 16, 128
 SERVED_PROMPTS, SERVED_ON_THE_WAY = 16, 8
 SERVED_TOKENS = 96
 PLAN = "plan.json"
@@ -168,7 +169,7 @@ class _Stages:
         self.began = time.monotonic()
 
     def run(self) -> TrainResult:
-        config, progress = self.config, self.progress
+        progress = self.progress
         answers, ood, kept_out = self._answers()
         corpus = self._corpus(answers, kept_out)
         num_places = sum(document.num_anchors for document in corpus.train)
@@ -178,7 +179,7 @@ class _Stages:
         )
         folder = self._open()
         target = self._load_target()
-        known = known_only(corpus, target.vocab_size, config.asked.strict)
+        known = known_only(corpus, target.vocab_size, self.config.asked.strict)
         if known is not corpus:
             progress.say(str(known.dropped))
         corpus = known
@@ -187,8 +188,7 @@ class _Stages:
         if self.ranks.is_first:
             result = replace(result, heldout=self._serve(result.drafter, corpus, folder))
             self._publish(result, folder)
-        model, drafter = config.target.model, result.drafter
-        progress.say(f'drafter: {drafter}; try it: paceline generate --model {model} --drafter {drafter} "..."')
+        progress.say(f"drafter: {result.drafter}")
         return result
 
     def _publish(self, result: TrainResult, run: RunFolder) -> None:
@@ -300,12 +300,24 @@ class _Stages:
             told["values"]["loop.max_minutes"] = minutes = min(
                 max(left, LEAST_LEARNING * config.minutes), MOST_GAINED * planned
             )
-            RunFolder(config.out).write_json(PLAN, told)
             if abs(minutes - planned) > 0.05 * planned:
                 self.progress.say(f"{minutes:.3g} minutes are left for learning, where {planned:.3g} were planned")
+                self._expect_again(told, minutes / planned)
+            RunFolder(config.out).write_json(PLAN, told)
         self.wait()
         told = stored_plan(config.out) or {}
         trainer.config = replace(trainer.config, max_minutes=float(told["values"]["loop.max_minutes"]))
+
+    def _expect_again(self, told: dict[str, Any], share: float) -> None:
+        """Change what plan.json expects, for this share of the planned blocks, and say it."""
+        expected = told.get("expected") or {}
+        if not {"answers", "places"} <= expected.keys():  # a plan of an earlier version, or of a drafter of chains
+            return
+        told["blocks"] = share * float(told["blocks"])
+        learned = Learned(told["blocks"], expected["answers"], expected["places"])
+        told["expected"] = expected_of(told["target"], learned)
+        for line in expected_lines(told["target"], told["expected"]):
+            self.progress.say(line)
 
     def _best(self, trainer: Trainer) -> tuple[dict[str, Tensor], float] | None:
         """The kept weights, and what they were kept for."""

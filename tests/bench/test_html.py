@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.html import RunData, numbers, page, read_run, thinned
+from paceline.bench.html import RunData, numbers, page, read_run, thinned, training_verdict
 from paceline.commands.evaluate import report
 from paceline.errors import ConfigError
 
@@ -94,7 +94,7 @@ def row(drafter: str, batch: int, temperature: float, **values: Any) -> dict[str
         "bytes_per_s": 1e9,
         "repetition": 0.1,
         "num_answers": 3,
-        "num_output_tokens": 24,
+        "num_output_tokens": 240,
         "differences": [],
         **values,
     }
@@ -260,7 +260,7 @@ def verdict_of(run: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The sentence at the top of the page; drawing its plots, which other tests look at, would take a second."""
     for section in ("_training", "_engine"):
         monkeypatch.setattr(f"paceline.bench.html.{section}", lambda *_: [])
-    return html.unescape(re.findall('<p class="verdict">(.*?)</p>', page(read_run(run)), re.DOTALL)[0])
+    return html.unescape(re.findall('<p class="verdict[a-z ]*">(.*?)</p>', page(read_run(run)), re.DOTALL)[0])
 
 
 @pytest.mark.parametrize(
@@ -290,6 +290,35 @@ def test_a_report_opens_with_a_verdict(
     verdict = verdict_of(folder(tmp_path / "run", None, found), monkeypatch)
     assert said in verdict and "\n" not in verdict
     assert ("Its interval" in verdict) == ("speedup_interval" in values)
+
+
+@pytest.mark.parametrize(
+    ("values", "said", "tone"),
+    [
+        ({"speedup": 9.37, "tokens_per_round": 3.0}, "the machine was busy: repeat", ""),
+        ({"speedup": 2.0, "num_output_tokens": 4}, "4 tokens are too few for a verdict", ""),
+        ({"speedup": 0.8}, "drafting costs time here.", " bad"),
+        ({}, "1.85x as fast", " good"),
+    ],
+)
+def test_a_page_shows_no_speedup_that_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], said: str, tone: str
+) -> None:
+    found = evaluation()
+    for each in found["sets"]["gsm8k"]["results"]:
+        each.update(values if each["drafter"] == "d" else {})
+    run = folder(tmp_path / "run", None, found)
+    assert said in verdict_of(run, monkeypatch)
+    text = page(read_run(run))
+    assert f'<p class="verdict{tone}">' in text and "9.37x" not in text
+
+
+def test_a_verdict_judges_by_the_settings_that_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = evaluation()
+    found["sets"]["gsm8k"]["results"].append(row("busy", 1, 0.0, speedup=4.0))
+    verdict = verdict_of(folder(tmp_path / "run", None, found), monkeypatch)
+    assert "d makes answers 1.85x as fast" in verdict
+    assert "No verdict on busy (one request at a time, greedy): the machine was busy: repeat." in verdict
 
 
 def test_a_verdict_names_the_worst_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,6 +351,39 @@ def test_a_verdict_on_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert said in verdict and f"Next: paceline evaluate {run}/drafter" in verdict
     (run / "heldout.json").write_text(json.dumps({"tokens_per_round": 2.6, "num_rounds": 3, "num_prompts": 1}))
     assert "brings 2.60 tokens a round on prompts that it was not trained on: good." in verdict_of(run, monkeypatch)
+
+
+def trained(path: Path, default: float | None, **served: Any) -> Path:
+    """A run whose plan expected 1.10 tokens a round from 44 answers where 3,000 are advised."""
+    run = folder(path, [{**step(1), "unigram_entropy": 5.55}, check(1)])
+    told = {"tokens_per_round": 1.06, "num_rounds": 300, "num_prompts": 16, "speedup": 1.17, **served}
+    told |= {"plain_tokens_per_s": 10.0, "drafted_tokens_per_s": 11.7}
+    told |= {"default_drafter": {"tokens_per_round": default}} if default else {}
+    (run / "heldout.json").write_text(json.dumps(told))
+    expected = {"tokens_per_round": 1.1, "is_beyond_the_curve": False, "answers": 44, "advised": 3000}
+    (run / "plan.json").write_text(json.dumps({"expected": expected}))
+    (run / "config.json").write_text(json.dumps({"what": "train", "shape": {"start": "copied"}}))
+    return run
+
+
+def test_a_training_ends_with_expected_and_got_and_keeps_the_better_drafter(tmp_path: Path) -> None:
+    worse = training_verdict(read_run(trained(tmp_path / "worse", 2.38)))
+    assert "brings 1.06 tokens a round" in worse and "(expected: about 1.10): little." in worse
+    assert "brings 2.38 on the same prompts: yours is worse, keep that." in worse
+    assert worse.endswith("Next: keep the shipped drafter (--drafter default), or collect 3,000 answers and train again.")
+    assert "1.17" not in worse and "No verdict on its speed: the machine was busy: repeat." in worse
+    better = training_verdict(read_run(trained(tmp_path / "better", 1.02, speedup=1.04)))
+    assert "keep that" not in better and "One stream on this machine: 1.04 times" in better
+    assert "Next: paceline evaluate " in better
+
+
+def test_the_advice_of_a_training_is_not_what_the_run_had(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", None)
+    lines = [{**step(1), "unigram_entropy": 5.55}, {"step": 1, "blocks": 100, "heldout": {"loss": 6.24, "eal": 1.06}}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    verdict = training_verdict(read_run(run))
+    assert "6.24, is worse than guessing by word frequency alone (5.55)" in verdict
+    assert "more prompts" in verdict and "--first-layers copied" not in verdict
 
 
 def test_words_are_explained_and_settings_are_folded_away(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ from paceline.train.config import (
     PromptsConfig,
     TrainConfig,
 )
-from paceline.train.planning import apply_stored, expected_tokens, make_plan
+from paceline.train.expectations import Learned, expected_of, expected_tokens
+from paceline.train.planning import apply_stored, make_plan
 
 LAPTOP = Machine("some processor", 3e10, {"bfloat16": 5e11, "float32": 2e11}, 2, 16 * 2**30)
 
@@ -57,7 +58,8 @@ def test_a_small_target_on_a_processor(tmp_path: Path) -> None:
     assert plan.config.shape.block_size == 8 and plan.config.loop.blocks_per_step == 192
     assert plan.hours["all"] == pytest.approx(sum(plan.hours[name] for name in ("answers", "features", "steps")))
     assert plan.hours["all"] <= 1.3 and plan.config.loop.max_minutes is not None and plan.blocks > 0
-    assert plan.expected is None and "no curve for such a model" in plan.text
+    assert plan.expected is not None and not plan.expected["is_own"]
+    assert "a guess: no curve for qwen2.5-coder-0.5b; that of smollm2-135m at 10 times the answers stands for it" in plan.text
     assert plan.data.prompts == 200 and plan.data.is_known
     json.dumps(plan.as_json())
 
@@ -175,6 +177,32 @@ def test_a_curve_is_quoted_for_its_own_target_only() -> None:
     assert less is not None and less["tokens_per_round"] == pytest.approx(2.07 * 2.83 / 3.11, abs=0.01)
     assert more is not None and more["tokens_per_round"] == 2.83 and more["is_beyond_the_curve"]
     assert expected_tokens("qwen2.5-coder-0.5b", 1e6) is None
+
+
+def test_a_plan_counts_different_answers_and_says_when_they_are_few(tmp_path: Path) -> None:
+    """60 prompts, each answer learned from some eighty times: 16 held out, 44 to learn from; advise gives them 1.0x."""
+    config = replace(asked(tmp_path, "smollm2-135m"), asked=PromptsConfig((prompts(tmp_path, 60),)))
+    plan = make_plan(replace(config, minutes=600.0), "H100")
+    assert plan.blocks > 200_000 and plan.expected is not None
+    assert plan.expected["answers"] == 44 and plan.expected["advised"] == 3000
+    assert (
+        plan.expected["tokens_per_round"]
+        == expected_of("smollm2-135m", Learned(1e9, 44, plan.expected["places"]))["tokens_per_round"]
+    )
+    assert plan.expected["tokens_per_round"] < 1.2
+    assert "44 answers are too few: 3,000 are advised" in plan.text
+
+
+def test_a_plan_for_gpus_has_loading_compiling_and_checkpoints_and_a_range(tmp_path: Path) -> None:
+    config = replace(asked(tmp_path, "Qwen3-8B"), asked=PromptsConfig((prompts(tmp_path, 60),)))
+    plan = make_plan(config, "8x H100")
+    assert {"loading", "compiling", "checkpoints"} <= plan.hours.keys() and plan.hours["all"] > 1 / 60
+    assert plan.hours["all"] == pytest.approx(sum(value for name, value in plan.hours.items() if name != "all"))
+    low, high = plan.hours_range or (0.0, 0.0)
+    assert 0 < low < plan.hours["all"] < high and "compiling 20 s" in plan.text and " to " in plan.text
+    assert "44 answers are too few: 30,000 are advised" in plan.text
+    given = make_plan(replace(config, minutes=240.0), "8x H100")
+    assert " of 240 minutes are used: by then each answer was learned from 100 times" in given.text
 
 
 def test_a_resumed_run_keeps_its_choices(tmp_path: Path) -> None:
