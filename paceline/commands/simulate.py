@@ -14,7 +14,7 @@ from paceline.commands.shared import Json, say
 from paceline.errors import ConfigError
 from paceline.runlog import RunFolder, plain, write_whole
 from paceline.simulate.config import CostsConfig, PredictConfig, PriceConfig, ServingConfig
-from paceline.tables import Column, Table, spread_column
+from paceline.tables import Column, Table, block, spread_column
 
 if TYPE_CHECKING:
     from paceline.bench.pages import Plot
@@ -115,7 +115,9 @@ def simulate(
     if calibrate:
         return _fit_and_report(costs, calibrate, out, as_json)
     from paceline.simulate.answer import predict_all
+    from paceline.simulate.price import parse_slo
 
+    parse_slo(price.slo)
     answer = predict_all(costs, config)
     _show(answer, stderr=as_json)
     if answer.trees:
@@ -147,7 +149,7 @@ def _show(answer: Answer, *, stderr: bool) -> None:
         Column("tokens/round", lambda each: each.tokens_per_round, "{:.2f}"),
         Column("tokens/s", lambda each: each.tokens_per_s, "{:,.0f}"),
         Column("plain tokens/s", lambda each: each.plain_tokens_per_s, "{:,.0f}"),
-        Column("where a round's time goes", _parts),
+        Column("where a round's time goes", _parts, is_spare=True),
     ]
     Table(columns, answer.predictions, title=answer.setup.title, notes=_overhead_notes(answer)).show(stderr=stderr)
     if len(answer.predictions) > 1:
@@ -163,7 +165,7 @@ def _show(answer: Answer, *, stderr: bool) -> None:
         Column("draft", lambda point: point[0]),
         Column("tokens/round", lambda point: sum(expected[: point[0] + 1]), "{:.2f}"),
         Column("speed-up", lambda point: point[1], "{:.2f}x"),
-        Column("", lambda point: _bar(found, *point)),
+        Column("", lambda point: _bar(found, *point), is_spare=True),
     ]
     Table(columns, found.curve, notes=changes).show(stderr=stderr)
 
@@ -203,12 +205,14 @@ def _parts(found: Prediction) -> str:
 
 
 def _bar(found: Prediction, length: int, speedup: float) -> str:
-    bar = "█" * round(BAR_WIDTH * speedup / found.speedup)
+    bar = block() * round(BAR_WIDTH * speedup / found.speedup)
     return bar + ("  best" if length == found.best_draft_length else "")
 
 
 def print_notes(setup: Setup, *, stderr: bool) -> None:
-    lines = [*(f"warning: {warning}" for warning in setup.warnings), "Limits:", *(f"- {sentence}" for sentence in setup.limits)]
+    lines = [setup.assumed] if setup.assumed else []
+    lines += [f"warning: {warning}" for warning in setup.warnings]
+    lines += ["Limits:", *(f"- {sentence}" for sentence in setup.limits)]
     (say if stderr else print)("\n".join(lines))
 
 

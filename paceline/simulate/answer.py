@@ -24,6 +24,7 @@ from paceline.errors import ConfigError
 from paceline.hardware import Machine, this_machine
 from paceline.marginals import Marginals
 from paceline.simulate import catalogue, limits
+from paceline.simulate.assumed import ACCEPTANCE, assumed
 from paceline.simulate.config import CostsConfig, PredictConfig, ServingConfig
 from paceline.simulate.costs import (
     Calibration,
@@ -42,13 +43,13 @@ from paceline.simulate.load import LoadFigures, capacity, parse_lengths, sweep, 
 from paceline.simulate.marginals import read_marginals
 from paceline.simulate.overhead import Overhead, overhead_of, with_overhead
 from paceline.simulate.replay import Compared, compare, read_passes, recorded_survival, rows_of
-from paceline.simulate.roofline import Deployment
+from paceline.simulate.roofline import Deployment, check_shares
 from paceline.simulate.serving import Case, ServerShape
 from paceline.simulate.shapes import ModelShape, Precisions, with_precisions
 from paceline.simulate.speedup import Acceptance, Load, Prediction, parse_acceptance, predict
 from paceline.simulate.trees import BEST, TreePrediction, acceptance_of, expected_of, parse_sizes, predict_trees, told_firsts
 
-MAX_ROWS, MAX_DRAFT, ACCEPTANCE = 8, 16, "0.8"
+MAX_ROWS, MAX_DRAFT = 8, 16
 SHARES = (0.3, 0.6, 0.8, 0.95, 1.2)
 """The rates of open loops when no load is given, as shares of what plain decoding can finish."""
 DEFAULT_MODEL = "smollm2-135m"
@@ -73,6 +74,8 @@ class Setup:
     """What `costs` hold beyond those of the source, in every round."""
     bare: StepCosts | None = None
     """Without the overhead, where there is one."""
+    assumed: str = ""
+    """As of `assumed.assumed`."""
 
     def ignore(self, config: CostsConfig, *names: str) -> Setup:
         """Warn of options that were given and have no effect."""
@@ -83,10 +86,7 @@ class Setup:
 
 
 def set_up(config: CostsConfig, loads: Sequence[Load]) -> Setup:
-    """Raises the errors of whatever is not known or cannot be read.
-
-    `loads` decide on warnings, and the first one's context on the overhead that a plain rate tells.
-    """
+    """`loads` decide on warnings, the first one's context on the overhead of a plain rate. Raises what reading raises."""
     setup = _source(config, loads)
     overhead = overhead_of(setup.costs, loads[0].context, config.overhead_ms, config.plain_rate, config.server_log)
     if overhead:
@@ -108,6 +108,7 @@ def _source(config: CostsConfig, loads: Sequence[Load]) -> Setup:
         return _calibrated(config, read_calibration(config.calibration))
     shape = catalogue.find(config.model or DEFAULT_MODEL)
     deployment = deployment_of(config, shape.precisions)
+    check_shares(shape, deployment.num_gpus)
     costs = RooflineCosts(shape, deployment, drafter_of(config, deployment))
     told = limits.roofline_limits(shape, deployment)
     return Setup(costs, _title(shape, deployment), "roofline", shape, deployment, told)
@@ -134,6 +135,7 @@ def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:
     shape = catalogue.find(config.model or calibration.model or DEFAULT_MODEL)
     known, measured = calibration.precisions or shape.precisions, calibration.machine
     deployment = deployment_of(config, known, measured, calibration.expert_locality)
+    check_shares(shape, deployment.num_gpus)
     costs = calibration.costs(shape, deployment, drafter_of(config, deployment))
     told = [*limits.TEXTS["calibrated"], *limits.roofline_limits(shape, deployment)[1:]]
     setup = Setup(costs, f"{_title(shape, deployment)}, calibrated", "calibrated", shape, deployment, told)
@@ -248,6 +250,8 @@ def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
     predictions = [predict(setup.costs, acceptance, load, setup.kind != "toy") for load in loads]
     bare = [predict(setup.bare, acceptance, load) for load in loads] if setup.bare else []
     setup.limits += limits.acceptance_limits(acceptance, loads[0])
+    told = "of the marginals" if marginals and not config.acceptance else config.acceptance or ACCEPTANCE
+    setup.assumed = assumed(config.context, ", ".join(map(str, config.batch)), told)
     if setup.shape and setup.deployment:
         setup.warnings += limits.load_warnings(setup.shape, setup.deployment, loads)
     flags = server_flags(_serving(costs, config, setup, predictions[0]))
@@ -373,6 +377,9 @@ def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
     else:
         setup = set_up(costs, [Load(config.max_rows or MAX_ROWS, context, config.max_draft or 1)])
     setup.limits[:0] = limits.TEXTS["server"]
+    if not has_own:
+        told = "of the run" if passes else config.acceptance or ACCEPTANCE
+        setup.assumed = assumed(context, f"up to {config.max_rows or MAX_ROWS}", told)
     marginals = read_marginals(config.marginals) if config.marginals else None
     if marginals:
         marginals = marginals.first_slots(config.max_draft or len(marginals.chances_KM))

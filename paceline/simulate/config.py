@@ -8,6 +8,7 @@ from typing import Annotated
 
 from paceline.bounds import Count, Positive, Rate, Share, Whole, check, within
 from paceline.errors import ConfigError, refuse
+from paceline.simulate.assumed import CONTEXT
 
 DraftLength = Annotated[int, within("between 0 and 1024", least=0, most=1024)]
 
@@ -68,7 +69,7 @@ class PredictConfig:
 
     batch: tuple[Count, ...] = (1,)
     """Sequences that decode together; several, comma-separated, make a sweep."""
-    context: Count = 4096
+    context: Count = CONTEXT
     """Tokens in each sequence's cache."""
     acceptance: str | None = None
     """One chance (0.8), a chance for each place (0.8,0.75,0.7), survival:.77,.57,.42, histogram:20,10,5, or a bench
@@ -192,7 +193,7 @@ class AdviceConfig:
 
     streams: Count | None = None
     """Requests that decode together [default: as many as the server of --url runs, else 1]."""
-    context: Count = 2048
+    context: Count = CONTEXT
     """Tokens in the cache of each."""
     traffic: Annotated[str, ("mixed", "application")] = "mixed"
     """What is asked: anything, or one application's requests under its own prompt or schema."""

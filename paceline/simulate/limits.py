@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.simulate.config import CostsConfig
-from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, MEASURED_LOCALITY, Deployment, MemoryNeed, memory_need
+from paceline.simulate.roofline import (
+    COLLECTIVE_LATENCY_S,
+    MEASURED_LOCALITY,
+    Deployment,
+    MemoryNeed,
+    memory_need,
+    shares_evenly,
+)
 from paceline.simulate.shapes import ModelShape, arithmetic
 from paceline.simulate.speedup import Acceptance, Load
 
@@ -77,16 +84,17 @@ def load_warnings(shape: ModelShape, deployment: Deployment, loads: Sequence[Loa
     """Of the smallest load that does not fit, since larger ones do not either, and of a context that is too long."""
     needs = [(memory_need(shape, deployment, each.batch, each.context), each) for each in loads]
     needs.sort(key=lambda pair: pair[1].batch)
-    too_large = [memory_warning(need, load, deployment) for need, load in needs if not need.fits][:1]
+    too_large = [memory_warning(need, load, deployment, shape) for need, load in needs if not need.fits][:1]
     return [warning for warning in (*too_large, context_warning(shape, loads[0])) if warning]
 
 
-def memory_warning(need: MemoryNeed, load: Load, deployment: Deployment) -> str | None:
-    """A sentence when weights and caches do not fit."""
+def memory_warning(need: MemoryNeed, load: Load, deployment: Deployment, shape: ModelShape | None = None) -> str | None:
+    """A sentence when weights and caches do not fit, with a number of GPUs that the shape's heads can be shared out to."""
     if need.fits:
         return None
     weights, cache, memory = need.weight_bytes, need.cache_bytes, need.memory_bytes
     fewest = -(-int(weights + cache) // int(memory / deployment.num_gpus))
+    fewest = next((each for each in (shares_evenly(shape) if shape else []) if each >= fewest), fewest)
     sizes = {"weights": weights / 1e9, "cache": cache / 1e9, "needed": (weights + cache) / 1e9, "memory": memory / 1e9}
     return TEXTS["memory"].format(**sizes, load=load, deployment=deployment, fewest=fewest)
 

@@ -177,3 +177,27 @@ def kept_bytes(group: Attention, precisions: Precisions, context: int) -> float:
     history = context / group.ratio
     index = history * group.indexer_dim * num_bytes(precisions.indexer) if group.indexer_heads else 0.0
     return entry_bytes * (history if group.window is None else seen + history) + index
+
+
+def shares_evenly(shape: ModelShape) -> list[int]:
+    """Returns the numbers of GPUs that all heads can be shared out to, as vLLM and SGLang ask: query heads are a multiple of
+    it, key heads a multiple or a divisor. Empty for a shape whose heads are not known."""
+    most = max((group.heads for group in shape.attention), default=0)
+    return [number for number in range(1, most + 1) if all(_is_even(group, number) for group in shape.attention)]
+
+
+def check_shares(shape: ModelShape, num_gpus: int) -> None:
+    """Raises ConfigError for a number of GPUs that is not in `shares_evenly`."""
+    fitting = shares_evenly(shape)
+    if fitting and num_gpus not in fitting:
+        group = next(each for each in shape.attention if not _is_even(each, num_gpus))
+        keys = f" over {group.kv_heads} key heads" if group.kind == "gqa" else ""
+        raise ConfigError(
+            f"--gpus {num_gpus}: {shape.name} has {group.heads} heads{keys}, which {num_gpus} GPUs cannot share evenly: "
+            f"choose from {', '.join(map(str, fitting))}"
+        )
+
+
+def _is_even(group: Attention, number: int) -> bool:
+    keys = group.kv_heads if group.kind == "gqa" else 0
+    return not group.heads or (group.heads % number == 0 and not (keys and keys % number and number % keys))

@@ -51,7 +51,8 @@ class Acceptance:
             raise ConfigError("--acceptance is empty: give a chance such as 0.8, or a curve such as 0.8,0.75,0.7")
         for chance in self.conditional:
             if not 0 <= chance <= 1:  # also NaN
-                raise ConfigError(f"--acceptance {chance:g} is no chance: it must be between 0 and 1, such as 0.8")
+                meant = f": did you mean {chance / 100:g}? It" if 1 < chance <= 100 else ": it"
+                raise ConfigError(f"--acceptance {chance:g} is no chance{meant} must be between 0 and 1, such as 0.8")
 
     @property
     def depth(self) -> int:

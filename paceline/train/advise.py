@@ -11,7 +11,6 @@ the plan of `planning.py`: no weights are read. A curve of another target stands
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -22,25 +21,24 @@ from typing import Any
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, needing, reraised
 from paceline.simulate.answer import DEFAULT_MODEL, Setup, set_up
+from paceline.simulate.assumed import assumed
 from paceline.simulate.config import AdviceConfig, CostsConfig
 from paceline.simulate.costs import FractionDrafter, MeasuredCosts, RooflineCosts, StepCosts
 from paceline.simulate.server_logs import Seen as ServerSeen
 from paceline.simulate.speedup import Acceptance, Load, chance_for, constant, from_rounds, from_survival, predict
 from paceline.train.config import AnswerConfig, PromptsConfig, TrainConfig
+from paceline.train.expectations import CAUTION, CURVE_TARGET, ENOUGH, NUMBERS, TOLD
 from paceline.train.facts import machine_of
-from paceline.train.planning import ANSWER_SHARE, Plan, expected_tokens, make_plan
+from paceline.train.planning import ANSWER_SHARE, Plan, make_plan
 
-TOLD: dict[str, Any] = json.loads(Path(__file__).with_name("advice.json").read_text(encoding="utf-8"))
-CURVE_TARGET = "smollm2-135m"
-NUMBERS = (300, 1_000, 3_000, 10_000, 30_000, 100_000)
-"""Answers to learn from."""
 WORTH = 1.10
 """A smaller gain over what is served now is not worth a training and its care."""
-ENOUGH = 0.97
-"""The fewest answers that bring so much of the most are advised."""
+CEILING = (
+    "All rates are a ceiling (the machine's full rates, nothing lost): {rate} tokens/s plainly is more than servers reach. "
+    "Give --plain-rate, the tokens/s of one stream that you see today (or --server-log), and the answer is about your server."
+)
+SHORT_CEILING = "(A ceiling: give --plain-rate, one measured rate.)"
 LEAST_ROUNDS = 200
-CAUTION: int = TOLD["caution"]
-"""As many times the answers are asked for of a target whose own curve was not measured; advice.json says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +94,8 @@ class Advice:
     """Of the training."""
     basis: list[str] = field(default_factory=list)
     """What is assumed or stands for something else."""
+    is_ceiling: bool = False
+    """The rates are the roofline's: the machine's full rates, no overhead."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -119,9 +119,19 @@ def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
     chosen = next(step for step in steps if step.gain - 1 >= ENOUGH * (most - 1))
     last = plans[-1]
     ideal = _own(setup, last, float(last.sizes.block_size), load).speedup
-    verdict, sentences = _decide(now, chosen, known, ideal, config)
+    verdict, sentences = _decide(now, chosen, known, ideal, config, _guess(last))
+    is_ceiling = setup.kind == "roofline" and setup.overhead is None
+    if is_ceiling:
+        sentences[-1:] = [*sentences[-1:], CEILING.format(rate=f"{now['plain_tokens_per_s']:,.0f}")]
+        sentences[0] = f"{sentences[0]} {SHORT_CEILING}"
     basis = [*_basis(config, last, seen, has_answers, device), *setup.warnings, *setup.limits]
-    return Advice(verdict, sentences, setup.title, now, steps, chosen, ideal, last.machine, basis)
+    basis.insert(0, _assumed(config, now, chosen))
+    return Advice(verdict, sentences, setup.title, now, steps, chosen, ideal, last.machine, basis, is_ceiling)
+
+
+def _assumed(config: AdviceConfig, now: dict[str, float], chosen: Step) -> str:
+    """Context, streams and acceptance, and what differs from `simulate`."""
+    return assumed(config.context, f"{now['streams']:.0f}", f"of {chosen.tokens_per_round:.2f} tokens a round, as learned")
 
 
 def _device(costs: CostsConfig) -> str | None:
@@ -198,12 +208,10 @@ def _number(machine: str) -> int:
 
 def learned(answers: int, plan: Plan, traffic: str, now: float) -> tuple[float, bool]:
     """(tokens a round, whether more was learned than was measured) of a drafter that learned from so many answers."""
-    more = 1 if plan.expected else CAUTION
+    assert plan.expected is not None, "only drafters of chains have none"
     if traffic == "mixed":
-        found = expected_tokens(CURVE_TARGET if plan.expected is None else plan.target, plan.blocks / more)
-        assert found is not None
-        return found["tokens_per_round"], found["is_beyond_the_curve"]
-    answers = answers // more
+        return plan.expected["tokens_per_round"], plan.expected["is_beyond_the_curve"]
+    answers = answers // (1 if plan.expected["is_own"] else CAUTION)
     points: Sequence[Sequence[float]] = TOLD["application"]["points"]
     (fewest, first), (most, last) = points[0], points[-1]
     if answers >= most:
@@ -215,12 +223,12 @@ def learned(answers: int, plan: Plan, traffic: str, now: float) -> tuple[float, 
 
 
 def _decide(
-    now: dict[str, float], chosen: Step, known: int | None, ideal: float, config: AdviceConfig
+    now: dict[str, float], chosen: Step, known: int | None, ideal: float, config: AdviceConfig, guess: str = ""
 ) -> tuple[str, list[str]]:
     brings = (
         f"a drafter of your own, after {chosen.answers:,} answers and {_hours(chosen.hours)} of training: "
         f"{'at least' if chosen.is_beyond else 'about'} {chosen.tokens_per_round:.1f} tokens a round, "
-        f"{chosen.speedup:.2f}x plain decoding, {chosen.gain:.2f}x what is served now"
+        f"{chosen.speedup:.2f}x plain decoding, {chosen.gain:.2f}x what is served now{guess}"
     )
     money = []
     if chosen.cost is not None and chosen.saved_per_hour is not None:
@@ -246,17 +254,25 @@ def _decide(
     return "train", [f"Train one: {brings}.", *money]
 
 
+def _guess(plan: Plan) -> str:
+    """That the tokens a round are another model's, where they are: it stands beside the decision."""
+    is_own = plan.expected is not None and plan.expected["is_own"]
+    return "" if is_own else f" (a guess: how many tokens a round was measured on {CURVE_TARGET}, not on {plan.target})"
+
+
 def _hours(hours: float) -> str:
     return f"{max(60 * hours, 1):.0f} min" if hours < 1.5 else f"{hours:.1f} hours"
 
 
 def _basis(config: AdviceConfig, plan: Plan, seen: Seen, has_answers: bool, device: str | None) -> list[str]:
+    assert plan.expected is not None
+    is_own = plan.expected["is_own"]
     told = [
         f"Now: {seen.source}."
         if seen.source
         else "Now: plain decoding is assumed; give traces or --url to compare with what runs."
     ]
-    if config.traffic == "mixed" and plan.expected:
+    if config.traffic == "mixed" and is_own:
         told.append(f"Tokens a round: the learning curve of {plan.target} ({plan.expected['source']}).")
     elif config.traffic == "mixed":
         others = "; ".join(f"{each['tokens_per_round']:g} ({each['what']})" for each in TOLD["published"])
@@ -270,13 +286,13 @@ def _basis(config: AdviceConfig, plan: Plan, seen: Seen, has_answers: bool, devi
         told.append(
             f"Tokens a round: as measured for {one['what']} on {one['target']} ({one['source']}); yours may be broader."
         )
-    if config.traffic != "mixed" and plan.expected is None:
+    if config.traffic != "mixed" and not is_own:
         told.append(f"{plan.target} is another target: {CAUTION} times the answers are asked for.")
     written = "answers that exist are read" if has_answers else "the target writes the answers first"
     told.append(
         f"Training: on {plan.machine}, {written}; {plan.parameters / 1e6:.0f} million parameters, blocks of "
         f"{plan.sizes.block_size}, drafting {plan.share_of_pass:.0%} of a pass; shares of the machine's rates as docs/train.md "
-        "has them, which no run of ours has tested on GPUs."
+        "has them; of GPUs only the steps were measured, on one H100."
     )
     memory = machine_of(device).machine.memory_bytes
     if 0 < memory < plan.memory_bytes:

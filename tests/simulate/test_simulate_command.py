@@ -44,6 +44,27 @@ def test_the_json_line() -> None:
     assert found["sweep"] is None
 
 
+def test_a_limit_that_is_none_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def worked(*_: object) -> None:
+        raise AssertionError("it predicts before it has read --slo")
+
+    monkeypatch.setattr("paceline.simulate.answer.predict_all", worked)
+    with pytest.raises(PacelineError, match="'p90' is no limit"):
+        run(*BLOCK, "--slo", "p90")
+
+
+def test_every_prediction_says_what_it_assumes_and_what_differs() -> None:
+    usual = "assumed: 4,096 tokens of context, 1 stream, acceptance 0.8\n"
+    assert usual in run("--model", "Qwen3-8B", "--hardware", "H100")
+    shown = run("--model", "Qwen3-8B", "--hardware", "H100", "--batch", "64", "--acceptance", "0.65")
+    assert "64 streams (differs from the usual 1), acceptance 0.65 (differs from the usual 0.8)" in shown
+    words = ["simulate-serving", "--model", "Qwen3-8B", "--hardware", "H100", "--requests", "20"]
+    served = CliRunner().invoke(app, words, catch_exceptions=False).stdout
+    assert "320 tokens of context (differs from the usual 4,096), up to 8 streams (differs from the usual 1)" in served
+    advised = CliRunner().invoke(app, ["advise", "--model", "Qwen3-8B", "--hardware", "H100"], catch_exceptions=False).stdout
+    assert "assumed: 4,096 tokens of context, 1 stream, acceptance of " in advised
+
+
 def test_a_sweep_over_batches() -> None:
     found = line(*BLOCK, "--batch", "1,4,32,128")
     assert [each["batch"] for each in found["sweep"]] == [1, 4, 32, 128]
@@ -132,12 +153,15 @@ def test_this_machine_is_measured() -> None:
     [
         (["--acceptance", "1.5"], "between 0 and 1"),
         (["--acceptance", "nan"], "between 0 and 1"),
+        (["--acceptance", "80"], "did you mean 0.8?"),
         (["--batch", "0"], "--batch must be at least 1"),
         (["--batch", "many"], "no list of numbers"),
         (["--batch", ""], "--batch is empty"),
         (["--context", "0"], "--context must be"),
         (["--max-draft", "-1"], "--max-draft must be"),
         (["--gpus", "0"], "--gpus must be"),
+        (["--model", "Qwen3-8B", "--hardware", "H100", "--gpus", "3"], "32 heads over 8 key heads, which 3 GPUs cannot share"),
+        (["--model", "Qwen3-8B", "--hardware", "3x H100"], "choose from 1, 2, 4, 8, 16, 32"),
         (["--block", "0"], "--block must be"),
         (["--drafter-cost", "-1"], "--drafter-cost must be"),
         (["--drafter-cost", "0.1", "--drafter-params", "1e9"], "leave one out"),

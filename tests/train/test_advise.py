@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from pyarrow import parquet
 from typer.testing import CliRunner
 
 from paceline.cli import app
+from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.simulate.config import AdviceConfig, CostsConfig
 from paceline.train.advise import CAUTION, Seen, advise, learned, seen_in_traces
 from paceline.train.answers import Answer, AnswerShards
-from paceline.train.planning import expected_tokens
+from paceline.train.config import AnswerConfig, PromptsConfig, TrainConfig
+from paceline.train.expectations import Learned, expected_of
+from paceline.train.planning import ANSWER_SHARE, make_plan
 
 ON = ["--model", "Qwen3.5-27B", "--hardware", "2x H100"]
 METRICS = """vllm:num_requests_running 4.0
@@ -151,7 +155,7 @@ class _Plan:
     """As much of a plan as `learned` looks at."""
 
     def __init__(self, target: str, blocks: float) -> None:
-        self.target, self.blocks, self.expected = target, blocks, expected_tokens(target, blocks)
+        self.expected = expected_of(target, Learned(blocks, None, 64.0))
 
 
 def test_a_stand_in_asks_for_more_answers() -> None:
@@ -161,6 +165,26 @@ def test_a_stand_in_asks_for_more_answers() -> None:
     assert learned(300 * CAUTION, other, "application", 1.7)[0] == 6.09  # pyright: ignore[reportArgumentType]
     assert learned(150, own, "application", 1.7)[0] == pytest.approx((1.7 + 6.09) / 2)  # pyright: ignore[reportArgumentType]
     assert learned(10**6, own, "application", 1.7) == (6.16, True)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_roofline_is_called_a_ceiling_until_one_rate_was_measured() -> None:
+    costs = CostsConfig(model="Qwen3-8B", hardware="8x H100")
+    guessed = advise(costs, AdviceConfig(), Seen())
+    assert guessed.is_ceiling and guessed.sentences[0].endswith("(A ceiling: give --plain-rate, one measured rate.)")
+    assert any("All rates are a ceiling" in sentence for sentence in guessed.sentences)
+    assert "a guess: how many tokens a round was measured on smollm2-135m, not on Qwen3-8B" in " ".join(guessed.sentences)
+    measured = advise(replace(costs, plain_rate=200.0), AdviceConfig(), Seen())
+    assert not measured.is_ceiling and "eiling" not in " ".join(measured.sentences)
+
+
+def test_advice_and_plan_expect_the_same() -> None:
+    found = advise(CostsConfig(model="smollm2-135m", hardware="H100"), AdviceConfig(), Seen())
+    for step in found.steps:
+        asked = PromptsConfig(self_written=step.answers)
+        longest = round(256 / ANSWER_SHARE)
+        config = TrainConfig(target=EngineConfig(), asked=asked, answering=AnswerConfig(max_tokens=longest))
+        plan = make_plan(config, "H100")
+        assert plan.expected is not None and plan.expected["tokens_per_round"] == step.tokens_per_round
 
 
 def test_8000_answers_are_put_where_a_published_run_was() -> None:

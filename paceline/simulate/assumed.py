@@ -1,0 +1,28 @@
+"""What predictions take for granted when nothing is said, the same for every command; and which of it a command changed.
+
+CONTEXT, STREAMS, ACCEPTANCE         # the defaults of `simulate`, `simulate-serving`, `advise` and `train --dry-run`
+assumed(context=320, streams=8)      # "assumed: 320 tokens of context (...), ..."
+"""
+
+from __future__ import annotations
+
+CONTEXT = 4096
+"""Tokens in the cache of each sequence."""
+STREAMS = 1
+"""Sequences that decode together."""
+ACCEPTANCE = "0.8"
+"""Chance of a draft to be accepted when those before it are."""
+
+
+def assumed(context: float = CONTEXT, streams: str | int = STREAMS, acceptance: str = ACCEPTANCE) -> str:
+    """Returns the assumptions of a prediction in one sentence, each with the default that it differs from."""
+    parts = [
+        _part(f"{context:,.0f} tokens of context", context != CONTEXT, f"{CONTEXT:,}"),
+        _part(f"{streams} {'stream' if str(streams) == '1' else 'streams'}", str(streams) != str(STREAMS), str(STREAMS)),
+        _part(f"acceptance {acceptance}", acceptance != ACCEPTANCE, ACCEPTANCE),
+    ]
+    return "assumed: " + ", ".join(parts)
+
+
+def _part(told: str, differs: bool, default: str) -> str:
+    return f"{told} (differs from the usual {default})" if differs else told
