@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from paceline.plan import fixed_planner
 YIELD = "at least 1, the target's own token of every round"
 ISAS = ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")
 RULES = ("auto", "match", "rejection", "block")
+DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?|mps|xpu")
 Bytes = Annotated[int, "bytes", at_least(1)]
 """A number of bytes; on the command line it may be written 512M."""
 
@@ -81,6 +83,7 @@ class EngineConfig:
         mocks = bool(self.mocked_survival), bool(self.mocked_marginals), self.mocked_tokens_per_round is not None
         refuse(
             ConfigError,
+            (DEVICES.fullmatch(self.device) is None, _unknown_device(self.device)),
             (rises, "mocked_survival must fall: what stood for two drafts stood for one, as in 0.8, 0.6, 0.4"),
             (sum(mocks) > 1, "mocked_tokens_per_round, mocked_survival and mocked_marginals exclude each other: give one"),
             (
@@ -125,6 +128,11 @@ class EngineConfig:
         if unknown:
             raise ConfigError(f"unknown setting {unknown[0]!r}: choose from {', '.join(sorted(known))}")
         return cls(**settings)
+
+
+def _unknown_device(device: str) -> str:
+    meant = "cpu" if "cpu" in device.lower() else "cuda"
+    return f"device {device!r} is not known: did you mean {meant}? Choose from auto, cpu, cuda, or cuda:1 for the second GPU"
 
 
 def resolve(config: EngineConfig) -> EngineConfig:

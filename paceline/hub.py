@@ -25,6 +25,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -110,12 +111,20 @@ def resolve(name_or_path: str) -> Path:
         raise ModelFileError(f"{path} is no model: give a Hugging Face model folder or a .gguf file")
     if name_or_path in BUILTINS:
         return _builtin_file(BUILTINS[name_or_path])
-    if HUB_ID.fullmatch(name_or_path) and path.suffix.lower() != ".gguf" and name_or_path[0] not in ".~":
-        return _hub_folder(name_or_path)
-    raise ModelNotFoundError(
-        f"no model {name_or_path!r}: give a folder, a .gguf file, a hub id such as org/name, "
-        f"or a built-in name ({', '.join(BUILTINS)})"
-    )
+    check_name(name_or_path)
+    return _hub_folder(name_or_path)
+
+
+def check_name(name_or_path: str) -> None:
+    """Raises ModelNotFoundError, without a network, for what is no path, no built-in name and cannot be a hub id."""
+    name, is_path = name_or_path, Path(name_or_path).expanduser().exists()
+    is_hub_id = HUB_ID.fullmatch(name) and not name.lower().endswith(".gguf") and name[0] not in ".~"
+    if not (is_path or is_hub_id or name in BUILTINS):
+        meant = "".join(f"did you mean {near}? Else " for near in get_close_matches(name.lower(), BUILTINS, n=1))
+        raise ModelNotFoundError(
+            f"no model {name!r}: {meant}give a folder, a .gguf file, a hub id such as org/name, "
+            f"or a built-in name ({', '.join(BUILTINS)})"
+        )
 
 
 def cache_home() -> Path:

@@ -17,7 +17,7 @@ from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
 from paceline.draft.eagle3 import Eagle3Drafter, Eagle3Network
 from paceline.draft.eagle3_checkpoint import Eagle3Config, read_eagle3
 from paceline.draft.eagle3_checkpoint import new_config as new_eagle3
-from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, PacelineError
+from paceline.errors import ConfigError, ModelFileError, PacelineError
 from paceline.model.checkpoint import load_tensors
 
 
@@ -95,6 +95,8 @@ def test_a_drafter_that_never_learned_is_no_mismatch(target: Path, drafter: Path
     shown, _ = run("inspect", str(drafter), "--model", str(target), "--num-prompts", "2", "--max-tokens", "9", "--json")
     told = json.loads(shown.splitlines()[-1])
     assert told["tokens_per_round"] < 2.0 and told["num_prompts"] == 2
+    assert {"kind", "target", "fits", "tokens_per_round", "mismatch"} <= told.keys(), "the keys of the design's table"
+    assert told["kind"] == "dflash" and told["target"] == str(target) and told["fits"] is True
     kinds = {each["kind"] for each in told["variations"]}
     assert {"as it is", "layer ids off by one", "mask token", "rotary length", "rotary style", "head", "anchor slot"} <= kinds
     shown, _ = run(
@@ -103,10 +105,11 @@ def test_a_drafter_that_never_learned_is_no_mismatch(target: Path, drafter: Path
     assert "variations" not in json.loads(shown.splitlines()[-1])
 
 
-def test_another_targets_drafter_is_refused(target: Path, tmp_path: Path) -> None:
+def test_another_targets_drafter_does_not_fit(target: Path, tmp_path: Path) -> None:
     made(tmp_path / "other", hidden=64)
-    with pytest.raises(DrafterMismatchError, match="the target has"):
-        run("inspect", str(tmp_path / "other"), "--model", str(target))
+    shown, _ = run("inspect", str(tmp_path / "other"), "--model", str(target), "--json")
+    told = json.loads(shown.splitlines()[-1])
+    assert told["fits"] is False and "the target has" in told["mismatch"] and told["target"] == str(target)
 
 
 @pytest.fixture(scope="module")

@@ -150,7 +150,8 @@ def adapt_watch(
     retrain: RetrainConfig,
     deploy: Annotated[DeployConfig, SERVERS],
     watch: Annotated[WatchConfig, Changed(every_s=Opt("--every"))],
-) -> None:
+    as_json: Json = False,
+) -> dict[str, Any]:
     """Run the daemon that keeps a server's drafters fitted.
 
     Every hour it decides; it trains, gates, swaps, watches and rolls back. Without --server it only reports its
@@ -163,6 +164,7 @@ def adapt_watch(
     from paceline.adapt.run import run
 
     run(target, store, policy, prices, candidate, retrain, deploy, watch, say)
+    return {"traces": store.traces, "server": deploy.servers}
 
 
 def _end(line: dict[str, Any], as_json: bool, status: int) -> None:

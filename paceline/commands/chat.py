@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.commands.options import Changed, Opt, Without, named, options
-from paceline.commands.shared import System, load, note_without_effect, say
+from paceline.commands.shared import Json, System, load, note_without_effect, say
 from paceline.config import EngineConfig
 from paceline.errors import ContextLengthError, PromptError
 from paceline.types import SamplingParams
@@ -43,7 +43,8 @@ def chat(
     sampling: Annotated[SamplingParams, NOT_ASKED, Changed(max_tokens=Opt(default=512))],
     name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.")] = None,
     system: System = None,
-) -> None:
+    as_json: Json = False,
+) -> dict[str, Any]:
     """Chat with a model in the terminal.
 
     /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer.
@@ -54,10 +55,17 @@ def chat(
     note_without_effect(sampling)
     llm = load(engine, name)
     opening = [{"role": "system", "content": system}] if system else []
+    with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+        messages = _conversation(llm, opening, sampling)
+    return {"model": llm.config.model, "drafter": llm.drafter.name, "messages": messages}
+
+
+def _conversation(llm: LLM, opening: list[dict[str, str]], sampling: SamplingParams) -> list[dict[str, str]]:
+    """All turns until the user leaves; returns the messages."""
     messages = list(opening)
     for line in _lines():
         if line == "/exit":
-            return
+            break
         if line == "/reset":
             messages = list(opening)
             say("forgotten")
@@ -67,6 +75,7 @@ def chat(
             say(f"no such command {line}: {HELP}")
         else:
             messages = _turn(llm, messages, line, sampling)
+    return messages
 
 
 def _turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingParams) -> list[dict[str, str]]:

@@ -11,7 +11,7 @@ import typer
 from paceline.commands.options import Only, options
 from paceline.commands.shared import Json, TerminalProgress, say, starting
 from paceline.config import EngineConfig, resolve
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.tables import Column, Table
 
 if TYPE_CHECKING:
@@ -177,6 +177,7 @@ def inspect(
 
     folder = folder_of(drafter, model)
     stored: StoredDrafter | Eagle3Checkpoint | None = None
+    kind = "mtp" if holds_mtp(folder) else "eagle3" if holds_eagle3(folder) else "dflash"
     if holds_mtp(folder):
         made: Drafter = MtpDrafter.from_folder(folder)
         facts = described_mtp(made.layer, folder)
@@ -188,7 +189,8 @@ def inspect(
         made, facts = drafter_from(stored), described(stored, folder)
     for fact in facts:
         print(f"{fact.what:17s} {fact.value}" + (f"  ({fact.meaning})" if fact.meaning else ""))
-    told: dict[str, Any] = {"drafter": str(folder), "facts": [fact._asdict() for fact in facts]}
+    told: dict[str, Any] = {"drafter": str(folder), "kind": kind, "facts": [fact._asdict() for fact in facts]}
+    told |= {"target": model, "fits": None, "tokens_per_round": None, "mismatch": None}
     if model is None:
         return told
     return told | _measured(
@@ -211,7 +213,11 @@ def _measured(
     from paceline.engine.llm import LLM
 
     llm = LLM.of(engine)
-    llm.use_drafter(made)
+    try:
+        llm.use_drafter(made)
+    except DrafterMismatchError as error:
+        print(f"{'fits':17s} no  ({error})")
+        return {"fits": False, "mismatch": str(error)}
     prompts = [mismatch.encode(llm.tokenizer, prompt) for prompt in mismatch.PROMPTS[:num_prompts]]
     say(f"answering {len(prompts)} prompts")
     requests = mismatch.ask(llm, prompts, max_tokens)
@@ -219,7 +225,7 @@ def _measured(
         raise ConfigError("the target's answers are empty: inspect needs a model that answers the built-in prompts")
     found = mismatch.measure(llm, llm.drafter, requests)
     print(f"{'brings':17s} {found:.2f} tokens a round  ({len(requests)} answers, greedy; 1 is plain decoding)")
-    told: dict[str, Any] = {"tokens_per_round": found, "num_prompts": len(requests)}
+    told: dict[str, Any] = {"fits": True, "tokens_per_round": found, "num_prompts": len(requests)}
     if stored is None or vary is False or (vary is None and found >= mismatch.LOW):
         return told
     with TerminalProgress().bar("variations", len(list(mismatch.variations(stored, llm.target)))) as advance:
@@ -239,4 +245,4 @@ def _measured(
         else "no single setting mends it: the drafter was hardly trained, or for another target or another kind of text"
     )
     print(verdict)
-    return told | {"variations": [asdict(each) for each in ranked], "named": best.kind if best else None}
+    return told | {"variations": [asdict(each) for each in ranked], "mismatch": best.kind if best else None}

@@ -15,7 +15,7 @@ from paceline.commands.options import Changed, Only, Opt, Without, options
 from paceline.commands.shared import MOCK, Json, Raw, System, TerminalProgress, check_template, load, prompt_of, say
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
-from paceline.runlog import RunFolder, write_whole
+from paceline.runlog import RunFolder, check_folder, write_whole
 from paceline.simulate.config import ChartConfig, CostsConfig
 from paceline.types import SamplingParams
 
@@ -75,6 +75,8 @@ def compare(
     _check_values(svg_speed, repeat)
     if recorded is not None:
         return _drawn_again(recorded, prompt, out, svg, svg_speed)
+    if out is not None:
+        check_folder(out)
     text = prompt_of(prompt, "paceline compare")
     check_template(raw, system)
     if engine.drafter == "none" or engine.num_drafted == 0 or engine.plan == "fixed:0":
@@ -178,6 +180,7 @@ def _draw(run: RunFolder, timing: Timing, picture: Path | None, svg_speed: float
     say("open in a browser: " + ", ".join(str(path) for path in made.values()))
     return {
         "speedup": timing.speedup,
+        "doubt": timing.doubt,
         "off": off.figures,
         "on": {**on.figures, "tokens_per_round": on.tokens_per_round},
         "first_difference": timing.first_difference,

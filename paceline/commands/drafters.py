@@ -12,7 +12,7 @@ from urllib.parse import quote
 import typer
 
 from paceline.commands.options import options
-from paceline.commands.shared import say
+from paceline.commands.shared import Json, say
 from paceline.errors import ConfigError
 from paceline.tables import Column, Table
 
@@ -37,7 +37,7 @@ COLUMNS = (
 
 
 @options
-def drafters_list(server: Server = HERE, admin_key: Key = None) -> dict[str, Any]:
+def drafters_list(server: Server = HERE, admin_key: Key = None, as_json: Json = False) -> dict[str, Any]:
     """List the drafters of a running server.
 
     Shows the state, quality and memory of each; the last line is one JSON object. States: loading; ready; draining
@@ -47,7 +47,7 @@ def drafters_list(server: Server = HERE, admin_key: Key = None) -> dict[str, Any
       paceline drafters list --server http://127.0.0.1:8000
     """
     with _Admin.of(server, admin_key) as admin:
-        return _shown(admin.ask("GET", PATH))
+        return _shown(admin.ask("GET", PATH), as_json)
 
 
 @options
@@ -55,6 +55,7 @@ def drafters_load(
     drafter: Annotated[str, typer.Argument(metavar="NAME=DRAFTER", help="A folder as the server sees it, or a hub id.")],
     server: Server = HERE,
     admin_key: Key = None,
+    as_json: Json = False,
 ) -> dict[str, Any]:
     """Load a drafter, or replace one, while the server answers.
 
@@ -70,11 +71,11 @@ def drafters_load(
     with _Admin.of(server, admin_key) as admin:
         admin.ask("POST", f"{PATH}/{quote(name, safe='')}", {"drafter": folder})
         say(f"{name} is loaded")
-        return _shown(admin.ask("GET", PATH))
+        return _shown(admin.ask("GET", PATH), as_json)
 
 
 @options
-def drafters_drain(name: Name, server: Server = HERE, admin_key: Key = None) -> dict[str, Any]:
+def drafters_drain(name: Name, server: Server = HERE, admin_key: Key = None, as_json: Json = False) -> dict[str, Any]:
     """Give a drafter no new requests; running ones finish.
 
     Examples:
@@ -82,11 +83,11 @@ def drafters_drain(name: Name, server: Server = HERE, admin_key: Key = None) -> 
     """
     with _Admin.of(server, admin_key) as admin:
         admin.ask("POST", f"{PATH}/{quote(name, safe='')}/drain", {})
-        return _shown(admin.ask("GET", PATH))
+        return _shown(admin.ask("GET", PATH), as_json)
 
 
 @options
-def drafters_unload(name: Name, server: Server = HERE, admin_key: Key = None) -> dict[str, Any]:
+def drafters_unload(name: Name, server: Server = HERE, admin_key: Key = None, as_json: Json = False) -> dict[str, Any]:
     """Free the memory of a drafter that serves no request.
 
     Examples:
@@ -94,7 +95,7 @@ def drafters_unload(name: Name, server: Server = HERE, admin_key: Key = None) ->
     """
     with _Admin.of(server, admin_key) as admin:
         admin.ask("DELETE", f"{PATH}/{quote(name, safe='')}")
-        return _shown(admin.ask("GET", PATH))
+        return _shown(admin.ask("GET", PATH), as_json)
 
 
 class _Admin:
@@ -134,8 +135,9 @@ def _read(stream: Stream) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
-def _shown(answer: dict[str, Any]) -> dict[str, Any]:
-    """Prints a table, and the answer as one JSON object."""
+def _shown(answer: dict[str, Any], as_json: bool) -> dict[str, Any]:
+    """Prints a table, and the answer as one JSON object; with --json `options` prints that."""
     Table(COLUMNS, answer["drafters"]).show()
-    print(json.dumps(answer), flush=True)
+    if not as_json:
+        print(json.dumps(answer), flush=True)
     return answer

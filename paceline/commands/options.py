@@ -42,7 +42,8 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args,
 import typer
 
 from paceline.errors import ConfigError, PacelineError
-from paceline.runlog import plain
+from paceline.hardware import processor
+from paceline.runlog import check_place, plain
 
 IN_A_SENTENCE = r"(?<![\w/.-])[a-z]+_\w+(?![\w/-]|\.\w)"
 """A field's name, but no part of a path or of another name."""
@@ -174,6 +175,10 @@ def options(command: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(command)
     def run(*args: Any, **given: Any) -> Any:
+        if isinstance(out := given.get("out"), Path):
+            check_place(out)
+        if isinstance(threads := given.get("threads"), int):
+            _note_threads(threads)
         if args or any(isinstance(given.get(name), owner) for name, (owner, _) in configs.items()):
             line = command(*args, **given)
         else:
@@ -191,6 +196,12 @@ def options(command: Callable[P, R]) -> Callable[P, R]:
     run.__signature__ = inspect.Signature(flat)  # pyright: ignore[reportAttributeAccessIssue]  # raises on a name taken twice
     run.__annotations__ = {each.name: each.annotation for each in flat}
     return run
+
+
+def _note_threads(threads: int) -> None:
+    cores = processor()["num_cores"]
+    if isinstance(cores, int) and threads > cores:
+        print(f"note: --threads {threads} is more than the {cores} cores here, which is slower: give {cores}", file=sys.stderr)
 
 
 def typed(command: Callable[..., Any], context: typer.Context) -> set[str]:

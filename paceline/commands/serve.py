@@ -11,7 +11,7 @@ import typer
 
 from paceline.adapt.config import OtherEngineConfig
 from paceline.commands.options import Changed, Opt, Without, options
-from paceline.commands.shared import introduce, say, starting
+from paceline.commands.shared import Json, introduce, say, starting
 from paceline.commands.start_engine import check_own, serve_with_other
 from paceline.config import EngineConfig, read_api_keys
 from paceline.errors import ConfigError, refuse
@@ -114,8 +114,9 @@ def serve(
         list[str] | None,
         typer.Argument(metavar="[-- OPTIONS]", show_default=False, help="With --engine: that engine's own options."),
     ] = None,
+    as_json: Json = False,
     context: typer.Context = None,  # pyright: ignore[reportArgumentType]  (typer gives it)
-) -> int | None:
+) -> dict[str, Any] | int | None:
     """Serve a model over OpenAI's API.
 
     Chat and text completions, streamed, and a page to try the model at the server's address. With --engine, vLLM or
@@ -143,7 +144,7 @@ def serve(
             raise ConfigError(f"route auto goes by what rounds have taught: it needs {needed}; or give --route tag")
         starting(llm.model)
         _run(llm, serving, tracing, drafters, Router() if adapts else None)
-    return None
+    return {"model": llm.model, "drafters": named}
 
 
 def _check_mock(serving: ServeConfig, tracing: TraceConfig) -> None:

@@ -15,6 +15,7 @@ import typer
 from paceline.commands.options import Changed, Opt
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PromptError, refuse, reraised
+from paceline.hub import check_name
 from paceline.lossy import Lossy
 from paceline.tables import Progress
 from paceline.types import GrammarSpec, SamplingParams
@@ -29,7 +30,9 @@ def say(text: str) -> None:
 
 
 def starting(model: str) -> None:
-    """Something to see on a terminal at once: the imports alone take seconds, reading weights some more."""
+    """Show something at once: the imports alone take seconds, reading weights some more. Raises ModelNotFoundError for a name
+    that cannot be a model."""
+    check_name(model)
     if sys.stderr.isatty():
         say(f"loading {model}")
 
@@ -138,13 +141,18 @@ def lossy_of(text: str | None, max_tv: float | None) -> Lossy | None:
 
 
 def load(engine: EngineConfig, word: str | None = None, **more: Any) -> LLM:
-    """For one answer at a time; the model may be named by a word in place of --model. Says what was loaded."""
+    """For one answer at a time; the model may be named by a word in place of --model. Says what was loaded. Raises ConfigError
+    for a mocked acceptance of more tokens than a round has."""
     named = replace(engine, model=word if word and not is_named(engine) else engine.model, max_batch=1)
     starting(named.model)
     from paceline.engine.llm import LLM
 
     llm = LLM.of(named, **more)
     say(introduce(llm))
+    if named.mocked is not None:
+        from paceline.serve.mock import check_yield
+
+        check_yield(named.mocked, llm.drafter.num_drafted)
     return llm
 
 

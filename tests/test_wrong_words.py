@@ -1,0 +1,69 @@
+"""Likely wrong words on the command line: each is told at once, before a model is loaded, with what was meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.errors import CacheError, ConfigError, ModelNotFoundError
+
+
+def run(*words: str) -> str:
+    done = CliRunner().invoke(app, list(words))
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.output
+
+
+@pytest.fixture(autouse=True)
+def never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr("paceline.engine.llm.LLM.of", load)
+    monkeypatch.setattr("paceline.train.train_run.run", load)
+
+
+@pytest.mark.parametrize("word", ["gpu", "GPU", "nvidia", "cuda1"])
+@pytest.mark.parametrize("command", [("generate", "hi"), ("bench", "decode")], ids=["generate", "bench"])
+def test_a_device_that_is_none(command: tuple[str, ...], word: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{word}' is not known: did you mean cuda"):
+        run(*command, "--device", word)
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("smollm2-135", "smollm2-135m"), ("smolllm2-135m", "smollm2-135m"), ("qwen2.5-coder-0.5B", "qwen2.5-coder-0.5b")],
+)
+@pytest.mark.parametrize("command", [("generate", "hi"), ("chat",), ("serve",), ("bench", "decode")], ids=str)
+def test_a_model_that_is_nearly_one(command: tuple[str, ...], word: str, meant: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=f"did you mean {meant}"):
+        run(*command, "--model", word)
+
+
+@pytest.mark.parametrize("command", [("compare", "hi"), ("train",), ("regenerate",), ("bench", "decode")], ids=str)
+def test_an_out_that_cannot_be_written_is_told_before_the_work(command: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(CacheError, match="is a file"):
+        run(*command, "--out", str(file / "run"))
+    with pytest.raises(CacheError, match="cannot write"):
+        run(*command, "--out", "/proc/x")
+
+
+def test_the_folder_of_a_run_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for command in (("compare", "hi"), ("train",), ("regenerate",)):
+        with pytest.raises(CacheError, match="a run needs a folder"):
+            run(*command, "--out", str(tmp_path / "file"))
+        with pytest.raises(CacheError, match="named as a file"):
+            run(*command, "--out", str(tmp_path / "cmp.html"))
+
+
+def test_more_threads_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.commands.options.processor", lambda: {"name": "x", "num_cores": 2})
+    told = [CliRunner().invoke(app, ["generate", "hi", "--threads", number]).output for number in ("1000", "2")]
+    assert "--threads 1000 is more than the 2 cores here" in told[0] and "cores here" not in told[1]
