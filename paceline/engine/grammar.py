@@ -7,6 +7,8 @@ every checked position the mask of the drafts before it. The matcher itself only
 
 from __future__ import annotations
 
+import json
+import secrets
 import threading
 from dataclasses import replace
 from functools import lru_cache
@@ -67,8 +69,41 @@ class Grammars:
         if backend is None or not self._eos_token_ids:
             raise SamplingError("grammar needs a model with an end token and a fast tokenizer: this one lacks them")
         num_tokens = max(self._vocab_size, backend.get_vocab_size(with_added_tokens=True))
+        text, added = backend.to_str(), backend.get_added_tokens_decoder()
+        renamed = {token for token, each in added.items() if each.special or each.content[:1] + each.content[-1:] == "<>"}
         with reraised(SamplingError, "grammar cannot be used with this model's tokenizer", "leave it out", ValueError):
-            return LLTokenizer(backend.to_str(), n_vocab=num_tokens, eos_token=list(self._eos_token_ids))
+            while True:
+                read = LLTokenizer(_with_renamed(text, renamed), n_vocab=num_tokens, eos_token=list(self._eos_token_ids))
+                misread = {token for token, each in added.items() if not _is_spelled(read, token, each.content)} - renamed
+                if not misread:
+                    return read
+                renamed |= misread
+
+
+def _with_renamed(tokenizer_json: str, tokens: set[int]) -> str:
+    """A `tokenizers` JSON in which these added tokens have names that no text spells.
+
+    llguidance encodes forced text with the tokenizer, which makes one token of a special token's spelling, and then refuses
+    that token: with no such spelling the text becomes ordinary tokens, and special tokens are never part of an answer.
+    """
+    tokenizer, nonce = json.loads(tokenizer_json), secrets.token_hex(16)
+    names = {each["content"]: f"<{nonce}:{each['id']}>" for each in tokenizer["added_tokens"] if each["id"] in tokens}
+    for each in tokenizer["added_tokens"]:
+        if each["id"] in tokens:
+            each |= {"content": names[each["content"]], "special": True}
+    model = tokenizer["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(piece, piece): token for piece, token in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return json.dumps(tokenizer)
+
+
+def _is_spelled(tokenizer: LLTokenizer, token: int, text: str) -> bool:
+    """True if llguidance takes the added token for this text."""
+    return tokenizer.decode_bytes([token]) in (text.encode(), text.replace("\u2581", " ").encode())
 
 
 def _source(spec: GrammarSpec) -> str:

@@ -157,6 +157,50 @@ def tiny_tokenizer() -> Tokenizer:
     return Tokenizer(backend, eos_token_ids=(4,))
 
 
+def tokenizer_with_marks() -> Tokenizer:
+    """Bytes, an added word of a non-ASCII spelling, a tool mark that is not special, and two special tokens of which one is
+    among the model's own pieces too."""
+    pieces = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: token for token, piece in enumerate([*pieces, "<|im_start|>"])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_tokens(["<tool_call>", "\u00fcber", "    "])
+    backend.add_special_tokens(["<|im_start|>", "<|end|>"])
+    return Tokenizer(backend, eos_token_ids=(backend.token_to_id("<|end|>"),))
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (GrammarSpec("regex", "<tool_call>x"), "<tool_call>x"),
+        (GrammarSpec("regex", r"a <\|im_start\|> b"), "a <|im_start|> b"),
+        (GrammarSpec("regex", r"<\|end\|>"), "<|end|>"),
+        (GrammarSpec("regex", "\u00fcber"), "\u00fcber"),
+        (GrammarSpec("regex", "a    b"), "a    b"),
+        (
+            GrammarSpec(
+                "json_schema", json.dumps(PERSON | {"properties": {"tag": {"const": "<|im_start|>"}}, "required": ["tag"]})
+            ),
+            '{"tag":"<|im_start|>"}',
+        ),
+    ],
+)
+def test_forced_text_may_spell_a_special_token(spec: GrammarSpec, text: str) -> None:
+    tokenizer = tokenizer_with_marks()
+    end = tokenizer.eos_token_ids[0]
+    grammar = Grammars(tokenizer, tokenizer.vocab_size, (end,)).compile(spec)
+    seq = Sequence(0, [0], 1, SamplingParams(max_tokens=64))
+    spaces = tokenizer.encode(" \t\r\n") + tokenizer.encode("    ")
+    while seq.num_output < 60 and seq.tokens[-1] != end:
+        logits = torch.zeros(1, tokenizer.vocab_size)
+        logits[0, spaces] = -1.0  # JSON without white space
+        seq.tokens.append(int(grammar.mask(seq, logits)[0].argmax()))
+    assert not grammar.has_failed
+    assert seq.tokens[-1] == end
+    assert tokenizer.decode(seq.output_ids[:-1]) == text
+
+
 PIECES = ["a", "b", "c", "ab"]
 LANGUAGE = "c?[ab](a|bb|c)?b*"
 
