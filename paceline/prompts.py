@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PromptError
+from paceline.messages import READ_KEYS, Message, MessageError, normalised
 from paceline.rows import Dropped, Row, RowError, printable, rows_of
 from paceline.types import GrammarSpec
 
@@ -126,7 +127,6 @@ SPEAKERS = {
 }
 """Who speaks in ShareGPT's files, as the API says it."""
 
-Message = dict[str, Any]
 log = logging.getLogger("paceline.prompts")
 
 
@@ -352,31 +352,16 @@ def _conversation(messages: Any, where: str) -> tuple[list[Message], tuple[str, 
 
 
 def read_messages(messages: Any, where: str) -> list[Message]:
-    """Messages with their contents as text. Raises PromptError on what are none."""
+    """Messages in normal form, of the keys that are known. Raises PromptError on what are none."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise RowError(f'{where}: \'messages\' must be a list of {{"role": ..., "content": ...}}')
-    if any(message.get("tool_calls") and not _are_calls(message["tool_calls"]) for message in messages):
-        raise RowError(f'{where}: \'tool_calls\' must be a list of {{"function": {{"name": ..., "arguments": ...}}}}')
-    kept = ("name", "tool_calls", "tool_call_id", "reasoning_content")
-    return [
-        {"role": str(message.get("role")), "content": _content(message.get("content"), where)}
-        | {key: message[key] for key in kept if message.get(key)}
-        for message in messages
-    ]
-
-
-def _are_calls(calls: Any) -> bool:
-    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-    named = [each for each in functions if isinstance(each, dict) and isinstance(each.get("name"), str)]
-    return bool(named) and len(named) == len(calls)
-
-
-def _content(content: Any, where: str) -> str:
-    """A message's text; OpenAI's list of parts is joined, anything but text refused."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, Iterable) and not isinstance(content, dict):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if texts and all(isinstance(text, str) for text in texts):
-            return "".join(text for text in texts if text)
-    raise RowError(f"{where}: a message's content must be text", "not text alone")
+    try:
+        return normalised(
+            {"content": None, "role": str(message.get("role"))}
+            | {key: value for key, value in message.items() if key in READ_KEYS - {"role"}}
+            for message in messages
+        )
+    except MessageError as error:
+        if ".content" in error.field:
+            raise RowError(f"{where}: a message's content must be text ({error})", "not text alone") from error
+        raise RowError(f"{where}: {error}", "malformed message") from error

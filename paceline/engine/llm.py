@@ -32,10 +32,10 @@ from paceline.learned import PassCosts
 from paceline.marginals import Marginals, MockedPlanner
 from paceline.model import native_lib
 from paceline.model.backends import load_target, settle
+from paceline.model.chat import chat_ids
 from paceline.model.measure import measure_passes
 from paceline.model.target import DEFAULT_MAX_LEN, Target
 from paceline.model.tokenizer import Tokenizer
-from paceline.model.tools import with_tools
 from paceline.plan import AdaptivePlanner, FixedPlanner, Planner, fixed_planner
 from paceline.routes import Router
 from paceline.types import SamplingParams
@@ -242,11 +242,8 @@ class LLM:
         self, messages: list[Message], tools: Iterable[Message] | None = None, variables: Mapping[str, Any] | None = None
     ) -> list[int]:
         """Token ids of a conversation through the model's chat template, given `variables`. Raises PromptError on malformed
-        messages. With `tools`, even none, calls and results among the messages are put as the template has them."""
-        if tools is None:
-            return self.tokenizer.encode_chat(messages, variables) if variables else self.tokenizer.encode_chat(messages)
-        rendered, more = with_tools(messages, [*tools], self.tokenizer.chat_template)
-        return self.tokenizer.encode_chat(rendered, {**(variables or {}), **more})
+        messages."""
+        return chat_ids(self.tokenizer, messages, tools or (), variables)
 
     def chat(
         self,

@@ -6,15 +6,18 @@ come back through `stream()` piece by piece.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from paceline.errors import ModelFileError, PromptError, TemplateError, reraised
+from paceline.errors import ModelFileError, PromptError, SamplingError, TemplateError, reraised
 from paceline.model import gguf, gguf_file
+from paceline.model.chat import chat_ids
 from paceline.model.checkpoint import eos_token_ids, existing, read_json
 
 if TYPE_CHECKING:
@@ -28,6 +31,13 @@ REPLACEMENT = "\ufffd"
 STAND_IN_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+"""SentencePiece's tokens of single bytes."""
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_OTHERS = sorted(set(range(256)) - {*_PRINTABLE})
+BYTES_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
+"""Letter of a byte-level vocabulary -> byte (GPT-2's table)."""
 
 _LONG_TEXT = 4096
 """Characters from which on a text is encoded as a batch of one: only that lets other threads run meanwhile."""
@@ -92,7 +102,7 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Messages, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
     ) -> str:
-        """The prompt text of a conversation. `variables` reach the template too (tools, enable_thinking, ...).
+        """Renders messages as they are; `model.chat.chat_text` makes prompts. `variables` reach the template too.
 
         Raises PromptError when the model has no template, or its template refuses the messages, is broken or misbehaves.
         """
@@ -107,9 +117,46 @@ class Tokenizer:
         context = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
         return self._compiled.render({"tools": None, "documents": None} | self.special_tokens | context | dict(variables or {}))
 
-    def encode_chat(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids of a conversation, ready for the answer; the template brings its own special tokens. Raises PromptError."""
-        return self.encode(self.apply_chat_template(messages, variables=variables), add_special_tokens=False)
+    def encode_chat(
+        self, messages: Messages, variables: Mapping[str, Any] | None = None, tools: Iterable[Any] = ()
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the answer, as `model.chat` makes them. Raises PromptError."""
+        return chat_ids(self, messages, tools, variables)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token adds to a text, also where it is a piece of a character."""
+        piece = self.backend.id_to_token(token) or ""
+        if BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        if self._is_byte_level and token not in self.backend.get_added_tokens_decoder() and set(piece) <= BYTES_OF.keys():
+            return bytes(BYTES_OF[letter] for letter in piece)
+        return self.decode([token], skip_special=False).encode()
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return b'"ByteLevel"' in self.backend.decoder.__getstate__() if self.backend.decoder else False
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Ids of the special tokens by their spelling; texts of answers leave them out."""
+        return {each.content: token for token, each in self.backend.get_added_tokens_decoder().items() if each.special}
+
+    def split_stop(self, stop: tuple[str, ...], *, are_hidden: bool) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """(stop strings that a text can hold, ids of those that are special tokens).
+
+        Raises SamplingError when a special token is spelled among other text of a stop string and texts leave them out.
+        """
+        texts, tokens = list[str](), list[int]()
+        for each in stop:
+            if each.strip() in self.special_ids:
+                tokens.append(self.special_ids[each.strip()])
+            elif are_hidden and (spelled := next((name for name in self.special_ids if name in each), None)):
+                raise SamplingError(
+                    f"stop: {each!r:.80} holds the special token {spelled!r}, which no text shows: give it alone"
+                )
+            else:
+                texts.append(each)
+        return tuple(texts), tuple(tokens)
 
     def stream(self, skip_special: bool = True) -> IncrementalDetokenizer:
         return IncrementalDetokenizer(self, skip_special)
@@ -190,9 +237,10 @@ class TextStream:
     Text that might still turn out to be the beginning of a stop string is held back until the next tokens decide.
     """
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, stop: tuple[str, ...]) -> None:
+    def __init__(self, detokenizer: IncrementalDetokenizer, stop: tuple[str, ...], min_tokens: int = 0) -> None:
+        """The text of the first `min_tokens` tokens is no part of a stop string."""
         self._detokenizer = detokenizer
-        self._stop = stop
+        self._stop, self._num_free = stop, min_tokens
         self._held = ""
 
     def push(self, tokens: list[int]) -> tuple[str, int | None]:
@@ -201,6 +249,10 @@ class TextStream:
             return self._detokenizer.push(tokens), None
         shown = ""
         for taken, token in enumerate(tokens, start=1):
+            if self._num_free:
+                self._num_free -= 1
+                shown += self._detokenizer.push([token])
+                continue
             self._held += self._detokenizer.push([token])
             at = self._first_stop()
             if at is not None:

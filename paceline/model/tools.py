@@ -1,8 +1,8 @@
 """Tools in prompts, and calls of them as a schema: through the model's template, or as Hermes has it.
 
 A template that knows `tools` gets them. For any other a system message describes them, earlier calls and their results become
-text, and the model is asked for `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Messages and tools are dictionaries
-as OpenAI writes them, contents plain text.
+text, and the model is asked for `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Messages and tools are in
+normal form (`paceline.messages`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import PromptError
+from paceline.messages import parsed_object
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 ROLES = {"developer": "system", "function": "tool"}
@@ -61,7 +62,7 @@ def json_or(text: str, otherwise: Any) -> Any:
 
 def _call_schema(function: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """Definitions move to the root of the document, which `$ref` counts from."""
-    arguments = dict(function.get("parameters") or {"type": "object"})
+    arguments = _closed(function.get("parameters") or {})
     for key in ("$defs", "definitions"):
         found = arguments.pop(key, None)
         for name, value in found.items() if isinstance(found, dict) else ():
@@ -75,43 +76,40 @@ def _call_schema(function: dict[str, Any], definitions: dict[str, Any]) -> dict[
     }
 
 
+def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a call's arguments; of a tool without parameters only {}."""
+    if {key for key, value in parameters.items() if value} <= {"type", "title", "description", "$schema"}:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return dict(parameters)
+
+
 def _native(message: Said) -> dict[str, Any]:
-    calls = []
-    for call in message.get("tool_calls") or ():
-        name, arguments = call["function"]["name"], call["function"].get("arguments", "{}")
-        # templates expect arguments as an object
-        calls.append(
-            {
-                "type": "function",
-                "function": {
-                    "name": name,
-                    "arguments": arguments if isinstance(arguments, dict) else json_or(arguments, arguments),
-                },
-            }
-        )
-    more = {"name": message.get("name"), "tool_call_id": message.get("tool_call_id"), "tool_calls": calls or None}
-    return {"role": _role(message), "content": _content(message), **{key: value for key, value in more.items() if value}}
+    """Templates expect arguments as an object; reasoning has either name in them."""
+    native = {**message, "role": _role(message)}
+    if "reasoning_content" in message:
+        native["reasoning"] = message["reasoning_content"]
+    if "tool_calls" in message:
+        native["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": parsed_object(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+    return native
 
 
 def _as_text(message: Said) -> dict[str, Any]:
-    text = _content(message)
+    text, calls = message["content"], message.get("tool_calls", ())
     if _role(message) == "tool":
         return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
-    calls = message.get("tool_calls") or ()
     for call in calls:
-        given = call["function"].get("arguments", "{}")
-        arguments = given if isinstance(given, dict) else json_or(given, {})
+        arguments = parsed_object(call["function"]["arguments"])
         text += f"\n{OPEN}\n{compact({'name': call['function']['name'], 'arguments': arguments})}\n{CLOSE}"
-    return {"role": _role(message), "content": text.lstrip("\n") if calls else text}
+    more = {key: value for key, value in _native({**message, "tool_calls": ()}).items() if key not in ("tool_calls", "content")}
+    return {**more, "content": text.lstrip("\n") if calls else text}
 
 
 def _role(message: Said) -> str:
     role: str = message["role"]
     return ROLES.get(role, role)
-
-
-def _content(message: Said) -> str:
-    return message.get("content") or ""
 
 
 def _description(tools: Sequence[dict[str, Any]]) -> str:

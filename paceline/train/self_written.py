@@ -19,6 +19,7 @@ from typing import Any
 
 from paceline.engine.llm import LLM
 from paceline.errors import CacheError, PromptError, UnsupportedModelError, reraised
+from paceline.model.chat import chat_text
 from paceline.model.tokenizer import Tokenizer
 from paceline.prompts import Message, read_prompts
 from paceline.runlog import drop_cut_line
@@ -149,7 +150,7 @@ def user_turn(tokenizer: Tokenizer, opening: Sequence[Message] = (), variables: 
     Raises UnsupportedModelError when the template hides the user's text, PromptError when there is no template.
     """
     messages = [*opening, {"role": "user", "content": MARK}]
-    before, found, after = tokenizer.apply_chat_template(messages, variables=variables).partition(MARK)
+    before, found, after = chat_text(tokenizer, messages, variables=variables).partition(MARK)
     if not found:
         raise UnsupportedModelError("this model's chat template hides the user's turn: give prompts with --prompts")
     end = after[: len(after) - len(after.lstrip())] + "".join(after.lstrip().splitlines()[:1]).rstrip()
