@@ -7,17 +7,18 @@ running sequence (the *anchor*, or bonus token) is not in the target's cache yet
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from paceline.bounds import Count, Must, Share, check, within
-from paceline.errors import SamplingError
-from paceline.lossy import Ledger, Lossy
+from paceline.lossy import Ledger
+from paceline.sampling import GrammarKind as GrammarKind
+from paceline.sampling import GrammarSpec as GrammarSpec
+from paceline.sampling import SamplingParams as SamplingParams
+from paceline.sampling import TokenLogprob as TokenLogprob
 from paceline.trees import Candidates, Outcome, Said, Tree
 from paceline.turnaround import Timings
 
@@ -25,94 +26,11 @@ if TYPE_CHECKING:  # tensors are only named here, so that `import paceline.types
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-GrammarKind = Literal["json_object", "json_schema", "regex"]
 RowKind = Literal["greedy", "sampled", "seeded", "lossy", "lossy sampled"]
-Finite = Annotated[float, within("a finite number")]
 NONE, LOOKUP = "none", "ngram"
 """The sources of a round in which a row checked no drafts, or some that were found in the text so far."""
 CANDIDATE = "candidate"
 """A drafter that is being tried, and is no member of the pool."""
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarSpec:
-    """What an answer has to be: any JSON object, JSON of the schema `text`, or the regex `text` from end to end."""
-
-    kind: GrammarKind
-    text: str = ""
-
-
-def _are_biases(bias: dict[int, float]) -> bool:
-    return all(value < math.inf for value in bias.values())  # and so no NaN
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are chosen. Raises SamplingError on impossible values."""
-
-    temperature: Annotated[float, within("0 (greedy) or more", least=0)] = 0.0
-    """0 is greedy: always the most likely token."""
-    top_k: Annotated[int, within("0 (off) or more", least=0)] = 0
-    """Keep the k most likely tokens; 0 keeps all."""
-    top_p: Annotated[float, within("above 0 and at most 1", above=0, most=1)] = 1.0
-    """Keep the smallest set of most likely tokens whose probability reaches top_p."""
-    min_p: Share = 0.0
-    """Keep tokens at least min_p times as likely as the most likely one."""
-    repetition_penalty: Annotated[float, within("above 0 (1 is off)", above=0)] = 1.0
-    """Divide positive (multiply negative) logits of tokens already in prompt or answer."""
-    presence_penalty: Finite = 0.0
-    """Subtract once from the logit of each token already in the answer."""
-    frequency_penalty: Finite = 0.0
-    """Subtract for each time the token already stands in the answer."""
-    logit_bias: Annotated[dict[int, float], Must("numbers or -inf", _are_biases)] | None = None
-    """Added to the logits of these token ids; -inf forbids a token."""
-    seed: Annotated[int, within("between 0 and 2**63 - 1", least=0, most=2**63 - 1)] | None = None
-    """The same seed gives the same text, alone or in a batch; without, one is drawn."""
-    max_tokens: Count = 128
-    """Longest answer, in tokens."""
-    stop: tuple[Annotated[str, Must("no empty string", bool)], ...] = ()
-    """Strings that end the answer; the text stops before the first one found."""
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    """Go on to `max_tokens` whatever the model says."""
-    logprobs: Annotated[int, within("between 0 and 100", least=0, most=100)] | None = None
-    """Report the chosen token's log-probability and this many alternatives, from the target's unmodified logits."""
-    scaled_logprobs: bool = False
-    """Report them of the logits over the temperature instead, as a sampled token was drawn: what a policy's gradient needs."""
-    max_drafted: Annotated[int, within("0 (plain decoding) or more", least=0)] | None = None
-    """Most drafts per round; 0 decodes plainly, None leaves it to the engine."""
-    grammar: GrammarSpec | None = None
-    """Only tokens that lead to such an answer can be chosen; the model's end token ends it, also with ignore_eos."""
-    lossy: Lossy | None = None
-    """Let drafts stand that the target alone would refuse: NOT lossless. Its text, "typical:eps=0.09,delta=0.3", will do."""
-
-    def __post_init__(self) -> None:
-        if self.lossy is not None:
-            object.__setattr__(self, "lossy", Lossy.of(self.lossy))
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        check(self, SamplingError)
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
-    def logprob_temperature(self) -> float:
-        return self.temperature if self.scaled_logprobs and not self.is_greedy else 1.0
-
-    @property
-    def has_penalties(self) -> bool:
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Log-probability of a chosen token under the target, and the most likely alternatives, best first."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 class Constraint(Protocol):
@@ -208,6 +126,10 @@ class Sequence:
     rounds: list[Round] = field(default_factory=list)
     lossless: bool = True
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of each prompt token but the first, when `params.prompt_logprobs` asks for them."""
+    forbidden: tuple[tuple[int, ...], ...] = ()
+    """Token ids of `params.bad_words`: the last of each may not follow the others."""
     timings: Timings = field(default_factory=Timings)
     eos_token_ids: tuple[int, ...] = ()
     """The model's own end tokens, unless the request ignores them, and the request's stop_token_ids."""
@@ -245,6 +167,11 @@ class Sequence:
         del self.logprobs[self.num_output :]
         if self.ledger:
             self.ledger.keep(self.num_output)
+
+    @property
+    def shapes_logits(self) -> bool:
+        """True if more than bias and penalties decides which tokens may come next: see `engine.shape`."""
+        return bool(self.forbidden) or self.num_output < self.params.min_tokens
 
     @property
     def num_output(self) -> int:

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,9 +20,11 @@ from paceline.draft.pool import LOOKUP_MATCH, Pool
 from paceline.engine.grammar import Grammars
 from paceline.engine.round import RuleJudge, decode_round, fail
 from paceline.engine.scheduler import PrefixReuse, Scheduler
+from paceline.engine.shape import forbidden_ids
 from paceline.engine.threads import limit_threads, restore_threads
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.lossy import NOT_ALLOWED, Ledger
+from paceline.model.logits import logprobs_of
 from paceline.model.target import ForwardBatch, Target
 from paceline.model.tokenizer import TextStream, Tokenizer
 from paceline.plan import AdaptivePlanner, FixedPlanner, Plan, Planner, Row
@@ -139,13 +141,18 @@ class Engine:
         if params.grammar and constraint is None:
             constraint = self.grammars.compile(params.grammar)
         ignores_eos = params.ignore_eos and not params.grammar
-        ends = params.stop_token_ids if ignores_eos else (*self.eos_token_ids, *params.stop_token_ids)
+        stop, stop_tokens = self.tokenizer.split_stop(params.stop, are_hidden=params.skip_special_tokens)
+        ends = (*(() if ignores_eos else self.eos_token_ids), *params.stop_token_ids, *stop_tokens)
         seq = Sequence(next(self.ids), list(prompt_ids), len(prompt_ids), params, eos_token_ids=ends)
         seq.constraint, seq.route, seq.drafter = constraint, route, route.drafter if route else ""
         if params.lossy:
             seq.ledger, seq.lossless = Ledger(params.lossy.within(self.max_tv).max_tv), False
         seq.timings.arrival_s = time.perf_counter()
-        self._requests[seq.request_id] = seq, TextStream(self.tokenizer.stream(), params.stop)
+        seq.forbidden = forbidden_ids(self.tokenizer, params)
+        self._requests[seq.request_id] = (
+            seq,
+            TextStream(self.tokenizer.stream(params.skip_special_tokens), stop, params.min_tokens),
+        )
         if guest:
             self._guests[seq.request_id] = guest
             self.scheduler.waiting.appendleft(seq)
@@ -244,11 +251,15 @@ class Engine:
         begin = seq.cached_len
         end = min(begin + num_tokens, seq.prompt_len)
         is_last, batch = end == seq.prompt_len, Batch([seq])
-        tokens, logits = seq.tokens[begin:end], "last" if is_last else "none"
-        out = self.target.forward(
-            ForwardBatch([seq.row], [begin], [end - begin], tokens, logits, only_argmax=self.judge.only_argmax(batch))
-        )
+        tokens, scores = seq.tokens[begin:end], seq.params.prompt_logprobs
+        logits = "all" if scores is not None else "last" if is_last else "none"
+        only_argmax = scores is None and self.judge.only_argmax(batch)
+        out = self.target.forward(ForwardBatch([seq.row], [begin], [end - begin], tokens, logits, only_argmax=only_argmax))
         seq.cached_len = end
+        if scores is not None and out.logits_TV is not None:
+            told = zip(out.logits_TV, seq.tokens[begin + 1 : end + 1], strict=False)
+            seq.prompt_logprobs += [logprobs_of(logits_V, token, scores) for logits_V, token in told]
+            out = replace(out, logits_TV=out.logits_TV[-1:])
         if is_last:
             verdict = self.judge(batch, DraftBlock.certain([[]]), out)
             fail(batch, verdict)

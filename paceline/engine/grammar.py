@@ -182,8 +182,9 @@ class Grammar:
         num_masked, num_vocab = len(self._masks), logits_JV.shape[-1]
         bits = np.frombuffer(b"".join(self._masks), np.uint8).reshape(num_masked, -1)
         refused = torch.from_numpy(np.unpackbits(~bits, axis=1, count=num_vocab, bitorder="little")).to(logits_JV.device)
-        # The grammar has the last word: a token that its own bias forbids stands where nothing else may.
-        masked_JV = logits_JV.clamp(min=_LEAST) if seq.params.logit_bias else logits_JV.clone()
+        # The grammar has the last word: a token that is forbidden otherwise stands where nothing else may.
+        is_shaped = seq.params.logit_bias or seq.shapes_logits
+        masked_JV = logits_JV.clamp(min=_LEAST) if is_shaped else logits_JV.clone()
         masked_JV[:num_masked].masked_fill_(refused.bool(), float("-inf"))
         return masked_JV
 

@@ -17,6 +17,7 @@ from paceline.draft.pool import Pool
 from paceline.engine.grammar import within_grammars
 from paceline.engine.lossy import NO_TOKEN as _NONE
 from paceline.engine.lossy import judge_lossy
+from paceline.engine.shape import shape
 from paceline.errors import NumericsError
 from paceline.lossy import LOSSY
 from paceline.model.logits import logprobs_of, penalise, target_probs
@@ -240,8 +241,8 @@ class RuleJudge:
 
     def _draw(self, seq: Sequence, path: list[int], slots: list[int], logits_JV: Tensor) -> int:
         """The target's token behind drafts that stand; `slots`: the anchor's row of the logits, and theirs. -1: none left."""
-        if seq.params.logit_bias or seq.params.has_penalties:
-            logits_JV = penalise(logits_JV[slots], seq.params, seq.tokens, seq.counts, path)
+        if seq.params.logit_bias or seq.params.has_penalties or seq.shapes_logits:
+            logits_JV = shape(seq, penalise(logits_JV[slots], seq.params, seq.tokens, seq.counts, path), path)
             slots = list(range(len(slots)))
         if seq.params.is_greedy:
             return ForwardOutput(logits_JV[slots[-1] :][:1], None).best_T()[0]
@@ -256,7 +257,7 @@ class RuleJudge:
         return self.rule.verify(CheckedRow(tokens, None, Uniforms.of(seq), argmax_J.__getitem__, _no_probs))
 
     def _judge_row(self, seq: Sequence, tokens: list[int], draft_probs_KV: Tensor | None, logits_JV: Tensor) -> RowVerdict:
-        logits_JV = penalise(logits_JV, seq.params, seq.tokens, seq.counts, tokens)
+        logits_JV = shape(seq, penalise(logits_JV, seq.params, seq.tokens, seq.counts, tokens), tokens)
         if seq.constraint is not None:
             logits_JV = seq.constraint.mask(seq, logits_JV)
         if seq.params.is_greedy:
@@ -300,4 +301,5 @@ def _is_plain(seq: Sequence) -> bool:
         and params.grammar is None
         and not params.logit_bias
         and not params.has_penalties
+        and not seq.shapes_logits
     )

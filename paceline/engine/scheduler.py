@@ -105,7 +105,13 @@ class PrefixReuse:
         return best if best is not None and lengths[best] >= LEAST else None
 
     def admitted(self, seq: Sequence) -> None:
-        """`seq.row` is allocated and its drafter has started it: take over what is known of the prompt, or wait for more."""
+        """`seq.row` is allocated and its drafter has started it: take over what is known of the prompt, or wait for more.
+
+        A prompt whose tokens are scored is read whole: a cache holds no logits."""
+        if seq.params.prompt_logprobs is not None:
+            self._running[seq.row] = seq
+            self._left.pop(seq.row, None)
+            return
         known = max(self._known(seq).values(), default=0)
         self._running[seq.row] = seq
         coming = max((_common(other.tokens[: other.prompt_len], seq) for other in self._unread(seq)), default=0)

@@ -1,0 +1,39 @@
+"""Which tokens may come next beyond bias and penalties: no end before `min_tokens`, no word of `bad_words`.
+
+Row j of the J = K+1 checked positions is treated as if draft[:j] already stood in the answer, so speculation stays exact.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paceline.model.tokenizer import Tokenizer
+from paceline.types import SamplingParams, Sequence
+
+
+def forbidden_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each bad word, as it stands at the beginning of a text and, where that is other tokens, after a space."""
+    spelled: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words:
+        first = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
+        later = tuple(tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False))
+        spelled |= dict.fromkeys(ids for ids in (first, later) if ids)
+    return tuple(spelled)
+
+
+def shape(seq: Sequence, logits_JV: Tensor, draft_tokens: list[int]) -> Tensor:
+    """A copy of the logits with -inf for tokens that may not come yet, or the logits themselves; [J, V]."""
+    if not seq.shapes_logits:
+        return logits_JV
+    logits_JV = logits_JV.clone()
+    answer = [*seq.output_ids, *draft_tokens]
+    num_early = min(max(seq.params.min_tokens - seq.num_output, 0), len(logits_JV))
+    ends = [token for token in seq.eos_token_ids if token < logits_JV.shape[-1]]
+    if num_early and ends:
+        logits_JV[:num_early, ends] = float("-inf")
+    for *before, last in seq.forbidden:
+        for place in range(len(logits_JV)):
+            said = answer[: seq.num_output + place]
+            if len(said) >= len(before) and said[len(said) - len(before) :] == before:
+                logits_JV[place, last] = float("-inf")
+    return logits_JV
