@@ -22,8 +22,10 @@ from pydantic import ValidationError
 from paceline.errors import PacelineError
 from paceline.model.tokenizer import REPLACEMENT, Tokenizer
 from paceline.record.exchange import Exchange
-from paceline.serve.completions import encode_chat, encode_text, grammar_of, params_of
+from paceline.serve.completions import params_of
 from paceline.serve.failures import ApiError
+from paceline.serve.grammars import grammar_of
+from paceline.serve.prompts import encode_chat, encode_text
 from paceline.serve.protocol import ChatRequest, CompletionRequest
 from paceline.serve.tools import text_of, tools_of
 from paceline.serve.traces import Lost, Trace, given
@@ -44,8 +46,7 @@ NOT_RENDERED = {
 """Fields that change the prompt in ways that are not followed here, and what they are when they do not."""
 NOT_READ = {"echo": False, "suffix": None, "best_of": None, "prompt_embeds": None, "mm_processor_kwargs": None}
 """Fields that make a prompt or an answer of more than tokens that follow each other."""
-THOUGHT = ("reasoning", "reasoning_content", "refusal", "audio", "function_call")
-NOT_SAID = ("tool_calls", *THOUGHT)
+NOT_SAID = ("tool_calls", "reasoning", "reasoning_content", "refusal", "audio", "function_call")
 """Parts of a message that are not the words of the target, but what the server has read from them."""
 
 
@@ -171,7 +172,7 @@ class Reader:
     def _rendered(self, request: ChatRequest | CompletionRequest, asked: dict[str, Any]) -> list[list[int]]:
         tokenizer = self.tokenizer
         if isinstance(request, ChatRequest):
-            if asked.get("add_special_tokens") or any(message.get(name) for message in asked["messages"] for name in THOUGHT):
+            if asked.get("add_special_tokens"):
                 raise Lost("unsupported")
             return [encode_chat(request.messages, tokenizer, tools_of(request), request.chat_template_kwargs)]
         prompt, with_special = request.prompt, bool(asked.get("add_special_tokens", True))
@@ -226,9 +227,11 @@ def _request(exchange: Exchange) -> ChatRequest | CompletionRequest:
     asked = exchange.asked
     if any(asked.get(name) not in (None, usual) for name, usual in NOT_READ.items()):
         raise Lost("unsupported")
+    model = ChatRequest if exchange.is_chat else CompletionRequest
+    held = {name: value for name, value in asked.items() if name in model.model_fields}  # the server has read the others
     if not exchange.is_chat:
-        return CompletionRequest.model_validate(asked)
-    chat = ChatRequest.model_validate(asked)
+        return CompletionRequest.model_validate(held)
+    chat = ChatRequest.model_validate(held)
     for message in chat.messages:
         text_of(message)
     return chat

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.engine.completion import GenerationStats
 from paceline.figures import Rounds
-from paceline.model.tokenizer import Tokenizer
+from paceline.model.tokenizer import IncrementalDetokenizer, Tokenizer
 from paceline.serve.clock import Clock
 from paceline.serve.failures import ApiError, dump
 from paceline.serve.protocol import Sampling
@@ -50,7 +50,9 @@ class Reply(ABC):
         """Tokens that were not sent yet."""
         self.prompt_ids: list[int] | None = None
         """The prompt's tokens, until they are sent."""
-        self._detokenizer = tokenizer.stream() if request.paceline_timings and request.stream else None
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if request.paceline_timings and request.stream:
+            self._detokenizer = tokenizer.stream(request.skip_special_tokens is not False)
 
     def take(self, event: Event) -> None:
         """Add an event."""
@@ -231,10 +233,15 @@ class Exchange:
     def _metrics(self) -> dict[str, Any]:
         """vLLM's block of speculation figures, over all answers of the request."""
         rounds = Rounds.counted(self._rounds)
+        drafted = [each.num_drafted for each in self._rounds if each.num_drafted]
         figures = {
             "mean_acceptance_length": rounds.tokens_per_round,
             "draft_acceptance_rate": rounds.acceptance_rate,
             "acceptance_histogram": list(rounds.accepted_histogram),
+            "num_spec_steps": len(drafted),
+            "num_accepted_draft_tokens": rounds.num_accepted,
+            "num_draft_tokens": rounds.num_drafted,
+            "num_spec_tokens": max(drafted, default=0),
             "drafter": ", ".join(sorted({seq.drafter for seq in self._sequences})),
             "rounds_by_source": {source: asdict(each) for source, each in Rounds.by_source(self._rounds).items()},
         }

@@ -20,10 +20,11 @@ import paceline
 from paceline.serve.admin import add_admin
 from paceline.serve.answers import EventStream, Exchange, unless_gone
 from paceline.serve.clock import Clock
-from paceline.serve.completions import ChatReply, TextReply, chat_jobs, check_ids, completion_jobs, encode_chat, encode_text
+from paceline.serve.completions import chat_jobs, completion_jobs
 from paceline.serve.engine import ModelInfo
 from paceline.serve.failures import ApiError, RequestRefused, error_response, json_response
 from paceline.serve.features import add_features
+from paceline.serve.prompts import check_ids, tokenize_ids
 from paceline.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -33,9 +34,11 @@ from paceline.serve.protocol import (
     TokenizeAnswer,
     TokenizeRequest,
 )
+from paceline.serve.replies import ChatReply, TextReply
 from paceline.serve.routing import route_of
 from paceline.serve.security import Gate
 from paceline.serve.ticket import Job
+from paceline.serve.validation import invalid as invalid_body
 from paceline.serve.worker import EngineWorker
 
 FOLDER = Path(__file__).parent / "page"
@@ -96,7 +99,7 @@ def _add_failures(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return error_response(_invalid(error, request.headers.get("content-type", "")))
+        return error_response(invalid_body(error, request.headers.get("content-type", "")))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
@@ -107,19 +110,6 @@ def _add_failures(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         return error_response(ApiError.known("request_failed"))
-
-
-def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
-    """The first thing wrong, by the name of its field."""
-    if "json" not in content_type.lower():  # asked for, since pages of other origins may send any other type unasked
-        return RequestRefused("send the body as JSON, with the header Content-Type: application/json", code="invalid_json")
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return RequestRefused("the body is no valid JSON", code="invalid_json")
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"][1:])
-    name = "".join(parts).removeprefix(".") or None
-    message = f"{name or 'body'}: {first['msg']}" if name or first["loc"] else first["msg"]
-    return RequestRefused(message[:500], param=name)
 
 
 def _add_system(app: FastAPI, worker: EngineWorker) -> None:
@@ -184,12 +174,11 @@ def _add_tokens(app: FastAPI, worker: EngineWorker) -> None:
         _, model = _check_model(body.model, worker)
         if (body.prompt is None) == (body.messages is None):
             raise RequestRefused("give either prompt or messages", param="prompt")
-        if body.messages is None:
-            text, with_special = body.prompt or "", bool(body.add_special_tokens)
-            tokens = await asyncio.to_thread(encode_text, text, model.tokenizer, with_special)
-        else:
-            tokens = await asyncio.to_thread(encode_chat, body.messages, model.tokenizer)
-        return json_response({"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens})
+        tokens = await asyncio.to_thread(tokenize_ids, body, model)
+        told: dict[str, object] = {"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens}
+        if body.return_token_strs:
+            told["token_strs"] = [model.tokenizer.decode([token], skip_special=False) for token in tokens]
+        return json_response(told)
 
     @app.post("/detokenize", tags=["tokens"], response_model=DetokenizeAnswer)
     async def detokenize(body: DetokenizeRequest) -> Response:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.model.target import ForwardBatch, Target
 from paceline.serve.failures import ApiError, RequestRefused, json_response
-from paceline.serve.protocol import Open
+from paceline.serve.protocol import Closed
 from paceline.serve.worker import EngineWorker
 
 PATH = "/v1/features"
@@ -31,7 +31,7 @@ POSITIONS_PER_PASS = 2048
 BUSY_SECONDS = 2
 
 
-class FeaturesRequest(Open):
+class FeaturesRequest(Closed):
     """Whose hidden states, and of which layers."""
 
     token_ids: list[int] = Field(min_length=1, description="A document, as it stands: nothing is added.")

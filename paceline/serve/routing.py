@@ -20,7 +20,8 @@ def route_of(how: str, body: ChatRequest | CompletionRequest, headers: Mapping[s
         name = tag if how == TAG else headers.get(how.partition(":")[2])
         return Route(name.strip()) if name else None
     form = body.response_format.model_dump_json(exclude_none=True) if body.response_format else ""
-    form += f"{body.guided_regex or ''}{body.guided_json or ''}"
+    form += f"{body.guided_regex or ''}{body.guided_json or ''}{body.guided_choice or ''}"
+    form += body.structured_outputs.model_dump_json(exclude_none=True) if body.structured_outputs else ""
     tools = body.tools or [] if isinstance(body, ChatRequest) else []
     called = " ".join(tool.function.name for tool in tools)
     return Route(clusters=clusters_of(_texts(body), tag=tag and tag.strip()[:128], schema=form, tools=called))

@@ -1,0 +1,124 @@
+"""Prompts of requests as token ids: conversations through `model.chat`, texts and ids as they are.
+
+Renders and encodes, so it belongs in a thread. Everything here raises RequestRefused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+from paceline.errors import PacelineError
+from paceline.model.chat import chat_text
+from paceline.model.tokenizer import Tokenizer
+from paceline.serve.clock import Clock
+from paceline.serve.engine import ModelInfo
+from paceline.serve.failures import RequestRefused
+from paceline.serve.protocol import ChatRequest, CompletionRequest, Message, TokenizeRequest, Tool
+from paceline.serve.tools import plain_tools, text_of, tools_of
+
+MAX_TOKEN_CHARACTERS = 64
+"""No prompt's tokens have so many characters on average: what is longer is refused without being encoded."""
+TEMPLATE_FIELDS = ("reasoning_effort", "documents")
+"""Fields of a chat that only its template can hold."""
+
+
+def chat_ids(request: ChatRequest, model: ModelInfo, clock: Clock | None = None) -> list[int]:
+    """Token ids of a chat request; `clock` is told what the parts take."""
+    check_characters(map(text_of, request.messages), model)
+    variables = dict(request.chat_template_kwargs or {})
+    for name in TEMPLATE_FIELDS:
+        value = getattr(request, name)
+        if value is None:
+            continue
+        if not re.search(rf"\b{name}\b", getattr(model.tokenizer, "chat_template", None) or ""):
+            raise RequestRefused(f"{name}: this model's chat template does not read it: leave it out", param=name)
+        variables.setdefault(name, value)
+    return encode_chat(request.messages, model.tokenizer, tools_of(request), variables, clock, **turn_options(request))
+
+
+def turn_options(request: ChatRequest | TokenizeRequest) -> dict[str, bool]:
+    """How the rendered conversation ends."""
+    if request.continue_final_message and request.add_generation_prompt:
+        message = "continue_final_message goes on with the last message, add_generation_prompt opens a new one: choose"
+        raise RequestRefused(message, param="continue_final_message")
+    return {
+        "add_generation_prompt": request.add_generation_prompt is not False,
+        "continue_final_message": bool(request.continue_final_message),
+    }
+
+
+def encode_chat(
+    messages: list[Message],
+    tokenizer: Tokenizer,
+    tools: Sequence[Tool] = (),
+    variables: dict[str, Any] | None = None,
+    clock: Clock | None = None,
+    **options: bool,
+) -> list[int]:
+    """Token ids of a conversation as `model.chat` makes them, with its options; `clock` is told how long the template took, and
+    the tokenizer. Raises RequestRefused on malformed messages, or when the template refuses."""
+    clock = clock or Clock()
+    try:
+        plain = [message.as_sent() for message in messages]
+        text = chat_text(tokenizer, plain, plain_tools(tools), variables, **options)
+        clock.mark("template")
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        clock.mark("tokenizer")
+        return token_ids
+    except PacelineError as error:
+        raise RequestRefused(str(error), param=getattr(error, "field", "messages")) from error
+
+
+def tokenize_ids(request: TokenizeRequest, model: ModelInfo) -> list[int]:
+    """Token ids as the endpoints of answers make them."""
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestRefused("give either prompt or messages", param="prompt")
+    if request.messages is None:
+        chat_only = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+        wrong = next((name for name in chat_only if getattr(request, name) is not None), None)
+        if wrong:
+            raise RequestRefused(f"{wrong}: a prompt is no chat: give messages", param=wrong)
+        return encode_text(request.prompt or "", model.tokenizer, request.add_special_tokens is not False)
+    if request.add_special_tokens:
+        raise RequestRefused("add_special_tokens: a chat template brings its own", param="add_special_tokens")
+    tools, options = request.tools or [], turn_options(request)
+    return encode_chat(request.messages, model.tokenizer, tools, request.chat_template_kwargs, **options)
+
+
+def completion_ids(request: CompletionRequest, model: ModelInfo) -> list[list[int]]:
+    """Token ids of each prompt. Raises RequestRefused when there is none, or when one is empty, too long or no text."""
+    prompt, with_special = request.prompt, request.add_special_tokens is not False
+    is_one = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))
+    prompts, encoded = cast("list[str | list[int]]", [prompt] if is_one else prompt), list[list[int]]()
+    for each in prompts:
+        check_characters([each] if isinstance(each, str) else [], model)
+        encoded.append(check_ids(encode_text(each, model.tokenizer, with_special) if isinstance(each, str) else each, model))
+    if not encoded or not all(encoded):
+        raise RequestRefused("the prompt is empty: give some text", param="prompt")
+    return encoded
+
+
+def encode_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a raw prompt. Raises RequestRefused when the tokenizer refuses."""
+    try:
+        return tokenizer.encode(text, add_special_tokens)
+    except PacelineError as error:
+        raise RequestRefused(str(error), param="prompt") from error
+
+
+def check_ids(ids: list[int], model: ModelInfo) -> list[int]:
+    """Raises RequestRefused on a token that the model does not have."""
+    wrong = next((token for token in ids if not 0 <= token < model.vocab_size), None)
+    if wrong is not None:
+        raise RequestRefused(f"token {wrong} is outside the model's vocabulary of {model.vocab_size}")
+    return ids
+
+
+def check_characters(texts: Iterable[str], model: ModelInfo) -> None:
+    """Refuse what cannot fit before time is spent on it. Raises RequestRefused."""
+    num_characters = sum(map(len, texts))
+    if num_characters > MAX_TOKEN_CHARACTERS * model.max_len:
+        message = f"the prompt has {num_characters:,} characters, far more than {model.max_len} tokens hold: shorten it"
+        raise RequestRefused(message, param="messages", code="context_length_exceeded")
