@@ -26,7 +26,8 @@ TEMPLATE_FIELDS = ("reasoning_effort", "documents")
 
 def chat_ids(request: ChatRequest, model: ModelInfo, clock: Clock | None = None) -> list[int]:
     """Token ids of a chat request; `clock` is told what the parts take."""
-    check_characters(map(text_of, request.messages), model)
+    texts = (text_of(message, f"messages[{place}]") for place, message in enumerate(request.messages))
+    check_characters(texts, model)
     variables = dict(request.chat_template_kwargs or {})
     for name in TEMPLATE_FIELDS:
         value = getattr(request, name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, model_validator
+from pydantic_core import PydanticCustomError
 
 from paceline.serve import fields
 from paceline.serve.fields import Refused, is_left_out
@@ -16,7 +17,8 @@ from paceline.serve.fields import Refused, is_left_out
 
 def _number(value: Any) -> Any:
     if isinstance(value, (bool, str)):
-        raise ValueError(f"Input should be a number, not {'text' if isinstance(value, str) else str(value).lower()}")
+        sent = "text" if isinstance(value, str) else str(value).lower()
+        raise PydanticCustomError("number_type", "Input should be a number, not {sent}", {"sent": sent})
     return value
 
 

@@ -41,9 +41,9 @@ def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     return [tool.model_dump(exclude_unset=True) for tool in tools]
 
 
-def text_of(message: Message) -> str:
-    """A message's text. Raises RequestRefused on parts that are no text."""
+def text_of(message: Message, field: str = "messages") -> str:
+    """A message's text; `field` is where it stands. Raises RequestRefused on parts that are no text."""
     try:
-        return content_text(message.content)
+        return content_text(message.content, f"{field}.content")
     except MessageError as error:
-        raise RequestRefused(str(error), param="messages") from error
+        raise RequestRefused(str(error), param=error.field) from error

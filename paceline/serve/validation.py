@@ -55,7 +55,7 @@ def _reason(path: tuple[Any, ...], errors: list[Any]) -> str:
 
 
 def _worded(error: Any) -> str:
-    message = str(error["msg"]).removeprefix("Value error, ")
+    message = str(error["msg"])
     return OBJECT if error["type"] in ("model_type", "dict_type", "model_attributes_type") else message
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import gguf
 import pytest
+import tokenizers
+from doubles import ByteTokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -356,3 +358,12 @@ def test_unknown_gguf_tokenizers(tmp_path: Path) -> None:
         Tokenizer.from_path(write_tokenizer_gguf(tmp_path / "c.gguf", "gpt2", ["a"]))
     with pytest.raises(ModelFileError, match="scores"):
         Tokenizer.from_path(write_tokenizer_gguf(tmp_path / "d.gguf", "llama", ["a"]))
+
+
+def test_a_token_has_its_bytes_also_as_a_piece_of_a_character() -> None:
+    text = "Emoji: 🎉🔥🚀 สวัส ü\n"
+    for tokenizer in (ByteTokenizer(), Tokenizer.stand_in(300)):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    pieces = tokenizers.Tokenizer(tokenizers.models.BPE({"<0xF0>": 0, "<0x9F>": 1, "a": 2}, []))
+    assert [Tokenizer(pieces).token_bytes(token) for token in range(3)] == [b"\xf0", b"\x9f", b"a"]

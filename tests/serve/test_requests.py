@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles import ByteTokenizer
 from live_server import Live, serving
-from small_llm import tiny_model
+from small_llm import Parrot, fake_llm, tiny_model
 
 from paceline import LLM, SamplingParams
 from paceline.model.tokenizer import Tokenizer
@@ -140,7 +141,7 @@ def test_equal_prompts_with_a_seed_have_equal_answers(live: Live) -> None:
         ({"stop": ["a", 5]}, "stop[1]", "a valid string"),
         ({"tool_choice": "any"}, "tool_choice", "'none', 'auto' or 'required', or a valid object"),
         ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name", "required"),
-        ({"speculate": "maybe"}, "speculate", "'auto', 'full' or 'off'"),
+        ({"speculate": "maybe"}, "speculate", "'auto', 'full' or 'off', or a number"),
         ({"temperature": "hot"}, "temperature", "a number, not text"),
         ({"top_k": True}, "top_k", "a number, not true"),
         ({"stream": "yes"}, "stream", "boolean"),
@@ -175,7 +176,7 @@ def test_neutral_values_of_other_servers_fields_are_taken(live: Live) -> None:
 
 
 def test_a_stop_string_that_is_a_special_token_is_a_stop_token(live: Live, folder: Path) -> None:
-    start = Tokenizer.from_path(folder).special_ids["<|im_start|>"]
+    start = Tokenizer.from_path(folder).backend.token_to_id("<|im_start|>")
     sure = {"logit_bias": {str(start): 100}, "temperature": 0, "max_tokens": 12}
     for stop in ("<|im_start|>", ["<|im_start|>", "q"], ["<|im_start|>\n"]):
         body = ask(live, **sure, stop=stop)
@@ -304,3 +305,25 @@ def test_histories_with_arguments_of_either_shape_are_one_prompt(live: Live, arg
     assert counts[0] == counts[1]
     call["function"] = {"name": "f", "arguments": "{broken"}
     assert refused(live, messages=history)["param"] == "messages[1].tool_calls[0].function.arguments"
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_calls_of_a_stream_are_those_of_the_whole_answer(parallel: bool) -> None:
+    call = '<tool_call>{"name": "f", "arguments": {"a": 1.10}}</tool_call>'
+    said = [*f"Sure.\n{call}\n{call}".encode(), ByteTokenizer.eos_token_id]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 180, "temperature": 0, "tool_choice": "auto"}
+    asked |= {"tools": tools, "parallel_tool_calls": parallel}
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = f"{tokenizer.chat_template}{{# knows tools #}}"  # so that none are described in the prompt
+    with serving(lambda: fake_llm(Parrot("assistant: ", said), tokenizer=tokenizer)) as live:
+        body = ask(live, **asked)
+        status, streamed, _ = live.post(CHAT, asked | {"stream": True})
+    message = body["choices"][0]["message"]
+    chunks = [json.loads(line[6:])["choices"][0] for line in streamed.decode().split("\n\n") if line[6:7] == "{"]
+    assert (status, message["content"], body["choices"][0]["finish_reason"]) == (200, "Sure.", "tool_calls")
+    assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == "Sure."
+    calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
+    assert [each["function"] for each in calls] == [each["function"] for each in message["tool_calls"]]
+    assert [each["function"]["arguments"] for each in calls] == ['{"a": 1.10}'] * (2 if parallel else 1)
+    assert [each["index"] for each in calls] == list(range(len(calls)))
