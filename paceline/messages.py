@@ -1,6 +1,6 @@
-"""Conversations and tools as OpenAI's API has them, in one normal form for server, rows of data, proxy, evals and library.
+"""Conversations and tools as OpenAI's API has them, in one normal form for server, data rows, proxy, evals and library.
 
-`normalised` checks messages and names the field at fault; the result is a valid request again, so it may be sent to any server.
+`normalised` checks messages and names the field at fault; the result is a valid request again, which any server takes.
 `model/chat.py` makes a prompt of it.
 """
 
@@ -77,7 +77,7 @@ def _string(message: Message, key: str, field: str) -> str:
 
 
 def content_text(content: Any, field: str = "content") -> str:
-    """The text of a message's content; parts are joined by line breaks, as vLLM and llama.cpp do. Raises MessageError."""
+    """The text of a message's content; parts are joined by line breaks, as in vLLM. Raises MessageError."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, Mapping) or not isinstance(content, Iterable):
@@ -146,7 +146,7 @@ def _arguments(given: Any, field: str) -> str:
 
 
 def parsed_object(text: str) -> dict[str, Any]:
-    """A JSON object. Raises ValueError on any other text, on NaN and numbers beyond a float, RecursionError on deep nesting."""
+    """A JSON object. Raises ValueError on other text, NaN and too large numbers, RecursionError on deep nesting."""
     value = json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
     if not isinstance(value, dict):
         raise ValueError(f"it is of type {type(value).__name__}")
@@ -165,7 +165,7 @@ def _finite(digits: str) -> float:
 
 
 def normalised_tools(tools: Any, field: str = "tools") -> list[dict[str, Any]]:
-    """Tools with their keys in one order and without nulls, so that one set of tools is one prompt. Raises MessageError."""
+    """Tools with their keys in one order and without nulls. Raises MessageError."""
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
         raise MessageError(field, 'must be a list of {"type": "function", "function": {"name": ...}}')
     return [_tool(tool, f"{field}[{place}]") for place, tool in enumerate(tools)]

@@ -68,7 +68,7 @@ class SamplingParams:
     min_tokens: Annotated[int, within("0 or more", least=0)] = 0
     """End tokens cannot come before so many tokens, and stop strings are looked for behind them."""
     bad_words: tuple[Annotated[str, Must("no empty string", bool)], ...] = ()
-    """Words that the answer may not hold, as the tokens that encode them at the beginning of a text or after a space."""
+    """Words that the answer may not hold, in the tokens that encode them at the beginning of a text or after a space."""
     grammar: GrammarSpec | None = None
     """Only tokens that lead to such an answer can be chosen; the model's end token ends it, also with ignore_eos."""
     lossy: Lossy | None = None

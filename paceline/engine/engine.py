@@ -254,7 +254,8 @@ class Engine:
         tokens, scores = seq.tokens[begin:end], seq.params.prompt_logprobs
         logits = "all" if scores is not None else "last" if is_last else "none"
         only_argmax = scores is None and self.judge.only_argmax(batch)
-        out = self.target.forward(ForwardBatch([seq.row], [begin], [end - begin], tokens, logits, only_argmax=only_argmax))
+        part = ForwardBatch([seq.row], [begin], [end - begin], tokens, logits, only_argmax=only_argmax)
+        out = self.target.forward(part)
         seq.cached_len = end
         if scores is not None and out.logits_TV is not None:
             told = zip(out.logits_TV, seq.tokens[begin + 1 : end + 1], strict=False)

@@ -8,6 +8,7 @@ every checked position the mask of the drafts before it. The matcher itself only
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import threading
 from dataclasses import replace
@@ -28,6 +29,8 @@ WHITESPACE = r"[ \t\r\n]{0,16}"
 """Between the parts of a JSON text: bounded, or a small model may go on indenting for ever."""
 MAX_CHARACTERS = 65_536
 """Longest schema or regex: compiling takes time with the square of the number of properties, two seconds at this length."""
+SPECIAL_LOOK = re.compile("<.*>", re.DOTALL)
+"""Added tokens of this spelling are special to llguidance."""
 _LEAST = -1e30
 """A logit that only -inf is below."""
 
@@ -70,11 +73,12 @@ class Grammars:
             raise SamplingError("grammar needs a model with an end token and a fast tokenizer: this one lacks them")
         num_tokens = max(self._vocab_size, backend.get_vocab_size(with_added_tokens=True))
         text, added = backend.to_str(), backend.get_added_tokens_decoder()
-        renamed = {token for token, each in added.items() if each.special or each.content[:1] + each.content[-1:] == "<>"}
+        renamed = {token for token, each in added.items() if each.special or SPECIAL_LOOK.fullmatch(each.content)}
         with reraised(SamplingError, "grammar cannot be used with this model's tokenizer", "leave it out", ValueError):
             while True:
-                read = LLTokenizer(_with_renamed(text, renamed), n_vocab=num_tokens, eos_token=list(self._eos_token_ids))
-                misread = {token for token, each in added.items() if not _is_spelled(read, token, each.content)} - renamed
+                renamed_json, ends = _with_renamed(text, renamed), list(self._eos_token_ids)
+                read = LLTokenizer(renamed_json, n_vocab=num_tokens, eos_token=ends)
+                misread = {token for token in added.keys() - renamed if not _is_spelled(read, token, added[token].content)}
                 if not misread:
                     return read
                 renamed |= misread
@@ -83,8 +87,8 @@ class Grammars:
 def _with_renamed(tokenizer_json: str, tokens: set[int]) -> str:
     """A `tokenizers` JSON in which these added tokens have names that no text spells.
 
-    llguidance encodes forced text with the tokenizer, which makes one token of a special token's spelling, and then refuses
-    that token: with no such spelling the text becomes ordinary tokens, and special tokens are never part of an answer.
+    llguidance encodes forced text with the tokenizer, which makes one token of a special token's spelling, and then
+    refuses that token: with no such spelling the text becomes ordinary tokens.
     """
     tokenizer, nonce = json.loads(tokenizer_json), secrets.token_hex(16)
     names = {each["content"]: f"<{nonce}:{each['id']}>" for each in tokenizer["added_tokens"] if each["id"] in tokens}

@@ -105,9 +105,8 @@ class PrefixReuse:
         return best if best is not None and lengths[best] >= LEAST else None
 
     def admitted(self, seq: Sequence) -> None:
-        """`seq.row` is allocated and its drafter has started it: take over what is known of the prompt, or wait for more.
-
-        A prompt whose tokens are scored is read whole: a cache holds no logits."""
+        """`seq.row` is allocated and its drafter has started it: take over what is known of the prompt, or wait for
+        more. A prompt whose tokens are scored is read whole: a cache holds no logits."""
         if seq.params.prompt_logprobs is not None:
             self._running[seq.row] = seq
             self._left.pop(seq.row, None)

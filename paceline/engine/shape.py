@@ -1,6 +1,7 @@
 """Which tokens may come next beyond bias and penalties: no end before `min_tokens`, no word of `bad_words`.
 
-Row j of the J = K+1 checked positions is treated as if draft[:j] already stood in the answer, so speculation stays exact.
+Row j of the J = K+1 checked positions is treated as if draft[:j] already stood in the answer, so speculation stays
+exact.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from paceline.types import SamplingParams, Sequence
 
 
 def forbidden_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each bad word, as it stands at the beginning of a text and, where that is other tokens, after a space."""
+    """Token ids of each bad word at the beginning of a text and, where these are others, after a space."""
     spelled: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
         first = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))

@@ -1,6 +1,7 @@
 """The one way from a conversation to a prompt: for server, library, training rows, proxy and evals.
 
-`chat_text` brings messages and tools into normal form, puts calls and results as the model's template has them, and renders.
+`chat_text` brings messages and tools into normal form, puts calls and results as the model's template has them, and
+renders.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def chat_text(
 ) -> str:
     """The prompt text of a conversation; `variables` reach the template too.
 
-    With `continue_final_message` the text ends with the last message's content, so that the answer goes on with it; no turn is
-    opened then. Raises PromptError on malformed messages (MessageError names the field), or when the template refuses.
+    With `continue_final_message` the text ends with the last message's content, so that the answer goes on with it; no
+    turn is opened then. Raises PromptError on malformed messages (MessageError names the field), or when the template
+    refuses.
     """
     normal = normalised(messages)
     mark = f"[{secrets.token_hex(8)}]" if continue_final_message else ""

@@ -128,7 +128,8 @@ class Tokenizer:
         piece = self.backend.id_to_token(token) or ""
         if BYTE_TOKEN.fullmatch(piece):
             return bytes([int(piece[3:5], 16)])
-        if self._is_byte_level and token not in self.backend.get_added_tokens_decoder() and set(piece) <= BYTES_OF.keys():
+        is_added = token in self.backend.get_added_tokens_decoder()
+        if self._is_byte_level and not is_added and set(piece) <= BYTES_OF.keys():
             return bytes(BYTES_OF[letter] for letter in piece)
         return self.decode([token], skip_special=False).encode()
 

@@ -103,7 +103,7 @@ def _as_text(message: Said) -> dict[str, Any]:
     for call in calls:
         arguments = parsed_object(call["function"]["arguments"])
         text += f"\n{OPEN}\n{compact({'name': call['function']['name'], 'arguments': arguments})}\n{CLOSE}"
-    more = {key: value for key, value in _native({**message, "tool_calls": ()}).items() if key not in ("tool_calls", "content")}
+    more = _native({key: value for key, value in message.items() if key != "tool_calls"})
     return {**more, "content": text.lstrip("\n") if calls else text}
 
 

@@ -1,7 +1,7 @@
 """Tool calls out of answers: read as JSON, arguments in the model's own spelling, however the text was cut into pieces.
 
-`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` is a call anywhere in an answer; several objects in one tag are
-several calls. Without tags calls count where they are the whole answer, bare or in one Markdown fence.
+`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` is a call anywhere in an answer; several objects in one tag
+are several calls. Without tags calls count where they are the whole answer, bare or in one Markdown fence.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read_call(text: str, names: set[str]) -> Call | None:
 
 
 def _members(text: str) -> dict[str, str]:
-    """The members of a JSON object as their own text. Raises ValueError on other text, RecursionError on deep nesting."""
+    """The members of a JSON object as their own text. Raises ValueError, and RecursionError on deep nesting."""
     parsed_object(text)  # from here on it is known to be well-formed
     decoder, place, members = json.JSONDecoder(), _skip(text, 1), dict[str, str]()
     while text[place] != "}":
@@ -116,7 +116,7 @@ def _read_objects(text: str, place: int, names: set[str]) -> _Objects:
 
 
 class CallParser:
-    """Divides an answer, as it grows, into text for people and calls; what it gives does not depend on how the text is cut.
+    """Divides an answer, as it grows, into text for people and calls, the same ones however the text is cut.
 
     Text that may become a call waits. White space before a call, and behind the last one, is left out.
     """
@@ -152,7 +152,7 @@ class CallParser:
         return calls[:left]
 
     def _whole(self, *, is_end: bool) -> list[Call] | None:
-        """The calls that are the whole answer; None when it is something else. Before the end: an empty list if they may be."""
+        """The calls that are the whole answer, an empty list while it may be calls; None when it is something else."""
         text = self._held.strip(SPACE) if is_end else self._held.lstrip(SPACE)
         fence = FENCE.match(text)
         if fence is None and text.startswith("`"):

@@ -1,5 +1,6 @@
-"""Chat and legacy completions: requests to jobs. Their fields become the engine's SamplingParams: defaults of OpenAI, limits of
-this server, grammars.
+"""Chat and legacy completions: requests to jobs.
+
+Their fields become the engine's SamplingParams: defaults of OpenAI, limits of this server, grammars.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from paceline.lossy import Lossy
 from paceline.serve.clock import Clock
 from paceline.serve.engine import ModelInfo
 from paceline.serve.failures import RequestRefused
-from paceline.serve.grammars import grammar_of
+from paceline.serve.grammars import GRAMMAR_FIELDS, grammar_of
 from paceline.serve.prompts import chat_ids, completion_ids
 from paceline.serve.protocol import ChatRequest, CompletionRequest, Sampling
 from paceline.serve.settings import ServeConfig
@@ -104,16 +105,17 @@ def jobs_of(
     if grammar is not None and model.mocked:
         message = (
             f"this server mocks acceptance ({model.mocked}), which looks at no token and so keeps to no grammar: leave out "
-            "response_format, guided_json, guided_regex and a forced tool_choice"
+            f"{', '.join(GRAMMAR_FIELDS)} and a forced tool_choice"
         )
-        raise RequestRefused(message, param="response_format", code="mocked_acceptance")
+        param = next((name for name in GRAMMAR_FIELDS if getattr(request, name) is not None), "tool_choice")
+        raise RequestRefused(message, param=param, code="mocked_acceptance")
     if request.stream_options is not None and not request.stream:
         raise RequestRefused("stream_options goes with stream: true only: leave it out", param="stream_options")
     n = request.n or 1
     if n > config.max_n:
         raise RequestRefused(f"n must be at most {config.max_n} on this server, not {n}", param="n")
     if (request.seed or 0) + n > 2**63:
-        raise RequestRefused(f"seed: {n} answers have seeds one after the other, which must stay below 2**63", param="seed")
+        raise RequestRefused(f"seed: the seeds of {n} answers, one after the other, must stay below 2**63", param="seed")
     common, jobs = params_of(request, model.vocab_size, logprobs, grammar), []
     if common.lossy and not config.allow_lossy:
         raise RequestRefused(LOSSY_IS_OFF, param="lossy", code="lossy_not_allowed", status=403)
@@ -125,7 +127,8 @@ def jobs_of(
         room = model.max_len - len(prompt)
         longest = max_tokens or min(room, config.default_max_tokens)
         if (least := request.min_tokens or 0) > longest:
-            raise RequestRefused(f"min_tokens must be at most max_tokens, {longest} here, not {least}", param="min_tokens")
+            message = f"min_tokens must be at most max_tokens, {longest} here, not {least}"
+            raise RequestRefused(message, param="min_tokens")
         each = replace(common, max_tokens=longest, min_tokens=least)
         seeds = [None if each.seed is None else each.seed + index for index in range(n)]
         jobs += [Job(prompt, replace(each, seed=seed)) for seed in seeds]

@@ -10,7 +10,7 @@ from paceline.serve.protocol import ResponseFormat, Sampling, StructuredOutputs
 from paceline.types import GrammarSpec
 
 META = re.compile(r"[\\.+*?()|\[\]{}^$]")
-FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
+GRAMMAR_FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
 
 
 def grammar_of(request: Sampling) -> GrammarSpec | None:

@@ -58,8 +58,8 @@ def encode_chat(
     clock: Clock | None = None,
     **options: bool,
 ) -> list[int]:
-    """Token ids of a conversation as `model.chat` makes them, with its options; `clock` is told how long the template took, and
-    the tokenizer. Raises RequestRefused on malformed messages, or when the template refuses."""
+    """Token ids of a conversation as `model.chat` makes them, with its options; `clock` is told how long the template
+    took, and the tokenizer. Raises RequestRefused on malformed messages, or when the template refuses."""
     clock = clock or Clock()
     try:
         plain = [message.as_sent() for message in messages]

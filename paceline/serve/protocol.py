@@ -65,7 +65,7 @@ class JsonSchema(Closed):
 
 
 class ResponseFormat(Closed):
-    """text; json_object (any, or of a `schema`); json_schema (with `json_schema`, or `schema`); regex (with `regex`)."""
+    """text; json_object (any, or of a `schema`); json_schema (of `json_schema` or `schema`); regex (of `regex`)."""
 
     type: Literal["text", "json_object", "json_schema", "regex"] = "text"
     json_schema: JsonSchema | None = None
@@ -90,7 +90,7 @@ class Function(Closed):
     name: str = Field(min_length=1, max_length=256)
     description: str | None = Field(None, description="What the function is for, in words for the model.")
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
-    strict: Flag | None = Field(None, description="In the prompt only: a call that is forced always keeps to its schema.")
+    strict: Flag | None = Field(None, description="In the prompt only: a forced call always keeps to its schema.")
 
 
 class CalledFunction(Closed):
@@ -137,7 +137,7 @@ class Message(Closed):
     name: SkipValidation[str | None] = Field(None, description="Who said it, where the model's chat template shows names.")
     tool_calls: SkipValidation[list[ToolCall] | None] = Field(None, description="Of an assistant: the calls it made.")
     tool_call_id: SkipValidation[str | None] = Field(None, description="Of a tool: the call that it answers.")
-    reasoning_content: SkipValidation[str | None] = Field(None, description="What an assistant thought; given to the template.")
+    reasoning_content: SkipValidation[str | None] = Field(None, description="An assistant's reasoning; for the template.")
     reasoning: SkipValidation[str | None] = Field(None, description="As reasoning_content.")
     function_call: SkipValidation[CalledFunction | None] = Field(None, description="As one of tool_calls, in older histories.")
     refusal: SkipValidation[str | None] = Field(None, description="Takes the place of a content that is null.")
@@ -179,7 +179,7 @@ class Sampling(Closed):
         None, ge=0, description="Neither end tokens nor stop strings end the answer before this many."
     )
     bad_words: Annotated[list[str], Field(max_length=64)] | None = None
-    """Words that the answer does not hold, in the tokens that encode them at the beginning of a text and after a space."""
+    """Words that the answer does not hold, in the tokens that encode them at the beginning of a text or after a space."""
     skip_special_tokens: Flag | None = Field(True, description="false: special tokens are part of the text.")
     ignore_eos: Flag | None = Field(False, description="Go on to max_tokens whatever the model says.")
     response_format: ResponseFormat | None = None
@@ -218,7 +218,7 @@ class ChatRequest(Sampling):
     """auto lets the model decide; required, or a function by name, makes the answer a call."""
     parallel_tool_calls: Flag | None = Field(True, description="false: an answer has at most one call.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the model's chat template.")
-    reasoning_effort: str | None = Field(None, description="For the chat template; refused where that does not read it.")
+    reasoning_effort: str | None = Field(None, description="For the chat template, which must read it.")
     documents: list[dict[str, Any]] | None = Field(
         None, description="For the chat template; refused where that does not read it."
     )
@@ -234,7 +234,7 @@ class CompletionRequest(Sampling):
         description="A text or its token ids, or several of them."
     )
     logprobs: Int | None = Field(None, ge=0, le=20, description="Log-probability of each token, and of so many others.")
-    echo: Flag | None = Field(False, description="Put the prompt before the answer; with logprobs its tokens are scored too.")
+    echo: Flag | None = Field(False, description="Put the prompt before the answer; with logprobs it is scored too.")
     add_special_tokens: Flag | None = Field(True, description="With the tokens that the model expects around a text.")
     suffix: str | None = Field(None, description="Refused: models here only go on.")
     best_of: Int | None = Field(None, description="Must equal n: answers are not ranked.")

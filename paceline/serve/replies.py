@@ -99,6 +99,6 @@ class TextReply(Reply):
         }
 
     def _name(self, token: int) -> str:
-        """A token's text, or the bytes of a piece of a character as OpenAI spells them: other pieces look alike as text."""
+        """A token's text, or its bytes where it is a piece of a character: such pieces look alike as text."""
         text = self.token_text(token)
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.tokenizer.token_bytes(token)) if "\ufffd" in text else text

@@ -158,8 +158,8 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 def tokenizer_with_marks() -> Tokenizer:
-    """Bytes, an added word of a non-ASCII spelling, a tool mark that is not special, and two special tokens of which one is
-    among the model's own pieces too."""
+    """Bytes, an added word of a non-ASCII spelling, a tool mark that is not special, and two special tokens, one of them
+    among the model's own pieces."""
     pieces = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {piece: token for token, piece in enumerate([*pieces, "<|im_start|>"])}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
