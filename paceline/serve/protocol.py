@@ -8,24 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, model_validator
 
 from paceline.serve import fields
 from paceline.serve.fields import Refused, is_left_out
 
-
-def _number(value: Any) -> Any:
-    if isinstance(value, (bool, str)):
-        sent = "text" if isinstance(value, str) else str(value).lower()
-        raise PydanticCustomError("number_type", "Input should be a number, not {sent}", {"sent": sent})
-    return value
-
-
-Int = Annotated[int, BeforeValidator(_number)]
-Float = Annotated[float, BeforeValidator(_number)]
+Int = Annotated[int, Field(strict=True)]
+Float = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
-TokenId = Annotated[int, Field(strict=True)]
+"""Neither text nor true is a number, and no text is true."""
 
 
 class Closed(BaseModel):
@@ -163,7 +154,7 @@ class Sampling(Closed):
     stop: str | Annotated[list[str], Field(max_length=16)] | None = Field(
         None, description="Text or special tokens that end the answer."
     )
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=64, description="Tokens that end the answer.")
+    stop_token_ids: list[Int] | None = Field(None, max_length=64, description="Tokens that end the answer.")
     max_tokens: Int | None = Field(None, ge=1)
     """Longest answer, in tokens. Without, a chat answer has the server's --default-max-tokens, a text completion 16."""
     temperature: Float | None = Field(None, ge=0, le=2, description="1.0 when left out, as OpenAI has it; 0 is greedy.")
@@ -230,9 +221,7 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     refused: ClassVar[dict[str, Refused]] = fields.TEXT_REFUSED
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(
-        description="A text or its token ids, or several of them."
-    )
+    prompt: str | list[str] | list[Int] | list[list[Int]] = Field(description="A text or its token ids, or several of them.")
     logprobs: Int | None = Field(None, ge=0, le=20, description="Log-probability of each token, and of so many others.")
     echo: Flag | None = Field(False, description="Put the prompt before the answer; with logprobs it is scored too.")
     add_special_tokens: Flag | None = Field(True, description="With the tokens that the model expects around a text.")
@@ -266,7 +255,7 @@ class TokenizeAnswer(BaseModel):
 
 class DetokenizeRequest(Closed):
     model: str | None = Field(None, description="The model's name, as of /v1/models.")
-    tokens: list[TokenId] = Field(description="Token ids, as /tokenize gives them.")
+    tokens: list[Int] = Field(description="Token ids, as /tokenize gives them.")
 
 
 class DetokenizeAnswer(BaseModel):
