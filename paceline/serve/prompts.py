@@ -85,7 +85,7 @@ def tokenize_ids(request: TokenizeRequest, model: ModelInfo) -> list[int]:
     if request.add_special_tokens:
         raise RequestRefused("add_special_tokens: a chat template brings its own", param="add_special_tokens")
     tools, options = request.tools or [], turn_options(request)
-    return encode_chat(request.messages, model.tokenizer, tools, request.chat_template_kwargs, **options)
+    return encode_chat(request.messages, model.tokenizer, tools, request.chat_template_kwargs, None, **options)
 
 
 def completion_ids(request: CompletionRequest, model: ModelInfo) -> list[list[int]]:

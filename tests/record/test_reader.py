@@ -90,7 +90,7 @@ def test_tools_and_variables_are_rendered(reader: Reader, tokenizer: Tokenizer) 
         {"chat_template": "{{ messages }}"},
         {"continue_final_message": True, "add_generation_prompt": False},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        {"messages": [{"role": "assistant", "content": "a", "reasoning_content": "b"}, *HELLO]},
+        {"messages": [{"role": "assistant", "content": "a", "audio": {"id": "b"}}, *HELLO]},
         {"messages": "nonsense"},
         {"temperature": -1},
         {"echo": True},
