@@ -23,7 +23,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,8 @@ class RunFolder:
 
     def log(self, **figures: Any) -> None:
         """Append one line to metrics.jsonl."""
-        line = json.dumps(plain(figures)) + "\n"
-        refused = reraised(CacheError, f"cannot write {self.path}", ELSEWHERE, OSError)
-        with refused, (self.path / "metrics.jsonl").open("a", encoding="utf-8") as metrics:
-            metrics.write(line)
+        with reraised(CacheError, f"cannot write {self.path}", ELSEWHERE, OSError):
+            append_lines(self.path / "metrics.jsonl", [plain(figures)])
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines logged so far; one cut short by a crash is left out."""
@@ -103,10 +101,35 @@ class RunFolder:
 def drop_cut_line(file: Path) -> None:
     """Cut off a last line that a crash left without its end."""
     with reraised(CacheError, f"cannot write {file}", ELSEWHERE, OSError):
-        data = file.read_bytes() if file.exists() else b""
-        whole = data.rfind(b"\n") + 1
-        if whole != len(data):
-            os.truncate(file, whole)
+        if not file.exists() or _ends_whole(file):
+            return
+        os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
+
+
+def _ends_whole(file: Path) -> bool:
+    with file.open("rb") as opened:
+        if not opened.seek(0, os.SEEK_END):
+            return True
+        opened.seek(-1, os.SEEK_END)
+        return opened.read(1) == b"\n"
+
+
+def append_lines(file: Path, lines: Iterable[Any], *, is_synced: bool = False) -> None:
+    """Append objects as JSON Lines, all or none: a line that a crash cut is dropped first, what a full disk took of these is
+    taken back. `is_synced`: they are on the disk on return. Raises OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    drop_cut_line(file)
+    text, size = "".join(json.dumps(line) + "\n" for line in lines), file.stat().st_size if file.exists() else 0
+    try:
+        with file.open("a", encoding="utf-8") as opened:
+            opened.write(text)
+            opened.flush()
+            if is_synced:
+                os.fsync(opened.fileno())
+    except OSError:
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            os.truncate(file, size)
+        raise
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CacheError, reraised
-from paceline.runlog import drop_cut_line, plain
+from paceline.runlog import append_lines, plain
 from paceline.tables import Column, Table
 
 LEDGER = "ledger.jsonl"
@@ -25,10 +25,7 @@ def append(out: Path, line: Line) -> Line:
     """Add a line, with the time. Raises CacheError when the disk refuses."""
     told = plain({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **line})
     with reraised(CacheError, f"cannot write {out / LEDGER}", "free space, then run the same command", OSError):
-        out.mkdir(parents=True, exist_ok=True)
-        drop_cut_line(out / LEDGER)
-        with (out / LEDGER).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(told) + "\n")
+        append_lines(out / LEDGER, [told])
     return told
 
 

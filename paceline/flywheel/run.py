@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError, PacelineError, refuse
+from paceline.errors import CacheError, ConfigError, PacelineError, refuse, reraised
 from paceline.flywheel import ledger
 from paceline.flywheel.checks import check_judge
 from paceline.flywheel.config import FlywheelConfig
@@ -68,7 +68,8 @@ def run(config: FlywheelConfig, progress: Progress) -> TurnResult:
         if config.evals.scorer == "judge" and "evals" not in turn.state.stages:
             check_judge(config.judge)
         progress.say(f"turn {turn.number}: {turn.serving.model} answers now")
-        turn.folder.mkdir(parents=True, exist_ok=True)
+        with reraised(CacheError, f"cannot write {turn.folder}", "free space, then run the same command", OSError):
+            turn.folder.mkdir(parents=True, exist_ok=True)
         turn.state.write()
         for name in STAGES:
             try:

@@ -12,9 +12,10 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import CacheError, reraised
-from paceline.runlog import whole_file
+from paceline.runlog import append_lines, whole_file
 
 REMEDY = "free space or choose another --out, then run again"
 OVER = "is_over"
@@ -57,20 +58,17 @@ class Journal:
         else:
             self.begun.setdefault(answer.key, []).append(answer)
         with reraised(CacheError, f"cannot write {path}", REMEDY, OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as lines:
-                lines.write(_line(answer, is_over))
+            append_lines(path, [_line(answer, is_over)])
 
     def carry(self, path: Path) -> None:
         """Conversations that are not over go on in the journal at `path`."""
         if self.begun:
             with whole_file(path, REMEDY) as scratch:
-                scratch.write_text("".join(_line(each, False) for answers in self.begun.values() for each in answers), "utf-8")
+                append_lines(scratch, (_line(each, False) for answers in self.begun.values() for each in answers))
 
 
-def _line(answer: Answer, is_over: bool) -> str:
-    told = {name: value for name, value in asdict(answer).items() if value is not None}
-    return json.dumps({**told, OVER: is_over}) + "\n"
+def _line(answer: Answer, is_over: bool) -> dict[str, Any]:
+    return {**{name: value for name, value in asdict(answer).items() if value is not None}, OVER: is_over}
 
 
 def read_journals(paths: Iterable[Path]) -> tuple[list[Answer], dict[str, list[Answer]]]:
