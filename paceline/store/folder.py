@@ -8,7 +8,8 @@
     store/card.md               what is in it
 
 A version adds files and changes none; rows say since which one they are there, so that an earlier version can be read again.
-Only `forget` and `split` change what is there. A change that did not come to its end is taken back by the next one.
+Only `forget` and `split` change what is there. The next change settles one that was killed: it is finished where its line and
+its files are whole, else taken back.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 from paceline.errors import CacheError, ConfigError, PromptError, refuse, reraised
 from paceline.hub import resolve
 from paceline.model.tokenizer import Tokenizer
-from paceline.runlog import plain, whole_file, write_whole
+from paceline.runlog import append_lines, plain, whole_file, write_whole
 from paceline.store.card import write_card
 from paceline.store.config import SplitConfig
 from paceline.store.copies import Near, common_pieces, pieces_of
@@ -60,7 +61,12 @@ class Store:
     def create(cls, path: str | Path, model: str, split: SplitConfig | None = None) -> Store:
         """An empty store for tokens of this model. Raises ConfigError when there is one already."""
         folder = Path(path)
-        refuse(ConfigError, ((folder / "store.json").exists(), f"{folder} is a store already: open it"))
+        is_left = (folder / "versions.jsonl").exists() or any(any((folder / side).glob("answers-*.parquet")) for side in SIDES)
+        refuse(
+            ConfigError,
+            ((folder / "store.json").exists(), f"{folder} is a store already: open it"),
+            (is_left, f"{folder} holds a store's files without its store.json: restore that, or choose another folder"),
+        )
         with reraised(CacheError, f"cannot write {folder}", ELSEWHERE, OSError):
             for each in (folder, *(folder / side for side in SIDES)):
                 each.mkdir(mode=0o700, parents=True, exist_ok=True)  # what users said is for the owner alone
@@ -97,25 +103,49 @@ class Store:
     def rows(self, side: str, version: int | None = None) -> Iterator[Row]:
         """Rows of a side, as they were at a version. Raises PromptError on a damaged shard."""
         last = self.version if version is None else version
+        named = {name for line in self.versions()[-1:] for name in line["files"]}  # others are of a change that was killed
         for file in self.shards(side):
+            if f"{side}/{file.name}" not in named:
+                continue
             for row in read_shard(file):
                 if row["version"] <= last:
                     yield row
 
     @contextlib.contextmanager
-    def changing(self, doing: str) -> Iterator[None]:
-        """Within, nobody else changes it. Raises ConfigError when somebody does."""
+    def changing(self, doing: str) -> Iterator[dict[str, Any] | None]:
+        """Within, nobody else changes it. Yields the line of a version that was finished first, after a kill.
+
+        Raises ConfigError when somebody else does, and where store.json and versions.jsonl are not of the same time."""
         with only_run(self.path, doing, Ranks(), SILENT.say):
             fresh = Store.open(self.path)
             self.version, self.suites, self.forgotten = fresh.version, fresh.suites, fresh.forgotten
             self.split = fresh.split
-            versions = self.versions()
-            whole = versions[-1]["files"] if versions else {}
-            for side in SIDES:
-                for file in self.shards(side):
-                    if f"{side}/{file.name}" not in whole:
-                        file.unlink()  # of a change that was killed
-            yield
+            yield self._settle()
+
+    def _settle(self) -> dict[str, Any] | None:
+        """Finish a change that was killed where its files and its line are whole, and return the line; else take it back."""
+        lines = {line["version"]: line for line in self._lines("versions.jsonl")}
+        newest, finished = max(lines, default=0), None
+        if (self.version and self.version not in lines) or newest > self.version + 1:
+            raise ConfigError(
+                f"{self.path}: store.json is at version {self.version}, versions.jsonl ends with {newest}: restore both from "
+                "the same copy; nothing was changed"
+            )
+        if self._is_whole(lines.get(self.version + 1)):
+            finished = lines[self.version + 1]
+            self.version, self.split = newest, SplitConfig(**finished["split"]) if "split" in finished else self.split
+            self.save()
+        whole = lines[self.version]["files"] if self.version else {}
+        for side in SIDES:
+            for file in self.shards(side):
+                if f"{side}/{file.name}" not in whole:
+                    file.unlink()  # of a change that was killed, or replaced by one
+        return finished
+
+    def _is_whole(self, line: dict[str, Any] | None) -> bool:
+        """Whether there is such a line and every file that it names is there as it says."""
+        files = {self.path / name: mark for name, mark in line["files"].items()} if line else {}
+        return bool(files) and all(file.is_file() and sha256_of(file) == mark for file, mark in files.items())
 
     def add(
         self, sources: Iterable[str | Path], tokenizer: Tokenizer | None = None, progress: Progress = SILENT
@@ -124,7 +154,7 @@ class Store:
         that can be used and never was there; ConfigError, CacheError."""
         paths = [Path(each) for each in sources]
         incoming = Incoming(tokenizer or self.tokenizer(), Counter())
-        with self.changing("adding to the store"):
+        with self.changing("adding to the store") as finished:
             fresh = list(incoming.rows(paths))
             stored = [(side, row) for side in SIDES for row in self.rows(side)]
             refuse(
@@ -133,14 +163,16 @@ class Store:
             )
             left_out, added = incoming.left_out, dict.fromkeys(SIDES, 0)
             kept = self._new(stored, fresh, left_out)
+            read = [str(path.resolve()) for path in paths]
+            if finished and not kept and finished.get("sources") == read:
+                progress.say(f"version {self.version} was written by the same command, which was stopped: it is whole now")
+                return finished
             version = self.version + 1
             for side in SIDES:
                 mine = [{**row, "version": version} for where, row in kept if where == side]
                 self.write(side, mine, version)
                 added[side] = len(mine)
-            line = self.commit(
-                "add", {"added": added, "left_out": dict(left_out), "sources": [str(path.resolve()) for path in paths]}
-            )
+            line = self.commit("add", {"added": added, "left_out": dict(left_out), "sources": read})
         progress.say(
             f"version {self.version}: {added['train']} rows to train on, {added['evals']} for evals; {_told(incoming)}"
         )
@@ -184,7 +216,9 @@ class Store:
 
     def resplit(self, split: SplitConfig) -> dict[str, Any]:
         """Share all conversations out anew. What was trained on an earlier version may have seen what is now kept for evals."""
-        with self.changing("splitting the store"):
+        with self.changing("splitting the store") as finished:
+            if finished and finished.get("split") == asdict(split):
+                return finished
             old = [file for side in SIDES for file in self.shards(side)]
             rows = [row for side in SIDES for row in self.rows(side)]
             refuse(PromptError, (not rows, f"{self.path} is empty: add answers first"))
@@ -210,9 +244,8 @@ class Store:
         return line
 
     def versions(self) -> list[dict[str, Any]]:
-        """Lines of all versions; one that was killed before it was one is left out."""
-        file = self.path / "versions.jsonl"
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+        """Lines of all versions; one that was killed before it was one is left out. Raises ConfigError on a damaged line."""
+        lines = self._lines("versions.jsonl")
         return [*{line["version"]: line for line in lines if line["version"] <= self.version}.values()]
 
     def note_suite(self, file: str | Path) -> None:
@@ -230,13 +263,19 @@ class Store:
         return len(mine)
 
     def _append(self, name: str, lines: Iterable[dict[str, Any]]) -> None:
-        refused = reraised(CacheError, f"cannot write {self.path}", ELSEWHERE, OSError)
-        with refused, (self.path / name).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(plain(line)) + "\n" for line in lines)
+        with reraised(CacheError, f"cannot write {self.path}", ELSEWHERE, OSError):
+            append_lines(self.path / name, map(plain, lines), is_synced=True)
 
     def labels(self) -> list[dict[str, Any]]:
-        file = self.path / "labels.jsonl"
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+        """Raises ConfigError on a damaged line."""
+        return self._lines("labels.jsonl")
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        """Objects of a file of JSON Lines; a last line that a full disk or a kill cut is left out."""
+        file, remedy = self.path / name, "restore it from a copy, or delete the line that is no JSON"
+        with reraised(ConfigError, f"{file} is damaged", remedy, OSError, ValueError):
+            whole = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+            return [json.loads(line) for line in whole if line.strip()]
 
 
 def _told(incoming: Incoming) -> str:

@@ -19,6 +19,8 @@ from paceline.store.folder import Store, parquet, write_shard
 from paceline.store.incoming import Row, digest_of, pa, read_shard, shards_of
 from paceline.store.split import SIDES
 
+DAMAGED = "damaged line"
+
 
 @dataclass(slots=True)
 class Forgotten:
@@ -56,7 +58,8 @@ def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
         store.save()  # first: what is killed on the way is finished by the same command
         for file in [file for side in SIDES for file in store.shards(side)]:
             without(file, lambda row: row["digest"] in gone)
-        done.labels = _without_lines(store.path / "labels.jsonl", lambda each: each.get("digest") in gone)
+        labels = store.path / "labels.jsonl"
+        done.labels = _without_lines(labels, lambda each: DAMAGED in each or each.get("digest") in gone)
         for name in store.suites:
             if not Path(name).is_file():
                 done.suites_gone.append(name)
@@ -96,11 +99,20 @@ def without(file: Path, is_gone: Callable[[Row], bool]) -> int:
 def _without_lines(file: Path, is_gone: Callable[[dict[str, Any]], bool]) -> int:
     if not file.exists():
         return 0
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    left = [line for line in lines if not is_gone(line)]
+    lines = [line for line in file.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
+    left = [line for line in lines if not is_gone(_parsed(line))]
     if len(left) < len(lines):
-        write_whole(file, "".join(json.dumps(line) + "\n" for line in left))
+        write_whole(file, "".join(f"{line}\n" for line in left))
     return len(lines) - len(left)
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """Its object; a damaged line, which must not keep anything from being forgotten, under DAMAGED."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return {DAMAGED: line}
+    return value if isinstance(value, dict) else {DAMAGED: line}
 
 
 def _is_of(case: dict[str, Any], gone: set[str]) -> bool:
@@ -113,9 +125,14 @@ def _sources(store: Store, tokenizer: Tokenizer, pattern: re.Pattern[str], in_so
         if not Path(name).exists():
             continue
         for file in shards_of(Path(name)) if Path(name).is_file() or any(Path(name).rglob("*.parquet")) else ():
-            table = parquet.read_table(file)
+            try:
+                table = parquet.read_table(file)
+                rows = table.select(["prompt_ids", "answer_ids", "text"]).to_pylist()
+            except (pa.ArrowException, OSError, ValueError, KeyError):
+                done.sources_with_it.append(f"{file}, which cannot be read")
+                continue
             keep = []
-            for row in table.select(["prompt_ids", "answer_ids", "text"]).to_pylist():
+            for row in rows:
                 prompt_ids, answer_ids = row["prompt_ids"] or [], row["answer_ids"] or []
                 told = {"prompt": tokenizer.decode(prompt_ids, False), "text": row["text"]}
                 is_known = store.salted(digest_of(prompt_ids, answer_ids)) in store.forgotten
