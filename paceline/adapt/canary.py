@@ -6,8 +6,9 @@ Every method may raise UnreachableError and can be called again then: nothing is
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,10 +59,12 @@ class Canary:
         stage.undo, self.known = self.deployment.undo, {**known, name: members[name]}
         return stage
 
-    def put_in(self, stage: Stage, now: float) -> None:
+    def put_in(self, stage: Stage, now: float, save: Callable[[], None]) -> None:
         """Load the drafter, or send its cluster to it, and begin its probation.
 
-        Raises DownloadError when the server refuses the drafter, DeployError when something else hinders it."""
+        `save` writes down what is to be undone, before the server is asked: a load takes minutes, in which this process may
+        be killed. Raises DownloadError when the server refuses the drafter, DeployError when something else hinders it, and
+        what `save` raises."""
         try:
             counts = self.read(now)
         except DownloadError as error:  # whatever the counters say, it is not about this drafter
@@ -70,20 +73,26 @@ class Canary:
             stage.begin_counting(counts, now)
         else:
             stage.begin_probation(self.traces, self.readings[0][1] if self.readings else None, counts, now)
-        stage.name = "swap"
+        stage.name, began_s = "swap", time.monotonic()
+
+        def noted() -> None:
+            stage.undo = self.deployment.undo
+            save()
+
         try:
             if stage.kind != "route":
-                self.deployment.load(stage.member, Path(stage.drafter))
+                self.deployment.load(stage.member, Path(stage.drafter), noted)
             with _blameless():
                 if stage.kind in ("route", "propose"):
-                    self.deployment.route(stage.clusters[0], stage.member)
+                    self.deployment.route(stage.clusters[0], stage.member, noted)
                 stage.drafts = self.deployment.drafts(stage.member)
                 stage.served = self.deployment.members().get(stage.member, "")
+                counts = self.read(now)  # anew: what was counted during the load is not of this drafter
         finally:
             stage.undo = self.deployment.undo
         if self.known is not None and stage.served:
             self.known[stage.member] = stage.served
-        stage.name = "probation"
+        stage.begin_counting(counts, now + time.monotonic() - began_s)
 
     def judge(self, stage: Stage, now: float, config: WatchConfig) -> tuple[str, str] | None:
         """Judges a probation; returns how it ended (kept, rolled back, unproven, gone) and why, or None so far."""
@@ -100,7 +109,7 @@ class Canary:
             return "rolled back", wrong
         ending, rounds = stage.is_over(now, config, drafts), stage.rounds(drafts)
         if ending == "unproven":
-            hours = (now - stage.began) / HOUR_S
+            hours = stage.lasted(now) / HOUR_S
             why = f"not enough traffic to judge it: {rounds:g} rounds in {hours:.3g} hours, {LEAST_ROUNDS} are needed"
             return ("kept" if stage.kind == "found" or config.unproven == "keep" else "unproven"), why
         return ("kept", f"nothing fell in {rounds:g} rounds") if ending else None

@@ -6,15 +6,15 @@ line in `counted.jsonl`, so that a daemon that was stopped knows it again.
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from paceline.adapt.counts import Counts
 from paceline.adapt.hours import HOUR_S, Sums
 from paceline.errors import CacheError, reraised
-from paceline.runlog import RunFolder, drop_cut_line
+from paceline.runlog import RunFolder, append_lines
 
 ALL = "all"
 """The cluster of traffic that is not told apart."""
@@ -25,11 +25,13 @@ class CountedHours:
     """Readings go in, hours come out."""
 
     folder: Path
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Lines of the file that were not used at the latest reading, by reason."""
     _before: tuple[float, Counts] | None = None
     _pairs: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
     def read(self, now: float, counts: Counts) -> None:
-        """A reading of the counters. One across a restart of the server, which sets them back, says nothing."""
+        """Note a reading of the counters, as a `Meter` sums them over restarts of the server."""
         if self._before is not None:
             rounds, accepted = counts.rounds - self._before[1].rounds, counts.accepted - self._before[1].accepted
             if rounds > 0 and accepted >= 0:
@@ -38,16 +40,21 @@ class CountedHours:
 
     def hours(self, until: int, since: int = 0) -> dict[int, dict[str, Sums]]:
         """{hour: {ALL: sums}} of the hours [since, until), which are over and are written down. Raises CacheError."""
-        file = self.folder / "counted.jsonl"
+        file, self.left_out = self.folder / "counted.jsonl", Counter()
         with reraised(CacheError, f"cannot write {file}", "free space, or choose another --state", OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            drop_cut_line(file)
             for hour in sorted(each for each in self._pairs if each < until):
-                with file.open("a", encoding="utf-8") as lines:
-                    lines.write(json.dumps({"hour": hour, "sums": astuple(Sums.of(self._pairs[hour]))}) + "\n")
+                append_lines(file, [{"hour": hour, "sums": astuple(Sums.of(self._pairs[hour]))}])
                 del self._pairs[hour]
             found: dict[int, dict[str, Sums]] = {}
             for line in RunFolder(self.folder).lines(file.name):
-                if since <= line["hour"] < until:
+                if not _is_hour(line):
+                    self.left_out["damaged hour"] += 1
+                elif since <= line["hour"] < until:
                     found[line["hour"]] = {ALL: found.get(line["hour"], {}).get(ALL, Sums()) + Sums(*line["sums"])}
             return found
+
+
+def _is_hour(line: dict[str, Any]) -> bool:
+    sums = line.get("sums")
+    is_whole = isinstance(sums, list) and len(sums) == len(astuple(Sums()))
+    return type(line.get("hour")) is int and is_whole and all(type(each) in (int, float) for each in sums or ())

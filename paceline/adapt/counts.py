@@ -1,15 +1,15 @@
 """What a server says of itself: counters by which acceptance and pace are read, its health, and answers in JSON.
 
-vLLM's names, which paceline's own server has too; SGLang's are read by `SglangCounts`. What goes wrong is a
-DownloadError in one line: UnreachableError where the server does not answer or is busy, so that the same call may be
-tried again; DeployError where it has not looked at the drafter.
+vLLM's names, which paceline's own server has too, or SGLang's. What goes wrong is a DownloadError in one line:
+UnreachableError where the server does not answer or is busy, so that the same call may be tried again; DeployError
+where it has not looked at the drafter.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -58,6 +58,87 @@ class Counts:
         return Counts(*(ours + theirs for ours, theirs in pairs))
 
 
+@dataclass(slots=True)
+class Meter:
+    """Sums the counters of one engine over its restarts, each of which sets them back to 0."""
+
+    earlier: Counts = field(default_factory=Counts)
+    """Counted before the latest restart that was seen."""
+    last: Counts = field(default_factory=Counts)
+    """The latest reading."""
+
+    @property
+    def total(self) -> Counts:
+        return self.earlier + self.last
+
+    def read(self, raw: Counts, length: float | None = None) -> Counts:
+        """Returns what was counted in all; `raw` is what the engine says now.
+
+        `length`: mean tokens a round of late, where that is told and the rounds are not: they follow from the tokens
+        since the last reading."""
+        if _is_partial(self.last, raw):
+            return self.total
+        before = self.total.tokens
+        if is_restarted(self.last, raw):
+            self.earlier += self.last
+        self.last = raw
+        if length is not None and length >= 1:
+            gained = self.total.tokens - before
+            self.earlier += Counts(rounds=gained / length, accepted=gained - gained / length)
+        return self.total
+
+    def saved(self) -> list[list[float]]:
+        """As JSON; `Meter.of` reads it."""
+        return [list(astuple(self.earlier)), list(astuple(self.last))]
+
+    @classmethod
+    def of(cls, saved: list[list[float]]) -> Meter:
+        earlier, last = saved
+        return cls(Counts(*earlier), Counts(*last))
+
+
+@dataclass(slots=True)
+class Meters:
+    """Meters by server and engine: each counts for itself, so that the restart of one moves nothing."""
+
+    of: dict[str, dict[str, Meter]]
+
+    def read(self, clients: Iterable[Client], model: str | None) -> Counts:
+        """Returns what all servers counted, without those whose page cannot be read now: they add nothing until they
+        can be again. Raises DownloadError where none can be."""
+        pages, errors = dict[str, dict[str, dict[str, float]]](), list[DownloadError]()
+        for client in clients:
+            try:
+                pages[client.url] = metrics_of(client, model)
+            except (UnreachableError, DeployError):
+                raise
+            except DownloadError as error:
+                log.warning("%s: left out of this reading", error)
+                errors.append(error)
+        if not pages:
+            raise errors[0]
+        is_begun = any(self.of.values())
+        for server, engines in pages.items():
+            for engine, values in engines.items():
+                raw, length = _reading(values)
+                # What an engine counted before it was first seen beside others is no gain since the last reading.
+                missed = Counts(*(-value for value in astuple(raw))) if is_begun else Counts()
+                self.of[server].setdefault(engine, Meter(missed, raw)).read(raw, length)
+        return sum((meter.total for meter in self.all()), Counts())
+
+    def all(self) -> list[Meter]:
+        return [meter for engines in self.of.values() for meter in engines.values()]
+
+    def saved(self) -> dict[str, Any]:
+        """As JSON; `restore` reads it."""
+        return {server: {engine: meter.saved() for engine, meter in each.items()} for server, each in self.of.items()}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go on from what was saved of these servers."""
+        for server in self.of.keys() & saved.keys():
+            self.of[server] = {engine: Meter.of(each) for engine, each in saved[server].items()}
+
+
 def is_restarted(before: Counts, after: Counts) -> bool:
     """True if counters went back: the server, or one of several, was started again between two readings."""
     return after.tokens < before.tokens or after.rounds < before.rounds or after.requests < before.requests
@@ -75,62 +156,13 @@ def pace(before: Counts, after: Counts) -> tuple[float, float] | None:
     return ((after.rounds - before.rounds) / steps, busy_s / steps) if steps >= LEAST_STEPS and busy_s > 0 else None
 
 
-def counts_of(client: Client, model: str | None = None) -> Counts:
-    """What the server counts, of all its engines. Raises DownloadError."""
-    return sum(counts_by_engine(client, model).values(), Counts())
-
-
-def counts_by_engine(client: Client, model: str | None = None) -> dict[str, Counts]:
-    """Engine -> what it counts. Raises DownloadError when the page is none of metrics, or tells of several models."""
-    return {engine: _counts(values) for engine, values in metrics_of(client, model).items()}
-
-
-def _counts(values: dict[str, float]) -> Counts:
+def _reading(values: dict[str, float]) -> tuple[Counts, float | None]:
+    """What an engine counts, and of SGLang the mean tokens a round: it does not tell how many rounds there were."""
+    if SGLANG_TOKENS in values:
+        return Counts(values[SGLANG_TOKENS]), values.get(SGLANG_LENGTH, 0.0)
     counted = {name: values.get(metric, 0.0) for name, metric in COUNTERS.items()}
-    return Counts(**counted, busy_s=sum(values.get(name, 0.0) for name in BUSY), requests=values.get(REQUESTS, 0.0))
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counters of several servers, added up so that none goes back: differences are taken by server and engine,
-    then summed.
-
-    A counter that is below its last reading was set back by a restart and counts from zero; a server whose page could
-    not be read adds nothing until it can be again."""
-
-    total: Counts = Counts()
-    _last: dict[tuple[str, str], Counts] = field(default_factory=dict)
-    _is_begun: bool = False
-
-    def read(self, clients: Iterable[Client], read: Callable[[Client], dict[str, Counts]]) -> Counts:
-        """Take a reading without the servers whose page cannot be read now. Raises DownloadError where none can be."""
-        pages, errors = dict[str, dict[str, Counts]](), list[DownloadError]()
-        for client in clients:
-            try:
-                pages[client.url] = read(client)
-            except (UnreachableError, DeployError):
-                raise
-            except DownloadError as error:
-                log.warning("%s: left out of this reading", error)
-                errors.append(error)
-        if not pages:
-            raise errors[0]
-        return self.add(pages)
-
-    def add(self, pages: dict[str, dict[str, Counts]]) -> Counts:
-        """Take a reading, server -> engine -> counts; returns the total by now."""
-        for server, engines in pages.items():
-            for engine, now in engines.items():
-                before = self._last.get((server, engine))
-                if before is not None and _is_partial(before, now):
-                    continue
-                if before is not None:
-                    self.total += now if is_restarted(before, now) else _difference(before, now)
-                elif not self._is_begun:
-                    self.total += now
-                self._last[server, engine] = now
-        self._is_begun = True
-        return self.total
+    busy_s = sum(values.get(name, 0.0) for name in BUSY)
+    return Counts(**counted, busy_s=busy_s, requests=values.get(REQUESTS, 0.0)), None
 
 
 def _is_partial(before: Counts, now: Counts) -> bool:
@@ -138,32 +170,6 @@ def _is_partial(before: Counts, now: Counts) -> bool:
     pairs = [(before.tokens, now.tokens), (before.rounds, now.rounds), (before.requests, now.requests)]
     pairs = [(then, value) for then, value in pairs if then > 0]
     return any(value == 0 for _, value in pairs) and any(value >= then for then, value in pairs)
-
-
-def _difference(before: Counts, now: Counts) -> Counts:
-    return Counts(*(max(ours - theirs, 0.0) for ours, theirs in zip(astuple(now), astuple(before), strict=True)))
-
-
-@dataclass(slots=True)
-class SglangCounts:
-    """SGLang tells the mean tokens a round of late, not how many rounds there were: they follow from its tokens,
-    reading by reading."""
-
-    _last: dict[tuple[str, str], Counts] = field(default_factory=dict)
-
-    def read(self, client: Client, model: str | None = None) -> dict[str, Counts]:
-        """Engine -> what it has counted. Raises DownloadError."""
-        return {engine: self._read((client.url, engine), values) for engine, values in metrics_of(client, model).items()}
-
-    def _read(self, engine: tuple[str, str], values: dict[str, float]) -> Counts:
-        tokens, length = values.get(SGLANG_TOKENS, 0.0), values.get(SGLANG_LENGTH, 0.0)
-        before = self._last.get(engine, Counts(tokens))
-        if tokens < before.tokens:  # started again
-            before = Counts()
-        gained = tokens - before.tokens
-        rounds = gained / length if length >= 1 else 0.0
-        self._last[engine] = Counts(tokens, before.rounds + rounds, before.accepted + (gained - rounds if rounds else 0.0))
-        return self._last[engine]
 
 
 def drafts_of(client: Client, member: str) -> float | None:

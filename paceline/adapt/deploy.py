@@ -23,37 +23,22 @@ PACELINE_SPECULATIVE_CONFIG (JSON, as --speculative-config of vLLM takes it) in 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import shlex
-import subprocess
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
 
 from paceline.adapt.config import DeployConfig
-from paceline.adapt.counts import (
-    NOT_NOW,
-    Counts,
-    SglangCounts,
-    Totals,
-    ask,
-    counts_by_engine,
-    counts_of,
-    drafts_of,
-    is_up,
-    is_well,
-)
+from paceline.adapt.counts import Counts, Meters, ask, drafts_of, is_well
+from paceline.adapt.restarted import SglangServers, VllmServers
 from paceline.bench.client import Client
-from paceline.errors import DeployError, DownloadError, UnreachableError
+from paceline.errors import DeployError, DownloadError, PacelineError, UnreachableError
+from paceline.tables import ignore
 from paceline.types import NONE
 
 log = logging.getLogger("paceline.adapt")
-POLL_S = 0.5
-ONLY = "drafter"
-"""What the one drafter of a server is called that has no pool."""
 
 
 class Deployment(Protocol):
@@ -63,6 +48,12 @@ class Deployment(Protocol):
     """Whether traces of its requests tell how many drafts stood in each round."""
     undo: list[list[str | None]]
     """What `roll_back` will take back, as JSON: a daemon that goes on after another sets it."""
+    meters: Meters
+    """By address of a server: what it has counted. A daemon that goes on after another sets it."""
+
+    def serves(self, drafter: str) -> None:
+        """Note the drafter that serves now, for servers that do not say."""
+        ...
 
     def members(self) -> dict[str, str]:
         """Name -> drafter (folder, or name) of what drafts there now."""
@@ -76,14 +67,15 @@ class Deployment(Protocol):
         """The member that requests of a cluster are sent to, if they are. DownloadError where none can be sent."""
         ...
 
-    def load(self, name: str, folder: Path) -> None:
+    def load(self, name: str, folder: Path, noted: Callable[[], None] = ignore) -> None:
         """Put a drafter to work under a name, in the place of any other.
 
-        When it raises, the servers work as before; after an UnreachableError they may not, and `undo` knows that."""
+        `noted` is called when `undo` has it, before a server is asked: what it raises ends the load. When it raises, the
+        servers work as before; after an UnreachableError they may not, and `undo` knows that."""
         ...
 
-    def route(self, cluster: str, name: str) -> None:
-        """Send requests of a cluster to this member."""
+    def route(self, cluster: str, name: str, noted: Callable[[], None] = ignore) -> None:
+        """Send requests of a cluster to this member; `noted` as of `load`."""
         ...
 
     def found(self, name: str, before: str | None) -> None:
@@ -134,7 +126,10 @@ class PacelineServer:
         self._served_name = config.served_name
         self.undo = list[list[str | None]]()
         """("drafter", name, what it was made from before) and ("cluster", name, the member it was sent to before)."""
-        self._leaving = set[str]()
+        self.meters, self._leaving = Meters({self._client.url: {}}), set[str]()
+
+    def serves(self, drafter: str) -> None:
+        pass  # it says so itself
 
     def members(self) -> dict[str, str]:
         rows = self._listed("drafters")
@@ -159,22 +154,23 @@ class PacelineServer:
         url = self._client.url
         raise DeployError(f"{url} knows no requests of {cluster!r}: it needs --route auto, and such traffic")
 
-    def load(self, name: str, folder: Path) -> None:
-        self._change("drafter", name, self.members().get(name), str(folder.absolute()))
+    def load(self, name: str, folder: Path, noted: Callable[[], None] = ignore) -> None:
+        self._change("drafter", name, self.members().get(name), str(folder.absolute()), noted)
 
-    def route(self, cluster: str, name: str) -> None:
-        self._change("cluster", cluster, self.pinned(cluster), name)
+    def route(self, cluster: str, name: str, noted: Callable[[], None] = ignore) -> None:
+        self._change("cluster", cluster, self.pinned(cluster), name, noted)
 
-    def _change(self, kind: str, name: str, before: str | None, drafter: str) -> None:
+    def _change(self, kind: str, name: str, before: str | None, drafter: str, noted: Callable[[], None]) -> None:
         """Noted before it is asked for: a request whose answer was lost may have been carried out."""
         is_noted = any(each[:2] == [kind, name] for each in self.undo)  # it is tried again
         if not is_noted:
             self.undo.append([kind, name, before])
         try:
+            noted()
             self._ask("POST", f"{kind}s", name, {"drafter": drafter})
         except UnreachableError:
             raise
-        except DownloadError:
+        except PacelineError:
             if not is_noted:
                 self.undo.pop()
             raise
@@ -220,7 +216,8 @@ class PacelineServer:
 
     def _listed(self, kind: str) -> list[dict[str, Any]]:
         rows = ask(self._client, "GET", "/admin/drafters").get(kind)
-        if not isinstance(rows, list):
+        keys = {"name", "drafter", "state", "rows"} if kind == "drafters" else {"label", "pinned"}
+        if not isinstance(rows, list) or not all(isinstance(row, dict) and keys <= row.keys() for row in rows):
             raise DeployError(f"{self._client.url}/admin/drafters lists no {kind}: start a paceline server of this version")
         return rows
 
@@ -228,7 +225,7 @@ class PacelineServer:
         ask(self._client, method, f"/admin/{kind}/{quote(name)}", body)
 
     def counts(self) -> Counts:
-        return counts_of(self._client, self._served_name)
+        return self.meters.read([self._client], self._served_name)
 
     def drafts(self, name: str) -> float | None:
         return drafts_of(self._client, name)
@@ -241,158 +238,3 @@ class PacelineServer:
 
     def close(self) -> None:
         self._client.close()
-
-
-class _Restarted:
-    """Servers with one drafter each, which is replaced server by server."""
-
-    traces_rounds = False
-
-    def __init__(self, config: DeployConfig, incumbent: Path | None) -> None:
-        self.config, self._serving = config, incumbent
-        self.undo = list[list[str | None]]()
-        """The folder from before, if one is known."""
-        self._clients = [Client(url, config.admin_key, config.patience_s) for url in config.servers]
-        self._totals = Totals()
-
-    def members(self) -> dict[str, str]:
-        return {} if self._serving is None else {ONLY: str(self._serving)}
-
-    def place_of(self, drafter: str) -> str:
-        self._serving = self._serving or (Path(drafter) if Path(drafter).is_dir() else None)
-        return ONLY
-
-    def pinned(self, cluster: str) -> str | None:
-        raise DeployError("these servers have one drafter each, for all of their traffic")
-
-    def route(self, cluster: str, name: str) -> None:
-        self.pinned(cluster)
-
-    def load(self, name: str, folder: Path) -> None:
-        """Noted before the first server gets it: a request whose answer was lost may have been carried out."""
-        before = None if self._serving is None else str(self._serving)
-        is_noted = before is not None and [before] in self.undo  # it is tried again
-        if not is_noted:
-            self.found(name, before)
-        done = list[Client]()
-        try:
-            for client in self._clients:
-                done.append(client)
-                self._replace(client, folder)
-        except UnreachableError:
-            raise
-        except DownloadError as error:
-            if not is_noted:
-                self._give_back(done, error)
-                self.undo.pop()
-            raise
-        self._serving = folder
-
-    def _give_back(self, done: list[Client], error: DownloadError) -> None:
-        if self._serving is None:
-            raise type(error)(f"{error}; nothing is known to go back to: restart the server by hand") from error
-        for client in done:
-            self._replace(client, self._serving)
-
-    def found(self, name: str, before: str | None) -> None:
-        if before is not None:
-            self.undo.append([before])
-
-    def keep(self) -> None:
-        self.undo = []
-
-    def roll_back(self) -> None:
-        for (before,) in self.undo[:1]:
-            assert before is not None
-            for client in self._clients:
-                self._replace(client, Path(before))
-            self._serving, self.undo = Path(before), []
-
-    def counts(self) -> Counts:
-        """Of all servers, without those whose page cannot be read now. Raises DownloadError where none can be."""
-        return self._totals.read(self._clients, self._read)
-
-    def drafts(self, name: str) -> float | None:
-        return None
-
-    def holds(self, name: str, drafter: str) -> bool:
-        return True  # these servers do not say what they draft with
-
-    def is_well(self) -> bool:
-        return all(is_well(client) for client in self._clients)
-
-    def close(self) -> None:
-        for client in self._clients:
-            client.close()
-
-    def _read(self, client: Client) -> dict[str, Counts]:
-        return counts_by_engine(client, self.config.served_name)
-
-    def _replace(self, client: Client, folder: Path) -> None:
-        """Give one server the drafter, and wait until it is well."""
-        assert self.config.restart is not None
-        self._command(self.config.restart, client, folder)
-        until = time.monotonic() + self.config.patience_s
-        while not is_up(client):
-            if time.monotonic() > until:
-                raise DeployError(f"{client.url} is not well {self.config.patience_s:g} s after its restart with {folder}")
-            time.sleep(POLL_S)
-
-    def _command(self, command: str, client: Client, folder: Path) -> None:
-        speculative = {"method": self.config.method, "model": str(folder), "num_speculative_tokens": self.config.num_drafted}
-        added = {"PACELINE_SERVER": client.url, "PACELINE_DRAFTER": str(folder)}
-        added["PACELINE_SPECULATIVE_CONFIG"] = json.dumps(speculative)
-        try:
-            limit = self.config.patience_s
-            done = subprocess.run(shlex.split(command), env=os.environ | added, capture_output=True, text=True, timeout=limit)
-        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-            raise DeployError(f"{command!r} did not run for {client.url} ({error}): correct it") from error
-        if done.returncode:
-            said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["it said nothing"]
-            raise DeployError(f"{command!r} failed for {client.url} ({said[0]}): correct it")
-
-
-class VllmServers(_Restarted):
-    """Weights while it runs where that is possible, else a rolling restart."""
-
-    def _replace(self, client: Client, folder: Path) -> None:
-        if self.config.publish is not None and _takes_weights(client):
-            self._command(self.config.publish, client, folder)
-            ask(client, "POST", "/finish_weight_update", {})
-            if not is_well(client):
-                raise DeployError(f"{client.url} is not well with the weights of {folder}")
-        elif self.config.restart is not None:
-            super()._replace(client, folder)
-        else:
-            raise DeployError(f"{client.url} takes no draft weights while it runs: give --restart")
-
-
-class SglangServers(_Restarted):
-    """Weights from disk where this build knows a drafter's, else a rolling restart."""
-
-    def __init__(self, config: DeployConfig, incumbent: Path | None) -> None:
-        super().__init__(config, incumbent)
-        self._counted = SglangCounts()
-
-    def _replace(self, client: Client, folder: Path) -> None:
-        if self.config.draft_field is None:
-            return super()._replace(client, folder)
-        told = ask(
-            client, "POST", "/update_weights_from_disk", {"model_path": str(folder.absolute()), self.config.draft_field: True}
-        )
-        if not told.get("success", False):
-            raise DownloadError(f"{client.url} refused the weights ({told.get('message', 'no reason given')})")
-        return None
-
-    def _read(self, client: Client) -> dict[str, Counts]:
-        return self._counted.read(client, self.config.served_name)
-
-
-def _takes_weights(client: Client) -> bool:
-    """True if this vLLM has begun an update of its draft weights. Raises UnreachableError, also when it is busy."""
-    stream = client.post("/start_draft_weight_update", b"{}")
-    if stream.failure:
-        raise UnreachableError(f"{client.url} does not answer ({stream.failure}): start it, or check its address")
-    if stream.status in NOT_NOW:
-        raise UnreachableError(f"{client.url} begins no update of its draft weights now: it answered {stream.status}")
-    return stream.status == 200

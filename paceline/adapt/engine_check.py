@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from paceline.adapt.counts import ask, counts_of, tokens_per_round
+from paceline.adapt.counts import Meters, ask, tokens_per_round
 from paceline.adapt.mismatch import PROMPTS, encode, measure
 from paceline.adapt.mismatch import ask as ask_target
 from paceline.bench.client import Client
@@ -84,10 +84,11 @@ def served(engine: str, client: Client, name: str, prompts: list[list[int]]) -> 
 
 
 def _on_vllm(client: Client, name: str, prompts: list[list[int]]) -> float | None:
-    before = counts_of(client)
+    meters = Meters({client.url: {}})
+    before = meters.read([client], None)
     for prompt in prompts:
         ask(client, "POST", "/v1/completions", {"model": name, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0})
-    return tokens_per_round(before, counts_of(client))
+    return tokens_per_round(before, meters.read([client], None))
 
 
 def _on_sglang(client: Client, prompts: list[list[int]]) -> float | None:

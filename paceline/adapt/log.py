@@ -6,9 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,8 +14,12 @@ from typing import Any
 
 from paceline.adapt.hours import HOUR_S, Sums
 from paceline.adapt.policy import Line, SeasonalPolicy
+from paceline.adapt.stored import FIRST_YEAR
 from paceline.errors import CacheError, reraised
-from paceline.runlog import RunFolder, drop_cut_line, plain
+from paceline.runlog import RunFolder, append_lines, plain
+
+FIRST_HOUR = int(FIRST_YEAR // HOUR_S)
+"""An event of an earlier hour was stamped by a clock that was wrong; from there on all hours are gone through."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +49,15 @@ class AdaptLog:
         run = RunFolder(self.folder)
         return run.lines(self.file.name)
 
+    def num_odd(self) -> int:
+        """Events that say nothing: without an hour, of one before 2020, or damaged."""
+        return sum("event" in line and not is_event(line) for line in self.lines())
+
     def append(self, line: dict[str, Any]) -> dict[str, Any]:
         """Write a line, after those that are late. Raises CacheError; then it is late itself."""
         self.late.append(line)
         with reraised(CacheError, f"cannot write {self.file}", "free space, or choose another --state", OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            drop_cut_line(self.file)
-            size = self.file.stat().st_size if self.file.exists() else 0
-            try:
-                with self.file.open("a", encoding="utf-8") as file:
-                    file.write("".join(json.dumps(each) + "\n" for each in self.late))
-            except OSError:
-                with contextlib.suppress(OSError):  # the first error is the one to tell
-                    os.truncate(self.file, size)
-                raise
+            append_lines(self.file, self.late)
         self.late.clear()
         return line
 
@@ -87,7 +83,7 @@ def rebuilt(policy: SeasonalPolicy, hours: Mapping[int, Mapping[str, Sums]], log
     """
     events: dict[int, list[dict[str, Any]]] = {}
     for line in log.lines():
-        if "event" in line:
+        if "event" in line and is_event(line):
             events.setdefault(line["hour"], []).append(line)
     known = [hour for hour in (*hours, *events) if hour < until]
     lines = []
@@ -96,6 +92,16 @@ def rebuilt(policy: SeasonalPolicy, hours: Mapping[int, Mapping[str, Sums]], log
         for event in events.get(number, ()):
             apply(policy, event)
     return lines
+
+
+def is_event(line: Mapping[str, Any]) -> bool:
+    """Whether an event's line is one that can be: of an hour since 2020, about clusters by name."""
+    hour, cost, clusters = line.get("hour"), line.get("cost_hours"), line.get("clusters", [])
+    return (
+        (type(hour) is int and hour >= FIRST_HOUR and isinstance(line["event"], str))
+        and (cost is None or type(cost) in (int, float))
+        and (isinstance(clusters, list) and all(isinstance(each, str) for each in clusters))
+    )
 
 
 def apply(policy: SeasonalPolicy, event: Mapping[str, Any]) -> None:

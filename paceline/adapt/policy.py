@@ -89,6 +89,10 @@ class SeasonalPolicy:
         """`scores` gives tokens a round of the other members on a cluster's newest traces, None when they must be found out
         first; it is asked at an alarm only."""
         self.config, self.prices, self.scores = config or PolicyConfig(), prices or PriceConfig(), scores
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all that was seen."""
         self.clusters: dict[str, _Cluster] = {}
         self.mix = Series(self.config)
         self.is_training = False

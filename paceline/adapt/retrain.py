@@ -8,15 +8,19 @@ Nothing of a training happens in the process that watches: one that dies, or fil
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import IO, Any, TypeGuard
 
 from paceline.adapt.config import CandidateConfig, RetrainConfig, StoreConfig
 from paceline.adapt.counted import ALL
@@ -82,7 +86,9 @@ def command_of(
     """What a stage has to run now, for its current candidate."""
     drafter = Path(stage.candidates[stage.at])
     if stage.name == "training":
-        window, rate = Path(stage.window["folder"]), retrain.learning_rates[stage.at]
+        # The daemon may have been started again with other rates.
+        rates = stage.rates or retrain.learning_rates
+        window, rate = Path(stage.window["folder"]), rates[min(stage.at, len(rates) - 1)]
         return train_command(window, drafter.parent, stage.incumbent, rate, engine, retrain)
     asked: dict[str, Any] = {"--incumbent": stage.incumbent}
     asked |= {} if stage.clusters[0] == ALL else {"--cluster": stage.clusters[0]}
@@ -139,7 +145,8 @@ def _is_verdict(verdict: Any) -> TypeGuard[dict[str, Any]]:
         return False
     gains = verdict.get("gains") or {}
     figures = gains.get("drifted") if isinstance(gains, dict) else None
-    has_gain = isinstance(figures, dict) and {"low", "incumbent", "candidate"} <= figures.keys()
+    numbers = [figures.get(name) for name in ("low", "incumbent", "candidate")] if isinstance(figures, dict) else [None]
+    has_gain = all(type(each) in (int, float) for each in numbers)
     return has_gain or not verdict["passed"]
 
 
@@ -151,24 +158,55 @@ class Job:
     """A command under way; what it says goes to files beside its output."""
 
     def __init__(self, command: list[str], said: Path) -> None:
-        """Starts it. Raises OSError when that is not possible."""
+        """Starts it, or waits for the same job of a daemon that was killed. Raises OSError when that is not possible."""
         said.parent.mkdir(parents=True, exist_ok=True)
+        self._command, self._lock = command, said.with_suffix(".lock")
         self._out, self._err = said.with_suffix(".out"), said.with_suffix(".err")
-        with self._out.open("w") as out, self._err.open("w") as err:
-            self._process = subprocess.Popen(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._process = self._started()
+
+    def _started(self) -> subprocess.Popen[bytes] | None:
+        """Start the command; None while a job of an earlier daemon, which outlives it, holds the lock.
+
+        The process inherits the locked file, and the kernel gives the lock back when it ends, however it ends."""
+        with self._lock.open("a+") as lock:
+            if not _takes(lock):
+                return None
+            lock.truncate(0)
+            with self._out.open("w") as out, self._err.open("w") as err:
+                process = subprocess.Popen(
+                    self._command,
+                    stdout=out,
+                    stderr=err,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    pass_fds=[lock.fileno()],
+                )
+            lock.write(str(process.pid))
+            return process
 
     def poll(self) -> int | None:
         """Its exit status; None while it runs."""
-        return self._process.poll()
+        self._process = self._process or self._started()
+        return self._process.poll() if self._process else None
 
     def stop(self) -> None:
         """End it; a training goes on from its checkpoint when it is started again."""
+        if self._process is None:
+            with self._lock.open("a+") as lock, contextlib.suppress(ValueError, ProcessLookupError):
+                if not _takes(lock):
+                    os.kill(int(self._lock.read_text()), signal.SIGTERM)
+            return
         self._process.terminate()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while the same job of an earlier daemon goes on."""
+        return self._process is None
 
     @property
     def last_line(self) -> str:
@@ -179,6 +217,17 @@ class Job:
     def last_words(self) -> str:
         """Of its errors."""
         return _last_line(self._err) or "it said nothing"
+
+
+def _takes(lock: IO[str]) -> bool:
+    """Take the lock; False if another process has it. A disk without locks has none to give."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _last_line(path: Path) -> str:

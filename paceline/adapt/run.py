@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.adapt.config import (
@@ -20,10 +21,28 @@ from paceline.adapt.config import (
 from paceline.adapt.deploy import open_deployment
 from paceline.adapt.metrics import AdaptMetrics
 from paceline.adapt.policy import SeasonalPolicy
+from paceline.adapt.restarted import NO_INCUMBENT
 from paceline.adapt.watch import Watcher
 from paceline.config import EngineConfig
-from paceline.errors import CacheError, ConfigError, reraised
+from paceline.errors import CacheError, ConfigError, refuse, reraised
 from paceline.train.ranks import Ranks, only_run
+
+LEAST_MOVE_S = 30.0
+"""A clock that is set by less changes nothing here: time servers do so all the time."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """Tells when the clock on the wall was set: it is held against one that nobody sets. Seconds."""
+
+    wall: float
+    steady: float
+
+    def moved(self, wall: float, steady: float) -> float:
+        """By how much it was set forward since the last look, or back; 0 if it was not."""
+        by = (wall - self.wall) - (steady - self.steady)
+        self.wall, self.steady = wall, steady
+        return by if abs(by) >= LEAST_MOVE_S else 0.0
 
 
 def run(
@@ -41,6 +60,9 @@ def run(
     with reraised(CacheError, f"cannot write {store.state}", "choose another --state", OSError):
         store.state.mkdir(parents=True, exist_ok=True)
     incumbent = Path(candidate.incumbent)
+    is_blind = bool(deploy.servers) and deploy.engine != "paceline" and not incumbent.is_dir() and not watch.dry_run
+    text = f"{deploy.engine} does not say what it drafts with, so nothing could be rolled back: {NO_INCUMBENT}"
+    refuse(ConfigError, (is_blind, text))
     deployment = open_deployment(deploy, incumbent if incumbent.is_dir() else None) if deploy.servers else None
     decides = SeasonalPolicy(policy, prices)
     metrics = AdaptMetrics(decides)
@@ -52,8 +74,11 @@ def run(
         signal.signal(each, lambda *_: ended.set())
     with only_run(store.state, "adapting", Ranks(), say):
         watcher = Watcher(store, engine, deployment, decides, candidate, retrain, watch, say, metrics=metrics)
+        clock = Clock(time.time(), time.monotonic())
         say(f"adapt: watching {store.traces}; a line an hour in {watcher.log.file}")
         while not ended.is_set():
+            if by := clock.moved(time.time(), time.monotonic()):
+                watcher.clock_moved(by)
             watcher.tick(time.time())
             ended.wait(watch.every_s)
         watcher.stop()

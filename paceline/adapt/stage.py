@@ -14,10 +14,12 @@ again where it was broken off by a server that does not answer, a full disk, or 
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from paceline.adapt.config import WatchConfig
@@ -61,11 +63,15 @@ class Stage:
     """Of a score: the members' names."""
     at: int = 0
     """Which candidate."""
+    rates: list[float] = field(default_factory=list)
+    """Of a training: the learning rate of each candidate."""
     verdicts: list[dict[str, Any]] = field(default_factory=list)
     drafter: str = ""
     """In probation."""
     began: float = 0.0
     """Seconds since 1970; of this stage."""
+    skew: float = 0.0
+    """Seconds by which the clock was set forward since it began, less those by which it was set back."""
     seconds: float = 0.0
     """Spent on training so far."""
     before: dict[str, float] = field(default_factory=dict)
@@ -77,7 +83,7 @@ class Stage:
     failures: list[float] = field(default_factory=list)
     """Requests that ended in an error, and all that ended, before the swap."""
     seen: list[float] = field(default_factory=list)
-    """Counts of the latest look: counters that go back tell of a restart."""
+    """Counts of the latest look."""
     served: str = ""
     """Name by which the server lists the drafter that is in probation."""
     drafts: float | None = None
@@ -100,6 +106,16 @@ class Stage:
     def trains(self) -> bool:
         return self.kind in ("retrain", "propose") and self.name not in ("probation", "undo")
 
+    def lasted(self, now: float) -> float:
+        """Seconds since it began, whatever was done to the clock."""
+        return now - self.began - self.skew
+
+    def clock_moved(self, by: float) -> None:
+        """Note that the clock was set forward by so many seconds, or back."""
+        self.skew += by
+        self.wait_until += by if self.wait_until else 0.0
+        self.away_since += by if self.away_since else 0.0
+
     def wait(self, now: float) -> None:
         """Note that the server does not answer; the next try comes later, but a probation goes on looking."""
         self.away_since = self.away_since or now
@@ -119,19 +135,21 @@ class Stage:
             self.before[WHOLE] = rate
         self.pace = list((pace(first, counts) if first is not None else None) or ())
         self.failures = [0.0, 0.0]
-        if first is not None and not is_restarted(first, counts):
+        if first is not None:
             self.failures = [counts.errors - first.errors, counts.requests - first.requests]
         self.begin_counting(counts, now)
 
     def begin_counting(self, counts: Counts, now: float) -> None:
         """Count from now on; what is known of before stays."""
-        self.name, self.began = "probation", now
+        self.name, self.began, self.skew = "probation", now, 0.0
         self.counted, self.seen = list(astuple(counts)), list(astuple(counts))
 
     def look(self, counts: Counts, drafts: float | None) -> None:
-        """Take a reading; after a restart of the server the counting begins anew."""
+        """Take a reading. Counters that go back are those of another daemon, which did not know of a restart."""
         if is_restarted(Counts(*self.seen), counts):
-            self.counted, self.drafts = list(astuple(counts)), drafts
+            self.counted = list(astuple(counts))
+        if drafts is not None and self.drafts is not None and drafts < self.drafts:
+            self.drafts = 0.0  # the server was started again with this drafter
         self.seen = list(astuple(counts))
 
     def rounds(self, drafts: float | None) -> float:
@@ -142,11 +160,11 @@ class Stage:
 
     def is_over(self, now: float, config: WatchConfig, drafts: float | None) -> str | None:
         """Returns how a probation without a fault ends, "proven" or "unproven"; None while it goes on."""
-        if now - self.began < 60 * config.probation_minutes:
+        if self.lasted(now) < 60 * config.probation_minutes:
             return None
         if self.rounds(drafts) >= LEAST_ROUNDS:
             return "proven"
-        return "unproven" if now - self.began >= config.most_probation_hours * HOUR_S else None
+        return "unproven" if self.lasted(now) >= config.most_probation_hours * HOUR_S else None
 
     def wrong(self, traces: Path, counts: Counts, now: float, config: WatchConfig) -> str | None:
         """Returns how the server is worse than before, or None.
@@ -182,3 +200,51 @@ def _is_slower(before: Sequence[float], now: Sequence[float], most: float) -> bo
 def word_of(clusters: Sequence[str]) -> str:
     """Names clusters where only letters, digits and dashes may stand."""
     return "-".join(re.sub(r"[^A-Za-z0-9]+", "-", each).strip("-") or "cluster" for each in clusters)[:40]
+
+
+KINDS = ("retrain", "propose", "score", "route", "found")
+NAMES = ("training", "gate", "choose", "swap", "probation", "undo")
+NUM_COUNTS = len(astuple(Counts()))
+
+
+def read_stage(fields: dict[str, Any]) -> Stage:
+    """A stage as `asdict` and JSON have it. Raises ValueError, TypeError or KeyError on one that no daemon has written."""
+    stage = Stage(**{**fields, "clusters": tuple(fields["clusters"])})
+    is_job, verdicts = stage.name in ("training", "gate"), len(stage.verdicts)
+    texts = (stage.member, stage.incumbent, stage.drafter, stage.served, stage.why, stage.ending)
+    numbers = (stage.began, stage.skew, stage.seconds, stage.wait_until, stage.away_since, stage.at, stage.num_tries)
+    sound = {
+        "kind": stage.kind in KINDS,
+        "name": stage.name in NAMES,
+        "hour": type(stage.hour) is int and 0 <= stage.hour < 10**9,
+        "clusters": _all(stage.clusters, str) and (bool(stage.clusters) or stage.kind == "found"),
+        "texts": _all(texts, str),
+        "times": _are_numbers(numbers) and type(stage.at) is type(stage.num_tries) is int,
+        "candidates": _all(stage.candidates, str) and (bool(stage.candidates) or stage.kind in ("route", "found")),
+        "names": _all(stage.names, str) and len(stage.names) == len(stage.candidates) * (stage.kind == "score"),
+        "at": not is_job or 0 <= stage.at < len(stage.candidates),
+        "rates": _are_numbers(stage.rates) and len(stage.rates) in (0, len(stage.candidates)),
+        "verdicts": _all(stage.verdicts, dict) and all("reason" in each and "passed" in each for each in stage.verdicts),
+        "number of verdicts": verdicts <= len(stage.candidates)
+        and (stage.name != "choose" or verdicts == len(stage.candidates)),
+        "window": not is_job or type(stage.window["since"]) is int,
+        "folder": stage.name != "training" or type(stage.window["folder"]) is str,
+        "before": _all(stage.before, str) and _are_numbers(stage.before.values()),
+        "counts": all(_are_numbers(each) and len(each) in (0, NUM_COUNTS) for each in (stage.counted, stage.seen)),
+        "counts of a probation": stage.name != "probation" or len(stage.counted) == len(stage.seen) == NUM_COUNTS,
+        "pace": all(_are_numbers(each) and len(each) in (0, 2) for each in (stage.pace, stage.failures)),
+        "drafts": stage.drafts is None or _are_numbers([stage.drafts]),
+        "undo": all(_all(each, str, NoneType) and len(each) in (1, 3) for each in stage.undo),
+        "pending": _all(stage.pending, dict) and all(_all((each["drafter"], each["state"]), str) for each in stage.pending),
+    }
+    if odd := [name for name, is_sound in sound.items() if not is_sound]:
+        raise ValueError(f"impossible {odd[0]}")
+    return stage
+
+
+def _all(values: Iterable[Any], *kinds: type) -> bool:
+    return all(isinstance(each, kinds) for each in values)
+
+
+def _are_numbers(values: Iterable[Any]) -> bool:
+    return all(type(each) in (int, float) and math.isfinite(each) for each in values)

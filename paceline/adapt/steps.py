@@ -15,6 +15,7 @@ from typing import Any
 from paceline.adapt.canary import Canary
 from paceline.adapt.config import CandidateConfig, RetrainConfig, StoreConfig, WatchConfig
 from paceline.adapt.counted import CountedHours
+from paceline.adapt.counts import Counts
 from paceline.adapt.deploy import Deployment
 from paceline.adapt.hours import HOUR_S
 from paceline.adapt.lineage import Lineage
@@ -57,6 +58,8 @@ class Steps:
     _counted: CountedHours | None = field(init=False, default=None)
     """Hours of servers whose rounds are in no trace."""
     _is_unsaved: bool = field(init=False, default=False)
+    _earlier: list[Counts] = field(init=False, default_factory=list)
+    """As it was saved."""
     _scored: dict[str, Any] = field(init=False, default_factory=dict)
     """By cluster: the hour in which its other members were judged, and the verdicts of those that passed."""
 
@@ -88,13 +91,15 @@ class Steps:
         elif self._job is None:
             out = self.store.state / "jobs" / f"{stage.kind}-{stage.name}-{stage.hour}-{stage.at}"
             self._job = self.start(command_of(stage, self.store, self.engine, self.candidate, self.retrain), out)
-            stage.began = now
+            stage.began, stage.skew = now, 0.0
+            if isinstance(self._job, Job) and self._job.is_waiting:
+                self.say(f"adapt: a {stage.name} of an earlier daemon goes on here: it is waited for, then taken up")
         elif (status := self._job.poll()) is not None:
             job, self._job, self._is_unsaved = self._job, None, True
             (self._trained if stage.name == "training" else self._judged)(stage, job, status, now)
 
     def _trained(self, stage: Stage, job: Job, status: int, now: float) -> None:
-        stage.seconds += now - stage.began
+        stage.seconds += stage.lasted(now)
         if status == 0:
             stage.name = "gate"
             return
@@ -164,6 +169,10 @@ class Steps:
 
     # On the server
 
+    def _save_now(self) -> None:
+        """Write the state down. Raises CacheError."""
+        raise NotImplementedError
+
     def _on_server(self, stage: Stage, now: float) -> None:
         """The next step of a stage that needs the server; later again when it does not answer."""
         if 0 < stage.wait_until - now <= LONGEST_WAIT_S:  # after a clock that went back it would be for ever
@@ -207,7 +216,7 @@ class Steps:
             self._refused(stage, now, f"no server was named; {stage.drafter} is ready: {stage.why}")
             return
         try:
-            self._canary.put_in(stage, now)
+            self._canary.put_in(stage, now, self._save_now)
         except UnreachableError:
             raise
         except DeployError as error:
@@ -245,6 +254,14 @@ class Steps:
         except CacheError as error:
             self.say(f"adapt: {error}; what was done is written later")
 
+    def _save_or_say(self) -> None:
+        """A full disk keeps no bad drafter at work."""
+        try:
+            if self._is_unsaved:
+                self._save_now()
+        except CacheError as error:
+            self.say(f"adapt: {error}; the state is written later")
+
     def _probation(self, stage: Stage, now: float) -> None:
         """Keep the drafter, or take it back: requests fail, acceptance fell, or there is not enough to judge it by."""
         assert self._canary is not None
@@ -269,6 +286,7 @@ class Steps:
         if (stage.kind == "retrain" and stage.incumbent == self.incumbent) or (stage.kind == "found" and was_ours):
             self.incumbent = stage.drafter
         self._canary.keep()
+        self._canary.deployment.serves(self.incumbent)
         self._end(stage)
         self._event(hour_of(now), "kept", clusters=stage.clusters, drafter=stage.drafter, why=why)
 
@@ -280,6 +298,7 @@ class Steps:
     def _undo(self, stage: Stage, now: float) -> None:
         """Take back what was put in. Raises DownloadError and CacheError, and is called again."""
         assert self._canary is not None
+        self._save_or_say()  # why it is taken back: after a kill the server alone does not tell
         self._canary.take_back(stage)
         self._taken_back(stage, now, stage.ending, stage.why)
 

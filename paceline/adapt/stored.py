@@ -11,9 +11,10 @@ itself.
 from __future__ import annotations
 
 import json
+import operator
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ DEFAULT = "default"
 _NEEDED = ("key", "ended", "drafted", "accepted")
 _OPTIONAL = ("cluster", "tag")
 _REQUEST = ("temperature", "prompt_ids", "answer_ids", "sampling", "seed", "finish_reason")
-_FIRST_YEAR, _AHEAD_S = 1_577_836_800, 3600.0
+FIRST_YEAR, _AHEAD_S = 1_577_836_800, 3600.0
 """A trace from before 2020, or from more than an hour ahead, was stamped by a clock that was wrong."""
 
 
@@ -87,7 +88,7 @@ def read_span(folder: Path, begin_s: float, end_s: float) -> dict[str, Sums]:
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, (), left_out, begin_s):
-        within = row["ended"] is not None and begin_s <= row["ended"].timestamp() < end_s
+        within = row["ended"] is not None and begin_s <= row["ended"] < end_s
         if within and _place(row, 0, end_s, seen, left_out) is not None:
             found[_cluster(row)].append(_figures(row))
     return {name: Sums.of(each) for name, each in found.items()}
@@ -116,7 +117,7 @@ def read_requests(
             continue
         try:
             params = params_of(row["sampling"], usual if row["temperature"] is None else None)
-        except (PacelineError, TypeError, ValueError):
+        except (PacelineError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
             left_out["unknown sampling"] += 1
             continue
         if exact and row["temperature"] is None and usual is None:
@@ -155,7 +156,9 @@ def params_of(text: str | None, usual: Mapping[str, Any] | None = None) -> Sampl
 
 
 def _rows(folder: Path, more: tuple[str, ...], left_out: Counter[str], since_s: float) -> Iterator[dict[str, Any]]:
-    """Rows of every shard that can be read and was not written before `since_s`, oldest shard first."""
+    """Rows of every shard that can be read and was not written before `since_s`, oldest shard first.
+
+    `ended` is in seconds since 1970. What is damaged, or written by another program in its own way, is left out and counted."""
     if not folder.is_dir():
         raise ConfigError(f"there is no folder of traces at {folder}: keep some with paceline serve --traces")
     for path in sorted(folder.glob("traces-*.parquet")):
@@ -168,11 +171,57 @@ def _rows(folder: Path, more: tuple[str, ...], left_out: Counter[str], since_s: 
             if not {*_NEEDED, *more} <= set(wanted):
                 left_out["shard without the columns of traces"] += 1
                 continue
-            table = file.read(wanted)
-        except (pa.ArrowException, OSError, ValueError):
+            if not all(_TYPES[name](file.schema_arrow.field(name).type) for name in wanted):
+                left_out["shard whose columns have other types"] += 1
+                continue
+            rows = _rows_of(file.read(wanted))
+        except (pa.ArrowException, OSError, ValueError, OverflowError):
             left_out["damaged shard"] += 1
             continue
-        yield from table.to_pylist()
+        for row in rows:
+            if _is_sound(row):
+                yield row
+            else:
+                left_out["damaged row"] += 1
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return pa.types.is_null(kind) or (is_list and (pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type)))
+
+
+_TYPES: Mapping[str, Callable[[pa.DataType], bool]] = {
+    **dict.fromkeys(("key", "cluster", "tag", "sampling", "finish_reason"), _is_text),
+    **dict.fromkeys(("drafted", "accepted", "prompt_ids", "answer_ids"), _is_list),
+    "ended": lambda kind: pa.types.is_timestamp(kind) or pa.types.is_null(kind),
+    "seed": lambda kind: pa.types.is_integer(kind) or pa.types.is_null(kind),
+    "temperature": lambda kind: pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind),
+}
+
+
+def _rows_of(table: pa.Table) -> list[dict[str, Any]]:
+    """Rows with `ended` in seconds: no date has the year 292,277,026, which a column may hold."""
+    at, kind = table.schema.get_field_index("ended"), table.schema.field("ended").type
+    if not pa.types.is_timestamp(kind):
+        return table.to_pylist()
+    rows = table.set_column(at, "ended", table["ended"].cast(pa.int64())).to_pylist()
+    return [row | {"ended": None if row["ended"] is None else row["ended"] / _PER_S[kind.unit]} for row in rows]
+
+
+_PER_S = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+
+
+def _is_sound(row: Mapping[str, Any]) -> bool:
+    """Whether a row is what its columns say: no null among numbers, no more drafts accepted than there were."""
+    lists = [row[name] for name in ("drafted", "accepted", "prompt_ids", "answer_ids") if row.get(name) is not None]
+    if row["key"] is None or any(number is None or number < 0 for each in lists for number in each):
+        return False
+    return not _has_rounds(row) or all(map(operator.le, row["accepted"], row["drafted"]))
 
 
 def _place(
@@ -185,8 +234,8 @@ def _place(
     needs_rounds: bool = True,
 ) -> int | None:
     """The hour of a row that counts; None of one that does not."""
-    stamp = row["ended"].timestamp() if row["ended"] is not None else 0.0
-    if not _FIRST_YEAR <= stamp <= (time.time() if now is None else now) + _AHEAD_S:
+    stamp = row["ended"] if row["ended"] is not None else 0.0
+    if not FIRST_YEAR <= stamp <= (time.time() if now is None else now) + _AHEAD_S:
         left_out["impossible time"] += 1
         return None
     hour = int(stamp // HOUR_S)
@@ -195,7 +244,7 @@ def _place(
     if needs_rounds and not _has_rounds(row):
         left_out["no rounds"] += 1
         return None
-    mark = hour, _prompt_of(row["key"] or "")
+    mark = hour, _prompt_of(row["key"])
     seen[mark] += 1
     if seen[mark] > MOST_REPEATS:
         left_out["repeats itself"] += 1

@@ -19,17 +19,21 @@ from typing import Any
 
 from paceline.adapt.canary import Canary
 from paceline.adapt.counted import CountedHours
+from paceline.adapt.counts import Counts, Meters
 from paceline.adapt.decide import Decision
 from paceline.adapt.hours import HOUR_S, Sums
 from paceline.adapt.lineage import Lineage
 from paceline.adapt.log import AdaptLog, rebuilt, told
 from paceline.adapt.members import others, scores, serving
 from paceline.adapt.retrain import write_window
-from paceline.adapt.stage import ON_SERVER, Stage, word_of
+from paceline.adapt.stage import ON_SERVER, Stage, read_stage, word_of
 from paceline.adapt.steps import Steps
 from paceline.adapt.stored import read_hours
-from paceline.errors import ConfigError, DownloadError, PacelineError, UnreachableError, reraised
+from paceline.errors import CacheError, ConfigError, DownloadError, PacelineError, UnreachableError, reraised
 from paceline.runlog import plain, write_whole
+
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+"""What a state.json raises that no daemon has written."""
 
 
 @dataclass(slots=True)
@@ -45,6 +49,9 @@ class Watcher(Steps):
         if self.deployment is not None:
             self._canary = Canary(self.deployment, self.store.traces, self._counted)
         self._read_state()
+        if self.deployment is not None:
+            self.deployment.serves(self.incumbent)
+        self._earlier = self._counted_earlier()
         self.policy.scores = self._scores
 
     def tick(self, now: float) -> None:
@@ -63,8 +70,14 @@ class Watcher(Steps):
     def _hours(self, now: float) -> None:
         """Decide about every hour that is over, but not about the last few minutes: traces are written late."""
         over = int((now - 120) // HOUR_S)
+        if self._next is not None and over < self._next - 1:
+            self.say(f"adapt: the clock went back {self._next - over} hours: what was decided for these is left out")
+            self.policy.reset()
+            self._next = None
         if self._next is None:
             hours, _ = self._seen(over, 0, now)
+            if num_odd := self.log.num_odd():
+                self.say(f"adapt: left out {num_odd} events of {self.log.file} that have no hour since 2020, or are damaged")
             rebuilt(self.policy, hours, self.log, over)
             self.policy.is_training = self.stage is not None and self.stage.trains
             self._next = over
@@ -76,7 +89,9 @@ class Watcher(Steps):
 
     def _seen(self, over: int, since: int, now: float) -> tuple[Mapping[int, Mapping[str, Sums]], Mapping[str, int]]:
         """Hours from `since` on, of which all is known, and what was left out."""
-        return (self._counted.hours(over, since), {}) if self._counted else read_hours(self.store.traces, since, now)
+        if self._counted is None:
+            return read_hours(self.store.traces, since, now)
+        return self._counted.hours(over, since), self._counted.left_out
 
     def _hour(self, number: int, seen: Mapping[str, Sums], left_out: Mapping[str, int], now: float) -> None:
         line = self.policy.hour(number, seen)
@@ -137,11 +152,14 @@ class Watcher(Steps):
         since = self._since(stage.hour, clusters)
         try:
             window = write_window(self.store.traces, clusters, since, stage.hour + 1, self.store.state / "windows" / name)
+        except CacheError:
+            raise  # a full disk says nothing about the window: it is decided again
         except PacelineError as error:
             self._event(stage.hour, "failed", clusters=clusters, why=str(error))
             return False
         outs = (self.store.state.resolve() / "trainings" / f"{name}-{at}" for at in range(len(self.retrain.learning_rates)))
         stage.name, stage.window, stage.candidates = "training", plain(asdict(window)), [str(out / "drafter") for out in outs]
+        stage.rates = list(self.retrain.learning_rates)
         self._event(stage.hour, "training", clusters=clusters, window=asdict(window))
         return True
 
@@ -166,28 +184,50 @@ class Watcher(Steps):
             why = f"{probation.member} was loaded by hand: it is watched"
             self._event(probation.hour, "told", drafter=probation.drafter, why=why)
 
+    def clock_moved(self, by: float) -> None:
+        """Note that the clock was set forward by so many seconds, or back: nothing has lasted longer for that."""
+        self.say(f"adapt: the clock was set {'forward' if by > 0 else 'back'} by {abs(by):.0f} s")
+        for stage in (self.stage, self.by_hand):
+            if stage is not None:
+                stage.clock_moved(by)
+        self._is_unsaved = True
+
     # Written down
 
     def _save(self, now: float) -> None:
         """Write the state down if it has changed. Raises CacheError, and is called again."""
-        if self._is_unsaved:
-            stages = {name: each and asdict(each) for name, each in (("stage", self.stage), ("by_hand", self.by_hand))}
-            known = self._canary.known if self._canary else None
-            state = {"incumbent": self.incumbent, **stages, "scored": self._scored, "known": known}
-            write_whole(self.store.state / "state.json", json.dumps(plain(state), indent=1) + "\n")
-            self._is_unsaved = False
+        if self._is_unsaved or self._earlier != self._counted_earlier():
+            self._save_now()
+
+    def _save_now(self) -> None:
+        stages = {name: each and asdict(each) for name, each in (("stage", self.stage), ("by_hand", self.by_hand))}
+        known = self._canary.known if self._canary else None
+        state = {"incumbent": self.incumbent, **stages, "scored": self._scored, "known": known}
+        state["meters"] = self._meters().saved()
+        write_whole(self.store.state / "state.json", json.dumps(plain(state), indent=1) + "\n")
+        self._is_unsaved, self._earlier = False, self._counted_earlier()
+
+    def _meters(self) -> Meters:
+        return self.deployment.meters if self.deployment is not None else Meters({})
+
+    def _counted_earlier(self) -> list[Counts]:
+        """What servers had counted before their latest restarts: a daemon that goes on must know it."""
+        return [meter.earlier for meter in self._meters().all()]
 
     def _read_state(self) -> None:
         file = self.store.state / "state.json"
         if not file.exists():
             return
-        with reraised(ConfigError, f"{file} is damaged", "move it away", OSError, ValueError, KeyError, TypeError):
+        with reraised(ConfigError, f"{file} is damaged", "move it away", *DAMAGED):
             state = json.loads(file.read_text(encoding="utf-8"))
             self.incumbent, self._scored = str(state["incumbent"]), dict(state["scored"])
-            self.stage, self.by_hand = _stage_of(state["stage"]), _stage_of(state.get("by_hand"))
+            if not all(type(each["hour"]) is int and _has_gains(each["members"]) for each in self._scored.values()):
+                raise ValueError("impossible scored")
+            self.stage, self.by_hand = (each and read_stage(each) for each in (state["stage"], state.get("by_hand")))
             known = state.get("known")
             if self._canary is not None and self._canary.deployment.traces_rounds and known is not None:
                 self._canary.known = dict(known)  # other servers do not list what they draft with
+            self._meters().restore(state.get("meters", {}))
         changed = self.by_hand or self.stage
         if self.deployment is not None and changed is not None:
             self.deployment.undo = changed.undo
@@ -200,5 +240,7 @@ class Watcher(Steps):
             self.deployment.close()
 
 
-def _stage_of(fields: dict[str, Any] | None) -> Stage | None:
-    return None if fields is None else Stage(**{**fields, "clusters": tuple(fields["clusters"])})
+def _has_gains(members: Mapping[str, Any]) -> bool:
+    """Whether these are verdicts of members that passed, as `members.scores` reads them."""
+    gains = [verdict["gains"]["drifted"] for verdict in members.values()]
+    return all(type(each[name]) in (int, float) and each[name] > 0 for each in gains for name in ("candidate", "incumbent"))

@@ -378,7 +378,7 @@ class TestHands:
         one.tick(NOW + 240)
         server.count(rounds=1010, accepted=210, tokens=1220)  # fewer than before the swap, and far worse
         one.tick(NOW + 300)
-        assert events(one)[-1] == "rolled back" and "1.20 tokens a round" in why(one)
+        assert events(one)[-1] == "rolled back" and "1.21 tokens a round" in why(one)
 
 
 class TestFullDisk:
@@ -450,10 +450,10 @@ class TestFullDisk:
     ) -> None:
         one = begun(tmp_path, server, 3, (0, ""), (3, {"passed": False, "reason": "no", "gains": {}}))
 
-        def full(file: Path) -> None:
+        def full(file: Path, lines: Any) -> None:
             raise OSError("no space left on the disk")
 
-        monkeypatch.setattr(log, "drop_cut_line", full)
+        monkeypatch.setattr(log, "append_lines", full)
         one.tick(NOW + 180)
         assert one.stage is None and not one.policy.is_training and events(one) == ["training"]
         monkeypatch.undo()
@@ -465,7 +465,7 @@ class TestFullDisk:
     ) -> None:
         traffic(tmp_path)
         one = watcher(tmp_path, server, Played((0, "")))
-        monkeypatch.setattr(log, "drop_cut_line", lambda file: (_ for _ in ()).throw(OSError("no space")))
+        monkeypatch.setattr(log, "append_lines", lambda file, lines: (_ for _ in ()).throw(OSError("no space")))
         one.tick(NOW)
         assert one.stage is not None and one.stage.kind == "retrain"
 

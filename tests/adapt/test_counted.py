@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from adapt_requests import HOUR
 from fake_servers import FakeServer, serving
 from played import NOW, PASSED, Deciding, Played, events, traffic, watcher
 
+from paceline.adapt.config import CandidateConfig
 from paceline.adapt.counted import ALL, CountedHours
 from paceline.adapt.counts import Counts
 from paceline.adapt.decide import Decision
@@ -42,7 +44,8 @@ def test_a_server_of_another_engine_is_watched_by_its_counters(tmp_path: Path, s
     """Its answers are learned from although nobody knows their rounds, or the temperature."""
     traffic(tmp_path, drafted=None, accepted=None, temperature=None, seed=None)
     jobs, policy = Played((0, ""), (0, PASSED)), Deciding(Decision(), Decision("retrain", (ALL,)))
-    one = watcher(tmp_path, server, jobs, policy=policy, deploy={"engine": "vllm", "restart": "true"})
+    how: Any = {"candidate": CandidateConfig(str(tmp_path)), "deploy": {"engine": "vllm", "restart": "true"}}
+    one = watcher(tmp_path, server, jobs, policy=policy, **how)
     for minute in range(5):
         server.count(rounds=1000 + 100 * minute, accepted=1000 + 200 * minute, tokens=0)
         one.tick(NOW + 60 * minute)
