@@ -18,6 +18,9 @@ from urllib.parse import urlsplit
 
 from paceline.errors import ConfigError, reraised
 
+BOM = b"\xef\xbb\xbf"
+"""A stream of events may begin with it (HTML, 9.2.6)."""
+
 
 @dataclass(slots=True)
 class Stream:
@@ -45,9 +48,12 @@ class Stream:
 
     def events(self) -> Iterator[tuple[float, bytes]]:
         """Server-sent events: when each was complete, and its data."""
-        rest = b""
+        rest, is_first = b"", True
         for when, piece in self.pieces:
-            *ended, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+            rest += piece
+            if is_first and len(rest) >= len(BOM):
+                rest, is_first = rest.removeprefix(BOM), False
+            *ended, rest = rest.replace(b"\r\n", b"\n").split(b"\n\n")
             for event in ended:
                 lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
                 if data := b"\n".join(lines):

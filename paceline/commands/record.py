@@ -47,5 +47,8 @@ def record(
     else:
         done = proxy(config, serving, tracing, progress=TerminalProgress())
     lost = ", ".join(f"{number:,} {reason}" for reason, number in sorted(done.dropped.items()))
-    say(f"{done.num_written:,} traces in {done.folder}" + (f"; left out: {lost}" if lost else ""))
+    told = f"{done.num_written:,} traces in {done.folder}"
+    if prompts := done.num_written - done.num_answers:
+        told += f", {done.num_answers:,} with their answers and {prompts:,} prompts alone"
+    say(told + (f"; left out: {lost}" if lost else ""))
     return asdict(done)

@@ -24,7 +24,10 @@ KEPT_PATHS = {"/chat/completions": True, "/completions": False}
 MAX_BYTES = 8 * 2**20
 """Of a request, and of an answer, that is kept; longer ones only pass."""
 MAX_DECODED = 64 * 2**20
-EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+EVENT_END = re.compile(rb"(?:\r\n|\n|\r)(?:\r\n|\n|\r(?!\n))")
+"""Two ends of a line, of whichever kind (HTML, 9.2.5)."""
+BOM = b"\xef\xbb\xbf"
+GZIP = b"\x1f\x8b"
 DONE = b"[DONE]"
 
 
@@ -76,14 +79,7 @@ class Kept:
             return data
         if self.encoding not in ("gzip", "x-gzip", "deflate"):
             raise Lost("encoding")
-        unpacking = zlib.decompressobj(wbits=47)  # gzip or zlib, whichever it begins as
-        try:
-            data = unpacking.decompress(data, MAX_DECODED)
-        except zlib.error:
-            raise Lost("unreadable") from None
-        if not unpacking.eof:
-            raise Lost("size" if unpacking.unconsumed_tail else "unreadable")
-        return data
+        return _unpacked(data)
 
 
 class Observed:
@@ -139,9 +135,26 @@ class Observed:
         )
 
 
+def _unpacked(packed: bytes) -> bytes:
+    """The contents of gzip, of which there may be several members in a row (RFC 1952, 2.2), or of zlib. Raises Lost."""
+    data, is_first = b"", True
+    while is_first or packed.startswith(GZIP):
+        unpacking = zlib.decompressobj(wbits=47)
+        try:
+            data += unpacking.decompress(packed, MAX_DECODED + 1 - len(data))
+        except zlib.error:
+            raise Lost("unreadable") from None
+        if len(data) > MAX_DECODED:
+            raise Lost("size")
+        if not unpacking.eof:
+            raise Lost("unreadable")
+        packed, is_first = unpacking.unused_data, False
+    return data
+
+
 def _chunks(data: bytes) -> list[dict[str, Any]]:
     """The JSON of a stream of server-sent events. Raises Lost when it has not come to its end."""
-    events = [_data_of(event) for event in EVENT_END.split(data)]
+    events = [_data_of(event) for event in EVENT_END.split(data.removeprefix(BOM))]
     if DONE not in events:
         raise Lost("failed")
     return [_object(event) for event in events[: events.index(DONE)] if event]

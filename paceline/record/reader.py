@@ -81,7 +81,7 @@ class _Said:
             if chunk.get("lossless") is False:
                 raise Lost("lossy")
             try:
-                said.model = chunk.get("model") or said.model
+                said.model = _text(chunk.get("model")) or said.model
                 said.prompt_ids = chunk.get("prompt_token_ids") or said.prompt_ids
                 said.usage = dict(chunk.get("usage") or said.usage)
                 for part in chunk.get("choices") or ():
@@ -97,7 +97,7 @@ class _Said:
         message = part.get("delta") or part.get("message") or {}
         choice.text += part.get("text") or message.get("content") or ""
         choice.is_parsed |= any(message.get(name) for name in NOT_SAID)
-        choice.finish_reason = part.get("finish_reason") or choice.finish_reason
+        choice.finish_reason = _text(part.get("finish_reason")) or choice.finish_reason
         choice.stop_reason = choice.stop_reason if part.get("stop_reason") is None else part["stop_reason"]
         choice.prompt_ids = part.get("prompt_token_ids") or choice.prompt_ids
         if part.get("token_ids") is not None:
@@ -140,7 +140,7 @@ class Reader:
             "seed": params.seed if n == 1 else None,
             "tag": exchange.tag,
             "model": said.model or asked.get("model"),
-            "num_reused": (said.usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+            "num_reused": _num_reused(said.usage),
             "seconds": exchange.seconds,
         }
         for index, choice in said.choices.items():
@@ -220,6 +220,20 @@ class Reader:
         return (
             isinstance(ids, list) and bool(ids) and all(type(token) is int and 0 <= token < self._vocab_size for token in ids)
         )
+
+
+def _text(value: Any) -> str | None:
+    """A text or nothing. Raises TypeError on anything else."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"expected a text, not {type(value).__name__}")
+    return value
+
+
+def _num_reused(usage: dict[str, Any]) -> int | None:
+    """Tokens of the prompt that the server had in its cache, where it says so."""
+    told = usage.get("prompt_tokens_details")
+    number = told.get("cached_tokens") if isinstance(told, dict) else None
+    return number if type(number) is int and 0 <= number < 2**31 else None
 
 
 def _request(exchange: Exchange) -> ChatRequest | CompletionRequest:

@@ -44,6 +44,8 @@ class Recorded:
 
     folder: Path
     num_written: int
+    num_answers: int = 0
+    """Of these, traces that have their answer: of the others the prompt alone is known."""
     dropped: dict[str, int] = field(default_factory=dict)
     """What is in no file, by reason."""
 
@@ -60,8 +62,8 @@ class Recorder:
         if self._num_taken - self._num_read > MAX_WAITING_BYTES:
             self._writer.lose("queue")
             return
-        self._num_taken += observed.num_bytes
-        self._writer.put(partial(self._traces, observed))
+        if self._writer.put(partial(self._traces, observed)):  # what it does not take is never read
+            self._num_taken += observed.num_bytes
 
     def _traces(self, observed: Observed) -> Iterator[Trace]:
         self._num_read += observed.num_bytes
@@ -137,7 +139,7 @@ def _known(folder: Path) -> set[str]:
     """Marks of the exchanges that the store has traces of; a shard that cannot be read has none."""
     found = set[str]()
     for path in folder.glob("traces-*.parquet"):
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
             keys = parquet.ParquetFile(path).read(["key"])["key"].to_pylist()
             found.update(key.rpartition("#")[2].rpartition("-")[0] for key in keys if key)
     return found
@@ -145,7 +147,7 @@ def _known(folder: Path) -> set[str]:
 
 def _done(writer: TraceWriter) -> Recorded:
     dropped = {reason: number for reason, number in writer.dropped.items() if number}
-    return Recorded(writer.folder, writer.written, dropped)
+    return Recorded(writer.folder, writer.written, writer.num_answers, dropped)
 
 
 def _is_json(path: Path) -> bool:

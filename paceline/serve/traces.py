@@ -21,11 +21,13 @@ import logging
 import os
 import queue
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import numpy as np
@@ -73,6 +75,8 @@ SCHEMA = pa.schema(
 redaction cut the answer; times are seconds, `first_token_s` and `total_s` from arrival. What is not known is null: of another
 server's answers the rounds and most times, and the temperature where the client left it to the server."""
 SOURCE = "traces"
+OURS = re.compile(r"traces-\d{8}T\d{6}-[0-9a-f]{8}-\d{5,}\.parquet(\.[0-9a-f]{16}\.part)?")
+"""Names of shards, and of what a killed writer left of one: other files in the folder are somebody's own."""
 log = logging.getLogger("paceline.serve")
 
 
@@ -137,7 +141,8 @@ class TraceWriter:
         """Writes when `begin` has been called. A folder that cannot be written only costs traces."""
         assert config.folder is not None
         self.folder = config.folder
-        self.written = 0
+        self.written = self.num_answers = 0
+        """Traces in files, and those of them that have their answer: others are a prompt alone."""
         self.dropped = {"queue": 0, "disk": 0, "redaction": 0, "error": 0, "lossy": 0}
         """Traces lost, by what lost them: a full queue, a disk that refused, a match that could not be taken out, an error, a
         lossy rule; and the reasons of `Lost`."""
@@ -170,19 +175,24 @@ class TraceWriter:
             ended, total_s = time.time(), time.perf_counter() - sequence.timings.arrival_s
             self.put(lambda: [_served(sequence, outcome, tag, ended, total_s)])
 
-    def put(self, maker: Maker, *, wait: bool = False) -> None:
-        """Keep what `maker` makes; without `wait` it is lost when the queue is full. Never raises."""
+    def put(self, maker: Maker, *, wait: bool = False) -> bool:
+        """Keep what `maker` makes, if it is in the sample; without `wait` it is lost when the queue is full. Returns whether it
+        was taken. Never raises."""
         if self._random.random() >= self._config.sample:
-            return
+            return False
         try:
             if self._is_closing:
                 raise queue.Full
             self._queue.put(maker, block=wait)
         except queue.Full:
             self.lose("queue")
+            return False
+        return True
 
     def lose(self, reason: str) -> None:
         """Count a trace that is lost."""
+        if reason == "queue" and not self.dropped.get(reason):
+            log.warning("traces are lost: answers come faster than they can be read")
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
     def close(self, timeout_s: float = 30.0) -> None:
@@ -279,7 +289,9 @@ class TraceWriter:
     def _write(self, rows: list[dict[str, Any]]) -> None:
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         path = self.folder / f"traces-{stamp}-{self._run_id}-{self._num_shards:05d}.parquet"
-        table = pa.Table.from_pylist(rows, SCHEMA)
+        table, rows = self._table(rows)
+        if not rows:
+            return
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what users said is for the owner alone
         with (
             whole_file(path, "free space, or make it writable", mode=0o600) as scratch,
@@ -288,15 +300,33 @@ class TraceWriter:
             parquet.write_table(table, file, compression="zstd")
         self._num_shards += 1
         self.written += len(rows)
+        self.num_answers += sum(len(row["answer_ids"]) > 0 for row in rows)
+
+    def _table(self, rows: list[dict[str, Any]]) -> tuple[pa.Table, list[dict[str, Any]]]:
+        """The rows as a table, and those that are in it: one that no column holds must not take the others with it."""
+        odd = (pa.ArrowException, OverflowError, TypeError, ValueError)
+        with contextlib.suppress(*odd):
+            return pa.Table.from_pylist(rows, SCHEMA), rows
+        kept: list[dict[str, Any]] = []
+        for row in rows:
+            try:
+                pa.Table.from_pylist([row], SCHEMA)
+                kept.append(row)
+            except odd as error:
+                log.warning("a trace is lost, as it fits no column: %s", " ".join(str(error).split()))
+                self.lose("error")
+        return pa.Table.from_pylist(kept, SCHEMA), kept
 
     def _prune(self) -> None:
         """Delete the oldest shards, and what killed writers left, until age and size are within their limits."""
-        found = sorted(filter(None, map(_aged, self.folder.glob("traces-*"))))
+        ours = (path for path in self.folder.glob("traces-*") if OURS.fullmatch(path.name))
+        found = sorted(filter(None, map(_aged, ours)))
         num_bytes, oldest = sum(size for _, _, size in found), time.time() - 86400 * self._config.max_days
         for changed, path, size in found:
             if num_bytes <= self._config.max_bytes and changed >= oldest:
                 break
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another writer has just deleted it
+                path.unlink()
             num_bytes -= size
 
 
@@ -334,9 +364,11 @@ def given(params: SamplingParams) -> dict[str, Any]:
 
 
 def _aged(path: Path) -> tuple[float, Path, int] | None:
-    """(last change, path, bytes), or None when another writer has just deleted it."""
+    """(last change, path, bytes); None for a folder, or when another writer has just deleted it."""
     try:
-        stat = path.stat()
+        stat = path.lstat()
     except FileNotFoundError:
+        return None
+    if not S_ISREG(stat.st_mode):
         return None
     return stat.st_mtime, path, stat.st_size

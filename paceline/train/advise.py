@@ -324,20 +324,25 @@ def seen_in_traces(folder: Path) -> Seen:
         raise ConfigError(f"{folder} holds no traces: give the folder of paceline serve --traces or of paceline record --out")
     rounds: list[tuple[int, int]] = []
     lengths: list[int] = []
+    num_prompts = 0
     for file in files:
         what = f"{file} is no trace"
         with reraised(ConfigError, what, "give traces of paceline serve or record", ArrowException, OSError, KeyError):
             told = {"drafted", "accepted"} & set(parquet.read_schema(file).names)  # answers of regenerate have no rounds
             table = parquet.read_table(file, columns=["answer_ids", *sorted(told)])
         for row in table.to_pylist():
-            lengths.append(len(row["answer_ids"] or ()))
+            if not row["answer_ids"]:
+                num_prompts += 1  # its answer is not known token by token: nothing can be learned from it
+                continue
+            lengths.append(len(row["answer_ids"]))
             drafted, accepted = row.get("drafted") or (), row.get("accepted") or ()
             rounds += itertools.islice(zip(drafted, accepted, strict=False), len(drafted))
     checked = [pair for pair in rounds if pair[0] > 0]
     mean = sum(accepted for _, accepted in rounds) / len(rounds) + 1 if rounds else 1.0
     drafts = f"{mean:.2f} tokens a round over {len(rounds):,} rounds" if rounds else "no rounds told: plain decoding is assumed"
     acceptance = from_rounds(checked) if len(checked) >= LEAST_ROUNDS else None
+    alone = f" and {num_prompts:,} prompts without one" if num_prompts else ""
     return Seen(
-        f"{len(lengths):,} answers in {folder}, {drafts}", acceptance, mean if acceptance else 1.0, len(lengths),
+        f"{len(lengths):,} answers{alone} in {folder}, {drafts}", acceptance, mean if acceptance else 1.0, len(lengths),
         sum(lengths) / len(lengths) if lengths else None,
     )  # fmt: skip

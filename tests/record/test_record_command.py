@@ -52,7 +52,7 @@ def test_the_proxy_is_ended_by_a_signal(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    assert json.loads(output) == {"folder": str(store), "num_written": 1, "dropped": {}}
+    assert json.loads(output) == {"folder": str(store), "num_written": 1, "num_answers": 1, "dropped": {}}
     assert [row["text"] for row in rows(store)] == ["Hello."]
     assert KEY not in told + output + errors
     assert all(KEY.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())

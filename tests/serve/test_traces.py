@@ -19,7 +19,7 @@ from trace_files import BYTES, rows, sequence, writer, written
 
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
-from paceline.serve.traces import SCHEMA, TraceWriter
+from paceline.serve.traces import SCHEMA, Trace, TraceWriter
 from paceline.train import answers
 from paceline.types import GrammarSpec, SamplingParams, Sequence
 
@@ -239,7 +239,7 @@ def test_the_oldest_go_by_size(tmp_path: Path) -> None:
 def test_the_oldest_go_by_age_also_when_nothing_is_asked(tmp_path: Path) -> None:
     written(tmp_path, sequence(), sequence(), rows_per_file=1)
     old, new = sorted(tmp_path.iterdir())
-    killed = tmp_path / "traces-killed.part"
+    killed = tmp_path / f"{old.name}.{'0' * 16}.part"
     killed.write_bytes(b"PAR1")
     idle = writer(tmp_path, max_days=1000 / 86400, flush_s=0.02)
     time.sleep(0.1)
@@ -249,6 +249,37 @@ def test_the_oldest_go_by_age_also_when_nothing_is_asked(tmp_path: Path) -> None
     eventually(lambda: not old.exists() and not killed.exists())
     idle.close()
     assert new.exists()
+
+
+def test_files_and_folders_of_others_stay_and_stop_no_pruning(tmp_path: Path) -> None:
+    written(tmp_path, *(sequence(answer=os.urandom(500).hex()) for _ in range(4)), rows_per_file=1)
+    shards, size = sorted(tmp_path.iterdir()), max(path.stat().st_size for path in tmp_path.iterdir())
+    mine = [tmp_path / "traces-mine.txt", tmp_path / f"{shards[0].name}.bak", tmp_path / "traces-old"]
+    mine[0].write_text("notes")
+    mine[1].write_text("a copy")
+    mine[2].mkdir()
+    (tmp_path / shards[0].name.replace("-00000.", "-00009.")).mkdir()
+    for path in (*mine, *tmp_path.glob("*-00009.*")):
+        make_older(path, 90000)
+    one = writer(tmp_path, max_bytes=2 * size, max_days=1)
+    one.close()
+    assert all(path.exists() for path in mine) and one.dropped["disk"] == 0
+    assert len([path for path in tmp_path.glob("traces-*.parquet") if path.is_file()]) <= 2
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"seed": 2**70}, {"model": {"name": "tiny"}}, {"model": "\ud800"}, {"num_reused": "many"}, {"drafted": [2**40]}],
+    ids=str,
+)
+def test_a_row_that_fits_no_column_takes_no_other_with_it(tmp_path: Path, odd: dict[str, Any]) -> None:
+    """Nor does it end the thread that writes."""
+    one = writer(tmp_path)
+    told: dict[str, Any] = {"prompt_ids": [1], "answer_ids": [2], "finish_reason": "stop", "ended": 1e9, "temperature": 0.0}
+    for more in ({}, odd, {}):
+        one.put(lambda more=more: [Trace(**{**told, "sampling": {}, **more})])
+    one.close()
+    assert one.written == len(rows(tmp_path)) == 2 and one.dropped["error"] == 1 and one.dropped["disk"] == 0
 
 
 def test_writers_share_a_folder(tmp_path: Path) -> None:
