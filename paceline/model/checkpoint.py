@@ -215,18 +215,34 @@ def shards_of(folder: Path) -> dict[Path, list[str]]:
     return shards
 
 
-_TENSORS_PER_MAP = 16
+_TENSORS_PER_MAP, _MOST_MAPS = 16, 64
+"""A file is mapped anew after so many tensors, but not more often than that: each time its whole header is parsed."""
+MOST_TENSORS, MOST_HEADER_BYTES = 2**16, 2**24
+"""Of one file. The largest that is known holds some 20,000 tensors in a header of 3 MB."""
+
+
+def check_header(file: Path) -> None:
+    """Raises ModelFileError where a safetensors file's header is too large to be a model's, before it is parsed."""
+    with reraised(ModelFileError, f"{file} cannot be read", "fetch the model again", OSError), file.open("rb") as opened:
+        num_bytes = int.from_bytes(opened.read(8), "little")
+    if MOST_HEADER_BYTES < num_bytes <= file.stat().st_size:
+        raise ModelFileError(f"{file} has a header of {num_bytes >> 20} MiB, no model needs that: fetch the model again")
 
 
 def _read_shard(
     file: Path, names: list[str], is_wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, Tensor]]:
-    damaged = (SafetensorError, OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError)
+    damaged = (SafetensorError, OSError, MemoryError, RuntimeError, ValueError, TypeError, KeyError, AttributeError)
     with reraised(ModelFileError, f"{file} is truncated or damaged", "delete it and fetch the model again", *damaged):
+        check_header(file)
         with safe_open(file, framework="pt") as shard:
-            wanted = [name for name in names or shard.keys() if is_wanted(name)]
-        for first in range(0, len(wanted), _TENSORS_PER_MAP):
+            stored = shard.keys()
+            wanted = [name for name in names or stored if is_wanted(name)]
+        if len(stored) > MOST_TENSORS:
+            raise ModelFileError(f"{file} holds {len(stored):,} tensors, no model has so many: fetch the model again")
+        per_map = max(_TENSORS_PER_MAP, -(-len(wanted) // _MOST_MAPS))
+        for first in range(0, len(wanted), per_map):
             # Mapped anew every few tensors: pages that were read count as this process's memory until they are unmapped.
             with safe_open(file, framework="pt") as shard:
-                for name in wanted[first : first + _TENSORS_PER_MAP]:
+                for name in wanted[first : first + per_map]:
                     yield name, shard.get_tensor(name)

@@ -7,8 +7,11 @@ A drafter that is refused has changed nothing. Requests that run keep the drafte
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from paceline.clusters import label
@@ -27,12 +30,38 @@ TRY_TEXT = "The quick brown fox jumps over the lazy dog. The quick brown fox"
 TRY_PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    """Call it in a thread of its own, which does not hold up the end of this process: a slow disk may take minutes."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():  # nobody waits any more
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def run() -> None:
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = function()
+        except Exception as raised:  # noqa: BLE001  (the waiting coroutine raises it)
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="paceline-drafter", daemon=True).start()
+    return await future
+
+
 class Drafters:
     """What the admin API does. Belongs to the event loop."""
 
     def __init__(self, worker: EngineWorker[Any]) -> None:
         self._worker = worker
-        self._reading = ThreadPoolExecutor(1, "paceline-drafter")
         self._busy: dict[str, str] = {}
         """Name -> state of those that are no members yet."""
         self._since: dict[str, tuple[int, int, float]] = {}
@@ -63,8 +92,7 @@ class Drafters:
                 model, names = await self._call(lambda model: (model, list(model.engine.pool.members)))
                 if name not in names and len(names) >= MOST_DRAFTERS:
                     raise ApiError.known("too_many_drafters", number=len(names))
-                loop = asyncio.get_running_loop()
-                made = await loop.run_in_executor(self._reading, _read, model, drafter)
+                made = await _in_thread(partial(_read, model, drafter))
                 if not made.is_at_hand:
                     await self._try(made, model.target.vocab_size)
                 del model
@@ -92,7 +120,8 @@ class Drafters:
 
         with _refusing(404):
             if num_rows := await self._call(remove):
-                message = f"{num_rows} answers are still made with drafter {name!r}: drain it, and wait until it has no rows"
+                made = f"{num_rows} answer{' is' if num_rows == 1 else 's are'}"
+                message = f"{made} still made with drafter {name!r}: drain it, and wait until it has no rows"
                 raise RequestRefused(message, code="drafter_busy", status=409)
         self._worker.info = await self._worker.call(ModelInfo.of)
         return await self.table()

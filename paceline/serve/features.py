@@ -101,7 +101,8 @@ def _compute(llm: Any, body: FeaturesRequest) -> bytes:
     }
     if body.final:
         slot = len(body.layers) if more else body.layers.index(last)
-        tensors["final"] = states_TLD[:, slot].contiguous()
+        # Of one layer `contiguous` gives a view, and safetensors saves no tensors that share memory.
+        tensors["final"] = states_TLD[:, slot].clone(memory_format=torch.contiguous_format)
     return save(tensors)
 
 

@@ -124,7 +124,7 @@ def named_drafters(given: Sequence[str]) -> dict[str, str]:
 
 def check_name(name: str) -> None:
     """Raises ConfigError when no drafter of a pool may be called so."""
-    if not NAME.fullmatch(name) or name in TAKEN:
+    if not NAME.fullmatch(name) or name.lower() in TAKEN:
         raise ConfigError(
             f"a drafter cannot be called {name!r:.80}: take up to 32 letters, digits and dots, not {', '.join(TAKEN)}"
         )

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from paceline.draft.checkpoint import is_dflash, new_config, read_checkpoint
 from paceline.errors import ModelFileError, PacelineError
+from paceline.model import checkpoint
 from paceline.model.attention import rope_tables
 from paceline.model.blocks import Blocks
 from paceline.model.checkpoint import check_finite, check_tensors, eos_token_ids, load_config, load_tensors, read_json
@@ -189,6 +190,36 @@ def test_absurd_safetensors_headers(header: Any, tmp_path: Path) -> None:
     text = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
     with pytest.raises(ModelFileError, match=r"model\.safetensors"):
+        list(load_tensors(tmp_path))
+
+
+def _empty_tensors(folder: Path, number: int) -> None:
+    header = {f"t{each}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for each in range(number)}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+def test_many_tensors_parse_their_header_a_bounded_number_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each opening of the file parses all of its header."""
+    opened, real = Counter[str](), checkpoint.safe_open
+    monkeypatch.setattr(checkpoint, "safe_open", lambda *words, **more: (opened.update("o"), real(*words, **more))[1])
+    _empty_tensors(tmp_path, 5000)
+    assert len(list(load_tensors(tmp_path))) == 5000
+    assert opened["o"] <= 65
+    _empty_tensors(tmp_path, 2**16 + 1)
+    opened.clear()
+    with pytest.raises(ModelFileError, match="holds 65,537 tensors, no model has so many"):
+        list(load_tensors(tmp_path))
+    assert opened["o"] == 1
+
+
+def test_a_header_of_many_megabytes_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a million tensors need it; the file is as long as it says."""
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", 57 * 2**20))
+        file.truncate(58 * 2**20)
+    monkeypatch.delattr(checkpoint, "safe_open")
+    with pytest.raises(ModelFileError, match="has a header of 57 MiB, no model needs that"):
         list(load_tensors(tmp_path))
 
 

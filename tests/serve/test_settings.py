@@ -31,6 +31,7 @@ def test_names_of_drafters(given: tuple[str, ...], named: dict[str, str]) -> Non
         (("default", "a=ngram"), "'default' needs a name beside others"),
         (("a=default", "a=ngram"), "two drafters are called 'a'"),
         (("none=default",), "cannot be called 'none'"),
+        (("NONE=default",), "cannot be called 'NONE'"),
         (("ngram=default",), "cannot be called 'ngram'"),
         (("a b=default",), "cannot be called 'a b'"),
         (("=default",), "cannot be called ''"),

@@ -219,6 +219,9 @@ def test_the_contract_of_our_server(engine: EngineConfig, live: Live) -> None:
     tensors = load(data)
     assert tensors["hidden_states"].shape == (3, 2, 32) and tensors["token_ids"].tolist() == [1, 2, 3]
     assert torch.equal(tensors["final"], tensors["hidden_states"][:, 0]), "the last layer's, after the norm"
+    for ids in ([1], [1, 2, 3]):  # the last layer alone is what `final` is, and safetensors saves no memory twice
+        status, data = ask({"token_ids": ids, "layers": [1], "final": True})
+        assert status == 200 and torch.equal(load(data)["final"], load(data)["hidden_states"][:, 0])
     refused = [
         ({"token_ids": [1] * 129, "layers": [0]}, 400, b"more than the 128"),
         ({"token_ids": [258], "layers": [0]}, 400, b"from 0 to 257"),
