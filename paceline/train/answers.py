@@ -87,6 +87,8 @@ class AnswerShards:
         if not self._is_recovered:
             self._is_recovered = True
             old = self._journals(f"r{self._rank}-")
+            for path in {*self.folder.glob(f"journal-r{self._rank}-*.jsonl")} - {*old}:
+                path.unlink()  # its shard is there: a run was killed between the two
             finished, self._journal.begun = read_journals(old)
             if finished:
                 self.write(finished)

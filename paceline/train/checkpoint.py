@@ -33,7 +33,7 @@ FREE_TO_CHANGE = (*LENGTH, *MEMORY, *LOOKS, "selector_share")
 """Settings that a resumed run may have otherwise; how a `regenerate` may grow says asked.py."""
 
 
-BEST = "best"
+BEST, BEFORE = "best", ".best-before"
 
 
 class Checkpoint(NamedTuple):
@@ -90,26 +90,37 @@ def save_checkpoint(
 
 def save_best(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor], told: dict[str, Any]) -> None:
     """Write the weights that are the best so far; `told` says at which step and how good. Raises CacheError."""
-    best, scratch = folder / BEST, folder / f".{BEST}"
+    best, scratch, before = folder / BEST, folder / f".{BEST}", folder / BEFORE
     refused = reraised(CacheError, f"the checkpoint {best} cannot be written", "free space", OSError, SafetensorError)
     try:
         with refused:
             write_checkpoint(scratch, raw, tensors)
             (scratch / "trainer.json").write_text(json.dumps(plain(told)) + "\n", encoding="utf-8")
             sync_folder(scratch)
-            shutil.rmtree(best, ignore_errors=True)
+            _take_up(folder)
+            if best.is_dir():
+                best.rename(before)  # two renames, and no moment in which neither is there
             scratch.rename(best)
             sync(folder)
+            shutil.rmtree(before, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _take_up(folder: Path) -> None:
+    """Give the best weights their name again where a run was killed between the two renames of `save_best`."""
+    if not (folder / BEST).is_dir() and (folder / BEFORE).is_dir():
+        (folder / BEFORE).rename(folder / BEST)
+    shutil.rmtree(folder / BEFORE, ignore_errors=True)
 
 
 def best_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Weights of `save_best`, and what it was told; None when there are none. Raises CacheError when they cannot be read."""
     best = folder / BEST
-    if not best.is_dir():
-        return None
     with reraised(CacheError, f"{best} cannot be read", "train with --keep last", OSError, ValueError, SafetensorError):
+        _take_up(folder)
+        if not best.is_dir():
+            return None
         return dict(load_tensors(best)), json.loads((best / "trainer.json").read_text(encoding="utf-8"))
 
 
