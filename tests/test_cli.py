@@ -108,7 +108,8 @@ def test_an_answer_beside_plain_decoding_and_transformers(call: Call, tmp_path: 
     loaded, _, result = done.stderr.strip().splitlines()  # what was loaded, the answer, one line of result
     assert " on cpu, " in loaded
     assert re.fullmatch(
-        r"[\d.]+x plain decoding \([\d.]+ -> [\d.]+ tokens/s\), [\d.]+ tokens a round, token-identical; "
+        r"(?:[\d.]+x plain decoding \([\d.]+ -> [\d.]+ tokens/s; 8 tokens are too few for a verdict: time at least 100\)|"
+        r"[\d.]+ tokens/s \(no speed-up: the machine was busy: repeat\)), [\d.]+ tokens a round, token-identical; "
         r"[\d.]+x Transformers, the same tokens \(--stats says more\)",
         result,
     )
@@ -189,13 +190,13 @@ def test_a_terminal_shows_something_at_once(tmp_path: Path) -> None:
     """Before PyTorch is imported; what is piped stays as it was."""
     code = "import sys; sys.modules['torch'] = None; from paceline.cli import main; main()"
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", code, "generate", "some-model", "hi"]
+    command = [sys.executable, "-c", code, "generate", "smollm2-135m", "hi"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs, cwd=ROOT) as started:
         os.close(theirs)
         first = b""
         while b"\n" not in first and (more := os.read(ours, 1000)):
             first += more
-        assert first.startswith(b"loading some-model\r\n")
+        assert first.startswith(b"loading smollm2-135m\r\n")
         with contextlib.suppress(OSError):  # read on until it has ended
             while os.read(ours, 1000):
                 pass

@@ -75,8 +75,7 @@ def compare(
     _check_values(svg_speed, repeat)
     if recorded is not None:
         return _drawn_again(recorded, prompt, out, svg, svg_speed)
-    if out is not None:
-        check_folder(out)
+    check_folder(out or Path())
     text = prompt_of(prompt, "paceline compare")
     check_template(raw, system)
     if engine.drafter == "none" or engine.num_drafted == 0 or engine.plan == "fixed:0":

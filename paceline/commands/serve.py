@@ -130,8 +130,7 @@ def serve(
     if other.engine != "paceline":
         return serve_with_other(llm, _with_keys(serving, api_key_file), other, tuple(words or ()), context)
     check_own(words or (), context)
-    named = serving.named_drafters()
-    serving = _with_keys(serving, api_key_file)
+    named, serving = serving.named_drafters(), _with_keys(serving, api_key_file)
     with tempfile.TemporaryDirectory(prefix="paceline-mock-") as scratch:
         if mock is not None:
             _check_mock(serving, tracing)

@@ -100,8 +100,7 @@ def train(
         say(f"note: no report.html ({error})")
     from paceline.bench.html import read_run, training_verdict
 
-    trained = read_run(result.run)
-    verdict = training_verdict(trained)
+    verdict = training_verdict(trained := read_run(result.run))
     say(verdict)
     return {**asdict(result), "expected": trained.plan.get("expected"), "verdict": verdict}
 

@@ -32,7 +32,8 @@ from paceline.train.choices import deployment_of
 from paceline.train.config import PromptsConfig, TrainConfig
 from paceline.train.facts import machine_of, read_target
 from paceline.train.mixture import read_mixture
-from paceline.train.planning import ANSWER_SHARE, EFFICIENCY, LETTERS_PER_TOKEN, make_plan
+from paceline.train.planning import ANSWER_SHARE, EFFICIENCY, make_plan
+from paceline.train.prompt_facts import LETTERS_PER_TOKEN
 
 BYTES_A_TOKEN = 8.0
 """Of a token in a store, with its row's share of other columns: measured on none, an upper estimate."""

@@ -8,6 +8,7 @@ the positions of each row among programs and adds up their parts (Flash-Decoding
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,6 +119,7 @@ def run_kernels(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, s
     """As `attend`, by the kernels."""
     from paceline.model.kernels import attend_triton
 
+    launched: Any = attend_triton
     (tokens, heads, head_dim), kv_heads, positions = query_THD.shape, *keys.shape[1:3]
     assert all(tensor.stride(-1) == 1 for tensor in (query_THD, keys, values))
     count, num_rows, group = sight.count, tokens // sight.count, heads // kv_heads
@@ -129,7 +131,7 @@ def run_kernels(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, s
     out_TX = torch.empty(tokens, heads * head_dim, dtype=query_THD.dtype, device=query_THD.device)
     shape = {"GROUP": group, "HEAD": head_dim, "BLOCK_D": tiles.channels}
     with torch.cuda.device_of(query_THD):
-        attend_triton.attend_split[-(-stacked // tiles.members), splits, pairs](
+        launched.attend_split[-(-stacked // tiles.members), splits, pairs](
             query_THD, keys, values, sight.starts_B, sight.counts_B, sight.depths_BJ, sight.bits_BJ, sums, weights, maxima,
             count, kv_heads, *query_THD.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
             head_dim**-0.5 if scores.scale is None else scores.scale, scores.cap, sight.window or 0,
@@ -137,7 +139,7 @@ def run_kernels(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, s
             IS_CAUSAL=sight.is_causal, HAS_WINDOW=sight.window is not None, HAS_CAP=scores.cap != 0.0,
             PRECISION="ieee", STAGES=tiles.stages, num_warps=tiles.warps,
         )  # fmt: skip
-        attend_triton.combine_splits[stacked, pairs](
+        launched.combine_splits[stacked, pairs](
             sums, weights, maxima, scores.sinks_H, out_TX, count, kv_heads, splits,
             **shape, CHUNK=CHUNK, HAS_SINKS=scores.sinks_H is not None,
             num_warps=4,
