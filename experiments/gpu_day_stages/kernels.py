@@ -1,6 +1,6 @@
 """The stage `kernels`: each Triton kernel against its PyTorch twin on the device, and its time beside what it replaced.
 
-Kernels of a further module are functions in PARTS.
+Those of a layer have a stage of their own, `layer_kernels`.
 """
 
 from __future__ import annotations

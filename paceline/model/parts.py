@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -102,7 +104,6 @@ class WholeNorm:
 
     def __init__(self, query_norm: RMSNorm, key_norm: RMSNorm, num_heads: int) -> None:
         self._query_norm, self._key_norm, self._num_heads = query_norm, key_norm, num_heads
-        self._for_kernel: NormWeight | None = None
 
     def __call__(self, heads_THD: Tensor) -> Tensor:
         query_THD, key_THD = heads_THD.tensor_split([self._num_heads], dim=1)
@@ -113,13 +114,11 @@ class WholeNorm:
         """Norms of the first heads, which are cut out: more heads together would have another norm."""
         return self(heads_THD[:, :num_heads])
 
-    @property
+    @cached_property
     def for_kernel(self) -> NormWeight:
         """Both norms side by side, as kernels take them; not on CPU."""
-        if self._for_kernel is None:
-            query, key = self._query_norm.for_kernel, self._key_norm.for_kernel
-            self._for_kernel = query._replace(weight=torch.cat([query.weight, key.weight]))
-        return self._for_kernel
+        query, key = self._query_norm.for_kernel, self._key_norm.for_kernel
+        return query._replace(weight=torch.cat([query.weight, key.weight]))
 
 
 Norm = RMSNorm | NoNorm

@@ -12,6 +12,7 @@ import contextlib
 import gc
 import itertools
 import math
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -23,6 +24,7 @@ import torch
 Shape = tuple[int, ...]
 
 _WARM_UPS = 2
+_CAPTURING = threading.Lock()
 
 
 class Region(ABC):
@@ -91,14 +93,16 @@ class Recorder:
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """Recordings refer to their decoder and it to them: what the collector frees may be graphs of an earlier target,
-    and CUDA ends a capture within which a graph is destroyed."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    and CUDA ends a capture within which a graph is destroyed. The collector is the whole process's: one capture at a
+    time."""
+    with _CAPTURING:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 class Grid:

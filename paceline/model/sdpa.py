@@ -1,4 +1,4 @@
-"""PyTorch's kernels of scaled-dot-product attention on a GPU, for passes that are not recorded.
+"""PyTorch's kernels of scaled-dot-product attention on a GPU: for passes that are not recorded, and without Triton.
 
 Our masks are floating-point numbers, which the flash kernel does not take. The memory-efficient one does; what it does
 not take either (head sizes, strides) goes to the math kernel, which holds the whole matrix of scores. cuDNN's is left

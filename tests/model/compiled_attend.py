@@ -1,8 +1,9 @@
-"""Compiles the attention kernels for an H100 without one, and prints what each uses: [name, shared bytes, usage] as JSON.
+"""Compiles the attention kernels without a GPU, and prints what each uses: [name, limit, shared bytes, usage] as JSON.
 
-    python tests/compiled_attend.py '[[4, 128, "bfloat16", 16, false]]'
+    python tests/model/compiled_attend.py '[[4, 128, "bfloat16", 16, false, 90, 232448]]'
 
-An entry: query heads of a key head, head size, dtype, tokens of a row, and whether scores have window and cap.
+An entry: query heads of a key head, head size, dtype, tokens of a row, whether scores have window and cap,
+the card's sm number and its bytes of shared memory for a program.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from paceline.model.kernels.attend_triton import attend_split, combine_splits
 POINTERS = {"torch.float32": "*fp32", "torch.bfloat16": "*bf16", "torch.float16": "*fp16"}
 
 
-def compiled(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], warps: int) -> tuple[int, str]:
+def compiled(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], warps: int, arch: int) -> tuple[int, str]:
     """Bytes of shared memory, and what cuobjdump says of registers and local memory."""
     kinds: dict[str, str] = {}
     for name in kernel.arg_names:
@@ -34,7 +35,7 @@ def compiled(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], w
     loaded = [name for name in kinds if kinds[name].startswith("*") and kinds[name] != "*i64"]
     aligned = [at for at, name in enumerate(kinds) if name in loaded or name.endswith("_stride")]
     source = ASTSource(kernel, kinds, constants, {(at,): [["tt.divisibility", 16]] for at in aligned})
-    made: Any = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    made: Any = compile_kernel(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
@@ -43,10 +44,10 @@ def compiled(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], w
     return made.metadata.shared, usage
 
 
-def both(group: int, head_dim: int, dtype: str, count: int, has_all: bool) -> list[tuple[str, int, str]]:
-    """The split kernel and the combining one."""
+def both(group: int, head_dim: int, dtype: str, count: int, has_all: bool, arch: int, limit: int) -> list[Any]:
+    """The split kernel and the combining one, for cards of sm_`arch` with `limit` bytes of shared memory."""
     kind = getattr(torch, dtype)
-    tiles, pointer = Tiles.of(group, count, head_dim, kind), POINTERS[str(kind)]
+    tiles, pointer = Tiles.of(group, count, head_dim, kind, limit), POINTERS[str(kind)]
     shape = {"GROUP": group, "HEAD": head_dim, "BLOCK_D": tiles.channels}
     parts = dict.fromkeys(("sums", "weights", "maxima"), "*fp32")
     pointers = parts | dict.fromkeys(("query", "keys", "values"), pointer)
@@ -55,12 +56,12 @@ def both(group: int, head_dim: int, dtype: str, count: int, has_all: bool) -> li
         **shape, "BLOCK_M": tiles.members, "BLOCK_N": tiles.keys, "HAS_BITS": True, "IS_CAUSAL": True,
         "HAS_WINDOW": has_all, "HAS_CAP": has_all, "PRECISION": "ieee", "STAGES": tiles.stages,
     }  # fmt: skip
-    name = f"{group} heads of {head_dim}, {count} tokens in {dtype}"
-    split = compiled(attend_split, pointers, constants, tiles.warps)
+    name = f"{group} heads of {head_dim}, {count} tokens in {dtype} on sm_{arch}"
+    split = compiled(attend_split, pointers, constants, tiles.warps, arch)
     combined = compiled(
-        combine_splits, parts | {"sinks_H": "*fp32", "out": pointer}, {**shape, "CHUNK": CHUNK, "HAS_SINKS": True}, 4
+        combine_splits, parts | {"sinks_H": "*fp32", "out": pointer}, {**shape, "CHUNK": CHUNK, "HAS_SINKS": True}, 4, arch
     )
-    return [(f"split, {name}", *split), (f"combined, {name}", *combined)]
+    return [(f"split, {name}", limit, *split), (f"combined, {name}", limit, *combined)]
 
 
 if __name__ == "__main__":

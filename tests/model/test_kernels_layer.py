@@ -191,7 +191,7 @@ def interpreted(cases: str, dtype: str) -> None:
     """Runs in a process of its own, under the interpreter; prints the error of each case."""
     poisoned_empties()
     round_to_nearest()
-    torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
+    torch.manual_seed(1)
     print(json.dumps(dict(CASES[cases]({"dtype": DTYPES[dtype][0]}))))
 
 

@@ -29,14 +29,13 @@ from paceline.model.kernels import layer as layer_kernels
 from paceline.model.record import Recorder, Region
 from paceline.model.target import ForwardBatch
 
-LAUNCHES = dict.fromkeys(FAMILIES, 12) | {"olmo2": 13, "olmo3": 13}
-"""Kernels that a layer of a recorded pass launches at most: the values of today. Only ever lower them. OLMo's layer
-behind one that is tapped has its addition and its first norm apart."""
+LAUNCHES = dict.fromkeys(FAMILIES, 10)
+"""Kernels that a layer of a recorded pass launches at most: the values of today. Only ever lower them."""
 UNRECORDED = {"qwen3-moe", "mixtral", "qwen3-next", "qwen3.5", "qwen3.5-moe", "gpt-oss"}
 """Rows of tokens by expert, and states that lag behind, have no fixed shape yet."""
 ONCE = 20
 """Positions, tables, taps, embedding and head, once a pass."""
-DRAFT_LAUNCHES, DRAFT_LAUNCHES_2, INJECT_LAUNCHES, DRAFT_ONCE = 12, 42, 10, 24
+DRAFT_LAUNCHES, DRAFT_LAUNCHES_2, INJECT_LAUNCHES, DRAFT_ONCE = 10, 40, 10, 24
 """The same of a layer of DFlash, of DFlash 2 with its convolutions, of an injection as a whole, and of a block once."""
 
 
@@ -87,9 +86,11 @@ def launches(region: Region, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list
         mode.count += 2
         return torch.empty_like(query_THD).flatten(1)
 
-    monkeypatch.setattr(attend, "can_use", lambda device: True)
     monkeypatch.setattr(attend, "run_kernels", kernels)
     with no_host_tensors(), mode:
+        region.compute()  # a recording runs it before, too: what is made once is there then
+        mode.count = 0
+        layers.clear()
         region.compute()
     monkeypatch.undo()
     return mode.count, layers

@@ -8,18 +8,22 @@ the positions of each row among programs and adds up their parts (Flash-Decoding
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.model.attention import PLAIN, Scores, attend_rows
-from paceline.model.kernels.available import can_use
+from paceline.model.kernels import available
 
 MOST_BITS = 32
 """Most tokens of a row whose relation is given as bits."""
 PROGRAMS = 264
 """Programs to make at least: two for each multiprocessor of an H100."""
+H100_SHARED = 227 * 1024
+MOST_POSITIONS = 2048
+"""Positions of a row that one program walks at most, however many rows there are."""
 CHUNK = 32
 """Splits that are added up at a time."""
 _LOADED = 64 * 128
@@ -80,7 +84,7 @@ def attend(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores
     keys, values: one layer of the cache, [rows, kv_heads, positions, head_dim], new tokens already written; rows 0..B-1
     are read. A token that sees no position gives zeros.
     """
-    if not can_use(query_THD.device):
+    if not available.can_use(query_THD.device):
         return twin(query_THD, keys, values, sight, scores)
     return run_kernels(query_THD, keys, values, sight, scores)
 
@@ -97,22 +101,34 @@ class Tiles:
     stages: int
 
     @classmethod
-    def of(cls, group: int, count: int, head_dim: int, dtype: torch.dtype) -> Tiles:
+    def of(cls, group: int, count: int, head_dim: int, dtype: torch.dtype, shared: int = H100_SHARED) -> Tiles:
+        """`shared`: bytes of shared memory that a program may use."""
         channels, stacked = max(16, _power_of_2(head_dim)), max(16, _power_of_2(group * count))
         if dtype.itemsize > 2:  # products of float32 run without tensor cores, from registers
             return cls(min(stacked, 32), 32, channels, warps=4, stages=1)
-        members = min(stacked, 128)
         keys = min(64, max(32, _LOADED // channels))
-        return cls(members, keys, channels, warps=8 if members > 64 else 4, stages=3)
+        sizes = [(members, stages) for members in (128, 64, 32, 16) for stages in (3, 2)]
+        fitting = [size for size in sizes if 2 * channels * (min(stacked, size[0]) + 2 * size[1] * keys) <= shared]
+        most, stages = fitting[0] if fitting else (16, 1)
+        members = min(stacked, most)
+        return cls(members, keys, channels, warps=8 if members > 64 else 4, stages=stages)
 
     def splits(self, pairs: int, stacked: int, positions: int) -> int:
         """How many programs share the positions of one row and key head, of `pairs` of them."""
         programs = pairs * -(-stacked // self.members)
-        return max(1, min(PROGRAMS // programs, -(-positions // self.keys)))
+        # Not all rows of many are long, or in use: none should wait for one that a single program walks.
+        wanted = max(PROGRAMS // programs, -(-positions // MOST_POSITIONS))
+        return max(1, min(wanted, -(-positions // self.keys)))
 
 
 def _power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that a program may use; an H100's where there is no card, as under Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else H100_SHARED
 
 
 def run_kernels(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores) -> Tensor:
@@ -123,7 +139,8 @@ def run_kernels(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, s
     (tokens, heads, head_dim), kv_heads, positions = query_THD.shape, *keys.shape[1:3]
     assert all(tensor.stride(-1) == 1 for tensor in (query_THD, keys, values))
     count, num_rows, group = sight.count, tokens // sight.count, heads // kv_heads
-    tiles, pairs, stacked = Tiles.of(group, count, head_dim, keys.dtype), num_rows * kv_heads, group * count
+    pairs, stacked = num_rows * kv_heads, group * count
+    tiles = Tiles.of(group, count, head_dim, keys.dtype, _shared_bytes(keys.device))
     splits = tiles.splits(pairs, stacked, positions)
     one = {"dtype": torch.float32, "device": query_THD.device}
     sums = torch.empty(pairs, splits, stacked, head_dim, **one)

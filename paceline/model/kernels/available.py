@@ -1,22 +1,40 @@
-"""Tells where the Triton kernels run: on CUDA, where Triton can be imported."""
+"""Tells where the Triton kernels run: on NVIDIA cards of Ampere or later, where Triton can compile and start one."""
 
 from __future__ import annotations
 
-import os
+import logging
 from functools import cache
 from importlib.util import find_spec
-from shutil import which
 
 import torch
 
+log = logging.getLogger("paceline.model")
+LEAST_CAPABILITY = (8, 0)
+"""Older cards have no products in bfloat16."""
+
 
 def can_use(device: torch.device | str) -> bool:
-    """True if tensors on `device` can be given to the Triton kernels."""
-    return torch.device(device).type == "cuda" and has_triton()
+    """True if tensors on `device` can be given to the Triton kernels. Elsewhere PyTorch's operations run."""
+    device = torch.device(device)
+    if device.type != "cuda" or torch.version.hip or find_spec("triton") is None:
+        return False
+    return _starts_kernels(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @cache
-def has_triton() -> bool:
-    """True if Triton is installed, and a C compiler, by which it makes the launchers of kernels. Triton comes with
-    PyTorch's builds for CUDA and is not imported before a kernel runs."""
-    return find_spec("triton") is not None and any((os.environ.get("CC"), which("gcc"), which("clang")))
+def _starts_kernels(index: int) -> bool:
+    """True if Triton compiles and starts a kernel on this card. It comes with PyTorch's builds for CUDA, but needs a C
+    compiler, Python's headers and a folder for its cache beside it."""
+    if torch.cuda.get_device_capability(index) < LEAST_CAPABILITY:
+        return False
+    try:
+        from paceline.model.kernels.probe_triton import starts
+
+        return starts(index)
+    except Exception as error:  # noqa: BLE001 Triton raises what its compiler, its driver and the C compiler raise
+        log.warning(
+            "Triton starts no kernel on cuda:%d (%s: %s): PyTorch's operations run in their place, slower. Most often a C "
+            "compiler (gcc) or Python's headers (python3-dev) are missing",
+            index, type(error).__name__, error,
+        )  # fmt: skip
+        return False

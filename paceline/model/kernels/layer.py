@@ -1,8 +1,8 @@
 """Small operations of a decoder layer in one launch each, on CUDA: residual addition and norms, heads, gated product.
 
-Each function launches a kernel of `layer_triton.py`. Its PyTorch twin beside it is the reference, and what devices other
-than CPU and CUDA run. Kernels round to the tensors' dtype where the twin does; sums of squares are added in another
-order, and exponentials differ in the last bits of float32. They have no gradients.
+Each function launches a kernel of `layer_triton.py`. Its PyTorch twin beside it is the reference. Kernels round to the
+tensors' dtype where the twin does; sums of squares are added in another order, and exponentials differ in the last bits
+of float32. They have no gradients.
 """
 
 from __future__ import annotations
