@@ -12,8 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
-from paceline.model.kernels.attend import twin
+from paceline.model.kernels.attend import MOST_POSITIONS, PROGRAMS, Tiles, twin
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: extra gpu-dev")
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -29,6 +30,14 @@ def test_the_twin_computes_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = importlib.import_module("gpu_day_stages.attention_cases")
     for seed, (name, case) in enumerate(cases.CASES.items()):
         assert cases.difference(case, twin, cases.by_loop, seed) < case.tolerance, name
+
+
+@pytest.mark.parametrize(("rows", "positions"), [(1, 4096), (8, 32768), (64, 32768), (64, 500)])
+def test_no_program_walks_a_long_row_alone(rows: int, positions: int) -> None:
+    tiles = Tiles.of(4, 16, 128, torch.bfloat16)
+    splits = tiles.splits(rows * 8, 4 * 16, positions)
+    assert positions / splits <= MOST_POSITIONS and splits <= -(-positions // tiles.keys)
+    assert rows > 1 or splits * 8 >= 0.9 * PROGRAMS, "one row fills the card"
 
 
 @needs_triton
