@@ -38,8 +38,8 @@ class FakeServer:
             f'vllm:spec_decode_num_drafts_total{{model_name="m",engine="0"}} {rounds}\n'
             f'vllm:spec_decode_num_accepted_tokens_total{{model_name="m",engine="0"}} {accepted}\n'
             f'vllm:generation_tokens_total{{model_name="m",engine="0"}} {tokens}\n'
-            f'vllm:request_success_total{{model_name="m",finished_reason="stop"}} {ended}\n'
-            f'vllm:request_success_total{{model_name="m",finished_reason="error"}} {errors}\n'
+            f'vllm:request_success_total{{model_name="m",engine="0",finished_reason="stop"}} {ended}\n'
+            f'vllm:request_success_total{{model_name="m",engine="0",finished_reason="error"}} {errors}\n'
         )
 
     def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, str]:

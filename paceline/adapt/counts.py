@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
 from paceline.bench.client import Client
@@ -93,7 +94,12 @@ class Meter:
 
     @classmethod
     def of(cls, saved: list[list[float]]) -> Meter:
+        """Raises ValueError or TypeError on what `saved` has not written."""
         earlier, last = saved
+        for counts in (earlier, last):
+            is_sound = isinstance(counts, list) and len(counts) == len(fields(Counts))
+            if not is_sound or not all(type(each) in (int, float) and math.isfinite(each) for each in counts):
+                raise ValueError("impossible meters")
         return cls(Counts(*earlier), Counts(*last))
 
 
@@ -104,8 +110,9 @@ class Meters:
     of: dict[str, dict[str, Meter]]
 
     def read(self, clients: Iterable[Client], model: str | None) -> Counts:
-        """Returns what all servers counted, without those whose page cannot be read now: they add nothing until they
-        can be again. Raises DownloadError where none can be."""
+        """Returns what all servers counted, without those whose page cannot be read now, and without engines that do not
+        report their tokens now: these add nothing until they can be read again. Raises DownloadError where no page can
+        be read."""
         pages, errors = dict[str, dict[str, dict[str, float]]](), list[DownloadError]()
         for client in clients:
             try:
@@ -119,8 +126,7 @@ class Meters:
             raise errors[0]
         is_begun = any(self.of.values())
         for server, engines in pages.items():
-            for engine, values in engines.items():
-                raw, length = _reading(values)
+            for engine, (raw, length) in _readings(engines).items():
                 # What an engine counted before it was first seen beside others is no gain since the last reading.
                 missed = Counts(*(-value for value in astuple(raw))) if is_begun else Counts()
                 self.of[server].setdefault(engine, Meter(missed, raw)).read(raw, length)
@@ -140,8 +146,11 @@ class Meters:
 
 
 def is_restarted(before: Counts, after: Counts) -> bool:
-    """True if counters went back: the server, or one of several, was started again between two readings."""
-    return after.tokens < before.tokens or after.rounds < before.rounds or after.requests < before.requests
+    """True if the tokens fell, or every counter above 0 did: the server was started again between two readings.
+
+    Other counters alone also fall where a part of the page is missing, such as one reason of the finished requests."""
+    pairs = _counters(before, after)
+    return after.tokens < before.tokens or (bool(pairs) and all(value < then for then, value in pairs))
 
 
 def tokens_per_round(before: Counts, after: Counts) -> float | None:
@@ -156,20 +165,39 @@ def pace(before: Counts, after: Counts) -> tuple[float, float] | None:
     return ((after.rounds - before.rounds) / steps, busy_s / steps) if steps >= LEAST_STEPS and busy_s > 0 else None
 
 
-def _reading(values: dict[str, float]) -> tuple[Counts, float | None]:
-    """What an engine counts, and of SGLang the mean tokens a round: it does not tell how many rounds there were."""
+def _readings(engines: dict[str, dict[str, float]]) -> dict[str, tuple[Counts, float | None]]:
+    """Returns by engine its counters and, of SGLang, its mean acceptance length; without engines that report no tokens.
+
+    With data parallelism SGLang labels the length with `dp_rank`, the tokens not: these get the mean of all lengths."""
+    mean_length, found = totals(engines).get(SGLANG_LENGTH, 0.0), dict[str, tuple[Counts, float | None]]()
+    for engine, values in engines.items():
+        reading = _reading(values)
+        if reading is not None:
+            is_sglang = SGLANG_TOKENS in values
+            found[engine] = reading, values.get(SGLANG_LENGTH, mean_length) if is_sglang else None
+    return found
+
+
+def _reading(values: dict[str, float]) -> Counts | None:
+    """Returns an engine's counters; None where its tokens are missing, so that the others may be, too."""
     if SGLANG_TOKENS in values:
-        return Counts(values[SGLANG_TOKENS]), values.get(SGLANG_LENGTH, 0.0)
+        return Counts(values[SGLANG_TOKENS])
+    if COUNTERS["tokens"] not in values:
+        return None
     counted = {name: values.get(metric, 0.0) for name, metric in COUNTERS.items()}
     busy_s = sum(values.get(name, 0.0) for name in BUSY)
-    return Counts(**counted, busy_s=busy_s, requests=values.get(REQUESTS, 0.0)), None
+    return Counts(**counted, busy_s=busy_s, requests=values.get(REQUESTS, 0.0))
 
 
 def _is_partial(before: Counts, now: Counts) -> bool:
-    """True where some counters are gone from the page and others have not gone back: no restart does that."""
-    pairs = [(before.tokens, now.tokens), (before.rounds, now.rounds), (before.requests, now.requests)]
-    pairs = [(then, value) for then, value in pairs if then > 0]
-    return any(value == 0 for _, value in pairs) and any(value >= then for then, value in pairs)
+    """True where some counters fell but the tokens did not, nor all others: a part of the page is missing."""
+    return not is_restarted(before, now) and any(value < then for then, value in _counters(before, now))
+
+
+def _counters(before: Counts, now: Counts) -> list[tuple[float, float]]:
+    """Pairs (before, now) of the counters that were above 0. Errors are a part of the requests."""
+    names = ("tokens", "rounds", "accepted", "requests")
+    return [(getattr(before, name), getattr(now, name)) for name in names if getattr(before, name) > 0]
 
 
 def drafts_of(client: Client, member: str) -> float | None:

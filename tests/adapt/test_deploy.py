@@ -219,6 +219,19 @@ def test_acceptance_is_read_by_sglang_s_names(server: FakeServer, tmp_path: Path
     assert tokens_per_round(before, deployment.counts()) == pytest.approx(1200 / 400)
 
 
+def test_sglang_s_data_parallel_ranks_share_their_mean_length(server: FakeServer) -> None:
+    """The lengths carry `dp_rank`, the tokens do not."""
+    deployment = opened(server, engine="sglang", restart="true")
+    gauges = "".join(f'sglang:spec_accept_length{{{{model_name="m",dp_rank="{rank}"}}}} {{{rank}}}\n' for rank in range(3))
+    text = gauges + 'sglang:generation_tokens_total{{model_name="m"}} {3}\n'
+    server.metrics = text.format(3.0, 3.0, 0.0, 900)
+    before = deployment.counts()
+    server.metrics = text.format(5.0, 3.0, 0.0, 1700)
+    after = deployment.counts()
+    assert (after.tokens - before.tokens, after.rounds - before.rounds) == (800, 200)
+    assert tokens_per_round(before, after) == pytest.approx(4.0), "a rank that has not drafted is left out"
+
+
 PAGE = """vllm:generation_tokens_total{{engine="{engine}",model_name="{model}"}} {tokens}
 vllm:spec_decode_num_drafts_total{{engine="{engine}",model_name="{model}"}} {rounds}
 vllm:spec_decode_num_accepted_tokens_total{{engine="{engine}",model_name="{model}"}} {accepted}
@@ -256,13 +269,40 @@ class TestSeveralServers:
         rate = self.rate(both, (server, page(500, 1000)), (second, page(600, 300)))
         assert rate == pytest.approx(1 + 1300 / 1100)
 
-    @pytest.mark.parametrize("cut", ["", "# HELP x\n", page(1200, 2400).split("\n")[0] + "\nvllm:spec_decode_num_dra"])
+    @pytest.mark.parametrize(
+        "cut",
+        [
+            "",
+            "# HELP x\n",
+            page(1200, 2400).split("\n")[0] + "\nvllm:spec_decode_num_dra",
+            'vllm:num_requests_running{engine="0",model_name="m"} 1\n',
+            "vllm:num_requests_running 1\n",
+        ],
+    )
     def test_a_page_that_cannot_be_read_is_left_out(
         self, both: Deployment, server: FakeServer, second: FakeServer, cut: str
     ) -> None:
         rate = self.rate(both, (server, cut), (second, page(2000, 1000)))
         assert rate == pytest.approx(1.5), "of the other server alone"
         assert self.rate(both, (server, page(1400, 3200))) == pytest.approx(4.0), "all of its rounds since it was last read"
+
+    def test_sglang_s_page_without_its_tokens_is_left_out(self, server: FakeServer) -> None:
+        deployment = opened(server, engine="sglang", restart="true")
+        server.metrics = "sglang:spec_accept_length 2\nsglang:generation_tokens_total 1000\n"
+        deployment.counts()
+        server.metrics = "sglang:spec_accept_length 2\n"
+        assert deployment.counts().tokens == 1000
+        server.metrics = "sglang:spec_accept_length 2\nsglang:generation_tokens_total 1200\n"
+        assert deployment.counts() == Counts(1200, 100, 100)
+
+    def test_one_reason_that_is_missing_is_no_restart(self, server: FakeServer) -> None:
+        deployment = opened(server, engine="vllm", restart="true")
+        server.count(rounds=100, accepted=200, tokens=300, errors=10, ended=90)
+        before = deployment.counts()
+        server.metrics = "".join(line for line in server.metrics.splitlines(keepends=True) if '"stop"' not in line)
+        assert deployment.counts() == before
+        server.count(rounds=120, accepted=240, tokens=360, errors=10, ended=95)
+        assert deployment.counts() == Counts(360, 120, 240, 10, requests=105)
 
     def test_engines_of_one_server(self, server: FakeServer) -> None:
         deployment = opened(server, engine="vllm", restart="true")
