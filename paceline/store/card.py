@@ -70,7 +70,7 @@ def card_of(store: Described) -> dict[str, Any]:
         "left_out": dict(left_out),
         "labels": len(store.labels()),
         "forgotten": len(store.forgotten),
-        "versions": [{name: line[name] for name in ("version", "time", "what", "rows")} for line in versions],
+        "versions": [{name: line.get(name, "") for name in ("version", "time", "what", "rows")} for line in versions],
     }
 
 

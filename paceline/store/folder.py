@@ -6,6 +6,7 @@
     store/evals/*.parquet       what may not: `paceline evals make --from store`
     store/labels.jsonl          scores of answers, beside them
     store/card.md               what is in it
+    store/unfinished/           shards of changes that were killed, which nothing reads
 
 A version adds files and changes none; rows say since which one they are there, so that an earlier version can be read again.
 Only `forget` and `split` change what is there. The next change settles one that was killed: it is finished where its line and
@@ -17,6 +18,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
+import re
 import secrets
 import time
 from collections import Counter
@@ -40,6 +43,9 @@ from paceline.train.ranks import Ranks, only_run
 FORMAT = 1
 ROWS_PER_SHARD = 2048
 ELSEWHERE = "free space, or make it writable"
+UNFINISHED = "unfinished"
+SHARD = re.compile(r"answers-v(\d+)-\d+\.parquet")
+log = logging.getLogger("paceline.store")
 
 
 @dataclass(slots=True)
@@ -101,7 +107,7 @@ class Store:
         return sorted((self.path / side).glob("answers-*.parquet"))
 
     def rows(self, side: str, version: int | None = None) -> Iterator[Row]:
-        """Rows of a side, as they were at a version. Raises PromptError on a damaged shard."""
+        """Rows of a side, as they were at a version. Raises PromptError on a damaged shard, and what `versions` does."""
         last = self.version if version is None else version
         named = {name for line in self.versions()[-1:] for name in line["files"]}  # others are of a change that was killed
         for file in self.shards(side):
@@ -124,23 +130,45 @@ class Store:
 
     def _settle(self) -> dict[str, Any] | None:
         """Finish a change that was killed where its files and its line are whole, and return the line; else take it back."""
-        lines = {line["version"]: line for line in self._lines("versions.jsonl")}
-        newest, finished = max(lines, default=0), None
-        if (self.version and self.version not in lines) or newest > self.version + 1:
+        lines, finished = self._version_lines(), None
+        newest, highest = max(lines, default=0), max(map(_version_of, self._all_shards()), default=0)
+        if newest > self.version + 1:
+            raise self._mismatch(newest)
+        if highest > self.version + 1:
             raise ConfigError(
-                f"{self.path}: store.json is at version {self.version}, versions.jsonl ends with {newest}: restore both from "
-                "the same copy; nothing was changed"
+                f"{self.path}: store.json is at version {self.version}, but there are shards of version {highest}: restore "
+                "the whole folder from one copy; nothing was changed"
             )
         if self._is_whole(lines.get(self.version + 1)):
             finished = lines[self.version + 1]
             self.version, self.split = newest, SplitConfig(**finished["split"]) if "split" in finished else self.split
             self.save()
         whole = lines[self.version]["files"] if self.version else {}
-        for side in SIDES:
-            for file in self.shards(side):
-                if f"{side}/{file.name}" not in whole:
-                    file.unlink()  # of a change that was killed, or replaced by one
+        earlier = {name for number, line in lines.items() if number < self.version for name in line["files"]}
+        for file in self._all_shards():
+            name = f"{file.parent.name}/{file.name}"
+            if name in earlier - whole.keys():
+                file.unlink()  # replaced by a later version
+            elif name not in whole:
+                self._set_aside(file)
         return finished
+
+    def _set_aside(self, file: Path) -> None:
+        """Move a shard that no version names into UNFINISHED: after a partial restore it may be of a later version."""
+        folder, number = self.path / UNFINISHED, 0
+        with reraised(CacheError, f"cannot write {folder}", ELSEWHERE, OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            while (aside := folder / f"{file.parent.name}-{file.stem}-{number}.parquet").exists():
+                number += 1
+            file.replace(aside)
+        log.warning("%s is of no version, as a change that was killed leaves it: moved to %s", file, aside)
+
+    def unfinished(self) -> list[Path]:
+        """Returns the shards of changes that were killed."""
+        return sorted((self.path / UNFINISHED).glob("*.parquet"))
+
+    def _all_shards(self) -> list[Path]:
+        return [file for side in SIDES for file in self.shards(side)]
 
     def _is_whole(self, line: dict[str, Any] | None) -> bool:
         """Whether there is such a line and every file that it names is there as it says."""
@@ -244,9 +272,24 @@ class Store:
         return line
 
     def versions(self) -> list[dict[str, Any]]:
-        """Lines of all versions; one that was killed before it was one is left out. Raises ConfigError on a damaged line."""
-        lines = self._lines("versions.jsonl")
-        return [*{line["version"]: line for line in lines if line["version"] <= self.version}.values()]
+        """Lines of all versions; one that was killed before it was one is left out.
+
+        Raises ConfigError on a damaged line, and where the line of the newest version is missing."""
+        return [line for number, line in self._version_lines().items() if number <= self.version]
+
+    def _version_lines(self) -> dict[int, dict[str, Any]]:
+        """Returns the lines by version. Raises ConfigError as `versions` does."""
+        lines = self._lines("versions.jsonl", {"version": int, "what": str, "rows": dict, "files": dict})
+        found = {line["version"]: line for line in lines}
+        if self.version and self.version not in found:
+            raise self._mismatch(max(found, default=0))
+        return found
+
+    def _mismatch(self, newest: int) -> ConfigError:
+        return ConfigError(
+            f"{self.path}: store.json is at version {self.version}, versions.jsonl ends with {newest}: restore the whole "
+            "folder from one copy; nothing was changed"
+        )
 
     def note_suite(self, file: str | Path) -> None:
         """A suite was made from it: `forget` will reach that file."""
@@ -270,12 +313,22 @@ class Store:
         """Raises ConfigError on a damaged line."""
         return self._lines("labels.jsonl")
 
-    def _lines(self, name: str) -> list[dict[str, Any]]:
-        """Objects of a file of JSON Lines; a last line that a full disk or a kill cut is left out."""
-        file, remedy = self.path / name, "restore it from a copy, or delete the line that is no JSON"
-        with reraised(ConfigError, f"{file} is damaged", remedy, OSError, ValueError):
+    def _lines(self, name: str, keys: dict[str, type] | None = None) -> list[dict[str, Any]]:
+        """Objects of a file of JSON Lines, with values of these types; a last line that was cut is left out."""
+        file, remedy = self.path / name, "restore it from a copy, or delete the line that is damaged"
+        with reraised(ConfigError, f"{file} is damaged", remedy, OSError, ValueError, RecursionError):
             whole = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-            return [json.loads(line) for line in whole if line.strip()]
+            found = [json.loads(line) for line in whole if line.strip()]
+            for line in found:
+                if not isinstance(line, dict) or not all(type(line.get(key)) is kind for key, kind in (keys or {}).items()):
+                    raise ValueError(f"{str(line)[:80]} is no line of it")
+            return found
+
+
+def _version_of(shard: Path) -> int:
+    """Returns the version that wrote the shard; 0 for other names."""
+    found = SHARD.fullmatch(shard.name)
+    return int(found[1]) if found else 0
 
 
 def _told(incoming: Incoming) -> str:

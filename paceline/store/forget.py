@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError, refuse
+from paceline.errors import ConfigError, PromptError, refuse
 from paceline.model.tokenizer import Tokenizer
 from paceline.runlog import whole_file, write_whole
 from paceline.store.folder import Store, parquet, write_shard
@@ -58,13 +58,15 @@ def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
         store.save()  # first: what is killed on the way is finished by the same command
         for file in [file for side in SIDES for file in store.shards(side)]:
             without(file, lambda row: row["digest"] in gone)
+        for file in store.unfinished():
+            _without_unfinished(file, gone, talks, pattern)
         labels = store.path / "labels.jsonl"
         done.labels = _without_lines(labels, lambda each: DAMAGED in each or each.get("digest") in gone)
         for name in store.suites:
             if not Path(name).is_file():
                 done.suites_gone.append(name)
                 continue
-            done.cases += _without_lines(Path(name), lambda each: _is_of(each, gone) or bool(pattern.search(json.dumps(each))))
+            done.cases += _without_lines(Path(name), lambda each: _is_of(each, gone) or bool(pattern.search(_text(each))))
         _sources(store, tokenizer, pattern, in_sources, done)
         told = {"forgot": {"rows": done.rows, "conversations": done.conversations, "labels": done.labels, "cases": done.cases}}
         done.version = store.commit("forget", told)["version"]
@@ -82,7 +84,11 @@ def pattern_of(match: str) -> re.Pattern[str]:
 
 
 def has(row: Row, pattern: re.Pattern[str]) -> bool:
-    return any(row.get(name) and pattern.search(str(row[name])) for name in ("prompt", "text", "tag", "source", "sampling"))
+    """True if one of the row's texts matches; of `sampling`, which is JSON, with its escapes decoded."""
+    texts = [str(row[name]) for name in ("prompt", "text", "tag", "source", "sampling") if row.get(name)]
+    if row.get("sampling"):
+        texts.append(_text(_parsed(str(row["sampling"]))))
+    return any(pattern.search(text) for text in texts)
 
 
 def without(file: Path, is_gone: Callable[[Row], bool]) -> int:
@@ -94,6 +100,17 @@ def without(file: Path, is_gone: Callable[[Row], bool]) -> int:
     elif len(left) < len(rows):
         write_shard(file, left)
     return len(rows) - len(left)
+
+
+def _without_unfinished(file: Path, gone: set[str], talks: set[str], pattern: re.Pattern[str]) -> None:
+    """As `without`, of a shard that no version names; one that cannot be read is deleted: nobody knows whom it tells of."""
+    try:
+        rows = read_shard(file)
+    except PromptError:
+        file.unlink()
+        return
+    its_talks = talks | {row["conversation"] for row in rows if has(row, pattern)}
+    without(file, lambda row: row["digest"] in gone or row["conversation"] in its_talks)
 
 
 def _without_lines(file: Path, is_gone: Callable[[dict[str, Any]], bool]) -> int:
@@ -113,6 +130,11 @@ def _parsed(line: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {DAMAGED: line}
     return value if isinstance(value, dict) else {DAMAGED: line}
+
+
+def _text(value: dict[str, Any]) -> str:
+    """Returns the object as JSON, as people write it: a pattern has the letters themselves, no \\u escapes."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _is_of(case: dict[str, Any], gone: set[str]) -> bool:

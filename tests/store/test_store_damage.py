@@ -14,7 +14,7 @@ from paceline.errors import CacheError, ConfigError
 from paceline.store.card import card_of
 from paceline.store.config import SplitConfig
 from paceline.store.folder import Store
-from paceline.store.forget import forget
+from paceline.store.forget import forget, has, pattern_of
 from paceline.store.split import SIDES
 
 
@@ -42,7 +42,7 @@ def test_versions_older_than_the_store_delete_nothing(tmp_path: Path, store: Sto
     before = files(store)
     third = answered(tmp_path / "third", *many(3, "letter"))
     for change in (lambda: store.add([third], BYTES), lambda: store.resplit(HALF), lambda: forget(store, "parcel")):
-        with pytest.raises(ConfigError, match=rf"at version 2, versions.jsonl ends with {kept}: restore both"):
+        with pytest.raises(ConfigError, match=rf"at version 2, versions.jsonl ends with {kept}: restore the whole folder"):
             change()
     assert files(store) == before
 
@@ -55,7 +55,7 @@ def test_a_store_older_than_its_versions_deletes_nothing(tmp_path: Path, store: 
     line = store.add([answered(tmp_path / "third", *many(3, "letter"))], BYTES)
     assert line["version"] == 3 and before < {row["digest"] for side in SIDES for row in store.rows(side)}
     (store.path / "store.json").write_text(json.dumps({**told, "version": 1}))
-    with pytest.raises(ConfigError, match="restore both"):
+    with pytest.raises(ConfigError, match="restore the whole folder"):
         store.add([tmp_path / "third"], BYTES)
 
 
@@ -135,3 +135,68 @@ def test_a_split_that_was_killed_behind_its_line_is_finished(tmp_path: Path, sto
     (store.path / "store.json").write_text(told)
     again = Store.open(store.path)
     assert again.resplit(wanted) == line and again.split == wanted and again.version == 3
+
+
+def test_a_store_whose_versions_are_lost_is_not_read_as_empty(store: Store) -> None:
+    (store.path / "versions.jsonl").unlink()
+    again = Store.open(store.path)
+    for read in (lambda: list(again.rows("train")), again.versions, lambda: card_of(again)):
+        with pytest.raises(ConfigError, match="at version 2, versions.jsonl ends with 0: restore the whole folder"):
+            read()
+
+
+def rolled_back(store: Store, version: int) -> None:
+    """Both files of versions as an older copy has them."""
+    told = json.loads((store.path / "store.json").read_text())
+    (store.path / "store.json").write_text(json.dumps({**told, "version": version}))
+    (store.path / "versions.jsonl").write_text("".join(lines(store)[:version]))
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_shards_newer_than_both_files_are_not_deleted(tmp_path: Path, store: Store, version: int) -> None:
+    """Two versions behind: refused. One behind looks like a change that was killed: its shards are moved aside."""
+    third = answered(tmp_path / "third", *many(3, "letter"))
+    store.add([third], BYTES)
+    rolled_back(store, version)
+    before = files(store)
+    with pytest.raises(
+        ConfigError, match=rf"at version {version}, but there are shards of version 3: restore the whole folder"
+    ):
+        store.add([third], BYTES)
+    assert files(store) == before
+
+
+def test_shards_of_a_change_that_was_killed_are_moved_aside(
+    tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    shards = {file.read_bytes() for side in SIDES for file in store.shards(side) if "-v00002-" in file.name}
+    rolled_back(store, 1)
+    store.add([answered(tmp_path / "third", *many(3, "letter"))], BYTES)
+    assert {file.read_bytes() for file in store.unfinished()} == shards and "moved to" in caplog.text
+    assert sorted(row["prompt"] for side in SIDES for row in store.rows(side) if "parcel" in row["prompt"]) == []
+    forget(store, "parcel")
+    assert store.unfinished() == [], "what is aside is forgotten, too"
+
+
+@pytest.mark.parametrize("odd", ["5", "{}", "[]", '{"version": "2", "what": "add", "rows": {}, "files": {}}', "[" * 100_000])
+def test_a_line_that_is_no_version_is_one_line(store: Store, odd: str) -> None:
+    with (store.path / "versions.jsonl").open("a") as file:
+        file.write(odd + "\n")
+    for read in (lambda: list(store.rows("train")), lambda: store.resplit(HALF)):
+        with pytest.raises(ConfigError, match=r"versions.jsonl is damaged .*delete the line"):
+            read()
+
+
+def test_a_label_that_is_no_object_is_one_line(store: Store) -> None:
+    (store.path / "labels.jsonl").write_text("5\n")
+    with pytest.raises(ConfigError, match=r"labels.jsonl is damaged"):
+        card_of(store)
+
+
+def test_letters_beyond_ascii_are_forgotten_in_suites_and_sampling(tmp_path: Path, store: Store) -> None:
+    suite = tmp_path / "suite.jsonl"
+    suite.write_text(json.dumps({"id": "1", "said": "Müller"}) + "\n" + '{"id": "2"}\n')
+    store.note_suite(suite)
+    assert forget(store, "Müller").cases == 1 and suite.read_text() == '{"id": "2"}\n'
+    pattern = pattern_of("Müller")
+    assert has({"sampling": json.dumps({"stop": ["Müller"]})}, pattern) and not has({"sampling": "{}"}, pattern)
