@@ -43,6 +43,17 @@ class Canary:
             self.counted.read(now, counts)
         return counts
 
+    def _read_or_wait(self, now: float, stage: Stage | None = None) -> Counts:
+        """Read the counters, and the drafts of a stage's member. Raises UnreachableError where the page cannot be read.
+
+        A page says nothing about a drafter: labelled counters of a server that was just started appear with its traffic."""
+        try:
+            if stage is not None:
+                stage.drafts = self.deployment.drafts(stage.member)
+            return self.read(now)
+        except DownloadError as error:
+            raise UnreachableError(str(error)) from error
+
     def look(self, now: float) -> Stage | None:
         """Take a reading; returns a probation for a drafter that somebody else has loaded, in its first minute."""
         self.readings.append((now, self.read(now)))
@@ -65,10 +76,7 @@ class Canary:
         `save` writes down what is to be undone, before the server is asked: a load takes minutes, in which this process may
         be killed. Raises DownloadError when the server refuses the drafter, DeployError when something else hinders it, and
         what `save` raises."""
-        try:
-            counts = self.read(now)
-        except DownloadError as error:  # whatever the counters say, it is not about this drafter
-            raise UnreachableError(str(error)) from error
+        counts = self._read_or_wait(now)
         if self.deployment.undo:  # tried before: if that answer was lost, the new drafter may have served since
             stage.begin_counting(counts, now)
         else:
@@ -85,9 +93,8 @@ class Canary:
             with _blameless():
                 if stage.kind in ("route", "propose"):
                     self.deployment.route(stage.clusters[0], stage.member, noted)
-                stage.drafts = self.deployment.drafts(stage.member)
                 stage.served = self.deployment.members().get(stage.member, "")
-                counts = self.read(now)  # anew: what was counted during the load is not of this drafter
+            counts = self._read_or_wait(now, stage)  # anew: what was counted during the load is not of this drafter
         finally:
             stage.undo = self.deployment.undo
         if self.known is not None and stage.served:
@@ -111,6 +118,8 @@ class Canary:
         if ending == "unproven":
             hours = stage.lasted(now) / HOUR_S
             why = f"not enough traffic to judge it: {rounds:g} rounds in {hours:.3g} hours, {LEAST_ROUNDS} are needed"
+            if rounds >= LEAST_ROUNDS:
+                why = "the clock was set back, so traces do not tell when it served, and no metrics of before are known"
             return ("kept" if stage.kind == "found" or config.unproven == "keep" else "unproven"), why
         return ("kept", f"nothing fell in {rounds:g} rounds") if ending else None
 

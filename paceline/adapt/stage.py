@@ -163,13 +163,14 @@ class Stage:
         if self.lasted(now) < 60 * config.probation_minutes:
             return None
         if self.rounds(drafts) >= LEAST_ROUNDS:
-            return "proven"
+            return "proven" if self.skew >= 0 or WHOLE in self.before else "unproven"
         return "unproven" if self.lasted(now) >= config.most_probation_hours * HOUR_S else None
 
     def wrong(self, traces: Path, counts: Counts, now: float, config: WatchConfig) -> str | None:
         """Returns how the server is worse than before, or None.
 
-        Compared by cluster where traces tell, so that the mix of clusters moves nothing."""
+        Compared by cluster where traces tell, so that the mix of clusters moves nothing. After the clock was set back
+        traces tell of some of the time alone: the metrics are compared, too."""
         then = Counts(*self.counted)
         now_failures = Failures(counts.errors - then.errors, counts.requests - then.requests)
         if failing := more_failures(Failures(*self.failures or (0.0, 0.0)), now_failures, config.most_errors):
@@ -179,7 +180,9 @@ class Stage:
         spans = self._judged_by(read_span(traces, self.began, now))
         if (seen := total(spans.values())).rounds >= LEAST_ROUNDS:
             expected = seen.tokens / sum(sums.tokens / self.before[name] for name, sums in spans.items())
-            return fall(seen.tokens_per_round, expected, seen.log_variance, config.most_drop)
+            fallen = fall(seen.tokens_per_round, expected, seen.log_variance, config.most_drop)
+            if fallen or self.skew >= 0:
+                return fallen
         rate = tokens_per_round(then, counts)
         if rate is None or WHOLE not in self.before or counts.rounds - then.rounds < LEAST_ROUNDS:
             return None

@@ -267,6 +267,7 @@ class Steps:
         assert self._canary is not None
         self._write_pending_or_say(stage)
         ended = self._canary.judge(stage, now, self.watch)
+        self._is_unsaved = True  # the reading: a restart of daemon and server together would lose what it counted
         if ended is None:
             return
         ending, why = ended

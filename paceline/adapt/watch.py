@@ -223,7 +223,8 @@ class Watcher(Steps):
             self.incumbent, self._scored = str(state["incumbent"]), dict(state["scored"])
             if not all(type(each["hour"]) is int and _has_gains(each["members"]) for each in self._scored.values()):
                 raise ValueError("impossible scored")
-            self.stage, self.by_hand = (each and read_stage(each) for each in (state["stage"], state.get("by_hand")))
+            stages = (state["stage"], state.get("by_hand"))
+            self.stage, self.by_hand = (None if each is None else read_stage(each) for each in stages)
             known = state.get("known")
             if self._canary is not None and self._canary.deployment.traces_rounds and known is not None:
                 self._canary.known = dict(known)  # other servers do not list what they draft with

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from adapt_requests import HOUR, keyed
+from fake_servers import FakeServer, serving
 from played import NOW, Alarmed, Played, traffic, watcher
 from pyarrow import parquet
 
@@ -94,13 +95,37 @@ def test_a_state_that_cannot_be_is_one_line(tmp_path: Path, odd: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    "odd", [{"scored": {"tickets": {}}}, {"scored": [3]}, {"meters": {"": 3}, "scored": 5}, {"stage": "gate"}], ids=str
+    "odd",
+    [{"scored": {"tickets": {}}}, {"scored": [3]}, {"scored": 5}]
+    + [{name: value} for name in ("stage", "by_hand") for value in ("gate", "", {}, [], 0, False)],
+    ids=str,
 )
 def test_so_is_one_whose_other_parts_cannot_be(tmp_path: Path, odd: dict[str, Any]) -> None:
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "state.json").write_text(json.dumps({**STATE, **odd}))
     with pytest.raises(ConfigError, match="move it away"):
         watcher(tmp_path, None, Played())
+
+
+COUNTED = [1.0] * 7
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [3, None, [], [COUNTED], [COUNTED, [1.0] * 6], [COUNTED, "1234567"], [COUNTED, [None] * 7], [COUNTED, [float("nan")] * 7]],
+    ids=str,
+)
+def test_so_is_one_whose_meters_cannot_be(tmp_path: Path, odd: Any) -> None:
+    with serving(FakeServer()) as server:
+        (tmp_path / "state").mkdir()
+        file = tmp_path / "state" / "state.json"
+        file.write_text(json.dumps({**STATE, "meters": {server.url: {"0": [COUNTED, COUNTED]}}}))
+        one = watcher(tmp_path, server, Played())
+        assert one.deployment is not None and one.deployment.meters.saved() == {server.url: {"0": [COUNTED, COUNTED]}}
+        for meters in ({server.url: {"0": odd}}, {server.url: odd} if odd else odd or 3):
+            file.write_text(json.dumps({**STATE, "meters": meters}))
+            with pytest.raises(ConfigError, match="move it away"):
+                watcher(tmp_path, server, Played())
 
 
 def test_odd_events_in_the_log_are_left_out_and_counted(tmp_path: Path) -> None:

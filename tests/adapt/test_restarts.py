@@ -46,11 +46,14 @@ class Vllm(FakeServer):
     def __init__(self) -> None:
         super().__init__()
         self.drafters: list[str] = []
+        self.is_empty_at_first = False
+        """Has no counters after a restart."""
 
     def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
         if path == "/restart":
             self.drafters.append(body["drafter"])
             self.count(0, 0, 0, 0, 0)
+            self.metrics = "# nothing yet\n" if self.is_empty_at_first else self.metrics
             return 200, "{}"
         return super().answer(method, path, body)
 
@@ -139,6 +142,33 @@ class TestRestartedServers:
             one.tick(NOW + 190 + 60 * turn)
             one = beside_vllm(tmp_path, vllm, str(tmp_path / "old"))
         assert events(one)[-1] == "rolled back" and "of 20 requests ended in an error" in one.log.lines()[-1]["why"]
+
+    def test_a_restart_of_daemon_and_server_together_loses_no_rounds(self, tmp_path: Path, vllm: Vllm) -> None:
+        """1.1 tokens a round, 150 of them before both were started again, and 150 since."""
+        swapped(tmp_path, vllm)
+        looking = beside_vllm(tmp_path, vllm, str(tmp_path / "old"))
+        vllm.count(rounds=150, accepted=15, tokens=165, ended=5)
+        looking.tick(NOW + 240)
+        assert events(looking)[-1] == "swapped"
+        again = beside_vllm(tmp_path, vllm, str(tmp_path / "old"))
+        vllm.count(rounds=100, accepted=10, tokens=110, ended=5)
+        again.tick(NOW + 300)
+        assert events(again)[-1] == "rolled back" and "1.10 tokens a round" in again.log.lines()[-1]["why"]
+
+    def test_an_empty_page_after_the_restart_is_read_again(self, tmp_path: Path, vllm: Vllm) -> None:
+        """Labelled counters appear with traffic: nothing is known of the drafter, and nothing is wrong with it."""
+        traffic(tmp_path, drafted=None, accepted=None, temperature=None, seed=None)
+        (tmp_path / "old").mkdir()
+        one = beside_vllm(tmp_path, vllm, str(tmp_path / "old"), (0, ""), (0, PASSED))
+        vllm.is_empty_at_first = True
+        for minute in range(4):
+            vllm.count(40_000 + 6000 * minute, 80_000 + 12_000 * minute, 120_000 + 18_000 * minute, ended=9400)
+            one.tick(NOW + 60 * minute)
+        assert events(one) == ["training", "waiting"] and one.stage is not None and one.stage.name == "swap"
+        vllm.is_empty_at_first = False
+        vllm.count(rounds=10, accepted=20, tokens=30)
+        one.tick(NOW + 300)
+        assert events(one) == ["training", "waiting", "swapped", "answers"]
 
 
 def test_a_meter_sums_over_restarts() -> None:
@@ -247,6 +277,7 @@ class TestClocks:
         traffic(tmp_path)
         one = watcher(tmp_path, server, Played((0, ""), (0, PASSED)))
         for minute in range(4):
+            server.count(rounds=500 * minute, accepted=500 * minute, tokens=1000 * minute)
             one.tick(NOW + 60 * minute)
         server.count(rounds=3000, accepted=3000, tokens=6000)
         clock = Clock(NOW + 180, 0.0)

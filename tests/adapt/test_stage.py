@@ -54,6 +54,36 @@ def test_fewer_tokens_by_its_traces(tmp_path: Path) -> None:
     assert wrong(stage, tmp_path, rounds=1000, accepted=2000) == "2.00 tokens a round, 3.00 before"
 
 
+@pytest.mark.parametrize("with_metrics", [True, False])
+def test_a_clock_that_was_set_back_proves_nothing_by_traces(tmp_path: Path, with_metrics: bool) -> None:
+    """The traces fall to 2 tokens a round, at times before the swap; metrics tell of the fall, or of nothing before."""
+    begin = datetime.datetime.fromtimestamp(NOW, datetime.UTC)
+    good, bad = ({"drafted": [3] * 20, "accepted": [each] * 20} for each in (2, 1))
+    ago, back = begin - datetime.timedelta(hours=1), begin - datetime.timedelta(hours=2)
+    store(tmp_path / "traces", [keyed(each, ended=ago, **good) for each in range(10)])
+    stage = begun(tmp_path, FIRST if with_metrics else None)
+    stage.clock_moved(-2 * 3600 - 600)
+    now = NOW + 3600 - 2 * 3600 - 600
+    store(tmp_path / "traces", [keyed(100 + each, ended=back, **bad) for each in range(20)], "traces-2.parquet")
+    counts = BEFORE + Counts(rounds=400, accepted=200)
+    stage.look(counts, None)
+    found = stage.wrong(tmp_path / "traces", counts, now, WatchConfig())
+    assert found == ("1.50 tokens a round by its metrics, 2.00 before" if with_metrics else None)
+    assert stage.is_over(now, WatchConfig(), None) == ("proven" if with_metrics else "unproven")
+
+
+def test_metrics_are_compared_beside_the_traces_from_before_a_clock_was_set_back(tmp_path: Path) -> None:
+    begin = datetime.datetime.fromtimestamp(NOW, datetime.UTC)
+    good = {"drafted": [3] * 20, "accepted": [2] * 20}
+    times = begin - datetime.timedelta(hours=1), begin + datetime.timedelta(seconds=60)
+    store(tmp_path / "traces", [keyed(each, ended=times[0], **good) for each in range(10)])
+    stage = begun(tmp_path)
+    store(tmp_path / "traces", [keyed(100 + each, ended=times[1], **good) for each in range(10)], "traces-2.parquet")
+    assert wrong(stage, tmp_path, rounds=1000, accepted=100) is None, "traces tell of all of it"
+    stage.clock_moved(-300)
+    assert wrong(stage, tmp_path, rounds=1000, accepted=100) == "1.10 tokens a round by its metrics, 2.00 before"
+
+
 @pytest.mark.parametrize(
     ("rounds", "busy_s", "is_slower"), [(200, 5.2, True), (200, 4.8, False), (236, 5.2, True), (260, 5.2, False)]
 )

@@ -183,8 +183,8 @@ class TestProbation:
         one.stage.pace = [1.0, 0.02]
         one.stage.counted[1], one.stage.counted[4:] = 2400.0, [1000.0, 20.0]
         server.count(rounds=2600, accepted=2600, tokens=5200)
-        server.metrics += "paceline:rounds_total 1200\npaceline:draft_seconds_total 1\n"
-        server.metrics += "paceline:verify_seconds_total 21\npaceline:host_seconds_total 4\n"
+        server.metrics += 'paceline:rounds_total{engine="0"} 1200\npaceline:draft_seconds_total{engine="0"} 1\n'
+        server.metrics += 'paceline:verify_seconds_total{engine="0"} 21\npaceline:host_seconds_total{engine="0"} 4\n'
         one.tick(NOW + 300)
         assert events(one)[-1] == "rolled back" and "30.0 ms, 20.0 before" in one.log.lines()[-1]["why"]
 
