@@ -24,8 +24,10 @@ KEPT_PATHS = {"/chat/completions": True, "/completions": False}
 MAX_BYTES = 8 * 2**20
 """Of a request, and of an answer, that is kept; longer ones only pass."""
 MAX_DECODED = 64 * 2**20
-EVENT_END = re.compile(rb"(?:\r\n|\n|\r)(?:\r\n|\n|\r(?!\n))")
-"""Two ends of a line, of whichever kind (HTML, 9.2.5)."""
+EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
+"""Two ends of a line, of whichever kind (HTML, 9.2.5). A \\r\\n is one end, never two."""
+MAX_MEMBERS = 1000
+"""Members of a gzip body: each costs a copy of what follows it."""
 BOM = b"\xef\xbb\xbf"
 GZIP = b"\x1f\x8b"
 DONE = b"[DONE]"
@@ -136,9 +138,12 @@ class Observed:
 
 
 def _unpacked(packed: bytes) -> bytes:
-    """The contents of gzip, of which there may be several members in a row (RFC 1952, 2.2), or of zlib. Raises Lost."""
-    data, is_first = b"", True
+    """The contents of gzip, of up to MAX_MEMBERS members in a row (RFC 1952, 2.2), or of zlib. Raises Lost."""
+    data, is_first, num_members = b"", True, 0
     while is_first or packed.startswith(GZIP):
+        num_members += 1
+        if num_members > MAX_MEMBERS:
+            raise Lost("unreadable")
         unpacking = zlib.decompressobj(wbits=47)
         try:
             data += unpacking.decompress(packed, MAX_DECODED + 1 - len(data))

@@ -59,10 +59,8 @@ class Recorder:
         """Bytes; each is counted by one thread only."""
 
     def keep(self, observed: Observed) -> None:
-        if self._num_taken - self._num_read > MAX_WAITING_BYTES:
-            self._writer.lose("queue")
-            return
-        if self._writer.put(partial(self._traces, observed)):  # what it does not take is never read
+        is_full = self._num_taken - self._num_read > MAX_WAITING_BYTES
+        if self._writer.put(partial(self._traces, observed), is_full=is_full):  # what it does not take is never read
             self._num_taken += observed.num_bytes
 
     def _traces(self, observed: Observed) -> Iterator[Trace]:

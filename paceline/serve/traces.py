@@ -152,6 +152,7 @@ class TraceWriter:
         self._run_id = os.urandom(4).hex()
         self._num_rows = self._num_shards = 0
         self._is_failing = self._is_closing = False
+        self._is_pruned = True
         self._queue: queue.Queue[Maker | None] = queue.Queue(queue_size)
         self._thread: threading.Thread | None = None
 
@@ -175,13 +176,13 @@ class TraceWriter:
             ended, total_s = time.time(), time.perf_counter() - sequence.timings.arrival_s
             self.put(lambda: [_served(sequence, outcome, tag, ended, total_s)])
 
-    def put(self, maker: Maker, *, wait: bool = False) -> bool:
-        """Keep what `maker` makes, if it is in the sample; without `wait` it is lost when the queue is full. Returns whether it
-        was taken. Never raises."""
+    def put(self, maker: Maker, *, wait: bool = False, is_full: bool = False) -> bool:
+        """Keep what `maker` makes, if it is in the sample; without `wait` it is lost when the queue is full, or has no room for
+        its bytes (`is_full`). Returns whether it was taken. Never raises."""
         if self._random.random() >= self._config.sample:
             return False
         try:
-            if self._is_closing:
+            if self._is_closing or is_full:
                 raise queue.Full
             self._queue.put(maker, block=wait)
         except queue.Full:
@@ -270,14 +271,11 @@ class TraceWriter:
 
     def _flush(self, rows: list[dict[str, Any]]) -> None:
         """Write one shard, whole or not at all, and keep to the limits. What cannot be written is counted, not kept."""
-        num_unwritten = len(rows)
         try:
             if rows:
                 self._write(rows)
-                num_unwritten = 0
-            self._prune()
         except (OSError, pa.ArrowException, MemoryError) as error:
-            self.dropped["disk"] += num_unwritten
+            self.dropped["disk"] += len(rows)
             if not self._is_failing:
                 log.warning("traces are lost, %s", error)
             self._is_failing = True
@@ -285,6 +283,13 @@ class TraceWriter:
         if self._is_failing and rows:
             log.warning("traces are written again; %d were lost", self.dropped["disk"])
             self._is_failing = False
+        try:
+            self._prune()
+            self._is_pruned = True
+        except OSError as error:
+            if self._is_pruned:
+                log.warning("old traces are not deleted, %s: delete them, or give them to this user", error)
+            self._is_pruned = False
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
@@ -318,16 +323,23 @@ class TraceWriter:
         return pa.Table.from_pylist(kept, SCHEMA), kept
 
     def _prune(self) -> None:
-        """Delete the oldest shards, and what killed writers left, until age and size are within their limits."""
+        """Delete the oldest shards, and what killed writers left, until age and size are within their limits.
+
+        A shard that cannot be deleted keeps no other from it; the first such OSError is raised at the end."""
         ours = (path for path in self.folder.glob("traces-*") if OURS.fullmatch(path.name))
         found = sorted(filter(None, map(_aged, ours)))
         num_bytes, oldest = sum(size for _, _, size in found), time.time() - 86400 * self._config.max_days
+        refusals = list[OSError]()
         for changed, path, size in found:
             if num_bytes <= self._config.max_bytes and changed >= oldest:
                 break
-            with contextlib.suppress(FileNotFoundError):  # another writer has just deleted it
-                path.unlink()
-            num_bytes -= size
+            try:
+                path.unlink(missing_ok=True)  # another writer may have just deleted it
+                num_bytes -= size
+            except OSError as error:
+                refusals.append(error)
+        if refusals:
+            raise refusals[0]
 
 
 def _served(seq: Sequence, outcome: str, tag: str | None, ended: float, total_s: float) -> Trace:

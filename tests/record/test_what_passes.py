@@ -14,7 +14,7 @@ from doubles import ByteTokenizer
 from starlette.datastructures import Headers
 
 from paceline.bench.client import Stream
-from paceline.record.exchange import GZIP, Observed
+from paceline.record.exchange import GZIP, MAX_MEMBERS, Observed
 from paceline.record.reader import Reader, _num_reused, _Said
 from paceline.record.run import MAX_WAITING_BYTES, Recorder
 from paceline.serve.settings import TraceConfig
@@ -46,6 +46,12 @@ def test_a_stream_is_read_whole_with_any_mark_and_ends_of_lines(mark: bytes, end
     assert content(observed(stream)) == "Hello there."
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_an_event_of_several_lines_is_one(end: bytes) -> None:
+    parts = [b'data: {"choices": [{"delta":', b'data: {"content": "Hello"}}]}', b"", b"data: [DONE]", b"", b""]
+    assert content(observed(end.join(parts))) == "Hello"
+
+
 def test_ends_of_lines_may_differ_within_a_stream() -> None:
     stream = b"data: " + PIECES[0] + b"\n\r\n" + b"data: " + PIECES[1] + b"\r\n\n" + b"data: [DONE]\n\n"
     assert content(observed(stream)) == "Hello there."
@@ -66,6 +72,13 @@ def test_packed_parts_are_one_answer() -> None:
         observed(packed[:-9], "application/json", "gzip").exchange()
     with pytest.raises(Lost, match="unreadable"):
         observed(gzip.compress(body) + GZIP + b"no", "application/json", "gzip").exchange()
+
+
+def test_members_of_a_packed_body_are_bounded() -> None:
+    body, empty = gzip.compress(json.dumps({"choices": [{"delta": {"content": "Hello"}}]}).encode()), gzip.compress(b"")
+    assert content(observed(body + empty * (MAX_MEMBERS - 1), "application/json", "gzip")) == "Hello"
+    with pytest.raises(Lost, match="unreadable"):
+        observed(body + empty * MAX_MEMBERS, "application/json", "gzip").exchange()
 
 
 @pytest.mark.parametrize(
@@ -114,6 +127,18 @@ def test_a_sample_is_recorded_for_ever(tmp_path: Path) -> None:
             idle(writer)
     writer.close()
     assert writer.dropped["queue"] == 0 and 100 < writer.written + sum(writer.dropped.values()) < 320
+
+
+def test_what_is_not_in_the_sample_is_not_lost(tmp_path: Path) -> None:
+    """Also while too many bytes wait."""
+    writer, one = recorder(tmp_path, sample=1e-300)
+    one._num_taken = MAX_WAITING_BYTES + 1
+    one.keep(large(0))
+    assert writer.dropped["queue"] == 0
+    writer._config = TraceConfig(tmp_path)
+    one.keep(large(0))
+    writer.close()
+    assert writer.dropped["queue"] == 1 and one._num_taken == MAX_WAITING_BYTES + 1
 
 
 def test_what_a_full_queue_refuses_does_not_wait(tmp_path: Path) -> None:

@@ -267,6 +267,30 @@ def test_files_and_folders_of_others_stay_and_stop_no_pruning(tmp_path: Path) ->
     assert len([path for path in tmp_path.glob("traces-*.parquet") if path.is_file()]) <= 2
 
 
+def test_a_shard_that_cannot_be_deleted_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As another user's in a folder with the sticky bit; what is written is written."""
+    written(tmp_path, *(sequence() for _ in range(3)), rows_per_file=1)
+    theirs, *ours = sorted(tmp_path.iterdir())
+    for path in (theirs, *ours):
+        make_older(path, 2 * 86400)
+    unlink = Path.unlink
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        if path == theirs:
+            raise PermissionError(1, "Operation not permitted", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    one = writer(tmp_path, max_days=1)
+    one.offer(sequence(), "stop")
+    one.close()
+    assert theirs.exists() and not any(path.exists() for path in ours)
+    assert one.written == 1 and one.dropped["disk"] == 0
+    assert "old traces are not deleted" in caplog.text and "lost" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "odd",
     [{"seed": 2**70}, {"model": {"name": "tiny"}}, {"model": "\ud800"}, {"num_reused": "many"}, {"drafted": [2**40]}],
