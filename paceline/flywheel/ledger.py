@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CacheError, reraised
+from paceline.errors import CacheError, ConfigError, reraised
 from paceline.runlog import append_lines, plain
 from paceline.tables import Column, Table
 
 LEDGER = "ledger.jsonl"
 Line = dict[str, Any]
+KEYS = {"turn": int, "what": str, "state": str}
+"""In every line, and their types."""
 
 
 def append(out: Path, line: Line) -> Line:
@@ -31,12 +33,15 @@ def append(out: Path, line: Line) -> Line:
 
 def read(out: Path) -> list[Line]:
     """Oldest first. A stage that was killed behind its line writes it again: of lines of one turn, name and state the last one
-    counts, in the place of the first; refusals all stay."""
+    counts, in the place of the first; refusals all stay. Raises ConfigError on a damaged line."""
     file, found = out / LEDGER, dict[Any, Line]()
-    for number, text in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []):
-        line = json.loads(text)
-        key = (line["turn"], line["what"], line["state"])
-        found[key if line["state"] in ("measured", "kept") else number] = line
+    remedy = "restore it from a copy, or delete the line that is damaged"
+    with reraised(ConfigError, f"{file} is damaged", remedy, OSError, ValueError, RecursionError):
+        for number, text in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []):
+            line = json.loads(text)
+            if not isinstance(line, dict) or not all(type(line.get(key)) is kind for key, kind in KEYS.items()):
+                raise ValueError(f"{text[:80]} is no line of it")
+            found[tuple(line[key] for key in KEYS) if line["state"] in ("measured", "kept") else number] = line
     return list(found.values())
 
 

@@ -37,6 +37,15 @@ def test_a_line_that_is_written_again_counts_once_and_refusals_stay(tmp_path: Pa
     assert [line["turn"] for line in ledger.read(tmp_path)] == [1, 1, 1, 2]
 
 
+@pytest.mark.parametrize("odd", ["5", "{}", "{no", '{"turn": "1", "what": "a", "state": "kept"}', "[" * 100_000])
+def test_a_line_that_is_damaged_is_one_line(tmp_path: Path, odd: str) -> None:
+    ledger.append(tmp_path, KEPT)
+    with (tmp_path / "ledger.jsonl").open("a") as file:
+        file.write(odd + "\n")
+    with pytest.raises(ConfigError, match=r"ledger.jsonl is damaged .*delete the line"):
+        ledger.read(tmp_path)
+
+
 def test_the_table_shows_what_there_is() -> None:
     lines = [KEPT, {"turn": 1, "what": "turn", "state": "kept", "model": "s", "core_s": 1800, "price": 0.5}]
     made = ledger.table(lines)
