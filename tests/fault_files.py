@@ -25,7 +25,9 @@ from unittest import mock
 import safetensors.torch
 from pyarrow import parquet
 
+from paceline.draft import checkpoint as draft_checkpoint
 from paceline.errors import PacelineError
+from paceline.train import checkpoint as train_checkpoint
 
 KINDS = ("kill", "full")
 FREES = ("unlink", "truncate", "rmdir")
@@ -97,7 +99,9 @@ class Fault:
             stack.enter_context(mock.patch.object(io, "open", opened))
             stack.enter_context(mock.patch.object(builtins, "open", opened))
             stack.enter_context(mock.patch.object(parquet, "write_table", self._whole(parquet.write_table, 1)))
-            stack.enter_context(mock.patch.object(safetensors.torch, "save_file", self._whole(safetensors.torch.save_file, 1)))
+            save_file = self._whole(safetensors.torch.save_file, 1)
+            for module in (safetensors.torch, train_checkpoint, draft_checkpoint):  # by name: two bound it at import
+                stack.enter_context(mock.patch.object(module, "save_file", save_file))
             stack.enter_context(mock.patch.object(threading, "excepthook"))
             yield
 

@@ -287,10 +287,13 @@ def test_train(tmp_path: Path) -> None:
     command()
     *steps, weights = learned()
     assert steps == [2, 2]
+    struck = Counter[str]()
     for fault in every_fault(home, command, prepare):
+        struck[fault.kind] += fault.what.startswith("write ") and fault.what.endswith(".safetensors")
         command()
         *now, found = learned()
         assert now == steps and all(torch.equal(found[name], tensor) for name, tensor in weights.items()), str(fault)
+    assert struck["kill"] >= 4 and struck["full"] >= 4, "weights and optimiser of two steps"
 
 
 def test_a_fault_breaks_what_it_should(tmp_path: Path) -> None:
