@@ -59,11 +59,11 @@ class RequestRefused(ApiError):
         super().__init__(status, message, param=param, code=code)
 
     @classmethod
-    def of(cls, error: PacelineError) -> RequestRefused:
-        """A request that the tokenizer, the template or the engine refused."""
+    def of(cls, error: PacelineError, param: str | None = None) -> RequestRefused:
+        """A request that the tokenizer, the template or the engine refused; `param` where the error names no field."""
         is_length, text = isinstance(error, ContextLengthError), str(error)
         first = text.partition(" ")[0].rstrip(":")
-        param = getattr(error, "field", first if isinstance(error, SamplingError) and first.isidentifier() else None)
+        param = getattr(error, "field", first if isinstance(error, SamplingError) and first.isidentifier() else param)
         if isinstance(error, TemplateError):
             text = f"{error.fault}: check the messages' roles and contents, or send the text itself to /v1/completions"
         return cls(text, param=param, code="context_length_exceeded" if is_length else "invalid_value")

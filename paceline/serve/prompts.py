@@ -69,7 +69,7 @@ def encode_chat(
         clock.mark("tokenizer")
         return token_ids
     except PacelineError as error:
-        raise RequestRefused(str(error), param=getattr(error, "field", "messages")) from error
+        raise RequestRefused.of(error, param="messages") from error
 
 
 def tokenize_ids(request: TokenizeRequest, model: ModelInfo) -> list[int]:
@@ -106,7 +106,7 @@ def encode_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool = True
     try:
         return tokenizer.encode(text, add_special_tokens)
     except PacelineError as error:
-        raise RequestRefused(str(error), param="prompt") from error
+        raise RequestRefused.of(error, param="prompt") from error
 
 
 def check_ids(ids: list[int], model: ModelInfo) -> list[int]:

@@ -33,7 +33,7 @@ def forced_schema(request: ChatRequest) -> str | None:
     try:
         return call_schema(plain_tools(tools))
     except PromptError as error:
-        raise RequestRefused(str(error), param="tools") from error
+        raise RequestRefused.of(error, param="tools") from error
 
 
 def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -46,4 +46,4 @@ def text_of(message: Message, field: str = "messages") -> str:
     try:
         return content_text(message.content, f"{field}.content")
     except MessageError as error:
-        raise RequestRefused(str(error), param=error.field) from error
+        raise RequestRefused.of(error) from error

@@ -274,6 +274,20 @@ def test_a_final_message_is_continued_and_tokenize_says_the_same(live: Live) -> 
     assert live.post("/tokenize", closed)[1]["tokens"] == ids
 
 
+@pytest.mark.parametrize(
+    ("template", "fault"), [("{{ raise_exception('no user speaks here') }}", "no user speaks here"), (None, "no chat template")]
+)
+def test_a_template_that_refuses_is_told_in_words_of_http(template: str | None, fault: str) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = template
+    with serving(lambda: fake_llm(Parrot("assistant: ", [ByteTokenizer.eos_token_id]), tokenizer=tokenizer)) as live:
+        answers = [live.post(path, {"messages": MESSAGES})[:2] for path in (CHAT, "/tokenize")]
+    for status, body in answers:
+        assert (status, body["error"]["param"]) == (400, "messages")
+        assert fault in body["error"]["message"]
+        assert "/v1/completions" in body["error"]["message"] and "--raw" not in body["error"]["message"]
+
+
 def test_tokenize_renders_as_the_chat_does(live: Live) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
     asked = {"messages": MESSAGES, "tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
