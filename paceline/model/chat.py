@@ -14,6 +14,9 @@ from paceline.errors import PromptError
 from paceline.messages import MessageError, normalised, normalised_tools
 from paceline.model.tools import with_tools
 
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+"""Variables of a template that the conversation itself fills."""
+
 
 class Templated(Protocol):
     """A tokenizer with a chat template."""
@@ -37,9 +40,12 @@ def chat_text(
     """The prompt text of a conversation; `variables` reach the template too.
 
     With `continue_final_message` the text ends with the last message's content, so that the answer goes on with it; no
-    turn is opened then. Raises PromptError on malformed messages (MessageError names the field), or when the template
-    refuses.
+    turn is opened then. Raises PromptError on malformed messages and RESERVED variables (MessageError names the field), or
+    when the template refuses.
     """
+    if taken := RESERVED & (variables or {}).keys():
+        name = min(taken)
+        raise MessageError(f"chat_template_kwargs.{name}", "this is a field of the request itself: leave it out here")
     normal = normalised(messages)
     mark = f"[{secrets.token_hex(8)}]" if continue_final_message else ""
     if mark:

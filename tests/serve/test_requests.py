@@ -288,6 +288,15 @@ def test_a_template_that_refuses_is_told_in_words_of_http(template: str | None, 
         assert "/v1/completions" in body["error"]["message"] and "--raw" not in body["error"]["message"]
 
 
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+def test_template_variables_cannot_replace_the_conversation(live: Live, name: str) -> None:
+    values = {"messages": [{"role": "user", "content": "Other."}], "tools": [], "add_generation_prompt": False}
+    asked = {"messages": MESSAGES, "chat_template_kwargs": {name: values[name]}}
+    for path in (CHAT, "/tokenize"):
+        status, body, _ = live.post(path, asked)
+        assert (status, body["error"]["param"]) == (400, f"chat_template_kwargs.{name}")
+
+
 def test_tokenize_renders_as_the_chat_does(live: Live) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
     asked = {"messages": MESSAGES, "tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
