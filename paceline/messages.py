@@ -20,9 +20,26 @@ MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reason
 """Keys of a message in normal form."""
 ALIASES = ("reasoning", "function_call", "refusal")
 """Keys that are read and become others: `reasoning_content`, `tool_calls`, `content`."""
-UNUSED_KEYS = ("annotations",)
-"""Keys of OpenAI's own answers, which clients send back, that are no part of a prompt."""
-UNUSED_PART_KEYS = ("annotations", "cache_control", "logprobs")
+UNUSED_KEYS = {
+    "annotations": "part of OpenAI's answers, which clients send back",
+    "id": "clients' own name of the message",
+    "index": "the message's place in a streamed answer",
+    "opts": "clients' own notes",
+    "parsed": "the content once more, as the openai package parsed it",
+    "provider_specific_fields": "litellm's notes on the answer",
+}
+"""Key of a message that is no part of a prompt, sent back by clients with the answers that they got -> why."""
+UNUSED_PART_KEYS = {
+    "annotations": "as of messages",
+    "cache_control": "prefixes are always reused",
+    "logprobs": "part of OpenAI's answers, which clients send back",
+}
+UNUSED_CALL_KEYS = {"index": "the call's place in a streamed answer", "provider_specific_fields": "as of messages"}
+UNUSED_CALLED_KEYS = {
+    "parsed_arguments": "the arguments once more, as the openai package parsed them",
+    "provider_specific_fields": "as of messages",
+}
+"""The same of a part of a content, of a call and of the function that is called."""
 READ_KEYS = frozenset({*MESSAGE_KEYS, *ALIASES, *UNUSED_KEYS})
 FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 """Keys of a function in normal form, in the order in which a prompt shows them."""
@@ -116,7 +133,7 @@ def _calls(message: Message, field: str) -> list[dict[str, Any]]:
 def _call(call: Any, field: str) -> dict[str, Any]:
     if not isinstance(call, Mapping) or call.get("type") not in (None, "function"):
         raise MessageError(field, 'must be {"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}')
-    known = {name for name, value in call.items() if value is not None} - {"id", "index", "type", "function"}
+    known = {name for name, value in call.items() if value is not None} - {"id", "type", "function", *UNUSED_CALL_KEYS}
     if known:
         raise MessageError(f"{field}.{sorted(map(str, known))[0]}", "no such field of a call: leave it out")
     name = _string(dict(call), "id", field) if call.get("id") is not None else ""
@@ -126,7 +143,7 @@ def _call(call: Any, field: str) -> dict[str, Any]:
 def _called(function: Any, field: str) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise MessageError(f"{field}.name", "a call needs the name of its function")
-    if unknown := {key for key, value in function.items() if value is not None} - {"name", "arguments"}:
+    if unknown := {key for key, value in function.items() if value is not None} - {"name", "arguments", *UNUSED_CALLED_KEYS}:
         raise MessageError(f"{field}.{sorted(map(str, unknown))[0]}", "no such field of a called function: leave it out")
     return {"name": function["name"], "arguments": _arguments(function.get("arguments"), f"{field}.arguments")}
 

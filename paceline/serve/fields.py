@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.messages import UNUSED_CALL_KEYS, UNUSED_CALLED_KEYS, UNUSED_KEYS, UNUSED_PART_KEYS
+
 
 @dataclass(frozen=True, slots=True)
 class Refused:
@@ -171,8 +173,10 @@ NESTED_REFUSED: dict[str, dict[str, Refused]] = {
 }
 """Object of a request -> its fields that are refused."""
 NESTED_UNUSED: dict[str, dict[str, str]] = {
-    "messages": {"annotations": "part of OpenAI's answers, which clients send back"},
-    "content": {"annotations": "as of messages", "cache_control": "prefixes are always reused"},
+    "messages": UNUSED_KEYS,
+    "content": UNUSED_PART_KEYS,
+    "tool_calls": UNUSED_CALL_KEYS,
+    "tool_calls.function": UNUSED_CALLED_KEYS,
     "stream_options": {"include_obfuscation": "streams are not padded"},
     "json_schema": {"description": "for people"},
     "tools": {"cache_control": "prefixes are always reused"},

@@ -85,6 +85,8 @@ class Function(Closed):
 
 
 class CalledFunction(Closed):
+    unused: ClassVar[dict[str, str]] = fields.NESTED_UNUSED["tool_calls.function"]
+
     name: str
     arguments: str | dict[str, Any] | None = Field("{}", description="A JSON object, or its text; empty and null are {}.")
 
@@ -109,12 +111,16 @@ class ChosenTool(Closed):
 
 
 class ContentPart(Closed):
+    unused: ClassVar[dict[str, str]] = fields.NESTED_UNUSED["content"]
+
     type: str = Field(description="text, input_text, output_text or refusal: this server reads nothing else.")
     text: str | None = None
     refusal: str | None = Field(None, description="Of a part of type refusal.")
 
 
 class ToolCall(Closed):
+    unused: ClassVar[dict[str, str]] = fields.NESTED_UNUSED["tool_calls"]
+
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -122,6 +128,8 @@ class ToolCall(Closed):
 
 class Message(Closed):
     """One message of a conversation. Content is text, or a list of text parts, which are joined by line breaks."""
+
+    unused: ClassVar[dict[str, str]] = fields.NESTED_UNUSED["messages"]
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(description="Who speaks.")
     content: SkipValidation[str | list[ContentPart] | None] = Field(None, description="What was said.")
@@ -132,7 +140,6 @@ class Message(Closed):
     reasoning: SkipValidation[str | None] = Field(None, description="As reasoning_content.")
     function_call: SkipValidation[CalledFunction | None] = Field(None, description="As one of tool_calls, in older histories.")
     refusal: SkipValidation[str | None] = Field(None, description="Takes the place of a content that is null.")
-    annotations: SkipValidation[list[Any] | None] = Field(None, description="No part of the prompt.")
 
     def as_sent(self) -> dict[str, Any]:
         """What the client wrote: `paceline.messages` checks it."""

@@ -187,6 +187,61 @@ def test_an_old_function_call_is_a_tool_call() -> None:
     assert prompt_of(old) == prompt_of(called({"x": 1}))
 
 
+ARGUMENTS = '{"place": "Oslo"}'
+SENT_BACK: dict[str, dict[str, Any]] = {
+    "openai's parse() with a response_format": {
+        "content": '{"n": 1}',
+        "refusal": None,
+        "role": "assistant",
+        "annotations": None,
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+        "parsed": {"n": 1},
+    },
+    "openai's parse() with tools": {
+        "content": None,
+        "role": "assistant",
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "f", "arguments": ARGUMENTS, "parsed_arguments": {"place": "Oslo"}},
+            }
+        ],
+        "parsed": None,
+    },
+    "litellm": {
+        "content": None,
+        "role": "assistant",
+        "tool_calls": [
+            {
+                "index": 0,
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "f", "arguments": ARGUMENTS, "provider_specific_fields": {"a": 1}},
+                "provider_specific_fields": {"a": 1},
+            }
+        ],
+        "function_call": None,
+        "provider_specific_fields": {"refusal": None},
+    },
+    "others": {"role": "assistant", "content": "Oslo.", "id": "msg_1", "index": 0, "opts": {"a": 1}},
+}
+"""Messages of answers as clients append them to the history."""
+
+
+@pytest.mark.parametrize("client", SENT_BACK)
+def test_answers_that_clients_send_back_are_plain_messages(client: str) -> None:
+    message = SENT_BACK[client]
+    plain = {"role": "assistant", "content": message["content"]}
+    if calls := message.get("tool_calls"):
+        function = {"name": "f", "arguments": ARGUMENTS}
+        plain["tool_calls"] = [{"id": each["id"], "type": "function", "function": function} for each in calls]
+    question = {"role": "user", "content": "hi"}
+    assert prompt_of(question, message, question) == prompt_of(question, plain, question)
+
+
 @pytest.mark.parametrize(
     "wrong", ["[1]", '"Oslo"', "{broken", '{"x": NaN}', '{"x": -Infinity}', '{"x": 1e999}', "null", " ", [1], 7, True]
 )

@@ -67,7 +67,7 @@ NESTED = {
     "Function": {"name", "description", "parameters", "strict", "defer_loading"},
     "Message": words(
         """role content name tool_calls tool_call_id reasoning reasoning_content function_call refusal annotations
-    audio"""
+    audio parsed provider_specific_fields id index opts"""
     ),
 }
 
