@@ -46,6 +46,13 @@ NOT_RENDERED = {
 """Fields that change the prompt in ways that are not followed here, and what they are when they do not."""
 NOT_READ = {"echo": False, "suffix": None, "best_of": None, "prompt_embeds": None, "mm_processor_kwargs": None}
 """Fields that make a prompt or an answer of more than tokens that follow each other."""
+DELIVERY = frozenset(
+    {
+        *("model", "stream", "stream_options", "logprobs", "top_logprobs", "parallel_tool_calls"),
+        *("return_metrics", "return_token_ids", "return_timings", "paceline_timings"),
+    }
+)
+"""Fields that say how an answer is sent: neither prompt nor answer depends on them, so the server's word is enough."""
 NOT_SAID = ("tool_calls", "reasoning", "reasoning_content", "refusal", "audio", "function_call")
 """Parts of a message that are not the words of the target, but what the server has read from them."""
 
@@ -242,7 +249,7 @@ def _request(exchange: Exchange) -> ChatRequest | CompletionRequest:
     if any(asked.get(name) not in (None, usual) for name, usual in NOT_READ.items()):
         raise Lost("unsupported")
     model = ChatRequest if exchange.is_chat else CompletionRequest
-    held = {name: value for name, value in asked.items() if name in model.model_fields}  # the server has read the others
+    held = {name: value for name, value in asked.items() if name in model.model_fields.keys() - DELIVERY}
     if not exchange.is_chat:
         return CompletionRequest.model_validate(held)
     chat = ChatRequest.model_validate(held)

@@ -50,6 +50,8 @@ class Reply(ABC):
         """Tokens that were not sent yet."""
         self.prompt_ids: list[int] | None = None
         """The prompt's tokens, until they are sent."""
+        self.num_output = 0
+        """Tokens of the answer so far."""
         self._detokenizer: IncrementalDetokenizer | None = None
         if request.paceline_timings and request.stream:
             self._detokenizer = tokenizer.stream(request.skip_special_tokens is not False)
@@ -59,6 +61,7 @@ class Reply(ABC):
         chunk = event.chunk
         self._text += chunk.text
         self._logprobs += event.logprobs
+        self.num_output += len(chunk.token_ids)
         if self._has_ids:
             self._ids += chunk.token_ids
         if chunk.finish_reason is not None:
@@ -113,6 +116,7 @@ class Exchange:
         """`kind` is the object's type in OpenAI's words, `prefix` begins its id. What is not `lossless` says so."""
         self._ticket, self._replies, self._request = ticket, replies, request
         self.is_stream = bool(request.stream)
+        self._with_each = bool(request.stream_options and request.stream_options.continuous_usage_stats)
         self._num_each = len(replies) // num_prompts
         for reply, job in zip(replies, ticket.jobs, strict=True):
             reply.prompt_ids = job.prompt_ids
@@ -195,7 +199,9 @@ class Exchange:
         if choice is None:
             return b""
         chunk = head | {"choices": [choice]}
-        if with_usage:
+        if self._with_each:
+            chunk["usage"] = self._num_tokens()
+        elif with_usage:
             chunk["usage"] = None
         if reply.sequence and reply.sequence.ledger:
             chunk["lossy"] = _price(reply.sequence)
@@ -213,19 +219,22 @@ class Exchange:
     def _rounds(self) -> list[Round]:
         return [each for seq in self._sequences for each in seq.rounds]
 
+    def _num_tokens(self) -> dict[str, int]:
+        """Tokens so far. The prompt counts once, however many answers it got."""
+        num_prompt = sum(len(job.prompt_ids) for job in self._ticket.jobs[:: self._num_each])
+        num_output = sum(reply.num_output for reply in self._replies)
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+
     def _usage(self) -> dict[str, Any]:
-        """The prompt counts once, however many answers it got."""
-        sequences, firsts = self._sequences, self._sequences[:: self._num_each]
-        num_prompt, num_output = sum(seq.prompt_len for seq in firsts), sum(seq.num_output for seq in sequences)
+        """Tokens of the whole request, and which of them were cached or drafted."""
+        firsts = self._sequences[:: self._num_each]
         rounds = Rounds.counted(self._rounds)
         drafted = {
             "accepted_prediction_tokens": rounds.num_accepted,
             "rejected_prediction_tokens": rounds.num_drafted - rounds.num_accepted,
         }
         return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
+            **self._num_tokens(),
             "prompt_tokens_details": {"cached_tokens": sum(seq.num_reused for seq in firsts)},
             "completion_tokens_details": drafted,
         }

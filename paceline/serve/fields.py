@@ -160,7 +160,6 @@ TEXT_REFUSED = REFUSED | {
 TOKENIZE_REFUSED = {name: REFUSED[name] for name in ("chat_template", "media_io_kwargs", "mm_processor_kwargs")}
 WHITE_SPACE = Refused("white space is bounded instead: see docs/serving.md", OFF)
 NESTED_REFUSED: dict[str, dict[str, Refused]] = {
-    "stream_options": {"continuous_usage_stats": Refused("usage comes once, in the last chunk: use include_usage", OFF)},
     "structured_outputs": {
         "grammar": NO_GRAMMAR,
         "structural_tag": NO_GRAMMAR,

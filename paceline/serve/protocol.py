@@ -41,10 +41,10 @@ class Closed(BaseModel):
 
 
 class StreamOptions(Closed):
-    refused: ClassVar[dict[str, Refused]] = fields.NESTED_REFUSED["stream_options"]
     unused: ClassVar[dict[str, str]] = fields.NESTED_UNUSED["stream_options"]
 
     include_usage: Flag | None = Field(False, description="Counts of tokens in a last chunk of their own.")
+    continuous_usage_stats: Flag | None = Field(False, description="Counts of tokens so far in every chunk, as in vLLM.")
 
 
 class JsonSchema(Closed):

@@ -77,6 +77,20 @@ def test_what_the_server_has_parsed_leaves_a_prompt(reader: Reader, tokenizer: T
         assert (one.prompt_ids, one.answer_ids, one.finish_reason) == (tokenizer.encode_chat(HELLO), [], "unknown")
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"stream_options": {"another_servers": 1}},
+        {"logprobs": 5, "top_logprobs": 50},
+        {"return_token_ids": "yes"},
+    ],
+)
+def test_how_an_answer_is_sent_loses_no_exchange(reader: Reader, tokenizer: Tokenizer, asked: dict[str, Any]) -> None:
+    (one,) = read(reader, said("Hi."), **asked)
+    assert one.prompt_ids == tokenizer.encode_chat(HELLO)
+
+
 def test_tools_and_variables_are_rendered(reader: Reader, tokenizer: Tokenizer) -> None:
     (one,) = read(reader, said("Hi."), tools=[TOOL])
     assert '"weather"' in tokenizer.decode(one.prompt_ids)

@@ -307,6 +307,32 @@ def test_tokenize_renders_as_the_chat_does(live: Live) -> None:
     assert live.post("/tokenize", {"prompt": "x", "tools": tools})[1]["error"]["param"] == "tools"
 
 
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("include_usage", [True, False])
+@pytest.mark.parametrize("n", [1, 2])
+def test_continuous_usage_counts_the_tokens_so_far(live: Live, path: str, include_usage: bool, n: int) -> None:
+    options = {"include_usage": include_usage, "continuous_usage_stats": True}
+    asked = ({"messages": MESSAGES} if path == CHAT else {"prompt": "x"}) | {"temperature": 0, "max_tokens": 20, "n": n}
+    whole = live.post(path, asked)[1]["usage"]
+    asked |= {"stream": True, "stream_options": options, "return_token_ids": True}
+    status, body, _ = live.post(path, asked)
+    *chunks, last = [json.loads(line[6:]) for line in body.decode().split("\n\n") if line[6:7] == "{"]
+    if not include_usage:
+        chunks.append(last)
+    num_shown = 0
+    for chunk in chunks:
+        num_shown += len(chunk["choices"][0]["token_ids"])
+        usage = chunk["usage"]
+        assert usage["prompt_tokens"] == whole["prompt_tokens"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        if n == 1:
+            assert usage["completion_tokens"] == num_shown
+        else:  # tokens of the other answer may wait for the rest of a character
+            assert num_shown <= usage["completion_tokens"] <= whole["completion_tokens"]
+    assert status == 200 and num_shown == whole["completion_tokens"]
+    assert (last["choices"] == []) == include_usage and last["usage"]["completion_tokens"] == num_shown
+
+
 def test_metrics_have_all_keys_of_vllm(live: Live) -> None:
     asked = {"temperature": 0, "max_tokens": 60, "return_metrics": True}
     figures = ask(live, **asked)["metrics"]["speculative_decoding"]
