@@ -99,7 +99,7 @@ def _add_failures(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return error_response(invalid_body(error, request.headers.get("content-type", "")))
+        return error_response(invalid_body(error, request.headers.get("content-type", ""), request.url.path))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:

@@ -7,7 +7,7 @@ A field of `protocol.py`'s models is held. `UNUSED` ones are accepted and change
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,6 +158,7 @@ TEXT_REFUSED = REFUSED | {
     for name, neutral in {"messages": ([],), "tools": ([],), "tool_choice": ("none", "auto"), "top_logprobs": ()}.items()
 }
 TOKENIZE_REFUSED = {name: REFUSED[name] for name in ("chat_template", "media_io_kwargs", "mm_processor_kwargs")}
+ALL_TOOLS = Refused("all tools go into the prompt", OFF)
 WHITE_SPACE = Refused("white space is bounded instead: see docs/serving.md", OFF)
 NESTED_REFUSED: dict[str, dict[str, Refused]] = {
     "structured_outputs": {
@@ -168,7 +169,8 @@ NESTED_REFUSED: dict[str, dict[str, Refused]] = {
         "disable_fallback": Refused("there is one backend", (False, True)),
         "whitespace_pattern": WHITE_SPACE,
     },
-    "function": {"defer_loading": Refused("all tools go into the prompt", OFF)},
+    "function": {"defer_loading": ALL_TOOLS},
+    "tools": {"defer_loading": ALL_TOOLS},
 }
 """Object of a request -> its fields that are refused."""
 NESTED_UNUSED: dict[str, dict[str, str]] = {
@@ -188,11 +190,19 @@ def is_left_out(name: str, value: Any, refused: Mapping[str, Refused], unused: M
     return value is None or name in unused or (name in refused and refused[name].holds(value))
 
 
-def why_refused(path: Sequence[str], known: list[str]) -> str:
-    """What a 400 says of a field that is not held; `path` are the names that lead to it."""
+def why_refused(
+    path: Sequence[str], refused: Mapping[str, Refused], known: Iterable[str], elsewhere: Iterable[str] = ()
+) -> str:
+    """What a 400 says of a field that is not held.
+
+    `path` are the names that lead to it, `refused` the endpoint's own table, `known` the names that may have been meant,
+    `elsewhere` the endpoints that hold it.
+    """
     *parents, name = path
-    tables = [NESTED_REFUSED.get(parent, {}) for parent in parents[-1:]] or [CHAT_REFUSED | TEXT_REFUSED]
-    if refused := tables[0].get(name):
-        return f"this server does not hold it: {refused.advice}"
-    near = difflib.get_close_matches(name, known, 2, 0.6)
+    table = NESTED_REFUSED.get(parents[-1], {}) if parents else refused
+    if name in table:
+        return f"this server does not hold it: {table[name].advice}"
+    if paths := " and ".join(elsewhere):
+        return f"no such field here, only at {paths}: leave it out"
+    near = difflib.get_close_matches(name, [each for each in known if each != name], 2, 0.6)
     return "no such field" + (f": did you mean {' or '.join(near)}?" if near else ": leave it out")

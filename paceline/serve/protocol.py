@@ -92,7 +92,7 @@ class CalledFunction(Closed):
 
 
 class Tool(Closed):
-    refused: ClassVar[dict[str, Refused]] = fields.NESTED_REFUSED["function"]
+    refused: ClassVar[dict[str, Refused]] = fields.NESTED_REFUSED["tools"]
     unused: ClassVar[dict[str, str]] = fields.NESTED_UNUSED["tools"]
 
     type: Literal["function"] = "function"

@@ -9,14 +9,22 @@ from fastapi.exceptions import RequestValidationError
 
 from paceline.serve.failures import ApiError, RequestRefused
 from paceline.serve.fields import why_refused
-from paceline.serve.protocol import Closed
+from paceline.serve.protocol import ChatRequest, Closed, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 MOST_CHARACTERS = 500
 OBJECT = "Input should be a valid object"
 
 
-def invalid(error: RequestValidationError, content_type: str) -> ApiError:
-    """The first thing wrong with a request, by the name of its field."""
+ENDPOINTS: dict[str, type[Closed]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+def invalid(error: RequestValidationError, content_type: str, endpoint: str = "") -> ApiError:
+    """The first thing wrong with a request to this path, by the name of its field."""
     if "json" not in content_type.lower():  # required, since pages of other origins may send any other type unasked
         return RequestRefused("send the body as JSON, with the header Content-Type: application/json", code="invalid_json")
     errors: list[Any] = [*error.errors()]
@@ -30,7 +38,7 @@ def invalid(error: RequestValidationError, content_type: str) -> ApiError:
     longest = max(len(path) for path, _ in same_field)
     path = next(path for path, _ in same_field if len(path) == longest)
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
-    message = f"{name or 'body'}: {_reason(path, [each for other, each in same_field if other == path])}"
+    message = f"{name or 'body'}: {_reason(path, [each for other, each in same_field if other == path], endpoint)}"
     return RequestRefused(message[:MOST_CHARACTERS], param=name or None)
 
 
@@ -46,9 +54,13 @@ def _written(loc: tuple[Any, ...], body: Any, kind: str) -> tuple[Any, ...]:
     return tuple(path)
 
 
-def _reason(path: tuple[Any, ...], errors: list[Any]) -> str:
+def _reason(path: tuple[Any, ...], errors: list[Any], endpoint: str) -> str:
     if errors[0]["type"] == "extra_forbidden":
-        return why_refused([part for part in path if isinstance(part, str)], known_fields())
+        names, model = [part for part in path if isinstance(part, str)], ENDPOINTS.get(endpoint)
+        if model is None or len(names) != 1:
+            return why_refused(names, {}, known_fields())
+        elsewhere = [path for path, other in ENDPOINTS.items() if names[0] in _held(other)]
+        return why_refused(names, model.refused, _held(model), elsewhere)
     exact = [each for each in errors if not each["type"].endswith("_type") and each["type"] != "literal_error"]
     reasons = dict.fromkeys(_worded(each) for each in exact or errors)
     return ", or ".join(_continued(reasons))
@@ -66,9 +78,13 @@ def _continued(reasons: Iterable[str]) -> list[str]:
 
 
 def known_fields() -> list[str]:
-    """Names of all fields that requests may have."""
+    """Names of all fields that requests may have, nested ones included."""
     models, names = [*Closed.__subclasses__()], dict[str, None]()
     for model in models:
         models += model.__subclasses__()
-        names |= dict.fromkeys(field.alias or name for name, field in model.model_fields.items())
+        names |= dict.fromkeys(_held(model))
     return [*names]
+
+
+def _held(model: type[Closed]) -> list[str]:
+    return [field.alias or name for name, field in model.model_fields.items()]

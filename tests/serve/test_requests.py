@@ -168,6 +168,27 @@ def test_a_refusal_names_the_field_as_the_client_wrote_it(live: Live, fields: di
     assert (error["param"], said in error["message"]) == (param, True), error
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "says"),
+    [
+        ("/tokenize", {"max_tokens": 5}, "max_tokens", "only at /v1/chat/completions and /v1/completions"),
+        ("/detokenize", {"reasoning_effort": "high"}, "reasoning_effort", "only at /v1/chat/completions"),
+        (TEXT, {"max_completion_tokens": 5}, "max_completion_tokens", "only at /v1/chat/completions"),
+        (CHAT, {"prompt": "x"}, "prompt", "only at /v1/completions and /tokenize"),
+        (CHAT, {"tokens": [1]}, "tokens", "only at /detokenize"),
+        (CHAT, {"tools": [{"function": {"name": "f"}, "defer_loading": True}]}, "tools[0].defer_loading", "all tools go"),
+        (TEXT, {"tools": [{"function": {"name": "f"}}]}, "tools", "use /v1/chat/completions"),
+        ("/tokenize", {"echo": True}, "echo", "only at /v1/completions"),
+    ],
+)
+def test_a_field_of_another_endpoint_is_said_to_be_one(
+    live: Live, path: str, fields: dict[str, Any], param: str, says: str
+) -> None:
+    base: dict[str, Any] = {CHAT: {"messages": MESSAGES}, TEXT: {"prompt": "x"}, "/tokenize": {"prompt": "x"}}.get(path, {})
+    status, body, _ = live.post(path, (base or {"tokens": [1]}) | fields)
+    assert (status, body["error"]["param"], says in body["error"]["message"]) == (400, param, True), body
+
+
 def test_neutral_values_of_other_servers_fields_are_taken(live: Live) -> None:
     plain = text_of(ask(live, temperature=0, max_tokens=8))
     neutral = {"use_beam_search": False, "length_penalty": 1.0, "mirostat": 0, "functions": None}
