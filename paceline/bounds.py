@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, PacelineError, SamplingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,10 @@ def check(settings: Any, kind: type[PacelineError] = ConfigError) -> None:
         for each in value if isinstance(value, tuple) else (value,):
             wrong = next((limit for limit in limits if each is not None and not limit.holds(each)), None)
             if wrong:
-                raise kind(f"{name} must be {wrong.be}, not {each!r}")
+                error = kind(f"{name} must be {wrong.be}, not {each!r}")
+                if isinstance(error, SamplingError):
+                    error.field = name
+                raise error
 
 
 @functools.cache

@@ -82,9 +82,10 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", tuple(self.bad_words))
         check(self, SamplingError)
         if self.min_tokens > self.max_tokens:
-            raise SamplingError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+            message = f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
+            raise SamplingError(message, "min_tokens")
         if self.lossy and (self.min_tokens or self.bad_words):
-            raise SamplingError("lossy does not go with min_tokens or bad_words: leave one of them out")
+            raise SamplingError("lossy does not go with min_tokens or bad_words: leave one of them out", "lossy")
 
     @property
     def is_greedy(self) -> bool:

@@ -152,9 +152,8 @@ class Tokenizer:
             if each.strip() in self.special_ids:
                 tokens.append(self.special_ids[each.strip()])
             elif are_hidden and (spelled := next((name for name in self.special_ids if name in each), None)):
-                raise SamplingError(
-                    f"stop: {each!r:.80} holds the special token {spelled!r}, which no text shows: give it alone"
-                )
+                message = f"stop: {each!r:.80} holds the special token {spelled!r}, which no text shows: give it alone"
+                raise SamplingError(message, "stop")
             else:
                 texts.append(each)
         return tuple(texts), tuple(tokens)

@@ -130,7 +130,8 @@ class Reader:
         try:
             request = _request(exchange)
             prompts = self._prompts(request, exchange, said)
-            params = params_of(request, self._vocab_size, None, grammar_of(request))
+            grammar = grammar_of(request)
+            params = params_of(request, self._vocab_size, None, grammar[1] if grammar else None)
         except (ValidationError, ApiError, PacelineError):
             raise Lost("unsupported") from None
         sampling, is_default, n = given(params), request.temperature is None, request.n or 1

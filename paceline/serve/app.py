@@ -183,7 +183,7 @@ def _add_tokens(app: FastAPI, worker: EngineWorker) -> None:
     @app.post("/detokenize", tags=["tokens"], response_model=DetokenizeAnswer)
     async def detokenize(body: DetokenizeRequest) -> Response:
         _, model = _check_model(body.model, worker)
-        ids = check_ids(body.tokens, model)
+        ids = check_ids(body.tokens, model, "tokens")
         return json_response({"prompt": await asyncio.to_thread(model.tokenizer.decode, ids, False)})
 
 

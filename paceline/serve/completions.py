@@ -45,7 +45,7 @@ def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock
         raise RequestRefused("top_logprobs needs logprobs: true", param="top_logprobs")
     forced, grammar = forced_schema(request), grammar_of(request)
     if forced is not None and grammar is not None:
-        raise RequestRefused("tool_choice asks for a call, response_format for something else", param="response_format")
+        raise RequestRefused(f"tool_choice asks for a call, {grammar[0]} for something else", param=grammar[0])
     return jobs_of(
         request,
         [chat_ids(request, model, clock)],
@@ -53,7 +53,7 @@ def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock
         config,
         max_tokens=request.max_completion_tokens or request.max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        grammar=grammar if forced is None else GrammarSpec("json_schema", forced),
+        grammar=grammar if forced is None else ("tool_choice", GrammarSpec("json_schema", forced)),
     )
 
 
@@ -95,20 +95,20 @@ def jobs_of(
     *,
     max_tokens: int | None,
     logprobs: int | None,
-    grammar: GrammarSpec | None,
+    grammar: tuple[str, GrammarSpec] | None,
 ) -> list[Job]:
     """`n` jobs for each prompt, prompt after prompt. Without `max_tokens` an answer has `config.default_max_tokens`, or what is
     left of the context.
 
     Raises RequestRefused on values that are impossible or beyond this server's limits.
     """
-    if grammar is not None and model.mocked:
+    field, spec = grammar or (None, None)
+    if spec is not None and model.mocked:
         message = (
             f"this server mocks acceptance ({model.mocked}), which looks at no token and so keeps to no grammar: leave out "
             f"{', '.join(GRAMMAR_FIELDS)} and a forced tool_choice"
         )
-        param = next((name for name in GRAMMAR_FIELDS if getattr(request, name) is not None), "tool_choice")
-        raise RequestRefused(message, param=param, code="mocked_acceptance")
+        raise RequestRefused(message, param=field, code="mocked_acceptance")
     if request.stream_options is not None and not request.stream:
         raise RequestRefused("stream_options goes with stream: true only: leave it out", param="stream_options")
     n = request.n or 1
@@ -116,14 +116,18 @@ def jobs_of(
         raise RequestRefused(f"n must be at most {config.max_n} on this server, not {n}", param="n")
     if (request.seed or 0) + n > 2**63:
         raise RequestRefused(f"seed: the seeds of {n} answers, one after the other, must stay below 2**63", param="seed")
-    common, jobs = params_of(request, model.vocab_size, logprobs, grammar), []
+    common, jobs = params_of(request, model.vocab_size, logprobs, spec), list[Job]()
     if common.lossy and not config.allow_lossy:
         raise RequestRefused(LOSSY_IS_OFF, param="lossy", code="lossy_not_allowed", status=403)
+    if wrong := next((token for token in common.logit_bias or {} if token >= model.vocab_size), None):
+        message = f"logit_bias names token {wrong}, outside the vocabulary of {model.vocab_size}: remove it"
+        raise RequestRefused(message, param="logit_bias")
+    prompt_field = "messages" if isinstance(request, ChatRequest) else "prompt"
     most = min(model.max_len - 1, config.max_prompt_tokens or model.max_len)
     for prompt in prompts:
         if len(prompt) > most:
             message = f"the prompt has {len(prompt)} tokens, this server takes at most {most}: shorten it"
-            raise RequestRefused(message, param="messages", code="context_length_exceeded")
+            raise RequestRefused(message, param=prompt_field, code="context_length_exceeded")
         room = model.max_len - len(prompt)
         longest = max_tokens or min(room, config.default_max_tokens)
         if (least := request.min_tokens or 0) > longest:
@@ -131,7 +135,7 @@ def jobs_of(
             raise RequestRefused(message, param="min_tokens")
         each = replace(common, max_tokens=longest, min_tokens=least)
         seeds = [None if each.seed is None else each.seed + index for index in range(n)]
-        jobs += [Job(prompt, replace(each, seed=seed)) for seed in seeds]
+        jobs += [Job(prompt, replace(each, seed=seed), grammar_field=field) for seed in seeds]
     if len(jobs) > model.num_rows + config.max_queue:
         raise RequestRefused(f"{len(jobs)} answers in one request are more than this server queues: send fewer prompts")
     return jobs
@@ -150,12 +154,19 @@ def params_of(request: Sampling, vocab_size: int, logprobs: int | None, grammar:
             bad_words=_texts("bad_words", request.bad_words),
             logprobs=None if logprobs is None else min(logprobs, vocab_size),
             grammar=grammar,
-            lossy=None if request.lossy is None else Lossy.of(request.lossy),
+            lossy=_lossy(request.lossy),
             max_drafted=0 if request.speculate == "off" else request.speculate if isinstance(request.speculate, int) else None,
             **request.model_dump(include=SAME, exclude_none=True),
         )
     except PacelineError as error:
         raise RequestRefused.of(error) from error
+
+
+def _lossy(rule: str | dict[str, str | float] | None) -> Lossy | None:
+    try:
+        return None if rule is None else Lossy.of(rule)
+    except PacelineError as error:  # which names the rule's own values
+        raise RequestRefused(str(error), param="lossy") from error
 
 
 def _texts(field: str, texts: list[str] | None) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi.responses import Response
 
-from paceline.errors import ContextLengthError, PacelineError, SamplingError, TemplateError
+from paceline.errors import ContextLengthError, PacelineError, TemplateError
 
 FAILURES: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
@@ -62,8 +62,7 @@ class RequestRefused(ApiError):
     def of(cls, error: PacelineError, param: str | None = None) -> RequestRefused:
         """A request that the tokenizer, the template or the engine refused; `param` where the error names no field."""
         is_length, text = isinstance(error, ContextLengthError), str(error)
-        first = text.partition(" ")[0].rstrip(":")
-        param = getattr(error, "field", first if isinstance(error, SamplingError) and first.isidentifier() else param)
+        param = getattr(error, "field", None) or param
         if isinstance(error, TemplateError):
             text = f"{error.fault}: check the messages' roles and contents, or send the text itself to /v1/completions"
         return cls(text, param=param, code="context_length_exceeded" if is_length else "invalid_value")

@@ -13,8 +13,9 @@ META = re.compile(r"[\\.+*?()|\[\]{}^$]")
 GRAMMAR_FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
 
 
-def grammar_of(request: Sampling) -> GrammarSpec | None:
-    """What the answer has to be, if the request says so. Raises RequestRefused when it says so twice, or by halves."""
+def grammar_of(request: Sampling) -> tuple[str, GrammarSpec] | None:
+    """The field that says what the answer has to be, and what it says. Raises RequestRefused when there are two such fields, or
+    one is incomplete."""
     specs = {
         "response_format": _format(request.response_format),
         "structured_outputs": _structured(request.structured_outputs),
@@ -30,7 +31,7 @@ def grammar_of(request: Sampling) -> GrammarSpec | None:
             spec.text.encode()
         except UnicodeEncodeError as error:
             raise RequestRefused("the grammar is no valid Unicode text", param=name) from error
-        return spec
+        return name, spec
     return None
 
 

@@ -27,7 +27,7 @@ TEMPLATE_FIELDS = ("reasoning_effort", "documents")
 def chat_ids(request: ChatRequest, model: ModelInfo, clock: Clock | None = None) -> list[int]:
     """Token ids of a chat request; `clock` is told what the parts take."""
     texts = (text_of(message, f"messages[{place}]") for place, message in enumerate(request.messages))
-    check_characters(texts, model)
+    check_characters(texts, model, "messages")
     variables = dict(request.chat_template_kwargs or {})
     for name in TEMPLATE_FIELDS:
         value = getattr(request, name)
@@ -94,8 +94,9 @@ def completion_ids(request: CompletionRequest, model: ModelInfo) -> list[list[in
     is_one = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))
     prompts, encoded = cast("list[str | list[int]]", [prompt] if is_one else prompt), list[list[int]]()
     for each in prompts:
-        check_characters([each] if isinstance(each, str) else [], model)
-        encoded.append(check_ids(encode_text(each, model.tokenizer, with_special) if isinstance(each, str) else each, model))
+        check_characters([each] if isinstance(each, str) else [], model, "prompt")
+        ids = encode_text(each, model.tokenizer, with_special) if isinstance(each, str) else each
+        encoded.append(check_ids(ids, model, "prompt"))
     if not encoded or not all(encoded):
         raise RequestRefused("the prompt is empty: give some text", param="prompt")
     return encoded
@@ -109,17 +110,17 @@ def encode_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool = True
         raise RequestRefused.of(error, param="prompt") from error
 
 
-def check_ids(ids: list[int], model: ModelInfo) -> list[int]:
-    """Raises RequestRefused on a token that the model does not have."""
+def check_ids(ids: list[int], model: ModelInfo, field: str) -> list[int]:
+    """The ids of this field. Raises RequestRefused on a token that the model does not have."""
     wrong = next((token for token in ids if not 0 <= token < model.vocab_size), None)
     if wrong is not None:
-        raise RequestRefused(f"token {wrong} is outside the model's vocabulary of {model.vocab_size}")
+        raise RequestRefused(f"token {wrong} is outside the model's vocabulary of {model.vocab_size}", param=field)
     return ids
 
 
-def check_characters(texts: Iterable[str], model: ModelInfo) -> None:
+def check_characters(texts: Iterable[str], model: ModelInfo, field: str) -> None:
     """Refuse what cannot fit before time is spent on it. Raises RequestRefused."""
     num_characters = sum(map(len, texts))
     if num_characters > MAX_TOKEN_CHARACTERS * model.max_len:
         message = f"the prompt has {num_characters:,} characters, far more than {model.max_len} tokens hold: shorten it"
-        raise RequestRefused(message, param="messages", code="context_length_exceeded")
+        raise RequestRefused(message, param=field, code="context_length_exceeded")

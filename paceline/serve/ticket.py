@@ -22,6 +22,8 @@ class Job:
     params: SamplingParams
     constraint: Constraint | None = None
     """The grammar of `params`, compiled where nobody waits for it."""
+    grammar_field: str | None = None
+    """The request's field that the grammar comes from."""
     clock: Clock = field(default_factory=Clock)
     """Has followed the API request so far; the same for all its jobs."""
 

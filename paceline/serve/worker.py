@@ -132,7 +132,7 @@ class EngineWorker(Generic[M]):
             grammars = await self._loop.run_in_executor(self._compiling, lambda: [compile_one(spec) for _ in jobs])
         except PacelineError as error:
             self.metrics.refused("invalid")
-            raise RequestRefused.of(error) from error
+            raise RequestRefused.of(error, jobs[0].grammar_field) from error
         return [replace(job, constraint=grammar) for job, grammar in zip(jobs, grammars, strict=True)]
 
     def submit(self, jobs: list[Job], tag: str | None = None, route: Route | None = None) -> Ticket:

@@ -108,6 +108,30 @@ def test_a_grammar_that_cannot_hold_is_refused_by_the_name_of_its_field(live: Li
         assert error["param"] == param, error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"response_format": {"type": "regex", "regex": "("}}, "response_format"),
+        (TEXT, {"guided_regex": "("}, "guided_regex"),
+        (CHAT, {"structured_outputs": {"json": {"type": "nonsense"}}}, "structured_outputs"),
+        (
+            CHAT,
+            {"tools": [{"function": {"name": "f"}}], "tool_choice": "required", "guided_regex": "a"},
+            "guided_regex",
+        ),
+        (CHAT, {"lossy": "typical:eps=7"}, "lossy"),
+        (CHAT, {"lossy": {"rule": "lenience", "l": "x"}}, "lossy"),
+        (CHAT, {"logit_bias": {"999999": 1}}, "logit_bias"),
+        (TEXT, {"prompt": [999_999]}, "prompt"),
+        (TEXT, {"prompt": "x " * 3000}, "prompt"),
+        (TEXT, {"prompt": "x" * 200_000}, "prompt"),
+    ],
+)
+def test_the_field_at_fault_is_named_wherever_it_is_found(live: Live, path: str, fields: dict[str, Any], param: str) -> None:
+    error = refused(live, path, **fields)
+    assert error["param"] == param, error
+
+
 def test_seeds_are_kept_apart_and_minus_one_draws(live: Live) -> None:
     def answers(**fields: Any) -> list[str]:
         body = ask(live, max_tokens=24, **fields)
