@@ -22,21 +22,35 @@ MAX_TOKEN_CHARACTERS = 64
 """No prompt's tokens have so many characters on average: what is longer is refused without being encoded."""
 TEMPLATE_FIELDS = ("reasoning_effort", "documents")
 """Fields of a chat that only its template can hold."""
+CHAT_ONLY = (
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+    *TEMPLATE_FIELDS,
+    "add_generation_prompt",
+    "continue_final_message",
+)
+"""Fields of /tokenize that go with messages."""
 
 
 def chat_ids(request: ChatRequest, model: ModelInfo, clock: Clock | None = None) -> list[int]:
     """Token ids of a chat request; `clock` is told what the parts take."""
     texts = (text_of(message, f"messages[{place}]") for place, message in enumerate(request.messages))
     check_characters(texts, model, "messages")
+    return encode_request(request, model.tokenizer, clock)
+
+
+def encode_request(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, clock: Clock | None = None) -> list[int]:
+    """Token ids of a request's conversation, with all that its fields give to the template."""
     variables = dict(request.chat_template_kwargs or {})
     for name in TEMPLATE_FIELDS:
         value = getattr(request, name)
         if value is None:
             continue
-        if not re.search(rf"\b{name}\b", getattr(model.tokenizer, "chat_template", None) or ""):
+        if not re.search(rf"\b{name}\b", getattr(tokenizer, "chat_template", None) or ""):
             raise RequestRefused(f"{name}: this model's chat template does not read it: leave it out", param=name)
         variables.setdefault(name, value)
-    return encode_chat(request.messages, model.tokenizer, tools_of(request), variables, clock, **turn_options(request))
+    return encode_chat(request.messages or [], tokenizer, tools_of(request), variables, clock, **turn_options(request))
 
 
 def turn_options(request: ChatRequest | TokenizeRequest) -> dict[str, bool]:
@@ -77,15 +91,13 @@ def tokenize_ids(request: TokenizeRequest, model: ModelInfo) -> list[int]:
     if (request.prompt is None) == (request.messages is None):
         raise RequestRefused("give either prompt or messages", param="prompt")
     if request.messages is None:
-        chat_only = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-        wrong = next((name for name in chat_only if getattr(request, name) is not None), None)
+        wrong = next((name for name in CHAT_ONLY if getattr(request, name) is not None), None)
         if wrong:
             raise RequestRefused(f"{wrong}: a prompt is no chat: give messages", param=wrong)
         return encode_text(request.prompt or "", model.tokenizer, request.add_special_tokens is not False)
     if request.add_special_tokens:
         raise RequestRefused("add_special_tokens: a chat template brings its own", param="add_special_tokens")
-    tools, options = request.tools or [], turn_options(request)
-    return encode_chat(request.messages, model.tokenizer, tools, request.chat_template_kwargs, None, **options)
+    return encode_request(request, model.tokenizer)
 
 
 def completion_ids(request: CompletionRequest, model: ModelInfo) -> list[list[int]]:

@@ -247,7 +247,10 @@ class TokenizeRequest(Closed):
     add_special_tokens: Flag | None = None
     """With the tokens that the model expects around a text: true for a prompt; a chat template brings its own."""
     tools: list[Tool] | None = Field(None, description="As in a chat.")
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = Field(None, description="As in a chat.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="As in a chat.")
+    reasoning_effort: str | None = Field(None, description="As in a chat.")
+    documents: list[dict[str, Any]] | None = Field(None, description="As in a chat.")
     add_generation_prompt: Flag | None = Field(None, description="As in a chat.")
     continue_final_message: Flag | None = Field(None, description="As in a chat.")
     return_token_strs: Flag | None = Field(False, description="Adds `token_strs`, the tokens' texts.")

@@ -9,10 +9,10 @@ from paceline.errors import PromptError
 from paceline.messages import MessageError, content_text
 from paceline.model.tools import call_schema
 from paceline.serve.failures import RequestRefused
-from paceline.serve.protocol import ChatRequest, ChosenTool, Message, Tool
+from paceline.serve.protocol import ChatRequest, ChosenTool, Message, TokenizeRequest, Tool
 
 
-def tools_of(request: ChatRequest) -> list[Tool]:
+def tools_of(request: ChatRequest | TokenizeRequest) -> list[Tool]:
     """The tools that this answer may call. Raises RequestRefused when the choice names none of them."""
     tools, choice = request.tools or [], request.tool_choice
     if isinstance(choice, ChosenTool) and choice.function.name not in {tool.function.name for tool in tools}:

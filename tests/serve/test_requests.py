@@ -378,6 +378,30 @@ def test_continuous_usage_counts_the_tokens_so_far(live: Live, path: str, includ
     assert (last["choices"] == []) == include_usage and last["usage"]["completion_tokens"] == num_shown
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning_effort": "high"},
+        {"documents": [{"text": "Oslo is rainy."}]},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+    ],
+)
+def test_tokenize_gives_the_tokens_of_the_chat(fields: dict[str, Any]) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = f"{{{{ reasoning_effort }}}} {{{{ documents }}}}{tokenizer.chat_template}"
+    answer = [ByteTokenizer.eos_token_id]
+    with serving(lambda: fake_llm(Parrot("assistant: ", answer), tokenizer=tokenizer)) as live:
+        asked: dict[str, Any] = {"messages": MESSAGES} | fields
+        status, body, _ = live.post("/tokenize", asked)
+        plain = live.post("/tokenize", {"messages": MESSAGES})[1]["tokens"]
+        chat: dict[str, Any] = asked if fields.get("tool_choice") != "required" else asked | {"tool_choice": "auto"}
+        ids = ask(live, **chat, max_tokens=1, return_token_ids=True)["choices"][0]["prompt_token_ids"]
+    assert status == 200, body
+    assert body["tokens"] == ids
+    assert (body["tokens"] == plain) == (fields.get("tool_choice") == "none")
+
+
 def test_metrics_have_all_keys_of_vllm(live: Live) -> None:
     asked = {"temperature": 0, "max_tokens": 60, "return_metrics": True}
     figures = ask(live, **asked)["metrics"]["speculative_decoding"]
