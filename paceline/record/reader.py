@@ -25,25 +25,17 @@ from paceline.record.exchange import Exchange
 from paceline.serve.completions import params_of
 from paceline.serve.failures import ApiError
 from paceline.serve.grammars import grammar_of
-from paceline.serve.prompts import encode_chat, encode_text
+from paceline.serve.prompts import encode_request, encode_text
 from paceline.serve.protocol import ChatRequest, CompletionRequest
-from paceline.serve.tools import text_of, tools_of
+from paceline.serve.tools import text_of
 from paceline.serve.traces import Lost, Trace, given
 
 FINISHED = {"stop": "stop", "length": "length", "tool_calls": "stop", "function_call": "stop", "unknown": "unknown"}
 """How answers end that are no failures; `unknown` is a log's that does not tell."""
 UNKNOWN = "unknown"
 """The finish reason of a trace without its answer."""
-NOT_RENDERED = {
-    "chat_template": None,
-    "documents": None,
-    "continue_final_message": False,
-    "add_generation_prompt": True,
-    "truncate_prompt_tokens": None,
-    "reasoning_effort": None,
-    "functions": None,
-}
-"""Fields that change the prompt in ways that are not followed here, and what they are when they do not."""
+NOT_RENDERED = ("chat_template", "truncate_prompt_tokens", "functions")
+"""Fields that change the prompt in ways that are not followed here."""
 NOT_READ = {"echo": False, "suffix": None, "best_of": None, "prompt_embeds": None, "mm_processor_kwargs": None}
 """Fields that make a prompt or an answer of more than tokens that follow each other."""
 DELIVERY = frozenset(
@@ -167,7 +159,7 @@ class Reader:
         asked, n = exchange.asked, request.n or 1
         firsts = [said.choices[index] for index in sorted(said.choices) if not index % n]
         told = [choice.prompt_ids or said.prompt_ids for choice in firsts]
-        if not all(told) and any(asked.get(name) not in (None, usual) for name, usual in NOT_RENDERED.items()):
+        if not all(told) and any(asked.get(name) is not None for name in NOT_RENDERED):
             raise Lost("unsupported")
         prompts = told if all(told) else self._rendered(request, asked)
         if len(prompts) != len(firsts) or not all(map(self._are_ours, prompts)):
@@ -182,7 +174,7 @@ class Reader:
         if isinstance(request, ChatRequest):
             if asked.get("add_special_tokens"):
                 raise Lost("unsupported")
-            return [encode_chat(request.messages, tokenizer, tools_of(request), request.chat_template_kwargs)]
+            return [encode_request(request, tokenizer)]
         prompt, with_special = request.prompt, bool(asked.get("add_special_tokens", True))
         many: list[Any] = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else [*prompt]
         return [encode_text(each, tokenizer, with_special) if isinstance(each, str) else each for each in many]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles import ByteTokenizer
 from small_llm import tiny_model
 from upstream import said
 
@@ -99,10 +100,30 @@ def test_tools_and_variables_are_rendered(reader: Reader, tokenizer: Tokenizer) 
 
 
 @pytest.mark.parametrize(
+    ("asked", "prompt"),
+    [
+        ({"reasoning_effort": "high"}, "high|user: Say hello.;assistant:"),
+        ({"documents": [{"text": "x"}]}, "|xuser: Say hello.;assistant:"),
+        ({"add_generation_prompt": False}, "|user: Say hello.;"),
+        ({"add_generation_prompt": False, "continue_final_message": True}, "|user: Say hello."),
+    ],
+)
+def test_fields_that_the_template_reads_are_rendered(asked: dict[str, Any], prompt: str) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = (
+        "{{ reasoning_effort }}|{% for each in documents or [] %}{{ each.text }}{% endfor %}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    (one,) = read(Reader(tokenizer), said("Hi."), **asked)
+    assert tokenizer.decode(one.prompt_ids) == prompt
+
+
+@pytest.mark.parametrize(
     "asked",
     [
         {"chat_template": "{{ messages }}"},
-        {"continue_final_message": True, "add_generation_prompt": False},
+        {"continue_final_message": True, "add_generation_prompt": True},
+        {"reasoning_effort": "high"},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"messages": [{"role": "assistant", "content": "a", "audio": {"id": "b"}}, *HELLO]},
         {"messages": "nonsense"},

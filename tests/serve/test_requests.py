@@ -389,7 +389,7 @@ def test_continuous_usage_counts_the_tokens_so_far(live: Live, path: str, includ
 )
 def test_tokenize_gives_the_tokens_of_the_chat(fields: dict[str, Any]) -> None:
     tokenizer = ByteTokenizer()
-    tokenizer.chat_template = f"{{{{ reasoning_effort }}}} {{{{ documents }}}}{tokenizer.chat_template}"
+    tokenizer.chat_template = f"{{{{ reasoning_effort }}}} {{{{ documents }}}} {{{{ tools }}}}{tokenizer.chat_template}"
     answer = [ByteTokenizer.eos_token_id]
     with serving(lambda: fake_llm(Parrot("assistant: ", answer), tokenizer=tokenizer)) as live:
         asked: dict[str, Any] = {"messages": MESSAGES} | fields
