@@ -43,6 +43,10 @@ def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock
     clock.mark("dispatch")
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestRefused("top_logprobs needs logprobs: true", param="top_logprobs")
+    longest = {each for each in (request.max_completion_tokens, request.max_tokens) if each is not None}
+    if len(longest) > 1:
+        message = "max_completion_tokens and max_tokens differ: leave max_tokens, the older name, out"
+        raise RequestRefused(message, param="max_tokens")
     forced, grammar = forced_schema(request), grammar_of(request)
     if forced is not None and grammar is not None:
         raise RequestRefused(f"tool_choice asks for a call, {grammar[0]} for something else", param=grammar[0])
@@ -51,7 +55,7 @@ def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock
         [chat_ids(request, model, clock)],
         model,
         config,
-        max_tokens=request.max_completion_tokens or request.max_tokens,
+        max_tokens=next(iter(longest), None),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         grammar=grammar if forced is None else ("tool_choice", GrammarSpec("json_schema", forced)),
     )
@@ -144,9 +148,10 @@ def jobs_of(
 def params_of(request: Sampling, vocab_size: int, logprobs: int | None, grammar: GrammarSpec | None) -> SamplingParams:
     """How the request wants its tokens chosen. Raises RequestRefused on impossible values."""
     temperature = 1.0 if request.temperature is None else request.temperature
+    is_greedy = temperature < MIN_TEMPERATURE or request.top_p == 0  # top_p always keeps the most likely token
     try:
         return SamplingParams(
-            temperature=0.0 if temperature < MIN_TEMPERATURE else temperature,
+            temperature=0.0 if is_greedy else temperature,
             top_k=min(max(request.top_k or 0, 0), vocab_size),
             logit_bias=_logit_bias(request.logit_bias),
             seed=None if request.seed == -1 else request.seed,
@@ -156,7 +161,7 @@ def params_of(request: Sampling, vocab_size: int, logprobs: int | None, grammar:
             grammar=grammar,
             lossy=_lossy(request.lossy),
             max_drafted=0 if request.speculate == "off" else request.speculate if isinstance(request.speculate, int) else None,
-            **request.model_dump(include=SAME, exclude_none=True),
+            **request.model_dump(include=SAME if request.top_p else SAME - {"top_p"}, exclude_none=True),
         )
     except PacelineError as error:
         raise RequestRefused.of(error) from error

@@ -165,7 +165,7 @@ class Sampling(Closed):
     max_tokens: Int | None = Field(None, ge=1)
     """Longest answer, in tokens. Without, a chat answer has the server's --default-max-tokens, a text completion 16."""
     temperature: Float | None = Field(None, ge=0, le=2, description="1.0 when left out, as OpenAI has it; 0 is greedy.")
-    top_p: Float | None = Field(None, gt=0, le=1, description="Keep the most likely tokens that together reach this.")
+    top_p: Float | None = Field(None, ge=0, le=1, description="Keep the most likely tokens that together reach this; 0: one.")
     top_k: Int | None = Field(None, ge=-1, description="Keep so many of the most likely tokens; 0 and -1 keep all.")
     min_p: Float | None = Field(None, ge=0, le=1, description="Keep tokens at least so many times as likely as the best one.")
     presence_penalty: Float | None = Field(None, ge=-100, le=100, description="Taken once from a token that was said already.")
@@ -208,7 +208,7 @@ class ChatRequest(Sampling):
     refused: ClassVar[dict[str, Refused]] = fields.CHAT_REFUSED
 
     messages: list[Message] = Field(min_length=1, description="The conversation so far, the question last.")
-    max_completion_tokens: Int | None = Field(None, ge=1, description="Takes the place of max_tokens.")
+    max_completion_tokens: Int | None = Field(None, ge=1, description="The newer name of max_tokens.")
     logprobs: Flag | None = Field(False, description="Tell each token's log-probability.")
     top_logprobs: Int | None = Field(None, ge=0, le=20, description="And those of so many other tokens; needs logprobs.")
     tools: list[Tool] | None = Field(None, description="Functions that the model may call.")

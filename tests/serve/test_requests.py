@@ -132,6 +132,17 @@ def test_the_field_at_fault_is_named_wherever_it_is_found(live: Live, path: str,
     assert error["param"] == param, error
 
 
+def test_a_top_p_of_zero_is_greedy(live: Live) -> None:
+    greedy, sampled = (text_of(ask(live, max_tokens=24, temperature=each, seed=1)) for each in (0, 1))
+    assert text_of(ask(live, max_tokens=24, temperature=1, seed=1, top_p=0)) == greedy != sampled
+
+
+def test_both_names_of_one_limit_may_stand_together(live: Live) -> None:
+    for names in (["max_tokens", "max_completion_tokens"], ["max_tokens"], ["max_completion_tokens"]):
+        limits: dict[str, Any] = dict.fromkeys(names, 5)
+        assert ask(live, ignore_eos=True, **limits)["usage"]["completion_tokens"] == 5
+
+
 def test_seeds_are_kept_apart_and_minus_one_draws(live: Live) -> None:
     def answers(**fields: Any) -> list[str]:
         body = ask(live, max_tokens=24, **fields)
@@ -185,6 +196,8 @@ def test_equal_prompts_with_a_seed_have_equal_answers(live: Live) -> None:
         ({"stop": ["<|im_end|>\n\nx"]}, "stop", "give it alone"),
         ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "at most max_tokens"),
         ({"bad_words": [""]}, "bad_words", "no empty string"),
+        ({"max_completion_tokens": 5, "max_tokens": 6}, "max_tokens", "differ"),
+        ({"top_p": -0.1}, "top_p", "greater than or equal to 0"),
     ],
 )
 def test_a_refusal_names_the_field_as_the_client_wrote_it(live: Live, fields: dict[str, Any], param: str, said: str) -> None:
