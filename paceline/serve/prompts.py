@@ -6,7 +6,7 @@ Renders and encodes, so it belongs in a thread. Everything here raises RequestRe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from paceline.errors import PacelineError
@@ -14,7 +14,7 @@ from paceline.model.chat import chat_text
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.clock import Clock
 from paceline.serve.engine import ModelInfo
-from paceline.serve.failures import RequestRefused
+from paceline.serve.failures import RequestRefused, compact
 from paceline.serve.protocol import ChatRequest, CompletionRequest, Message, TokenizeRequest, Tool
 from paceline.serve.tools import plain_tools, text_of, tools_of
 
@@ -35,9 +35,18 @@ CHAT_ONLY = (
 
 def chat_ids(request: ChatRequest, model: ModelInfo, clock: Clock | None = None) -> list[int]:
     """Token ids of a chat request; `clock` is told what the parts take."""
-    texts = (text_of(message, f"messages[{place}]") for place, message in enumerate(request.messages))
-    check_characters(texts, model, "messages")
+    check_characters(_texts(request), model, "messages")
     return encode_request(request, model.tokenizer, clock)
+
+
+def _texts(request: ChatRequest) -> Iterator[str]:
+    """All that goes into the prompt, about as long as it is there."""
+    for place, message in enumerate(request.messages):
+        yield text_of(message, f"messages[{place}]")
+        sent = message.as_sent()
+        yield from (text for name in ("reasoning_content", "reasoning", "refusal") if isinstance(text := sent.get(name), str))
+        yield from (compact(sent[name]) for name in ("tool_calls", "function_call") if sent.get(name))
+    yield from (compact(each) for each in (plain_tools(tools_of(request)), request.documents) if each)
 
 
 def encode_request(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, clock: Clock | None = None) -> list[int]:

@@ -226,6 +226,26 @@ def test_a_field_of_another_endpoint_is_said_to_be_one(
     assert (status, body["error"]["param"], says in body["error"]["message"]) == (400, param, True), body
 
 
+LONG = "x" * 200_000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": LONG}]},
+        {"messages": [*MESSAGES, {"role": "assistant", "content": "x", "reasoning_content": LONG}]},
+        {"messages": [*MESSAGES, {"role": "assistant", "content": "x", "reasoning": LONG}]},
+        {"messages": [*MESSAGES, {"role": "assistant", "refusal": LONG}]},
+        {"messages": [*MESSAGES, {"role": "assistant", "function_call": {"name": "f", "arguments": {"x": LONG}}}]},
+        {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": LONG}}}]}]},
+        {"tools": [{"function": {"name": "f", "description": LONG}}]},
+    ],
+)
+def test_a_prompt_that_cannot_fit_is_refused_unencoded(live: Live, fields: dict[str, Any]) -> None:
+    error = refused(live, **fields)
+    assert error["code"] == "context_length_exceeded" and "200," in error["message"], error
+
+
 def test_neutral_values_of_other_servers_fields_are_taken(live: Live) -> None:
     plain = text_of(ask(live, temperature=0, max_tokens=8))
     neutral = {"use_beam_search": False, "length_penalty": 1.0, "mirostat": 0, "functions": None}
