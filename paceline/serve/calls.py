@@ -17,7 +17,7 @@ from paceline.messages import parsed_object
 from paceline.model.tokenizer import num_undecided
 from paceline.model.tools import CLOSE, OPEN
 
-STRING_OR_BRACE = re.compile(r'"(?:[^"\\]|\\.)*("?)|[{}]', re.DOTALL)
+QUOTE_OR_BRACE, IN_STRING = re.compile(r'["{}]'), re.compile(r'["\\]')
 FENCE = re.compile(r"```[A-Za-z_]*[ \t]*\n")
 FENCE_SO_FAR = re.compile(r"`{1,2}|```[A-Za-z_]*[ \t]*")
 SPACE = " \t\r\n"
@@ -71,17 +71,29 @@ def _skip(text: str, place: int) -> int:
     return place
 
 
-def object_end(text: str, begin: int) -> int | None:
-    """Where the braces that open at `begin` close, or None while they have not."""
-    depth = 0
-    for part in STRING_OR_BRACE.finditer(text, begin):
-        if part[0] in "{}":
-            depth += 1 if part[0] == "{" else -1
-            if depth == 0:
-                return part.end()
-        elif not part[1]:
-            return None
-    return None
+class ObjectScan:
+    """Looks for the end of the object that opens at `begin`, in a text that grows; reads every character once."""
+
+    def __init__(self, begin: int) -> None:
+        self._place, self._depth, self._is_string = begin, 0, False
+
+    def end(self, text: str) -> int | None:
+        """Where its braces close, or None while they have not. `text` is the one given before, and more."""
+        while mark := (IN_STRING if self._is_string else QUOTE_OR_BRACE).search(text, self._place):
+            self._place = mark.end()
+            if mark[0] == "\\":
+                if self._place == len(text):
+                    self._place -= 1  # what is escaped is still to come
+                    return None
+                self._place += 1
+            elif mark[0] == '"':
+                self._is_string = not self._is_string
+            else:
+                self._depth += 1 if mark[0] == "{" else -1
+                if self._depth == 0:
+                    return self._place
+        self._place = len(text)
+        return None
 
 
 @dataclass(slots=True)
@@ -95,6 +107,8 @@ class _Objects:
     """True if more text may still add to them."""
     is_wrong: bool = False
     """True if one of the objects is no call."""
+    is_inside: bool = False
+    """True if the text ends within an object, which begins at `end`."""
 
 
 def _read_objects(text: str, place: int, names: set[str]) -> _Objects:
@@ -105,9 +119,9 @@ def _read_objects(text: str, place: int, names: set[str]) -> _Objects:
             return _Objects(calls, place, is_open=True)
         if text[place] != "{":
             return _Objects(calls, place, is_open=False, is_wrong=not calls)
-        end = object_end(text, place)
+        end = ObjectScan(place).end(text)
         if end is None:
-            return _Objects(calls, place, is_open=True)
+            return _Objects(calls, place, is_open=True, is_inside=True)
         call = read_call(text[place:end], names)
         if call is None:
             return _Objects(calls, place, is_open=False, is_wrong=True)
@@ -126,13 +140,18 @@ class CallParser:
         self._names = set(names)
         self._held, self._is_whole, self._most = "", is_whole, most
         self._num_calls = 0
+        self._scan: ObjectScan | None = None
+        """Of the object that the held text ends within: before its end nothing is decided."""
         self._is_start, self._has_text = True, False
 
     def push(self, text: str) -> tuple[str, list[Call]]:
         """Add text; returns what is now text, and the calls that are now complete."""
         self._held += text
+        if self._is_whole or (self._scan and self._scan.end(self._held) is None):
+            return "", []
+        self._scan = None
         self._is_start = self._is_start and self._whole(is_end=False) is not None
-        return ("", []) if self._is_whole or self._is_start else self._read(is_end=False)
+        return ("", []) if self._is_start else self._read(is_end=False)
 
     def finish(self) -> tuple[str, list[Call]]:
         """No more text: what waited is a call, or text after all."""
@@ -164,6 +183,8 @@ class CallParser:
         if is_end:
             closes = rest in ("", "```") if fence else not rest
             return (objects.calls or None) if closes else None
+        if objects.is_inside:
+            self._scan = ObjectScan(len(self._held) - len(text) + objects.end)
         if objects.is_open or (fence and "```".startswith(rest.rstrip(SPACE))):
             return []
         return None
@@ -187,6 +208,7 @@ class CallParser:
                 safe = len(self._held[:begin].rstrip(SPACE))
                 text, self._held = self._held[:safe], self._held[safe:]
                 self._has_text |= bool(shown + text)
+                self._scan = ObjectScan(tagged.end - safe) if tagged.is_inside else None
                 return shown + text, calls
             has_ended = rest.startswith(CLOSE) or (is_end and is_undecided and not rest.startswith("{"))
             if tagged.is_wrong or not tagged.calls or not has_ended:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.serve import calls as reading
 from paceline.serve.calls import Call, CallParser, read_call
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -106,6 +107,21 @@ def test_without_parallel_calls_the_first_is_the_only_one(text: str) -> None:
 def test_a_demanded_call_waits_for_its_end() -> None:
     assert parse([*'{"name": "g", "arguments": {}}'], is_whole=True) == ("", [G])
     assert parse(["{cut"], is_whole=True) == ("{cut", [])
+
+
+@pytest.mark.parametrize("before", ["", "Sure. <tool_call>", "```json\n"])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_long_call_is_not_read_again_with_every_piece(before: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    read = reading._read_objects
+    monkeypatch.setattr(reading, "_read_objects", lambda *given: (reads.append(len(given[0])), read(*given))[1])
+    parser = CallParser(["f"], is_whole=is_whole)
+    parser.push(f'{before}{{"name": "f", "arguments": {{"a": "')
+    for piece in ["\\", '"', "{", "text"] * 500:
+        assert parser.push(piece) == ("", [])
+    assert len(reads) <= 2
+    found = [*parser.push('"}}')[1], *parser.finish()[1]]
+    assert [call.name for call in found] == ([] if is_whole and before.startswith("Sure") else ["f"])
 
 
 def test_arguments_keep_their_own_text() -> None:

@@ -276,7 +276,7 @@ def test_embeddings_are_refused_clearly(client: openai.OpenAI) -> None:
     ("more", "said"),
     [
         ({"temperature": -1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 10**9}, "cache holds"),
         ({"n": 99}, "n must be at most"),
