@@ -50,7 +50,6 @@ NO_PART_OF_PROMPTS = frozenset(
         "index",
         "key",
         "name",
-        "source",
         "sources",
         "data_source",
         "dataset",
@@ -62,9 +61,7 @@ NO_PART_OF_PROMPTS = frozenset(
         "license",
         "url",
         "model",
-        "template",
         "app",
-        "language",
         "lang",
         "timestamp",
         "created",
@@ -95,12 +92,9 @@ NO_PART_OF_PROMPTS = frozenset(
         "label",
         "labels",
         "reference",
-        "references",
         "solution",
         "solutions",
         "canonical_solution",
-        "code",
-        "test",
         "entry_point",
         "is_classification",
         "correct_answer",
@@ -113,9 +107,11 @@ NO_PART_OF_PROMPTS = frozenset(
     ]
 )
 """Names, origins and answers: the target answers for itself, so nothing is lost when they are not read."""
-MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+TASK_KEYS = ((frozenset({"test"}), ("entry_point",)), (frozenset({"code"}), ("test", "test_list")))
+"""Answers and tests of programming tasks: (keys that hold them, keys of which such a row has one). In other rows the same
+keys may hold what the prompt is about."""
 SPOKEN_KEYS = ("from", "role", "value", "content")
-"""Keys of a message, and of an entry of ShareGPT's, that are read."""
+"""Keys of an entry of ShareGPT's that are read."""
 KNOWN_KEYS = "messages, conversations, turns, question, prompt, text, instruction"
 CHATS = ("conversations", "conversation")
 """ShareGPT's key, and a common misspelling of it."""
@@ -198,7 +194,7 @@ def _prompt_of(row: Row, where: str, source: str, index: int) -> tuple[Prompt, l
     messages, key = _messages_of(row, where)
     if messages is not None:
         first, turns, lost = _conversation(messages, where)
-        lost += _keys_within(row[key], f"{key}[].", MESSAGE_KEYS if key == "messages" else SPOKEN_KEYS)
+        lost += _keys_within(row[key], f"{key}[].", READ_KEYS if key == "messages" else SPOKEN_KEYS)
         read = {key}
     else:
         turns, read = _turns_of(row, where)
@@ -223,6 +219,8 @@ def _unread(row: Row, read: Iterable[str]) -> list[str]:
     return [printable(key) for key, value in row.items() if key not in known and value not in (None, "", [], {})]
 
 
+    for keys, beside in TASK_KEYS:
+        read |= keys if any(row.get(key) is not None for key in beside) else set()
 def _keys_within(entries: list[Row], prefix: str, read: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(prefix + key for entry in entries for key in _unread(entry, read)))
 

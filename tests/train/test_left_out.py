@@ -59,6 +59,12 @@ LOSING = [
     ({"prompt": "Go on.", "images": ["a.png"]}, ["images"]),
     ({"prompt": "Give JSON.", "response_format": {"type": "json_object"}}, ["response_format"]),
     ({"text": "Write f.", "code": "x", "test_list": ["assert f()"]}, ["test_list"]),
+    ({"prompt": "What does this do?", "code": "f()"}, ["code"]),
+    ({"text": "Write f.", "test": "assert f()"}, ["test"]),
+    ({"instruction": "Translate.", "source": "Guten Tag."}, ["source"]),
+    ({"question": "Which of them is right?", "references": ["a", "b"]}, ["references"]),
+    ({"prompt": "Fill it in.", "template": "Dear {name}"}, ["template"]),
+    ({"prompt": "Write f.", "language": "Rust"}, ["language"]),
     ({"messages": [{"role": "user", "content": "a", "weight": 0}]}, ["messages[].weight"]),
     ({"messages": [{"role": "user", "content": "a"}], "functions": [{"name": "f"}]}, ["functions"]),
     ({"messages": [{"role": "user", "content": "a"}], "prompt": "b"}, ["prompt"]),
@@ -83,6 +89,28 @@ def test_keys_that_are_not_read_are_counted_and_refused_when_strict(tmp_path: Pa
     assert dropped.unread_text == f"not read: {keys[0]} (2 rows)"
     with pytest.raises(PromptError, match="line 1: not read: "):
         read_mixture(PromptsConfig((str(file),), strict=True), 0, ignore)
+
+
+READ = [
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning": "c"}]},
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "refusal": "No."}]},
+    {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+            {"role": "tool", "content": "3", "name": "f"},
+        ]
+    },
+    {"prompt": "def f():", "entry_point": "f", "test": "assert f()", "canonical_solution": "x"},
+    {"prompt": "def f():", "entry_point": "f", "test": "assert f()", "code": "x"},
+]
+
+
+@pytest.mark.parametrize("row", READ)
+def test_keys_that_are_read_are_not_refused_when_strict(tmp_path: Path, row: Any) -> None:
+    dropped = Dropped()
+    read_prompts(write(tmp_path / "a.jsonl", row), dropped=dropped, strict=True)
+    assert not dropped.unread
 
 
 def test_keys_that_are_not_read_are_told_once_for_each_source(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
