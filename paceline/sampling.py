@@ -26,6 +26,10 @@ def _are_biases(bias: dict[int, float]) -> bool:
     return all(value < math.inf for value in bias.values())  # and so no NaN
 
 
+def _is_word(word: str) -> bool:
+    return bool(word.strip(" "))
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen. Raises SamplingError on impossible values."""
@@ -67,7 +71,7 @@ class SamplingParams:
     """Report those of the prompt's tokens too, with this many alternatives; the prompt is then read whole."""
     min_tokens: Annotated[int, within("0 or more", least=0)] = 0
     """End tokens cannot come before so many tokens, and stop strings are looked for behind them."""
-    bad_words: tuple[Annotated[str, Must("no empty string", bool)], ...] = ()
+    bad_words: tuple[Annotated[str, Must("no empty string and not only spaces", _is_word)], ...] = ()
     """Words that the answer may not hold, in the tokens that encode them at the beginning of a text or after a space."""
     grammar: GrammarSpec | None = None
     """Only tokens that lead to such an answer can be chosen; the model's end token ends it, also with ignore_eos."""
@@ -79,7 +83,7 @@ class SamplingParams:
             object.__setattr__(self, "lossy", Lossy.of(self.lossy))
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "bad_words", tuple(self.bad_words))
+        object.__setattr__(self, "bad_words", (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words))
         check(self, SamplingError)
         if self.min_tokens > self.max_tokens:
             message = f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"

@@ -169,8 +169,11 @@ class Engine:
             raise PromptError(f"token {wrong} is outside the model's vocabulary of {vocab_size}: check the tokenizer")
         if wrong := next((token for token in params.logit_bias or {} if not 0 <= token < vocab_size), None):
             raise SamplingError(f"logit_bias names token {wrong}, outside the vocabulary of {vocab_size}: remove it")
-        if params.grammar and self.judge.rule.name == MOCKED:
-            raise SamplingError("grammar cannot hold with a mocked acceptance, which looks at no token: leave one of them out")
+        if self.judge.rule.name == MOCKED:
+            for name in ("grammar", "min_tokens", "bad_words"):
+                if getattr(params, name):
+                    looks_at = "cannot hold with a mocked acceptance, which looks at no token"
+                    raise SamplingError(f"{name} {looks_at}: leave one of them out")
         if params.lossy and not self.allow_lossy:
             raise SamplingError(NOT_ALLOWED)
         if params.lossy and self.judge.rule.name == MOCKED:

@@ -6,6 +6,7 @@ exact.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from paceline.model.tokenizer import Tokenizer
@@ -16,8 +17,8 @@ def forbidden_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[tuple[i
     """Token ids of each bad word at the beginning of a text and, where these are others, after a space."""
     spelled: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
-        first = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
-        later = tuple(tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False))
+        first = tuple(tokenizer.encode(word.lstrip(" "), add_special_tokens=False))
+        later = tuple(tokenizer.encode(f" {word.lstrip(' ')}", add_special_tokens=False))
         spelled |= dict.fromkeys(ids for ids in (first, later) if ids)
     return tuple(spelled)
 
@@ -26,15 +27,23 @@ def shape(seq: Sequence, logits_JV: Tensor, draft_tokens: list[int]) -> Tensor:
     """A copy of the logits with -inf for tokens that may not come yet, or the logits themselves; [J, V]."""
     if not seq.shapes_logits:
         return logits_JV
-    logits_JV = logits_JV.clone()
-    answer = [*seq.output_ids, *draft_tokens]
+    logits_JV, num_vocab = logits_JV.clone(), logits_JV.shape[-1]
     num_early = min(max(seq.params.min_tokens - seq.num_output, 0), len(logits_JV))
-    ends = [token for token in seq.eos_token_ids if token < logits_JV.shape[-1]]
+    ends = [token for token in seq.eos_token_ids if token < num_vocab]
     if num_early and ends:
         logits_JV[:num_early, ends] = float("-inf")
-    for *before, last in seq.forbidden:
-        for place in range(len(logits_JV)):
-            said = answer[: seq.num_output + place]
-            if len(said) >= len(before) and said[len(said) - len(before) :] == before:
+    words = [word for word in seq.forbidden if word[-1] < num_vocab]
+    if alone := [word[0] for word in words if len(word) == 1]:
+        logits_JV.index_fill_(-1, torch.tensor(alone, device=logits_JV.device), float("-inf"))
+    if len(alone) == len(words):
+        return logits_JV
+    # No word looks back further than this: a long answer costs no more than a short one.
+    num_back = max(map(len, words)) - 1
+    answer = [*seq.tokens[max(seq.prompt_len, len(seq.tokens) - num_back) :], *draft_tokens]
+    num_kept = len(answer) - len(draft_tokens)
+    for *before, last in words:
+        for place in range(len(logits_JV)) if before else ():
+            end = num_kept + place
+            if end >= len(before) and answer[end - len(before) : end] == before:
                 logits_JV[place, last] = float("-inf")
     return logits_JV

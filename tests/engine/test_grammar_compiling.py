@@ -48,10 +48,18 @@ def test_grammars_are_compiled_in_any_thread_and_handed_to_the_engine(monkeypatc
     assert all(tokens[-1] == EOS for tokens in given)
 
 
-def test_a_mocked_acceptance_keeps_to_no_grammar_and_says_so() -> None:
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("grammar", WORDS),
+        ("min_tokens", SamplingParams(min_tokens=2)),
+        ("bad_words", SamplingParams(bad_words=("no",))),
+    ],
+)
+def test_a_mocked_acceptance_keeps_to_no_grammar_and_says_so(name: str, params: SamplingParams) -> None:
     judge = RuleJudge(mocked(2.0))
     engine = Engine(FakeTarget(vocab_size=258), ByteTokenizer(), judge=judge, eos_token_ids=(EOS,))
-    with pytest.raises(SamplingError, match="grammar cannot hold with a mocked acceptance"):
-        engine.add([1], WORDS)
+    with pytest.raises(SamplingError, match=f"{name} cannot hold with a mocked acceptance"):
+        engine.add([1], params)
     engine.check_integrity()
     engine.add([1], SamplingParams(max_tokens=4))

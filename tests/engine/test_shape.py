@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from paceline.draft.base import Drafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
-from paceline.engine.shape import forbidden_ids
+from paceline.engine.shape import forbidden_ids, shape
 from paceline.errors import SamplingError
 from paceline.types import SamplingParams, Sequence
 from paceline.verify.rules import RULES
@@ -73,17 +74,45 @@ def test_bad_words_are_forbidden_as_sequences_of_tokens() -> None:
         tuple(tokenizer.encode(" x", False)),
     )
     (plain,) = run(engine_of(byte_target()), [[1, 2]], SamplingParams(max_tokens=40, ignore_eos=True))
+    assert forbidden_ids(tokenizer, SamplingParams(bad_words=("\n",))) == (
+        tuple(tokenizer.encode("\n", False)),
+        tuple(tokenizer.encode(" \n", False)),
+    )
+    assert SamplingParams(bad_words="no").bad_words == ("no",)  # pyright: ignore[reportArgumentType]
     word = next(bytes(pair).decode() for pair in itertools.pairwise(plain.output_ids) if max(pair) < 128)
     (without,) = run(engine_of(byte_target()), [[1, 2]], SamplingParams(max_tokens=40, ignore_eos=True, bad_words=(word,)))
     assert word in tokenizer.decode(plain.output_ids) and word not in tokenizer.decode(without.output_ids)
 
 
 @pytest.mark.parametrize(
+def test_a_long_answer_is_not_read_again_each_round() -> None:
+    class Counting(list[int]):
+        num_read = 0
+
+        def __getitem__(self, place: Any) -> Any:
+            found = super().__getitem__(place)
+            self.num_read += len(found) if isinstance(place, slice) else 1
+            return found
+
+        def __iter__(self) -> Any:
+            self.num_read += len(self)
+            return super().__iter__()
+
+    seq = Sequence(0, Counting([1] * 5000), 2, SamplingParams(bad_words=("x",)))
+    seq.forbidden = ((7,), (1, 1, 9), (2, 1, 8), (999,))
+    shaped_JV = shape(seq, torch.zeros(3, 12), [1, 2])
+    assert cast(Counting, seq.tokens).num_read <= 2
+    expected_JV = torch.zeros(3, 12)
+    expected_JV[:, 7] = expected_JV[:2, 9] = float("-inf")
+    assert torch.equal(shaped_JV, expected_JV)
+
+
     ("params", "said"),
     [
         ({"min_tokens": 9, "max_tokens": 8}, "must not exceed max_tokens"),
         ({"bad_words": ("",)}, "bad_words must be no empty string"),
         ({"min_tokens": -1}, "min_tokens must be 0 or more"),
+        ({"bad_words": (" ",)}, "bad_words must be no empty string and not only spaces"),
         ({"min_tokens": 2, "lossy": "typical:eps=0.09,delta=0.3"}, "lossy does not go with min_tokens"),
     ],
 )
