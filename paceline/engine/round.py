@@ -280,7 +280,8 @@ def _why(seq: Sequence, num_accepted: int, logits_JV: Tensor | None) -> str:
     """Why there is no token to choose; `logits_JV` are the model's own, before penalties and grammar, if they matter."""
     best_J = [_NONE] * (num_accepted + 1) if logits_JV is None else ForwardOutput(logits_JV, None).best_T()
     if _NONE not in best_J:
-        return f"no token is left to choose at position {len(seq.tokens) + num_accepted}: logit_bias or the grammar forbids all"
+        place = len(seq.tokens) + num_accepted
+        return f"no token is left to choose at position {place}: logit_bias, bad_words, min_tokens or the grammar forbid all"
     slot = num_accepted if logits_JV is None else best_J.index(_NONE)
     return (
         f"the model's logits are not finite at position {len(seq.tokens) + slot}: its weights are damaged, or too large for "
