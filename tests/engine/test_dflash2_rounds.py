@@ -32,11 +32,19 @@ from paceline.verify.rules import RULES
 pytestmark = pytest.mark.slow
 
 PROMPTS = [PROMPT, PROMPT[:3], PROMPT[4:11], PROMPT[::-1]]
+PAIRS_OF_TOKENS = [chr(token) + chr((token + step) % VOCAB) for token in range(VOCAB) for step in (0, 1, 4)]
+SHAPED: dict[str, Any] = {
+    "min_tokens": 9,
+    "stop_token_ids": (4, 8),
+    "bad_words": ("\x05", "\x07\x02\x06", *PAIRS_OF_TOKENS),
+}
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "greedy, penalised": {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
     "seeded": {"temperature": 1.0, "seed": 5},
     "seeded, filtered": {"temperature": 0.8, "top_p": 0.9, "top_k": 5, "presence_penalty": 0.5, "seed": 7},
+    "greedy, shaped": SHAPED,
+    "seeded, shaped": {**SHAPED, "temperature": 1.0, "seed": 11},
 }
 
 
@@ -112,6 +120,10 @@ def test_the_text_is_plain_decodings(num_nodes: int, agrees: str, kind: Any, way
         sum(getattr(each, name) for seq in given for each in seq.rounds) for name in ("num_accepted", "num_drafted")
     )
     assert drafted > 0 and all(seq.lossless for seq in given)
+    if "shaped" in way:
+        said = [bytes(seq.output_ids) for seq in given]
+        assert not any(word.encode() in answer for word in SHAPED["bad_words"] for answer in said)
+        assert not any({4, 8} & set(answer[: SHAPED["min_tokens"]]) for answer in said)
     if agrees == "always" and way == "greedy":
         assert accepted == drafted
     elif agrees == "never" and way == "greedy" and not num_nodes:
