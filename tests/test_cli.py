@@ -169,6 +169,18 @@ def test_with_json_an_error_is_json_too() -> None:
     assert "empty" in json.loads(done.stdout)["error"]
 
 
+@pytest.mark.parametrize("as_json", [True, False])
+def test_scores_of_the_prompt_are_a_json_key(call: Call, tmp_path: Path, as_json: bool) -> None:
+    model = str(tiny_model(tmp_path / "tiny"))
+    words = ("--prompt-logprobs", "1", "--max-tokens", "2", "--raw", *(["--json"] if as_json else []))
+    done = call("generate", model, "hi hi", *words)
+    assert done.returncode == 0, done.stderr
+    assert ("note: --prompt-logprobs shows only with --json" in done.stderr) is not as_json
+    if as_json:
+        told = json.loads(done.stdout)
+        assert len(told["prompt_logprobs"]) == told["num_prompt_tokens"] - 1 > 0
+
+
 def test_an_error_in_the_engine_names_the_options(call: Call, tmp_path: Path) -> None:
     model = str(tiny_model(tmp_path / "tiny"))
     done = call("generate", model, "hi", "--max-len", "32", "--max-tokens", "30")

@@ -27,6 +27,7 @@ NOT_ASKED = Without(
     "stop_token_ids",
     "ignore_eos",
     "logprobs",
+    "prompt_logprobs",
     "max_drafted",
     "grammar",
     "lossy",

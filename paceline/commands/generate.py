@@ -63,7 +63,8 @@ def generate(
     stats: Annotated[bool, typer.Option("--stats", help="Also accepted drafts by round, and where the time went.")] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Answer one prompt and report speed and acceptance.
+    """Answer one prompt and report speed and acceptance. With --json the scores that --logprobs and --prompt-logprobs
+    ask for are the keys "logprobs" and "prompt_logprobs".
 
     Examples:
       paceline generate "Why is the sky blue?" --max-tokens 64 --compare
@@ -75,8 +76,9 @@ def generate(
     if against and (against != "transformers" or not sampling.is_greedy):
         raise ConfigError("--against knows transformers only, and greedy answers only: leave it or --temperature out")
     check_peers([against] if against else [])
-    if sampling.logprobs is not None and not as_json:
-        say("note: --logprobs shows only with --json")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(sampling, name) is not None and not as_json:
+            say(f"note: --{name.replace('_', '-')} shows only with --json")
     llm = load(engine, model, allow_lossy=sampling.lossy is not None)
     from paceline.bench.beside import answer_plainly, beside_plain, beside_transformers
     from paceline.bench.pages import render
@@ -105,6 +107,7 @@ def generate(
         "bytes_per_s": read_per_s,
         "machine": machine,
         **({"logprobs": completion.logprobs} if sampling.logprobs is not None else {}),
+        **({"prompt_logprobs": completion.prompt_logprobs} if sampling.prompt_logprobs is not None else {}),
         **_compared(beside, peer),
     }
 

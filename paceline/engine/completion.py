@@ -62,3 +62,5 @@ class Completion:
     stats: GenerationStats
     logprobs: list[TokenLogprob]
     prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprob]
+    """Scores of each prompt token but the first, when `SamplingParams.prompt_logprobs` is set; else empty."""

@@ -24,7 +24,7 @@ from paceline.engine.shape import forbidden_ids
 from paceline.engine.threads import limit_threads, restore_threads
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.lossy import NOT_ALLOWED, Ledger
-from paceline.model.logits import logprobs_of
+from paceline.model.logits import logprobs_of_rows
 from paceline.model.target import ForwardBatch, Target
 from paceline.model.tokenizer import TextStream, Tokenizer
 from paceline.plan import AdaptivePlanner, FixedPlanner, Plan, Planner, Row
@@ -261,8 +261,8 @@ class Engine:
         out = self.target.forward(part)
         seq.cached_len = end
         if scores is not None and out.logits_TV is not None:
-            told = zip(out.logits_TV, seq.tokens[begin + 1 : end + 1], strict=False)
-            seq.prompt_logprobs += [logprobs_of(logits_V, token, scores) for logits_V, token in told]
+            following = seq.tokens[begin + 1 : end + 1]
+            seq.prompt_logprobs += logprobs_of_rows(out.logits_TV[: len(following)], following, scores)
             out = replace(out, logits_TV=out.logits_TV[-1:])
         if is_last:
             verdict = self.judge(batch, DraftBlock.certain([[]]), out)

@@ -280,8 +280,9 @@ class LLM:
                 seq = chunk.sequence
                 texts[place] += chunk.text
                 if chunk.finish_reason is not None:
-                    asked, stats = seq.tokens[: seq.prompt_len], GenerationStats.of(seq)
-                    done[place] = Completion(texts[place], seq.output_ids, chunk.finish_reason, stats, seq.logprobs, asked)
+                    asked, scores, stats = seq.tokens[: seq.prompt_len], seq.prompt_logprobs, GenerationStats.of(seq)
+                    ids, reason = seq.output_ids, chunk.finish_reason
+                    done[place] = Completion(texts[place], ids, reason, stats, seq.logprobs, asked, scores)
                 if on_chunk:
                     on_chunk(chunk)
         return [done[place] for place in range(len(prompts))]

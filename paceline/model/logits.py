@@ -204,10 +204,19 @@ def _passes(mass_N: Tensor, wanted: float) -> int:
 def logprobs_of(logits_V: Tensor, token: int, num_top: int, temperature: float = 1.0) -> TokenLogprob:
     """Log-probability of `token` and the `num_top` most likely tokens, best first, of the target's logits [V], unmodified but
     for the temperature."""
-    logits_V = logits_V.float()
+    return logprobs_of_rows(logits_V[None], [token], num_top, temperature)[0]
+
+
+def logprobs_of_rows(logits_TV: Tensor, tokens: list[int], num_top: int, temperature: float = 1.0) -> list[TokenLogprob]:
+    """`logprobs_of` for each row of the logits [T, V] and its token, in one pass over all rows."""
+    logits_TV = logits_TV.float()
     if temperature != 1.0:
-        logits_V = logits_V / max(temperature, MIN_TEMPERATURE)
-    log_sum = float(torch.logsumexp(logits_V, -1))
-    values, ids = logits_V.topk(min(num_top, len(logits_V)))
-    top = tuple((token_id, value - log_sum) for token_id, value in zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprob(token, float(logits_V[token]) - log_sum, top)
+        logits_TV = logits_TV / max(temperature, MIN_TEMPERATURE)
+    log_sums = torch.logsumexp(logits_TV, -1).tolist()
+    tokens_T = torch.tensor(tokens, dtype=torch.long, device=logits_TV.device)
+    own = logits_TV.gather(-1, tokens_T[:, None])[:, 0].tolist()
+    values_TN, ids_TN = (each.tolist() for each in logits_TV.topk(min(num_top, logits_TV.shape[-1]), -1))
+    return [
+        TokenLogprob(token, value - log_sum, tuple((other, score - log_sum) for other, score in zip(ids, scores, strict=True)))
+        for token, value, log_sum, scores, ids in zip(tokens, own, log_sums, values_TN, ids_TN, strict=True)
+    ]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 from engine_runs import byte_target, run
+from small_llm import fake_llm
 
 from paceline.draft.base import Drafter
 from paceline.draft.ngram import NgramDrafter
@@ -73,18 +74,17 @@ def test_bad_words_are_forbidden_as_sequences_of_tokens() -> None:
         tuple(tokenizer.encode("x", False)),
         tuple(tokenizer.encode(" x", False)),
     )
-    (plain,) = run(engine_of(byte_target()), [[1, 2]], SamplingParams(max_tokens=40, ignore_eos=True))
     assert forbidden_ids(tokenizer, SamplingParams(bad_words=("\n",))) == (
         tuple(tokenizer.encode("\n", False)),
         tuple(tokenizer.encode(" \n", False)),
     )
     assert SamplingParams(bad_words="no").bad_words == ("no",)  # pyright: ignore[reportArgumentType]
+    (plain,) = run(engine_of(byte_target()), [[1, 2]], SamplingParams(max_tokens=40, ignore_eos=True))
     word = next(bytes(pair).decode() for pair in itertools.pairwise(plain.output_ids) if max(pair) < 128)
     (without,) = run(engine_of(byte_target()), [[1, 2]], SamplingParams(max_tokens=40, ignore_eos=True, bad_words=(word,)))
     assert word in tokenizer.decode(plain.output_ids) and word not in tokenizer.decode(without.output_ids)
 
 
-@pytest.mark.parametrize(
 def test_a_long_answer_is_not_read_again_each_round() -> None:
     class Counting(list[int]):
         num_read = 0
@@ -107,12 +107,13 @@ def test_a_long_answer_is_not_read_again_each_round() -> None:
     assert torch.equal(shaped_JV, expected_JV)
 
 
+@pytest.mark.parametrize(
     ("params", "said"),
     [
         ({"min_tokens": 9, "max_tokens": 8}, "must not exceed max_tokens"),
         ({"bad_words": ("",)}, "bad_words must be no empty string"),
-        ({"min_tokens": -1}, "min_tokens must be 0 or more"),
         ({"bad_words": (" ",)}, "bad_words must be no empty string and not only spaces"),
+        ({"min_tokens": -1}, "min_tokens must be 0 or more"),
         ({"min_tokens": 2, "lossy": "typical:eps=0.09,delta=0.3"}, "lossy does not go with min_tokens"),
     ],
 )
@@ -130,11 +131,18 @@ def test_a_stop_string_that_is_a_special_token_ends_the_answer() -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "sometimes"])
-def test_scores_of_a_prompt_are_the_targets_own(name: str) -> None:
+def test_scores_of_a_prompt_are_the_targets_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = byte_target(num_rows=2)
     prompt = [(7 * place) % 90 for place in range(40)]
     engine = engine_of(target, drafter_of(name, target))
     params = SamplingParams(max_tokens=3, prompt_logprobs=2, logprobs=0)
+    batched, logsumexp = list[int](), torch.logsumexp
+
+    def watched(logits_TV: torch.Tensor, *more: Any) -> torch.Tensor:
+        batched.append(len(logits_TV))
+        return logsumexp(logits_TV, *more)
+
+    monkeypatch.setattr(torch, "logsumexp", watched)
     run(engine, [prompt], SamplingParams(max_tokens=3))  # leaves the prompt in the cache
     for seq in run(engine, [prompt, prompt[:20]], params):
         expected = [torch.log_softmax(target.logits_after(prompt[:place]).float(), -1) for place in range(1, seq.prompt_len)]
@@ -143,3 +151,11 @@ def test_scores_of_a_prompt_are_the_targets_own(name: str) -> None:
         assert [each.logprob for each in seq.prompt_logprobs] == pytest.approx(own, abs=1e-4)
         assert all(len(each.top) == 2 and each.top[0][1] >= each.logprob - 1e-6 for each in seq.prompt_logprobs)
         assert len(seq.logprobs) == seq.num_output
+    assert batched.count(3) >= 13 + 6, "a chunk of three tokens is scored at once"
+
+
+def test_an_answer_of_the_library_has_the_scores_of_its_prompt() -> None:
+    [with_scores, without] = fake_llm(byte_target()).generate_ids(
+        [[1, 2, 3], [1, 2, 3]], [SamplingParams(max_tokens=2, prompt_logprobs=1), SamplingParams(max_tokens=2)]
+    )
+    assert [each.token_id for each in with_scores.prompt_logprobs] == [2, 3] and without.prompt_logprobs == []
