@@ -35,6 +35,7 @@ from paceline.draft.base import Drafter, Observed
 from paceline.draft.dflash import DFlashDrafter
 from paceline.engine.grammar import Grammars, within_grammars
 from paceline.engine.llm import LLM
+from paceline.engine.shape import forbidden_ids, shape
 from paceline.errors import ConfigError
 from paceline.figures import Rounds
 from paceline.model.logits import penalise, target_probs
@@ -92,7 +93,7 @@ class Scorer:
         """The target's cache must be free: nothing else may run on `llm` meanwhile. Raises DrafterMismatchError."""
         self._target: Target = llm.target
         self._drafter, self._rule = drafter, RULES[rule]
-        self._eos = llm.tokenizer.eos_token_ids
+        self._tokenizer, self._eos = llm.tokenizer, llm.tokenizer.eos_token_ids
         self._grammars = Grammars(llm.tokenizer, llm.target.vocab_size, self._eos)
         drafter.bind(llm.target)
         llm.target.set_taps(drafter.tap_layers)
@@ -124,8 +125,11 @@ class Scorer:
             raise ConfigError(f"request {request.key} has {len(tokens)} tokens: raise max_len, or leave it out")
         if max(tokens) >= self._target.vocab_size or min(tokens) < 0:
             raise ConfigError(f"request {request.key} holds tokens that this model does not have: it is another's trace")
-        ends = params.stop_token_ids if params.ignore_eos and not params.grammar else (*self._eos, *params.stop_token_ids)
+        ignores_eos = params.ignore_eos and not params.grammar
+        _, stop_tokens = self._tokenizer.split_stop(params.stop, are_hidden=False)
+        ends = (*(() if ignores_eos else self._eos), *params.stop_token_ids, *stop_tokens)
         seq = Sequence(number, tokens[: prompt_len + 1], prompt_len, params, eos_token_ids=ends)
+        seq.forbidden = forbidden_ids(self._tokenizer, params)
         seq.seed, seq.cached_len = request.seed, prompt_len
         if params.grammar:
             seq.constraint = self._grammars.compile(params.grammar)
@@ -201,7 +205,7 @@ class Scorer:
         seq = answer.seq
         assert answer.logits_TV is not None
         logits_JV = answer.logits_TV[answer.at : answer.at + len(said)].float()
-        logits_JV = penalise(logits_JV, seq.params, seq.tokens, seq.counts, said[:-1])
+        logits_JV = shape(seq, penalise(logits_JV, seq.params, seq.tokens, seq.counts, said[:-1]), said[:-1])
         if seq.constraint is not None:
             seq.constraint.follow(seq, said)
             logits_JV = seq.constraint.mask(seq, torch.cat([logits_JV, logits_JV[-1:]]))[: len(said)]

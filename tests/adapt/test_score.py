@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from adapt_requests import request
 from doubles import ScriptedDrafter
 from fixed_seeds import fixed_seeds
@@ -132,6 +133,29 @@ def test_sampled_requests_are_predicted_within_the_interval(make: Any, rule: str
     error = (_variance(ours) / ours.num_rounds + _variance(theirs) / theirs.num_rounds) ** 0.5
     assert ours.num_accepted > 20
     assert abs(ours.tokens_per_round - theirs.tokens_per_round) < 4 * error
+
+
+def test_chances_follow_from_what_shapes_the_answer() -> None:
+    """Tokens that could not come have no share of the target's distribution, here as when it was served."""
+    told: list[tuple[list[float], list[float]]] = []
+
+    class Watched(Scorer):
+        def _chances(self, answer: Any, said: list[int]) -> list[float]:
+            chances = super()._chances(answer, said)
+            logits_JV = answer.logits_TV[answer.at : answer.at + len(said)].float().clone()
+            logits_JV[:, [2, 6]] = float("-inf")
+            for place in range(len(said)):
+                if answer.seq.num_output + place < 5:
+                    logits_JV[place, 4] = float("-inf")
+            own = torch.softmax(logits_JV, -1)
+            told.append((chances, [float(own[place, token]) for place, token in enumerate(said)]))
+            return chances
+
+    shaping: dict[str, Any] = {"bad_words": ("\x02", "\x06"), "min_tokens": 5, "stop_token_ids": (4,)}
+    params = SamplingParams(temperature=1.0, **shaping)
+    asked = request(prompt_ids=[3, 1, 4], answer_ids=[1, 5, 9, 3, 5, 3, 5, 8, 9, 7, 4], params=params, seed=5)
+    Watched(tiny_llm(FASTEST), dflash(3), "rejection").score([asked])
+    assert told and all(chances == pytest.approx(own, abs=1e-5) for chances, own in told)
 
 
 def _variance(rounds: Rounds) -> float:
