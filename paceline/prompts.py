@@ -148,6 +148,17 @@ class Prompt:
     where: str = field(default="", repr=False, compare=False)
     """File and line of its row, for messages: two rows that ask the same are one prompt."""
 
+    def api_request(self) -> tuple[str, dict[str, Any]]:
+        """Path of the API and the body's fields that hold this prompt; `turns` after the first are not part of it."""
+        if self.token_ids:
+            return "/v1/completions", {"prompt": list(self.token_ids)}
+        body: dict[str, Any] = {"messages": self.messages}
+        if self.tools:
+            body["tools"] = list(self.tools)
+        if self.variables:
+            body["chat_template_kwargs"] = dict(self.variables)
+        return "/v1/chat/completions", body
+
 
 def read_prompts(
     source: str | Path, limit: int | None = None, dropped: Dropped | None = None, *, strict: bool = False
@@ -206,8 +217,10 @@ def _prompt_of(row: Row, where: str, source: str, index: int) -> tuple[Prompt, l
         read.add("system")
         is_new = system.strip() and first[0]["role"] != "system"
         first = [{"role": "system", "content": system}, *first] if is_new else first
-    tools, variables = read_tools(row.get("tools"), where), _variables(row.get("chat_template_kwargs"), where)
+    tools, variables = read_tools(row.get("tools"), where), read_variables(row.get("chat_template_kwargs"), where)
     read |= {"tools", "chat_template_kwargs"} | NO_PART_OF_PROMPTS
+    for keys, beside in TASK_KEYS:
+        read |= keys if any(row.get(key) is not None for key in beside) else set()
     name = next((row[key] for key in ("id", "task_id", "question_id") if row.get(key) is not None), index)
     prompt = Prompt(printable(name), first, turns, source, tools=tools, variables=variables, where=where)
     return prompt, [*_unread(row, read), *dict.fromkeys(lost)]
@@ -219,14 +232,13 @@ def _unread(row: Row, read: Iterable[str]) -> list[str]:
     return [printable(key) for key, value in row.items() if key not in known and value not in (None, "", [], {})]
 
 
-    for keys, beside in TASK_KEYS:
-        read |= keys if any(row.get(key) is not None for key in beside) else set()
 def _keys_within(entries: list[Row], prefix: str, read: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(prefix + key for entry in entries for key in _unread(entry, read)))
 
 
-def _variables(given: Any, where: str) -> tuple[tuple[str, Any], ...]:
-    """Parquet gives every row all keys of its column: those without a value are not the row's."""
+def read_variables(given: Any, where: str) -> tuple[tuple[str, Any], ...]:
+    """Template variables, sorted by name. Parquet gives every row all keys of its column: those without a value are not
+    the row's. Raises PromptError on what is no object, and on names that the row's own keys hold."""
     if given is None:
         return ()
     if not isinstance(given, dict):

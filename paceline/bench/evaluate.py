@@ -46,8 +46,14 @@ class PromptSet:
     @property
     def noted(self) -> dict[str, Any]:
         """What must be the same for a set that is done to be skipped."""
-        content = json.dumps([[prompt.messages, prompt.turns or prompt.token_ids] for prompt in self.prompts])
+        content = json.dumps([_content(prompt) for prompt in self.prompts])
         return {"num_prompts": len(self.prompts), "prompts_sha256": hashlib.sha256(content.encode()).hexdigest()}
+
+
+def _content(prompt: Prompt) -> list[Any]:
+    """What is asked; tools and template variables only where there are some, so that old hashes stay valid."""
+    more = [prompt.tools, prompt.variables] if prompt.tools or prompt.variables else []
+    return [prompt.messages, prompt.turns or prompt.token_ids, *more]
 
 
 def read_sets(sources: tuple[str, ...], limit: int | None) -> list[PromptSet]:

@@ -284,9 +284,8 @@ class LatencyBench:
                 else {"schema": asked.schema}
             )
             body["response_format"] = {"type": form, **named}
-        if asked.token_ids:
-            return "/v1/completions", json.dumps(body | {"prompt": list(asked.token_ids)}).encode()
-        return "/v1/chat/completions", json.dumps(body | {"messages": asked.messages}).encode()
+        path, own = asked.prompt.api_request()
+        return path, json.dumps(body | own).encode()
 
     def results(self) -> list[LatencyResult]:
         """One for each workload and arm."""

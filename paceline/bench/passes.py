@@ -209,11 +209,11 @@ def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[lis
     num_skipped = 0
     params = SamplingParams(max_tokens=max_tokens)
     for number, prompt in enumerate(prompts):
-        messages, traced = list(prompt.messages), list(prompt.token_ids)
+        messages, traced, variables = list(prompt.messages), list(prompt.token_ids), dict(prompt.variables)
         turns = prompt.turns or (llm.tokenizer.decode(traced),)
         for turn, said in enumerate(turns):
             name = f"{number}:{prompt.id}" + (f"/{turn + 1}" if turn else "")
-            request = Request(name, traced or llm.encode_chat(messages), said)
+            request = Request(name, traced or llm.encode_chat(messages, prompt.tools, variables), said)
             if len(request.token_ids) + max_tokens > llm.target.cache.max_len:
                 num_skipped += len(turns) - turn
                 break

@@ -227,9 +227,8 @@ class ServingBench:
             **({"ignore_eos": True} if self.config.ignore_eos else {}),
             **fields,
         }
-        if prompt.token_ids:
-            return "/v1/completions", json.dumps(body | {"prompt": list(prompt.token_ids)}).encode()
-        return "/v1/chat/completions", json.dumps(body | {"messages": prompt.messages}).encode()
+        path, own = prompt.api_request()
+        return path, json.dumps(body | own).encode()
 
     def results(self) -> list[ServingResult]:
         """One for each load and contender that has run."""

@@ -7,11 +7,11 @@ and a turn's prompt begins with the whole prompt of the one before it.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.prompts import read_prompts
+from paceline.prompts import Prompt, read_prompts
 
 WORKLOADS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 OWN_MAX_TOKENS = 128
@@ -22,10 +22,7 @@ OWN_MAX_TOKENS = 128
 class Asked:
     """One request, the same for every arm."""
 
-    id: str
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    token_ids: tuple[int, ...] = ()
-    """In place of messages."""
+    prompt: Prompt
     schema: dict[str, Any] | None = None
     """What the answer has to be."""
 
@@ -51,12 +48,12 @@ def named_workload(name: str, limit: int | None = None) -> Workload:
         said = [*opening, *({"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(turns))]
         for end in range(len(opening) + 1, len(said) + 1, 2):
             turn = (end - len(opening) + 1) // 2
-            requests.append(Asked(f"{name} {number}.{turn}", said[:end], schema=told.get("schema")))
+            requests.append(Asked(Prompt(f"{name} {number}.{turn}", said[:end], (), name), told.get("schema")))
     return Workload(name, told["about"], requests[:limit], told["max_tokens"], told["rate"])
 
 
 def workload_of(source: str | Path, limit: int | None = None, schema: dict[str, Any] | None = None) -> Workload:
     """The prompts of a file, one after the other: `read_prompts` says what it may hold, and what it raises."""
     prompts = read_prompts(source, limit)
-    requests = [Asked(each.id, list(each.messages), each.token_ids, schema) for each in prompts]
+    requests = [Asked(each, schema) for each in prompts]
     return Workload(Path(source).stem or str(source), f"the prompts of {Path(source).name}", requests, OWN_MAX_TOKENS, None)

@@ -68,7 +68,7 @@ class LLMAnswerer:
         ids, vocab = list(case.token_ids), self.llm.tokenizer.vocab_size
         if ids and max(ids) >= vocab:
             raise ConfigError(f"case {case.id} has tokens of another vocabulary: make the suite with this model's store")
-        ids = ids or self.llm.encode_chat(list(case.messages))
+        ids = ids or self.llm.encode_chat(list(case.messages), case.tools, dict(case.variables))
         room = self.llm.target.cache.max_len
         if len(ids) + self.sampling.max_tokens > room:
             raise ContextLengthError(
@@ -114,8 +114,8 @@ class EndpointAnswerer:
         asked = self.sampling
         body = {"model": self.model, "max_tokens": asked.max_tokens, "temperature": asked.temperature, **self._more}
         body["seed"] = asked.seed_of(case, sample)
-        path = "/v1/chat/completions" if case.messages else "/v1/completions"
-        body |= {"messages": list(case.messages)} if case.messages else {"prompt": list(case.token_ids)}
+        path, own = case.prompt.api_request()
+        body |= own
         told, seconds = post(self.client, path, body, f"case {case.id}")
         try:
             choice, usage = told["choices"][0], told.get("usage") or {}

@@ -20,7 +20,7 @@ from paceline.errors import ConfigError, PromptError, refuse
 from paceline.evals.config import MakeConfig
 from paceline.evals.scorers import NUMBER, check_scorer, object_in
 from paceline.evals.suite import Case, Suite, suite_of
-from paceline.prompts import GSM8K, HUMANEVAL, read_messages
+from paceline.prompts import GSM8K, HUMANEVAL, read_messages, read_tools, read_variables
 from paceline.rows import Dropped, RowError, rows_of
 from paceline.runlog import plain
 from paceline.simulate.files import read_json
@@ -56,7 +56,9 @@ def _cases(source: str, config: MakeConfig, dropped: Dropped | None) -> Iterator
         scorer = given if given and config.scorer in ("auto", given["kind"]) else _scorer(config, answer, where)
         check_scorer(scorer, where)
         id_of = next((row[key] for key in ("id", "task_id", "question_id") if row.get(key) is not None), number)
-        yield Case(f"{name}/{id_of}", scorer, tuple(messages), origin={"file": name})
+        tools, variables = read_tools(row.get("tools"), where), read_variables(row.get("chat_template_kwargs"), where)
+        origin = {"file": name}
+        yield Case(f"{name}/{id_of}", scorer, tuple(messages), tools=tools, variables=variables, origin=origin)
 
 
 def _stored(source: str, config: MakeConfig, dropped: Dropped | None) -> Iterator[Case]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.errors import PromptError, reraised
 from paceline.evals.scorers import check_scorer
-from paceline.prompts import Message
+from paceline.prompts import Message, Prompt, read_tools, read_variables
 from paceline.runlog import whole_file
 
 Row = dict[str, Any]
@@ -35,6 +35,10 @@ class Case:
     """In place of messages: the very tokens, of the vocabulary of the model that was recorded."""
     text: str = ""
     """What these tokens say, for people, judges and endpoints."""
+    tools: tuple[Row, ...] = ()
+    """What may be called, as the API takes it."""
+    variables: tuple[tuple[str, Any], ...] = ()
+    """Variables of the chat template, as of `Prompt`."""
     origin: Row = field(default_factory=dict)
     """Where it comes from: a file, or a store's version, key and conversation."""
 
@@ -43,8 +47,14 @@ class Case:
         """For people and judges."""
         return self.text or "\n\n".join(str(each.get("content") or "") for each in self.messages)
 
+    @property
+    def prompt(self) -> Prompt:
+        return Prompt(self.id, list(self.messages), (), "", self.token_ids, self.tools, variables=self.variables)
+
     def as_row(self) -> Row:
-        asked = {"messages": list(self.messages)} if self.messages else {"prompt_ids": list(self.token_ids), "text": self.text}
+        asked: Row = {"prompt_ids": list(self.token_ids), "text": self.text}
+        if self.messages:
+            asked = self.prompt.api_request()[1]
         return {"id": self.id, **asked, "scorer": self.scorer, "origin": self.origin}
 
 
@@ -124,4 +134,6 @@ def _case(line: str, where: str) -> Case:
     if bool(messages) == bool(token_ids):
         raise PromptError(f"{where}: a case has either messages or prompt_ids")
     check_scorer(row["scorer"], where)
-    return Case(row["id"], row["scorer"], tuple(messages), tuple(token_ids), row.get("text") or "", row.get("origin") or {})
+    tools, variables = read_tools(row.get("tools"), where), read_variables(row.get("chat_template_kwargs"), where)
+    given = (tuple(messages), tuple(token_ids), row.get("text") or "", tools, variables, row.get("origin") or {})
+    return Case(row["id"], row["scorer"], *given)

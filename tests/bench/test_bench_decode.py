@@ -15,7 +15,7 @@ from paceline.bench import decode, runs
 from paceline.bench.config import BenchConfig
 from paceline.bench.decode import Bench, as_line, differences, drafting, sources_table, speedup_over
 from paceline.bench.html import page, read_run, verdict_on
-from paceline.bench.passes import Answer, Pass, Request, run_pass
+from paceline.bench.passes import Answer, Pass, Request, make_requests, run_pass
 from paceline.config import EngineConfig
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.engine.engine import Engine
@@ -45,8 +45,8 @@ class FakeLLM:
     def new_engine(self, drafter: Drafter) -> Engine:
         return Engine(self.target, cast(Any, self.tokenizer), drafter, eos_token_ids=(257,))
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        return self.tokenizer.encode_chat(messages)
+    def encode_chat(self, messages: list[dict[str, str]], tools: Any = (), variables: Any = None) -> list[int]:
+        return self.tokenizer.encode_chat(messages, variables, tools)
 
 
 def make_drafter(name: str, target: FakeTarget, **options: Any) -> Drafter:
@@ -177,6 +177,14 @@ def test_later_turns_follow_the_models_answer() -> None:
     first, second = made.requests
     assert second.token_ids[: len(first.token_ids)] == first.token_ids
     assert bytes(token for token in second.token_ids if token < 256).endswith(b"user: second\nassistant: ")
+
+
+def test_tools_and_template_variables_of_a_prompt_are_part_of_each_turn() -> None:
+    llm, tool = FakeLLM(), {"type": "function", "function": {"name": "f"}}
+    llm.tokenizer.chat_template = "{{ tools | length }} tools, {{ tone }}: {{ messages[-1].content }}"
+    prompt = Prompt("p", [{"role": "user", "content": "a"}], ("a", "b"), "x", tools=(tool,), variables=(("tone", "dry"),))
+    requests, _ = make_requests(cast(Any, llm), [prompt], 4)
+    assert [llm.tokenizer.decode(each.token_ids) for each in requests] == ["1 tools, dry: a", "1 tools, dry: b"]
 
 
 def test_what_does_not_fit_is_left_out_and_counted() -> None:

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,15 @@ def test_loads_requests_and_turns() -> None:
     for result in bench.results():
         assert (result.num_answers, result.num_failed, result.identical, result.speedup) == (14, 0, 1.0, 1.0)
         assert result.tokens_per_round == 2.0 and result.reused == pytest.approx(1 / 3)
+
+
+def test_tools_and_template_variables_of_a_prompt_are_sent() -> None:
+    client, tool = Recording(0.0), {"type": "function", "function": {"name": "f"}}
+    asked = replace(PROMPTS[0], tools=(tool,), variables=(("enable_thinking", False),))
+    ServingBench([Contender("x", client)], "m", [asked], ServingConfig(concurrencies=(1,), num_requests=1, max_tokens=1)).run()
+    assert client.bodies
+    for body in client.bodies:
+        assert (body["tools"], body["chat_template_kwargs"]) == ([tool], {"enable_thinking": False})
 
 
 def test_a_closed_loop_keeps_its_number_in_flight() -> None:

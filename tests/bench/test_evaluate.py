@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from paceline.bench import decode, runs
 from paceline.bench import evaluate as library
 from paceline.bench.config import BenchConfig
 from paceline.bench.decode import Bench, introduction
-from paceline.bench.evaluate import Evaluation, evaluate, evaluation_config, set_figures
+from paceline.bench.evaluate import Evaluation, PromptSet, evaluate, evaluation_config, set_figures
 from paceline.commands import evaluate as command
 from paceline.config import EngineConfig
 from paceline.draft.base import Drafter, NoDrafter
@@ -55,7 +56,7 @@ class FakeLLM:
     def new_engine(self, drafter: Drafter) -> Engine:
         return Engine(self.target, cast(Any, self.tokenizer), drafter, eos_token_ids=(257,))
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, str]], tools: Any = (), variables: Any = None) -> list[int]:
         return self.tokenizer.encode_chat(messages)
 
 
@@ -125,6 +126,15 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sources = (str(tmp_path / "easy.jsonl"), str(tmp_path / "hard.jsonl"))
     return Asked(str(drafter), sources, tmp_path / "run", BenchConfig(batches=(1,), max_tokens=8, ignore_eos=True))
+
+
+def test_sets_of_other_tools_or_template_variables_are_other_sets() -> None:
+    prompt = Prompt("p", [{"role": "user", "content": "a"}], ("a",), "x")
+    others = [prompt, replace(prompt, tools=({"type": "function"},)), replace(prompt, variables=(("tone", "dry"),))]
+    hashes = [PromptSet("s", "s", [each]).noted["prompts_sha256"] for each in others]
+    assert len(set(hashes)) == 3
+    plain_content = json.dumps([[prompt.messages, prompt.turns]])
+    assert hashes[0] == hashlib.sha256(plain_content.encode()).hexdigest(), "evaluations of before go on"
 
 
 def test_a_loop_is_a_short_period_at_the_end() -> None:

@@ -24,10 +24,11 @@ from paceline.bench.client import Client, Stream
 from paceline.bench.config import ArmsConfig, LatencyConfig
 from paceline.bench.latency import GROUPS, PARTS, SEGMENTS, TOLD, Arm, LatencyBench, Measured, bar_of, measured
 from paceline.bench.pages import render
-from paceline.bench.workloads import WORKLOADS, Asked, Workload, named_workload
+from paceline.bench.workloads import WORKLOADS, Asked, Workload, named_workload, workload_of
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.model.target import ForwardBatch, ForwardOutput
+from paceline.prompts import Prompt
 
 OURS = {"return_timings": True, "return_metrics": True, "ignore_eos": True}
 DELAY_S = 0.2
@@ -35,7 +36,8 @@ PASS_S = 0.015
 
 
 def asked(number: int = 6, max_tokens: int = 24, rate: float | None = None) -> Workload:
-    requests = [Asked(str(at), [{"role": "user", "content": f"question {at}"}]) for at in range(number)]
+    words = [f"question {at}" for at in range(number)]
+    requests = [Asked(Prompt(text, [{"role": "user", "content": text}], (text,), "words")) for text in words]
     return Workload("words", "a few words", requests, max_tokens, rate)
 
 
@@ -248,19 +250,34 @@ def test_every_part_and_segment_has_its_words() -> None:
     }
 
 
+def test_tools_and_template_variables_of_a_row_are_sent(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    file = tmp_path / "rows.jsonl"
+    row = {"prompt": "Call f.", "tools": [tool], "chat_template_kwargs": {"enable_thinking": False}}
+    file.write_text(json.dumps(row) + "\n")
+    workload = workload_of(file)
+    bench = LatencyBench([], [workload], LatencyConfig())
+    path, body = bench._body(arm("it", "http://127.0.0.1:9"), workload, 0, workload.requests[0])
+    sent = json.loads(body)
+    assert path == "/v1/chat/completions" and sent["tools"] == [tool]
+    assert sent["chat_template_kwargs"] == {"enable_thinking": False}
+
+
 def test_turns_of_a_call_share_what_was_said_before() -> None:
     voice = named_workload("voice")
     assert voice.rate and voice.max_tokens == 60
     pairs = zip(voice.requests, voice.requests[1:], strict=False)
-    shared = [(one, next_one) for one, next_one in pairs if one.id.split(".")[0] == next_one.id.split(".")[0]]
+    shared = [pair for pair in pairs if len({each.prompt.id.split(".")[0] for each in pair}) == 1]
     assert len(shared) >= 6
     for one, next_one in shared:
-        assert next_one.messages[: len(one.messages)] == one.messages
+        assert next_one.prompt.messages[: len(one.prompt.messages)] == one.prompt.messages
     for each in voice.requests:
-        assert each.schema and each.messages[0] == voice.requests[0].messages[0] and each.messages[-1]["role"] == "user"
+        first, *_, last = each.prompt.messages
+        assert each.schema and first == voice.requests[0].prompt.messages[0] and last["role"] == "user"
     for name in WORKLOADS:
         assert len(named_workload(name).requests) >= 8 and len(named_workload(name, 3).requests) == 3
-    said_before = [message["content"] for each in voice.requests for message in each.messages if message["role"] == "assistant"]
+    said = [message for each in voice.requests for message in each.prompt.messages]
+    said_before = [message["content"] for message in said if message["role"] == "assistant"]
     for text in said_before:
         answer, form = json.loads(text), voice.requests[0].schema["properties"]  # pyright: ignore[reportOptionalSubscript]
         assert form["say"]["minLength"] <= len(answer["say"]) <= form["say"]["maxLength"]

@@ -6,18 +6,22 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
 import pytest
 from eval_doubles import suite
 from loopback import answering
+from small_llm import fake_llm
 
 from paceline.bench.client import Client
 from paceline.errors import DownloadError, JudgeError
 from paceline.evals import answerers, run_suite
-from paceline.evals.answerers import EndpointAnswerer
+from paceline.evals.answerers import EndpointAnswerer, EvalSampling, LLMAnswerer
+from paceline.evals.config import MakeConfig
 from paceline.evals.judge import Judge, verdict_in
-from paceline.evals.suite import Case, Suite
+from paceline.evals.make import make_suite
+from paceline.evals.suite import Case, Suite, read_suite
 
 Answer = Callable[[str, dict[str, Any]], tuple[int, dict[str, Any]]]
 
@@ -113,6 +117,25 @@ def test_an_endpoint_is_asked_for_chats_and_for_exact_tokens() -> None:
     assert done.mean == 1.0 and done.core_s is None and done.cases[3].answer_tokens == (1,)
     assert {path for path, _ in asked} == {"/v1/chat/completions", "/v1/completions"}
     assert [body["prompt"] for path, body in asked if path == "/v1/completions"] == [[1, 2]]
+
+
+def test_tools_and_template_variables_of_a_case_are_kept_and_asked(tmp_path: Path) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        asked.append(body)
+        return 200, {"choices": [{"message": {"content": "7"}, "finish_reason": "stop"}]}
+
+    tool = {"type": "function", "function": {"name": "f"}}
+    row = {"prompt": "Call f.", "answer": "7", "tools": [tool], "chat_template_kwargs": {"tone": "dry"}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    suite = read_suite(make_suite(MakeConfig((str(tmp_path / "rows.jsonl"),))).write(tmp_path / "s.jsonl"))
+    with served(answer) as client:
+        assert run_suite(suite, EndpointAnswerer(client, "m")).mean == 1.0
+    assert (asked[0]["tools"], asked[0]["chat_template_kwargs"]) == ([tool], {"tone": "dry"})
+    llm = fake_llm()
+    llm.tokenizer.chat_template = "{{ tools | length }} tools, {{ tone }}: {{ messages[-1].content }}"
+    assert llm.tokenizer.decode(LLMAnswerer(llm, EvalSampling(max_tokens=4))._ids(suite.cases[0])) == "1 tools, dry: Call f."
 
 
 def test_an_endpoint_that_fails_stops_the_eval(monkeypatch: pytest.MonkeyPatch) -> None:
