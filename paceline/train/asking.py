@@ -100,9 +100,8 @@ class PromptEncoder:
 
     def _chat_ids(self, prompt: Prompt, messages: list[Message]) -> list[int]:
         tools = prompt.tools or self.tools
-        has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
         variables = self.variables | dict(prompt.variables)
-        return self.llm.encode_chat(messages, tools if tools or has_calls else None, variables)
+        return self.llm.encode_chat(messages, tools, variables)
 
     def examine(self, prompts: Iterable[Prompt], dropped: Dropped) -> list[int]:
         """Number of tokens of each prompt that will be asked; the others are counted in `dropped`."""
