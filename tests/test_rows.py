@@ -43,7 +43,7 @@ def test_sharegpt_s_calls_are_the_api_s(tmp_path: Path) -> None:
     )
     (prompt,) = read_prompts(write(tmp_path, row | {"system": "Call."}))
     assert [message["role"] for message in prompt.messages] == ["system", "user", "assistant", "tool"]
-    assert prompt.messages[2]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Ulm"}}
+    assert prompt.messages[2]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Ulm"}'}
     assert prompt.tools == ({"type": "function", "function": TOOL},)
     with pytest.raises(PromptError, match="a function_call must be a JSON object"):
         read_prompts(write(tmp_path, chat(("human", "Weather?"), ("function_call", "weather()"))))

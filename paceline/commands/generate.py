@@ -63,8 +63,7 @@ def generate(
     stats: Annotated[bool, typer.Option("--stats", help="Also accepted drafts by round, and where the time went.")] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Answer one prompt and report speed and acceptance. With --json the scores that --logprobs and --prompt-logprobs
-    ask for are the keys "logprobs" and "prompt_logprobs".
+    """Answer one prompt and report speed and acceptance. --json has the scores of --logprobs and --prompt-logprobs.
 
     Examples:
       paceline generate "Why is the sky blue?" --max-tokens 64 --compare
@@ -76,9 +75,7 @@ def generate(
     if against and (against != "transformers" or not sampling.is_greedy):
         raise ConfigError("--against knows transformers only, and greedy answers only: leave it or --temperature out")
     check_peers([against] if against else [])
-    for name in ("logprobs", "prompt_logprobs"):
-        if getattr(sampling, name) is not None and not as_json:
-            say(f"note: --{name.replace('_', '-')} shows only with --json")
+    note_hidden_scores(sampling, as_json)
     llm = load(engine, model, allow_lossy=sampling.lossy is not None)
     from paceline.bench.beside import answer_plainly, beside_plain, beside_transformers
     from paceline.bench.pages import render
@@ -110,6 +107,12 @@ def generate(
         **({"prompt_logprobs": completion.prompt_logprobs} if sampling.prompt_logprobs is not None else {}),
         **_compared(beside, peer),
     }
+
+
+def note_hidden_scores(sampling: SamplingParams, as_json: bool) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(sampling, name) is not None and not as_json:
+            say(f"note: --{name.replace('_', '-')} shows only with --json")
 
 
 def _compared(plain: Beside | None, peer: Beside | None) -> dict[str, Any]:

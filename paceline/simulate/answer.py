@@ -5,7 +5,6 @@ Names, files and machines become the costs of a round (`set_up`), with the limit
 found = predict_all(CostsConfig(model="Qwen3-8B", hardware="H100"), PredictConfig(batch=(1, 8), acceptance="0.8,0.75"))
 found.predictions[0].best_draft_length
 simulate_server(CostsConfig(table=Path("runs/steps")), ServingConfig(rate=(0.5, 1, 2))).loads
-simulate_server(CostsConfig(table=Path("runs/steps")), ServingConfig(against=Path("runs/bench-serving-1"))).compared
 """
 
 from __future__ import annotations

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from paceline.errors import ConfigError, PromptError, refuse
-from paceline.model.tokenizer import Tokenizer
 from paceline.prompts import Message, Prompt
 from paceline.rows import Dropped, RowError
 from paceline.train.config import AnswerConfig
+
+if TYPE_CHECKING:
+    from paceline.model.tokenizer import Tokenizer
 
 REFUSED, TOO_LONG = "refused by the target's template", "longer than max_prompt_tokens"
 NO_TEMPLATE = "the target has no chat template: --raw asks every prompt as it stands, as base models are asked"

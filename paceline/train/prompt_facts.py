@@ -11,12 +11,11 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, PromptError
 from paceline.hub import BUILTINS, HUB_ID, cache_home
 from paceline.model.gguf_file import is_gguf
-from paceline.model.tokenizer import Tokenizer
 from paceline.prompts import Prompt
 from paceline.rows import Dropped
 from paceline.tables import ignore
@@ -25,6 +24,9 @@ from paceline.train.config import PromptsConfig, TrainConfig
 from paceline.train.dataset import Corpus, read_documents
 from paceline.train.mixture import read_mixture, sources_of
 from paceline.train.run_file import with_value
+
+if TYPE_CHECKING:
+    from paceline.model.tokenizer import Tokenizer
 
 LETTERS_PER_TOKEN = 4
 UNKNOWN_PROMPTS = 1000
@@ -177,7 +179,11 @@ def tokenizer_here(model: str) -> Tokenizer | None:
 
         found = huggingface_hub.try_to_load_from_cache(model, "tokenizer.json")
         path = Path(found).parent if isinstance(found, str) else path
-    return Tokenizer.from_path(path) if is_gguf(path) or (path / "tokenizer.json").is_file() else None
+    if not (is_gguf(path) or (path / "tokenizer.json").is_file()):
+        return None
+    from paceline.model.tokenizer import Tokenizer  # here: it imports torch, which a plan needs for nothing else
+
+    return Tokenizer.from_path(path)
 
 
 def fit_lengths(config: TrainConfig) -> tuple[TrainConfig, dict[str, str]]:

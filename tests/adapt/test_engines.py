@@ -245,8 +245,10 @@ class TestComparison:
                 served("sglang", Client(fake.url), "", [[1]])
 
     def test_an_engine_that_does_not_draft(self) -> None:
-        with serving(FakeServer()) as fake, pytest.raises(DownloadError, match="counts no round with drafts"):
-            served("vllm", Client(fake.url), "", [[1]])
+        with serving(FakeServer()) as fake:
+            fake.metrics = "vllm:generation_tokens_total 5\n"
+            with pytest.raises(DownloadError, match="counts no round with drafts"):
+                served("vllm", Client(fake.url), "", [[1]])
 
 
 def start_of(kind: str, target: Path, drafter: Path, **more: Any) -> Start:

@@ -17,7 +17,7 @@ from paceline.cli import app
 from paceline.runlog import RunFolder
 from paceline.tables import Progress
 
-WORDS = ["audit", "http://127.0.0.1:9", "--model", "tiny", "--json"]
+WORDS = ["audit", "http://127.0.0.1:9", "--model", "org/tiny", "--json"]
 
 
 @pytest.mark.parametrize(("verdict", "status"), [("honest", 0), ("faulty", 1), ("unsure", 2)])

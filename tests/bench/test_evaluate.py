@@ -156,7 +156,10 @@ def test_the_figures_of_one_set() -> None:
     ]
     for result in figures["results"]:
         low, high = result.speedup_interval
-        assert low is not None and high is not None and low <= high
+        if low is None or high is None:  # of too few tokens there is no verdict
+            assert low is None and high is None and result.drafter != "none"
+        else:
+            assert low <= high
     assert [each["temperature"] for each in figures["looping"]] == [0.0, 1.0]
     assert len(figures["texts"]) == 8
     first = figures["texts"][0]
@@ -234,7 +237,7 @@ def test_a_run_writes_its_evaluation(ask: Asked) -> None:
 
 
 def test_the_command_shows_and_prints_the_evaluation(ask: Asked, capsys: pytest.CaptureFixture[str]) -> None:
-    command.evaluate(ask.drafter, EngineConfig(model="fake"), ask.config, list(ask.prompts), out=ask.out, as_json=True)
+    command.evaluate(ask.drafter, EngineConfig(model="org/fake"), ask.config, list(ask.prompts), out=ask.out, as_json=True)
     told = capsys.readouterr()
     line = json.loads(told.out.splitlines()[-1])
     assert list(line["sets"]) == ["easy", "hard"]

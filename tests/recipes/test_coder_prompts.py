@@ -81,7 +81,7 @@ class Writer:
     def __init__(self) -> None:
         self.tokenizer = SimpleNamespace(
             encode=lambda text, add_special_tokens: [text],
-            apply_chat_template=lambda messages, variables=None: f"<user>{messages[-1]['content']}</user>",
+            apply_chat_template=lambda messages, *options: f"<user>{messages[-1]['content']}</user>",
             decode=lambda ids, skip_special=True: ids[0],
         )
         self.asked: list[str] = []

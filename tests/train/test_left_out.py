@@ -136,14 +136,13 @@ def test_tools_of_a_row_without_messages_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        {"messages": [{"role": "user", "content": ["Hello", {"type": "text", "text": "x"}]}]},
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": "f"}]},
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
         {"prompt_ids": [1, 2**40]},
         {"prompt": "a", "chat_template_kwargs": {"messages": []}},
         '{"prompt": "' + MAX_LINE_BYTES * "x" + '"}',
     ],
-    ids=["text beside parts", "calls as text", "a call without a name", "no token id", "other messages", "a long line"],
+    ids=["calls as text", "a call without a name", "no token id", "other messages", "a long line"],
 )
 def test_a_row_that_a_template_could_not_take_is_counted(tmp_path: Path, row: Any) -> None:
     dropped = Dropped()

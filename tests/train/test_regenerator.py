@@ -302,13 +302,13 @@ def test_a_prompt_that_the_template_refuses_is_left_out_and_counted(tmp_path: Pa
     [
         ({"token_ids": (1, 2, 900)}, "with tokens that the target does not have"),
         ({"messages": [{"role": "user", "content": "half a pair: \ud800"}]}, REFUSED),
-        ({"variables": (("tools", 3),)}, REFUSED),
+        ({"variables": (("things", 3),)}, REFUSED),
     ],
 )
 def test_no_prompt_ends_the_run_of_the_others(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     shards, llm = AnswerShards(tmp_path), fake_llm()
     if "variables" in changes:
-        llm.tokenizer = tiny_tokenizer(tmp_path / "words", "{% for t in tools %}{% endfor %}{{ messages[0].content }}")
+        llm.tokenizer = tiny_tokenizer(tmp_path / "words", "{% for t in things %}{% endfor %}{{ messages[0].content }}")
     (good,) = prompts(("Hi.",))
     done = Regenerator(llm, shards, AnswerConfig(4, 100)).run([replace(good, id="odd", **changes), good])
     assert done.num_answers == 1 and done.refused.counts == {reason: 1}
