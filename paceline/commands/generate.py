@@ -63,7 +63,7 @@ def generate(
     stats: Annotated[bool, typer.Option("--stats", help="Also accepted drafts by round, and where the time went.")] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Answer one prompt and report speed and acceptance. --json has the scores of --logprobs and --prompt-logprobs.
+    """Answer one prompt and report speed and acceptance.
 
     Examples:
       paceline generate "Why is the sky blue?" --max-tokens 64 --compare
