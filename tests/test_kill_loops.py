@@ -16,7 +16,7 @@ import pytest
 import torch
 from adapt_requests import HOUR
 from fake_servers import FakeServer
-from fault_files import Fault, copied, every_fault
+from fault_files import EVERY, Fault, copied, every_fault
 from played import NOW, PASSED, traffic, watcher
 from small_llm import Talker, fake_llm, tiny_model
 from small_training import config as training_config
@@ -293,7 +293,8 @@ def test_train(tmp_path: Path) -> None:
         command()
         *now, found = learned()
         assert now == steps and all(torch.equal(found[name], tensor) for name, tensor in weights.items()), str(fault)
-    assert struck["kill"] >= 4 and struck["full"] >= 4, "weights and optimiser of two steps"
+    least = 4 if EVERY == 1 else 1
+    assert struck["kill"] >= least and struck["full"] >= least, "weights and optimiser of two steps"
 
 
 def test_a_fault_breaks_what_it_should(tmp_path: Path) -> None:
