@@ -60,8 +60,8 @@ ABSURD: list[tuple[dict[str, Any] | bytes, set[int]]] = [
 ]
 LONGER = 8
 """So many times as many tokens are asked for by those who will leave."""
-UNKNOWN = {"no_such_field": [1, {"deep": None}], "user": 5}
-"""Fields nobody knows are ignored, as OpenAI's server does."""
+UNKNOWN = {"user": "five", "store": False}
+"""Fields without effect here."""
 
 
 @dataclass

@@ -17,11 +17,12 @@ import pytest
 
 ABSENT = {"triton", "gguf", "llguidance", "fastapi", "uvicorn", "datasketch", "river", "ray", "trl", "datasets", "jsonschema"}
 NEED_EXTRAS = {
-    "serve": "admin, answers, app, completions, drafters, failures, features, inbox, routing, run, security, tools, worker",
+    "serve": "admin, answers, app, completions, drafters, failures, features, grammars, inbox, prompts, replies, routing, run, "
+    "security, tools, validation, worker",
     "record": "proxy, reader, run",
     "rl": "agents, endpoint, judge",
     "distill": "teach",
-    "model.kernels": "attend_triton, layer_triton",
+    "model.kernels": "attend_triton, layer_triton, probe_triton",
 }
 """Modules that may need what is not there to be imported: an extra of pyproject.toml, `serve` for most, `distill` for
 `teach`; or Triton, which kernels import when they first run."""

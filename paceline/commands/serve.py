@@ -62,9 +62,12 @@ def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-TAKES: dict[str, tuple[type, ...]] = {"boolean": (bool, str), "integer": (int, str), "float": (int, float, str)}
-"""Types of a file's value for an option of click's type; for any other text or a number. click says which texts are
-none."""
+TAKES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "bool": ("boolean", (bool, str)),
+    "int": ("integer", (int, str)),
+    "float": ("float", (int, float, str)),
+}
+"""Types of a file's value by the option's; for any other, text or a number. click says which texts are none."""
 
 
 def _option_value(option: Any, value: Any, where: str) -> Any:
@@ -75,11 +78,12 @@ def _option_value(option: Any, value: Any, where: str) -> Any:
 
 
 def _single(option: Any, value: Any, where: str) -> Any:
-    kind = option.type.name.split()[0]  # "integer range"
+    name = option.bare_type().removeprefix("list[").removesuffix("]")
+    kind, taken = TAKES.get(name, ("text", (str, int, float)))
     if isinstance(value, bool) and kind != "boolean":
         raise ConfigError(f"{where} cannot be {str(value).lower()}: YAML reads on, off, yes and no so, quote them")
-    if not isinstance(value, TAKES.get(kind, (str, int, float))):
-        raise ConfigError(f"{where} cannot be {value!r}: it takes {kind if kind in TAKES else 'text'}")
+    if not isinstance(value, taken):
+        raise ConfigError(f"{where} cannot be {value!r}: it takes {kind}")
     return value
 
 

@@ -239,7 +239,8 @@ def test_a_finished_run_is_not_trained_again(finished: Finished, capsys: Any) ->
     run, line = finished
     num_lines = len(RunFolder(run).metrics())
     paceline(*TINY, *FORWARD, "--out", run, "--json")
-    assert json.loads(capsys.readouterr().out) == line
+    again = json.loads(capsys.readouterr().out)
+    assert again | {"verdict": ""} == line | {"verdict": ""}, "the verdict tells a speed, which was measured again"
     assert len(RunFolder(run).metrics()) == num_lines
 
 
