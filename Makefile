@@ -35,8 +35,8 @@ setup: $(READY)  ## the virtual environment with everything pinned
 demo: $(READY)  ## a small coding model changes a function, plainly, with drafts and in Transformers; what it wrote is run
 	$(BIN)/python experiments/demo.py
 
-# A process for each core and one more; tests of one file stay together, because they share what is slow to make.
-# tests/conftest.py has the number, and their order: slow files first, which pytest-xdist would undo.
+# A process for each core; tests of one file stay together, because they share what is slow to make. tests/conftest.py has
+# their order: slow files first, which pytest-xdist would undo.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # Also where the environment forbids them: without files of bytecode each process would compile paceline and its tests anew.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,14 +35,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Later collections of garbage, which servers and tests ask for by the dozen, need not walk what is imported."""
     gc.freeze()
     gc.enable()
-
-
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
-def pytest_xdist_auto_num_workers() -> int | None:
-    """A process more than cores for `-n auto`: a fifth of the time one of them waits for servers, pages and timers."""
-    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
-        return None
-    return 1 + (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
 
 
 @pytest.hookimpl(trylast=True)

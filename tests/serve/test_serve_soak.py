@@ -75,7 +75,7 @@ def settle(live: Live) -> None:
     """Everybody has left, and the server has noticed: first nobody is there who could ask, then nothing is answered any more.
     The other way round, a request that came at the last moment would be found under way."""
     wait_until(lambda: not live.server.server_state.connections and not live.server.server_state.tasks)
-    wait_until(live.is_idle)
+    wait_until(lambda: live.is_idle() and not live.worker._inbox)
 
 
 def test_requests_of_which_many_are_bad(clients: ModuleType, tmp_path: Path) -> None:
