@@ -30,8 +30,8 @@ def peers(visit: Visit) -> None:
     prompt = torch.randint(1, own.vocab_size, (1, context), device=device)
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "eager": dict,
-        "static cache": lambda: {"cache_implementation": "static", "disable_compile": True},
         "dflash speculation": lambda: {"assistant_model": assistant(visit, model), "speculation_type": "dflash"},
+        "static cache": lambda: {"cache_implementation": "static", "disable_compile": True},
     }
     if device.type == "cuda":
         ways["static cache, compiled"] = lambda: {"cache_implementation": "static"}
