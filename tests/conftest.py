@@ -40,6 +40,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with the most slow tests first, so that no process of pytest-xdist ends with minutes of work alone."""
+    if not os.environ.get("PACELINE_NIGHTLY"):
+        for item in items:
+            if item.get_closest_marker("nightly"):
+                item.add_marker(pytest.mark.skip("nightly: set PACELINE_NIGHTLY=1, as .ci/nightly does"))
     slow: dict[Path, int] = {}
     for item in items:
         slow[item.path] = slow.get(item.path, 0) + (item.get_closest_marker("slow") is not None)
