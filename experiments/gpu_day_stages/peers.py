@@ -1,4 +1,4 @@
-"""Stage 13: Transformers' `generate` with the same 8B shape, each way that a user would try."""
+"""Stage 13: Transformers' `generate` with the same 8B shape, each way that a user would try, and our rounds beside it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,22 @@ from typing import Any
 import torch
 import transformers
 
+from gpu_day_stages import models
 from gpu_day_stages.models import free_memory, shape_of
 from gpu_day_stages.visit import Skipped, Visit
+from paceline.draft.base import NoDrafter
 
 
 def peers(visit: Visit) -> None:
-    """Tokens per second: eager, with a static cache, with DFlash speculation, and compiled (last: it may not end)."""
+    """Tokens per second: ours, eager, with a static cache, with DFlash speculation, and compiled (last: it may not end).
+
+    Drafters are random: of theirs about nothing is accepted, and our rounds keep one token, so that both make one token a
+    round.
+    """
+    context, count = visit.sized(256, 12), visit.sized(64, 6)
+    with visit.part("paceline"):
+        ours(visit, context, count)
+    free_memory()
     own, device = shape_of(visit, "8B"), torch.device(visit.device)
     config = transformers.Qwen3Config(
         vocab_size=own.vocab_size, hidden_size=own.hidden_size, intermediate_size=own.intermediate_size,
@@ -26,7 +36,6 @@ def peers(visit: Visit) -> None:
     dtype = visit.sized(torch.bfloat16, torch.float32)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    context, count = visit.sized(256, 12), visit.sized(64, 6)
     prompt = torch.randint(1, own.vocab_size, (1, context), device=device)
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "eager": dict,
@@ -39,6 +48,17 @@ def peers(visit: Visit) -> None:
         with visit.part(f"Transformers, {name}"):
             measure(visit, name, model, prompt, count, options())
         free_memory()
+
+
+def ours(visit: Visit, context: int, count: int) -> None:
+    """Plain rounds, and rounds of a random drafter of five layers and blocks of 16 that keep one token."""
+    target = models.random_target(visit, "8B", max_len=models.needed_len(context, 1, count, 16))
+    drafter = models.random_dflash(target, visit.sized(5, 1))
+    for name, used, width in (("plain", NoDrafter(), 0), ("dflash speculation", drafter, 15)):
+        engine = models.running_engine(target, used, batch=1, width=width, kept=1, context=context)
+        times = models.round_times(visit, engine, count)["ms"]
+        engine.abort(0)
+        visit.report(f"paceline, {name}", tokens_per_s=1e3 / statistics.median(times), ms=models.summary(times))
 
 
 @torch.inference_mode()
@@ -58,7 +78,7 @@ def measure(visit: Visit, name: str, model: Any, prompt: torch.Tensor, count: in
 
     first_s = seconds(count)
     rates = []
-    for _ in range(visit.sized(3, 1)):
+    for _ in range(visit.sized(2, 1)):
         short, whole = seconds(count // 4), seconds(count)
         rates.append((count - count // 4) / max(whole - short, 1e-9))
     figures = {"all_tokens_per_s": rates, "first_s": first_s}
