@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.html import RunData, numbers, page, read_run, thinned, training_verdict
+from paceline.bench.html import numbers, page, read_run, thinned, training_verdict
+from paceline.bench.pages import Series, curves
 from paceline.commands.evaluate import report
 from paceline.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("matplotlib")
+pytest_plugins = ("undrawn",)
 EVIL = "</pre><script>alert('x')</script> & \x00 \u0007"
 Line = dict[str, Any]
 VOID = {"meta", "br", "path", "use", "rect"}
@@ -137,18 +139,28 @@ def folder(path: Path, lines: list[dict[str, Any]] | None = None, evaluated: dic
     return path
 
 
-def titles(run: RunData) -> list[str]:
-    return re.findall("<h2>(.*?)</h2>", page(run))
+def titles(text: str) -> list[str]:
+    return re.findall("<h2>(.*?)</h2>", text)
 
 
 def captions(text: str) -> list[str]:
     return re.findall("<figcaption>(.*?)</figcaption>", text)
 
 
-def test_a_whole_run(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [step(1), step(2), check(2), step(3), check(3)]
-    text = page(read_run(folder(tmp_path / "run", lines, evaluation())))
-    found = Checker(text)
+    return folder(tmp_path_factory.mktemp("html") / "run", lines, evaluation())
+
+
+@pytest.fixture(scope="module")
+def whole(whole_run: Path) -> str:
+    """The page of a run that has everything, its figures drawn."""
+    return page(read_run(whole_run))
+
+
+def test_a_whole_run(whole: str) -> None:
+    text, found = whole, Checker(whole)
     assert found.open == []
     assert len(found.ids) == len(set(found.ids))
     assert found.referred <= set(found.ids)
@@ -172,27 +184,28 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert "NOT LOSSLESS" not in text
 
 
-def test_the_page_fits_a_phone_and_both_schemes(tmp_path: Path) -> None:
-    text = page(read_run(folder(tmp_path / "run", [step(1), check(1)])))
-    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
-    assert "color-scheme: light dark" in text
-    assert "default-src 'none'" in text
-    assert "currentColor" in text
-    assert "#010203" not in text and "#000000" not in text
-    assert not re.search(r'<svg[^>]* (width|height)="', text)
+def test_the_page_fits_a_phone_and_both_schemes(whole: str) -> None:
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in whole
+    assert "color-scheme: light dark" in whole
+    assert "default-src 'none'" in whole
+    assert "currentColor" in whole
+    assert "#010203" not in whole and "#000000" not in whole
+    assert not re.search(r'<svg[^>]* (width|height)="', whole)
+
+
+def last_setting(name: str) -> dict[str, Any]:
+    """An evaluation on the prompts `name` at one temperature and batch: three figures to draw."""
+    found = evaluation(name)
+    del found["sets"][name]["results"][:-2]
+    return found
 
 
 def test_what_a_model_wrote_is_escaped(tmp_path: Path) -> None:
-    text = page(read_run(folder(tmp_path / "run", None, evaluation("$x$ <b> \ud800" + EVIL))))
+    text = page(read_run(folder(tmp_path / "run", None, last_setting("$x$ <b> \ud800" + EVIL))))
     assert Checker(text).open == []
     assert "<script" not in text and "\x00" not in text and "\x07" not in text
     assert text.count("&lt;/pre&gt;&lt;script&gt;") >= 3
     assert "alert" in text and text.encode("utf-8")
-
-
-def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
-    run = read_run(folder(tmp_path / "run", [step(1), step(2), check(2)], evaluation()))
-    assert page(run) == page(run)
 
 
 def test_the_last_value_of_a_step_wins(tmp_path: Path) -> None:
@@ -214,6 +227,7 @@ def test_a_step_and_its_check_may_share_a_line(tmp_path: Path) -> None:
     assert numbers(read_run(folder(tmp_path / "ood", [only_ood])).checks, "eal", "ood") == ([100.0], [1.2])
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_prompts_served_after_training_are_shown(tmp_path: Path) -> None:
     path = folder(tmp_path / "run", [step(1)])
     served = {"tokens_per_round": 2.125, "num_prompts": 8, "num_rounds": 16, "accepted_histogram": [4, 6, 6], "texts": [EVIL]}
@@ -231,11 +245,12 @@ def test_a_long_run_is_thinned_by_means() -> None:
     assert thinned([], []) == ([], [])
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
-    trained = read_run(folder(tmp_path / "trained", [step(1)]))
+    trained = page(read_run(folder(tmp_path / "trained", [step(1)])))
     assert titles(trained) == ["At a glance", "Training"]
-    assert captions(page(trained)) == ["Loss", "Expected tokens per round", "Pace"]
-    assert titles(read_run(folder(tmp_path / "evaluated", None, evaluation()))) == [
+    assert captions(trained) == ["Loss", "Expected tokens per round", "Pace"]
+    assert titles(page(read_run(folder(tmp_path / "evaluated", None, evaluation())))) == [
         "At a glance",
         "In the real engine",
         "Figures",
@@ -245,24 +260,30 @@ def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
     assert "held out" in no_ood and "out of domain" not in no_ood
 
 
+def test_a_series_without_a_point_is_not_in_the_legend() -> None:
+    series = [Series("training", [1.0], [2.0]), Series("held out", [1.0], [3.0]), Series("out of domain", [], [])]
+    _, text = curves("Loss", series, xlabel="blocks", ylabel="loss")
+    assert "training" in text and "held out" in text and "out of domain" not in text
+
+
 def test_a_long_name_is_shortened_in_the_plots_only(tmp_path: Path) -> None:
     name = "a/very/long/way/to/the/prompts/of/a/data/" * 3 + "gsm8k_test.jsonl"
-    text = page(read_run(folder(tmp_path / "run", None, evaluation(name))))
+    text = page(read_run(folder(tmp_path / "run", None, last_setting(name))))
     assert "…ta/gsm8k_test.jsonl, b8, T=1<" in text
     assert f"<td>{name}</td>" in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_figures_that_are_not_lossless_say_so(tmp_path: Path) -> None:
     assert "NOT LOSSLESS" in page(read_run(folder(tmp_path / "run", None, evaluation(lossless=False))))
 
 
-def verdict_of(run: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The sentence at the top of the page; drawing its plots, which other tests look at, would take a second."""
-    for section in ("_training", "_engine"):
-        monkeypatch.setattr(f"paceline.bench.html.{section}", lambda *_: [])
+def verdict_of(run: Path) -> str:
+    """The sentence at the top of the page."""
     return html.unescape(re.findall('<p class="verdict[a-z ]*">(.*?)</p>', page(read_run(run)), re.DOTALL)[0])
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -281,17 +302,16 @@ def verdict_of(run: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ({"lossless": False}, "NOT LOSSLESS: acceptance was mocked"),
     ],
 )
-def test_a_report_opens_with_a_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], said: str
-) -> None:
+def test_a_report_opens_with_a_verdict(tmp_path: Path, values: dict[str, Any], said: str) -> None:
     found = evaluation(**values)
     for each in found["sets"]["gsm8k"]["results"]:
         each["identical"] = each["identical"] if each["temperature"] == 0 else None
-    verdict = verdict_of(folder(tmp_path / "run", None, found), monkeypatch)
+    verdict = verdict_of(folder(tmp_path / "run", None, found))
     assert said in verdict and "\n" not in verdict
     assert ("Its interval" in verdict) == ("speedup_interval" in values)
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("values", "said", "tone"),
     [
@@ -301,40 +321,40 @@ def test_a_report_opens_with_a_verdict(
         ({}, "1.85x as fast", " good"),
     ],
 )
-def test_a_page_shows_no_speedup_that_cannot_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], said: str, tone: str
-) -> None:
+def test_a_page_shows_no_speedup_that_cannot_be(tmp_path: Path, values: dict[str, Any], said: str, tone: str) -> None:
     found = evaluation()
     for each in found["sets"]["gsm8k"]["results"]:
         each.update(values if each["drafter"] == "d" else {})
     run = folder(tmp_path / "run", None, found)
-    assert said in verdict_of(run, monkeypatch)
+    assert said in verdict_of(run)
     text = page(read_run(run))
     assert f'<p class="verdict{tone}">' in text and "9.37x" not in text
 
 
-def test_a_verdict_judges_by_the_settings_that_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("undrawn")
+def test_a_verdict_judges_by_the_settings_that_can_be(tmp_path: Path) -> None:
     found = evaluation()
     found["sets"]["gsm8k"]["results"].append(row("busy", 1, 0.0, speedup=4.0))
-    verdict = verdict_of(folder(tmp_path / "run", None, found), monkeypatch)
+    verdict = verdict_of(folder(tmp_path / "run", None, found))
     assert "d makes answers 1.85x as fast" in verdict
     assert "No verdict on busy (one request at a time, greedy): the machine was busy: repeat." in verdict
 
 
-def test_a_verdict_names_the_worst_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("undrawn")
+def test_a_verdict_names_the_worst_setting(tmp_path: Path) -> None:
     found = evaluation()
     found["sets"]["gsm8k"]["results"][3]["speedup"] = 0.9
-    assert "The worst setting is 0.90x (d, 8 requests together, greedy)." in verdict_of(
-        folder(tmp_path / "run", None, found), monkeypatch
-    )
+    assert "The worst setting is 0.90x (d, 8 requests together, greedy)." in verdict_of(folder(tmp_path / "run", None, found))
 
 
-def test_a_verdict_on_plain_decoding_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("undrawn")
+def test_a_verdict_on_plain_decoding_alone(tmp_path: Path) -> None:
     found = evaluation()
     found["sets"]["gsm8k"]["results"] = [row("none", 1, 0.0)]
-    assert "Only plain decoding was measured" in verdict_of(folder(tmp_path / "run", None, found), monkeypatch)
+    assert "Only plain decoding was measured" in verdict_of(folder(tmp_path / "run", None, found))
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
@@ -345,12 +365,12 @@ def test_a_verdict_on_plain_decoding_alone(tmp_path: Path, monkeypatch: pytest.M
         ([step(1), check(1), check(2)], "It has stopped getting better"),
     ],
 )
-def test_a_verdict_on_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[Line], said: str) -> None:
+def test_a_verdict_on_training(tmp_path: Path, lines: list[Line], said: str) -> None:
     run = folder(tmp_path / "run", lines)
-    verdict = verdict_of(run, monkeypatch)
+    verdict = verdict_of(run)
     assert said in verdict and f"Next: paceline evaluate {run}/drafter" in verdict
     (run / "heldout.json").write_text(json.dumps({"tokens_per_round": 2.6, "num_rounds": 3, "num_prompts": 1}))
-    assert "brings 2.60 tokens a round on prompts that it was not trained on: good." in verdict_of(run, monkeypatch)
+    assert "brings 2.60 tokens a round on prompts that it was not trained on: good." in verdict_of(run)
 
 
 def trained(path: Path, default: float | None, **served: Any) -> Path:
@@ -386,6 +406,7 @@ def test_the_advice_of_a_training_is_not_what_the_run_had(tmp_path: Path) -> Non
     assert "more prompts" in verdict and "--first-layers copied" not in verdict
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_words_are_explained_and_settings_are_folded_away(tmp_path: Path) -> None:
     text = page(read_run(folder(tmp_path / "run", [step(1)], evaluation())))
     folded = re.findall(r"<details>\s*<summary>(.*?)</summary>(.*?)</details>", text, re.DOTALL)
@@ -408,12 +429,12 @@ def test_nothing_to_report(tmp_path: Path) -> None:
             read_run(path)
 
 
-def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = folder(tmp_path / "run", [step(1), check(1)], evaluation())
-    report(path, as_json=True)
-    line = {"report": str(path / "report.html"), "steps": 1, "checks": 1, "sets": ["gsm8k"]}
+def test_the_command_writes_the_page(whole_run: Path, whole: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Drawn a second time: the same run gives the same bytes."""
+    report(whole_run, as_json=True)
+    line = {"report": str(whole_run / "report.html"), "steps": 3, "checks": 2, "sets": ["gsm8k"]}
     assert json.loads(capsys.readouterr().out) == line
-    assert (path / "report.html").read_text(encoding="utf-8") == page(read_run(path))
+    assert (whole_run / "report.html").read_text(encoding="utf-8") == whole
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
