@@ -394,7 +394,10 @@ def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
         compared = compare(passes, None if has_own else setup.costs, server, survival, seed=config.seed)
         return ServerAnswer(setup, server, survival, compared=compared)
     case, rates = Case(jobs, setup.costs, server, survival, config.seed, marginals=marginals), config.rate
-    if not rates and not config.concurrency:
+    policies = list(dict.fromkeys(config.policy))
+    for policy in policies:
+        case.planner(policy)  # refuses an unknown one before the work
+    if policies and not rates and not config.concurrency:
         most_per_s = capacity(case, "off")
         rates = tuple(float(f"{share * most_per_s:.2g}") for share in SHARES)
-    return ServerAnswer(setup, server, survival, sweep(case, list(dict.fromkeys(config.policy)), rates, config.concurrency))
+    return ServerAnswer(setup, server, survival, sweep(case, policies, rates, config.concurrency))
