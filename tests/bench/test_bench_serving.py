@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -27,8 +28,10 @@ from paceline.config import EngineConfig
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
 from paceline.prompts import Prompt
 from paceline.simulate.load import Arrivals, poisson
+from paceline.tables import SILENT
 
 pytestmark = pytest.mark.slow
+pytest_plugins = ("undrawn",)
 
 FAST = ("--concurrency", "2", "--rate", "50", "--requests", "3", "--max-tokens", "6")
 
@@ -195,6 +198,7 @@ def test_a_verdict_on_a_load(gains: list[tuple[float, str, str]], said: str) -> 
     assert "3 of 9 answers failed" in render("load_verdict.txt", gains=gains, num_failed=3, num_answers=9)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_failures_are_counted_and_do_not_stop_the_others(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "hi"}) + "\n" + json.dumps({"prompt": "long " * 200}) + "\n")
@@ -210,6 +214,7 @@ def test_failures_are_counted_and_do_not_stop_the_others(tmp_path: Path) -> None
     assert results[0]["num_failed"] == 3 and results[0]["first_token"]["p50"] is None
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_can_be_wrong_with_a_server(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("# mine\nright\n")
@@ -275,6 +280,7 @@ def other_server() -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_server_of_others_is_measured_as_it_is(other_server: str, tmp_path: Path) -> None:
     run("--url", other_server, *FAST, "--out", str(tmp_path))
     [closed, opened] = json.loads((tmp_path / "results.json").read_text())["results"]
@@ -284,17 +290,55 @@ def test_a_server_of_others_is_measured_as_it_is(other_server: str, tmp_path: Pa
         run("--url", other_server, "--speculate", "off", *FAST)
 
 
-def test_it_starts_and_ends_its_own_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("undrawn")
+def test_it_starts_and_ends_its_own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model = tiny_model(tmp_path / "tiny")
-    words = ("--drafter", "ngram", "--dtype", "float32", "--max-len", "256", "--limit", "2")
+    words = ("--drafter", "ngram", "--dtype", "float32", "--max-len", "256", "--limit", "2", "--speculate", "auto")
     run("--model", str(model), *words, *FAST, "--out", str(tmp_path / "run"))
     results = json.loads((tmp_path / "run" / "results.json").read_text())["results"]
-    assert [each["speculate"] for each in results] == ["off", "auto"] * 2
-    assert all(each["num_failed"] == 0 and each["identical"] == 1.0 for each in results)
-    for name in ("off", "auto"):
-        found = re.search(r"listening on http://127.0.0.1:(\d+)", (tmp_path / "run" / f"server-{name}.log").read_text())
-        assert found and not servers._answers(f"http://127.0.0.1:{found.group(1)}/health")
+    assert [each["speculate"] for each in results] == ["auto"] * 2
+    assert all(each["num_failed"] == 0 for each in results)
+    found = re.search(r"listening on http://127.0.0.1:(\d+)", (tmp_path / "run" / "server-auto.log").read_text())
+    assert found and not servers._answers(f"http://127.0.0.1:{found.group(1)}/health")
+
+
+STAND_IN = """#!{python} -I
+import http.server, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+if "--broken" in sys.argv:
+    sys.exit("error: out of luck")
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+print(sys.argv[1:], f"listening on http://127.0.0.1:{{server.server_port}}, as a stand-in", flush=True)
+server.serve_forever()
+"""
+"""What stands for `python`, and so for `python -m paceline serve`."""
+
+
+def test_every_contender_has_a_server_and_all_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = tmp_path / "python"
+    stand_in.write_text(STAND_IN.format(python=sys.executable))
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    with servers.started([("off", ("--speculate", "off")), ("auto", ("--threads", "1"))], tmp_path, SILENT) as urls:
+        assert len({*urls}) == 2 and all(servers._answers(url + "/ready") for url in urls)
+    assert not any(servers._answers(url + "/ready") for url in urls)
+    for name, words in (("off", "'--speculate', 'off'"), ("auto", "'--threads', '1'")):
+        log = (tmp_path / f"server-{name}.log").read_text()
+        assert f"['-m', 'paceline', 'serve', '--port', '0', {words}]" in log
+    broken = servers.started([("first", ()), ("second", ("--broken",))], tmp_path, SILENT)
+    with pytest.raises(ConfigError, match="could not be started: out of luck"), broken:
+        pass
+    found = re.search(r"http://127.0.0.1:\d+", (tmp_path / "server-first.log").read_text())
+    assert found and not servers._answers(found.group() + "/ready"), (
+        "the others are ended with the one that could not be started"
+    )
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
