@@ -65,10 +65,10 @@ def model_of(each: Arm) -> str:
 def test_parts_add_up_to_what_the_client_saw(rate: float | None) -> None:
     """Also with requests that wait for one another, and of every single answer."""
     with serving(talker(PASS_S)) as live:
-        bench = run([arm("it", live.url)], asked(rate=rate), repeat=2, turn=6)
+        bench = run([arm("it", live.url)], asked(rate=rate), repeat=1, turn=6)
     (result,) = bench.results()
     answers = bench.measured["words", "it"]
-    assert (result.num_answers, result.num_failed, result.is_told) == (12, 0, True)
+    assert (result.num_answers, result.num_failed, result.is_told) == (6, 0, True)
     for each in answers:
         assert each.error is None and set(each.parts) <= set(PARTS)
         assert sum(each.parts.values()) == pytest.approx(each.total_s)
@@ -78,14 +78,14 @@ def test_parts_add_up_to_what_the_client_saw(rate: float | None) -> None:
     assert high["queue"] > 1.5 * high["verify"] if rate else high["queue"] < 0.1 * high["verify"]
     assert result.largest == "verify" or rate
     for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
-        near = sorted(each.total_s for each in answers)[round(share * 11)]
+        near = sorted(each.total_s for each in answers)[round(share * 5)]
         assert sum(result.bars[name].values()) == pytest.approx(near, rel=0.25)
 
 
 @pytest.mark.slow
 def test_a_delay_on_the_way_shows_in_communication_alone() -> None:
     with serving(talker(PASS_S)) as live, delaying(live.port, DELAY_S) as url:
-        bench = run([arm("near", live.url), arm("far", url)], asked(), turn=2, repeat=2)
+        bench = run([arm("near", live.url), arm("far", url)], asked(3, max_tokens=8), turn=2, repeat=2)
     near, far = bench.results()
     assert far.unattributed is not None and far.unattributed < 0.02
     assert far.largest in ("verify", "communication")
@@ -288,6 +288,7 @@ def test_turns_of_a_call_share_what_was_said_before() -> None:
 def test_the_command_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafters get servers of their own, which here run already; the schema is kept to; the page says what to do."""
     monkeypatch.delenv("PACELINE_API_KEY", raising=False)
+    monkeypatch.setitem(WORKLOADS["voice"], "rate", 200.0)  # no caller is waited for
     seen: list[tuple[str, tuple[str, ...]]] = []
     prompts = tmp_path / "tickets.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"ticket {n}"}) for n in range(3)))
