@@ -61,7 +61,14 @@ def test_the_verdict(script: ModuleType, capsys: pytest.CaptureFixture[str], err
     assert f"{1 + is_within} of 2 loads within 15%" in said and "the machine's pace changed" in said
 
 
+def test_help(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        script.main(["--help"])
+    assert "--step-repeat" in capsys.readouterr().out
+
+
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_whole_of_it(script: ModuleType, tmp_path: Path) -> None:
     """Real steps, a real server, a real load; on a machine with others at work only the arithmetic is sure."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
