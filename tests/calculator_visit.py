@@ -18,6 +18,11 @@ from paceline.simulate.calculator import page
 
 WIDE = {"width": 1360, "height": 900}
 PATIENCE_MS = 120_000
+FOLLOW = """(link) => new Promise((done) => {
+    history.replaceState(null, '', '#');
+    addEventListener('hashchange', () => setTimeout(done), { once: true });
+    location.hash = link;
+})"""
 FAST_TIMERS = "{ const later = window.setTimeout; window.setTimeout = (work, ms = 0) => later(work, ms / 10); }"
 """The page's timers, and this file's, in their order and ten times as fast."""
 SHOWN = """() => [...document.querySelectorAll('data, output, .where, #sensitivity, .plot')]
@@ -32,6 +37,11 @@ class Visit:
         self.page, self.errors, self.urls = self.tab.page, self.tab.errors, self.tab.urls
         self.page.set_default_timeout(PATIENCE_MS)
         self.page.goto(file.as_uri() + link)
+
+    def follow(self, link: str) -> None:
+        """Restores the settings of a link, as when it is typed over the page's own; much cheaper than another visit."""
+        assert len(link) > 1, "no event comes of an empty one"
+        self.page.evaluate(FOLLOW, link.replace(" ", "%20"))
 
     def figure(self, name: str) -> float:
         return float(self.page.locator(f"#{name}").get_attribute("value"))

@@ -47,10 +47,10 @@ def test_the_published_landmark_is_what_it_opens_with(visit: Any) -> None:
     assert "paceline simulate --model DeepSeek-V4-Pro --hardware B200" in tab.code("command")
     assert tab.page.locator("#limits li").count() >= 4
     expect(tab.page.locator("#warnings li")).to_contain_text("Take 5 or more")
+    assert_each_chart_is_drawn_anew_and_emptied(tab)
 
 
-def test_each_chart_is_drawn_anew_and_emptied(visit: Any) -> None:
-    tab = visit()
+def assert_each_chart_is_drawn_anew_and_emptied(tab: Any) -> None:
     drawn = "() => [...document.querySelectorAll('#panel-lengths .u-wrap canvas')].map((canvas) => canvas.toDataURL())"
     seen = [tab.page.evaluate(drawn)]
     for batch in ("2", "0"):
@@ -123,12 +123,11 @@ def test_every_control_moves_figures_and_charts(visit: Any) -> None:
         assert tab.shown() == opened, name
 
 
-ELSEWHERE = [each for each in CHANGES if each[0]]
-
-
-@pytest.mark.parametrize(("link", "name", "value"), ELSEWHERE, ids=[name for _, name, _ in ELSEWHERE])
-def test_controls_that_count_elsewhere_move_figures_and_charts(visit: Any, link: str, name: str, value: Any) -> None:
-    assert_moves(visit(link.replace(" ", "%20")), name, value)
+def test_controls_that_count_elsewhere_move_figures_and_charts(visit: Any) -> None:
+    tab = visit()
+    for link, name, value in [each for each in CHANGES if each[0]]:
+        tab.follow(link)
+        assert_moves(tab, name, value)
 
 
 def test_no_control_is_left_out(visit: Any) -> None:
@@ -142,7 +141,7 @@ def test_no_control_is_left_out(visit: Any) -> None:
         assert named, each.get_attribute("id")
 
 
-OPENED = {
+ELSEWHERE = {
     "params": "#cost=params",
     "block": "#block=4",
     "overhead_ms": "#overhead=ms",
@@ -150,12 +149,12 @@ OPENED = {
 }
 
 
-@pytest.mark.parametrize("link", ["", *OPENED.values()])
-def test_every_slider_moves_its_number_by_keys(visit: Any, link: str) -> None:
-    tab = visit(link)
-    for name in SLIDERS:
-        if OPENED.get(name, "") == link:
-            assert_slides(tab, name)
+def test_every_slider_moves_its_number_by_keys(visit: Any) -> None:
+    tab = visit()
+    for name in sorted(SLIDERS, key=lambda name: name in ELSEWHERE):
+        if name in ELSEWHERE:
+            tab.follow(ELSEWHERE[name])
+        assert_slides(tab, name)
 
 
 def assert_slides(tab: Any, name: str) -> None:
@@ -190,15 +189,21 @@ VALUES = """() => [...document.querySelectorAll('input, select, textarea')]
     .map((each) => each.type === 'checkbox' ? each.checked : each.value)"""
 
 
-@pytest.mark.parametrize("link", ["", CURVE, MANY])
-def test_the_link_restores_everything(visit: Any, link: str) -> None:
-    tab = visit(link)
-    tab.set("batch", "77")
-    tab.set("model", "gpt-oss-120b")
-    again = visit(tab.link())
-    assert again.shown() == tab.shown() and again.code("command") == tab.code("command")
-    assert again.page.evaluate(VALUES) == tab.page.evaluate(VALUES)
-    assert again.link() == tab.link()
+def test_the_link_restores_everything(visit: Any) -> None:
+    """In a page that opens with it, and in one that shows something else."""
+    tab, opened = visit(MANY), None
+    for link in (MANY, CURVE, "#batch=32"):
+        if opened:
+            tab.follow(link)
+        tab.set("batch", "77")
+        tab.set("model", "gpt-oss-120b")
+        if opened is None:
+            opened = visit(tab.link())
+        else:
+            opened.follow(tab.link())
+        assert opened.shown() == tab.shown() and opened.code("command") == tab.code("command"), link
+        assert opened.page.evaluate(VALUES) == tab.page.evaluate(VALUES), link
+        assert opened.link() == tab.link(), link
 
 
 def test_a_link_typed_over_is_followed(visit: Any) -> None:
@@ -208,10 +213,7 @@ def test_a_link_typed_over_is_followed(visit: Any) -> None:
     assert "Qwen3-8B" in tab.code("command")
     tab.page.get_by_role("button", name="Reset").click()
     assert round(tab.figure("speedup"), 2) == 2.98
-
-
-def test_a_link_typed_while_the_page_writes_its_own_is_followed(visit: Any) -> None:
-    tab = visit()
+    # while the page writes its own
     tab.page.evaluate("location.hash = '#batch=1'; history.replaceState(null, '', '#batch=32')")
     expect(tab.page.locator("#batch")).to_have_value("1")
     expect(tab.page).to_have_url(re.compile("batch=1(&|$)"))
@@ -259,23 +261,26 @@ def assert_told(tab: Any, name: str, value: str, told: str) -> None:
     assert tab.shown() == shown and tab.page.locator("[aria-invalid]").count() == 0
 
 
-@pytest.mark.parametrize(
-    ("link", "told"),
-    [
-        ("#model=pasted&config={", "not JSON"),
-        ("#model=pasted&config=[1]", "no JSON object"),
-        ('#model=pasted&config={"hidden_size":4096}', "no num_hidden_layers"),
-        ("#hardware=laptop%20CPU&gpus=2", "talk to each other"),
-        ("#acceptance=recorded&recorded=nothing", "cannot be read"),
-        ("#drafter=yours", "paste a run's JSON"),
-        ("#model=Qwen3.5-27B&overhead=rate&plain_rate=900", "without any overhead"),
-        ("#acceptance=recorded&recorded=survival:.5,.7", "must fall"),
-    ],
-)
-def test_what_cannot_be_predicted_says_why(visit: Any, link: str, told: str) -> None:
-    tab = visit(link)
-    expect(tab.page.locator("#fault")).to_contain_text(told)
-    assert {tab.page.locator(f"#{each}").text_content() for each in FIGURES} == {"–"}
+UNPREDICTABLE = [
+    ("#model=pasted&config={", "not JSON"),
+    ("#model=pasted&config=[1]", "no JSON object"),
+    ('#model=pasted&config={"hidden_size":4096}', "no num_hidden_layers"),
+    ("#hardware=laptop%20CPU&gpus=2", "talk to each other"),
+    ("#acceptance=recorded&recorded=nothing", "cannot be read"),
+    ("#drafter=yours", "paste a run's JSON"),
+    ("#model=Qwen3.5-27B&overhead=rate&plain_rate=900", "without any overhead"),
+    ("#acceptance=recorded&recorded=survival:.5,.7", "must fall"),
+]
+
+
+def test_what_cannot_be_predicted_says_why(visit: Any) -> None:
+    tab = visit()
+    for link, told in UNPREDICTABLE:
+        tab.follow("#batch=3")
+        assert tab.page.locator("#fault").is_hidden()
+        tab.follow(link)
+        expect(tab.page.locator("#fault")).to_contain_text(told)
+        assert {tab.page.locator(f"#{each}").text_content() for each in FIGURES} == {"–"}, link
 
 
 def test_pasted_text_stays_text(visit: Any) -> None:

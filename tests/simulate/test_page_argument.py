@@ -60,10 +60,8 @@ def test_each_drafter_has_its_own_settings(visit: Any) -> None:
     tab.set("drafter", "ideal")
     tab.set("chance", "1")
     assert best(tab, "ideal") > before["ideal"] and "--drafter-cost 0 " in tab.code("command")
-
-
-def test_cards_are_one_radio_group_for_the_keyboard(visit: Any) -> None:
-    tab = visit()
+    # the cards are one radio group for the keyboard
+    tab.follow("#batch=32")
     tab.page.locator("#drafter-block").focus()
     tab.page.keyboard.press("ArrowRight")
     expect(tab.page.locator("#drafter-yours")).to_be_checked()
@@ -98,8 +96,10 @@ def test_a_long_run_is_read_and_travels_as_what_was_read_of_it(visit: Any) -> No
     tab.set("recorded", json.dumps(told, indent=1))
     link = tab.link()
     assert len(link) < 2000 < 50_000 < len(tab.page.locator("#recorded").input_value())
-    again = visit(link)
-    assert again.shown() == tab.shown() and "histogram:10,10,20,30" in again.code("command")
+    shown = tab.shown()
+    tab.follow("#batch=2")
+    tab.follow(link)
+    assert tab.shown() == shown and "histogram:10,10,20,30" in tab.code("command")
 
 
 def test_sentences_of_the_argument_are_true_of_what_they_show(visit: Any) -> None:
@@ -130,10 +130,8 @@ def test_sentences_of_the_argument_are_true_of_what_they_show(visit: Any) -> Non
     alone = best(tab, "block")
     assert alone > speed(64, "block") > speed(256, "block")
     expect(tab.page.locator("#say-small")).to_have_attribute("aria-pressed", "false")
-
-
-def test_a_sentence_keeps_what_was_pasted(visit: Any) -> None:
-    tab = visit("#drafter=yours")
+    # a sentence keeps what was pasted
+    tab.follow("#drafter=yours")
     tab.set("recorded", RUN)
     tab.page.locator("#say-dense").click()
     tab.set("drafter", "yours")
@@ -153,10 +151,8 @@ def test_units_and_assumptions_are_one_click_away(visit: Any) -> None:
     tab.page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
     assert tab.page.evaluate("document.activeElement.id") == "show-assumptions"
-
-
-def test_overhead_is_a_number_or_solved_from_a_plain_rate(visit: Any) -> None:
-    tab = visit("#model=Qwen3.5-27B&batch=1&context=6144")
+    # overhead is a number, or solved from a plain rate
+    tab.follow("#model=Qwen3.5-27B&batch=1&context=6144")
     bare = tab.figure("speedup")
     tab.set("overhead", "rate")
     tab.set("plain_rate", "75")
@@ -166,11 +162,12 @@ def test_overhead_is_a_number_or_solved_from_a_plain_rate(visit: Any) -> None:
     assert found and found[1] == "6.87"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_and_lines_stand_out(visit: Any, scheme: str) -> None:
+def test_text_and_lines_stand_out(visit: Any) -> None:
     """WCAG AA: 4.5 for text, 3 for lines and fills."""
-    tab = visit(color_scheme=scheme)
-    for name in ("ink", "soft", "accent", "token", "own", "bad"):
-        assert tab.page.evaluate(CONTRASTS, name) >= 4.5, name
-    for name in ("edge", "part1", "part2", "part3", "part4", "part5", "part6"):
-        assert tab.page.evaluate(CONTRASTS, name) >= 3, name
+    tab = visit()
+    for scheme in ("light", "dark"):
+        tab.page.emulate_media(color_scheme=scheme)
+        for name in ("ink", "soft", "accent", "token", "own", "bad"):
+            assert tab.page.evaluate(CONTRASTS, name) >= 4.5, (scheme, name)
+        for name in ("edge", "part1", "part2", "part3", "part4", "part5", "part6"):
+            assert tab.page.evaluate(CONTRASTS, name) >= 3, (scheme, name)

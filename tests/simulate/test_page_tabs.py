@@ -34,6 +34,7 @@ RUN = {
         {"drafter": "d", "batch": 8, "tokens_per_round": 3.0, "speedup": 1.2, "accepted_histogram": [1, 2, 3]},
     ],
 }
+SHOTS = os.environ.get("PACELINE_SCREENSHOTS", "")
 SIZES = {"wide": {"width": 1360, "height": 900}, "narrow": {"width": 390, "height": 844}}
 INK = """() => { const canvas = document.querySelector('#tokens-chart canvas'), c = canvas.getContext('2d');
     return new Set(new Uint32Array(c.getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size; }"""
@@ -62,8 +63,12 @@ def test_tabs_are_chosen_by_arrow_keys_and_travel_in_the_link(visit: Any) -> Non
             panel = tab.page.locator(f"#{each.get_attribute('aria-controls')}")
             assert panel.is_visible() == (name == chosen) and panel.get_attribute("aria-labelledby") == f"tab-{name}"
     names["tokens"].click()
-    assert "tab=tokens" in tab.link()
-    assert visit(tab.link()).page.locator("#tokens-chart").is_visible()
+    link = tab.link()
+    assert "tab=tokens" in link
+    tab.follow("#batch=2")
+    assert tab.page.locator("#tokens-chart").is_hidden()
+    tab.follow(link)
+    assert tab.page.locator("#tokens-chart").is_visible()
 
 
 def test_the_curve_is_the_commands(visit: Any) -> None:
@@ -188,20 +193,22 @@ def test_a_closed_tab_does_not_play(visit: Any) -> None:
     assert watched(tab, "plain") == stood
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
-def test_every_tab_fits_and_is_photographed(visit: Any, tmp_path: Path, size: str, scheme: str) -> None:
-    shots = Path(os.environ.get("PACELINE_SCREENSHOTS") or tmp_path)
-    shots.mkdir(parents=True, exist_ok=True)
+def test_every_tab_fits_and_is_photographed(visit: Any, size: str) -> None:
+    tab = visit(viewport=SIZES[size], reduced_motion="reduce")
     for name, link in (("tokens", f"{MOCKED}&measured=own"), ("watch", WATCH)):
-        tab = visit(link, viewport=SIZES[size], color_scheme=scheme, reduced_motion="reduce")
+        tab.follow(link)
         assert tab.fits(), name
-        tab.page.screenshot(path=shots / f"calculator-{name}-{size}-{scheme}.png", full_page=True)
+        for scheme in ("light", "dark") if SHOTS else ():
+            tab.page.emulate_media(color_scheme=scheme)
+            Path(SHOTS).mkdir(parents=True, exist_ok=True)
+            tab.page.screenshot(path=Path(SHOTS) / f"calculator-{name}-{size}-{scheme}.png", full_page=True)
 
 
 def test_everything_in_a_tab_is_reached_by_keys(visit: Any) -> None:
+    tab = visit(reduced_motion="reduce")
     for link, wanted in ((MOCKED, {"measured", "runs"}), (WATCH, {"watch-play", "watch-restart", "watch-speed"})):
-        tab = visit(link, reduced_motion="reduce")
+        tab.follow(link)
         tab.page.locator(f"#tab-{link.rpartition('=')[2]}").focus()
         reached = set()
         for _ in range(6):

@@ -30,7 +30,7 @@ SWATCHES = """(all) => all.map((canvas) => {
     return pixels.map((one) => Number(one === first)).join('');
 })"""
 WIDE, NARROW, TABLET = {"width": 1360, "height": 900}, {"width": 390, "height": 844}, {"width": 820, "height": 1100}
-NUM_REDRAWS = 30
+NUM_REDRAWS = 10
 SHOTS = os.environ.get("PACELINE_SCREENSHOTS")
 CURVE = "#acceptance=curve&curve=0.8,0.7,0.8"
 FOCUSED = "() => { const at = document.activeElement; return at.id || at.className.baseVal || at.className || at.tagName; }"
@@ -77,7 +77,7 @@ def test_a_point_is_dragged(visit: Any) -> None:
     assert curve(tab) == moved, "a point that was let go moves on"
 
 
-def test_points_move_by_keys(visit: Any) -> None:
+def test_points_move_by_keys_come_and_go(visit: Any) -> None:
     tab = visit(CURVE)
     points(tab).first.focus()
     for key, expected in (
@@ -97,20 +97,17 @@ def test_points_move_by_keys(visit: Any) -> None:
     point = points(tab).nth(2)
     assert point.evaluate("(each) => each === document.activeElement")
     assert (point.get_attribute("aria-valuenow"), point.get_attribute("aria-label")) == ("0.9", "Chance of draft 3")
-    assert tab.figure("speedup") != visit(CURVE).figure("speedup")
-
-
-def test_places_come_and_go(visit: Any) -> None:
-    tab = visit(CURVE)
+    moved = tab.figure("speedup")
+    tab.follow(CURVE)
+    assert tab.figure("speedup") != moved
+    # places come and go
     tab.page.get_by_role("button", name="Add a place").click()
     assert curve(tab) == [0.8, 0.7, 0.8, 0.8] and points(tab).count() == 4
     for _ in range(5):
         tab.page.get_by_role("button", name="Remove the last").click()
     assert curve(tab) == [0.8] and points(tab).count() == 1
-
-
-def test_what_was_recorded_can_be_edited_further(visit: Any) -> None:
-    tab = visit("#acceptance=recorded&recorded=survival:.5,.4,.2&max_draft=3")
+    # what was recorded can be edited further
+    tab.follow("#acceptance=recorded&recorded=survival:.5,.4,.2&max_draft=3")
     shown = tab.shown()
     assert points(tab).first.get_attribute("tabindex") is None
     tab.page.get_by_role("button", name="Edit as a curve").click()
@@ -134,10 +131,9 @@ def test_charts_are_read_out_by_keys_and_by_the_pointer(visit: Any) -> None:
     box = tab.page.locator("#time-chart .u-over").bounding_box()
     tab.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     expect(tab.page.locator("#time-chart .where")).to_contain_text("8 drafts")
-
-
-def test_shares_of_time_add_up(visit: Any) -> None:
-    tab = visit("#model=DeepSeek-V4-Pro&gpus=8&batch=64&overhead=ms&overhead_ms=3")
+    tab.page.mouse.move(0, 0)
+    # shares of time add up
+    tab.follow("#model=DeepSeek-V4-Pro&gpus=8&batch=64&overhead=ms&overhead_ms=3")
     shares = [each.partition("%")[0] for each in tab.page.locator("#time-chart output").all_text_contents()]
     assert sum(map(float, shares)) == pytest.approx(100.0, abs=0.3)
 
@@ -180,14 +176,15 @@ def test_lines_and_parts_differ_by_more_than_colour(visit: Any) -> None:
     assert tab.page.locator(".chosen").evaluate_all("(all) => all.every((each) => getComputedStyle(each).fontWeight > 600)")
 
 
-@pytest.mark.parametrize("link", ["", "#model=DeepSeek-V4-Pro&gpus=8&max_draft=32"])
-def test_a_step_of_a_slider_draws_each_chart_once(visit: Any, link: str) -> None:
+def test_a_step_of_a_slider_draws_each_chart_once(visit: Any) -> None:
     """How long that takes, to figures, charts and layout, depends on the machine; it is printed."""
-    tab = visit(link)
+    tab = visit()
     values = [round(0.5 + 0.013 * place, 3) for place in range(NUM_REDRAWS)]
-    drawn, spent_ms = tab.page.evaluate(REDRAWS, values)
-    print(f"redraw {link or 'as opened'}: median of {NUM_REDRAWS}: {statistics.median(spent_ms):.1f} ms")
-    assert len(spent_ms) == NUM_REDRAWS and drawn == 3 * NUM_REDRAWS
+    for link in ("#batch=32", "#model=DeepSeek-V4-Pro&gpus=8&max_draft=32"):
+        tab.follow(link)
+        drawn, spent_ms = tab.page.evaluate(REDRAWS, values)
+        print(f"redraw {link}: median of {NUM_REDRAWS}: {statistics.median(spent_ms):.1f} ms")
+        assert len(spent_ms) == NUM_REDRAWS and drawn == 3 * NUM_REDRAWS
 
 
 def test_nothing_moves_where_motion_is_unwelcome(visit: Any) -> None:
@@ -197,7 +194,7 @@ def test_nothing_moves_where_motion_is_unwelcome(visit: Any) -> None:
 
 
 SCENES = {
-    "opens": "",
+    "opens": "#batch=32",
     "curve": "#model=Qwen3.5-27B&hardware=H100&acceptance=curve&drafter=autoregressive&cost=params&params=0.5&batch=4",
     "does-not-fit": "#model=DeepSeek-V4-Pro&hardware=H200&batch=256&context=65536&locality=0.255&gpus=4",
     "fault": "#model=pasted&config={}",
@@ -207,9 +204,10 @@ SCENES = {
 @pytest.mark.parametrize("scheme", ["light", "dark"] if SHOTS else ["light"])
 @pytest.mark.parametrize(("name", "size"), [("wide", WIDE), ("narrow", NARROW), ("tablet", TABLET)])
 def test_it_fits_and_is_photographed(visit: Any, name: str, size: Any, scheme: str) -> None:
+    tab = visit(viewport=size, color_scheme=scheme)
+    tab.page.locator("summary", has_text="Precision").click()
     for scene, link in SCENES.items():
-        tab = visit(link, viewport=size, color_scheme=scheme)
-        tab.page.locator("summary", has_text="Precision").click()
+        tab.follow(link)
         assert tab.fits(), scene
         ends = tab.page.eval_on_selector_all(".plot, .editor, pre, select, table", ENDS)
         assert len(ends) > 10 and max(ends) <= size["width"], scene
@@ -218,7 +216,7 @@ def test_it_fits_and_is_photographed(visit: Any, name: str, size: Any, scheme: s
             tab.page.screenshot(path=Path(SHOTS) / f"calculator-{scene}-{name}-{scheme}.png", full_page=True)
 
 
-def test_charts_follow_the_colour_scheme(visit: Any) -> None:
+def test_charts_follow_the_colour_scheme_and_the_window(visit: Any) -> None:
     tab = visit(color_scheme="light")
     pixels = "document.querySelector('#time-chart .u-wrap canvas').toDataURL()"
     light = tab.page.evaluate(pixels)
@@ -226,10 +224,7 @@ def test_charts_follow_the_colour_scheme(visit: Any) -> None:
     tab.page.wait_for_function(f"(light) => {pixels} !== light", arg=light)
     tab.page.emulate_media(color_scheme="light")
     tab.page.wait_for_function(f"(light) => {pixels} === light", arg=light)
-
-
-def test_charts_follow_the_window(visit: Any) -> None:
-    tab = visit()
+    # and the window
     widths = "[...document.querySelectorAll('.plot canvas')].map((each) => each.getBoundingClientRect().width)"
     before = tab.page.evaluate(widths)
     tab.page.set_viewport_size({"width": 900, "height": 900})
