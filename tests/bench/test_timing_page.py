@@ -26,7 +26,7 @@ api = pytest.importorskip("playwright.sync_api", reason="playwright is not insta
 expect = api.expect
 expect.set_options(timeout=30_000)
 WIDE, NARROW = {"width": 1280, "height": 860}, {"width": 390, "height": 844}
-PAINTED = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+SHOTS = os.environ.get("PACELINE_SCREENSHOTS")
 VISIBLE = """(answer) => [...answer.children]
     .filter((span) => getComputedStyle(span).visibility === "visible").map((span) => span.textContent).join("")"""
 
@@ -116,16 +116,16 @@ def test_it_plays_to_the_end_by_itself(visit: Any) -> None:
     assert tab.page.locator("#verdict").text_content() == tab.timing.verdict.replace("x", "×", 1)
 
 
-@pytest.mark.parametrize("moment", [0.0, 0.0801, 0.3, 0.95])
-def test_every_moment_shows_what_had_come(visit: Any, moment: float) -> None:
+def test_every_moment_shows_what_had_come(visit: Any) -> None:
     tab = visit()
-    tab.seek(1.5)
-    tab.seek(moment)
-    assert tab.shown() == text_by(tab.timing, moment)
-    assert tab.page.locator("#clock").text_content() == f"{moment:.2f} s"
-    counts = [sum(token.at_s <= moment for token in side.tokens) for side in (tab.timing.off, tab.timing.on)]
-    for side, count in zip(tab.page.get_by_role("region").all(), counts, strict=True):
-        expect(side).to_contain_text(f"{count} of")
+    for moment in (0.0, 0.0801, 0.3, 0.95):
+        tab.seek(1.5)
+        tab.seek(moment)
+        assert tab.shown() == text_by(tab.timing, moment)
+        assert tab.page.locator("#clock").text_content() == f"{moment:.2f} s"
+        counts = [sum(token.at_s <= moment for token in side.tokens) for side in (tab.timing.off, tab.timing.on)]
+        for side, count in zip(tab.page.get_by_role("region").all(), counts, strict=True):
+            expect(side).to_contain_text(f"{count} of")
 
 
 def test_the_tokens_of_a_round_light_up_together(visit: Any) -> None:
@@ -141,37 +141,25 @@ def test_the_tokens_of_a_round_light_up_together(visit: Any) -> None:
     )
     assert drafted == [token.is_drafted for token in on]
     assert tab.page.locator(".answer").first.locator(".drafted").count() == 0
-
-
-def test_what_is_drafted_differs_by_more_than_colour(visit: Any) -> None:
-    tab = visit()
+    # what is drafted differs by more than colour
     for where in (tab.page.locator(".foot .drafted"), tab.page.locator(".answer .drafted").first):
         assert where.evaluate("(span) => getComputedStyle(span).textDecorationLine") == "underline"
     expect(tab.page.get_by_role("list", name="Legend")).to_contain_text("drafted and kept")
     expect(tab.page.get_by_role("list", name="Legend")).to_contain_text("the target's own")
 
 
-@pytest.mark.parametrize(
-    ("key", "times", "speed"), [("-", 2, 0.25), ("-", 9, 0.1), ("+", 1, 2.0), ("+", 9, 4.0), ("-", 0, 1.0)]
-)
-def test_speed(visit: Any, key: str, times: int, speed: float) -> None:
+def test_speed_by_keys_and_by_the_slider(visit: Any) -> None:
     tab = visit()
-    tab.page.keyboard.press("Space")
-    for _ in range(times):
-        tab.page.keyboard.press(key)
-    assert tab.page.locator("#rate").text_content() == f"{speed:g}×"
-    tab.page.keyboard.press("r")
-    tab.pass_s(0.2)
-    assert tab.now() == pytest.approx(0.2 * speed, abs=0.04 * speed)
-
-
-def test_what_is_over_too_soon_begins_in_slow_motion(visit: Any) -> None:
-    assert visit().first_speed == "0.5×"
-    assert visit(story("word " * 200)).first_speed == "1×"
-
-
-def test_the_speed_slider(visit: Any) -> None:
-    tab = visit()
+    assert tab.first_speed == "0.5×", "what is over too soon begins in slow motion"
+    for key, times, speed in (("-", 2, 0.25), ("-", 9, 0.1), ("+", 1, 2.0), ("+", 9, 4.0), ("-", 0, 1.0)):
+        tab.page.evaluate("setSpeed(SPEEDS.indexOf(1))")
+        for _ in range(times):
+            tab.page.keyboard.press(key)
+        assert tab.page.locator("#rate").text_content() == f"{speed:g}×"
+        tab.page.keyboard.press("r")
+        tab.pass_s(0.2)
+        assert tab.now() == pytest.approx(0.2 * speed, abs=0.04 * speed)
+        tab.page.keyboard.press("Space")
     slider = tab.page.get_by_role("slider", name="Speed")
     slider.focus()
     tab.page.keyboard.press("ArrowRight")
@@ -227,26 +215,30 @@ def test_what_a_model_said_stays_text(visit: Any) -> None:
     tab.errors[:] = [error for error in tab.errors if "Trusted" not in error]
 
 
-@pytest.mark.parametrize(("name", "size"), [("wide", WIDE), ("narrow", NARROW)])
-def test_it_fits_and_is_photographed(visit: Any, tmp_path: Path, name: str, size: Any) -> None:
-    shots = Path(os.environ.get("PACELINE_SCREENSHOTS") or tmp_path)
-    shots.mkdir(parents=True, exist_ok=True)
+def photograph(page: Any, name: str) -> None:
+    if SHOTS:
+        Path(SHOTS).mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=Path(SHOTS) / name)
+
+
+@pytest.mark.parametrize("what", ["compare", "compare-long"])
+def test_it_fits_and_is_photographed(visit: Any, what: str) -> None:
     long = story("x" * 300 + " " + "word " * 120, prompt="why " * 200)
-    for what, timing in (("compare", story()), ("compare-long", long)):
-        tab = visit(timing, viewport=size)
+    tab = visit(long if what == "compare-long" else story())
+    assert tab.first_speed == ("1×" if what == "compare-long" else "0.5×")
+    for name, size in (("wide", WIDE), ("narrow", NARROW)):
+        tab.page.set_viewport_size(size)
         for scheme in ("light", "dark"):
             tab.page.emulate_media(color_scheme=scheme)
             tab.seek(0.6)
             tab.page.evaluate("window.scrollTo(0, 0)")
             assert tab.fits(), what
-            tab.page.screenshot(path=shots / f"{what}-{name}-{scheme}.png")
+            photograph(tab.page, f"{what}-{name}-{scheme}.png")
 
 
 def test_the_picture_moves_in_an_image(browser: Any, tmp_path: Path) -> None:
     """Early most of it is empty, later it is not; still where motion is unwelcome."""
     (tmp_path / "demo.svg").write_text(svg(story(), 1.0), encoding="utf-8")
-    shots = Path(os.environ.get("PACELINE_SCREENSHOTS") or tmp_path)
-    shots.mkdir(parents=True, exist_ok=True)
     context = browser.new_context(viewport={"width": 920, "height": 560})
     tab = context.new_page()
     tab.goto((tmp_path / "demo.svg").as_uri())
@@ -257,7 +249,7 @@ def test_the_picture_moves_in_an_image(browser: Any, tmp_path: Path) -> None:
         tab.evaluate("(now) => document.getAnimations().forEach((one) => { one.pause(); one.currentTime = now; })", at_ms)
         found = tab.evaluate(visible)
         assert found == count if count is not None else 0 < found < total
-    tab.screenshot(path=shots / "compare-svg.png")
+    photograph(tab, "compare-svg.png")
     tab.emulate_media(reduced_motion="reduce")
     assert tab.evaluate("document.getAnimations().length") == 0
     assert tab.evaluate(visible) == total
