@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 from tiny_builtin import write_tiny_gguf
 
 from paceline.errors import ModelFileError
+from paceline.model.config import FAMILIES
 from paceline.train.answers import Answer, AnswerShards
 from paceline.train.dataset import read_corpus
 
@@ -188,6 +190,22 @@ def answers(number: int) -> list[Answer]:
     tokens = [[draw.randrange(3, 250) for _ in range(26)] for _ in range(number)]
     values = "tests", 0, 0.0
     return [Answer(f"k{place}@0", *values, each[:6], each[6:], "stop", "text") for place, each in enumerate(tokens)]
+
+
+def test_every_family_has_a_tiny_model(script: ModuleType) -> None:
+    """The day in tiny runs four of them."""
+    tiny_models, exact = (importlib.import_module(f"gpu_day_stages.{name}") for name in ("tiny_models", "exact"))
+    for architecture, defaults in FAMILIES.items():
+        config = tiny_models.tiny_config(architecture, defaults)
+        assert config.family == defaults["family"] and tiny_models.loud_tensors(config), architecture
+    assert {*exact.IN_TINY} < {*FAMILIES}
+
+
+def test_a_distribution_of_no_samples_is_told(script: ModuleType) -> None:
+    exact = importlib.import_module("gpu_day_stages.exact")
+    with pytest.raises(ValueError, match="0 samples are too few"):
+        exact.p_value(Counter(), {(0,): 0.5, (1,): 0.5})
+    assert exact.p_value(Counter({(0,): 20, (1,): 20}), {(0,): 0.5, (1,): 0.5}) == 1.0
 
 
 @pytest.mark.slow
