@@ -29,13 +29,6 @@ __all__ = ["call"]
 ROOT = Path(__file__).parent.parent
 
 
-def paceline(*words: str, stdin: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "paceline", *words]
-    return subprocess.run(
-        command, input=stdin, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **(env or {})}, timeout=120
-    )
-
-
 def test_a_schema_is_a_file_or_itself(tmp_path: Path) -> None:
     schema, file = '{"type": "array"}', tmp_path / "schema.json"
     file.write_text(schema + "\n")
@@ -45,11 +38,12 @@ def test_a_schema_is_a_file_or_itself(tmp_path: Path) -> None:
     assert grammar_of(None, None) is None
 
 
-def test_without_a_command_help_is_shown() -> None:
-    done = paceline()
+def test_without_a_command_help_is_shown(call: Call) -> None:
+    """As `python -m paceline`, in a process of its own."""
+    done = subprocess.run([sys.executable, "-m", "paceline"], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0
     assert "generate" in done.stdout
-    assert paceline("--version").stdout.startswith("paceline ")
+    assert call("--version").stdout.startswith("paceline ")
 
 
 @pytest.mark.parametrize(
@@ -163,8 +157,8 @@ def test_beside_plain_decoding(plain: Beside, said: str) -> None:
     assert line.startswith("plain 10.0 tokens/s, with drafts 20.0 tokens/s: ") and said in line and line.count("\n") == 1
 
 
-def test_with_json_an_error_is_json_too() -> None:
-    done = paceline("generate", "", "--json")
+def test_with_json_an_error_is_json_too(call: Call) -> None:
+    done = call("generate", "", "--json")
     assert done.returncode == 2
     assert "empty" in json.loads(done.stdout)["error"]
 
@@ -190,10 +184,11 @@ def test_an_error_in_the_engine_names_the_options(call: Call, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("words", [("generate", "/no/such/model", "hi"), ("bench", "decode", "--model", "/no/such/model")])
-def test_transformers_that_is_not_installed_is_said_before_anything_loads(words: tuple[str, ...]) -> None:
-    code = "import sys; sys.modules['transformers'] = None; from paceline.cli import main; main()"
-    command = [sys.executable, "-c", code, *words, "--against", "transformers"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+def test_transformers_that_is_not_installed_is_said_before_anything_loads(
+    call: Call, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    done = call(*words, "--against", "transformers")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "pip install 'paceline[hf]'" in done.stderr
 
@@ -218,16 +213,16 @@ def test_a_terminal_shows_something_at_once(tmp_path: Path) -> None:
     assert "loading" not in piped.stderr
 
 
-@pytest.mark.slow
-def test_a_missing_model_is_one_line() -> None:
-    done = paceline("generate", "/no/such/folder", "hi")
+def test_a_missing_model_is_one_line(call: Call) -> None:
+    done = call("generate", "/no/such/folder", "hi")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("error: ")
 
 
-def test_models_are_listed(tmp_path: Path) -> None:
-    done = paceline("models", env={"PACELINE_HOME": str(tmp_path)})
+def test_models_are_listed(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    done = call("models")
     assert done.returncode == 0
     lines = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert list(lines) == ["smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"]
@@ -237,12 +232,13 @@ def test_models_are_listed(tmp_path: Path) -> None:
     assert "ngram" in lines["qwen2.5-coder-1.5b"]
 
 
-def test_models_that_are_here_say_where(tmp_path: Path) -> None:
+def test_models_that_are_here_say_where(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
     file = tmp_path / "downloads" / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
     file.parent.mkdir()
     file.touch()
     os.truncate(file, 491_400_064)  # takes no space
-    done = paceline("models", "--json", env={"PACELINE_HOME": str(tmp_path)})
+    done = call("models", "--json")
     assert done.stdout.count("\n") == 1
     found = {each["name"]: each for each in json.loads(done.stdout)["models"]}
     assert [each["path"] for each in found.values()] == [None, str(file), None]

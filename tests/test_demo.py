@@ -41,7 +41,7 @@ def test_what_was_written_has_little_time_memory_and_no_files(
     assert "exit status -" in demo.run("while True: pass")
     assert "MemoryError" in demo.run("x = bytearray(1 << 30)")
     assert "File too large" in demo.run(f"with open({str(tmp_path / 'x')!r}, 'w') as file: file.write('x')")
-    monkeypatch.setattr(demo, "WAIT_S", 1)
+    monkeypatch.setattr(demo, "WAIT_S", 0.2)
     assert "did not end" in demo.run("import time; time.sleep(9)")
 
 

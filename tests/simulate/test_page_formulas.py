@@ -32,7 +32,7 @@ from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, Deployment, memory_
 from paceline.simulate.shapes import FORMATS, Attention, ModelShape, Precisions
 from paceline.simulate.speedup import Load, predict
 
-NUM_INPUTS = 1000
+NUM_INPUTS = 500
 RELATIVE = 1e-9
 SHAPES = catalogue.all_shapes()
 ODD = ModelShape(
@@ -137,7 +137,7 @@ def drawn_case(rng: random.Random, place: int) -> tuple[dict[str, Any], dict[str
 
 
 @pytest.mark.slow
-def test_a_thousand_random_inputs_agree() -> None:
+def test_random_inputs_agree() -> None:
     rng = random.Random(6)
     cases = [drawn_case(rng, place) for place in range(NUM_INPUTS)]
     found = run_js(PREDICT, [told for told, _ in cases])
@@ -145,9 +145,9 @@ def test_a_thousand_random_inputs_agree() -> None:
     for ours, (told, expected) in zip(found, cases, strict=True):
         agree(ours, expected, told)
     assert len({expected["best_draft_length"] for _, expected in cases}) > 10, "the inputs are too alike to tell much"
-    assert (
-        sum(told["plain_rate"] is not None for told, _ in cases) > 200 < sum(expected["host_s"] == 0 for _, expected in cases)
-    )
+    least = NUM_INPUTS // 5
+    assert sum(told["plain_rate"] is not None for told, _ in cases) > least
+    assert sum(expected["host_s"] == 0 for _, expected in cases) > least
 
 
 def test_a_rate_that_cannot_be_is_refused_as_python_refuses_it() -> None:

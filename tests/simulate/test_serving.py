@@ -93,7 +93,7 @@ def run(jobs: list[Job], policy: str = "off", server: ServerShape | None = None,
 # Queueing theory
 
 
-@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("load", [0.3, 0.8])
 def test_one_row_with_a_fixed_service_waits_as_m_d_1(load: float) -> None:
     """Pollaczek-Khinchine with a constant service of D seconds: mean wait = load * D / (2 * (1 - load))."""
     service_s = 0.1
@@ -132,7 +132,7 @@ def test_littles_law() -> None:
 
 
 def test_capacity_is_where_the_queue_begins_to_grow() -> None:
-    case = Case(jobs_of(1000), COSTS, ServerShape(max_rows=4), HALF)
+    case = Case(jobs_of(1000, answer=8), COSTS, ServerShape(max_rows=4), HALF)
     most = capacity(case, "off")
     below, above = sweep(case, ["off"], rates=[0.8 * most, 1.3 * most])
     assert not below.is_saturated and above.is_saturated
@@ -222,7 +222,7 @@ def test_every_request_finishes_once_and_tokens_add_up(policy: str, concurrency:
 
 @pytest.mark.parametrize("policy", ["4", "adaptive"])
 def test_the_same_seed_gives_the_same_figures(policy: str) -> None:
-    case = Case(workload(80, lengths("5-60"), lengths("5-60"), 2), COSTS, ServerShape(), HALF, seed=2)
+    case = Case(workload(40, lengths("5-60"), lengths("5-60"), 2), COSTS, ServerShape(), HALF, seed=2)
     once, again = (sweep(case, [policy], rates=[3.0, 9.0], concurrencies=[2]) for _ in range(2))
     assert once == again
     other = sweep(replace(case, seed=3), [policy], rates=[3.0, 9.0], concurrencies=[2])
@@ -255,7 +255,7 @@ def test_drafts_that_never_stand_never_pay() -> None:
     assert run(jobs, "best", survival=nothing).wall_s == plain.wall_s
 
 
-@pytest.mark.parametrize(("concurrency", "chance"), [(1, 0.3), (1, 0.9), (4, 0.6), (16, 0.3), (16, 0.9)])
+@pytest.mark.parametrize(("concurrency", "chance"), [(1, 0.9), (4, 0.6), (16, 0.3)])
 def test_best_keeps_up_with_every_fixed_number(concurrency: int, chance: float) -> None:
     survival = tuple(chance**place for place in range(1, 8))
     case = Case(jobs_of(32, answer=120), COSTS, ServerShape(max_rows=16), survival)
@@ -268,7 +268,7 @@ def test_best_keeps_up_with_every_fixed_number(concurrency: int, chance: float) 
 
 
 def test_speculation_pays_when_few_are_there_and_costs_when_many_are() -> None:
-    case = Case(jobs_of(200, answer=60), Costs(position_s=0.003), ServerShape(max_rows=32), HALF)
+    case = Case(jobs_of(64, answer=60), Costs(position_s=0.003), ServerShape(max_rows=32), HALF)
     alone = {each.policy: each for each in sweep(case, ["off", "3"], concurrencies=[1])}
     crowd = {each.policy: each for each in sweep(case, ["off", "3"], concurrencies=[32])}
     assert alone["3"].tokens_per_s > 1.15 * alone["off"].tokens_per_s
@@ -372,23 +372,23 @@ class BlockCosts(Costs):
         return self.draft
 
 
-def tokens_per_round(case: Case, policy: str) -> float:
-    done = case.run(policy).requests
+def tokens_per_round(outcome: Outcome) -> float:
+    done = outcome.requests
     return 1 + sum(each.num_accepted_total for each in done) / sum(each.num_rounds for each in done)
 
 
 def test_trees_of_a_simulated_server_keep_what_marginals_make_expected() -> None:
     case = Case(jobs_of(60, answer=200), BlockCosts(), ServerShape(max_rows=4), THREE.survival, marginals=THREE)
     for policy, nodes in (("tree:4", 4), ("tree:12", 12)):
-        assert tokens_per_round(case, policy) == pytest.approx(THREE.expected(nodes)[nodes].tokens, rel=0.03)
-    assert tokens_per_round(case, "3") == pytest.approx(1 + sum(THREE.survival), rel=0.03)
+        assert tokens_per_round(case.run(policy)) == pytest.approx(THREE.expected(nodes)[nodes].tokens, rel=0.03)
+    assert tokens_per_round(case.run("3")) == pytest.approx(1 + sum(THREE.survival), rel=0.03)
 
 
 def test_an_adaptive_server_grows_trees_where_passes_are_cheap() -> None:
-    case = Case(jobs_of(60, answer=200), BlockCosts(), ServerShape(max_rows=4), THREE.survival, marginals=THREE)
-    chains, trees = (tokens_per_round(each, "adaptive") for each in (replace(case, marginals=None), case))
-    assert trees > 1.08 * chains
-    assert replace(case, marginals=None).run("adaptive").wall_s > case.run("adaptive").wall_s
+    case = Case(jobs_of(24, answer=200), BlockCosts(), ServerShape(max_rows=4), THREE.survival, marginals=THREE)
+    chains, trees = (each.run("adaptive") for each in (replace(case, marginals=None), case))
+    assert tokens_per_round(trees) > 1.08 * tokens_per_round(chains)
+    assert chains.wall_s > trees.wall_s
 
 
 def test_trees_need_to_know_what_they_are_made_of() -> None:
@@ -400,11 +400,10 @@ def test_trees_need_to_know_what_they_are_made_of() -> None:
     assert found.survival == read_marginals("greedy").survival
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("block", [15, None], ids=["block", "chain"])
 def test_adaptive_keeps_up_with_the_best_length_at_64_streams(block: int | None) -> None:
     """Qwen3-8B on 8 H100, 64 in flight: it had 1.11x where the best length has 1.25x, drafting 0.6 tokens a round."""
     costs = CostsConfig(model="Qwen3-8B", hardware="8x H100", block=block)
-    config = ServingConfig(acceptance="0.65", concurrency=(64,), max_rows=64, requests=400)
+    config = ServingConfig(acceptance="0.65", concurrency=(64,), max_rows=64, requests=192)
     off, best, adaptive = (each.tokens_per_s for each in simulate_server(costs, config).loads)
     assert best > 1.2 * off and adaptive - off > 0.85 * (best - off)

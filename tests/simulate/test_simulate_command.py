@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulate_steps import steps_file
+from simulate_steps import MACHINE, steps_file
 from typer.testing import CliRunner
 
 from paceline.cli import app
@@ -58,7 +58,19 @@ def test_every_prediction_says_what_it_assumes_and_what_differs() -> None:
     assert usual in run("--model", "Qwen3-8B", "--hardware", "H100")
     shown = run("--model", "Qwen3-8B", "--hardware", "H100", "--batch", "64", "--acceptance", "0.65")
     assert "64 streams (differs from the usual 1), acceptance 0.65 (differs from the usual 0.8)" in shown
-    words = ["simulate-serving", "--model", "Qwen3-8B", "--hardware", "H100", "--requests", "20"]
+    words = [
+        "simulate-serving",
+        "--model",
+        "Qwen3-8B",
+        "--hardware",
+        "H100",
+        "--requests",
+        "4",
+        "--policy",
+        "off",
+        "--rate",
+        "1",
+    ]
     served = CliRunner().invoke(app, words, catch_exceptions=False).stdout
     assert "320 tokens of context (differs from the usual 4,096), up to 8 streams (differs from the usual 1)" in served
     advised = CliRunner().invoke(app, ["advise", "--model", "Qwen3-8B", "--hardware", "H100"], catch_exceptions=False).stdout
@@ -142,9 +154,11 @@ def test_listing() -> None:
     assert "not public" in run("--list")
 
 
-def test_this_machine_is_measured() -> None:
+def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/test_hardware.py measures."""
+    monkeypatch.setattr("paceline.simulate.answer.this_machine", lambda device: MACHINE)
     found = line("--model", "smollm2-135m", "--acceptance", "0.8,0.7", "--max-draft", "4")
-    assert found["hardware"]
+    assert found["hardware"] == MACHINE.name
     assert any("place 2" in sentence for sentence in found["limits"])
 
 
