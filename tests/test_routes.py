@@ -27,7 +27,7 @@ def request(key: int, cluster: str = "") -> Sequence:
 
 
 def serve(
-    router: Router, key: int, member: str, cluster: str, gain: float, luck: random.Random, num_rounds: int = 30, own: int = 30
+    router: Router, key: int, member: str, cluster: str, gain: float, luck: random.Random, num_rounds: int = 16, own: int = 16
 ) -> float:
     """A request of two tokens in each of so many rounds, its drafter's own in `own` of them; returns what it took, in rounds
     without drafts for each token."""
@@ -69,9 +69,9 @@ MIXED: Gains = {("gsm8k", "general"): 2.0, ("gsm8k", "tickets"): 1.6, ("tickets"
 
 @pytest.mark.slow
 def test_half_and_half_is_within_three_percent_of_routing_by_hand() -> None:
-    """After 200 requests, over 6 runs: what a token took on average, over what it takes with each cluster's best."""
+    """After 200 requests, over 3 runs: what a token took on average, over what it takes with each cluster's best."""
     spent = best = 0.0
-    for seed in range(6):
+    for seed in range(3):
         served, _ = traffic(lambda _: MIXED, ["general", "tickets"], seed)
         for cluster, member, _ in served[200:]:
             spent += 1.0 / MIXED.get((cluster, member), 1.0)
@@ -83,7 +83,7 @@ def test_half_and_half_is_within_three_percent_of_routing_by_hand() -> None:
 @pytest.mark.parametrize("gain", [0.6, 1.0])
 def test_a_member_with_random_weights_is_abandoned_within_fifty_requests(gain: float) -> None:
     """Whether it costs time or, as under a planner that drafts nothing when nothing pays, only brings nothing."""
-    for seed in range(5):
+    for seed in range(2):
         gains = {("all", "general"): 2.0, ("all", "random"): gain}
         served, _ = traffic(lambda _, gains=gains: gains, ["random", "general"], seed)
         given = Counter(member for _, member, _ in served[50:])
@@ -91,10 +91,10 @@ def test_a_member_with_random_weights_is_abandoned_within_fifty_requests(gain: f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gain", [0.97, 1.0, 1.05])
+@pytest.mark.parametrize("gain", [0.97, 1.05])
 def test_where_lookups_do_the_work_a_member_without_drafts_of_its_own_gives_way(gain: float) -> None:
     """All are equally fast then, and luck alone would share requests out."""
-    for seed in range(4):
+    for seed in range(2):
         router, luck, given = Router(), random.Random(seed), []
         for key in range(400):
             member, cluster = router.choose(key, ("all",), ["random", "general", "none"])
@@ -108,7 +108,7 @@ def test_a_member_whose_drafts_bring_less_is_taken_where_it_is_clearly_faster() 
     router, luck, given = Router(), random.Random(0), []
     for key in range(200):
         member, cluster = router.choose(key, ("all",), ["small", "large", "none"])
-        serve(router, key, member, cluster, 2.0 if member == "small" else 1.4, luck, own=10 if member == "small" else 30)
+        serve(router, key, member, cluster, 2.0 if member == "small" else 1.4, luck, own=5 if member == "small" else 16)
         given.append(member)
     assert Counter(given[50:])["small"] >= 140
 
@@ -133,15 +133,14 @@ def test_a_member_that_brings_nothing_does_not_keep_a_better_one_away() -> None:
 
 def test_a_useless_member_is_tried_once_in_each_of_many_clusters() -> None:
     gains = {(f"c{number}", name): gain for number in range(10) for name, gain in (("good", 2.0), ("useless", 1.0))}
-    for seed in range(2):
-        served, _ = traffic(lambda _: gains, ["useless", "good"], seed, num_requests=600)
-        given = Counter(cluster for cluster, member, _ in served if member == "useless")
-        assert sum(given.values()) <= 2 + FIRST * 4 + 10 + 0.02 * 600
+    served, _ = traffic(lambda _: gains, ["useless", "good"], seed=0, num_requests=600)
+    given = Counter(cluster for cluster, member, _ in served if member == "useless")
+    assert sum(given.values()) <= 2 + FIRST * 4 + 10 + 0.02 * 600
 
 
 def test_where_no_member_is_faster_than_plain_decoding_none_is_chosen() -> None:
     gains = {("all", "a"): 0.7, ("all", "b"): 0.5}
-    for seed in range(4):
+    for seed in range(2):
         served, _ = traffic(lambda _: gains, ["a", "b"], seed)
         given = Counter(member for _, member, _ in served[100:])
         assert given["none"] >= 0.95 * len(served[100:])
@@ -154,14 +153,13 @@ def test_a_member_that_gets_worse_or_better_is_found_out(after: dict[str, float]
         now = {"a": 2.0, "b": 1.4} if key < 300 else after
         return {("all", name): gain for name, gain in now.items()}
 
-    for seed in range(2):
-        served, _ = traffic(gains, ["a", "b"], seed, num_requests=1000)
-        assert Counter(member for _, member, _ in served[200:300])["a"] >= 90
-        assert Counter(member for _, member, _ in served[900:])["b"] >= 90
+    served, _ = traffic(gains, ["a", "b"], seed=0, num_requests=1000)
+    assert Counter(member for _, member, _ in served[200:300])["a"] >= 90
+    assert Counter(member for _, member, _ in served[900:])["b"] >= 90
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_members", "spread"), [(2, 0.0), (2, 0.5), (3, 0.05), (5, 0.0), (5, 0.5)])
+@pytest.mark.parametrize(("num_members", "spread"), [(2, 0.0), (3, 0.05), (5, 0.5)])
 def test_exploring_is_bounded_as_it_is_stated(num_members: int, spread: float) -> None:
     members = [f"m{number}" for number in range(num_members)]
     gains = {("all", name): max(2.0 - spread * number, 0.3) for number, name in enumerate(members)}
@@ -174,7 +172,7 @@ def test_exploring_is_bounded_as_it_is_stated(num_members: int, spread: float) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_members", [2, 4])
+@pytest.mark.parametrize("num_members", [4])
 def test_exploring_is_bounded_where_members_are_nearly_equal(num_members: int) -> None:
     """There it may always be that another is better: only the credit keeps requests with the one that looks best."""
     members, num_requests = [f"m{number}" for number in range(num_members)], 1000
