@@ -53,6 +53,18 @@ DRAFTS = {
     "sure of itself": [0.0, 0.95, 0.05, 0.0, 0.0],
     "the target's zeros": [0.0, 0.2, 0.3, 0.0, 0.5],
 }
+DRAWN = [
+    (name, aimed, list(DRAFTS)[(number + place) % len(DRAFTS)])
+    for number, name in enumerate(SETTINGS)
+    for place, aimed in enumerate(TARGETS)
+]
+"""Every pair of a setting, a target and a drafter."""
+CERTAIN = [
+    (name, list(TARGETS)[(number + place) % len(TARGETS)], children)
+    for number, name in enumerate(SETTINGS)
+    for place, children in enumerate(([0], [1], [3], [2, 0], [4, 3, 1], []))
+]
+"""Every pair of a setting, a target and a node's children."""
 VOCAB = range(5)
 T = TypeVar("T")
 
@@ -160,9 +172,7 @@ def replaced(rule: Lossy, x: int, rows_JV: Tensor, row_KV: Tensor) -> Callable[[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("drafted", DRAFTS)
-@pytest.mark.parametrize("aimed", TARGETS)
+@pytest.mark.parametrize(("name", "aimed", "drafted"), DRAWN)
 def test_drawn_drafts_are_said_as_stated(name: str, drafted: str, aimed: str) -> None:
     rule, target, draft = Lossy.of(name), TARGETS[aimed], DRAFTS[drafted]
     rows_JV, row_KV = tensor(target).repeat(2, 1), tensor(draft).unsqueeze(0)
@@ -224,9 +234,7 @@ def beside_own(
     return outcome
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("children", [[0], [1], [3], [2, 0], [4, 3, 1], []])
-@pytest.mark.parametrize("aimed", TARGETS)
+@pytest.mark.parametrize(("name", "aimed", "children"), CERTAIN)
 def test_certain_drafts_and_trees_are_said_as_stated(name: str, children: list[int], aimed: str) -> None:
     rule, target = Lossy.of(name), TARGETS[aimed]
     said, ledger, changed = [0.0] * 5, Ledger(), 0.0
