@@ -6,7 +6,6 @@ import json
 import time
 from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,7 +53,10 @@ def reference_rounds(raw: dict[str, Any], network: DFlash2Network, model: Any, m
 
 REFERENCES: dict[tuple[str, int, tuple[float, ...]], Any] = {}
 """The authors' greedy rounds, by config, length and sums of the weights."""
-NAMES = sorted(VARIANTS.keys() - {"sliding-unused", "sliding"})
+DRAWN: dict[str, Any] = {}
+"""The authors' sampled rounds, by variant."""
+NAMES = ["full", "full-causal", "one-layer-one-feature", "scaled", "sliding-both-ways"]
+"""The others change attention alone, which is DFlash's: test_dflash.py."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,7 +64,7 @@ NAMES = sorted(VARIANTS.keys() - {"sliding-unused", "sliding"})
 def test_rounds_are_the_references(name: str, kind: Any) -> None:
     model, target = targets(kind=kind)
     raw = raw_2(**VARIANTS[name])
-    drafter = assert_same_rounds(raw, network_2(raw), model, target, 36, 18)
+    drafter = assert_same_rounds(raw, network_2(raw), model, target, 26, 10)
     assert selects(drafter), "the test needs a selector that changes drafts"
 
 
@@ -76,13 +78,12 @@ def selects(drafter: Recording2) -> bool:
 def test_medium_shape_as_the_reference(kind: Any) -> None:
     model, target = targets(hidden=192, vocab=40, kind=kind)
     raw = as_dflash2(new_config(192, 40, TARGET_LAYERS, num_layers=5, block_size=16, head_dim=32), rank=24)
-    assert_same_rounds(raw, network_2(raw), model, target, 40, 15)
+    assert_same_rounds(raw, network_2(raw), model, target, 28, 6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rounds_of_trained_weights_are_the_references(kind: Any, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], DFlash2Network]:
     """Weights that a training made, convolution and selector too; free codebooks, as a checkpoint has them."""
-    model, target = targets(kind=kind)
     shape = DrafterShape(num_layers=2, block_size=4, num_taps=2, kind="dflash2", selector_rank=6, codebooks="free")
     raw, network = network_for(teacher := tiny_target(), "none", shape, None, 0)
     assert isinstance(network, DFlash2Network)
@@ -91,17 +92,23 @@ def test_rounds_of_trained_weights_are_the_references(kind: Any, tmp_path: Path)
     texts = [prompt + generate(tiny_target(), NoDrafter(), [prompt], 24)[0][0] for prompt in prompts]
     texts = [Document(f"{number}@0/0", np.array(text, dtype=np.int32), 4) for number, text in enumerate(texts)]
     features = OnlineFeatures(teacher, texts, network.config.target_layer_ids, False)
-    settings = LoopConfig(max_steps=40, blocks_per_step=16, anchors=8, autocast=False, selector_from=0.1)
+    settings = LoopConfig(max_steps=24, blocks_per_step=16, anchors=8, autocast=False, selector_from=0.1)
     settings = replace(settings, optim=OptimConfig(lr=2e-2), serve_share=0.0)
     embedding_VD = teacher.embed(torch.arange(VOCAB)).clone()
     drafter = trainable_of(network, raw)
-    Trainer(drafter, Corpus(texts, []), features, embedding_VD, Head(head_weight(teacher)), settings, folder=tmp_path).run()
+    folder = tmp_path_factory.mktemp("trained")
+    Trainer(drafter, Corpus(texts, []), features, embedding_VD, Head(head_weight(teacher)), settings, folder=folder).run()
     fresh = DFlash2Network.random(network.config).state_dict()
     for name in ("layers.0.mlp_conv.kernel_projection.weight", "candidate_selector.successor_codebook"):
         assert (network.state_dict()[name] - fresh[name]).abs().max() > 1e-2, "the test needs parts that learned"
     raw["dflash_config"]["selector_top_k"] = 6  # the package wants as many tokens as candidates
-    trained = DFlash2Network.of(DFlashConfig.from_json(raw), network.state_dict())
-    assert_same_rounds(raw, trained, model, target, 90, 20)
+    return raw, DFlash2Network.of(DFlashConfig.from_json(raw), network.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_of_trained_weights_are_the_references(kind: Any, trained: tuple[dict[str, Any], DFlash2Network]) -> None:
+    model, target = targets(kind=kind)
+    assert_same_rounds(*trained, model, target, 60, 10)
 
 
 def assert_same_rounds(
@@ -130,12 +137,14 @@ def test_sampled_proposals_are_the_references(name: str, kind: Any, monkeypatch:
     model, target = targets(kind=kind)
     raw = raw_2(**VARIANTS[name])
     network = network_2(raw)
-    torch.manual_seed(3)
-    theirs, tokens = reference_rounds(raw, network, model, 50, 0.8)
+    if name not in DRAWN:  # the same for a native target
+        torch.manual_seed(3)
+        DRAWN[name] = reference_rounds(raw, network, model, 40, 0.8)
+    theirs, tokens = DRAWN[name]
     drafter = DFlash2Drafter(network)
     ready(target, drafter)
     full = [each for each in theirs if len(each[2]) == drafter.num_drafted]
-    assert len(full) >= 15
+    assert len(full) >= 10
     plain, drawing = WalkedReading.drawn, iter(list[int]())
 
     def follow(self: WalkedReading, slot: int, limit: int, seq: Any) -> Any:
