@@ -49,13 +49,27 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 BUILT = pytest.mark.skipif(native_lib.load() is None, reason="the native library is not built")
-PAIRS = [
-    ("always", Decoder),
-    ("sometimes", Decoder),
-    ("never", Decoder),
-    ("its own", Decoder),
-    pytest.param("sometimes", NativeDecoder, marks=BUILT),
+FASTEST: Any = Decoder if native_lib.load() is None else NativeDecoder
+CASES = [
+    (0, "always", Decoder, "greedy"),
+    (12, "always", Decoder, "greedy"),
+    (0, "never", Decoder, "greedy"),
+    (12, "never", Decoder, "greedy, penalised"),
+    (0, "sometimes", Decoder, "greedy, penalised"),
+    (0, "its own", Decoder, "seeded"),
+    (12, "sometimes", Decoder, "seeded"),
+    (0, "always", Decoder, "seeded, filtered"),
+    (12, "its own", Decoder, "seeded, filtered"),
+    (0, "never", Decoder, "greedy, shaped"),
+    (12, "its own", Decoder, "greedy, shaped"),
+    (12, "always", Decoder, "seeded, shaped"),
+    pytest.param(0, "sometimes", NativeDecoder, "greedy", marks=BUILT),
+    pytest.param(12, "sometimes", NativeDecoder, "greedy, penalised", marks=BUILT),
+    pytest.param(12, "its own", NativeDecoder, "seeded, filtered", marks=BUILT),
+    pytest.param(0, "sometimes", NativeDecoder, "seeded, shaped", marks=BUILT),
 ]
+"""Nodes of a tree (0: a chain), how often drafts agree with the text, the target, the request: every request with a chain
+and with a tree, and every kind of agreement too, not all combinations."""
 
 
 class Agreeing(DFlash2Drafter):
@@ -103,9 +117,7 @@ def plain_answers(kind: Any, way: str) -> list[Sequence]:
     return answers(kind, SamplingParams(max_tokens=24, **WAYS[way]), FixedPlanner(0))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("agrees", "kind"), PAIRS)
-@pytest.mark.parametrize("num_nodes", [0, 12])
+@pytest.mark.parametrize(("num_nodes", "agrees", "kind", "way"), CASES)
 def test_the_text_is_plain_decodings(num_nodes: int, agrees: str, kind: Any, way: str) -> None:
     params = SamplingParams(max_tokens=24, **WAYS[way])
     plain = plain_answers(kind, way)
@@ -155,7 +167,7 @@ def p_value(rule: str, monkeypatch: pytest.MonkeyPatch, num_samples: int = 300) 
     monkeypatch.setattr(types.os, "urandom", numbers.randbytes)
     params = SamplingParams(temperature=0.7, top_k=3, max_tokens=4)
     drafter = DFlash2Drafter(network())
-    engine = Engine(tiny_target(num_rows=30), ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule]))
+    engine = Engine(tiny_target(num_rows=30, kind=FASTEST), ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule]))
     found = run(engine, [PROMPT] * num_samples, params)
     assert sum(each.num_accepted for seq in found for each in seq.rounds) > num_samples / 8, "the test needs drafts that stand"
     counts, expected = Counter(tuple(seq.output_ids) for seq in found), expected_answers(params, 4)
