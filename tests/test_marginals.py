@@ -145,8 +145,9 @@ def mocked_answers(planner: FixedPlanner, way: dict[str, Any], num_answers: int 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [{}, {"temperature": 1.0, "presence_penalty": 0.4}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("num_nodes", [2, 8])
+@pytest.mark.parametrize(
+    ("num_nodes", "way"), [(2, {"temperature": 1.0, "presence_penalty": 0.4}), (8, {})], ids=["sampled", "greedy"]
+)
 def test_mocked_trees_keep_what_marginals_make_expected(num_nodes: int, way: dict[str, Any]) -> None:
     done = mocked_answers(MockedPlanner(num_nodes=num_nodes, marginals=THREE), way)
     whole = [each for seq in done for each in seq.rounds[:-3]]  # the last rounds end with the answer
@@ -157,8 +158,10 @@ def test_mocked_trees_keep_what_marginals_make_expected(num_nodes: int, way: dic
 
 @pytest.mark.slow
 def test_mocked_trees_keep_more_than_mocked_chains() -> None:
-    chain = sum(len(seq.rounds) for seq in mocked_answers(FixedPlanner(), {}))
-    tree = sum(len(seq.rounds) for seq in mocked_answers(MockedPlanner(num_nodes=12, marginals=THREE), {}))
+    chain, tree = (
+        sum(len(seq.rounds) for seq in mocked_answers(planner, {}, num_answers=10))
+        for planner in (FixedPlanner(), MockedPlanner(num_nodes=12, marginals=THREE))
+    )
     assert chain / tree == pytest.approx(THREE.expected(12)[12].tokens / (1 + sum(THREE.survival)), rel=0.06) and chain > tree
 
 
