@@ -1,7 +1,8 @@
-"""Thousands of random engine steps: requests come, go, are aborted, stop early, overflow the cache; nothing leaks or mixes."""
+"""Random engine steps: requests come, go, are aborted, stop early, overflow the cache; nothing leaks or mixes."""
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -14,7 +15,7 @@ from paceline.types import SamplingParams, Sequence
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS = 3_000
+NUM_STEPS = 3_000 if os.environ.get("PACELINE_NIGHTLY") else 800
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -74,4 +75,4 @@ def test_random_steps(kind: str) -> None:
     engine.check_integrity()
     assert not engine.has_work
     assert target.cache.num_free == target.cache.num_rows
-    assert num_finished > 150
+    assert num_finished > NUM_STEPS / 20
