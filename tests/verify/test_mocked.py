@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from checked_rows import judged
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import config
@@ -24,10 +24,10 @@ def num_accepted(tokens_per_round: float, num_drafted: int, position: int) -> in
     return judged(mocked(tokens_per_round).verify, [4] * num_drafted, None, ROWS_JV[[2] * (num_drafted + 1)], uniforms)[0]
 
 
-@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
 @given(st.floats(1, 8), st.integers(0, 5000))
 def test_tokens_per_round_is_met_exactly_in_the_long_run(tokens_per_round: float, start: int) -> None:
-    position, rounds = start, 200
+    position, rounds = start, 100
     for _ in range(rounds):
         accepted = num_accepted(tokens_per_round, 15, position)
         assert accepted + 1 in (math.floor(tokens_per_round), math.ceil(tokens_per_round))
