@@ -20,7 +20,7 @@ from paceline.types import SamplingParams
 
 pytestmark = pytest.mark.slow
 
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 PROMPTS = [text(5), text(19, 1), text(4, 2) * 3]
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
 
