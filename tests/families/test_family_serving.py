@@ -1,4 +1,4 @@
-"""Each family behind the server: an answer over HTTP is Transformers' `generate`, with a drafter that is mostly wrong."""
+"""Families behind the server: an answer over HTTP is Transformers' `generate`, with a drafter that is mostly wrong."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from paceline.engine.llm import LLM
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 12
+SERVED = ["llama", "gemma3", "gpt-oss", "qwen3.5-moe"]
+"""Of each kind of cache one: what the server does is no matter of the family."""
 
 
+@pytest.mark.parametrize("name", SERVED)
 def test_an_answer_over_http(name: str, made: tuple[Path, Any]) -> None:
     folder, model = made
 
