@@ -79,8 +79,8 @@ def assert_formulas(drafter: Recording, kind: Any, least: int, are_best: bool = 
 def test_rounds_are_the_formulas(name: str, kind: Any) -> None:
     drafter = recording(raw_eagle3(**VARIANTS[name]), num_drafted=3)
     target = tiny_target(kind=kind)
-    (answer,), rounds = generate(target, drafter, [PROMPT[:6]], 12, chunk=4)
-    assert (answer,) == tuple(generate(target, NoDrafter(), [PROMPT[:6]], 12)[0])
+    (answer,), rounds = generate(target, drafter, [PROMPT[:6]], 9, chunk=4)
+    assert (answer,) == tuple(generate(target, NoDrafter(), [PROMPT[:6]], 9)[0])
     assert all(each <= 3 for found in rounds for each in found.num_drafted_B)
     assert_formulas(drafter, kind, least=3)
 
