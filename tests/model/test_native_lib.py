@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import warnings
@@ -23,6 +24,7 @@ from paceline.errors import NativeError
 from paceline.model import native_lib
 from paceline.model.blocks import BLOCK_KINDS, BlockKind, Blocks
 from paceline.model.native_lib import Matrix
+from paceline.model.target import ForwardBatch
 
 pytestmark = needs_library
 DTYPES = [torch.float32, torch.bfloat16]
@@ -59,7 +61,7 @@ def weights_of(rows: int, cols: int) -> list[tuple[Tensor | Blocks, Tensor]]:
     return made
 
 
-SIZES = [(1, 1), (3, 7), (4, 32), (5, 33), (13, 64), (66, 96), (130, 160), (37, 256), (19, 1024)]
+SIZES = [(1, 1), (4, 32), (5, 33), (66, 96), (130, 160), (19, 512)]
 
 
 @pytest.mark.slow
@@ -78,7 +80,7 @@ def test_matrices_are_numpy_s(rows: int, cols: int, isa: str) -> None:
             assert torch.equal(part.rows_of(list(range(len(ids))), dtype), held[ids].to(dtype))
             if matrix.formats == ["float32"] and dtype == torch.bfloat16:
                 continue  # refused, see below
-            for num_tokens in (1, 2, 7, 13, 64):
+            for num_tokens in (1, 2, 7, 34):
                 x_TD = torch.randn(num_tokens, cols)
                 out = matrix.multiply(x_TD, dtype)
                 in_planes = isinstance(weight, Blocks) and dtype == torch.bfloat16
@@ -229,9 +231,6 @@ def in_a_process(code: str, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
-ASK = "from paceline.model import native_lib; print('library:', native_lib.load() is not None)"
-
-
 def test_the_library_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(native_lib.library_path())
     monkeypatch.setattr(native_lib, "load", native_lib.load.__wrapped__)
@@ -265,30 +264,29 @@ def test_a_library_of_another_version_warns(monkeypatch: pytest.MonkeyPatch) -> 
         assert native_lib.load() is None
 
 
-FORK = """
-import os, torch
-from native_models import BASE, native_decoder, random_weights
-from paceline.model import native_lib
-from paceline.model.target import ForwardBatch
-native = native_decoder(BASE, random_weights(BASE), torch.float32)
-native_lib.set_threads(3)
-native.cache.allocate()
-def best():
-    native.cache.rollback([0], [0])
-    return native.forward(ForwardBatch([0], [0], [9], list(range(9)))).argmax_T
-expected = best()
-child = os.fork()
-if child == 0:
-    os._exit(0 if best() == expected else 1)
-print("child:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), best() == expected)
-"""
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    said = in_a_process(FORK, PACELINE_NATIVE_LIBRARY=str(native_lib.library_path()), PYTHONPATH=str(ROOT / "tests"))
-    assert "child: 0 True" in said
+    native = native_decoder(BASE, random_weights(BASE), torch.float32)
+    native_lib.set_threads(3)
+    native.cache.allocate()
+
+    def best() -> list[int] | None:
+        native.cache.rollback([0], [0])
+        return native.forward(ForwardBatch([0], [0], [9], list(range(9)))).argmax_T
+
+    expected = best()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, of a process with threads
+        child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(60)  # which ends a child that waits for threads it does not have
+        try:
+            os._exit(0 if best() == expected else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert expected is not None and best() == expected
 
 
 ONE_CORE = """
