@@ -182,7 +182,7 @@ def test_drafts_are_the_reference_s_and_the_text_is_plain_decoding_s(name: str, 
     drafter = recording(folder)
     assert texts(folder, drafter, params) == texts(folder, None, params)
     assert sum(len(drafts) == 3 for _, drafts, _ in drafter.rounds) > 20
-    for tokens, drafts, _ in drafter.rounds:
+    for tokens, drafts, _ in drafter.rounds[::3]:
         said = reference.logits(tokens, drafts[:-1])
         for draft, logits_V in zip(drafts, said, strict=True):
             assert logits_V.max() - logits_V[draft] < 1e-3
