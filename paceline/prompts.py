@@ -223,17 +223,17 @@ def _prompt_of(row: Row, where: str, source: str, index: int) -> tuple[Prompt, l
         read |= keys if any(row.get(key) is not None for key in beside) else set()
     name = next((row[key] for key in ("id", "task_id", "question_id") if row.get(key) is not None), index)
     prompt = Prompt(printable(name), first, turns, source, tools=tools, variables=variables, where=where)
-    return prompt, [*_unread(row, read), *dict.fromkeys(lost)]
+    return prompt, [*unread_keys(row, read), *dict.fromkeys(lost)]
 
 
-def _unread(row: Row, read: Iterable[str]) -> list[str]:
+def unread_keys(row: Row, read: Iterable[str]) -> list[str]:
     """Keys with a value that are none of those `read`: Parquet gives every row all keys of its column."""
     known = set(read)
     return [printable(key) for key, value in row.items() if key not in known and value not in (None, "", [], {})]
 
 
 def _keys_within(entries: list[Row], prefix: str, read: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(prefix + key for entry in entries for key in _unread(entry, read)))
+    return list(dict.fromkeys(prefix + key for entry in entries for key in unread_keys(entry, read)))
 
 
 def read_variables(given: Any, where: str) -> tuple[tuple[str, Any], ...]:

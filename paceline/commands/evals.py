@@ -54,8 +54,8 @@ def evals_make(
     if apart_from is not None:
         suite = without_leaks(suite, apart_from, dropped)
     suite.write(out)
-    if dropped:
-        say(str(dropped))
+    for text in filter(None, (str(dropped) if dropped else "", dropped.unread_text)):
+        say(text)
     for source in sources:
         if (Path(source) / "store.json").is_file():
             from paceline.store.folder import Store

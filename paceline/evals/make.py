@@ -10,31 +10,50 @@ another answer against.
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.bench.tasks import score_ticket
 from paceline.errors import ConfigError, PromptError, refuse
 from paceline.evals.config import MakeConfig
 from paceline.evals.scorers import NUMBER, check_scorer, object_in
 from paceline.evals.suite import Case, Suite, suite_of
-from paceline.prompts import GSM8K, HUMANEVAL, read_messages, read_tools, read_variables
+from paceline.prompts import GSM8K, HUMANEVAL, read_messages, read_tools, read_variables, unread_keys
 from paceline.rows import Dropped, RowError, rows_of
 from paceline.runlog import plain
 from paceline.simulate.files import read_json
 
+log = logging.getLogger("paceline.evals")
 Row = dict[str, Any]
+ID_KEYS = ("id", "task_id", "question_id")
 MBPP = "{}\nYour code should pass these tests:\n\n{}"
+
+
+class Asked(NamedTuple):
+    """What a row asks."""
+
+    messages: list[Row]
+    answer: str | None
+    """The recorded one."""
+    scorer: Row | None
+    """If the row's keys say which."""
+    read: set[str]
+    """Keys of the row that were read."""
 
 
 def make_suite(config: MakeConfig, name: str = "suite", dropped: Dropped | None = None) -> Suite:
     """Raises PromptError naming the row that cannot be scored, ConfigError on what does not go together.
 
-    With `dropped` rows of a store, which are traffic, are left out where they cannot be scored, and counted there.
+    With `dropped` rows that cannot be asked or scored are left out and counted there, and so are keys that are not read;
+    otherwise such keys are logged.
     """
-    cases = [case for source in config.sources for case in _cases(source, config, dropped)]
+    counted = Dropped() if dropped is None else dropped
+    cases = [case for source in config.sources for case in _cases(source, config, counted, raises=dropped is None)]
+    if dropped is None and counted.unread:
+        log.warning("%s: %s", ", ".join(config.sources), counted.unread_text)
     told = f" ({dropped})" if dropped else ""
     refuse(PromptError, (not cases, f"{', '.join(config.sources)} holds nothing to ask: give at least one row{told}"))
     if config.limit is not None and config.limit < len(cases):
@@ -43,25 +62,45 @@ def make_suite(config: MakeConfig, name: str = "suite", dropped: Dropped | None 
     return suite_of(name, cases, ", ".join(config.sources))
 
 
-def _cases(source: str, config: MakeConfig, dropped: Dropped | None) -> Iterator[Case]:
+def _cases(source: str, config: MakeConfig, dropped: Dropped, *, raises: bool) -> Iterator[Case]:
+    """Rows that cannot be used are counted in `dropped`, unless the first of them `raises`."""
     if (Path(source) / "store.json").is_file():
-        yield from _stored(source, config, dropped)
-        return
-    refuse(ConfigError, (config.tag is not None, "tag chooses among a store's rows: leave it out with files"))
+        rows = _stored(source, config)
+    else:
+        refuse(ConfigError, (config.tag is not None, "tag chooses among a store's rows: leave it out with files"))
+        rows = _of_file(source, config, dropped)
+    for case in rows:
+        if not isinstance(case, PromptError):
+            yield case
+        elif raises:
+            raise case
+        else:
+            dropped.add(case.reason if isinstance(case, RowError) else "that cannot be scored", str(case))
+
+
+def _of_file(source: str, config: MakeConfig, dropped: Dropped) -> Iterator[Case | PromptError]:
+    """One case for each row; keys that are not read are counted in `dropped`."""
     name, rows = rows_of(source)
     for number, (where, row) in enumerate(rows):
         if isinstance(row, RowError):
-            raise row
-        messages, answer, given = _asked(row, where)
-        scorer = given if given and config.scorer in ("auto", given["kind"]) else _scorer(config, answer, where)
-        check_scorer(scorer, where)
-        id_of = next((row[key] for key in ("id", "task_id", "question_id") if row.get(key) is not None), number)
-        tools, variables = read_tools(row.get("tools"), where), read_variables(row.get("chat_template_kwargs"), where)
-        origin = {"file": name}
-        yield Case(f"{name}/{id_of}", scorer, tuple(messages), tools=tools, variables=variables, origin=origin)
+            yield row
+            continue
+        try:
+            asked = _asked(row, where)
+            scorer = asked.scorer if asked.scorer and config.scorer in ("auto", asked.scorer["kind"]) else None
+            scorer = scorer or _scorer(config, asked.answer, where)
+            check_scorer(scorer, where)
+            tools, variables = read_tools(row.get("tools"), where), read_variables(row.get("chat_template_kwargs"), where)
+        except PromptError as error:
+            yield error
+            continue
+        id_of = next((row[key] for key in ID_KEYS if row.get(key) is not None), number)
+        dropped.unread.update(unread_keys(row, {*asked.read, *ID_KEYS, "tools", "chat_template_kwargs"}))
+        origin, messages = {"file": name}, tuple(asked.messages)
+        yield Case(f"{name}/{id_of}", scorer, messages, tools=tools, variables=variables, origin=origin)
 
 
-def _stored(source: str, config: MakeConfig, dropped: Dropped | None) -> Iterator[Case]:
+def _stored(source: str, config: MakeConfig) -> Iterator[Case | PromptError]:
     """One case for each prompt: its first recorded answer counts."""
     from paceline.store.folder import Store
 
@@ -76,35 +115,37 @@ def _stored(source: str, config: MakeConfig, dropped: Dropped | None) -> Iterato
             scorer = _scorer(config, row["text"], where)
             check_scorer(scorer, where)
         except PromptError as error:
-            if dropped is None:
-                raise
-            dropped.add("that cannot be scored", str(error))
+            yield error
             continue
         origin = {"store": store.path.name, "version": store.version}
         origin |= {name: row[name] for name in ("digest", "conversation", "key")}
         yield Case(row["digest"], scorer, token_ids=prompt, text=row["prompt"], origin=origin)
 
 
-def _asked(row: Row, where: str) -> tuple[list[Row], str | None, Row | None]:
-    """Messages, the recorded answer, and a scorer where the row's keys say which."""
+def _asked(row: Row, where: str) -> Asked:
     if isinstance(row.get("scorer"), dict):
-        return read_messages(row.get("messages"), where), None, row["scorer"]
+        return Asked(read_messages(row.get("messages"), where), None, row["scorer"], {"messages", "scorer"})
     if row.get("messages") is not None:
         messages = read_messages(row["messages"], where)
         answer = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
-        return messages, answer, _ticket({**row, "messages": messages})
+        return Asked(messages, answer, _ticket({**row, "messages": messages}), {"messages"})
     if row.get("entry_point") and row.get("test"):
         scorer = {"kind": "code", "prompt": row["prompt"], "entry_point": row["entry_point"], "tests": row["test"]}
-        return _user(HUMANEVAL.format(row["prompt"])), None, scorer
+        read = {"prompt", "entry_point", "test", "canonical_solution"}
+        return Asked(_user(HUMANEVAL.format(row["prompt"])), None, scorer, read)
     if row.get("test_list"):
         tests = "\n".join([*filter(None, [row.get("test_setup_code")]), *row["test_list"]])
-        return _user(MBPP.format(row.get("text") or row.get("prompt"), tests)), None, {"kind": "code", "tests": tests}
+        key = "text" if row.get("text") else "prompt"
+        read = {key, "test_list", "test_setup_code", "code", "challenge_test_list"}
+        return Asked(_user(MBPP.format(row.get(key), tests)), None, {"kind": "code", "tests": tests}, read)
     for key in ("question", "prompt", "text", "instruction"):
         if isinstance(row.get(key), str):
-            answer = next((row[name] for name in ("answer", "reference", "output") if row.get(name) is not None), None)
+            answer_key = next((name for name in ("answer", "reference", "output") if row.get(name) is not None), None)
+            answer = None if answer_key is None else row[answer_key]
+            read = {key} if answer_key is None else {key, answer_key}
             if key == "question" and isinstance(answer, str) and "####" in answer:
-                return _user(GSM8K.format(row[key])), answer.rpartition("####")[2].strip(), None
-            return _user(row[key]), None if answer is None else str(answer), None
+                return Asked(_user(GSM8K.format(row[key])), answer.rpartition("####")[2].strip(), None, read)
+            return Asked(_user(row[key]), None if answer is None else str(answer), None, read)
     raise PromptError(f"{where}: none of the keys messages, question, prompt, text, instruction: there is nothing to ask")
 
 

@@ -11,6 +11,7 @@ import pytest
 from paceline.errors import ConfigError, PromptError
 from paceline.evals.config import MakeConfig
 from paceline.evals.make import make_suite
+from paceline.rows import Dropped
 
 TICKET = {"id": "7", "messages": [{"role": "user", "content": "Ann: The bed was damaged.\nPolicy RF-204: refund"}]}
 
@@ -72,3 +73,34 @@ def test_fields_limits_and_suites_again(tmp_path: Path) -> None:
     again = tmp_path / "again.jsonl"
     suite.write(again)
     assert [case.scorer for case in make_suite(MakeConfig((str(again),)))] == [case.scorer for case in suite]
+
+
+def test_keys_that_are_not_read_are_counted_by_row(tmp_path: Path) -> None:
+    dropped = Dropped()
+    rows = [
+        {"question": "Capital of Peru?", "choices": ["Lima", "Cusco"], "answer": "1"},
+        {"prompt": "def f():\n", "entry_point": "f", "test": "def check(f):\n    pass", "context": "a file"},
+        {"question": "How many?", "answer": "#### 7", "context": "", "id": 9},
+        {"instruction": "Add.", "input": "3 and 4", "output": "7", "choices": ["7"]},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(list(make_suite(MakeConfig((str(file),)), dropped=dropped))) == 4
+    assert dropped.unread == {"choices": 2, "context": 1, "input": 1}
+    assert not dropped
+
+
+def test_unread_keys_are_logged_where_nobody_counts_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made(tmp_path, {"question": "How many?", "answer": "7", "context": "Seven."})
+    assert "context (1 rows)" in caplog.text
+
+
+def test_a_row_that_cannot_be_used_is_counted_wherever_it_stands(tmp_path: Path) -> None:
+    good, dropped = {"question": "How many?", "answer": "7"}, Dropped()
+    file = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"question": "Why?"}), json.dumps(good), '{"question": ', json.dumps({"other": 1}), json.dumps(good)]
+    file.write_text("\n".join(lines) + "\n")
+    assert len(list(make_suite(MakeConfig((str(file),)), dropped=dropped))) == 2
+    assert sum(dropped.counts.values()) == 3 and dropped.counts["that cannot be scored"] == 2
+    with pytest.raises(PromptError, match="rows.jsonl, line 1"):
+        make_suite(MakeConfig((str(file),)))
