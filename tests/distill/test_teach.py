@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from paceline.distill.config import DistillConfig, FilesConfig, GateConfig, Stud
 from paceline.distill.gate import Finding, Seat
 from paceline.distill.price import price
 from paceline.distill.reading import Told
+from paceline.distill.run import DistillResult
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, TrainingError
 from paceline.model import checkpoint
@@ -50,6 +52,12 @@ def asked(taught: tuple[Path, Path], out: Path, layers: int = 3, **teach: Any) -
         teaching=TeachingConfig(**teach),
         gate=gate,
     )
+
+
+@pytest.fixture(scope="module")
+def whole(taught: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> DistillResult:
+    """A whole run with the method that is the default."""
+    return distill(asked(taught, tmp_path_factory.mktemp("whole") / "run"))
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -120,15 +128,16 @@ def test_hard_is_trls_own_loss(taught: tuple[Path, Path], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("method", ["hard", "soft", "gkd"])
-def test_a_student_is_taught_kept_and_served(taught: tuple[Path, Path], tmp_path: Path, method: str) -> None:
+def test_a_student_is_taught_kept_and_served(
+    taught: tuple[Path, Path], whole: DistillResult, tmp_path: Path, method: str
+) -> None:
     """All of it: fewer layers, a folder that Transformers loads, a GGUF file that says the teacher's words.
 
     It says them before it learns; what is learned in a few steps is to be surer of them, of which there is plenty.
     """
     import transformers
 
-    config = asked(taught, tmp_path / "run", method=method)
-    result = distill(config)
+    result = whole if method == "soft" else distill(asked(taught, tmp_path / "run", method=method))
     assert result.passed and result.layers == (0, 2, 3) and result.steps == 8, result.reason
     losses = result.findings[0].figures["loss"]
     assert losses["teacher"] < 0.1 < 0.2 < losses["before"] and losses["student"] < 0.8 * losses["before"]
@@ -138,7 +147,7 @@ def test_a_student_is_taught_kept_and_served(taught: tuple[Path, Path], tmp_path
     said = SamplingParams(max_tokens=50)
     models = (LLM(str(each), drafter="none", max_len=96) for each in (taught[0], result.gguf))
     assert [each.generate([prompt_of("z")], said)[0].text for each in models] == [SAID, SAID]
-    ours, theirs = (dict(checkpoint.load_tensors(each)) for each in (tmp_path / "run" / "trained", result.gguf))
+    ours, theirs = (dict(checkpoint.load_tensors(each)) for each in (result.run / "trained", result.gguf))
     for name, tensor in theirs.items():  # it was taught as it is stored
         torch.testing.assert_close(tensor, ours[name], atol=2e-3, rtol=0)
     frozen = [dict(checkpoint.load_tensors(each))["model.embed_tokens.weight"] for each in (taught[0], result.gguf)]
@@ -154,13 +163,13 @@ class Never:
         return Finding(self.name, False, f"{len(seat.documents)} prompts are not enough")
 
 
-def test_one_that_is_refused_takes_no_ones_place(taught: tuple[Path, Path], tmp_path: Path) -> None:
+def test_one_that_is_refused_takes_no_ones_place(taught: tuple[Path, Path], whole: DistillResult, tmp_path: Path) -> None:
     """A kept student stays when later ones fail: one by a gate of the caller's own, one whose layer adds nothing."""
     out = tmp_path / "run"
-    kept = distill(asked(taught, out))
+    shutil.copytree(whole.run, out)
     before = (out / "student.gguf").read_bytes()
     again = distill(asked(taught, out), judges=[Never()])
-    assert kept.passed and not again.passed and again.findings[-1].name == "never"
+    assert whole.passed and not again.passed and again.findings[-1].name == "never"
     assert again.gguf == out / "refused.gguf" and (out / "student.gguf").read_bytes() == before
     lacking = asked(taught, tmp_path / "other", max_steps=1, lr=1e-6)
     untrained = distill(replace(lacking, student=StudentConfig(keep_layers=(3,))))
@@ -168,10 +177,8 @@ def test_one_that_is_refused_takes_no_ones_place(taught: tuple[Path, Path], tmp_
 
 
 def test_a_killed_training_goes_on_to_the_same_weights(
-    taught: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    taught: tuple[Path, Path], whole: DistillResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = distill(asked(taught, tmp_path / "whole"))
-
     def killed(self: Any, *given: Any, **named: Any) -> None:
         on_step_end(self, *given, **named)
         if self.clock.step == 3:
