@@ -1,24 +1,31 @@
-"""`--ray`: two workers of a local Ray cluster make the answers, hidden states and drafter of one process, though one dies."""
+"""`--ray`: two workers of a local Ray cluster make the answers, hidden states and drafter of one process, though one dies.
+
+At every change jobs run on a double of the cluster, within this process, with what Ray's functions accept; on a real cluster,
+whose processes take minutes and do not start in time on a busy machine, every night.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import inspect
 import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from fake_ray import FakeRay, RayFailed, Rows
 from small_llm import tiny_model
 
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, DownloadError, PromptError
 from paceline.tables import Progress
-from paceline.train import on_ray, ray_answers, ray_features, regenerate, train
+from paceline.train import on_ray, ray_answers, ray_features, regenerate, train, train_run
 from paceline.train.answers import AnswerShards
 from paceline.train.config import (
     AnswerConfig,
@@ -34,7 +41,7 @@ from paceline.train.on_ray import LOCAL, Job, Share, Work, Worker, connected, sh
 
 RAY = ElsewhereConfig(ray=LOCAL, ray_workers=2)
 TARGET = EngineConfig(device="cpu", dtype="float32", threads=1)
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own warnings
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +59,23 @@ def cluster() -> Iterator[Any]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not see this file
     yield ray
     ray.shutdown()
+
+
+class Seen(Exception):
+    """Ends a run at what is looked for."""
+
+
+def ended(*given: Any, **named: Any) -> None:
+    raise Seen
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A double of the cluster, which answers and hidden states are made on."""
+    fake = FakeRay()
+    for module in (ray_answers, ray_features):
+        monkeypatch.setattr(module, "connected", lambda where: contextlib.nullcontext(fake))
+    return fake
 
 
 @dataclass(frozen=True)
@@ -108,16 +132,9 @@ def one(asked: RegenerateConfig) -> Regenerated:
     return regenerate(asked)
 
 
-def dying(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, died: Path) -> None:
-    """Have the first worker of this job die."""
-    job = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *given: Dying(job(*given), died))
-
-
-def test_a_run_that_goes_on_with_answers_of_two_workers_of_which_one_is_killed(
-    cluster: Any, asked: RegenerateConfig, one: Regenerated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = replace(asked, out=tmp_path / "two", asked=replace(asked.asked, limit=2))
+def going_on(asked: RegenerateConfig, one: Regenerated, folder: Path, before: Callable[[], None]) -> None:
+    """The first prompts answered here, then, with `before` called, the others on the cluster: the answers of one process."""
+    first = replace(asked, out=folder, asked=replace(asked.asked, limit=2))
     assert regenerate(first).num_answers
     lines: list[str] = []
 
@@ -125,25 +142,46 @@ def test_a_run_that_goes_on_with_answers_of_two_workers_of_which_one_is_killed(
         def say(self, text: str) -> None:
             lines.append(text)
 
-    dying(monkeypatch, ray_answers, "Answering", tmp_path / "died")
-    two = regenerate(replace(asked, out=tmp_path / "two", elsewhere=RAY), progress=Saying())
-    assert (tmp_path / "died").exists() and answers_of(one.answers) == answers_of(two.answers)
+    before()
+    two = regenerate(replace(asked, out=folder, elsewhere=RAY), progress=Saying())
+    assert answers_of(one.answers) == answers_of(two.answers)
     assert any(answer.turn for answer in AnswerShards(one.answers)), "some conversations went on"
     begun = sum(each.key.split("/")[1].startswith(("0", "1")) for each in AnswerShards(one.answers))
     assert two.num_found == 6 and two.num_answers + begun == one.num_answers
     assert (two.num_too_long, two.num_tokens_too_long) == (one.num_too_long, one.num_tokens_too_long) and two.num_too_long
     assert any("the workers of Ray at local answer" in each for each in lines)
-    again = regenerate(replace(asked, out=tmp_path / "two", elsewhere=RAY))
+    again = regenerate(replace(asked, out=folder, elsewhere=RAY))
     assert (again.num_found, again.num_answers) == (15, 0)
 
 
-def test_hidden_states_of_a_worker_that_is_killed_and_the_drafter_they_train(
-    cluster: Any, asked: RegenerateConfig, one: Regenerated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def training(asked: RegenerateConfig, answers: Path, folder: Path) -> TrainConfig:
     shape = DrafterShape(num_layers=1, block_size=4, num_taps=2)
     loop = LoopConfig(max_steps=2, blocks_per_step=8, anchors=4, autocast=False, serve_share=0.0)
     options: dict[str, Any] = {"plan": "off", "max_len": 256, "shape": shape, "loop": loop, "features": "cached"}
-    config = TrainConfig(tmp_path / "here", asked.target, answers=(one.answers,), **options)
+    return TrainConfig(folder, asked.target, answers=(answers,), **options)
+
+
+def dying(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, died: Path) -> None:
+    """Have the first worker of this job die."""
+    job = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given: Dying(job(*given), died))
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_a_run_that_goes_on_with_answers_of_two_workers_of_which_one_is_killed(
+    cluster: Any, asked: RegenerateConfig, one: Regenerated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going_on(asked, one, tmp_path / "two", lambda: dying(monkeypatch, ray_answers, "Answering", tmp_path / "died"))
+    assert (tmp_path / "died").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_hidden_states_of_a_worker_that_is_killed_and_the_drafter_they_train(
+    cluster: Any, asked: RegenerateConfig, one: Regenerated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = training(asked, one.answers, tmp_path / "here")
     here = train(config)
     dying(monkeypatch, ray_features, "Reading", tmp_path / "died")
     there = train(replace(config, out=tmp_path / "there", elsewhere=replace(RAY, ray_workers=1)))
@@ -157,18 +195,23 @@ def test_hidden_states_of_a_worker_that_is_killed_and_the_drafter_they_train(
 
 
 @dataclass(frozen=True)
-class Refusing:
+class Doubling:
+    """A job that takes no time; -1 is refused."""
+
     def begin(self, num_threads: int | None) -> Work:
-        def refuse(batch: list[Any]) -> list[Any]:
-            raise PromptError(f"no template for {batch[0]} with {num_threads} threads")
+        def work(batch: list[Any]) -> list[Any]:
+            if -1 in batch:
+                raise PromptError(f"no template for -1 with {num_threads} threads")
+            return [2 * each for each in batch]
 
-        return refuse
+        return work
 
 
-def test_what_a_worker_refuses_is_raised_here(cluster: Any) -> None:
-    alone = replace(RAY, ray_workers=1)
-    with connected(RAY) as ray, pytest.raises(PromptError, match="no template for a with 2 threads"):
-        list(shared_out(ray, alone, Refusing(), ["a"], 4))
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_what_a_worker_of_a_real_cluster_refuses_is_raised_here(cluster: Any) -> None:
+    with connected(RAY) as ray, pytest.raises(PromptError, match="no template for -1 with 2 threads"):
+        list(shared_out(ray, replace(RAY, ray_workers=1), Doubling(), [-1], 4))
 
 
 @dataclass(frozen=True)
@@ -177,10 +220,70 @@ class Deadly:
         return lambda batch: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[return-value]
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_what_kills_every_worker_comes_to_an_end(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_ray, "MOST_DEATHS", 1)
     with connected(RAY) as ray, pytest.raises(DownloadError, match="the Ray cluster failed"):
         list(shared_out(ray, replace(RAY, ray_workers=1), Deadly(), ["a"], 4))
+
+
+class TestOnADouble:
+    """Of the cluster: what this process gives it and makes of its results, with everything pickled on the way."""
+
+    @pytest.mark.slow
+    def test_a_run_goes_on_with_answers_of_workers(
+        self, fake: FakeRay, asked: RegenerateConfig, one: Regenerated, tmp_path: Path
+    ) -> None:
+        going_on(asked, one, tmp_path, lambda: None)
+        assert [len(rows.asked) for rows in fake.rows] == [4, 1], "only prompts that lack an answer are sent: one is too long"
+
+    @pytest.mark.slow
+    def test_hidden_states_are_those_of_one_process(
+        self, fake: FakeRay, asked: RegenerateConfig, one: Regenerated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(train_run, "Trainer", ended)
+        config = training(asked, one.answers, tmp_path / "here")
+        for each in (config, replace(config, out=tmp_path / "there", elsewhere=RAY)):
+            with pytest.raises(Seen):
+                train(each)
+        here, there = (files_of(tmp_path / name, "features") for name in ("here", "there"))
+        assert here and here == there and sum(len(rows.asked) for rows in fake.rows) == len(here)
+
+    def test_each_worker_has_its_share_and_restarts(self, fake: FakeRay) -> None:
+        found = list(shared_out(cast(Any, fake), RAY, Doubling(), range(20), 64))
+        assert sorted(found) == list(range(0, 40, 2))
+        (rows,) = fake.rows
+        options = rows.options
+        assert (options["batch_size"], options["num_cpus"], options["num_gpus"], options["compute"].size) == (2, 1.0, 0.0, 2)
+        assert options["ray_remote_args_fn"]() == {"max_restarts": on_ray.MOST_DEATHS, "max_task_retries": on_ray.MOST_DEATHS}
+
+    @pytest.mark.slow
+    def test_ray_has_what_the_double_has_and_takes_what_it_takes(self, fake: FakeRay) -> None:
+        pytest.importorskip("ray")
+        import ray.data
+        from ray._common.ray_option_utils import validate_actor_options
+
+        list(shared_out(cast(Any, fake), RAY, Doubling(), range(4), 1))
+        options = fake.rows[0].options
+        inspect.signature(ray.data.Dataset.map_batches).bind(None, Worker, **options)
+        validate_actor_options(options["ray_remote_args_fn"](), in_options=True)
+        inspect.signature(ray.data.from_items).bind([], override_num_blocks=1)
+        inspect.signature(ray.data.ActorPoolStrategy).bind(size=2)
+        assert hasattr(ray.data.DataContext.get_current(), "enable_progress_bars")
+        assert issubclass(ray.exceptions.RayError, Exception) and hasattr(ray.data.Dataset, "iter_rows")
+
+    def test_a_cluster_that_fails_is_an_error_of_ours(self, fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(rows: Rows) -> Iterator[Any]:
+            raise RayFailed("the actor died")
+
+        monkeypatch.setattr(Rows, "iter_rows", fail)
+        with pytest.raises(DownloadError, match="the Ray cluster failed.*the actor died"):
+            list(shared_out(cast(Any, fake), RAY, Doubling(), range(4), 4))
+
+    def test_what_a_worker_refuses_is_raised_here(self, fake: FakeRay) -> None:
+        with pytest.raises(PromptError, match="no template for -1 with 1 threads"):
+            list(shared_out(cast(Any, fake), RAY, Doubling(), [1, -1, 2], 1))
 
 
 class TestWithoutACluster:
@@ -205,10 +308,11 @@ class TestWithoutACluster:
             Share.of(machines, 3)
 
     def test_an_error_of_ours_is_a_result(self) -> None:
-        job: Job = Refusing()
-        (made,) = Worker(job, 3)({"asked": ["q"]})["made"]
-        assert made.error == ("PromptError", "no template for q with 3 threads")
+        job: Job = Doubling()
+        (made,) = Worker(job, 3)({"asked": [-1]})["made"]
+        assert made.error == ("PromptError", "no template for -1 with 3 threads")
 
+    @pytest.mark.slow  # it imports Ray
     def test_no_cluster_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ray = pytest.importorskip("ray")
         monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -245,9 +349,6 @@ class TestWithoutACluster:
     def test_a_training_has_its_answers_from_the_cluster(
         self, asked: RegenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        class Seen(Exception):
-            pass
-
         def shared(config: RegenerateConfig, *given: Any) -> None:
             assert config.elsewhere == RAY
             raise Seen
