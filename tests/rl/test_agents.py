@@ -93,11 +93,11 @@ def test_log_probabilities_are_those_of_the_whole_conversation(endpoint: Endpoin
 @pytest.mark.slow
 def test_neither_drafts_nor_company_change_a_sample(folder: Path) -> None:
     told = []
-    for drafter, at_once in (("none", 1), ("ngram", 4), ("random-dflash", 3)):
+    for drafter, at_once in (("none", 1), ("random-dflash", 4)):
         with endpoint_of(folder, drafter) as served:
             groups = AgentRollouts(served, two_turns, by_code(length), at_once=at_once).run(TASKS)
             told.append([each.sample.completion_ids for group in groups for each in group])
-    assert told[0] == told[1] == told[2]
+    assert told[0] == told[1]
 
 
 def test_prompts_are_read_in_whole_chunks(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,17 +161,16 @@ def test_what_would_not_be_the_policys_is_refused(endpoint: Endpoint) -> None:
         attempt.sample()
 
 
-@pytest.mark.slow
-def test_new_weights_come_between_attempts(folder: Path) -> None:
+def test_new_weights_come_between_attempts(folder: Path, endpoint: Endpoint) -> None:
     from safetensors.torch import load_file
 
-    weights = {name: 3.0 * tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    before = load_file(folder / "model.safetensors")
+    weights = {name: 3.0 * tensor for name, tensor in before.items()}
     said = []
-    with endpoint_of(folder) as served:
-        agents = AgentRollouts(served, two_turns, by_code(length))
-        for state in (weights, load_file(folder / "model.safetensors"), weights):
-            served.call(lambda _, state=state: served.rollouts.load_weights(state, 1))
-            said.append([each.sample.completion_ids for each in agents.run([("count", 2)])[0]])
+    agents = AgentRollouts(endpoint, two_turns, by_code(length))
+    for state in (before, weights, before):
+        endpoint.call(lambda _, state=state: endpoint.rollouts.load_weights(state, 1))
+        said.append([each.sample.completion_ids for each in agents.run([("count", 2)])[0]])
     assert said[0] == said[2] != said[1]
 
 

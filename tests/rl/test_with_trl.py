@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("policy"))
 
 
-def trained(folder: Path, out: Path, rewards: Any, rollouts: Any, rows: list[dict[str, Any]], steps: int = 3) -> Any:
+def trained(folder: Path, out: Path, rewards: Any, rollouts: Any, rows: list[dict[str, Any]], steps: int) -> Any:
     """A trainer that has trained."""
     trl = pytest.importorskip("trl", reason=NEEDS_TRL)
     datasets = pytest.importorskip("datasets")
@@ -57,15 +57,15 @@ def letters(completions: list[str], **columns: Any) -> list[float]:
 def test_the_same_curve_with_and_without_drafts(folder: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"number {number}: "} for number in range(8)]
     curves, weights = [], []
-    for drafter in ("none", "ngram", "random-dflash"):
+    for drafter in ("none", "random-dflash"):
         rollouts = Rollouts(LLM(str(folder), drafter=drafter, **SETTINGS), RolloutConfig(seed=1, max_tokens=8))
-        trainer = trained(folder, tmp_path / drafter, letters, rollout_func(rollouts), rows)
+        trainer = trained(folder, tmp_path / drafter, letters, rollout_func(rollouts), rows, steps=2)
         log = [each for each in trainer.state.log_history if "reward" in each]
         curves.append([(each["reward"], each["loss"], each["grad_norm"]) for each in log])
         weights.append(trainer.model.state_dict())
-        assert [each.step for each in rollouts.figures] == [0, 1, 2]
+        assert [each.step for each in rollouts.figures] == [0, 1]
         assert any(each["grad_norm"] > 0 for each in log)
-    assert curves[0] == curves[1] == curves[2] and len(curves[0]) == 3
+    assert curves[0] == curves[1] and len(curves[0]) == 2
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
