@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from many_processes import BASE, KILLED_AT, SCENARIOS, STEP_TIMEOUT_S, WAYS, WORLD, make_trainer, run, started
+from many_processes import BASE, CASES, KILLED_AT, SCENARIOS, STEP_TIMEOUT_S, WAYS, WORLD, make_trainer, run, started
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -72,8 +72,7 @@ def figures_of(folder: Path, name: str, rank: int = 0) -> Any:
     return json.loads((folder / f"{name}-{rank}.json").read_text())
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(("name", "way"), CASES)
 def test_same_losses_and_weights_as_one_process(group: Path, alone: Any, way: str, name: str) -> None:
     """Within the tolerances at the top of this file; and all processes tell the same to the bit."""
     (expected, weights), within = alone[name], TOLERANCES.get(name, EXACT)
