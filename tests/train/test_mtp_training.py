@@ -30,7 +30,7 @@ from paceline.model.experts import gating
 from paceline.model.target import ForwardBatch, Target
 from paceline.train import train
 from paceline.train.choices import for_chains
-from paceline.train.config import AnswerConfig, DrafterShape, LoopConfig, LossConfig, OptimConfig, TrainConfig
+from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig, PromptsConfig, TrainConfig
 from paceline.train.dataset import Corpus, Document
 from paceline.train.features import OnlineFeatures
 from paceline.train.kinds import begun
@@ -142,8 +142,8 @@ def test_what_is_learned_is_served(folder_of: Folder, tmp_path: Path) -> None:
     model = folder_of("few+")
     target = target_of(model)
     texts = documents(target, 24, 24)
-    trainer, figures = trained(tmp_path / "run", model, texts, max_steps=30, heldout_every=30), list[Any]()
-    prompts = [each.tokens[: each.answer_start].tolist() for each in texts[:HELD]]
+    trainer, figures = trained(tmp_path / "run", model, texts, max_steps=16, heldout_every=16), list[Any]()
+    prompts = [each.tokens[: each.answer_start].tolist() for each in texts[:3]]
 
     def served(drafter: Any) -> float:
         num_rounds = 0
@@ -305,9 +305,7 @@ def test_the_whole_run_and_one_that_goes_on_from_it(tmp_path: Path) -> None:
     """Prompts in, drafter out, for a target without such a layer; then --init."""
     shape, loop = DrafterShape(kind="mtp", start="copied"), LoopConfig(max_steps=3, autocast=False)
     config = TrainConfig(out=tmp_path / "run", scale="tiny", plan="off", shape=shape, loop=loop)
-    config = replace(
-        config, target=replace(config.target, device="cpu", dtype="float32"), answering=AnswerConfig(max_tokens=24)
-    )
+    config = replace(config, target=replace(config.target, device="cpu", dtype="float32"), asked=PromptsConfig(limit=16))
     found = train(config)
     drafter = MtpDrafter.from_folder(found.drafter)
     assert drafter.num_drafted == 3 and found.heldout["heldout"] >= 1.0
