@@ -151,12 +151,13 @@ def test_what_is_not_asked_for_changes_nothing(shape: str, dtype: torch.dtype) -
 SPLITS = [[1] * 64, [64], [2] * 32, [3] * 21 + [1], [5, 6, 7, 8, 9, 10, 11, 8], [16] * 4, [17, 31, 16], [33, 12, 19], [1, 63]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(
-    "shape",
-    ["llama", "mistral-window", "qwen2-biases", "qwen3-norms", "gemma-around", "olmo-after", "oss-experts", "shared-expert"],
-)
+BATCHED = ["llama", "mistral-window", "qwen2-biases", "qwen3-norms", "gemma-around", "olmo-after"]
+BATCHED += ["oss-experts", "shared-expert"]
+COMPANY = [(shape, isa, DTYPES[(number + place) % 2]) for number, shape in enumerate(BATCHED) for place, isa in enumerate(ISAS)]
+"""Every pair of a shape, an instruction set and a number type."""
+
+
+@pytest.mark.parametrize(("shape", "isa", "dtype"), COMPANY)
 def test_a_row_is_the_same_in_any_company(shape: str, isa: str, dtype: torch.dtype) -> None:
     """Token by token, in chunks of every size, and beside other rows: the same bits, in the cache too."""
     native, tokens = tapped_twins(shape, dtype)[1], tokens_of(SHAPES[shape], 64, seed=5)
@@ -254,13 +255,16 @@ def test_experts_in_blocks(kind: BlockKind, isa: str) -> None:
     assert off.median() < 0.01, "few tokens choose another expert by rounding"
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "kinds",
-    [("Q4_1",), ("Q8_0",), ("Q5_0",), ("Q4_1", "Q8_0"), ("Q8_0", None, "Q4_1", "Q5_1", None)],
-    ids=lambda kinds: "-".join(kind or "dense" for kind in kinds),
-)
+MIXTURES: list[tuple[BlockKind | None, ...]] = [
+    ("Q4_1",), ("Q8_0",), ("Q5_0",), ("Q4_1", "Q8_0"), ("Q8_0", None, "Q4_1", "Q5_1", None),
+]  # fmt: skip
+QUANTISED = [
+    (kinds, DTYPES[(number + place) % 2], isa) for number, kinds in enumerate(MIXTURES) for place, isa in enumerate(ISAS)
+]
+"""Every pair of formats, a number type and an instruction set."""
+
+
+@pytest.mark.parametrize(("kinds", "dtype", "isa"), QUANTISED)
 def test_blocks_are_their_dense_numbers(kinds: tuple[BlockKind | None, ...], dtype: torch.dtype, isa: str) -> None:
     config = WHOLE_BLOCKS if len(kinds) < 3 else replace(WHOLE_BLOCKS, tie_embeddings=False, qkv_bias=True, family="qwen2")
     blocks = blocks_of(random_weights(config), kinds)
