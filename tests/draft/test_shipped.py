@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 MODEL = "smollm2-135m"
 QUESTION = "A farmer has 12 hens. Each lays 5 eggs a week. How many eggs does he collect in 4 weeks? Think step by step."
-MAX_TOKENS = 48
+MAX_TOKENS = 30
 
 
 @pytest.fixture(scope="module")
@@ -113,4 +113,4 @@ def test_drafts_are_those_of_the_authors_package(llm: LLM, shipped: Path, monkey
             break  # its last blocks have fewer slots, ours are read in part: other drafts
         assert mine == other[: len(mine)]
         num_compared += len(mine)
-    assert num_compared > 7 * 8
+    assert num_compared > 7 * 4
