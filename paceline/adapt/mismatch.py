@@ -124,22 +124,22 @@ def rank(
     few = list(requests)[:FIRST_LOOK]
     own = _rounds(llm, made_of(stored), requests)
     as_is = Ranked("as it is", "", Rounds.sum(own).tokens_per_round, len(requests))
-    tried: list[tuple[float, Variation]] = []
+    tried: list[tuple[list[Rounds], Variation]] = []
     for each in variations(stored, llm.target, _special_tokens(llm)):
         tell(each.change)
         try:
-            tried.append((measure(llm, made_of(each.stored), few), each))
+            tried.append((_rounds(llm, made_of(each.stored), few), each))
         except PacelineError:
             continue  # a network of another shape, or a layer that the target has not
-    tried.sort(key=lambda pair: -pair[0])
+    tried.sort(key=lambda pair: -Rounds.sum(pair[0]).tokens_per_round)
     ranked = []
-    for place, (found, each) in enumerate(tried):
-        if place >= FINALISTS:
-            ranked.append(Ranked(each.kind, each.change, found, len(few)))
-            continue
-        rounds = _rounds(llm, made_of(each.stored), requests)
-        figure = Rounds.sum(rounds).tokens_per_round
-        ranked.append(Ranked(each.kind, each.change, figure, len(requests), _is_surely_more(rounds, own)))
+    for place, (rounds, each) in enumerate(tried):
+        is_finalist = place < FINALISTS
+        if is_finalist and len(few) < len(requests):
+            rounds = _rounds(llm, made_of(each.stored), requests)
+        figure, num_prompts = Rounds.sum(rounds).tokens_per_round, len(requests if is_finalist else few)
+        is_sure = is_finalist and _is_surely_more(rounds, own)
+        ranked.append(Ranked(each.kind, each.change, figure, num_prompts, is_sure))
     return [as_is, *sorted(ranked, key=lambda one: -one.tokens_per_round)]
 
 
