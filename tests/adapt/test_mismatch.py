@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from scored import tiny_llm
+from scored import FASTEST, tiny_llm
 from tiny_dflash import HIDDEN, TARGET_LAYERS, loud_, network, tiny_target
 
 from paceline.adapt.mismatch import LOW, Ranked, made_of, measure, named, rank
@@ -25,7 +25,6 @@ from paceline.draft.eagle3_checkpoint import Eagle3Checkpoint, Eagle3Config
 from paceline.draft.eagle3_checkpoint import new_config as new_eagle3
 from paceline.draft.vocabulary import Vocabulary
 from paceline.engine.llm import LLM
-from paceline.model.decoder import Decoder
 from paceline.model.target import ForwardBatch
 from paceline.types import Batch, SamplingParams, Sequence
 
@@ -119,8 +118,8 @@ CASES: dict[str, tuple[StoredDrafter, Spoil]] = {
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    made = tiny_llm(Decoder)
-    made.target = tiny_target(4, vocab=VOCAB)
+    made = tiny_llm(FASTEST)
+    made.target = tiny_target(4, vocab=VOCAB, kind=FASTEST)
     made.engine = made.new_engine(made.drafter)
     return made
 
@@ -194,7 +193,10 @@ def answers(llm: LLM, stored: StoredDrafter | Eagle3Checkpoint, count: int = 1) 
     return requests
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.nightly] * (kind == "mask token: of DFlash 2")) for kind in CASES],
+)
 def test_each_mismatch_is_named(llm: LLM, kind: str) -> None:
     stored, spoil = CASES[kind]
     requests = answers(llm, stored)
