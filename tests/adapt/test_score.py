@@ -116,8 +116,7 @@ class Recorded(Scorer):
         return super()._num_drawn(answer, tokens, draft_probs_KV)
 
 
-@pytest.mark.parametrize("make", [dflash, dflash2])
-@pytest.mark.parametrize("rule", ["auto", "rejection", "match"])
+@pytest.mark.parametrize(("make", "rule"), [(dflash, "auto"), (dflash2, "rejection"), (dflash, "match")])
 def test_sampled_requests_are_predicted_within_the_interval(make: Any, rule: str, tmp_path: Path) -> None:
     """Drafts are drawn, and stand by chance: tokens a round agree within four standard errors, by fixed seeds."""
     llm = tiny_llm(FASTEST, rule=rule)
