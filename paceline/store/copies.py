@@ -7,6 +7,7 @@ COMMON of all are left out. So tickets that share a page of instructions are tol
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -38,15 +39,25 @@ def common_pieces(texts: Sequence[np.ndarray]) -> np.ndarray:
     return values[counts > COMMON * len(texts)]
 
 
+@cache
+def bands(threshold: float) -> tuple[int, int]:
+    """Bands and rows of each band that suit an index of this threshold: datasketch looks for them for 0.2 s."""
+    from datasketch import MinHashLSH
+
+    index = MinHashLSH(threshold=threshold, num_perm=NUM_HASHES)
+    return index.b, index.r
+
+
 class Near:
     """Remembers texts by name; finds those that have more than `overlap` of their pieces in common (Jaccard's share)."""
 
     def __init__(self, overlap: float, common: np.ndarray) -> None:
         with needing(ConfigError, "near-copies are found with datasketch: pip install 'paceline[evals]'"):
             from datasketch import MinHash, MinHashLSH
-        self._overlap, self._common, self._made = overlap, common, MinHash
+        self._overlap, self._common = overlap, common
+        self._empty = MinHash(num_perm=NUM_HASHES, hashfunc=lambda data: int.from_bytes(data[:4], "little"))
         # A low threshold, since the index misses some of what is just above it: what it finds is compared.
-        self._index = MinHashLSH(threshold=0.75 * overlap, num_perm=NUM_HASHES) if overlap < 1 else None
+        self._index = MinHashLSH(num_perm=NUM_HASHES, params=bands(0.75 * overlap)) if overlap < 1 else None
         self._pieces: dict[int, np.ndarray] = {}
 
     def like(self, pieces: np.ndarray) -> Iterator[int]:
@@ -68,6 +79,6 @@ class Near:
             self._index.insert(name, self._hash(own))
 
     def _hash(self, own: np.ndarray) -> Any:
-        made = self._made(num_perm=NUM_HASHES, hashfunc=lambda data: int.from_bytes(data[:4], "little"))
+        made = self._empty.copy()
         made.update_batch([each.tobytes() for each in own])
         return made
