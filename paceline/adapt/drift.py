@@ -14,6 +14,7 @@ series (Siegmund, Sequential Analysis, 1985, 2.5), and finds a fall of three sta
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -144,6 +145,18 @@ class Series:
             self._moved, self._moved_at = [], hour
         else:
             self.season = Seasonal()
+
+    @property
+    def is_moving(self) -> bool:
+        """True while the level with another drafter is not known yet."""
+        return self._moved is not None
+
+    def relearn(self, hours: Iterable[tuple[int, float, float]]) -> None:
+        """Learn the season anew from (hour, value, variance); an alarm that was raised before is over."""
+        self.season = Seasonal()
+        for hour, value, variance in hours:
+            self._learn(hour, value, variance)
+        self._calm()
 
     def _calm(self) -> None:
         self.state = "calm" if self.season.has_day else "learning"

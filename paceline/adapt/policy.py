@@ -30,6 +30,8 @@ PERIODS_SEEN = 3
 """Whole periods of the mix that must have been seen."""
 LOOK_HOURS = 6
 """Hours between looks for a period."""
+MIX_WEEKS = 8
+"""Weeks of shares of the clusters that are kept, from which the season of the mix is learned anew."""
 LEAST_SHARE = 0.02
 """Of the tokens: what a cluster needs to be looked at by itself."""
 
@@ -77,6 +79,18 @@ class _Cluster:
         return season.level if season.num_hours else math.log(self.last_day.tokens_per_round)
 
 
+@dataclass(frozen=True, slots=True)
+class _MixHour:
+    """Shares of the clusters in one hour, and the value of the mix series that follows from their usual levels."""
+
+    hour: int
+    shares: Mapping[str, float]
+    """Shares of the tokens, by cluster."""
+    num_effective: float
+    value: float = 0.0
+    variance: float = 0.0
+
+
 class SeasonalPolicy:
     """Season against drift, mix against acceptance, the cheapest remedy first."""
 
@@ -98,7 +112,9 @@ class SeasonalPolicy:
         self.is_training = False
         self.trained_at: int | None = None
         self.proposed: set[str] = set()
-        self._mixes: deque[tuple[int, float]] = deque(maxlen=2 * WEEK)
+        self._mixes: deque[_MixHour] = deque(maxlen=MIX_WEEKS * WEEK)
+        self._unsettled: dict[str, int] = {}
+        """Clusters whose usual level with another member is not known yet -> hour from which on that member serves."""
         self._last: int | None = None
         self._period: int | None = None
 
@@ -142,9 +158,9 @@ class SeasonalPolicy:
         for name in clusters:
             if name in self.clusters:
                 self.clusters[name].series.moved(number)
+                self._unsettled[name] = number
         if clusters:
-            self.mix.moved(number)
-            self._mixes.clear()
+            self.mix.settle()
             self._period = None
 
     def _gap(self, number: int) -> tuple[str, ...]:
@@ -163,16 +179,33 @@ class SeasonalPolicy:
         return found
 
     def _update_mix(self, number: int, seen: Mapping[str, Sums]) -> None:
-        """What acceptance would be if every cluster were as usual: it moves with the mix alone."""
+        """What acceptance would be if every cluster were as usual: it moves with the mix alone.
+
+        Hours with traffic of an unsettled cluster are only recorded. Once its level is known, the season of the mix is learned
+        anew from the recorded shares: its shape, too, depends on the levels."""
         tokens = sum(sums.tokens for sums in seen.values())
         shares = {name: sums.tokens / tokens for name, sums in seen.items()}
-        costs = {name: math.exp(-self.clusters[name].usual) for name in seen}
-        mean = sum(shares[name] * costs[name] for name in seen)
-        spread = sum(shares[name] * (costs[name] - mean) ** 2 for name in seen)
         effective = sum(sums.num_effective for sums in seen.values())
-        value = -math.log(mean)
-        self._mixes.append((number, value))
-        self.mix.update(number, value, spread / mean**2 / max(effective, 1.0))
+        newest = self._valued(_MixHour(number, shares, max(effective, 1.0)))
+        self._mixes.append(newest)
+        settled = [name for name, since in self._unsettled.items() if self._is_settled(name, number - since)]
+        for name in settled:
+            del self._unsettled[name]
+        if settled:
+            self._mixes = deque(map(self._valued, self._mixes), self._mixes.maxlen)
+            self.mix.relearn((each.hour, each.value, each.variance) for each in self._mixes)
+        elif self._unsettled.keys().isdisjoint(shares):
+            self.mix.update(number, newest.value, newest.variance)
+
+    def _is_settled(self, name: str, hours: int) -> bool:
+        return hours >= DAY - 1 and not self.clusters[name].series.is_moving
+
+    def _valued(self, each: _MixHour) -> _MixHour:
+        """The hour with the value that its shares have at the usual levels of now."""
+        costs = {name: math.exp(-self.clusters[name].usual) for name in each.shares}
+        mean = sum(share * costs[name] for name, share in each.shares.items())
+        spread = sum(share * (costs[name] - mean) ** 2 for name, share in each.shares.items())
+        return replace(each, value=-math.log(mean), variance=spread / mean**2 / each.num_effective)
 
     def _view(self, number: int) -> View:
         everything = total(each.last_day for each in self.clusters.values())
@@ -196,12 +229,13 @@ class SeasonalPolicy:
 
     def _mix(self, number: int) -> Mix:
         has_moved = self.mix.state == "held"
-        if number % LOOK_HOURS == 0:
+        is_known = not self._mixes or self._unsettled.keys().isdisjoint(self._mixes[-1].shares)
+        if number % LOOK_HOURS == 0 and is_known:
             self._period = next((each for each in (DAY, WEEK) if self._returns(each)), None)
         period, weakest = self._period, self._weakest(known_only=True)
         if period is None or weakest is None:
             return Mix(has_moved)
-        newest = sorted(value for hour, value in self._mixes if hour > number - PERIODS_SEEN * period)
+        newest = sorted(each.value for each in self._mixes if each.hour > number - PERIODS_SEEN * period)
         quarter = max(len(newest) // 4, 1)
         swing = 1 - math.exp(float(np.mean(newest[:quarter])) - float(np.mean(newest[-quarter:])))
         name, day, best = weakest
@@ -209,9 +243,10 @@ class SeasonalPolicy:
 
     def _returns(self, period: int) -> bool:
         """Whether the mix is correlated with itself a period ago, over the newest periods."""
-        if not self._mixes or self._mixes[-1][0] - self._mixes[0][0] < PERIODS_SEEN * period:
+        if not self._mixes or self._mixes[-1].hour - self._mixes[0].hour < PERIODS_SEEN * period:
             return False
-        by_hour = {hour: value for hour, value in self._mixes if hour > self._mixes[-1][0] - (PERIODS_SEEN + 1) * period}
+        first = self._mixes[-1].hour - (PERIODS_SEEN + 1) * period
+        by_hour = {each.hour: each.value for each in self._mixes if each.hour > first}
         whole, half = (_correlation(by_hour, lag) for lag in (period, period // 2))
         return whole >= RETURNS and whole - half >= RETURNS
 
