@@ -23,7 +23,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -247,13 +247,14 @@ def record_of(figures: dict[str, Any], peers: dict[str, str] | None = None) -> d
         "command": shlex.join([*words, *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "processor": processor(),
-        "versions": versions() | (peers or {}),
+        "versions": {**versions(), **(peers or {})},
         "commit": commit(),
     }
     return plain({**made, **figures})
 
 
-def versions() -> dict[str, str]:
+@functools.cache
+def versions() -> Mapping[str, str]:
     """Python, paceline and the packages that decide speed or output."""
     from importlib.metadata import PackageNotFoundError, version
 
