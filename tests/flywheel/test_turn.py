@@ -197,6 +197,7 @@ def test_the_second_turn_starts_from_the_students_own_traces(turned: Turned) -> 
     assert drafters[2]["target"] == turned.first.model and drafters[2]["parents"] == [turned.first.drafter]
 
 
+@pytest.mark.nightly  # traces of a server are answers to learn from: serve/test_traces_training.py
 def test_what_the_first_student_served_begins_the_second_turn(
     turned: Turned, tmp_path: Path, teacher: tuple[Path, Path]
 ) -> None:
