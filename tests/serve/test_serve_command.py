@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -16,7 +17,13 @@ from pathlib import Path
 
 import pytest
 from called import Call, call
+from live_server import idle_collector, quick_end, talker, wait_until
 from small_llm import tiny_model
+
+from paceline.serve.metrics import Metrics
+from paceline.serve.run import run
+from paceline.serve.settings import ServeConfig
+from paceline.serve.worker import EngineWorker
 
 __all__ = ["call"]
 pytestmark = pytest.mark.slow
@@ -47,16 +54,17 @@ def has_ended(process: subprocess.Popen[str], seconds: float) -> bool:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    words = ("--drafter", "ngram", "--dtype", "float32", "--max-batch", "2", "--served-name", "mine")
+    words = ("--drafter", "words=ngram", "--drafter", "blocks=random-dflash", "--route", "tag", "--dtype", "float32")
+    words += ("--max-batch", "2", "--served-name", "mine", "--traces", str(tmp_path / "traces"))
     words += ("--drain-seconds", "300")  # a busy machine needs more than the 30 s that a server waits otherwise
-    process = start("--model", str(tiny_model(tmp_path / "tiny", 2048)), "--traces", str(tmp_path / "traces"), *words)
+    process = start("--model", str(tiny_model(tmp_path / "tiny", 2048)), *words)
     with process:
         try:
             assert process.stderr
             said = process.stderr.readline()
             port = int(re.findall(r"http://127.0.0.1:(\d+)", said)[0])
             lines = [process.stderr.readline() for _ in range(3)]
-            assert "drafter ngram" in lines[0]
+            assert re.search(r"drafters words, blocks \(\d+ MB\); weights ", lines[0])
             assert f"http://127.0.0.1:{port}/ in a browser" in lines[1]
             assert lines[2].startswith("curl http://127.0.0.1")
             yield process, port
@@ -64,58 +72,47 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
             process.kill()
 
 
-def test_sigterm_finishes_answers_and_ends(running: tuple[subprocess.Popen[str], int], tmp_path: Path) -> None:
-    process, port = running
-    client = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-    body = {"prompt": "abc", "max_tokens": 800, "temperature": 0, "stream": True, "ignore_eos": True}
-    client.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-    answer = client.getresponse()
-    assert answer.status == 200
-    first = answer.readline()
-    process.send_signal(signal.SIGTERM)
-    text = first + answer.read()
-    client.close()
-    assert b'"finish_reason":"length"' in text
-    assert text.endswith(b"data: [DONE]\n\n")
-    assert process.wait(120) == 0
-    assert process.stderr
-    assert process.stderr.read() == ""
-    assert len(list((tmp_path / "traces").glob("*.parquet"))) == 1
+def ask(port: int, body: dict[str, object], tag: str = "words") -> tuple[int, bytes]:
+    """Status and text of a completion."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=300)) as client:
+        headers = {"content-type": "application/json", "x-paceline-tag": tag}
+        client.request("POST", "/v1/completions", json.dumps(body), headers)
+        answer = client.getresponse()
+        return answer.status, answer.read()
 
 
-def test_sigterm_under_load_finishes_what_waits_too_and_refuses_the_rest(running: tuple[subprocess.Popen[str], int]) -> None:
-    """Rows for two of twelve: most wait in the queue, and all are answered; who comes then is told so, to the last moment."""
+def num_requests(port: int) -> tuple[int, int]:
+    """Requests that wait, and that run."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=300)) as connection:
+        connection.request("GET", "/metrics")
+        metrics = connection.getresponse().read().decode()
+    waiting, running = (re.findall(rf"vllm:num_requests_{name}\{{.*\}} (\S+)", metrics)[0] for name in ("waiting", "running"))
+    return int(float(waiting)), int(float(running))
+
+
+def test_sigterm_under_load_finishes_what_waits_too_and_refuses_the_rest(
+    running: tuple[subprocess.Popen[str], int], tmp_path: Path
+) -> None:
+    """Rows for two of twelve: most wait in the queue, and all are answered; who comes then is told so, to the last moment.
+
+    Before, a request that names one of the drafters is answered with it."""
     process, port = running
+    told = json.loads(ask(port, {"prompt": "abc", "max_tokens": 4, "return_metrics": True}, tag="blocks")[1])
+    assert told["metrics"]["speculative_decoding"]["drafter"] == "blocks"
     answers: list[bytes] = []
-
-    def ask(body: dict[str, object]) -> tuple[int, bytes]:
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-        try:
-            client.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-            answer = client.getresponse()
-            return answer.status, answer.read()
-        finally:
-            client.close()
-
-    body = {"prompt": "abc", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
-    clients = [threading.Thread(target=lambda: answers.append(ask(body | {"stream": True})[1])) for _ in range(12)]
+    body: dict[str, object] = {"prompt": "abc", "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+    clients = [threading.Thread(target=lambda: answers.append(ask(port, body | {"stream": True})[1])) for _ in range(12)]
     for client in clients:
         client.start()
     num_waiting = num_running = 0
     while num_waiting < 6 or num_waiting + num_running + len(answers) < 12:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-        connection.request("GET", "/metrics")
-        metrics = connection.getresponse().read().decode()
-        connection.close()
-        num_waiting, num_running = (
-            int(float(re.findall(rf"vllm:num_requests_{name}\{{.*\}} (\S+)", metrics)[0])) for name in ("waiting", "running")
-        )
+        num_waiting, num_running = num_requests(port)
         assert len(answers) < 6, "the test needs requests that wait"
     process.send_signal(signal.SIGTERM)
     refused = 0
     while not has_ended(process, 0.05):
         try:
-            status, text = ask(body | {"max_tokens": 1})
+            status, text = ask(port, body | {"max_tokens": 1})
         except (OSError, http.client.HTTPException):
             continue  # the very end: nobody listens any more
         if status == 503:
@@ -132,36 +129,22 @@ def test_sigterm_under_load_finishes_what_waits_too_and_refuses_the_rest(running
     assert process.wait(120) == 0
     assert process.stderr
     assert process.stderr.read() == ""
+    assert len(list((tmp_path / "traces").glob("*.parquet"))) == 1
 
 
-def test_ctrl_c_ends_an_idle_server(running: tuple[subprocess.Popen[str], int]) -> None:
-    process, port = running
-    client = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-    client.request("GET", "/metrics")
-    text = client.getresponse().read().decode()
-    client.close()
-    assert "vllm:num_requests_running" in text
-    process.send_signal(signal.SIGINT)
-    assert process.wait(120) == 0
+def test_ctrl_c_ends_an_idle_server() -> None:
+    """In this process: the signal comes when the server has said that it is ready."""
+    worker, said = EngineWorker(talker(), ServeConfig(port=0), Metrics("test")), list[str]()
 
+    def say(text: str) -> None:
+        said.append(text)
+        if text.startswith("ready"):
+            signal.raise_signal(signal.SIGINT)
 
-def test_several_drafters_are_introduced_with_their_memory(tmp_path: Path) -> None:
-    """And one of them answers a request that names it."""
-    several = ("--drafter", "words=ngram", "--drafter", "blocks=random-dflash", "--route", "tag", "--max-len", "256")
-    process = start("--model", str(tiny_model(tmp_path / "tiny", 2048)), *several, "--dtype", "float32", "--max-batch", "2")
-    with process:
-        try:
-            assert process.stderr
-            port = int(re.findall(r"http://127.0.0.1:(\d+)", process.stderr.readline())[0])
-            assert re.search(r"drafters words, blocks \(\d+ MB\); weights ", process.stderr.readline())
-            process.stderr.readline()
-            client = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-            body = json.dumps({"prompt": "abc", "max_tokens": 4, "return_metrics": True})
-            client.request("POST", "/v1/completions", body, {"content-type": "application/json", "x-paceline-tag": "blocks"})
-            assert json.loads(client.getresponse().read())["metrics"]["speculative_decoding"]["drafter"] == "blocks"
-            client.close()
-        finally:
-            process.kill()
+    with idle_collector(), quick_end():
+        run(worker, say=say, introduce=lambda llm: llm.config.model)
+    wait_until(lambda: worker.state == "stopped")
+    assert said[0].startswith("listening on http://127.0.0.1:") and said[1] == "fake"
 
 
 def test_options_from_a_file(call: Call, tmp_path: Path) -> None:
