@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_server import Live, asked, serving
+from live_server import Live, asked, idle_collector, quick_end, serving
 from prometheus_client.parser import text_string_to_metric_families
 from small_llm import tiny_model
 from typer.testing import CliRunner
@@ -27,6 +24,8 @@ from paceline.marginals import Marginals
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.metrics import Metrics
 from paceline.serve.mock import check_yield, mocked_drafter, mocked_engine, read_mock
+from paceline.serve.run import Server
+from paceline.serve.worker import EngineWorker
 from paceline.simulate.marginals import read_marginals
 from paceline.types import SamplingParams
 
@@ -48,10 +47,12 @@ def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(*words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "paceline", "serve", "--port", "0", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+@pytest.fixture(autouse=True)
+def switch_interval() -> Iterator[None]:
+    """The command leaves its own."""
+    before = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.fixture(scope="module")
@@ -234,28 +235,25 @@ def test_what_does_not_go_together(words: tuple[str, ...], said: str, tmp_path: 
     assert not (tmp_path / "traces").exists()
 
 
-@pytest.mark.slow
-def test_the_command_from_a_config_alone(config_only: Path) -> None:
-    process = start("--mock", ".9,.5", "--model", str(config_only / "config.json"), "--max-batch", "1", "--device", "cpu")
-    with process:
-        try:
-            assert process.stderr
-            lines = [process.stderr.readline() for _ in range(4)]
-            assert lines[0].startswith("acceptance is MOCKED: survival 0.9, 0.5, random weights; answers mean nothing")
-            port = int(lines[1].split(",")[0].rsplit(":", 1)[1])
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-                metrics = answer.read().decode()
-            assert 'paceline:lossless{lossless="false",model_name="small"} 0.0' in metrics
-        finally:
-            process.kill()
+def test_the_command_from_a_config_alone(config_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    async def ended(server: Server, worker: EngineWorker) -> None:
+        await worker.loaded()
+        seen.append(worker.metrics.render()[0].decode())
+        server.drain()
+
+    monkeypatch.setattr("paceline.serve.run._supervise", ended)
+    words = ["--mock", ".9,.5", "--model", str(config_only / "config.json"), "--max-batch", "1", "--device", "cpu"]
+    with idle_collector(), quick_end():
+        done = CliRunner().invoke(app, ["serve", "--port", "0", *words])
+    assert done.stderr.startswith("acceptance is MOCKED: survival 0.9, 0.5, random weights; answers mean nothing")
+    assert 'paceline:lossless{lossless="false",model_name="small"} 0.0' in seen[0]
 
 
-@pytest.mark.slow
 def test_more_than_the_drafter_drafts_is_refused_when_it_is_loaded(config_only: Path) -> None:
-    process = start("--mock", "4", "--speculate", "2", "--model", str(config_only), "--device", "cpu")
-    last = process.communicate(timeout=120)[1].strip().splitlines()[-1]
-    assert last.startswith("error: --mock asks for 4 tokens a round, and the drafter drafts 2")
-    assert process.returncode == 2
+    said = refused("--mock", "4", "--speculate", "2", "--model", str(config_only), "--device", "cpu")
+    assert said.startswith("--mock asks for 4 tokens a round, and the drafter drafts 2")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
