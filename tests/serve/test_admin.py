@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import threading
@@ -44,9 +45,20 @@ def settings() -> dict[str, Any]:
     return {"dtype": "float32", "device": "cpu", "max_batch": 3, "max_len": 256, "router": Router()}
 
 
+def served(target: Path, drafter: Path) -> contextlib.AbstractContextManager[Live]:
+    return serving(lambda: LLM(str(target), drafters={"general": str(drafter), "words": "ngram"}, **settings()))
+
+
 @pytest.fixture
 def live(target: Path, drafter: Path) -> Iterator[Live]:
-    with serving(lambda: LLM(str(target), drafters={"general": str(drafter), "words": "ngram"}, **settings())) as live:
+    with served(target, drafter) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def steady(target: Path, drafter: Path) -> Iterator[Live]:
+    """One server for the tests that change nothing in it."""
+    with served(target, drafter) as live:
         yield live
 
 
@@ -168,8 +180,9 @@ def spoiled(drafter: Path, folder: Path, how: str) -> Path:
     ],
 )
 def test_a_bad_drafter_is_refused_with_a_reason_and_nothing_changes(
-    live: Live, drafter: Path, tmp_path: Path, how: str, reason: str
+    steady: Live, drafter: Path, tmp_path: Path, how: str, reason: str
 ) -> None:
+    live = steady
     before, taps = table(live), live.llm.target.tap_layers
     stream = live.open_stream(asked(**(LONG | {"max_tokens": 200})))
     for name in ("new", "general"):
@@ -204,10 +217,10 @@ def test_names_that_cannot_be_and_too_many_are_refused(live: Live) -> None:
 
 
 def test_a_drafter_that_needs_more_memory_than_there_is_is_refused(
-    live: Live, drafter: Path, monkeypatch: pytest.MonkeyPatch
+    steady: Live, drafter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.serve.drafters.free_bytes", lambda: 1000)
-    status, body = load(live, "tickets", drafter)
+    status, body = load(steady, "tickets", drafter)
     assert status == 507 and "1,000 are free: unload another one" in body["error"]["message"]
 
 
