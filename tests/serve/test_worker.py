@@ -11,7 +11,19 @@ from typing import Any, cast
 import openai
 import pytest
 from doubles import ScriptedDrafter
-from live_server import LONG, Live, SlowTalker, asked, in_engine, in_threads, serving, talker, wait_until
+from live_server import (
+    LONG,
+    Live,
+    SlowTalker,
+    asked,
+    idle_collector,
+    in_engine,
+    in_threads,
+    quick_end,
+    serving,
+    talker,
+    wait_until,
+)
 from small_llm import fake_llm
 
 from paceline import SamplingParams
@@ -224,14 +236,15 @@ def test_until_the_model_is_loaded_the_server_says_so() -> None:
         return talker()()
 
     live = Live(slowly, ServeConfig(port=0))
-    live._thread.start()
-    wait_until(lambda: live.server.started)
-    assert live.request("GET", "/health")[0] == 200
-    assert live.request("GET", "/ready")[0] == 503
-    assert live.post("/v1/completions", {"prompt": "x"})[1]["error"]["code"] == "loading"
-    go.set()
-    wait_until(lambda: live.request("GET", "/ready")[0] == 200)
-    live.stop()
+    with idle_collector(), quick_end():
+        live._thread.start()
+        wait_until(lambda: live.server.started)
+        assert live.request("GET", "/health")[0] == 200
+        assert live.request("GET", "/ready")[0] == 503
+        assert live.post("/v1/completions", {"prompt": "x"})[1]["error"]["code"] == "loading"
+        go.set()
+        wait_until(lambda: live.request("GET", "/ready")[0] == 200)
+        live.stop()
 
 
 def test_the_openapi_document_names_every_endpoint() -> None:
@@ -243,7 +256,7 @@ def test_the_openapi_document_names_every_endpoint() -> None:
 
 def test_a_first_token_is_not_held_back_beside_others() -> None:
     """Tokens may wait for a second here; the first one of the later answer comes while that answer is still being made."""
-    with serving(talker(0.03), stream_interval_ms=1000.0) as live:
+    with serving(talker(0.02), stream_interval_ms=1000.0) as live:
         other = live.client().chat.completions.create(model="fake", stream=True, max_tokens=200, **asked("one"))
         next(iter(other))
         times = []
