@@ -46,7 +46,7 @@ def test_a_crash_is_told_and_survived() -> None:
 
 def test_a_crash_loses_what_had_begun_and_nothing_else() -> None:
     """Rows for two of sixteen: the two are told, the others are answered by the next engine."""
-    with serving(talker(0.005)) as live:
+    with serving(talker(0.001)) as live:
         expected = live.post("/v1/chat/completions", asked(max_tokens=40, temperature=0))[1]["choices"][0]["message"]
         whole: list[tuple[int, Any]] = []
 
