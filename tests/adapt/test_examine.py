@@ -151,6 +151,7 @@ def test_what_loses_elsewhere_is_tried_part_of_the_way(
     new, old, scored = drafter(tmp_path / "new"), drafter(tmp_path / "old"), list[Any]()
     ends = iter([Verdict(False, "it loses", loses=True), Verdict(False, "less", loses=True), Verdict(True, "+9%")])
     score = module.score
+    monkeypatch.setattr(module, "draft_seconds", lambda llm, drafters: [1.0] * len(drafters))
     monkeypatch.setattr(module, "judge", lambda *_: next(ends))
     monkeypatch.setattr(module, "score", lambda llm, one, chosen: scored.append(one.source) or score(llm, one, chosen))
     verdict = judged(new, model, traces, incumbent=str(old), shares=(0.25, 1.0, 0.5, 0.1))
@@ -166,6 +167,7 @@ def test_only_what_it_loses_elsewhere_is_a_reason_for_less_of_it(
     model: Path, traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new = drafter(tmp_path / "new")
+    monkeypatch.setattr(module, "draft_seconds", lambda llm, drafters: [1.0] * len(drafters))
     assert not judged(new, model, traces, incumbent=str(drafter(tmp_path / "old"))).loses
     assert not (tmp_path / "new-75").exists()
     monkeypatch.setattr(module, "judge", lambda *_: Verdict(False, "it loses", loses=True))
