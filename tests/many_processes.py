@@ -1,13 +1,14 @@
 """What tests of several training processes share: a tiny trainer, its runs, and the processes that torchrun would start.
 
-The file is also what the processes run: `python many_processes.py FOLDER` with RANK and the like in the environment. They go
-through all scenarios in one start and leave their figures in FOLDER.
+The file is also what the processes run: `python many_processes.py FOLDER` forks them, each with RANK and the like in its
+environment. They go through all scenarios in one start and leave their figures in FOLDER.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -133,21 +134,16 @@ def started(folder: Path) -> tuple[list[int], list[str]]:
             probe.bind(("127.0.0.1", 0))
             ports.append(str(probe.getsockname()[1]))
     group = {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "PORTS": ",".join(ports), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder)],
-            env={**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(WORLD)
-    ]  # fmt: skip
+    command, own = [sys.executable, __file__, str(folder)], {**os.environ, **group}
+    process = subprocess.Popen(command, env=own, start_new_session=True)
     try:
-        outputs = [process.communicate(timeout=PATIENCE + 30)[0] for process in processes]
+        process.wait(PATIENCE + 30)
     finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    return [process.returncode for process in processes], outputs
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    outputs = [(folder / f"output-{rank}.txt").read_text() for rank in range(WORLD)]
+    return json.loads((folder / "statuses.json").read_text()), outputs
 
 
 @contextlib.contextmanager
@@ -336,5 +332,23 @@ def one_of_several(folder: Path) -> None:
     fail(folder, ranks)
 
 
+def several(folder: Path) -> None:
+    """Import once what every process needs, which takes longer than all that they do; then fork them."""
+    for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.experimental"):
+        importlib.import_module(name)
+    children: list[int] = []
+    for rank in range(WORLD):
+        children.append(os.fork())
+        if not children[-1]:
+            with (folder / f"output-{rank}.txt").open("w") as output:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            one_of_several(folder)
+            return
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    (folder / "statuses.json").write_text(json.dumps(statuses))
+
+
 if __name__ == "__main__":
-    one_of_several(Path(sys.argv[1]))
+    several(Path(sys.argv[1]))
