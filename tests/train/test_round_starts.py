@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from small_training import config, document, documents, trainer
+from tiny_runs import TINY, paceline
 from torch import Tensor
 
-from paceline.cli import app
 from paceline.draft.dflash2 import read_drafter
 from paceline.errors import CacheError, ConfigError
 from paceline.runlog import RunFolder
@@ -28,7 +28,7 @@ from paceline.train.round_starts import Look, StoredStarts, check_round_starts, 
 
 SIZE = 4
 """Of a block."""
-TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1", "--full-precision")
+EXACT = (*TINY, "--full-precision")
 
 
 def kept_at(position: int) -> int:
@@ -223,17 +223,13 @@ def test_it_is_refused_where_nobody_knows_where_rounds_begin() -> None:
     check_round_starts(TrainConfig())
 
 
-def paceline(*words: object) -> None:
-    app([str(word) for word in words], prog_name="paceline", standalone_mode=False)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [("--features", "cached"), ("--features", "streamed", "--drafter-kind", "dflash2")])
 def test_the_command_continues_a_drafter_where_its_rounds_begin(
     first: Path, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of hidden states from disk, and of streamed ones with a DFlash 2 drafter; killed and resumed it reads what it found."""
-    command = (*TINY, "--answers", first / "regenerate" / "answers", "--init", first / "drafter", "--out", tmp_path, *words)
+    command = (*EXACT, "--answers", first / "regenerate" / "answers", "--init", first / "drafter", "--out", tmp_path, *words)
     command = (*command, "--round-starts", "0.5", "--serve-share", "0")
     paceline(*command, "--max-steps", 2)
     (folder,) = tmp_path.glob("round-starts-*")
@@ -252,5 +248,5 @@ def test_the_command_continues_a_drafter_where_its_rounds_begin(
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose drafter others continue."""
     folder = tmp_path_factory.mktemp("first")
-    paceline(*TINY, "--max-steps", 3, "--max-tokens", 32, "--out", folder, "--serve-share", "0")
+    paceline(*EXACT, "--max-steps", 3, "--limit", 16, "--out", folder, "--serve-share", "0")
     return folder

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_training import VOCAB, config, documents, embedding, head_of, tiny_decoder
+from tiny_runs import TINY, paceline
 from torch import nn
 
-from paceline.cli import app
 from paceline.draft.checkpoint import read_checkpoint, write_checkpoint
 from paceline.draft.dflash import DFlashDrafter
 from paceline.draft.dflash2 import DFlash2Network, materialised, read_drafter
@@ -28,13 +28,8 @@ from paceline.train.packs import DFlashTrainable, Pack
 from paceline.train.selector import BlockSample, DFlash2Trainable, trainable_of
 from paceline.train.start import network_for
 
-TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1")
 SMALL: dict[str, Any] = {"num_layers": 1, "block_size": 4, "num_taps": 2}
 SECOND: dict[str, Any] = {**SMALL, "kind": "dflash2", "selector_rank": 6}
-
-
-def paceline(*words: object) -> None:
-    app([str(word) for word in words], prog_name="paceline", standalone_mode=False)
 
 
 def trainer_2(folder: Path, settings: LoopConfig | None = None, head: Head | None = None, **shape: Any) -> Trainer:
@@ -270,7 +265,7 @@ def test_codebooks_written_out_score_as_their_factors(tmp_path: Path) -> None:
 def test_the_command_continues_a_v1_drafter(tmp_path: Path) -> None:
     """v1 in, DFlash 2 out, with a draft vocabulary; served by the engine as it is teacher-forced."""
     run, second = tmp_path / "v1", tmp_path / "v2"
-    paceline(*TINY, "--max-steps", 3, "--out", run, "--draft-vocab", 200, "--max-tokens", 24, "--serve-share", "0")
+    paceline(*TINY, "--max-steps", 3, "--out", run, "--draft-vocab", 200, "--limit", 16, "--serve-share", "0")
     words = ("--answers", run / "regenerate" / "answers", "--init", run / "drafter", "--out", second)
     paceline(*TINY, "--max-steps", 6, *words, "--drafter-kind", "dflash2", "--selector-rank", 8, "--selector-from", 0.2)
     settings, tensors = read_checkpoint(second / "drafter")
