@@ -143,6 +143,12 @@ def trained(
     return load_file(result.drafter / "model.safetensors")
 
 
+@pytest.fixture(scope="module")
+def here(engine: EngineConfig, answers: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The weights of a drafter trained with hidden states of this process."""
+    return trained(tmp_path_factory.mktemp("here"), engine, answers)
+
+
 def same(one: dict[str, Any], two: dict[str, Any]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
@@ -150,13 +156,13 @@ def same(one: dict[str, Any], two: dict[str, Any]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("features", ["cached", "streamed"])
 def test_vllm_s_files_give_the_same_drafter(
-    tmp_path: Path, engine: EngineConfig, answers: Path, vllm: tuple[VLLM, Elsewhere], features: str
+    tmp_path: Path, engine: EngineConfig, answers: Path, here: Any, vllm: tuple[VLLM, Elsewhere], features: str
 ) -> None:
     one, fake = vllm
     one.has_locks = features == "cached"
     elsewhere = ElsewhereConfig(features_from=fake.url, features_folder=one.folder, at_once=4)
     there = trained(tmp_path / "there", engine, answers, elsewhere, features=features)
-    assert same(there, trained(tmp_path / "here", engine, answers))
+    assert same(there, here)
     assert list(one.folder.iterdir()) == [], "what was read is deleted"
     assert one.number >= 12
 
