@@ -39,7 +39,7 @@ from paceline.train.start import continued_draft_ids
 from paceline.train.stopping import Stop
 from paceline.train.tiny import PARTS
 
-STEPS = 12
+STEPS = 6
 FORWARD = ("--max-steps", str(STEPS))
 INT8 = ("--feature-dtype", "int8", "--stream-buffer", "64K")
 pytestmark = pytest.mark.slow
@@ -67,12 +67,12 @@ def kept_at(patch: pytest.MonkeyPatch, step: int, run: Path, kept: Path) -> None
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """(run folder, JSON line) of a whole run; beside the folder, as `killed`, what a kill after step 8 would have left."""
+    """(run folder, JSON line) of a whole run; beside the folder, as `killed`, what a kill after step 4 would have left."""
     run, shown = tmp_path_factory.mktemp("train") / "run", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             patch.delenv(name, raising=False)
-        kept_at(patch, 8, run, run.with_name("killed"))
+        kept_at(patch, 4, run, run.with_name("killed"))
         words = (*TINY, *FORWARD, "--limit", 24, "--checkpoint-minutes", 0, "--out", run, "--json")
         app([str(word) for word in words], prog_name="paceline", standalone_mode=False)
     return run, json.loads(shown.getvalue().splitlines()[-1])
@@ -89,7 +89,7 @@ def test_prompts_in_drafter_out(finished: Finished) -> None:
     assert list(steps) == list(range(1, STEPS + 1))
     assert abs(steps[1]["loss"] - math.log(PARTS["config"]["vocab_size"])) < 1.0, "the first loss is about log(vocabulary)"
     assert steps[STEPS]["loss"] < steps[1]["loss"]
-    assert {number for number, each in steps.items() if "heldout" in each} == {10, STEPS}
+    assert {number for number, each in steps.items() if "heldout" in each} == {STEPS}
     assert steps[STEPS]["heldout"]["eal"] == line["eal"]
     served = json.loads((run / "heldout.json").read_text())
     assert served["tokens_per_round"] == line["heldout"]["heldout"] and served["texts"]
@@ -101,7 +101,7 @@ def test_prompts_in_drafter_out(finished: Finished) -> None:
 def test_killed_and_run_again_it_follows_the_same_losses(finished: Finished, tmp_path: Path, capsys: Any) -> None:
     shutil.copytree(finished[0].with_name("killed"), tmp_path / "run")
     before = figures(tmp_path / "run")
-    assert len(before) == 8 and not (tmp_path / "run" / "drafter").exists()
+    assert len(before) == 4 and not (tmp_path / "run" / "drafter").exists()
     with (tmp_path / "run" / "metrics.jsonl").open("a") as cut:
         cut.write('{"step": 99, "lo')  # as if it had died while it wrote
     answers = finished[0] / "regenerate" / "answers"
@@ -126,7 +126,7 @@ def test_sigterm_finishes_the_step_and_the_same_command_goes_on(
 
     def stopped(self: RunFolder, **line: Any) -> None:
         log(self, **line)
-        if line.get("step") == 5:
+        if line.get("step") == 3:
             signal.raise_signal(signal.SIGTERM)
 
     with monkeypatch.context() as patched:
