@@ -207,11 +207,13 @@ class Doubling:
         return work
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
-def test_what_a_worker_of_a_real_cluster_refuses_is_raised_here(cluster: Any) -> None:
-    with connected(RAY) as ray, pytest.raises(PromptError, match="no template for -1 with 2 threads"):
-        list(shared_out(ray, replace(RAY, ray_workers=1), Doubling(), [-1], 4))
+def test_a_real_cluster_works_and_what_its_worker_refuses_is_raised_here(cluster: Any) -> None:
+    with connected(RAY) as ray:
+        found = list(shared_out(ray, replace(RAY, ray_workers=1), Doubling(), range(6), 4))
+        assert sorted(found) == [0, 2, 4, 6, 8, 10]
+        with pytest.raises(PromptError, match="no template for -1 with 2 threads"):
+            list(shared_out(ray, replace(RAY, ray_workers=1), Doubling(), [-1], 4))
 
 
 @dataclass(frozen=True)
