@@ -121,6 +121,8 @@ class Sequence:
     """Prompt positions that were taken over from another sequence rather than computed."""
     seed: int = 0
     finish_reason: FinishReason | None = None
+    stopped_by: str = ""
+    """The stop string that ended the text; a stop that is a special token is the last of `tokens` instead."""
     counts: Counter[int] = field(default_factory=Counter)
     """How often each token stands in the answer; kept only when penalties need it."""
     rounds: list[Round] = field(default_factory=list)

@@ -334,6 +334,7 @@ class Engine:
         elif seq.finish_reason is not None:
             text += stream.finish()
         seq.timings.token_s.extend([now] * len(tokens))
+        seq.stopped_by = stream.stopped_by
         if seq.finish_reason is not None:
             self._release(seq)
         return Chunk(seq, tokens, text, seq.finish_reason)

@@ -242,6 +242,8 @@ class TextStream:
         self._detokenizer = detokenizer
         self._stop, self._num_free = stop, min_tokens
         self._held = ""
+        self.stopped_by = ""
+        """The stop string that ended the text."""
 
     def push(self, tokens: list[int]) -> tuple[str, int | None]:
         """Feed tokens; returns the text now final, and how many of the tokens stand when a stop string ended it."""
@@ -254,9 +256,9 @@ class TextStream:
                 shown += self._detokenizer.push([token])
                 continue
             self._held += self._detokenizer.push([token])
-            at = self._first_stop()
-            if at is not None:
-                shown, self._held = shown + self._held[:at], ""
+            at, stop = self._first_stop()
+            if stop:
+                shown, self._held, self.stopped_by = shown + self._held[:at], "", stop
                 return shown, taken
             safe = len(self._held) - num_undecided(self._held, self._stop)
             shown, self._held = shown + self._held[:safe], self._held[safe:]
@@ -265,11 +267,13 @@ class TextStream:
     def finish(self) -> str:
         """No more tokens: whatever was held back is text after all."""
         self._held += self._detokenizer.flush()
-        return self._held[: self._first_stop()]
+        at, self.stopped_by = self._first_stop()
+        return self._held[:at]
 
-    def _first_stop(self) -> int | None:
-        ends = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        return min(ends) if ends else None
+    def _first_stop(self) -> tuple[int, str]:
+        """Returns where the first stop string begins, and which it is; the text's end and "" when there is none."""
+        ends = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        return min(ends, default=(len(self._held), ""))
 
 
 def num_undecided(text: str, wanted: tuple[str, ...]) -> int:
