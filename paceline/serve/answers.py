@@ -102,6 +102,9 @@ class Reply(ABC):
 class Exchange:
     """One API request and its answers."""
 
+    end = DONE
+    """What follows the last event of a stream."""
+
     def __init__(
         self,
         kind: str,
@@ -163,25 +166,39 @@ class Exchange:
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Server-sent events, several in one piece when they came together."""
+        try:
+            async for chunks in self.chunks():
+                if piece := b"".join(map(self.written, chunks)):
+                    yield piece
+        except ApiError as error:
+            yield self.failed(error)
+        except Exception:
+            log.exception("a stream failed")
+            yield self.failed(ApiError.known("request_failed"))
+        finally:
+            self.close()
+        if self.end:
+            yield self.end
+
+    async def chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
+        """The chunks of a stream, those together that came together."""
         options = self._request.stream_options
         with_usage = bool(options and options.include_usage)
         head = self._head | {"object": self._head["object"] + (".chunk" if self._head["object"] == "chat.completion" else "")}
-        try:
-            events = self._first
-            while events:
-                if piece := b"".join(self._chunk(head, event, with_usage) for event in events):
-                    yield piece
-                events = await self._ticket.read()
-            if more := self._last(with_usage):
-                yield _event(head | {"choices": []} | more)
-        except ApiError as error:
-            yield _event(error.body)
-        except Exception:
-            log.exception("a stream failed")
-            yield _event(ApiError.known("request_failed").body)
-        finally:
-            self.close()
-        yield DONE
+        events = self._first
+        while events:
+            yield [chunk for event in events if (chunk := self._chunk(head, event, with_usage))]
+            events = await self._ticket.read()
+        if more := self._last(with_usage):
+            yield [head | {"choices": []} | more]
+
+    def written(self, chunk: dict[str, Any]) -> bytes:
+        """A chunk as server-sent events."""
+        return sse(chunk)
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that an error ends."""
+        return sse(error.body)
 
     def _last(self, with_usage: bool) -> dict[str, Any]:
         """What was asked for beside the answer."""
@@ -192,12 +209,12 @@ class Exchange:
             told["timings"] = self._clock.timings(self._sequences)
         return told
 
-    def _chunk(self, head: dict[str, Any], event: Event, with_usage: bool) -> bytes:
+    def _chunk(self, head: dict[str, Any], event: Event, with_usage: bool) -> dict[str, Any] | None:
         reply = self._replies[event.index]
         reply.take(event)
         choice = reply.choice(is_stream=True)
         if choice is None:
-            return b""
+            return None
         chunk = head | {"choices": [choice]}
         if self._with_each:
             chunk["usage"] = self._num_tokens()
@@ -209,7 +226,7 @@ class Exchange:
             pieces, reply.pieces = reply.pieces, []
             told = {"drafted": sum(piece["drafted"] for piece in pieces), "tokens": pieces}
             chunk["paceline"] = told | (_timings(reply.sequence) if reply.sequence else {})
-        return _event(chunk)
+        return chunk
 
     @property
     def _sequences(self) -> list[Sequence]:
@@ -282,8 +299,9 @@ def finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + dump(value) + b"\n\n"
+def sse(value: dict[str, Any], name: str = "") -> bytes:
+    """A server-sent event."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + dump(value) + b"\n\n"
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-from fastapi import FastAPI, Header, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
@@ -18,12 +16,13 @@ from starlette.responses import FileResponse, Response
 
 import paceline
 from paceline.serve.admin import add_admin
-from paceline.serve.answers import EventStream, Exchange, unless_gone
+from paceline.serve.answers import Exchange
+from paceline.serve.chats import Tag, answer_chat, check_model, compiled, names_of, respond
 from paceline.serve.clock import Clock
-from paceline.serve.completions import chat_jobs, completion_jobs
-from paceline.serve.engine import ModelInfo
+from paceline.serve.completions import completion_jobs
 from paceline.serve.failures import ApiError, RequestRefused, error_response, json_response
 from paceline.serve.features import add_features
+from paceline.serve.messages import add_messages
 from paceline.serve.prompts import check_ids, tokenize_ids
 from paceline.serve.protocol import (
     ChatRequest,
@@ -34,10 +33,10 @@ from paceline.serve.protocol import (
     TokenizeAnswer,
     TokenizeRequest,
 )
-from paceline.serve.replies import ChatReply, TextReply
+from paceline.serve.replies import TextReply
+from paceline.serve.responses import add_responses
 from paceline.serve.routing import route_of
 from paceline.serve.security import Gate
-from paceline.serve.ticket import Job
 from paceline.serve.validation import invalid as invalid_body
 from paceline.serve.worker import EngineWorker
 
@@ -51,13 +50,6 @@ PAGE_HEADERS = {
     "content-security-policy": "frame-ancestors 'none'",  # each page's own policy stands in the page
     "x-content-type-options": "nosniff",
 }
-Tag = Annotated[
-    str | None,
-    Header(
-        alias="x-paceline-tag",
-        description="What kind of request it is: kept with its trace, and chooses among several drafters.",
-    ),
-]
 
 
 def create_app(worker: EngineWorker) -> FastAPI:
@@ -83,6 +75,8 @@ def create_app(worker: EngineWorker) -> FastAPI:
     _add_system(app, worker)
     _add_tokens(app, worker)
     _add_answers(app, worker)
+    add_messages(app, worker)
+    add_responses(app, worker)
     add_admin(app, worker)
     add_features(app, worker)
     return app
@@ -91,7 +85,7 @@ def create_app(worker: EngineWorker) -> FastAPI:
 def _add_failures(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:
@@ -99,17 +93,19 @@ def _add_failures(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return error_response(invalid_body(error, request.headers.get("content-type", ""), request.url.path))
+        path = request.url.path
+        return error_response(invalid_body(error, request.headers.get("content-type", ""), path), path)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         messages = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not for {request.url.path}"}
         message, code = messages.get(error.status_code, str(error.detail)), "not_found" if error.status_code == 404 else None
-        return error_response(ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})))
+        told = ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
+        return error_response(told, request.url.path)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
-        return error_response(ApiError.known("request_failed"))
+        return error_response(ApiError.known("request_failed"), request.url.path)
 
 
 def _add_system(app: FastAPI, worker: EngineWorker) -> None:
@@ -146,32 +142,18 @@ async def _show(file: Path, request: Request) -> Response:
     return FileResponse(file, media_type=MEDIA.get(file.suffix, "text/html"), headers=PAGE_HEADERS)
 
 
-def _names(worker: EngineWorker) -> tuple[str, ...]:
-    """What clients may call the model; a folder's path stays at home."""
-    return worker.config.served_names or (Path(worker.serving().name).name,)
-
-
-def _check_model(name: str | None, worker: EngineWorker) -> tuple[str, ModelInfo]:
-    """The served name that was asked for. Raises ApiError."""
-    names = _names(worker)
-    if name is not None and name not in names:
-        message = f"there is no model {name!r:.100} here: this server has {', '.join(names)}"
-        raise RequestRefused(message, param="model", code="model_not_found", status=404)
-    return name or names[0], worker.serving()
-
-
 def _add_tokens(app: FastAPI, worker: EngineWorker) -> None:
     @app.get("/v1/models", tags=["OpenAI"])
     async def models() -> Response:
-        return json_response({"object": "list", "data": [_described(name, worker) for name in _names(worker)]})
+        return json_response({"object": "list", "data": [_described(name, worker) for name in names_of(worker)]})
 
     @app.get("/v1/models/{name:path}", tags=["OpenAI"])
     async def model(name: str) -> Response:
-        return json_response(_described(_check_model(name, worker)[0], worker))
+        return json_response(_described(check_model(name, worker)[0], worker))
 
     @app.post("/tokenize", tags=["tokens"], response_model=TokenizeAnswer)
     async def tokenize(body: TokenizeRequest) -> Response:
-        _, model = _check_model(body.model, worker)
+        _, model = check_model(body.model, worker)
         if (body.prompt is None) == (body.messages is None):
             raise RequestRefused("give either prompt or messages", param="prompt")
         tokens = await asyncio.to_thread(tokenize_ids, body, model)
@@ -182,7 +164,7 @@ def _add_tokens(app: FastAPI, worker: EngineWorker) -> None:
 
     @app.post("/detokenize", tags=["tokens"], response_model=DetokenizeAnswer)
     async def detokenize(body: DetokenizeRequest) -> Response:
-        _, model = _check_model(body.model, worker)
+        _, model = check_model(body.model, worker)
         ids = check_ids(body.tokens, model, "tokens")
         return json_response({"prompt": await asyncio.to_thread(model.tokenizer.decode, ids, False)})
 
@@ -197,47 +179,21 @@ def _described(name: str, worker: EngineWorker) -> dict[str, object]:
 def _add_answers(app: FastAPI, worker: EngineWorker) -> None:
     @app.post("/v1/chat/completions", tags=["OpenAI"])
     async def chat(body: ChatRequest, http: Request, tag: Tag = None) -> Response:
-        name, model = _check_model(body.model, worker)
-        clock = Clock(http.scope)
-        jobs = await asyncio.to_thread(chat_jobs, body, model, worker.config, clock)
-        jobs = await _compiled(jobs, worker, clock)
-        replies = [ChatReply(index, model.tokenizer, body) for index in range(len(jobs))]
-        ticket = worker.submit(jobs, tag, route_of(worker.config.route, body, http.headers, tag))
-        answering = Exchange("chat.completion", "chatcmpl", name, body, ticket, [*replies], lossless=model.lossless)
-        return await _respond(http, answering)
+        return await answer_chat(body, http, tag, worker, partial(Exchange, "chat.completion", "chatcmpl"))
 
     @app.post("/v1/completions", tags=["OpenAI"])
     async def complete(body: CompletionRequest, http: Request, tag: Tag = None) -> Response:
-        name, model = _check_model(body.model, worker)
+        name, model = check_model(body.model, worker)
         clock = Clock(http.scope)
         jobs, echoes = await asyncio.to_thread(completion_jobs, body, model, worker.config, clock)
-        jobs = await _compiled(jobs, worker, clock)
+        jobs = await compiled(jobs, worker, clock)
         replies = [TextReply(index, model.tokenizer, body, echo) for index, echo in enumerate(echoes)]
         num_prompts = len(jobs) // (body.n or 1)
         ticket = worker.submit(jobs, tag, route_of(worker.config.route, body, http.headers, tag))
         answering = Exchange("text_completion", "cmpl", name, body, ticket, [*replies], num_prompts, model.lossless)
-        return await _respond(http, answering)
+        return await respond(http, answering)
 
     @app.post("/v1/embeddings", tags=["OpenAI"], status_code=400)
     async def embeddings() -> Response:
         message = "this server has no embeddings: it generates text, at /v1/chat/completions and /v1/completions"
         raise RequestRefused(message, code="unsupported_endpoint")
-
-
-async def _compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[Job]:
-    clock.mark("dispatch")
-    jobs = await worker.compiled(jobs)
-    clock.mark("grammar")
-    return [replace(job, clock=clock) for job in jobs]
-
-
-async def _respond(http: Request, exchange: Exchange) -> Response:
-    """Answer at once or as it grows; what the client does not wait for is aborted."""
-    try:
-        if not exchange.is_stream:
-            return json_response(await unless_gone(http.receive, exchange.whole()))
-        await unless_gone(http.receive, exchange.begin())
-    except BaseException:
-        exchange.close()
-        raise
-    return EventStream(exchange)

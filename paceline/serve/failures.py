@@ -17,6 +17,20 @@ from paceline.errors import ContextLengthError, PacelineError, TemplateError
 FAILURES: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 
+ANTHROPIC = "/v1/messages"
+"""Where the paths of Anthropic's API begin."""
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Status -> type of Anthropic's error object."""
+
+
 class ApiError(Exception):
     """An answer that is an error."""
 
@@ -50,6 +64,17 @@ class ApiError(Exception):
         other = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, other)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """Anthropic's error object: its message names the field, and begins as clients expect it of a long prompt."""
+        message = self.message
+        if self.param and self.param not in message:
+            message = f"{self.param}: {message}"
+        if self.code == "context_length_exceeded":
+            message = f"prompt is too long: {message}"
+        kind = ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 class RequestRefused(ApiError):
@@ -85,5 +110,7 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(dump(value), status, headers, media_type="application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    return json_response(error.body, error.status, error.headers)
+def error_response(error: ApiError, path: str = "") -> Response:
+    """The response to a request of this path, in the form of its API."""
+    body = error.anthropic_body if path.startswith(ANTHROPIC) else error.body
+    return json_response(body, error.status, error.headers)

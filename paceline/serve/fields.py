@@ -191,15 +191,19 @@ def is_left_out(name: str, value: Any, refused: Mapping[str, Refused], unused: M
 
 
 def why_refused(
-    path: Sequence[str], refused: Mapping[str, Refused], known: Iterable[str], elsewhere: Iterable[str] = ()
+    path: Sequence[str],
+    refused: Mapping[str, Refused],
+    known: Iterable[str],
+    elsewhere: Iterable[str] = (),
+    nested: Mapping[str, Mapping[str, Refused]] = NESTED_REFUSED,
 ) -> str:
     """What a 400 says of a field that is not held.
 
-    `path` are the names that lead to it, `refused` the endpoint's own table, `known` the names that may have been meant,
-    `elsewhere` the endpoints that hold it.
+    `path` are the names that lead to it, `refused` the endpoint's own table, `nested` those of its objects, `known` the names
+    that may have been meant, `elsewhere` the endpoints that hold it.
     """
     *parents, name = path
-    table = NESTED_REFUSED.get(parents[-1], {}) if parents else refused
+    table = nested.get(parents[-1], {}) if parents else refused
     if name in table:
         return f"this server does not hold it: {table[name].advice}"
     if paths := " and ".join(elsewhere):

@@ -26,6 +26,8 @@ class Closed(BaseModel):
     refused: ClassVar[dict[str, Refused]] = {}
     unused: ClassVar[dict[str, str]] = {}
     """What becomes of fields that are not held; all others are refused too."""
+    nested: ClassVar[dict[str, dict[str, Refused]]] = fields.NESTED_REFUSED
+    """Of an endpoint's body: object of the body -> its fields that are refused."""
 
     @model_validator(mode="before")
     @classmethod

@@ -57,14 +57,14 @@ class Gate:
             if scope["path"].startswith(ADMIN):
                 self._check_admin(scope, headers)
             elif self._digests and scope["path"] not in OPEN_PATHS and not scope["path"].startswith("/page/"):
-                self._check_key(headers, self._digests, "invalid_api_key")
+                self._check_key(headers, self._digests, "invalid_api_key", headers.get("x-api-key"))
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 await body.read(headers.get("content-length", "0"))
         except ClientDisconnect:
             return
         except ApiError as error:
             self._refused(error.code or "limit")
-            await _refuse(error, body, send)
+            await _refuse(error, scope["path"], body, send)
             return
         scope[ARRIVED] = time.perf_counter()
         await self._app(scope, body.replay, send)
@@ -84,9 +84,11 @@ class Gate:
         if self._digests or not is_near or any(name in headers for name in FORWARDED):
             raise ApiError.known("admin_closed")
 
-    def _check_key(self, headers: Headers, digests: list[bytes], code: str) -> None:
-        """Compares with every key, each in the same time, so that nothing is learned from how long it took."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
+    def _check_key(self, headers: Headers, digests: list[bytes], code: str, bare: str | None = None) -> None:
+        """Compares with every key, each in the same time, so that nothing is learned from how long it took. A `bare` key,
+        as Anthropic's clients send it, takes the place of a missing Authorization."""
+        default = "" if bare is None else f"Bearer {bare}"
+        scheme, _, key = headers.get("authorization", default).partition(" ")
         given = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
         matches = [hmac.compare_digest(given, digest) for digest in digests]
         if scheme.lower() != "bearer" or not any(matches):
@@ -143,9 +145,9 @@ class Body:
         return message.get("body", b"")
 
 
-async def _refuse(error: ApiError, body: Body, send: Send) -> None:
+async def _refuse(error: ApiError, path: str, body: Body, send: Send) -> None:
     """The whole answer at once; the connection is closed when the client has sent what it had to send."""
-    response = error_response(error)
+    response = error_response(error, path)
     response.headers["connection"] = "close"
     await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})

@@ -9,7 +9,9 @@ from fastapi.exceptions import RequestValidationError
 
 from paceline.serve.failures import ApiError, RequestRefused
 from paceline.serve.fields import why_refused
+from paceline.serve.messages import CountTokensRequest, MessagesRequest
 from paceline.serve.protocol import ChatRequest, Closed, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from paceline.serve.responses import ResponsesRequest
 
 MOST_CHARACTERS = 500
 OBJECT = "Input should be a valid object"
@@ -20,6 +22,9 @@ ENDPOINTS: dict[str, type[Closed]] = {
     "/v1/completions": CompletionRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
+    "/v1/responses": ResponsesRequest,
 }
 
 
@@ -58,7 +63,7 @@ def _reason(path: tuple[Any, ...], errors: list[Any], endpoint: str) -> str:
     if errors[0]["type"] == "extra_forbidden":
         names, model = [part for part in path if isinstance(part, str)], ENDPOINTS.get(endpoint)
         if model is None or len(names) != 1:
-            return why_refused(names, {}, known_fields())
+            return why_refused(names, {}, known_fields(), nested=(model or Closed).nested)
         elsewhere = [path for path, other in ENDPOINTS.items() if names[0] in _held(other)]
         return why_refused(names, model.refused, _held(model), elsewhere)
     exact = [each for each in errors if not each["type"].endswith("_type") and each["type"] != "literal_error"]

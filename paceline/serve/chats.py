@@ -1,0 +1,88 @@
+"""The one way of a request through the server: model, jobs, grammar, ticket, response.
+
+Every endpoint of chats comes here: OpenAI's own, and those whose requests are translated into a ChatRequest (`dialects.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Header, Request
+from starlette.responses import Response
+
+from paceline.serve.answers import EventStream, Exchange, unless_gone
+from paceline.serve.clock import Clock
+from paceline.serve.completions import chat_jobs
+from paceline.serve.engine import ModelInfo
+from paceline.serve.failures import RequestRefused, json_response
+from paceline.serve.prompts import chat_ids
+from paceline.serve.protocol import ChatRequest
+from paceline.serve.replies import ChatReply
+from paceline.serve.routing import route_of
+from paceline.serve.ticket import Job
+from paceline.serve.worker import EngineWorker
+
+Tag = Annotated[
+    str | None,
+    Header(
+        alias="x-paceline-tag",
+        description="What kind of request it is: kept with its trace, and chooses among several drafters.",
+    ),
+]
+
+
+def names_of(worker: EngineWorker) -> tuple[str, ...]:
+    """Names that clients may call the model by; without its folder's path."""
+    return worker.config.served_names or (Path(worker.serving().name).name,)
+
+
+def check_model(name: str | None, worker: EngineWorker) -> tuple[str, ModelInfo]:
+    """The served name that a request means, and the model. Raises ApiError."""
+    names = names_of(worker)
+    if name is not None and name not in names:
+        message = f"there is no model {name!r:.100} here: this server has {', '.join(names)}"
+        raise RequestRefused(message, param="model", code="model_not_found", status=404)
+    return name or names[0], worker.serving()
+
+
+async def answer_chat(
+    body: ChatRequest, http: Request, tag: str | None, worker: EngineWorker, exchange: Callable[..., Exchange]
+) -> Response:
+    """Answers a chat. `exchange` is called with the model's name, the body, its ticket and its replies."""
+    name, model = check_model(body.model, worker)
+    clock = Clock(http.scope)
+    jobs = await asyncio.to_thread(chat_jobs, body, model, worker.config, clock)
+    jobs = await compiled(jobs, worker, clock)
+    replies: list[Any] = [ChatReply(index, model.tokenizer, body) for index in range(len(jobs))]
+    ticket = worker.submit(jobs, tag, route_of(worker.config.route, body, http.headers, tag))
+    return await respond(http, exchange(name, body, ticket, replies, lossless=model.lossless))
+
+
+async def count_chat(body: ChatRequest, worker: EngineWorker) -> int:
+    """Tokens of a chat's prompt."""
+    _, model = check_model(body.model, worker)
+    return len(await asyncio.to_thread(chat_ids, body, model))
+
+
+async def compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[Job]:
+    """The jobs with their grammars compiled."""
+    clock.mark("dispatch")
+    jobs = await worker.compiled(jobs)
+    clock.mark("grammar")
+    return [replace(job, clock=clock) for job in jobs]
+
+
+async def respond(http: Request, exchange: Exchange) -> Response:
+    """Answer at once or as it grows; what the client does not wait for is aborted."""
+    try:
+        if not exchange.is_stream:
+            return json_response(await unless_gone(http.receive, exchange.whole()))
+        await unless_gone(http.receive, exchange.begin())
+    except BaseException:
+        exchange.close()
+        raise
+    return EventStream(exchange)
