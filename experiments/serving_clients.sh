@@ -1,9 +1,10 @@
 #!/bin/sh
 # Clients that nobody here wrote, against a running paceline serve: guidellm sweeps to 16 requests in flight and none may fail;
 # schemathesis makes requests up from the server's own OpenAPI document and none may end in a status of 500 and above; OpenAI's
-# client for Node streams an answer with its usage.
+# client for Node streams an answer with its usage; sessions are LangChain, litellm and instructor: chats, streams, tools and
+# structured output (client_sessions.py).
 #
-#   experiments/serving_clients.sh                       all three
+#   experiments/serving_clients.sh                       all four
 #   experiments/serving_clients.sh guidellm node         those named
 #
 # Run it where paceline[serve] is installed. Needs a package index, and node and npm (Debian: apt install nodejs npm) for node.
@@ -12,7 +13,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 
-clients=${*:-guidellm schemathesis node}
+clients=${*:-guidellm schemathesis node sessions}
 venv=${CLIENTS_VENV:-${XDG_CACHE_HOME:-$HOME/.cache}/paceline-peers/serving-clients}
 python=${PYTHON:-python3}
 work=$(mktemp -d)
@@ -35,6 +36,7 @@ with_pip() {
 
 install_guidellm() { with_pip guidellm; }
 install_schemathesis() { with_pip schemathesis; }
+install_sessions() { with_pip sessions; }
 install_node() { npm install --silent --no-audit --no-fund --prefix "$venv/node" openai@6.49.0; }
 
 stop() {
@@ -46,10 +48,12 @@ stop() {
 }
 
 # Short answers: a request that schemathesis makes up sets no limit of its own, and beside other work on the machine four that
-# fill the context take longer than a client waits.
+# fill the context take longer than a client waits. Sessions with tools need more room.
 start() {
+    length=256
+    case " $clients " in *" sessions "*) length=1024 ;; esac
     # shellcheck disable=SC2086
-    "$python" -m paceline serve --port 0 --max-len 256 --default-max-tokens 16 ${SERVE:-} >"$work/server.log" 2>&1 &
+    "$python" -m paceline serve --port 0 --max-len "$length" --default-max-tokens 16 ${SERVE:-} >"$work/server.log" 2>&1 &
     server=$!
     until grep -q '^ready: ' "$work/server.log"; do
         if ! kill -0 "$server" 2>/dev/null; then
@@ -80,10 +84,14 @@ run_node() {
     NODE_PATH="$venv/node/node_modules" node experiments/serving_clients.cjs "$url" "$("$python" experiments/serving_clients.py model "$url")"
 }
 
+run_sessions() {
+    "$venv/sessions/bin/python" experiments/client_sessions.py "$url" "$("$python" experiments/serving_clients.py model "$url")"
+}
+
 for client in $clients; do
     case $client in
-        guidellm | schemathesis | node) ;;
-        *) echo "error: there is no client $client: choose from guidellm, schemathesis, node" >&2 && exit 2 ;;
+        guidellm | schemathesis | node | sessions) ;;
+        *) echo "error: there is no client $client: choose from guidellm, schemathesis, node, sessions" >&2 && exit 2 ;;
     esac
 done
 mkdir -p "$venv"
