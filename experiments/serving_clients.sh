@@ -85,7 +85,7 @@ run_node() {
 }
 
 run_sessions() {
-    "$venv/sessions/bin/python" experiments/client_sessions.py "$url" "$("$python" experiments/serving_clients.py model "$url")"
+    LITELLM_LOCAL_MODEL_COST_MAP=True "$venv/sessions/bin/python" experiments/client_sessions.py "$url" "$("$python" experiments/serving_clients.py model "$url")"
 }
 
 for client in $clients; do

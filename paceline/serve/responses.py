@@ -199,14 +199,18 @@ def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, s
         elif item.type == "message" and item.role != "assistant":
             said.append({"role": item.role, "content": _text(item.content, f"{where}.content")})
         else:
-            begins = item.type == "reasoning" or (item.type == "message" and bool(said) and "tool_calls" in said[-1])
-            if begins or not said or said[-1]["role"] != "assistant" or (item.type == "message" and said[-1]["content"]):
+            if not said or said[-1]["role"] != "assistant" or _begins(item, said[-1]):
                 said.append({"role": "assistant", "content": ""})
             _add(said[-1], item, where)
             if item.type == "function_call":
                 names[f"messages[{len(said) - 1}].tool_calls[{len(said[-1]['tool_calls']) - 1}].function"] = where
         names.setdefault(f"messages[{len(said) - 1}]", where)
     return said, names
+
+
+def _begins(item: ResponseItem, message: dict[str, Any]) -> bool:
+    """True if an item of the assistant's cannot be a part of its latest message, which has reasoning, text, then calls."""
+    return item.type != "function_call" and bool(message["content"] or "tool_calls" in message)
 
 
 def _add(message: dict[str, Any], item: ResponseItem, where: str) -> None:
@@ -218,8 +222,8 @@ def _add(message: dict[str, Any], item: ResponseItem, where: str) -> None:
         message["content"] = _text(item.content, f"{where}.content")
     else:
         part = "content" if item.content else "summary"
-        if text := _text(getattr(item, part), f"{where}.{part}"):
-            message["reasoning_content"] = text
+        texts = (message.get("reasoning_content"), _text(getattr(item, part), f"{where}.{part}"))
+        message["reasoning_content"] = "\n".join(filter(None, texts))
 
 
 def _text(content: str | list[ResponsePart] | None, where: str) -> str:

@@ -136,6 +136,16 @@ def test_a_drafter_that_drafts_in_every_round(config_only: Path) -> None:
             check_yield(kept, 7)
 
 
+def test_answers_of_other_apis_say_it_too(live: Live) -> None:
+    messages, responses = {"messages": asked()["messages"], "max_tokens": 24}, {"input": "hello", "max_output_tokens": 24}
+    for path, body in (("/v1/messages", messages), ("/v1/responses", responses)):
+        status, told, _ = live.post(path, body)
+        assert status == 200 and told["lossless"] is False
+        _, text, _ = live.post(path, body | {"stream": True})
+        events = [json.loads(line[6:]) for line in text.decode().splitlines() if line.startswith("data: ")]
+        assert len(events) >= 3 and all(event["lossless"] is False for event in events)
+
+
 def test_every_answer_says_that_it_is_not_lossless(live: Live) -> None:
     limits = {"max_tokens": 25, "temperature": 0, "ignore_eos": True, "return_metrics": True, "paceline_timings": True}
     status, told, _ = live.post("/v1/chat/completions", asked(**limits))

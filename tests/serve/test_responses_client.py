@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from small_llm import tiny_model
 
 from paceline import LLM
+from paceline.serve.responses import ResponsesRequest, chat_of
 
 MODEL = "tiny"
 QUESTION = "Say something."
@@ -140,6 +141,25 @@ def test_turns_with_an_output_give_the_chats_prompt(client: openai.OpenAI) -> No
     expected = chat(client, messages=history, tools=[{"type": "function", "function": FUNCTION}], max_tokens=20)
     assert second.output_text == expected.choices[0].message.content
     assert second.usage and second.usage.input_tokens == expected.usage.prompt_tokens
+
+
+def test_items_of_one_answer_are_one_message() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    said = {"type": "message", "role": "assistant", "content": "I look."}
+    call = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
+    items = [*HELLO, thought("Hm."), thought("So."), said, call, {**call, "call_id": "2"}, thought("Then."), said, said]
+    chat, names = chat_of(ResponsesRequest.model_validate({"input": items}))
+    sent = [message.as_sent() for message in chat.messages]
+    assert [(each["content"], each.get("reasoning_content"), len(each.get("tool_calls", ()))) for each in sent] == [
+        (QUESTION, None, 0),
+        ("I look.", "Hm.\nSo.", 2),
+        ("I look.", "Then.", 0),
+        ("I look.", None, 0),
+    ]
+    assert names["messages[1]"] == "input[1]"
+    assert names["messages[1].tool_calls[1].function"] == "input[5]"
 
 
 def test_a_json_schema_holds(client: openai.OpenAI) -> None:
