@@ -48,7 +48,7 @@ def both(group: int, head_dim: int, dtype: str, count: int, has_all: bool, arch:
     """The split kernel and the combining one, for cards of sm_`arch` with `limit` bytes of shared memory."""
     kind = getattr(torch, dtype)
     tiles, pointer = Tiles.of(group, count, head_dim, kind, limit), POINTERS[str(kind)]
-    shape = {"GROUP": group, "HEAD": head_dim, "BLOCK_D": tiles.channels}
+    shape = {"GROUP": group, "HEAD": head_dim, "BLOCK_D": tiles.channels, "OVERLAPS": arch >= 90}
     parts = dict.fromkeys(("sums", "weights", "maxima"), "*fp32")
     pointers = parts | dict.fromkeys(("query", "keys", "values"), pointer)
     pointers |= dict.fromkeys(("starts_B", "counts_B", "depths_BJ", "bits_BJ"), "*i64")

@@ -229,6 +229,7 @@ def resources(model: str) -> dict[str, dict[str, int]]:
         function = getattr(layer_triton, kernel)
         names = function.arg_names
         signature = {name: kind_of(value) for name, value in zip(names, args, strict=False)}
+        constants["OVERLAPS"] = True
         signature |= dict.fromkeys(constants, "constexpr")
         source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()})
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})

@@ -146,7 +146,7 @@ def run_kernels(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, s
     sums = torch.empty(pairs, splits, stacked, head_dim, **one)
     weights, maxima = (torch.empty(pairs, stacked, splits, **one) for _ in range(2))
     out_TX = torch.empty(tokens, heads * head_dim, dtype=query_THD.dtype, device=query_THD.device)
-    shape = {"GROUP": group, "HEAD": head_dim, "BLOCK_D": tiles.channels}
+    shape = {"GROUP": group, "HEAD": head_dim, "BLOCK_D": tiles.channels, **available.overlap_options(query_THD.device)}
     with torch.cuda.device_of(query_THD):
         launched.attend_split[-(-stacked // tiles.members), splits, pairs](
             query_THD, keys, values, sight.starts_B, sight.counts_B, sight.depths_BJ, sight.bits_BJ, sums, weights, maxima,

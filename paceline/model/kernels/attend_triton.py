@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paceline.model.kernels.overlap_triton import overlap
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -19,9 +21,10 @@ def attend_split(
     value_row_stride, value_head_stride, value_stride, scale, cap, window,
     GROUP: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_BITS: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One tile of the members of one row and key head, against one share of the positions that the row has."""
+    overlap(OVERLAPS)
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     pair = tl.program_id(2)
     row, kv_head = pair // kv_heads, pair % kv_heads
@@ -100,8 +103,10 @@ def attend_split(
 def combine_splits(
     sums, weights, maxima, sinks_H, out, count, kv_heads, splits,
     GROUP: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One member of one row and key head: the sum of its splits. Zeros where it sees no key."""
+    overlap(OVERLAPS)
     member, pair = tl.program_id(0), tl.program_id(1)
     row, kv_head = pair // kv_heads, pair % kv_heads
     total = count * GROUP

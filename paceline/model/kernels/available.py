@@ -11,6 +11,8 @@ import torch
 log = logging.getLogger("paceline.model")
 LEAST_CAPABILITY = (8, 0)
 """Older cards have no products in bfloat16."""
+OVERLAPPING_CAPABILITY = (9, 0)
+"""From Hopper on a kernel's programs may start before the kernel before has ended."""
 
 
 def can_use(device: torch.device | str) -> bool:
@@ -19,6 +21,14 @@ def can_use(device: torch.device | str) -> bool:
     if device.type != "cuda" or torch.version.hip or find_spec("triton") is None:
         return False
     return _starts_kernels(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def overlap_options(device: torch.device) -> dict[str, bool]:
+    """Options of every launch on `device`: whether kernels start beside the one before; see overlap_triton.py."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < OVERLAPPING_CAPABILITY:
+        return {"OVERLAPS": False}
+    return {"OVERLAPS": True, "launch_pdl": True}
 
 
 @cache

@@ -198,4 +198,4 @@ def _launch(kernel: str, grid: tuple[int, ...], args: list[Tensor | float], **co
     if 0 in grid:
         return
     with torch.cuda.device_of(first):
-        getattr(layer_triton, kernel)[grid](*args, **constants)
+        getattr(layer_triton, kernel)[grid](*args, **constants, **available.overlap_options(first.device))

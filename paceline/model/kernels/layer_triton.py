@@ -6,6 +6,8 @@ All compute in float32 and round where the PyTorch formulas of `layer.py` round.
 import triton
 import triton.language as tl
 
+from paceline.model.kernels.overlap_triton import overlap
+
 
 @triton.jit
 def _weighted(values, scale, weight_ptr, at, mask, IS_WIDE: tl.constexpr, DTYPE: tl.constexpr):
@@ -21,9 +23,10 @@ def _weighted(values, scale, weight_ptr, at, mask, IS_WIDE: tl.constexpr, DTYPE:
 def add_norm(
     hidden_ptr, update_ptr, out_ptr, update_weight_ptr, weight_ptr, update_eps, eps, scale,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_UPDATE: tl.constexpr, HAS_UPDATE_NORM: tl.constexpr,
-    HAS_NORM: tl.constexpr, IS_UPDATE_WIDE: tl.constexpr, IS_WIDE: tl.constexpr,
+    HAS_NORM: tl.constexpr, IS_UPDATE_WIDE: tl.constexpr, IS_WIDE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program a row: hidden += scale * norm(update), out = norm(hidden)."""
+    overlap(OVERLAPS)
     begin = tl.program_id(0).to(tl.int64) * SIZE
     at = tl.arange(0, BLOCK)
     mask = at < SIZE
@@ -49,11 +52,13 @@ def heads(
     token_stride, row_stride, head_stride, slot_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, IS_WIDE: tl.constexpr, IS_WHOLE: tl.constexpr, WHOLE_BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program for each token and head: norm and rotation of queries and keys; keys and values go into the cache.
 
     ROTARY: numbers of each head that are rotated, 0 for none. IS_WHOLE: one norm over all queries, and one over all keys.
     """
+    overlap(OVERLAPS)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     dtype: tl.constexpr = fused_ptr.dtype.element_ty
     at = tl.arange(0, BLOCK)
@@ -98,8 +103,9 @@ def heads(
 
 
 @triton.jit
-def gated(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr):
+def gated(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr, OVERLAPS: tl.constexpr):
     """One program for each row and BLOCK of columns: out = activation(gate) * up."""
+    overlap(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < SIZE
