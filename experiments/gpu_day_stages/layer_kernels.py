@@ -16,7 +16,7 @@ from paceline.model.attention import Rope
 from paceline.model.config import DecoderConfig
 from paceline.model.graphs import StaticWriter
 from paceline.model.heads import heads_twin, split_heads
-from paceline.model.kernels import available
+from paceline.model.kernels import available, skinny
 from paceline.model.kernels import layer as kernels
 from paceline.model.kernels.layer import NormWeight
 from paceline.model.parts import NoNorm, Residual, RMSNorm, WholeNorm
@@ -82,6 +82,24 @@ def cases(visit: Visit, num_tokens: int, dtype: torch.dtype) -> Iterator[Case]:
             return [kernels.gated(gate_up, activation) if kernels.can_run(gate_up) else others[activation]()]
 
         yield Case(f"gated {activation}", gated, lambda activation=activation: [kernels.gated_twin(gate_up, activation)])
+    yield from product_cases(config, num_tokens, kind)
+
+
+def product_cases(config: DecoderConfig, num_tokens: int, kind: dict[str, Any]) -> Iterator[Case]:
+    """Products with a matrix, one of them gated. In float32 both are PyTorch's. Timed ones find the matrix in the cache."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    inputs = torch.randn(num_tokens, hidden, **kind)
+    for name, rows, activation in (("product", hidden, None), ("gated product", 2 * inner, "silu")):
+        weight = 0.02 * torch.randn(rows, hidden, **kind)
+
+        def product(weight: Tensor = weight, activation: str | None = activation) -> list[Tensor]:
+            is_ours = skinny.can_run(inputs, weight, is_gated=activation is not None)
+            return [(skinny.product if is_ours else skinny.product_twin)(inputs, weight, None, activation)]
+
+        def twin(weight: Tensor = weight, activation: str | None = activation) -> list[Tensor]:
+            return [skinny.product_twin(inputs, weight, None, activation)]
+
+        yield Case(name, product, twin)
 
 
 def norm_cases(hidden_TD: Tensor, update_TD: Tensor, kind: dict[str, Any]) -> Iterator[Case]:

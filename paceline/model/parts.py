@@ -6,11 +6,11 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from paceline.model.config import DecoderConfig
 from paceline.model.experts import Experts, gating
 from paceline.model.kernels import layer as kernels
+from paceline.model.kernels import skinny
 from paceline.model.kernels.layer import NormWeight
 
 _DECODE_ROWS = 8
@@ -37,7 +37,14 @@ class PackedLinear:
     def __call__(self, inputs_TD: Tensor) -> Tensor:
         if self._is_packed:
             return self._multiply(inputs_TD, self._weight, self._bias, "none", [], "")
-        return F.linear(inputs_TD, self._weight, self._bias)
+        compute = skinny.product if skinny.can_run(inputs_TD, self._weight) else skinny.product_twin
+        return compute(inputs_TD, self._weight, self._bias)
+
+    def gated(self, inputs_TD: Tensor, activation: str) -> Tensor | None:
+        """activation(gate) * partner of both halves of the product, in one launch; None where that is not to be had."""
+        if self._is_packed or activation not in kernels.GATED or not skinny.can_run(inputs_TD, self._weight, is_gated=True):
+            return None
+        return skinny.product(inputs_TD, self._weight, self._bias, activation)
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -173,6 +180,9 @@ class GatedMLP:
         self.num_bytes = self._gate_up.num_bytes + self._down.num_bytes
 
     def __call__(self, normed_TD: Tensor) -> Tensor:
+        gated_TX = self._gate_up.gated(normed_TD, self._activation)
+        if gated_TX is not None:
+            return self._down(gated_TX)
         gate_up_TX = self._gate_up(normed_TD)
         if self._activation in kernels.GATED and kernels.can_run(gate_up_TX):
             return self._down(kernels.gated(gate_up_TX, self._activation))

@@ -1,0 +1,126 @@
+"""Products of few tokens: the kernel equals PyTorch's product under Triton's interpreter, and compiles for an H100."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.model.kernels import available, skinny
+from paceline.model.kernels.layer import GATED
+from paceline.model.parts import PackedLinear
+
+HERE, EXPERIMENTS = Path(__file__).parent, Path(__file__).parents[2] / "experiments"
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+WIDTHS = {"1.5B": (1536, 8960), "8B": (4096, 12288), "27B": (5120, 17408)}
+"""Hidden and inner widths."""
+
+
+def test_a_tile_divides_every_matrix_of_known_models() -> None:
+    for hidden, inner in WIDTHS.values():
+        for num_tokens in (1, 2, 16):
+            for size, columns, is_gated in ((hidden, hidden, False), (inner, hidden, True), (hidden, inner, False)):
+                tile = skinny.tile_of(num_tokens, size, columns, is_gated)
+                assert tile is not None and size % tile.rows == columns % tile.columns == 0
+
+
+def test_a_matrix_without_a_tile_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(available, "can_use", lambda device: True)
+    weight = torch.zeros(64, 128, dtype=torch.bfloat16)
+    assert skinny.can_run(weight[:16], weight)
+    assert not skinny.can_run(weight[:17], weight)  # too many tokens
+    assert not skinny.can_run(weight[:0], weight)
+    assert not skinny.can_run(weight[:2].float(), weight)
+    assert not skinny.can_run(torch.zeros(2, 96, dtype=torch.bfloat16), weight[:, :96])  # no multiple of 64
+    assert not skinny.can_run(weight[:2], weight[:63])
+    with pytest.raises(ValueError, match="no tile divides"):
+        skinny.product(weight[:2], weight[:63], None)
+
+
+def test_a_gated_product_is_left_to_two_operations_without_a_kernel() -> None:
+    linear = PackedLinear(torch.randn(64, 128))
+    assert linear.gated(torch.randn(1, 128), "silu") is None
+
+
+def errors() -> dict[str, list[float]]:
+    """Error and bound of each case, under the interpreter: fresh random inputs, outputs poisoned."""
+    from gpu_day_stages.attention_cases import mend_interpreter
+    from test_kernels_layer import error, poisoned_empties, round_to_nearest
+
+    mend_interpreter()
+    poisoned_empties()
+    round_to_nearest()
+    torch.manual_seed(3)
+    found: dict[str, list[float]] = {}
+    for num_tokens, dtype, size, inner in (
+        (1, torch.bfloat16, 32, 1536), (1, torch.float32, 32, 320), (2, torch.bfloat16, 32, 320),
+        (3, torch.float32, 48, 128), (16, torch.float32, 16, 512),
+    ):  # fmt: skip
+        for activation in (None, *GATED):
+            num_rows = size if activation is None else 2 * size
+            inputs, weight = torch.randn(num_tokens, inner).to(dtype), torch.randn(num_rows, inner).to(dtype) / 8
+            for bias in (None, torch.randn(num_rows).to(dtype)):
+                ours = skinny.product(inputs, weight, bias, activation)
+                expected = skinny.product_twin(inputs, weight, bias, activation)
+                name = f"{num_tokens} x {inner}, {size} rows, {dtype}, {activation}, {'no ' if bias is None else ''}bias"
+                found[name] = [error(ours, expected), 1e-5 if dtype == torch.float32 else 1e-2]
+    return found
+
+
+def resources() -> dict[str, list[int]]:
+    """Bytes of stack and of shared memory of the kernel for an H100, at each tile."""
+    import triton
+    from test_kernels_layer import stack_of
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from paceline.model.kernels import skinny_triton
+
+    kernel, used = skinny_triton.skinny, dict[str, list[int]]()
+    kinds = {"inputs_ptr": "*bf16", "weight_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16"}
+    kinds |= {"num_tokens": "i32", "size": "i32"}
+    aligned = {(place,): [["tt.divisibility", 16]] for place in (0, 1, 2, 3, 5)}
+    for (is_one, is_gated), tile in skinny.TILES.items():
+        constants: dict[str, Any] = {
+            "INNER": 4096, "TOKENS": 1 if is_one else skinny.MOST_TOKENS, "ROWS": tile.rows, "COLUMNS": tile.columns,
+            "HAS_BIAS": True, "GATE": int(is_gated), "PRECISION": "ieee", "STAGES": tile.stages, "OVERLAPS": True,
+        }  # fmt: skip
+        values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        source = ASTSource(kernel, kinds | dict.fromkeys(constants, "constexpr"), values, aligned)
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tile.warps})
+        assert made.asm["ptx"].count("griddepcontrol") == 2
+        used[f"{is_one} {is_gated}"] = [stack_of(made.asm["cubin"]), made.metadata.shared]
+    return used
+
+
+def in_a_process(call: str, **variables: str) -> Any:
+    """What a function of this file returns in a process of its own: Triton chooses its interpreter when it is imported."""
+    paths = [HERE.parents[1], HERE, HERE.parent, EXPERIMENTS, *sys.path]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))} | variables
+    code = f"import json, test_kernels_skinny; print(json.dumps(test_kernels_skinny.{call}()))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_kernel_equals_pytorchs_product() -> None:
+    found = in_a_process("errors", TRITON_INTERPRET="1")
+    assert len(found) == 30
+    assert {name: size for name, (size, bound) in found.items() if not size <= bound} == {}
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_kernel_compiles_for_an_h100(tmp_path: Path) -> None:
+    used = in_a_process("resources", TRITON_CACHE_DIR=str(tmp_path))
+    assert len(used) == len(skinny.TILES)
+    assert all(stack == 0 and shared < 227 * 1024 for stack, shared in used.values()), used
