@@ -57,6 +57,9 @@ class _Span:
 class AttentionPlan:
     """Who attends to what in one pass, for one kind of layer (full, or one window; causal inside the new tokens or not)."""
 
+    live_T: Tensor | None = None
+    """In a pass of fixed shape, which of its tokens count, bool; None: all do."""
+
     def __init__(
         self,
         rows: list[int],

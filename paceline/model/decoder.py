@@ -26,7 +26,7 @@ from paceline.model.experts import Experts
 from paceline.model.heads import Tables, split_heads
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.layout import NORMS, gate_apart, layer_shapes
-from paceline.model.parts import GatedMLP, NoNorm, Norm, PackedLinear, Residual, RMSNorm, WholeNorm, fuse, make_experts
+from paceline.model.parts import GatedMLP, NoNorm, Norm, PackedLinear, Residual, RMSNorm, WholeNorm, fuse, make_experts, run_mlp
 from paceline.model.record import Recorder
 from paceline.model.sdpa import chosen_kernels
 from paceline.model.target import EndScales, ForwardBatch, ForwardOutput, Target
@@ -67,7 +67,7 @@ class Layer:
             qkv=fuse(parts, *(f"self_attn.{which}_proj" for which in "qkv"), *gate),
             qk_norm=_qk_norm(config, parts) if config.qk_norm else None,
             output=fuse(parts, "self_attn.o_proj"),
-            mlp=make_experts(config, parts) if config.has_experts(index) else GatedMLP(config, parts, "mlp"),
+            mlp=make_experts(config, parts) if config.has_experts(index) else GatedMLP.of(config, parts, "mlp"),
             window=config.window(index),
             rope=config.rope(index),
             scores=Scores(config.attention_scale, config.attention_cap, sinks),
@@ -93,7 +93,7 @@ class Layer:
         scale = self.config.residual_scale
         attended_TD = self.attend(residual.normed(self.input_norm), keys, values, plan, writer, rope, tables)
         residual.add(attended_TD, self.attention_out_norm, scale)
-        residual.add(self.mlp(residual.normed(self.mlp_norm)), self.mlp_out_norm, scale)
+        residual.add(run_mlp(self.mlp, residual.normed(self.mlp_norm), plan.live_T), self.mlp_out_norm, scale)
 
     def attend(
         self,
@@ -210,9 +210,7 @@ class Decoder(Target):
         tables: dict[RopeKind, Tables] = {kind: rope.tables(positions) for kind, rope in self.ropes.items()}
         hidden_TD, taps_TF = self.run_layers(torch.tensor(batch.tokens, device=self.device), plans, writer, tables, stages)
         self.cache.append(batch.rows, batch.counts)
-        if self.config.num_experts:
-            read = [layer.mlp.num_read for layer in self.layers if isinstance(layer.mlp, Experts)]
-            self.experts_read = sum(read) / len(read)
+        self.experts_read = self.chosen_experts()
         if batch.logits == "none":
             return ForwardOutput(None, taps_TF)
         if batch.logits == "last" and batch.num_tokens > len(batch.rows):
@@ -226,6 +224,16 @@ class Decoder(Target):
         for again in self.kv.lost(batch.rows):
             self.forward(again)
         return self.kv.stages(batch)
+
+    @property
+    def num_mixtures(self) -> int:
+        """Layers that have experts."""
+        return sum(isinstance(layer.mlp, Experts) for layer in self.layers)
+
+    def chosen_experts(self) -> Tensor | None:
+        """Experts of each token of the last pass [L, T, K], of the L layers that have some; None without any."""
+        chosen = [layer.mlp.chosen_TK for layer in self.layers if isinstance(layer.mlp, Experts)]
+        return torch.stack([each for each in chosen if each is not None]) if chosen else None
 
     def run_layers(
         self,

@@ -207,7 +207,7 @@ class DeltaLayer:
             RMSNorm(parts[f"{names[field]}.weight"], config.rms_norm_eps, config.norm_offset)
             for field in ("input_norm", "mlp_norm")
         ]
-        mlp = make_experts(config, parts) if config.has_experts(index) else GatedMLP(config, parts, "mlp")
+        mlp = make_experts(config, parts) if config.has_experts(index) else GatedMLP.of(config, parts, "mlp")
         return cls(config, norms[0], DeltaNet(config, parts), norms[1], mlp)
 
     @property

@@ -10,6 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.model.config import DecoderConfig
+from paceline.model.kernels import experts as kernels
+from paceline.model.kernels.experts import ExpertStack
+from paceline.model.kernels.layer import can_run
+
+MOST_FIXED = 1024
+"""Pairs of a token and an expert up to which a GPU computes an ordinary pass as a recorded one: without waiting."""
 
 
 def gating(config: DecoderConfig) -> Callable[[Tensor, Tensor], Tensor]:
@@ -39,39 +45,55 @@ class Part(Protocol):
 class Experts:
     """A few of many MLPs for each token, those with the largest scores of a router; their outputs are added by its weights.
 
-    Tokens are sorted by expert: each one that is chosen at all runs once a pass, over all of its tokens.
+    On the CPU, and for many tokens, they are sorted by expert: each one that is chosen at all runs once a pass, over all
+    of its tokens. In passes of fixed shape nothing is read on the host (`kernels/experts.py`).
     """
 
     def __init__(
-        self, router: Part, experts: Sequence[Part], per_token: int, is_normed: bool, shared: tuple[Part, Part] | None = None
+        self,
+        router: Part,
+        experts: Sequence[Part],
+        per_token: int,
+        is_normed: bool,
+        shared: tuple[Part, Part] | None = None,
+        stack: ExpertStack | None = None,
     ) -> None:
         """is_normed: the weights of a token's experts are divided by their sum. shared: an expert that every token gets, and
-        the gate whose sigmoid it is multiplied by."""
-        self._router, self._experts = router, experts
+        the gate whose sigmoid it is multiplied by. stack: the matrices of all experts, for kernels; None on the CPU."""
+        self._router, self._experts, self._stack = router, experts, stack
         self._per_token, self._is_normed, self._shared = per_token, is_normed, shared
         read = sum(expert.num_bytes for expert in experts) * per_token // len(experts)
         self.num_bytes = router.num_bytes + read + sum(part.num_bytes for part in shared or ())
         """Of what one token reads."""
-        self.num_read = 0
-        """How many experts the last pass read."""
+        self.chosen_TK: Tensor | None = None
+        """Experts of each token of the last pass, ascending; -1 where a token does not count."""
 
-    def __call__(self, normed_TD: Tensor) -> Tensor:
-        probs_TE = self._router(normed_TD).softmax(-1, torch.float32)
-        weights_TK, chosen_TK = probs_TE.topk(self._per_token, dim=-1)
-        if self._is_normed:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        chosen_TK, place_TK = chosen_TK.sort(-1)
+    def __call__(self, normed_TD: Tensor, live_T: Tensor | None = None) -> Tensor:
+        """live_T: in a pass of fixed shape, which tokens count; the others get zeros and read no expert."""
+        logits_TE, has_kernels = self._router(normed_TD), self._stack is not None and can_run(normed_TD)
+        route = kernels.route if has_kernels else kernels.route_twin
+        weights_TK, self.chosen_TK = route(logits_TE, self._per_token, self._is_normed, live_T)
+        is_fixed = live_T is not None or (has_kernels and self.chosen_TK.numel() <= MOST_FIXED)
+        shared = None if self._shared is None else (self._shared[0](normed_TD), self._shared[1](normed_TD))
+        if self._stack is not None and has_kernels and is_fixed:
+            return kernels.mix(normed_TD, self._stack, weights_TK, self.chosen_TK, shared)
+        if is_fixed:
+            summed_TD = kernels.mix_twin(normed_TD, self._experts, weights_TK, self.chosen_TK)
+        else:
+            summed_TD = self._sorted(normed_TD, weights_TK, self.chosen_TK.long())
+        if shared is not None:
+            expert_TD, gate_T1 = shared
+            summed_TD += expert_TD * torch.sigmoid(gate_T1)
+        return summed_TD
+
+    def _sorted(self, normed_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
+        """Weighted sums [T, D] by one call of each expert that is chosen; reads how many tokens each has."""
         order_S = chosen_TK.flatten().argsort(stable=True)
         counts = torch.bincount(chosen_TK.flatten(), minlength=len(self._experts)).tolist()
         shares = zip(self._experts, normed_TD[order_S // self._per_token].split(counts), strict=True)
-        outputs = [expert(inputs) for expert, inputs in shares if len(inputs)]
-        self.num_read, outputs_SD = len(outputs), torch.cat(outputs)
-        outputs_SD = outputs_SD.float().mul_(weights_TK.gather(-1, place_TK).flatten()[order_S, None])
-        summed_TD = _summed(outputs_SD, order_S.argsort().view(chosen_TK.shape)).to(normed_TD.dtype)
-        if self._shared is not None:
-            expert, gate = self._shared
-            summed_TD += expert(normed_TD) * torch.sigmoid(gate(normed_TD))
-        return summed_TD
+        outputs_SD = torch.cat([expert(inputs) for expert, inputs in shares if len(inputs)])
+        outputs_SD = outputs_SD.float().mul_(weights_TK.flatten()[order_S, None])
+        return _summed(outputs_SD, order_S.argsort().view(chosen_TK.shape)).to(normed_TD.dtype)
 
 
 def _summed(weighted_SD: Tensor, place_TK: Tensor) -> Tensor:

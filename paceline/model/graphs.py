@@ -29,9 +29,9 @@ _COUNTS = (1, 4, 8, 16)
 
 
 def can_record(config: DecoderConfig) -> bool:
-    """True for a model whose passes have a fixed form. Tokens of each expert, and positions by which a delta net's
-    state lags behind, are not known when a pass is recorded."""
-    return not config.num_experts and config.delta is None
+    """True for a model whose passes have a fixed form. Positions by which a delta net's state lags behind are not known
+    when a pass is recorded."""
+    return config.delta is None
 
 
 class StaticWriter(CacheWriter):
@@ -46,8 +46,8 @@ class StaticWriter(CacheWriter):
     def point(self, starts_B: Tensor, counts_B: Tensor) -> Tensor:
         """Write behind these lengths from now on; returns the slots [B, J] as if all of them counted."""
         slots_BJ = starts_B[:, None] + self.slot_J
-        own_BJ = self.slot_J < counts_B[:, None]
-        self._slots_T = torch.where(own_BJ, slots_BJ, self._scratch_J).flatten()
+        self.own_BJ = self.slot_J < counts_B[:, None]
+        self._slots_T = torch.where(self.own_BJ, slots_BJ, self._scratch_J).flatten()
         return slots_BJ
 
     @property
@@ -61,8 +61,8 @@ class StaticWriter(CacheWriter):
 class StaticPlan(AttentionPlan):
     """The attention of a static pass, for one kind of layers."""
 
-    def __init__(self, sight: Sight) -> None:
-        self._sight = sight
+    def __init__(self, sight: Sight, live_T: Tensor | None = None) -> None:
+        self._sight, self.live_T = sight, live_T
 
     def attend(self, query_THD: Tensor, keys: Tensor, values: Tensor, scores: Scores = PLAIN) -> Tensor:
         return attend(query_THD, keys, values, self._sight, scores)
@@ -86,6 +86,10 @@ class StaticPass(Region):
         self._is_chain = True
         self.logits_TV, self.taps_TF = logits_TV[:size], None if taps_TF is None else taps_TF[:size]
         self._writer = StaticWriter(num_rows, count, decoder.cache.max_len, device)
+        mixtures, per_token = decoder.num_mixtures, decoder.config.experts_per_token
+        kind: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self.chosen_LTK = torch.zeros(mixtures, size, per_token, **kind) if mixtures else None
+        """Experts of each token, by layer; as Target.experts_read takes them."""
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -93,7 +97,8 @@ class StaticPass(Region):
 
     @property
     def outputs(self) -> list[Tensor]:
-        return [self.logits_TV] if self.taps_TF is None else [self.logits_TV, self.taps_TF]
+        buffers = (self.logits_TV, self.taps_TF, self.chosen_LTK)
+        return [buffer for buffer in buffers if buffer is not None]
 
     def compute(self) -> None:
         """Fill `logits_TV` and `taps_TF`, row after row, from the buffers."""
@@ -101,8 +106,9 @@ class StaticPass(Region):
         self._writer.point(self.starts_B, self.counts_B)
         depths_BJ, bits_BJ = self.relation_2BJ
         lengths = self.starts_B, self.counts_B, self._count
+        live_T = self._writer.own_BJ.flatten()
         plans = {
-            window: StaticPlan(Sight(*lengths, window=window, depths_BJ=depths_BJ, bits_BJ=bits_BJ))
+            window: StaticPlan(Sight(*lengths, window=window, depths_BJ=depths_BJ, bits_BJ=bits_BJ), live_T)
             for window in decoder.windows
         }
         positions_T = (self.starts_B[:, None] + depths_BJ).flatten()
@@ -111,6 +117,9 @@ class StaticPass(Region):
         self.logits_TV.copy_(decoder.head(decoder.final_norm(hidden)))
         if self.taps_TF is not None and taps is not None:
             self.taps_TF.copy_(taps)
+        chosen_LTK = decoder.chosen_experts()
+        if self.chosen_LTK is not None and chosen_LTK is not None:
+            self.chosen_LTK.copy_(chosen_LTK)
 
     def fill(self, batch: ForwardBatch) -> list[int]:
         """Give it the tokens of a batch; returns their places in the pass. One copy to the device, two for trees."""
@@ -209,6 +218,7 @@ class GraphDecoder(Decoder):
         places = static.fill(batch)
         self._recorder.run(static)
         self.cache.append(batch.rows, batch.counts)
+        self.experts_read = static.chosen_LTK
         wanted = [places[index] for index in batch.logit_rows]
         taps_TF = None if static.taps_TF is None else self._at(static.taps_TF, places)
         return ForwardOutput(self._at(static.logits_TV, wanted), taps_TF)

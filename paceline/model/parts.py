@@ -11,6 +11,7 @@ from paceline.model.config import DecoderConfig
 from paceline.model.experts import Experts, gating
 from paceline.model.kernels import layer as kernels
 from paceline.model.kernels import skinny
+from paceline.model.kernels.experts import ExpertStack
 from paceline.model.kernels.layer import NormWeight
 
 _DECODE_ROWS = 8
@@ -172,12 +173,17 @@ class Residual:
 class GatedMLP:
     """down(activation(gate(x)) * up(x)), or what the config has in the place of that product."""
 
-    def __init__(self, config: DecoderConfig, parts: dict[str, Tensor], name: str) -> None:
-        """Takes the weights called `name` out of `parts`."""
-        self._gate_up = fuse(parts, f"{name}.gate_proj", f"{name}.up_proj")
-        self._down = fuse(parts, f"{name}.down_proj")
+    def __init__(self, config: DecoderConfig, gate_up: PackedLinear, down: PackedLinear) -> None:
+        """gate_up: outputs of the gate before those of the other half."""
+        self._gate_up, self._down = gate_up, down
         self._multiply, self._activation = gating(config), config.activation
         self.num_bytes = self._gate_up.num_bytes + self._down.num_bytes
+
+    @classmethod
+    def of(cls, config: DecoderConfig, parts: dict[str, Tensor], name: str) -> GatedMLP:
+        """Takes the weights called `name` out of `parts`."""
+        gate_up = fuse(parts, f"{name}.gate_proj", f"{name}.up_proj")
+        return cls(config, gate_up, fuse(parts, f"{name}.down_proj"))
 
     def __call__(self, normed_TD: Tensor) -> Tensor:
         gated_TX = self._gate_up.gated(normed_TD, self._activation)
@@ -190,6 +196,11 @@ class GatedMLP:
         return self._down(self._multiply(gate, up))
 
 
+def run_mlp(mlp: GatedMLP | Experts, normed_TD: Tensor, live_T: Tensor | None) -> Tensor:
+    """live_T: in a pass of fixed shape, which tokens count."""
+    return mlp(normed_TD, live_T) if isinstance(mlp, Experts) else mlp(normed_TD)
+
+
 def fuse(weights: dict[str, Tensor], *names: str) -> PackedLinear:
     """One matrix product for several projections of the same input, stacked in this order. Takes them out of `weights`."""
     biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
@@ -198,8 +209,47 @@ def fuse(weights: dict[str, Tensor], *names: str) -> PackedLinear:
 
 
 def make_experts(config: DecoderConfig, parts: dict[str, Tensor]) -> Experts:
-    experts = [GatedMLP(config, parts, f"mlp.experts.{expert}") for expert in range(config.num_experts)]
+    """Takes the weights of a layer's experts out of `parts`. Where kernels may run, their matrices are stacked."""
+    stack, names = None, [f"mlp.experts.{expert}" for expert in range(config.num_experts)]
+    if not has_stacks(parts["mlp.gate.weight"]):
+        experts = [GatedMLP.of(config, parts, name) for name in names]
+    else:
+        gate_ups = [[f"{name}.gate_proj", f"{name}.up_proj"] for name in names]
+        gate_up, gate_up_bias = _stacked(parts, gate_ups)
+        down, down_bias = _stacked(parts, [[f"{name}.down_proj"] for name in names])
+        rest = config.activation, config.swiglu_limit, config.swiglu_alpha
+        stack = ExpertStack(gate_up, down, gate_up_bias, down_bias, *rest)
+        experts = [
+            GatedMLP(config, PackedLinear(*_one(gate_up, gate_up_bias, expert)), PackedLinear(*_one(down, down_bias, expert)))
+            for expert in range(config.num_experts)
+        ]
     shared = None
     if config.shared_expert_size:
-        shared = GatedMLP(config, parts, "mlp.shared_expert"), fuse(parts, "mlp.shared_expert_gate")
-    return Experts(fuse(parts, "mlp.gate"), experts, config.experts_per_token, config.normed_experts, shared)
+        shared = GatedMLP.of(config, parts, "mlp.shared_expert"), fuse(parts, "mlp.shared_expert_gate")
+    return Experts(fuse(parts, "mlp.gate"), experts, config.experts_per_token, config.normed_experts, shared, stack)
+
+
+def has_stacks(weight: Tensor) -> bool:
+    """True if a layer's experts are stacked; on the CPU each one's matrices are packed for oneDNN."""
+    return weight.device.type != "cpu"
+
+
+def _stacked(parts: dict[str, Tensor], names: list[list[str]]) -> tuple[Tensor, Tensor | None]:
+    """Matrices [E, out, in] and biases [E, out] of experts, those of each under several names one below another. Takes them
+    out of `parts` one by one, so that no more than one is held twice."""
+    stacks: list[Tensor | None] = [None, None]
+    for place, kind in enumerate(("weight", "bias")):
+        if f"{names[0][0]}.{kind}" not in parts:
+            continue
+        first = [parts[f"{name}.{kind}"] for name in names[0]]
+        stack = first[0].new_empty(len(names), sum(map(len, first)), *first[0].shape[1:])
+        for own, each in zip(stack, names, strict=True):
+            torch.cat([parts.pop(f"{name}.{kind}") for name in each], out=own)
+        stacks[place] = stack
+    matrices, biases = stacks
+    assert matrices is not None
+    return matrices, biases
+
+
+def _one(matrices: Tensor, biases: Tensor | None, expert: int) -> tuple[Tensor, Tensor | None]:
+    return matrices[expert], None if biases is None else biases[expert]

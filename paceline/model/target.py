@@ -147,14 +147,25 @@ class Target(ABC):
     overwrites_taps: bool = True
     """Whether the next pass may overwrite the taps of this one: what keeps them longer must copy them."""
 
-    experts_read: float | None = None
-    """How many experts of a layer the last pass read, the mean over layers that have some; None for a model without."""
+    _experts_read: float | Tensor | None = None
 
     recorder: Recorder | None = None
     """Records and replays passes of fixed shape, its drafters' too; None for a target that has none."""
 
     ends: EndScales = PLAIN_ENDS
     """Factors at both ends that the matrices do not hold. Drafters read the matrices, and have factors of their own."""
+
+    @property
+    def experts_read(self) -> float | None:
+        """How many experts of a layer the last pass read, the mean over layers that have some; None for a model without."""
+        if isinstance(self._experts_read, Tensor):
+            self._experts_read = _num_read(self._experts_read)
+        return self._experts_read
+
+    @experts_read.setter
+    def experts_read(self, read: float | Tensor | None) -> None:
+        """`read`: the number, or the experts of each token by layer, [layers, tokens, experts], to be counted when asked."""
+        self._experts_read = read
 
     def set_taps(self, tap_layers: tuple[int, ...]) -> None:
         """Choose the layers (0-based; layer l is Transformers' hidden_states[l + 1]) whose outputs `forward` returns."""
@@ -229,3 +240,8 @@ def head_weight(target: Target) -> Tensor:
                 "of the vocabulary, are not implemented"
             )
     return weight_VD
+
+
+def _num_read(chosen_LTK: Tensor) -> float:
+    """How many experts a layer reads for the experts of each token of L layers, the mean; waits for the device."""
+    return sum(len(set(chosen.flatten().tolist()) - {-1}) for chosen in chosen_LTK.cpu()) / len(chosen_LTK)
