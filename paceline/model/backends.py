@@ -20,7 +20,7 @@ from paceline.model.checkpoint import check_tensors, expected_shapes, load_confi
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import Decoder
 from paceline.model.gguf_file import is_gguf
-from paceline.model.graphs import GraphDecoder, can_record
+from paceline.model.graphs import GraphDecoder
 from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import DEFAULT_MAX_LEN, Target
 
@@ -83,7 +83,7 @@ def load_target(settings: EngineConfig) -> Target:
         if is_rounded:
             raise NativeError(f"weights in {weight_format} need the native pass: leave --backend or --weight-format out")
         dense = random_tensors(config, 0, device, dtype) if weights == "random" else load_tensors(path)
-        decoder = GraphDecoder if device.type == "cuda" and can_record(config) else Decoder
+        decoder = GraphDecoder if device.type == "cuda" else Decoder
         tensors = check_tensors(config, dense, path)
         target = decoder(config, tensors, num_rows=num_rows, max_len=max_len, dtype=dtype, device=device)
     _return_freed_memory()

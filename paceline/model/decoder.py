@@ -20,7 +20,7 @@ from paceline.model.attention import AttentionPlan, CacheWriter, Rope, Scores, r
 from paceline.model.blocks import AnyWeight
 from paceline.model.checkpoint import check_tensors
 from paceline.model.config import DecoderConfig, RopeKind
-from paceline.model.delta_cache import DeltaCache, Stage
+from paceline.model.delta_cache import DeltaCache, FixedStage, Stage
 from paceline.model.delta_net import DeltaLayer
 from paceline.model.experts import Experts
 from paceline.model.heads import Tables, split_heads
@@ -184,7 +184,7 @@ class Decoder(Target):
         kinds: set[RopeKind] = {config.rope(layer) for layer in range(config.num_layers)}
         self.ropes: dict[RopeKind, Rope] = {kind: self._rope(kind, max_len) for kind in kinds if kind != "none"}
         if config.delta is not None:
-            self.kv = self.cache = DeltaCache(config, num_rows, max_len, self.dtype, self.device)
+            self.kv = self.cache = DeltaCache(config, num_rows, max_len, self.dtype, self.device, slack=self.slack)
             return
         shape = (config.num_layers, num_rows, config.num_kv_heads, max_len, config.head_dim)
         self.kv = self.cache = StaticKVCache(*shape, self.dtype, self.device, slack=self.slack)
@@ -218,12 +218,14 @@ class Decoder(Target):
         return ForwardOutput(self.head(self.final_norm(hidden_TD)), taps_TF)
 
     def _stages(self, batch: ForwardBatch) -> list[Stage]:
-        """Of the layers with a state; what rows have lost of it is read again."""
-        if not isinstance(self.kv, DeltaCache):
-            return []
-        for again in self.kv.lost(batch.rows):
+        """Of the layers with a state."""
+        self._read_again(batch)
+        return self.kv.stages(batch) if isinstance(self.kv, DeltaCache) else []
+
+    def _read_again(self, batch: ForwardBatch) -> None:
+        """What the rows of a pass have lost of their states."""
+        for again in self.kv.lost(batch.rows) if isinstance(self.kv, DeltaCache) else ():
             self.forward(again)
-        return self.kv.stages(batch)
 
     @property
     def num_mixtures(self) -> int:
@@ -241,7 +243,7 @@ class Decoder(Target):
         plans: Mapping[int | None, AttentionPlan],
         writer: CacheWriter,
         tables: Mapping[RopeKind, Tables],
-        stages: Sequence[Stage] = (),
+        stages: Sequence[Stage] | FixedStage = (),
     ) -> tuple[Tensor, Tensor | None]:
         """Embedding and all layers: hidden states [T, D] before the final norm, and taps [T, F].
 

@@ -57,6 +57,49 @@ class Stage:
     and those of the pass."""
     settling: Settling | None
     """What comes first."""
+    live_RC: Tensor | None = None
+    """Of a pass of fixed shape: which tokens count. The others leave no trace in the trails."""
+
+
+@dataclass(eq=False)
+class FixedStage:
+    """J tokens of each of the rows 0..B-1, whose lengths are known on the device alone."""
+
+    counts_B: Tensor
+    """How many of a row's tokens count."""
+    gone_B: Tensor
+    """Positions of each row's trail that go into the state first,"""
+    held_B: Tensor
+    """and those that are left, at most the room less J."""
+    depths_BJ: Tensor
+    bits_BJ: Tensor
+    """Whom each token follows; see `kernels.attend.Sight`."""
+    live_T: Tensor
+
+    @classmethod
+    def of(
+        cls, starts_B: Tensor, counts_B: Tensor, settled_B: Tensor, room: int, relation_2BJ: Tensor, live_T: Tensor
+    ) -> FixedStage:
+        """Of rows that are `settled_B` positions long in their states; a row without tokens stays as it is."""
+        depths_BJ, bits_BJ = relation_2BJ
+        held_B = (starts_B - settled_B).masked_fill(counts_B == 0, 0)
+        gone_B = (held_B - HALF).masked_fill(held_B + depths_BJ.shape[1] <= room, 0)
+        return cls(counts_B, gone_B, held_B - gone_B, depths_BJ, bits_BJ, live_T)
+
+    def whole(self, room: int, kernel: int) -> Stage:
+        """The stage of the greatest lengths, for PyTorch's operations; `kernel`: tokens that a convolution sees."""
+        num_rows, count = self.bits_BJ.shape
+        device = self.bits_BJ.device
+        slot_J, rows_B = torch.arange(count, device=device), torch.arange(num_rows, device=device)
+        seen_BJJ = (self.bits_BJ[:, :, None] >> slot_J) & 1 != 0
+        wanted_BJK = self.depths_BJ[..., None] - torch.arange(kernel - 1, -1, -1, device=device)
+        is_own_BJKJ = seen_BJJ[:, :, None] & (self.depths_BJ[:, None, None] == wanted_BJK[..., None])
+        own_BJK = kernel - 1 + (is_own_BJKJ * slot_J).sum(-1)
+        before_BJK = torch.where(wanted_BJK < 0, kernel - 1 + wanted_BJK, own_BJK)
+        places = torch.arange(num_rows * count, device=device).view(num_rows, count)
+        settling = Settling(rows_B, self.gone_B, room - HALF, HALF)
+        live_BJ = self.live_T.view(num_rows, count)
+        return Stage(rows_B, places, self.held_B, room, seen_BJJ, before_BJK, settling, live_BJ)
 
 
 @dataclass(slots=True)
@@ -193,6 +236,18 @@ class DeltaCache(StaticKVCache):
             for begin in range(0, count, size):
                 stages.append(self._stage(members, begin, min(size, count - begin), held, batch.parents))
         return stages
+
+    def settled(self, row: int) -> int:
+        """Positions of the row that its state holds."""
+        return self._settled[row]
+
+    def passed(self, batch: ForwardBatch, count: int) -> None:
+        """Takes note of what a pass of fixed shape did, whose rows had room for `count` tokens; before `append`."""
+        first = 0
+        for row, own, held in zip(batch.rows, batch.counts, self.held(batch.rows), strict=True):
+            self._tokens[row] += batch.tokens[first : first + own]
+            self._settled[row] += self._too_many(held, count)
+            first += own
 
     def held(self, rows: list[int]) -> list[int]:
         """Positions of each row's trail."""

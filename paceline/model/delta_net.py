@@ -19,10 +19,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.model.config import DecoderConfig
-from paceline.model.delta_cache import DeltaMemory, Settling, Stage
+from paceline.model.delta_cache import DeltaMemory, FixedStage, Settling, Stage
 from paceline.model.experts import Experts
+from paceline.model.kernels import delta as kernels
+from paceline.model.kernels.delta import DeltaWeights
+from paceline.model.kernels.layer import can_run
 from paceline.model.layout import DELTA_NORM, NORMS, delta_apart
-from paceline.model.parts import GatedMLP, Norm, Residual, RMSNorm, fuse, make_experts
+from paceline.model.parts import GatedMLP, Norm, Residual, RMSNorm, fuse, make_experts, run_mlp
 
 L2_EPS = 1e-6
 
@@ -38,29 +41,36 @@ class DeltaNet:
             delta_apart(config.delta, parts)
         self._inputs = fuse(parts, *(f"linear_attn.in_proj_{which}" for which in ("qkv", "z", "b", "a")))
         self._output = fuse(parts, "linear_attn.out_proj")
-        self._kernel_KX = parts["linear_attn.conv1d.weight"].squeeze(1).T.float().contiguous()
-        self._rate_H = -parts["linear_attn.A_log"].float().exp()
-        self._step_H = parts["linear_attn.dt_bias"].float()
-        self._norm_V = parts[DELTA_NORM].float()
+        kernel_KX = parts["linear_attn.conv1d.weight"].squeeze(1).T.float().contiguous()
+        rate_H = -parts["linear_attn.A_log"].float().exp()
+        self._weights = DeltaWeights(kernel_KX, rate_H, parts["linear_attn.dt_bias"].float(), parts[DELTA_NORM].float())
         self.num_bytes = self._inputs.num_bytes + self._output.num_bytes
 
-    def __call__(self, normed_TD: Tensor, memory: DeltaMemory, stages: Sequence[Stage]) -> Tensor:
+    def __call__(self, normed_TD: Tensor, memory: DeltaMemory, stages: Sequence[Stage] | FixedStage) -> Tensor:
+        if not isinstance(stages, FixedStage):
+            return self._output(self.gated(self._inputs(normed_TD), memory, stages))
+        if can_run(normed_TD):
+            fused_TX = self._inputs(normed_TD)
+            return self._output(kernels.recur(fused_TX, memory, stages, self._weights, self._shape, self._eps, L2_EPS))
+        # A product with zero hides no number that is invalid.
+        fused_TX = self._inputs(normed_TD.masked_fill(~stages.live_T[:, None], 0.0))
+        return self._output(self.gated(fused_TX, memory, [stages.whole(memory.decays_BNH.shape[1], self._shape.kernel)]))
+
+    def gated(self, fused_TX: Tensor, memory: DeltaMemory, stages: Sequence[Stage]) -> Tensor:
+        """What the output's matrix is multiplied by [T, values], from the fused product of the inputs; the memory goes on."""
         shape, heads = self._shape, self._shape.num_value_heads
-        inputs_TX, gate_TY, beta_TH, step_TH = self._inputs(normed_TD).split(
-            [shape.channels, shape.values, heads, heads], dim=-1
-        )
+        inputs_TX, gate_TY, beta_TH, step_TH = fused_TX.split([shape.channels, shape.values, heads, heads], dim=-1)
         beta_TH = beta_TH.sigmoid().float()
-        decay_TH = self._rate_H * F.softplus(step_TH.float() + self._step_H)
-        found_THV = normed_TD.new_empty(len(normed_TD), heads, shape.value_dim, dtype=torch.float32)
+        decay_TH = self._weights.rate_H * F.softplus(step_TH.float() + self._weights.step_H)
+        found_THV = fused_TX.new_empty(len(fused_TX), heads, shape.value_dim, dtype=torch.float32)
         for stage in stages:
             if stage.settling is not None:
                 self._settle(memory, stage.settling)
             places = stage.tokens_RC
             found_THV[places] = self._compute(memory, stage, inputs_TX[places], beta_TH[places], decay_TH[places])
-        found_THV = found_THV.to(normed_TD.dtype).float()
-        normed = F.rms_norm(found_THV, (shape.value_dim,), eps=self._eps).to(normed_TD.dtype).float() * self._norm_V
-        gated = normed * F.silu(gate_TY.float()).view_as(normed)
-        return self._output(gated.to(normed_TD.dtype).flatten(1))
+        found_THV = found_THV.to(fused_TX.dtype).float()
+        normed = F.rms_norm(found_THV, (shape.value_dim,), eps=self._eps).to(fused_TX.dtype).float() * self._weights.norm_V
+        return (normed * F.silu(gate_TY.float()).view_as(normed)).to(fused_TX.dtype).flatten(1)
 
     def _compute(self, memory: DeltaMemory, stage: Stage, inputs_RCX: Tensor, beta_RCH: Tensor, decay_RCH: Tensor) -> Tensor:
         """Outputs [R, C, H, value_dim] in float32; the trails grow."""
@@ -103,6 +113,9 @@ class DeltaNet:
         found = known_q + (q @ k.transpose(2, 3) * of_new) @ changes
         place_RC = stage.held_R[:, None] + torch.arange(count, device=rows.device)
         for tensor, new in zip(memory.trail, (inputs_RCX, key, changes.transpose(1, 2), decay_RCH), strict=True):
+            if stage.live_RC is not None:
+                is_live = stage.live_RC.view(*place_RC.shape, *[1] * (new.ndim - 2))
+                new = torch.where(is_live, new, tensor[rows[:, None], place_RC])
             tensor[rows[:, None], place_RC] = new
         return found.transpose(1, 2)
 
@@ -117,7 +130,7 @@ class DeltaNet:
         else:
             row_R11 = torch.arange(len(rows), device=rows.device)[:, None, None]
             windows_RCKX = inputs[row_R11, stage.before_RCK]
-        return F.silu((windows_RCKX * self._kernel_KX).sum(2).to(inputs_RCX.dtype))
+        return F.silu((windows_RCKX * self._weights.kernel_KX).sum(2).to(inputs_RCX.dtype))
 
     def _settle(self, memory: DeltaMemory, settling: Settling) -> None:
         """The first positions of the trails go into the states; those left move to the front."""
@@ -215,7 +228,8 @@ class DeltaLayer:
         """Of matrices that a pass of one position reads."""
         return self.delta.num_bytes + self.mlp.num_bytes
 
-    def run(self, residual: Residual, memory: DeltaMemory, stages: Sequence[Stage]) -> None:
+    def run(self, residual: Residual, memory: DeltaMemory, stages: Sequence[Stage] | FixedStage) -> None:
         """Add to the residual stream what both sublayers make of it."""
         residual.add(self.delta(residual.normed(self.input_norm), memory, stages))
-        residual.add(self.mlp(residual.normed(self.mlp_norm)))
+        live_T = stages.live_T if isinstance(stages, FixedStage) else None
+        residual.add(run_mlp(self.mlp, residual.normed(self.mlp_norm), live_T))

@@ -9,7 +9,7 @@ it with the ordinary one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.model.attention import PLAIN, AttentionPlan, CacheWriter, Scores, ancestors
 from paceline.model.config import DecoderConfig, RopeKind
 from paceline.model.decoder import Decoder, Tables
+from paceline.model.delta_cache import DeltaCache, FixedStage, Stage
 from paceline.model.kernels.attend import MOST_BITS, Sight, attend
 from paceline.model.kernels.layer import Places
 from paceline.model.record import Grid, Recorder, Recordings, Region, row_sizes
@@ -29,8 +30,8 @@ _COUNTS = (1, 4, 8, 16)
 
 
 def can_record(config: DecoderConfig) -> bool:
-    """True for a model whose passes have a fixed form. Positions by which a delta net's state lags behind are not known
-    when a pass is recorded."""
+    """True for a model whose passes may be a part of a larger recorded region, given tokens and lengths on the device
+    alone. What the states of gated delta nets hold is counted on the host between passes."""
     return config.delta is None
 
 
@@ -78,8 +79,9 @@ class StaticPass(Region):
         self._decoder = decoder
         self._num_rows, self._count = num_rows, count
         device, size = decoder.device, num_rows * count
-        self._inputs = torch.zeros(size + 2 * num_rows, dtype=torch.long, device=device)
-        tokens_T, self.starts_B, self.counts_B = self._inputs.split([size, num_rows, num_rows])
+        self._inputs = torch.zeros(size + 3 * num_rows, dtype=torch.long, device=device)
+        tokens_T, self.starts_B, self.counts_B, self.settled_B = self._inputs.split([size, *[num_rows] * 3])
+        """The last: positions in the states of gated delta nets. The pass adds those that it settles."""
         self.tokens_BJ = tokens_T.view(num_rows, count)
         self.relation_2BJ = _chains(num_rows, count).to(device)
         """How many tokens of its row's pass each follows, and by bits which of them it sees; see Sight."""
@@ -102,18 +104,27 @@ class StaticPass(Region):
 
     def compute(self) -> None:
         """Fill `logits_TV` and `taps_TF`, row after row, from the buffers."""
+        self.compute_of(self.tokens_BJ, self.starts_B, self.counts_B)
+
+    def compute_of(self, tokens_BJ: Tensor, starts_B: Tensor, counts_B: Tensor) -> None:
+        """Fill `logits_TV` and `taps_TF` from these tensors: for a region of which the pass is a part."""
         decoder = self._decoder
-        self._writer.point(self.starts_B, self.counts_B)
+        self._writer.point(starts_B, counts_B)
         depths_BJ, bits_BJ = self.relation_2BJ
-        lengths = self.starts_B, self.counts_B, self._count
+        lengths = starts_B, counts_B, self._count
         live_T = self._writer.own_BJ.flatten()
         plans = {
             window: StaticPlan(Sight(*lengths, window=window, depths_BJ=depths_BJ, bits_BJ=bits_BJ), live_T)
             for window in decoder.windows
         }
-        positions_T = (self.starts_B[:, None] + depths_BJ).flatten()
+        positions_T = (starts_B[:, None] + depths_BJ).flatten()
         tables: dict[RopeKind, Tables] = {kind: rope.tables_at(positions_T) for kind, rope in decoder.ropes.items()}
-        hidden, taps = decoder.run_layers(self.tokens_BJ.flatten(), plans, self._writer, tables)
+        stages: Sequence[Stage] | FixedStage = ()
+        if isinstance(decoder.kv, DeltaCache):
+            own = starts_B, counts_B, self.settled_B
+            stages = FixedStage.of(*own, decoder.kv.room, self.relation_2BJ, live_T)
+            self.settled_B.add_(stages.gone_B)
+        hidden, taps = decoder.run_layers(tokens_BJ.flatten(), plans, self._writer, tables, stages)
         self.logits_TV.copy_(decoder.head(decoder.final_norm(hidden)))
         if self.taps_TF is not None and taps is not None:
             self.taps_TF.copy_(taps)
@@ -124,13 +135,15 @@ class StaticPass(Region):
     def fill(self, batch: ForwardBatch) -> list[int]:
         """Give it the tokens of a batch; returns their places in the pass. One copy to the device, two for trees."""
         num_rows, count = self._num_rows, self._count
-        tokens, starts, counts = [0] * (num_rows * count), [0] * num_rows, [0] * num_rows
+        tokens, starts, counts, settled = [0] * (num_rows * count), [0] * num_rows, [0] * num_rows, [0] * num_rows
+        kv = self._decoder.kv
         places: list[int] = []
         for row, start, own in zip(batch.rows, batch.starts, batch.counts, strict=True):
             tokens[row * count : row * count + own] = batch.tokens[len(places) : len(places) + own]
             starts[row], counts[row] = start, own
+            settled[row] = kv.settled(row) if isinstance(kv, DeltaCache) else 0
             places += range(row * count, row * count + own)
-        self._inputs.copy_(torch.tensor(tokens + starts + counts))
+        self._inputs.copy_(torch.tensor(tokens + starts + counts + settled))
         self.set_parents(batch.rows, batch.counts, batch.parents)
         return places
 
@@ -180,8 +193,6 @@ class GraphDecoder(Decoder):
 
     def record(self, most_count: int) -> None:
         """Records the whole grid of passes; see Target.record."""
-        if not can_record(self.config):
-            return
         if most_count > self._most_count:
             self._most_count = most_count
             self._forget(most_count)
@@ -209,19 +220,31 @@ class GraphDecoder(Decoder):
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         longest = max(batch.counts)
         is_prompt = batch.logits == "none" or (batch.logits == "last" and longest > self._grid.sizes[1][-1])
-        if is_prompt or longest > MAX_COUNT or not can_record(self.config):
-            return super().forward(batch)
+        if is_prompt or longest > MAX_COUNT:
+            return self._ordinary(batch)
+        self._read_again(batch)
         count = self._grid.round_up(1, longest) or MAX_COUNT
         static = self._tapping().find(max(batch.rows) + 1, count)
         if static is None:
-            return super().forward(batch)
+            return self._ordinary(batch)
         places = static.fill(batch)
         self._recorder.run(static)
+        if isinstance(self.kv, DeltaCache):
+            self.kv.passed(batch, count)
         self.cache.append(batch.rows, batch.counts)
         self.experts_read = static.chosen_LTK
         wanted = [places[index] for index in batch.logit_rows]
         taps_TF = None if static.taps_TF is None else self._at(static.taps_TF, places)
         return ForwardOutput(self._at(static.logits_TV, wanted), taps_TF)
+
+    def _ordinary(self, batch: ForwardBatch) -> ForwardOutput:
+        """A pass that is not recorded. Where a large tree had the trails of delta nets made anew, what is recorded refers
+        to the old ones."""
+        room = self.kv.room if isinstance(self.kv, DeltaCache) else 0
+        out = super().forward(batch)
+        if isinstance(self.kv, DeltaCache) and self.kv.room != room:
+            self._forget(self._grid.sizes[1][-1])
+        return out
 
     def _at(self, tensor: Tensor, places: list[int]) -> Tensor:
         """Rows of a pass's outputs; places side by side are a view."""

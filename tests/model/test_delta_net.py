@@ -17,6 +17,7 @@ from paceline.model.config import DecoderConfig, DeltaShape
 from paceline.model.decoder import Decoder
 from paceline.model.delta_cache import HALF, ROOM, DeltaCache
 from paceline.model.delta_net import DeltaNet
+from paceline.model.graphs import GraphDecoder
 from paceline.model.native_decoder import NativeDecoder
 from paceline.model.target import ForwardBatch
 
@@ -37,7 +38,7 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
 Made = type[Decoder] | type[NativeDecoder]
 
 
-@pytest.fixture(params=[Decoder, pytest.param(NativeDecoder, marks=needs_library)])
+@pytest.fixture(params=[Decoder, GraphDecoder, pytest.param(NativeDecoder, marks=needs_library)])
 def made(request: pytest.FixtureRequest) -> Made:
     return request.param
 

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from model.test_decoder import decoder_for, text
 
+from paceline.model.checkpoint import expected_shapes
+from paceline.model.config import DecoderConfig, DeltaShape
 from paceline.model.decoder import Decoder
+from paceline.model.delta_cache import DeltaCache
 from paceline.model.graphs import GraphDecoder, pass_grid
 from paceline.model.target import ForwardBatch
+
+MIXTURE = DecoderConfig(
+    "qwen3_next", 97, 48, 80, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=8, max_position=256, qk_norm=True,
+    num_experts=7, experts_per_token=3, expert_size=24, shared_expert_size=16,
+)  # fmt: skip
+HYBRID = replace(MIXTURE, num_experts=0, shared_expert_size=0, delta=DeltaShape(2, 4, 8, 12, 4), linear_layers=(0, 2))
+MODELS = {"mixture": MIXTURE, "hybrid": HYBRID, "both": replace(MIXTURE, delta=HYBRID.delta, linear_layers=(0, 2))}
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3-norms"])
@@ -27,6 +38,33 @@ def test_what_dead_positions_hold_does_not_spread() -> None:
     for cache in (static.kv.keys, static.kv.values):
         cache.fill_(float("nan"))
     assert_same_passes(ordinary, static)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_static_passes_of_experts_and_states_equal_ordinary_ones(name: str) -> None:
+    """Also where rows settle, are taken back further than their state, or hold what a request before them left."""
+    config, tensors = MODELS[name], loud(MODELS[name])
+    ordinary, static = (kind(config, tensors, num_rows=4, max_len=200) for kind in (Decoder, GraphDecoder))
+    for memory in static.kv.memories if isinstance(static.kv, DeltaCache) else ():
+        for tensor in memory.tensors():
+            tensor.fill_(float("nan"))
+    assert_same_passes(ordinary, static, rounds=40)
+    assert static.recorder.replayed["target"] == 40
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", MODELS)
+def test_replayed_graphs_of_experts_and_states_equal_ordinary_passes(name: str) -> None:
+    """The ordinary ones on the CPU: the GPU's have kernels in common with them."""
+    config, tensors = MODELS[name], loud(MODELS[name])
+    ordinary = Decoder(config, tensors, num_rows=4, max_len=200)
+    graphed = GraphDecoder(config, tensors, num_rows=4, max_len=200, device="cuda")
+    graphed.set_taps((1,))
+    graphed.record(8)
+    assert_same_passes(ordinary, graphed, rounds=40)
+    assert graphed.recorder.replayed["target"] == 40 and not graphed.recorder.eager
 
 
 @pytest.mark.gpu
@@ -48,7 +86,14 @@ def _tensors(family: str):
     return ((name, tensor.detach()) for name, tensor in model.state_dict().items())
 
 
-def assert_same_passes(ordinary: Decoder, static: Decoder) -> None:
+def loud(config: DecoderConfig) -> list[tuple[str, torch.Tensor]]:
+    """Weights of which each moves the logits."""
+    generator = torch.Generator().manual_seed(3)
+    tensors = [(name, torch.randn(size, generator=generator)) for name, size in expected_shapes(config).items()]
+    return [(name, 0.3 * tensor - 2.0 * name.endswith("A_log")) for name, tensor in tensors]
+
+
+def assert_same_passes(ordinary: Decoder, static: Decoder, rounds: int = 12) -> None:
     """Prompts of several rows, then rounds of ragged blocks with rollback; idle and half-filled rows among them."""
     rng = random.Random(0)
     for decoder in (ordinary, static):
@@ -57,7 +102,7 @@ def assert_same_passes(ordinary: Decoder, static: Decoder) -> None:
             assert decoder.cache.allocate() == row
             prompt = text(30 + 20 * row, seed=row)
             decoder.forward(ForwardBatch([row], [0], [len(prompt)], prompt, "none"))
-    for _ in range(12):
+    for _ in range(rounds):
         rows = sorted(rng.sample(range(4), rng.randint(1, 4)))
         counts = [rng.randint(1, 6) for _ in rows]
         starts = [ordinary.cache.lengths[row] for row in rows]
