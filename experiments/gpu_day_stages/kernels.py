@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpu_day_stages.attention_cases import CASES, by_loop, difference
+from gpu_day_stages.mixture_kernels import a_delta_net, experts_of_a_layer
 from gpu_day_stages.models import Clock, free_memory, shape_of, shares, summary
 from gpu_day_stages.visit import Skipped, Visit
 from paceline.model.attention import attend_rows
@@ -108,4 +109,4 @@ def _graph(visit: Visit, work: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-PARTS: tuple[Callable[[Visit], None], ...] = (attention_is_right, attention_times)
+PARTS: tuple[Callable[[Visit], None], ...] = (experts_of_a_layer, a_delta_net, attention_is_right, attention_times)

@@ -23,7 +23,8 @@ from paceline.engine.engine import Engine
 from paceline.model.checkpoint import expected_shapes
 from paceline.model.config import DecoderConfig, DeltaShape
 from paceline.model.decoder import Decoder
-from paceline.model.graphs import GraphDecoder, can_record
+from paceline.model.delta_cache import DeltaCache
+from paceline.model.graphs import GraphDecoder
 from paceline.model.target import ForwardBatch
 from paceline.model.tokenizer import Tokenizer
 from paceline.plan import FixedPlanner
@@ -129,9 +130,8 @@ def decoder(
     max_len: int = 512,
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
-    """Makes the target that `model.backends.load_target` chooses for CUDA: recorded passes where their shape is known."""
-    kind = GraphDecoder if can_record(config) else Decoder
-    target = kind(config, tensors, num_rows=rows, max_len=max_len, dtype=dtype, device=device)
+    """Makes the target that `model.backends.load_target` chooses for CUDA, with recorded passes."""
+    target = GraphDecoder(config, tensors, num_rows=rows, max_len=max_len, dtype=dtype, device=device)
     recorder: Any = getattr(target, "recorder", None)
     if recorder is not None:
         recorder.records_late = True  # a stage uses few shapes: its first rounds record them, not those of all traffic
@@ -185,6 +185,17 @@ def kv_bytes(target: Decoder, context: int) -> int:
     own = target.config
     layers = own.num_layers - len(own.linear_layers)
     return 2 * layers * own.num_kv_heads * own.head_dim * context * target.dtype.itemsize
+
+
+def pass_bytes(target: Decoder, context: int, experts_read: float | None) -> int:
+    """Bytes that a pass of one row reads: weights, of experts so many a layer, keys and values, and states."""
+    own, num_bytes = target.config, target.weight_bytes + kv_bytes(target, context)
+    if experts_read is not None:
+        each = 3 * own.hidden_size * own.expert_size * target.dtype.itemsize
+        num_bytes += int(target.num_mixtures * (experts_read - own.experts_per_token) * each)
+    if isinstance(target.kv, DeltaCache):
+        num_bytes += sum(memory.states_BHKV[0].nbytes for memory in target.kv.memories)
+    return num_bytes
 
 
 def read_rate(visit: Visit) -> float:

@@ -178,7 +178,8 @@ def _synchronisations(engine: Any, count: int) -> float:
 
 
 def mixtures(visit: Visit) -> None:
-    """Passes of a mixture of experts and of a hybrid, and whether the same pass has the same bits twice."""
+    """Recorded passes of a mixture of experts and of a hybrid, as a share of what reading the experts that were chosen, all
+    else and the states takes; and whether the same pass has the same bits twice."""
     for shape, what, counts in (
         ("30B-A3B", "Qwen3-30B-A3B", (1, 8, 16)),
         ("hybrid 27B", "hybrid 27B", (1, 16)),
@@ -192,10 +193,18 @@ def _mixture(visit: Visit, shape: str, what: str, counts: tuple[int, ...]) -> No
     context = visit.sized(1024, 16)
     target = random_target(visit, shape, max_len=context + 64)
     for count in counts:
-        samples, first = pass_times(visit, target, context, count, visit.sized(15, 2))
+        samples, first = pass_times(visit, target, context, count, visit.sized(30, 2))
         read = target.experts_read
-        visit.report(f"{what}, {count} positions", ms=summary(samples), first_ms=first, experts_read=read)
-    visit.report(f"{what}, bits", same_twice=_is_repeatable(target, visit.sized(64, 16)))
+        figures = shares(visit, models.pass_bytes(target, context, read), samples)
+        recordings = models.recordings(target)
+        visit.report(
+            f"{what}, {count} positions",
+            ms=summary(samples), first_ms=first, experts_read=read, recordings=recordings, **figures,
+        )  # fmt: skip
+        wanted = 0.85 if read is None else 0.6
+        visit.goal(f"{what}, {count} positions: share of measured read bandwidth", figures["share_of_read"] or 0.0, wanted)
+    counts_twice = {count: _is_repeatable(target, count) for count in visit.sized((16, 64), (16,))}
+    visit.report(f"{what}, bits", same_twice=counts_twice)
 
 
 def _is_repeatable(target: Decoder, count: int) -> bool:
