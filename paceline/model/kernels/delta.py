@@ -17,6 +17,8 @@ from paceline.model.kernels.layer import check_contiguous, next_power
 
 _TILE = 32
 """Values of a head that one program computes."""
+_KEYS = 16
+"""Numbers of keys that `recur` multiplies at a time."""
 
 
 class DeltaWeights(NamedTuple):
@@ -67,7 +69,7 @@ def recur(
         BLOCK=next_power(max(shape.key_dim, shape.value_dim)),
         TAPS=shape.kernel,
         BLOCK_W=next_power(max(shape.kernel - 1, 1)),
-        num_warps=4,
+        num_warps=4 if slots["BLOCK_J"] == 16 else 8,
     )
     _launch(
         "recur",
@@ -77,7 +79,7 @@ def recur(
             *(stage.held_B, stage.counts_B, stage.bits_BJ, columns),
         ],
         **sizes,
-        **tile,
+        **tile | {"BLOCK_K": min(tile["BLOCK_K"], _KEYS)},
         **slots,
         num_warps=4,
     )

@@ -140,7 +140,7 @@ def recur(
     """
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     held, count = tl.load(held_ptr + row).to(tl.int32), tl.load(counts_ptr + row).to(tl.int32)
-    slot, place, key = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+    slot, place = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_R)
     value = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_live, is_value, is_held = slot < count, value < VALUE, (place < held) & (count > 0)
     token, key_head = row * COUNT + slot, head // (NUM_HEADS // NUM_KEY_HEADS)
@@ -160,27 +160,39 @@ def recur(
     old_sums, total = tl.cumsum(old_decays, 0), tl.sum(old_decays, 0)
     sums = total + tl.sum(tl.where(is_seen, decay[None, :], 0.0), 1)
 
-    is_key = key < KEY
-    query_at = (token * NUM_KEY_HEADS + key_head)[:, None] * KEY + key
-    query_JK = tl.load(query_ptr + query_at, mask=is_live[:, None] & is_key, other=0.0)
     own_trail = row * ROOM + held + slot
-    key_at = (own_trail * NUM_KEY_HEADS + key_head)[:, None] * KEY + key
-    key_JK = tl.load(keys_ptr + key_at, mask=is_live[:, None] & is_key, other=0.0)
-    state_at = ((row * NUM_HEADS + head) * KEY + key)[:, None] * VALUE + value
-    state_KV = tl.load(states_ptr + state_at, mask=is_key[:, None] & is_value & (count > 0), other=0.0)
-    known_JV = tl.dot(key_JK, state_KV, input_precision="tf32x3") * tl.exp(sums)[:, None]
-    found_JV = tl.dot(query_JK, state_KV, input_precision="tf32x3") * tl.exp(sums)[:, None]
-
-    old_key_at = (trail * NUM_KEY_HEADS + key_head)[:, None] * KEY + key
-    old_RK = tl.load(keys_ptr + old_key_at, mask=is_held[:, None] & is_key, other=0.0)
     old_change_at = (trail * NUM_HEADS + head)[:, None] * VALUE + value
     old_RV = tl.load(changes_ptr + old_change_at, mask=is_held[:, None] & is_value, other=0.0)
+    known_JV = tl.zeros([BLOCK_J, BLOCK_V], tl.float32)
+    found_JV = tl.zeros([BLOCK_J, BLOCK_V], tl.float32)
+    known_JR = tl.zeros([BLOCK_J, BLOCK_R], tl.float32)
+    found_JR = tl.zeros([BLOCK_J, BLOCK_R], tl.float32)
+    known_JJ = tl.zeros([BLOCK_J, BLOCK_J], tl.float32)
+    found_JJ = tl.zeros([BLOCK_J, BLOCK_J], tl.float32)
+    for begin in range(0, KEY, BLOCK_K):  # at once it is too much code for ptxas to keep values in registers
+        key = begin + tl.arange(0, BLOCK_K)
+        is_key = key < KEY
+        query_at = (token * NUM_KEY_HEADS + key_head)[:, None] * KEY + key
+        query_JK = tl.load(query_ptr + query_at, mask=is_live[:, None] & is_key, other=0.0)
+        key_at = (own_trail * NUM_KEY_HEADS + key_head)[:, None] * KEY + key
+        key_JK = tl.load(keys_ptr + key_at, mask=is_live[:, None] & is_key, other=0.0)
+        state_at = ((row * NUM_HEADS + head) * KEY + key)[:, None] * VALUE + value
+        state_KV = tl.load(states_ptr + state_at, mask=is_key[:, None] & is_value & (count > 0), other=0.0)
+        old_key_at = (trail * NUM_KEY_HEADS + key_head)[:, None] * KEY + key
+        old_RK = tl.load(keys_ptr + old_key_at, mask=is_held[:, None] & is_key, other=0.0)
+        known_JV += tl.dot(key_JK, state_KV, input_precision="tf32x3")
+        found_JV += tl.dot(query_JK, state_KV, input_precision="tf32x3")
+        known_JR += tl.dot(key_JK, tl.trans(old_RK), input_precision="tf32x3")
+        found_JR += tl.dot(query_JK, tl.trans(old_RK), input_precision="tf32x3")
+        known_JJ += tl.dot(key_JK, tl.trans(key_JK), input_precision="tf32x3")
+        found_JJ += tl.dot(query_JK, tl.trans(key_JK), input_precision="tf32x3")
+    fade_J1 = tl.exp(sums)[:, None]
     fade_JR = tl.where(is_held[None, :], tl.exp(sums[:, None] - old_sums), 0.0)
-    known_JV += tl.dot(tl.dot(key_JK, tl.trans(old_RK), input_precision="tf32x3") * fade_JR, old_RV, input_precision="tf32x3")
-    found_JV += tl.dot(tl.dot(query_JK, tl.trans(old_RK), input_precision="tf32x3") * fade_JR, old_RV, input_precision="tf32x3")
+    known_JV = known_JV * fade_J1 + tl.dot(known_JR * fade_JR, old_RV, input_precision="tf32x3")
+    found_JV = found_JV * fade_J1 + tl.dot(found_JR * fade_JR, old_RV, input_precision="tf32x3")
 
     fade_JJ = tl.where(is_seen, tl.exp(tl.where(is_seen, sums[:, None] - sums, 0.0)), 0.0)
-    system_JJ = tl.dot(key_JK, tl.trans(key_JK), input_precision="tf32x3") * fade_JJ * beta[:, None]
+    system_JJ = known_JJ * fade_JJ * beta[:, None]
     system_JJ = tl.where(slot[:, None] == slot, 0.0, system_JJ)
     value_at = (token * NUM_HEADS + head)[:, None] * VALUE + value
     mask_JV = is_live[:, None] & is_value
@@ -189,8 +201,7 @@ def recur(
         factors = tl.sum(tl.where((slot == solved)[:, None], system_JJ, 0.0), 0)
         correction = tl.sum(factors[:, None] * change_JV, 0)
         change_JV = tl.where((slot == solved)[:, None], change_JV - correction, change_JV)
-    weight_JJ = tl.dot(query_JK, tl.trans(key_JK), input_precision="tf32x3") * fade_JJ
-    found_JV += tl.dot(weight_JJ, change_JV, input_precision="tf32x3")
+    found_JV += tl.dot(found_JJ * fade_JJ, change_JV, input_precision="tf32x3")
 
     found_JV = tl.where(is_live[:, None], found_JV, 0.0)
     tl.store(out_ptr + value_at, found_JV.to(out_ptr.dtype.element_ty), mask=(slot < COUNT)[:, None] & is_value)
