@@ -67,6 +67,7 @@ STAGES = (
     Stage("graphs", "exact", 100, 20),
     Stage("kernels", "kernels", 40, 10),
     Stage("layer_kernels", "layer_kernels", 25, 8),
+    Stage("rounds", "rounds", 40, 10),
     Stage("plain", "speed", 60, 20),
     Stage("mock", "speed", 75, 25),
     Stage("seeds", "exact", 25, 15),

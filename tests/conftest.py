@@ -2,7 +2,7 @@
 
 Tests run tiny tensors: one thread is faster than two that wait for each other. PACELINE_TEST_THREADS takes another
 number of PyTorch's threads, PACELINE_ISA another instruction set of the native library in the tests' own process
-(tests/machines.py tries all of them).
+(tests/machines.py tries all of them). With PACELINE_DEVICE_ROUNDS=1 engines over a GraphDecoder make device rounds.
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _machine() -> Iterator[None]:
     import torch  # here, because the process that only hands tests to others needs no PyTorch
 
+    if os.environ.get("PACELINE_DEVICE_ROUNDS"):
+        from paceline.engine import device_round
+
+        device_round.EVERYWHERE = True
     before = torch.get_num_threads()
     torch.set_num_threads(int(os.environ.get("PACELINE_TEST_THREADS", "1")))
     if isa := os.environ.get("PACELINE_ISA"):

@@ -24,8 +24,8 @@ from paceline.model.checkpoint import expected_shapes
 from paceline.model.config import DecoderConfig, DeltaShape
 from paceline.model.decoder import Decoder
 from paceline.model.delta_cache import DeltaCache
-from paceline.model.graphs import GraphDecoder
-from paceline.model.target import ForwardBatch
+from paceline.model.graphs import GraphDecoder, can_record
+from paceline.model.target import ForwardBatch, Target
 from paceline.model.tokenizer import Tokenizer
 from paceline.plan import FixedPlanner
 from paceline.types import SamplingParams
@@ -143,7 +143,7 @@ def recordings(target: Decoder) -> dict[str, Any] | None:
     recorder: Any = getattr(target, "recorder", None)
     if recorder is None:
         return None
-    return {name: getattr(recorder, name, None) for name in ("num_recorded", "seconds", "replayed", "eager")}
+    return {name: getattr(recorder, name, None) for name in ("num_recorded", "seconds", "replayed", "eager", "failed")}
 
 
 def random_target(visit: Visit, name: str, *, rows: int = 1, max_len: int = 512) -> Decoder:
@@ -261,11 +261,19 @@ def needed_len(context: int, kept: float, count: int, width: int) -> int:
     return context + int((count + WARM + 2) * (kept + 1)) + width + 2
 
 
-def running_engine(target: Decoder, drafter: Drafter, *, batch: int, width: int, kept: float, context: int) -> Engine:
-    """An engine with `batch` requests behind their prompts; rounds check `width` drafts and keep `kept` tokens."""
+def has_device_rounds(target: Target) -> bool:
+    """Whether rounds of this target can be computed on the device as one region; on a CPU too, without a graph."""
+    return isinstance(target, GraphDecoder) and can_record(target.config)
+
+
+def running_engine(
+    target: Decoder, drafter: Drafter, *, batch: int, width: int, kept: float, context: int, device: bool = True
+) -> Engine:
+    """An engine with `batch` requests behind their prompts; rounds check `width` drafts and keep `kept` tokens, on the
+    device where that is possible, unless `device` is false."""
     settings = SimpleNamespace(prefill_chunk=MOST_CHUNK)
     llm: Any = SimpleNamespace(target=target, tokenizer=stand_in_tokenizer(target.vocab_size), config=settings)
-    engine = mocked_engine(llm, drafter, kept)
+    engine = mocked_engine(llm, drafter, kept, device_rounds=device and has_device_rounds(target))
     engine.planner = FixedPlanner(0, MOST_CHUNK)
     params = SamplingParams(max_tokens=target.cache.max_len - context, ignore_eos=True)
     for row in range(batch):
@@ -274,6 +282,11 @@ def running_engine(target: Decoder, drafter: Drafter, *, batch: int, width: int,
         engine.step()
     engine.planner = FixedPlanner(width, MOST_CHUNK, whole_blocks=width + 1 == getattr(drafter, "block_size", 0))
     return engine
+
+
+def kinds_of(engine: Engine) -> dict[str, int] | None:
+    """Rounds by what made them; None of an engine without device rounds."""
+    return dict(engine.device_rounds.counts) if engine.device_rounds else None
 
 
 def round_times(visit: Visit, engine: Engine, count: int) -> dict[str, list[float]]:

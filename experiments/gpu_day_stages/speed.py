@@ -39,14 +39,17 @@ def plain(visit: Visit) -> None:
 
 
 def _plain(visit: Visit, name: str, contexts: tuple[int, ...]) -> None:
-    target = random_target(visit, name, max_len=max(contexts) + 32)
+    count = visit.sized(40, 3)
+    target = random_target(visit, name, max_len=needed_len(max(contexts), 1, count, 32))
     for context in contexts:
-        samples, first = pass_times(visit, target, context, 1, visit.sized(40, 3))
+        samples, first = pass_times(visit, target, context, 1, count)
         figures = shares(visit, target.weight_bytes + kv_bytes(target, context), samples)
         times = {"ms": summary(samples), "first_ms": first, "tokens_per_s": 1e3 / statistics.median(samples)}
         visit.report(f"plain {name} at {context}", **times, **figures)
         if context == 4096 and name != "1.5B":
             visit.goal(f"plain {name}: share of measured read bandwidth", figures["share_of_read"] or 0.0, 0.85)
+        if context in (4096, contexts[-1]) and context <= 4096:
+            _round(visit, target, NoDrafter(), f"device round {name} at {context}, plain", 1, context, count, 0)
 
 
 def mock(visit: Visit) -> None:
@@ -67,6 +70,11 @@ def _mock(visit: Visit, name: str, context: int) -> None:
     count, yields = visit.sized(30, 2), visit.sized((2, 4, 8), (4,))
     target = random_target(visit, name, max_len=needed_len(context, max(yields), count, BLOCK))
     plain_ms = _round(visit, target, NoDrafter(), f"round {name} at {context}, plain", 1, context, count, 0)
+    if name == "8B":  # as before rounds were one graph, on the same card
+        what = f"ordinary round {name} at {context}"
+        _round(visit, target, NoDrafter(), f"{what}, plain", 1, context, count, 0, device=False)
+        own = random_dflash(target, visit.sized(5, 1))
+        _round(visit, target, own, f"{what}, 5 layers, 4 tokens a round", 4, context, count, BLOCK - 1, device=False)
     for layers, words in ((5, None), (3, visit.sized(32768, 32))):
         own, ratios = random_dflash(target, visit.sized(layers, 1), words), {}
         text = f"{name} at {context}, {layers} layers" + (f" over {words} words" if words else "")
@@ -85,10 +93,18 @@ def _ratio_goals(visit: Visit, text: str, words: int | None, ratios: dict[int, f
 
 
 def _round(
-    visit: Visit, target: Decoder, drafter: Drafter, what: str, kept: int, context: int, count: int, width: int
+    visit: Visit,
+    target: Decoder,
+    drafter: Drafter,
+    what: str,
+    kept: int,
+    context: int,
+    count: int,
+    width: int,
+    device: bool = True,
 ) -> float:
     """Report rounds of one request; the median of their milliseconds."""
-    engine = models.running_engine(target, drafter, batch=1, width=width, kept=kept, context=context)
+    engine = models.running_engine(target, drafter, batch=1, width=width, kept=kept, context=context, device=device)
     times = models.round_times(visit, engine, count)
     engine.abort(0)
     num_bytes = target.weight_bytes + kv_bytes(target, context)
@@ -96,6 +112,7 @@ def _round(
         num_bytes += models.drafter_bytes(drafter, target)  # pyright: ignore[reportArgumentType]
     figures, median = shares(visit, num_bytes, times["ms"]), statistics.median(times["ms"])
     figures |= {"tokens_per_s": 1e3 * kept / median, "recordings": models.recordings(target)}
+    figures["rounds_by_kind"] = models.kinds_of(engine)
     visit.report(what, **models.summaries(times), lossless=False, **figures)
     if kept in (1, 8):
         visit.goal(f"{what}: its floor's share of it", figures["share_of_read"] or 0.0, 0.85 if kept == 1 else 1 / 1.2)
@@ -121,7 +138,8 @@ def batch(visit: Visit) -> None:
             for request in range(rows):
                 engine.abort(request)
             rates[width].append(1e3 * rows / statistics.median(times["ms"]))
-            visit.report(f"8B, {rows} rows, {width} drafts", **models.summaries(times), rows_per_s=rates[width][-1])
+            more = {"rows_per_s": rates[width][-1], "rounds_by_kind": models.kinds_of(engine)}
+            visit.report(f"8B, {rows} rows, {width} drafts", **models.summaries(times), **more)
     falls = {width: min((b / a for a, b in pairwise(each)), default=1.0) for width, each in rates.items()}
     if not visit.is_tiny:
         visit.check("more rows make no fewer tokens per second", min(falls.values()) > 0.95, least_ratio=falls)
@@ -145,6 +163,7 @@ def profile(visit: Visit) -> None:
     busy_ms = sum(row["device_us"] for row in kernels) / 1e3 / count
     whole_ms = statistics.median(unprofiled["ms"])
     visit.report("launches a round", number=launches, kernels_a_round=sum(row["calls"] for row in kernels) / count)
+    visit.report("rounds by kind", counts=models.kinds_of(engine))
     visit.report("busy", ms=summary(unprofiled["ms"]), kernels_ms=busy_ms, share=busy_ms / whole_ms)
     top = sorted(kernels or rows, key=lambda row: -row["device_us"] or -row["host_us"])[:60]
     table = {"rounds": count, "kernels": top, "calls": rows[:400]}

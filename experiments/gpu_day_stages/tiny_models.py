@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_day_stages.models import decoder, stand_in_tokenizer
+from gpu_day_stages.models import decoder, has_device_rounds, stand_in_tokenizer
 from paceline.bench.passes import parting
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.draft.dflash import DFlashDrafter
@@ -138,11 +138,15 @@ def texts(
     plan: str = "fixed",
     rule: str = "auto",
     rounds: list[int] | None = None,
+    device: bool = True,
+    counts: dict[str, int] | None = None,
 ) -> list[list[int]]:
-    """Answers of all prompts as one batch; `rounds` gets the tokens that each row of each round kept."""
+    """Answers of all prompts as one batch; `rounds` gets the tokens that each row of each round kept, `counts` the
+    rounds by what made them: on the device, if that is wanted and possible."""
     engine = Engine(
         target, stand_in_tokenizer(target.vocab_size), drafter,
         judge=RuleJudge(RULES[rule]), planner=fixed_planner(plan, 32), prefill_chunk=32,
+        device_rounds=device and has_device_rounds(target),
     )  # fmt: skip
     each = params if isinstance(params, list) else [params] * len(prompts)
     ids = [engine.add(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
@@ -155,6 +159,8 @@ def texts(
                 done[chunk.sequence.request_id] = chunk.sequence.output_ids
         if rounds is not None:
             rounds += [count + 1 for stats in engine.rounds for count in stats.num_accepted_B]
+    for kind, number in engine.device_rounds.counts.items() if engine.device_rounds and counts is not None else ():
+        counts[kind] = counts.get(kind, 0) + number
     return [done[request] for request in ids]
 
 

@@ -44,14 +44,17 @@ def described(llm: LLM) -> dict[str, Any]:
     }
 
 
-def mocked_engine(llm: LLM, drafter: Drafter, kept: float | Marginals, num_nodes: int = 0) -> Engine:
+def mocked_engine(
+    llm: LLM, drafter: Drafter, kept: float | Marginals, num_nodes: int = 0, device_rounds: bool | None = None
+) -> Engine:
     """An engine whose rounds keep so many tokens, or what trees of `num_nodes` drafts keep by these marginals, whatever the
     target says."""
     chunk, planner = llm.config.prefill_chunk, None
     if isinstance(kept, Marginals):
         planner = MockedPlanner(most_chunk=chunk, num_nodes=num_nodes, marginals=kept)
     judge = RuleJudge(mocked(kept))
-    engine = Engine(llm.target, llm.tokenizer, drafter, judge=judge, planner=planner, prefill_chunk=chunk)
+    options: dict[str, Any] = {"judge": judge, "planner": planner, "prefill_chunk": chunk, "device_rounds": device_rounds}
+    engine = Engine(llm.target, llm.tokenizer, drafter, **options)
     engine.record(grows_trees=num_nodes > 0)
     return engine
 

@@ -249,6 +249,11 @@ class DFlashDrafter(TappedDrafter):
         """Records the path's passes; see Drafter.record."""
         self._path.record()
 
+    @property
+    def round_path(self) -> TorchPath | None:
+        """The path, if a recorded round may hold its passes: then every draft is read off its own slot alone."""
+        return self._path if type(self._path) is TorchPath else None
+
     def cache_bytes(self, target: Target) -> int:
         shape, max_len = self.config.shape, target.cache.max_len
         is_native = self.has_native_path and isinstance(target, NativeDecoder)

@@ -86,6 +86,8 @@ class TorchPath:
         self._values = self.cache.values[0].chunk(shape.num_layers, dim=1)
         self.group = shape.num_heads // shape.num_kv_heads
         self._static: StaticForms | None = None
+        self.rounds: dict[Any, Any] = {}
+        """Recorded rounds with this path, which `engine/device_round.py` keeps."""
 
     @property
     def is_fixed(self) -> bool:

@@ -69,13 +69,12 @@ class StaticBlock(Region):
 
     def compute(self) -> None:
         """Fill `outputs` from anchors, context lengths and counts."""
-        for output, concluded in zip(self.outputs, self.conclude(), strict=True):
+        for output, concluded in zip(self.outputs, self.conclude(*self._inputs_3B.unbind()), strict=True):
             output.copy_(concluded)
 
-    def conclude(self) -> tuple[Tensor, ...]:
-        """The values that `compute` copies to `outputs`."""
+    def conclude(self, anchors_B: Tensor, starts_B: Tensor, counts_B: Tensor) -> tuple[Tensor, ...]:
+        """The path's conclusions, which `compute` copies to `outputs`. `counts_B`: the block's size, or 0 of idle rows."""
         path, size = self._path, self._size
-        anchors_B, starts_B, counts_B = self._inputs_3B.unbind()
         self._tokens_BJ[:, 0] = anchors_B
         slots_BJ = self._writer.point(starts_B, counts_B)
         plans = {
@@ -118,9 +117,7 @@ class StaticInject(Region):
 
     def compute(self) -> None:
         """Write keys and values into the path's cache."""
-        slots_BJ = self._writer.point(*self._inputs_2B.unbind())
-        tables = self._path.rope.tables_at(slots_BJ.flatten())
-        self._path.write_context(self._taps_BJF.flatten(0, 1), self._writer, tables)
+        write_behind(self._path, self._writer, *self._inputs_2B.unbind(), self._taps_BJF.flatten(0, 1))
 
     def fill(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
         """Set features of these rows, packed row after row: one copy to the device, one within it for each row."""
@@ -132,6 +129,12 @@ class StaticInject(Region):
         self._inputs_2B.copy_(torch.tensor(inputs))
 
 
+def write_behind(path: FixedPath, writer: StaticWriter, starts_B: Tensor, counts_B: Tensor, taps_TF: Tensor) -> None:
+    """Write keys and values of features [B * J, F] behind contexts of these lengths, of so many positions of each row."""
+    slots_BJ = writer.point(starts_B, counts_B)
+    path.write_context(taps_TF, writer, path.rope.tables_at(slots_BJ.flatten()))
+
+
 class StaticForms:
     """The recorded passes of one path, by rows: blocks and injections."""
 
@@ -139,7 +142,7 @@ class StaticForms:
         rows, size = row_sizes(path.cache.num_rows), path.config.block_size
         self._path, self._recorder = path, recorder
 
-        concluded = StaticBlock(path, rows[-1], []).conclude()
+        concluded = StaticBlock(path, rows[-1], []).conclude(*torch.zeros(3, rows[-1], dtype=torch.long, device=path.device))
         outputs = [torch.zeros_like(tensor) for tensor in concluded]
 
         def block(num_rows: int) -> StaticBlock:

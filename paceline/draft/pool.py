@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from paceline.draft.base import Drafter, NoDrafter, Observed
 from paceline.draft.ngram import NgramDrafter
+from paceline.draft.tapped import TappedDrafter
 from paceline.errors import ConfigError
 from paceline.model.target import Target
 from paceline.plan import Offer, Planner
@@ -218,6 +219,17 @@ class Pool:
             for each in (drafter, self._beside(drafter)):
                 if each is not None:
                     each.observe(own)
+
+    def drafter_of(self, seq: Sequence) -> Drafter:
+        """The drafter that the sequence has, which has a row."""
+        return self._leases[seq.row].drafter
+
+    def advance(self, drafter: TappedDrafter, observed: list[Observed]) -> None:
+        """As `observe`, of positions that a recorded round has written into the cache of `drafter`, which all of them have."""
+        drafter.advance([one.sequence.row for one in observed], [one.start + one.count for one in observed])
+        self._held |= {one.sequence.row: drafter for one in observed}
+        if lookups := self._beside(drafter):
+            lookups.observe(observed)
 
     def _beside(self, drafter: Drafter) -> NgramDrafter | None:
         return self.lookups if drafter.num_drafted and not drafter.is_at_hand else None

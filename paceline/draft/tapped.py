@@ -113,6 +113,15 @@ class TappedDrafter(Drafter):
         counts = [sum(one.count for one in observed) for observed in taken]
         self._take_in(waiting, starts, counts, [one for observed in taken for one in observed])
 
+    def take_in_pending(self, rows: list[int]) -> None:
+        """Make keys and values of all features of these rows that wait."""
+        self._sort()
+        self._inject(rows)
+
+    def advance(self, rows: list[int], lengths: list[int]) -> None:
+        """A recorded round has written keys and values of these rows up to `lengths`; nothing of them waits."""
+        self._cache.append(rows, [length - self._cache.lengths[row] for row, length in zip(rows, lengths, strict=True)])
+
     def can_draft(self, seq: Sequence) -> bool:
         """Whether every position before the anchor was observed."""
         self._sort()

@@ -17,6 +17,7 @@ import torch
 from paceline.draft.base import Drafter, NoDrafter, Observed
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.pool import LOOKUP_MATCH, Pool
+from paceline.engine.device_round import DeviceRounds
 from paceline.engine.grammar import Grammars
 from paceline.engine.round import RuleJudge, decode_round, fail
 from paceline.engine.scheduler import PrefixReuse, Scheduler
@@ -63,11 +64,13 @@ class Engine:
         prefill_chunk: int = 256,
         allow_lossy: bool = False,
         max_tv: float | None = None,
+        device_rounds: bool | None = None,
     ) -> None:
         """`drafter` may be several by their names, the members of the pool; `router` then chooses for requests that name none.
         `planner` None drafts as much as the drafter may in every round, chunks of `prefill_chunk` prompt tokens. `lookups`
         offers n-gram lookups beside a drafter that has to compute its drafts. `allow_lossy` lets requests ask for lossy rules,
-        none of which may have a larger mean total variation than `max_tv`."""
+        none of which may have a larger mean total variation than `max_tv`. `device_rounds` has rounds that qualify computed
+        as one recorded region each (`device_round.py`); None: where the device replays passes."""
         self.target, self.tokenizer = target, tokenizer
         self.planner = planner or FixedPlanner(most_chunk=prefill_chunk)
         self.pool = Pool(
@@ -77,6 +80,7 @@ class Engine:
         if router:
             router.begin()
         self.judge = judge or RuleJudge()
+        self.device_rounds = DeviceRounds.of(target, self.pool, self.judge, device_rounds)
         self.eos_token_ids = eos_token_ids
         self.allow_lossy, self.max_tv = allow_lossy, max_tv
         self.scheduler = Scheduler(target.cache)
@@ -205,6 +209,8 @@ class Engine:
         self.target.record(1 + (MOST_NODES if grows_trees and most else most))
         for drafter in self.pool.drafters:
             drafter.record()
+        if self.device_rounds:
+            self.device_rounds.record()
 
     def whole_chunks(self) -> contextlib.AbstractContextManager[None]:
         """Within, prompts are read in whole chunks beside rows that decode: for work that nobody follows token by token."""
@@ -296,7 +302,9 @@ class Engine:
         takes_trees = self.target.takes_trees and self.judge.takes_trees
         batch.foresees = self.judge.rule.draws
         batch.num_candidates, batch.tells_said = self.planner.num_candidates if takes_trees else 0, self.planner.tells_said
-        stats = decode_round(batch, self.target, self.pool, self.judge, partial(self.planner.narrow, plan))
+        stats = self.device_rounds(batch) if self.device_rounds else None
+        if stats is None:
+            stats = decode_round(batch, self.target, self.pool, self.judge, partial(self.planner.narrow, plan))
         self.planner.learn(plan, stats)
         if self.router:
             self.router.learn(batch.sequences, stats, partial(self.planner.price, plan))

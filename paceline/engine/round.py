@@ -1,4 +1,6 @@
-"""The decode round: guess, check in one target pass, keep what stands. The only loop; everything else plugs into it.
+"""The decode round: guess, check in one target pass, keep what stands. Everything else plugs into it.
+
+`device_round.py` computes the same on the device for batches that qualify.
 
 The judge makes a verdict of the verify pass's logits: each request's own distribution, judged by the chosen rule. Rows that
 are greedy and unpenalised need only the argmax of each position, taken for the whole batch at once; every other row gets its
@@ -206,7 +208,7 @@ class RuleJudge:
                 logits_JV = None if plain[index] or out.logits_TV is None else out.logits_TV[begin:end]
                 if logits_JV is not None and kept_B[index] is not None:
                     logits_JV = logits_JV[[0, *(node + 1 for node in path)]]
-                failed_B[index] = _why(seq, row_verdict.num_accepted, logits_JV)
+                failed_B[index] = why(seq, row_verdict.num_accepted, logits_JV)
                 row_verdict, kept_B[index] = RowVerdict(0, _NONE), None
             accepted.append(row_verdict.num_accepted)
             bonus.append(row_verdict.next_token)
@@ -276,7 +278,7 @@ class RuleJudge:
             return RowVerdict(0, _NONE)
 
 
-def _why(seq: Sequence, num_accepted: int, logits_JV: Tensor | None) -> str:
+def why(seq: Sequence, num_accepted: int, logits_JV: Tensor | None) -> str:
     """Why there is no token to choose; `logits_JV` are the model's own, before penalties and grammar, if they matter."""
     best_J = [_NONE] * (num_accepted + 1) if logits_JV is None else ForwardOutput(logits_JV, None).best_T()
     if _NONE not in best_J:
@@ -295,12 +297,16 @@ def _no_probs() -> Tensor:
 
 def _is_plain(seq: Sequence) -> bool:
     """Greedy, and nothing changes its logits, nor what may stand beside the largest."""
+    return seq.params.is_greedy and not is_shaped(seq)
+
+
+def is_shaped(seq: Sequence) -> bool:
+    """Whether something besides temperature and filters changes its logits, or what may stand beside the target's token."""
     params = seq.params
     return (
-        params.is_greedy
-        and params.lossy is None
-        and params.grammar is None
-        and not params.logit_bias
-        and not params.has_penalties
-        and not seq.shapes_logits
+        params.lossy is not None
+        or params.grammar is not None
+        or bool(params.logit_bias)
+        or params.has_penalties
+        or seq.shapes_logits
     )

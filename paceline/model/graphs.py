@@ -182,6 +182,8 @@ class GraphDecoder(Decoder):
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
         super().allocate_cache(num_rows, max_len)
         self._most_count = 0
+        self.rounds: dict[Any, Any] = {}
+        """What `engine/device_round.py` keeps for this cache: the state of its rows, and recorded rounds without a drafter."""
         self._forget(MAX_COUNT)
 
     def _forget(self, most_count: int) -> None:
@@ -215,6 +217,15 @@ class GraphDecoder(Decoder):
 
             self._recordings[self.tap_layers] = Recordings(self._recorder, StaticPass.kind, self._grid, make)
         return self._recordings[self.tap_layers]
+
+    def static_pass(self, num_rows: int, count: int) -> StaticPass:
+        """A pass with the present taps that is a part of another region. `count` is one of `counts`."""
+        return self._tapping().make(num_rows, count)
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """Tokens a row of the passes that are recorded, ascending."""
+        return self._grid.sizes[1]
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:

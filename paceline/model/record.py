@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import logging
 import math
 import threading
 import time
@@ -23,6 +24,7 @@ import torch
 
 Shape = tuple[int, ...]
 
+_log = logging.getLogger(__name__)
 _WARM_UPS = 2
 _CAPTURING = threading.Lock()
 
@@ -58,6 +60,8 @@ class Recorder:
         """Regions recorded so far: CUDA graphs, on CUDA."""
         self.replayed, self.eager = Counter[str](), Counter[str]()
         """Runs by kind of region, and runs that were computed eagerly because no recorded region covered them."""
+        self.failed = Counter[str]()
+        """Regions by kind whose recording has failed: their work is computed eagerly."""
         self._memory: tuple[Any, torch.cuda.Stream] | None = None
 
     def record(self, region: Region) -> None:
@@ -73,7 +77,8 @@ class Recorder:
         region.replay()
 
     def _capture(self, region: Region) -> Callable[[], None]:
-        with torch.cuda.device(self.device):
+        # The inner stream: a capture that fails leaves its own as the current one.
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):
             if self._memory is None:
                 self._memory = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
             pool, stream = self._memory  # a pool is shared among captures of one stream
@@ -135,8 +140,9 @@ class Recordings(Generic[AnyRegion]):
 
     def __init__(self, recorder: Recorder, kind: str, grid: Grid, make: Callable[..., AnyRegion]) -> None:
         """`make`: a region of the shape that it is given, one argument a dimension."""
-        self._recorder, self._kind, self.grid, self._make = recorder, kind, grid, make
-        self._regions: dict[Shape, AnyRegion] = {}
+        self._recorder, self._kind, self.grid, self.make = recorder, kind, grid, make
+        self._regions: dict[Shape, AnyRegion | None] = {}
+        """None where recording has failed."""
 
     @torch.inference_mode()
     def record(self) -> None:
@@ -149,17 +155,26 @@ class Recordings(Generic[AnyRegion]):
     def find(self, *needed: int) -> AnyRegion | None:
         """A recorded region that is large enough in every dimension; None, counted as an eager run, without one."""
         shape = self.grid.cover(*needed)
+        if shape is not None and shape not in self._regions and self._recorder.records_late:
+            self._add(shape)
         region = None if shape is None else self._regions.get(shape)
-        if region is None and shape is not None and self._recorder.records_late:
-            region = self._add(shape)
         if region is None:
             self._recorder.eager[self._kind] += 1
         return region
 
-    def _add(self, shape: Shape) -> AnyRegion:
-        region = self._regions[shape] = self._make(*shape)
-        self._recorder.record(region)
-        return region
+    def _add(self, shape: Shape) -> None:
+        """Record a region of this shape. Where that fails its work is computed eagerly."""
+        self._regions[shape] = None
+        try:
+            region = self.make(*shape)
+            self._recorder.record(region)
+        except RuntimeError as error:
+            if self._recorder.device.type != "cuda":
+                raise
+            self._recorder.failed[self._kind] += 1
+            _log.warning("a %s of shape %s cannot be recorded and is computed eagerly: %s", self._kind, shape, error)
+        else:
+            self._regions[shape] = region
 
 
 def row_sizes(num_rows: int) -> list[int]:

@@ -103,6 +103,8 @@ class Rule:
     """Whether it can judge trees: along the target's own draws, or along `walk`."""
     walk: Callable[[Tree, Uniforms], list[int]] | None = None
     """Which nodes of a tree stand, root to leaf, of a rule that does not ask the target."""
+    survives: Callable[[Uniforms], int] | None = None
+    """How many drafts of a chain stand, as far as there are so many, of a rule that looks at no token."""
 
 
 def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerdict:
@@ -237,7 +239,7 @@ def mocked(kept: float | Sequence[float] | Marginals) -> Rule:
         num_accepted = min(len(row.draft_tokens), survives(row.uniforms))
         return RowVerdict(num_accepted, row.draw(num_accepted))
 
-    return Rule(MOCKED, verify, lossless=False, needs_probs=False)
+    return Rule(MOCKED, verify, lossless=False, needs_probs=False, survives=survives)
 
 
 def _walk(tree: Tree, uniforms: Uniforms) -> list[int]:

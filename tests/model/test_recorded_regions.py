@@ -15,11 +15,14 @@ from recorded_regions import Addresses, Launches, no_host_tensors
 from tiny_dflash import VOCAB, network, raw_config, tiny_target
 from tiny_dflash2 import network_2, raw_2
 
+from paceline.draft import dflash_paths
 from paceline.draft.checkpoint import DFlashConfig, as_dflash2, new_config
 from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
 from paceline.draft.dflash2 import DFlash2Drafter, DFlash2Network
 from paceline.draft.dflash_paths import TorchPath
 from paceline.draft.dflash_static import StaticBlock, StaticForms, StaticInject
+from paceline.engine.device_round import Form, StaticRound
+from paceline.engine.device_rows import DeviceRows
 from paceline.model import parts
 from paceline.model.checkpoint import expected_shapes, load_config, random_tensors
 from paceline.model.config import DecoderConfig, DeltaShape
@@ -40,6 +43,8 @@ LAUNCHES = dict.fromkeys(FAMILIES, 10) | {
 """Kernels that a layer of a recorded pass launches at most: the values of today. Only ever lower them."""
 ONCE, ONCE_HYBRID = 20, 27
 """Positions, tables, taps, embedding and head, once a pass; and lengths of trails."""
+ROUND_ONCE, RACE_ONCE, FORESEEN_ONCE = 40, 110, 45
+"""Of a round what it adds to its passes: widths, acceptance, commitment; where rows are drawn their race, and drafts for it."""
 DRAFT_LAUNCHES, DRAFT_LAUNCHES_2, INJECT_LAUNCHES, DRAFT_ONCE = 10, 40, 10, 24
 """The same of a layer of DFlash, of DFlash 2 with its convolutions, of an injection as a whole, and of a block once."""
 
@@ -82,7 +87,7 @@ def launches(region: Region, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list
 
         return wrapped
 
-    is_pass = isinstance(region, StaticPass)
+    is_pass = isinstance(region, StaticPass | StaticRound)
     for kind in (Layer, DeltaLayer) if is_pass else (TorchPath, *TorchPath.__subclasses__()):
         name = "run" if is_pass else "run_layer"
         monkeypatch.setattr(kind, name, counted(getattr(kind, name)))
@@ -130,6 +135,41 @@ def test_recorded_drafting_needs_nothing_of_the_host(
         assert len(layers) == drafter.config.shape.num_layers and max(layers) <= most, f"{max(layers)} launches a layer"
         assert total - sum(layers) <= DRAFT_ONCE
         assert launches(inject, monkeypatch)[0] <= INJECT_LAUNCHES
+
+
+@pytest.mark.parametrize("is_drawn", [False, True], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("drafts", [0, 7])
+def test_a_recorded_round_needs_nothing_of_the_host_but_its_result(
+    is_drawn: bool, drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One copy out, at the end; the host waits for that alone."""
+    config = family_config("qwen3", tmp_path)
+    target = on_meta(config, GraphDecoder)
+    raw = new_config(config.hidden_size, config.vocab_size, config.num_layers, head_dim=16, intermediate_size=48)
+    drafter = DFlashDrafter(DFlashNetwork.random(DFlashConfig.from_json(raw)), draft_ids=torch.arange(30) if is_drawn else None)
+    monkeypatch.setattr(
+        dflash_paths, "head_weight", lambda target: torch.empty(config.vocab_size, config.hidden_size, device="meta")
+    )
+    drafter.bind(target)
+    target.set_taps(drafter.tap_layers)
+    form = Form(is_drawn, is_mocked=False, drafter=drafter if drafts else None)
+    region = StaticRound(target, DeviceRows(3, 500, target.device), form, 3, 1 + drafts)
+    copies = list[Any]()
+    copy = torch.Tensor.copy_
+
+    def noted(own: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+        copies.append(own)
+        return copy(own, *given, **options)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    total, layers = launches(region, monkeypatch)
+    assert max(layers) <= LAUNCHES["qwen3"] and len(layers) == config.num_layers
+    most = config.num_layers * LAUNCHES["qwen3"] + ONCE
+    if drafts:
+        most += drafter.config.shape.num_layers * DRAFT_LAUNCHES + DRAFT_ONCE + INJECT_LAUNCHES
+    assert total <= most + ROUND_ONCE + is_drawn * (RACE_ONCE + bool(drafts) * FORESEEN_ONCE), total
+    assert sum(each is region.read_out for each in copies) == 2, "computed twice: one copy each"
+    assert copies[-1] is region.read_out
 
 
 def reading(values: torch.Tensor) -> float:

@@ -1,0 +1,375 @@
+"""Whole rounds on the device: draft, verify, accept, commit and inject as one recorded region, read once.
+
+Lengths, anchors and settings of all rows lie on the device. A round drafts a block, verifies it, counts the drafts that
+stand, moves each row's length and anchor, and injects the features of all its positions into the drafter's cache: those
+behind the accepted ones are dead, as they are in the target's cache. The host reads one small tensor, waiting once. A
+round without drafts is plain decoding.
+
+A round qualifies if all its rows do: greedy or drawn by temperature, min-p, top-k and top-p, with drafts of one DFlash
+drafter or none. Otherwise the whole batch takes `round.decode_round`. A row whose draw needs the whole distribution is
+drawn by the host from the same pass. Drafts are not cut by how sure their drafter is: a planner's count is checked whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.draft.base import Observed
+from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash_paths import TorchPath
+from paceline.draft.dflash_reading import scale_logits
+from paceline.draft.dflash_static import StaticBlock, write_behind
+from paceline.draft.pool import Pool
+from paceline.engine.device_rows import DeviceRows, Marks
+from paceline.engine.round import RuleJudge, commit, is_shaped, why
+from paceline.errors import ConfigError, NumericsError
+from paceline.lossy import LOSSY
+from paceline.model.device_race import FAILED, WHOLE, foreseen, race
+from paceline.model.graphs import GraphDecoder, StaticWriter, can_record, pass_grid
+from paceline.model.race import race as race_on_host
+from paceline.model.record import Grid, Recordings, Region, row_sizes
+from paceline.model.target import Target
+from paceline.types import NONE, Batch, DraftBlock, RoundStats, Sequence, Take, Verdict
+from paceline.verify.rules import Uniforms
+
+EVERYWHERE = False
+"""Whether engines make device rounds also where nothing is replayed: tests set it."""
+ROUNDS = "device"
+"""Name under which `DeviceRounds.counts` has rounds on the device."""
+
+
+class Form(NamedTuple):
+    """What a recorded round holds besides its shape."""
+
+    is_drawn: bool
+    """Whether some rows are drawn: then all positions race."""
+    is_mocked: bool
+    """Whether a table says how many drafts stand (`verify.rules.mocked`)."""
+    drafter: DFlashDrafter | None = None
+
+    @property
+    def path(self) -> TorchPath | None:
+        return self.drafter.round_path if self.drafter else None
+
+
+class Outcome(NamedTuple):
+    """One row of a round as the device computed it."""
+
+    num_accepted: int
+    bonus: int
+    """FAILED or WHOLE where there is none."""
+    drafts: list[int]
+    """Those that were checked."""
+    sure: list[float]
+
+
+class StaticRound(Region):
+    """Rounds of the cache rows 0..B-1 with up to K drafts each."""
+
+    kind = "round"
+
+    def __init__(self, decoder: GraphDecoder, rows: DeviceRows, form: Form, num_rows: int, count: int) -> None:
+        """`count`: J = K + 1."""
+        device = decoder.device
+        self._rows, self._form, self._num_rows, self._num_drafted = rows, form, num_rows, count - 1
+        self.target_pass = decoder.static_pass(num_rows, count)
+        path = form.path
+        self._block = StaticBlock(path, num_rows, []) if path else None
+        self._writer = StaticWriter(num_rows, count, path.cache.max_len, device) if path else None
+        ids = form.drafter.draft_ids if form.drafter else None
+        self._draft_ids = None if ids is None else ids.to(device)
+        self._slot_J = torch.arange(count, device=device)
+        self._out = torch.zeros(num_rows, 3 + 2 * self._num_drafted, dtype=torch.float64, device=device)
+        is_cuda = device.type == "cuda"
+        self.read_out = torch.zeros_like(self._out, device="cpu").pin_memory() if is_cuda else torch.zeros_like(self._out)
+        """What the host reads: a copy of the outcome."""
+        self.marks = Marks(device, 3)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return [self._rows.values]
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        return [self.read_out]
+
+    def compute(self) -> None:
+        """One round of all rows that are live: moves their state, fills both caches and `read_out`."""
+        state, slot_K = self._rows.first(self._num_rows), self._slot_J[1:] - 1
+        self.marks.set(0)
+        tokens_BJ, sure_BK, width_B = self._draft(state.is_live_B)
+        self.marks.set(1)
+        counts_B = (width_B + 1) * state.is_live_B
+        self.target_pass.compute_of(tokens_BJ, state.length_B, counts_B)
+        best_BJ = self._best(state.length_B)
+        is_checked_BK = slot_K < width_B[:, None]
+        agrees_BK = (best_BJ[:, :-1] == tokens_BJ[:, 1:]) & is_checked_BK
+        accepted_B = agrees_BK.cumprod(1).sum(1)
+        if self._form.is_mocked:
+            accepted_B = torch.minimum(width_B, self._rows.survivors(state.length_B))
+        bonus_B = best_BJ.gather(1, accepted_B[:, None])[:, 0]
+        if self._writer is not None and self._form.path is not None and self.target_pass.taps_TF is not None:
+            write_behind(self._form.path, self._writer, state.length_B, counts_B, self.target_pass.taps_TF)
+        state.move(accepted_B, bonus_B)
+        heads = torch.stack([accepted_B, bonus_B, width_B], 1).double()
+        self._out.copy_(torch.cat([heads, tokens_BJ[:, 1:].double(), sure_BK], 1))
+        self.read_out.copy_(self._out, non_blocking=True)
+        self.marks.set(2)
+
+    def _draft(self, is_live_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Anchors and drafts [B, J], how sure each draft is [B, K], and how many of a row's drafts are checked."""
+        state, num_drafted = self._rows.first(self._num_rows), self._num_drafted
+        width_B = state.width_B.clamp(max=num_drafted)
+        anchors_B1 = state.anchor_B[:, None]
+        if self._block is None or self._form.drafter is None:
+            return anchors_B1, torch.zeros(self._num_rows, 0, dtype=torch.float64, device=width_B.device), width_B
+        drafter = self._form.drafter
+        best_BK2, logits_BKV = self._block.conclude(state.anchor_B, state.length_B, is_live_B * drafter.block_size)
+        best_BK, sure_BK = best_BK2[:, :num_drafted].unbind(-1)
+        drafts_BK = best_BK.long()
+        if self._draft_ids is not None:
+            drafts_BK = torch.where(drafts_BK < 0, drafts_BK, self._draft_ids[drafts_BK.clamp(min=0)])
+        if self._form.is_drawn:
+            foresight, config = drafter.config.foresight, drafter.config
+            position_BK = state.length_B[:, None] + self._slot_J[1:]
+            logits_BKV = scale_logits(logits_BKV[:, :num_drafted], config)
+            given = foresight.scale, foresight.spread, self._draft_ids
+            own_BK, own_sure_BK = foreseen(logits_BKV, state.draws, position_BK, *given)
+            is_greedy_B1 = state.draws.is_greedy_B[:, None]
+            drafts_BK = torch.where(is_greedy_B1, drafts_BK, own_BK)
+            sure_BK = torch.where(is_greedy_B1, sure_BK, own_sure_BK)
+        width_B = torch.minimum(width_B, (drafts_BK >= 0).cumprod(1).sum(1))
+        return torch.cat([anchors_B1, drafts_BK.clamp(min=0)], 1), sure_BK, width_B
+
+    def _best(self, length_B: Tensor) -> Tensor:
+        """The target's own token at each position [B, J]; FAILED or WHOLE where there is none."""
+        logits_BJV = self.target_pass.logits_TV.unflatten(0, (self._num_rows, -1))
+        largest_BJ, best_BJ = logits_BJV.max(-1)  # NaN is the largest, of equals the first
+        best_BJ = best_BJ.masked_fill(~largest_BJ.isfinite(), FAILED)
+        if not self._form.is_drawn:
+            return best_BJ
+        draws = self._rows.first(self._num_rows).draws
+        drawn_BJ = race(logits_BJV, draws, length_B[:, None] + 1 + self._slot_J)
+        return torch.where(draws.is_greedy_B[:, None], best_BJ, drawn_BJ)
+
+    def outcomes(self, rows: list[int]) -> list[Outcome]:
+        """What the latest round brought these rows. Waits for it."""
+        if self.read_out.device != self._out.device:
+            done = torch.cuda.Event()
+            done.record()
+            done.synchronize()
+        outcomes, num_drafted = list[Outcome](), self._num_drafted
+        table = self.read_out.tolist()
+        for row in rows:
+            accepted, bonus, width = map(int, table[row][:3])
+            drafts = [int(token) for token in table[row][3 : 3 + width]]
+            outcomes.append(Outcome(accepted, bonus, drafts, table[row][3 + num_drafted : 3 + num_drafted + width]))
+        return outcomes
+
+    @property
+    def drafter(self) -> DFlashDrafter | None:
+        return self._form.drafter
+
+    def logits_JV(self, row: int, count: int) -> Tensor:
+        """The target's logits of a row of the latest round at its first positions."""
+        return self.target_pass.logits_TV.unflatten(0, (self._num_rows, -1))[row, :count]
+
+
+class DeviceRounds:
+    """The device rounds of one engine."""
+
+    def __init__(self, target: GraphDecoder, pool: Pool, judge: RuleJudge) -> None:
+        assert target.recorder is not None
+        self._target, self._pool, self._judge, self._recorder = target, pool, judge, target.recorder
+        self.counts = Counter[str]()
+        """Rounds by what made them: ROUNDS, or the reason why a round did not qualify. "whole distribution" counts rows
+        of device rounds whose token the host drew."""
+
+    @classmethod
+    def of(cls, target: Target, pool: Pool, judge: RuleJudge, wanted: bool | None) -> DeviceRounds | None:
+        """Those of an engine, if they are `wanted`; None: where the device replays passes. Raises ConfigError where they
+        are wanted and cannot be."""
+        can = isinstance(target, GraphDecoder) and can_record(target.config)
+        if wanted and not can:
+            raise ConfigError(
+                "device_rounds needs a target whose passes are recorded: a dense model on CUDA (docs/gpu.md); leave it out"
+            )
+        is_on = EVERYWHERE or (can and target.device.type == "cuda") if wanted is None else wanted
+        return cls(target, pool, judge) if is_on and can and isinstance(target, GraphDecoder) else None
+
+    @torch.inference_mode()
+    def record(self) -> None:
+        """Record the rounds of the pool's drafters, greedy and drawn, if shapes are not recorded at their first use."""
+        if self._recorder.records_late:
+            return
+        paths = [each for each in self._pool.drafters if isinstance(each, DFlashDrafter) and each.round_path]
+        drafters = paths if len(self._pool.drafters) == 1 else []
+        is_mocked = self._judge.rule.survives is not None
+        if is_mocked:
+            self._rows.mock(self._judge.rule, [])
+        for drafter in (None, *drafters):
+            for is_drawn in (False, True):
+                self._recordings(Form(is_drawn, is_mocked, drafter)).record()
+        self._rows.clear()
+
+    @property
+    def _rows(self) -> DeviceRows:
+        target = self._target
+        if "rows" not in target.rounds:
+            target.rounds["rows"] = DeviceRows(target.cache.num_rows, target.cache.max_len, target.device)
+        return target.rounds["rows"]
+
+    def _recordings(self, form: Form) -> Recordings[StaticRound]:
+        """Rounds of this form with the present taps; they live as long as the drafter's path, or the target's cache."""
+        target, rows = self._target, self._rows
+        kept = form.path.rounds if form.path else target.rounds
+        key = form.is_drawn, form.is_mocked, target.tap_layers
+        if key not in kept:
+
+            def make(num_rows: int, count: int) -> StaticRound:
+                rows.clear()  # a recording runs the round, which changes nothing while all rows are idle
+                return StaticRound(target, rows, form, num_rows, count)
+
+            counts = [1]
+            if form.drafter:
+                every = pass_grid(target.cache.num_rows, 1 + form.drafter.num_drafted).sizes[1]
+                counts = [count for count in every if count > 1]
+            kept[key] = Recordings(self._recorder, StaticRound.kind, Grid(row_sizes(target.cache.num_rows), counts), make)
+        return kept[key]
+
+    def __call__(self, batch: Batch) -> RoundStats | None:
+        """As `decode_round`, without narrowing; None, counted with its reason, where the batch does not qualify or its
+        shape is not recorded: then nothing has changed.
+
+        Seconds of drafting and verifying are the device's: events within the graph, or, where the device cannot time
+        them, shares of the whole by the bytes that drafter and target read.
+        """
+        drafter, reason = self._qualified(batch)
+        if reason:
+            self.counts[reason] += 1
+            return None
+        started, recording_s = time.perf_counter(), self._target.recording_s
+        limits_B = batch.draft_limits_B(drafter.num_drafted if drafter else 0)
+        rule = self._judge.rule
+        form = Form(any(not seq.params.is_greedy for seq in batch.sequences), rule.survives is not None, drafter)
+        if form.is_mocked:
+            self._rows.mock(rule, batch.sequences)
+        region = self._recordings(form).find(max(batch.rows) + 1, 1 + max(limits_B))
+        if region is None:
+            self.counts["not recorded"] += 1
+            return None
+        if drafter:
+            drafter.take_in_pending(batch.rows)
+        self._rows.set(batch.sequences, limits_B)
+        self._recorder.run(region)
+        outcomes = region.outcomes(batch.rows)
+        whole_s = time.perf_counter() - started - (self._target.recording_s - recording_s)
+        draft_s, verify_s = self._seconds(region, whole_s)
+        self.counts[ROUNDS] += 1
+        return self._conclude(batch, region, drafter, outcomes, (draft_s, verify_s, whole_s))
+
+    def _qualified(self, batch: Batch) -> tuple[DFlashDrafter | None, str]:
+        """The drafter of all rows that draft, and why the batch does not qualify; empty if it does."""
+        rule, drafters = self._judge.rule, list[Any]()
+        if type(self._judge) is not RuleJudge:
+            return None, "judge"
+        if batch.num_candidates:
+            return None, "trees"
+        for seq, take in zip(batch.sequences, batch.takes_B or [], strict=True):
+            if is_shaped(seq):
+                return None, "shaped logits"
+            if seq.params.logprobs is not None:
+                return None, "log-probabilities"
+            if not (seq.params.is_greedy or rule.draws or rule.survives):
+                return None, "rule"
+            drafters.append(self._pool.drafter_of(seq))
+            if take.count and take.source != drafters[-1].name:
+                return None, "lookups"
+        limits = [take.count for take in batch.takes_B or []]
+        if not any(limits):
+            return None, ""
+        drafter, size = drafters[0], 1 + max(limits)
+        if any(each is not drafter for each in drafters) or len(self._pool.drafters) > 1:
+            return None, "several drafters"
+        if not isinstance(drafter, DFlashDrafter) or drafter.round_path is None:
+            return None, "kind of drafter"
+        if not all(map(drafter.can_draft, batch.sequences)):
+            return None, "unobserved rows"
+        return drafter, "" if size <= self._target.counts[-1] else "width"
+
+    def _seconds(self, region: StaticRound, whole_s: float) -> tuple[float, float]:
+        """Of drafting, and of the rest on the device."""
+        if spans := region.marks.seconds():
+            return spans[0], spans[1]
+        own = region.drafter.weight_bytes if region.drafter else 0
+        draft_s = whole_s * own / (own + self._target.weight_bytes)
+        return draft_s, whole_s - draft_s
+
+    def _conclude(
+        self,
+        batch: Batch,
+        region: StaticRound,
+        drafter: DFlashDrafter | None,
+        outcomes: list[Outcome],
+        seconds: tuple[float, float, float],
+    ) -> RoundStats:
+        """Commit what the device has computed, and tell the drafters."""
+        began, firsts = time.perf_counter(), batch.cached_len_B
+        draft = DraftBlock.certain([outcome.drafts for outcome in outcomes])
+        verdict = self._verdict(batch, region, outcomes)
+        cache, counts = self._target.cache, [1 + len(tokens) for tokens in draft.tokens_B]
+        cache.append(batch.rows, counts)
+        num_committed_B = commit(batch, draft, verdict)
+        cache.rollback(batch.rows, batch.cached_len_B)
+        taps_TF = region.target_pass.taps_TF
+        every = zip(batch.sequences, firsts, num_committed_B, strict=True)
+        observed = [Observed(seq, first, count, taps_TF, seq.row) for seq, first, count in every if count]
+        if drafter:
+            self._pool.advance(drafter, observed)
+        else:
+            self._pool.observe(observed)
+        draft_s, verify_s, whole_s = seconds
+        takes_B, width_B = batch.takes_B or [Take(NONE)] * len(batch), [len(outcome.drafts) for outcome in outcomes]
+        sure_B = [outcome.sure or None for outcome in outcomes]
+        return RoundStats(
+            num_drafted_B=width_B,
+            num_accepted_B=[max(count - 1, 0) for count in num_committed_B],
+            lossless=all(seq.lossless for seq in batch.sequences),
+            draft_s=draft_s,
+            verify_s=verify_s,
+            host_s=max(whole_s - draft_s - verify_s, 0.0) + time.perf_counter() - began,
+            source_B=[take.source if width else NONE for take, width in zip(takes_B, width_B, strict=True)],
+            num_checked_B=width_B,
+            sure_B=None if batch.whole_blocks else sure_B,
+            source_s={drafter.name: draft_s} if drafter else {},
+            drafter_B=[LOSSY if seq.params.lossy else seq.drafter for seq in batch.sequences],
+        )
+
+    def _verdict(self, batch: Batch, region: StaticRound, outcomes: list[Outcome]) -> Verdict:
+        """The device's own, but for tokens that need the whole distribution; and moves what is known of the rows."""
+        next_B, failed_B = list[int](), list[str | None]()
+        accepted_B = [outcome.num_accepted for outcome in outcomes]
+        for seq, outcome in zip(batch.sequences, outcomes, strict=True):
+            token, logits_JV = outcome.bonus, None
+            self._rows.moved(seq.row, outcome.num_accepted, token)
+            if token < 0 and not seq.params.is_greedy:
+                logits_JV = region.logits_JV(seq.row, outcome.num_accepted + 1)
+                self.counts["whole distribution"] += token == WHOLE
+                token = _draw(seq, outcome.num_accepted, logits_JV[-1])
+            next_B.append(token)
+            failed_B.append(why(seq, outcome.num_accepted, logits_JV) if token < 0 else None)
+        accepted_B = [0 if failed else count for failed, count in zip(failed_B, accepted_B, strict=True)]
+        return Verdict(accepted_B, next_B, self._judge.rule.lossless, failed_B=failed_B if any(failed_B) else None)
+
+
+def _draw(seq: Sequence, slot: int, logits_V: Tensor) -> int:
+    """The target's own token at a slot, drawn on the host; FAILED where there is no distribution."""
+    try:
+        return race_on_host(logits_V, seq.params, Uniforms.of(seq).noise(slot))
+    except NumericsError:
+        return FAILED

@@ -1,0 +1,400 @@
+"""Rounds on the device, without graphs: texts of ordinary rounds, whoever joins and leaves, and the target's distribution."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from tiny_dflash import network, tiny_target
+
+from paceline.draft.base import Drafter
+from paceline.draft.checkpoint import new_config
+from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash_static import StaticBlock
+from paceline.draft.eagle3 import Eagle3Drafter
+from paceline.draft.ngram import NgramDrafter
+from paceline.engine.device_round import ROUNDS
+from paceline.engine.engine import Engine
+from paceline.engine.round import RuleJudge
+from paceline.errors import ConfigError
+from paceline.learned import PassCosts
+from paceline.model.decoder import Decoder
+from paceline.model.graphs import GraphDecoder
+from paceline.model.logits import target_probs
+from paceline.model.target import ForwardBatch
+from paceline.model.tokenizer import Tokenizer
+from paceline.plan import AdaptivePlanner, FixedPlanner
+from paceline.types import SamplingParams, Sequence
+from paceline.verify.rules import RULES, mocked
+
+pytestmark = pytest.mark.slow
+
+VOCAB = 5
+"""So few that random drafts are right now and then."""
+PROMPTS = [[1, 2, 3, 4, 0, 2], [4, 0, 1], [2] * 20, [3, 1, 4, 1], [0]]
+
+
+def target(rows: int = 3, vocab: int = VOCAB) -> Any:
+    return tiny_target(rows, vocab=vocab, kind=GraphDecoder)
+
+
+def dflash(own: Any, *, draft_ids: list[int] | None = None, **keys: Any) -> DFlashDrafter:
+    sizes = {"block_size": 6, "num_layers": 2, "head_dim": 8, "intermediate_size": 48}
+    raw = new_config(own.hidden_size, own.vocab_size, own.num_layers, **(sizes | keys))
+    return DFlashDrafter(network(raw), draft_ids=None if draft_ids is None else torch.tensor(draft_ids))
+
+
+def engine_of(own: Any, drafter: Any, *, on: bool = True, **options: Any) -> Engine:
+    return Engine(own, Tokenizer.stand_in(own.vocab_size), drafter, prefill_chunk=7, device_rounds=on, **options)
+
+
+def run(engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Sequence]:
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    ids = [engine.add(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
+    done: dict[int, Sequence] = {}
+    while engine.has_work:
+        for chunk in engine.step():
+            if chunk.finish_reason:
+                done[chunk.sequence.request_id] = chunk.sequence
+        engine.check_integrity()
+    return [done[request] for request in ids]
+
+
+def texts(engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+    return [seq.output_ids for seq in run(engine, prompts, params)]
+
+
+def count_of(engine: Engine, name: str = ROUNDS) -> int:
+    assert engine.device_rounds is not None
+    return engine.device_rounds.counts[name]
+
+
+KINDS: dict[str, Callable[[Any], Drafter] | None] = {
+    "none": None,
+    "dflash": dflash,
+    "causal": lambda own: dflash(own, is_causal=True),
+    "few words": lambda own: dflash(own, draft_ids=[0, 2, 3]),
+}
+
+
+def right_now_and_then(monkeypatch: pytest.MonkeyPatch, engine: Engine, known: list[list[int]]) -> None:
+    """Blocks of this engine draft what these texts go on with, but for every fifth position."""
+    conclude = StaticBlock.conclude
+
+    def oracle(block: StaticBlock, *given: Any) -> tuple[Any, ...]:
+        best_BK2, *others = conclude(block, *given)
+        for seq in engine.scheduler.running:
+            text = next((each for each in known if each[: seq.prompt_len] == seq.tokens[: seq.prompt_len]), [])
+            for slot, place in enumerate(range(len(seq.tokens), min(len(seq.tokens) + best_BK2.shape[1], len(text)))):
+                best_BK2[seq.row, slot, 0] = (text[place] + (place % 5 == 0)) % engine.target.vocab_size
+        return best_BK2, *others
+
+    monkeypatch.setattr(StaticBlock, "conclude", oracle)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_texts_and_rounds_are_those_of_ordinary_rounds(kind: str) -> None:
+    """Rounds too: drafts are the same, so that what was injected is."""
+    own, params, drafter = target(), SamplingParams(max_tokens=40), KINDS[kind]
+    expected = texts(engine_of(own, None, on=False), PROMPTS, params)
+    ordinary, device = (engine_of(own, drafter and drafter(own), on=on) for on in (False, True))
+    before, after = run(ordinary, PROMPTS, params), run(device, PROMPTS, params)
+    assert [seq.output_ids for seq in after] == [seq.output_ids for seq in before] == expected
+    assert [seq.rounds for seq in after] == [seq.rounds for seq in before]
+    assert [texts(device, [prompt], params)[0] for prompt in PROMPTS] == expected
+    assert device.device_rounds and set(device.device_rounds.counts) == {ROUNDS} and ordinary.device_rounds is None
+
+
+def test_drafts_that_stand_are_committed_and_injected(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, params = target(), SamplingParams(max_tokens=40)
+    expected = texts(engine_of(own, None, on=False), PROMPTS, params)
+    caches, rounds = list[Any](), list[Any]()
+    for on in (False, True):
+        drafter = dflash(own)
+        engine = engine_of(own, drafter, on=on)
+        with monkeypatch.context() as patch:
+            right_now_and_then(patch, engine, [prompt + text for prompt, text in zip(PROMPTS, expected, strict=True)])
+            answers = run(engine, PROMPTS, params)
+            assert [seq.output_ids for seq in answers] == expected
+            rounds.append([seq.rounds for seq in answers])
+            ids = [engine.add(prompt, params) for prompt in PROMPTS[:3]]
+            for _ in range(9):
+                engine.step()
+            rows = [seq.row for seq in engine.scheduler.running]
+            drafter.take_in_pending(rows)
+            caches.append([(row, length, [each[:, row, :, :length].clone() for each in held]) for cache, held in (
+                (own.kv, (own.kv.keys, own.kv.values)), (drafter._cache, (drafter._path.cache.keys, drafter._path.cache.values))
+            ) for row in rows for length in [cache.lengths[row]]])  # fmt: skip
+            for request in ids:
+                engine.abort(request)
+    assert rounds[0] == rounds[1]
+    kept = [each.num_accepted for seq in rounds[1] for each in seq]
+    assert max(kept) == 4 and min(kept) == 0
+    for (row, length, ones), (other_row, other_length, others) in zip(*caches, strict=True):
+        assert (row, length) == (other_row, other_length) and length > 10
+        for one, other in zip(ones, others, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+SAMPLED = {
+    "plain": {"temperature": 1.0},
+    "cool": {"temperature": 0.6},
+    "filtered": {"temperature": 0.9, "top_p": 0.8, "min_p": 0.05},
+    "top-k": {"temperature": 1.2, "top_k": 3},
+}
+
+
+@pytest.mark.parametrize("shape", SAMPLED)
+@pytest.mark.parametrize("drafts", [False, True])
+def test_texts_of_seeds_are_those_of_ordinary_rounds(shape: str, drafts: bool) -> None:
+    """Alone, in a batch and beside a greedy row."""
+    own = target()
+    params = [SamplingParams(**SAMPLED[shape], seed=seed, max_tokens=25) for seed in range(5)]  # pyright: ignore[reportArgumentType]
+    params[2] = SamplingParams(max_tokens=25)
+    expected = texts(engine_of(own, None, on=False), PROMPTS, params)
+    engine = engine_of(own, dflash(own) if drafts else None)
+    assert texts(engine, PROMPTS, params) == expected
+    assert [texts(engine, [prompt], [each])[0] for prompt, each in zip(PROMPTS, params, strict=True)] == expected
+    assert count_of(engine) > 50 and len(engine.device_rounds.counts) == 1  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_drafts_of_seeds_foresee_what_ordinary_rounds_foresee() -> None:
+    own = target()
+    params = [SamplingParams(temperature=0.9, seed=seed, max_tokens=40) for seed in range(5)]
+    before, after = (run(engine_of(own, dflash(own), on=on), PROMPTS, params) for on in (False, True))
+    assert [seq.rounds for seq in after] == [seq.rounds for seq in before]
+    assert sum(each.num_accepted for seq in after for each in seq.rounds) > 0
+
+
+def test_a_draw_that_needs_the_whole_distribution_is_the_hosts() -> None:
+    """Of more words than race for themselves, and filters that they cannot tell."""
+    own = target(vocab=200)
+    params = [
+        SamplingParams(temperature=3.0, seed=1, max_tokens=30),
+        SamplingParams(temperature=3.0, top_p=0.95, seed=2, max_tokens=30),
+        SamplingParams(temperature=3.0, min_p=1e-6, seed=3, max_tokens=30),
+    ]
+    expected = texts(engine_of(own, None, on=False), PROMPTS[:3], params)
+    engine = engine_of(own, dflash(own))
+    assert texts(engine, PROMPTS[:3], params) == expected
+    assert count_of(engine, "whole distribution") > 20
+
+
+@pytest.mark.parametrize("shape", SAMPLED)
+def test_sampled_answers_have_the_targets_distribution(shape: str) -> None:
+    """First two tokens by enumeration and a chi-square test, with drafts."""
+    own, number = target(rows=16), 3000
+    engine = engine_of(own, dflash(own))
+    params = [SamplingParams(**SAMPLED[shape], seed=seed, max_tokens=3, ignore_eos=True) for seed in range(number)]  # pyright: ignore[reportArgumentType]
+    answers = texts(engine, [PROMPTS[0]] * number, params)
+    counts = Counter((one, two) for one, two, _ in answers)
+    first = probabilities(own, PROMPTS[0], params[0])
+    masses = {
+        (one, two): share * other
+        for one, share in enumerate(first)
+        if share
+        for two, other in enumerate(probabilities(own, [*PROMPTS[0], one], params[0]))
+    }
+    assert all(masses[pair] > 0 for pair in counts)
+    common = [pair for pair, mass in masses.items() if mass * number >= 5]
+    observed, wanted = [counts[pair] for pair in common], [masses[pair] * number for pair in common]
+    scale = sum(observed) / sum(wanted)
+    assert chisquare(observed, [each * scale for each in wanted]).pvalue > 1e-4
+    assert sum(observed) > 0.98 * number and count_of(engine) > 300
+
+
+def probabilities(own: Any, tokens: list[int], params: SamplingParams) -> list[float]:
+    row = own.cache.allocate()
+    out = Decoder.forward(own, ForwardBatch([row], [0], [len(tokens)], tokens, "last"))
+    own.cache.free(row)
+    assert out.logits_TV is not None
+    return target_probs(out.logits_TV, params)[0].tolist()
+
+
+@pytest.mark.parametrize("kept", [1, 2.5, [0.9, 0.6, 0.3]])
+def test_mocked_acceptance_keeps_what_the_rule_says(kept: Any) -> None:
+    own, params = target(), SamplingParams(max_tokens=40, ignore_eos=True)
+    both = list[Any]()
+    for on in (False, True):
+        engine = engine_of(own, dflash(own), on=on, judge=RuleJudge(mocked(kept)))
+        seeded = [SamplingParams(max_tokens=40, ignore_eos=True, seed=seed) for seed in range(len(PROMPTS))]
+        answers = run(engine, PROMPTS, seeded)
+        both.append([(seq.output_ids, seq.rounds, seq.lossless) for seq in answers])
+    assert both[0] == both[1] and not both[1][0][2] and params
+    assert count_of(engine) > 10
+
+
+def test_end_tokens_stop_strings_and_limits_cut_a_round_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = target()
+    expected = texts(engine_of(own, None, on=False), PROMPTS, SamplingParams(max_tokens=40))
+    ends = [SamplingParams(max_tokens=40, stop_token_ids=(text[17],)) for text in expected]
+    ends[1] = SamplingParams(max_tokens=13)
+    before = run(engine_of(own, None, on=False), PROMPTS, ends)
+    engine = engine_of(own, dflash(own))
+    right_now_and_then(monkeypatch, engine, [prompt + text for prompt, text in zip(PROMPTS, expected, strict=True)])
+    after = run(engine, PROMPTS, ends)
+    assert [(seq.output_ids, seq.finish_reason) for seq in after] == [(seq.output_ids, seq.finish_reason) for seq in before]
+    assert {seq.finish_reason for seq in after} == {"stop", "length"}
+
+
+def test_rows_to_the_end_of_the_cache() -> None:
+    own = tiny_target(2, vocab=VOCAB, kind=GraphDecoder)
+    own.allocate_cache(2, 48)
+    prompts = [[1, 2, 3], [4, 3]]
+    params = [SamplingParams(max_tokens=45), SamplingParams(max_tokens=46)]
+    expected = texts(engine_of(own, None, on=False), prompts, params)
+    assert texts(engine_of(own, dflash(own)), prompts, params) == expected
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"logit_bias": {1: 2.0}}, "shaped logits"),
+        ({"presence_penalty": 0.5}, "shaped logits"),
+        ({"min_tokens": 9}, "shaped logits"),
+        ({"logprobs": 1}, "log-probabilities"),
+    ],
+)
+def test_a_row_that_does_not_qualify_takes_the_batch_with_it(params: dict[str, Any], reason: str) -> None:
+    own = target()
+    each = [SamplingParams(max_tokens=20), SamplingParams(max_tokens=9, **params)]
+    before = run(engine_of(own, None, on=False), PROMPTS[:2], each)
+    engine = engine_of(own, dflash(own))
+    after = run(engine, PROMPTS[:2], each)
+    assert [seq.output_ids for seq in after] == [seq.output_ids for seq in before]
+    assert [len(seq.logprobs) for seq in after] == [len(seq.logprobs) for seq in before]
+    assert engine.device_rounds and engine.device_rounds.counts.keys() == {ROUNDS, reason}
+
+
+def test_other_drafters_keep_their_path() -> None:
+    own = target()
+    params, size = SamplingParams(max_tokens=20), {"head_dim": 8, "intermediate_size": 48}
+    expected = texts(engine_of(own, None, on=False), PROMPTS, params)
+    eagle = Eagle3Drafter.random(own, num_drafted=3, **size)
+    for drafter, reason in ((NgramDrafter(), "kind of drafter"), (eagle, "kind of drafter")):
+        engine = engine_of(own, drafter)
+        assert texts(engine, PROMPTS, params) == expected and count_of(engine, reason) > 0
+    several = engine_of(own, {"one": dflash(own), "two": dflash(own, is_causal=True)})
+    assert texts(several, PROMPTS, params) == expected and count_of(several, "several drafters") > 0
+    for rule in ("rejection", "block"):
+        engine = engine_of(own, dflash(own), judge=RuleJudge(RULES[rule]))
+        assert texts(engine, PROMPTS, params) == expected and count_of(engine) > 0
+        texts(engine, PROMPTS, SamplingParams(max_tokens=5, temperature=1.0, seed=2))
+        assert count_of(engine, "rule") > 0
+
+
+def test_drafters_are_swapped_between_rounds_of_both_kinds() -> None:
+    """Rows keep the drafter that they began with; features wait and are taken in where rounds change."""
+    own, params = target(), SamplingParams(max_tokens=30)
+    expected = texts(engine_of(own, None, on=False), PROMPTS, params)
+    engine, done = engine_of(own, dflash(own)), dict[int, list[int]]()
+    ids = [engine.add(prompt, params) for prompt in PROMPTS]
+    shaped = engine.add([1, 1], SamplingParams(max_tokens=7, presence_penalty=0.1))
+    for number in range(1000):
+        if number == 8:
+            engine.swap(dflash(own, is_causal=True))
+        if number == 14:
+            engine.swap(NgramDrafter())
+        for chunk in engine.step():
+            if chunk.finish_reason:
+                done[chunk.sequence.request_id] = chunk.sequence.output_ids
+        engine.check_integrity()
+        if not engine.has_work:
+            break
+    assert [done[request] for request in ids] == expected and shaped in done
+    assert count_of(engine) > 5 and count_of(engine, "several drafters") > 0
+
+
+def test_a_planner_that_adapts_learns_from_device_rounds() -> None:
+    own, params = target(), SamplingParams(max_tokens=120)
+    expected = texts(engine_of(own, None, on=False), PROMPTS[:3], params)
+    planner = AdaptivePlanner(PassCosts([(1, 1e-3), (8, 1.1e-3), (64, 2e-3)]), adapts_chunks=False)
+    engine = engine_of(own, dflash(own), planner=planner)
+    assert texts(engine, PROMPTS[:3], params) == expected
+    assert engine.device_rounds and set(engine.device_rounds.counts) == {ROUNDS}
+
+
+def test_what_a_round_tells_of_itself() -> None:
+    own, params = target(), SamplingParams(max_tokens=40)
+    engine = engine_of(own, dflash(own), planner=FixedPlanner(3, whole_blocks=False))
+    for prompt in PROMPTS[:3]:
+        engine.add(prompt, params)
+    stats = list[Any]()
+    while engine.has_work:
+        engine.step()
+        stats += engine.rounds
+    drafted = [each for each in stats if any(each.num_drafted_B)]
+    assert drafted and all(each.draft_s > 0 and each.verify_s > 0 and each.host_s > 0 for each in drafted)
+    for each in drafted:
+        assert each.source_s == {"dflash": each.draft_s} and each.lossless and len(each.drafter_B) == len(each.num_drafted_B)
+        for count, sure, source in zip(each.num_drafted_B, each.sure_B, each.source_B, strict=True):
+            assert len(sure or ()) == count <= 3 and source == ("dflash" if count else "none")
+
+
+def test_logits_that_are_not_finite_end_their_request_alone() -> None:
+    own, params = target(), SamplingParams(max_tokens=30)
+    expected = texts(engine_of(own, None, on=False), PROMPTS[:2], params)
+    for other in (params, SamplingParams(max_tokens=30, temperature=1.0, seed=1)):
+        engine = engine_of(own, dflash(own))
+        first, second = (engine.add(prompt, each) for prompt, each in zip(PROMPTS, (params, other), strict=False))
+        done: dict[int, Sequence] = {}
+        for number in range(200):
+            if number == 8:
+                (row,) = (seq.row for seq in engine.scheduler.running if seq.request_id == second)
+                own.kv.values[:, row] = float("nan")
+            for chunk in engine.step():
+                if chunk.finish_reason:
+                    done[chunk.sequence.request_id] = chunk.sequence
+            if not engine.has_work:
+                break
+        own.kv.values.zero_()
+        assert done[first].output_ids == expected[0] and done[first].error is None
+        assert done[second].finish_reason == "error" and "not finite" in str(done[second].error)
+
+
+def test_where_nothing_is_recorded_device_rounds_cannot_be_had() -> None:
+    ordinary = tiny_target(2, vocab=VOCAB)
+    assert engine_of(ordinary, None, on=None).device_rounds is None  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="device_rounds needs a target whose passes are recorded"):
+        engine_of(ordinary, None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_steps(seed: int) -> None:
+    """Requests come, go, are aborted and end early; nothing leaks or mixes, and greedy and seeded texts stay."""
+    rng, own = random.Random(seed), target(rows=4)
+    engine, alone = engine_of(own, dflash(own)), engine_of(target(rows=1), None, on=False)
+    alive, num_finished = set[int](), 0
+    for _ in range(400):
+        if len(alive) < 7 and rng.random() < 0.4:
+            alive.add(engine.add([rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 20]))], random_params(rng)))
+        if alive and rng.random() < 0.03:
+            gone = rng.choice(sorted(alive))
+            assert engine.abort(gone)
+            alive.remove(gone)
+        for chunk in engine.step():
+            if chunk.finish_reason:
+                seq = chunk.sequence
+                alive.remove(seq.request_id)
+                prompt = seq.tokens[: seq.prompt_len]
+                assert texts(alone, [prompt], [seq.params])[0] == seq.output_ids
+                num_finished += 1
+        engine.check_integrity()
+    assert num_finished > 30 and count_of(engine) > 100
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    return SamplingParams(
+        temperature=rng.choice([0.0, 0.0, 0.9]),
+        top_p=rng.choice([1.0, 0.9]),
+        presence_penalty=rng.choice([0.0, 0.0, 0.0, 0.0, 0.5]),
+        seed=rng.randrange(1000),
+        max_tokens=rng.randint(1, 30),
+        stop_token_ids=rng.choice([(), (4,)]),
+        max_drafted=rng.choice([None, None, 0, 2]),
+    )
