@@ -63,7 +63,7 @@ def exponentials(seed: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
 def likeliest(logits_BJV: Tensor, inverse_temperature_B: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` likeliest tokens of each position, best first, and their log-probabilities [B, J, count]; those are
     NaN where the largest logit is not finite. A row with inverse temperature 0 has its logits as they are."""
-    scale_B = torch.where(inverse_temperature_B == 0, 1.0, inverse_temperature_B).float()
+    scale_B = inverse_temperature_B.masked_fill(inverse_temperature_B == 0, 1.0).float()
     scaled_BJV = logits_BJV.float() * scale_B[:, None, None]
     values_BJM, ids_BJM = scaled_BJV.topk(min(count, logits_BJV.shape[-1]))
     logprobs_BJM = values_BJM - scaled_BJV.logsumexp(-1, keepdim=True)
@@ -79,16 +79,18 @@ def race(logits_BJV: Tensor, draws: Draws, position_BJ: Tensor) -> Tensor:
     weights_BJM = logprobs_BJM.double().exp()
     place_M = torch.arange(ids_BJM.shape[-1], device=ids_BJM.device)
     is_filtered_B = (min_p_B > 0) | (top_k_B > 0) | (top_p_B < 1)
-    most_B = torch.where(is_filtered_B, min(FILTERED, num_vocab), min(FIELD, num_vocab))
+    most_B = torch.full_like(top_k_B, min(FIELD, num_vocab)).masked_fill(is_filtered_B, min(FILTERED, num_vocab))
     kept_BJ, is_whole_BJ, is_unknown_BJ = _kept(weights_BJM, draws, most_B, num_vocab)
+    # Beside all others together no more than FIELD race for themselves.
+    kept_BJ = torch.where(is_whole_BJ, kept_BJ, kept_BJ.clamp(max=FIELD))
     is_racing_BJM = (place_M < kept_BJ[..., None]) & (weights_BJM > 0)
-    numbers_BJM = exponentials(draws.seed_B[:, None, None], position_BJ[..., None], ids_BJM)
-    times_BJM = (numbers_BJM / weights_BJM).masked_fill(~is_racing_BJM, math.inf)
+    names_BJN = torch.cat([ids_BJM, torch.full_like(ids_BJM[..., :1], OTHERS)], -1)
+    numbers_BJN = exponentials(draws.seed_B[:, None, None], position_BJ[..., None], names_BJN)
+    times_BJM = (numbers_BJN[..., :-1] / weights_BJM).masked_fill(~is_racing_BJM, math.inf)
     time_BJ, winner_BJ = times_BJM.min(-1)
     tokens_BJ = ids_BJM.gather(-1, winner_BJ[..., None])[..., 0]
     rest_BJ = 1.0 - weights_BJM.masked_fill(place_M >= kept_BJ[..., None], 0.0).sum(-1)
-    others_BJ = exponentials(draws.seed_B[:, None], position_BJ, torch.full_like(position_BJ, OTHERS))
-    is_others_BJ = ~is_whole_BJ & (rest_BJ > 0) & (others_BJ / rest_BJ < time_BJ)
+    is_others_BJ = ~is_whole_BJ & (rest_BJ > 0) & (numbers_BJN[..., -1] / rest_BJ < time_BJ)
     tokens_BJ = tokens_BJ.masked_fill(is_unknown_BJ | is_others_BJ, WHOLE)
     return tokens_BJ.masked_fill(~logprobs_BJM[..., 0].isfinite(), FAILED)
 
@@ -115,7 +117,7 @@ def _kept(weights_BJM: Tensor, draws: Draws, most_B: Tensor, num_vocab: int) -> 
     # top-p
     has_BJ = (top_p_B < 1)[:, None].expand_as(is_whole_BJ)
     mass_BJM = weights_BJM.masked_fill(place_M >= count_BJ[..., None], 0.0).cumsum(-1)
-    wanted_BJ = top_p_B[:, None] * torch.where(is_whole_BJ, mass_BJM[..., -1], 1.0)
+    wanted_BJ = top_p_B[:, None] * mass_BJM[..., -1].masked_fill(~is_whole_BJ, 1.0)
     reached_BJ = (mass_BJM < wanted_BJ[..., None]).sum(-1) + 1
     is_beyond_BJ = reached_BJ > count_BJ
     is_unknown_BJ = is_unknown_BJ | (has_BJ & is_beyond_BJ & ~is_whole_BJ)

@@ -78,7 +78,7 @@ class Recorder:
 
     def _capture(self, region: Region) -> Callable[[], None]:
         # The inner stream: a capture that fails leaves its own as the current one.
-        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream()):
             if self._memory is None:
                 self._memory = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
             pool, stream = self._memory  # a pool is shared among captures of one stream

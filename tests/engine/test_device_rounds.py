@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chisquare
-from tiny_dflash import network, tiny_target
+from tiny_dflash import network, target_shape, target_weights, tiny_target
 
 from paceline.draft.base import Drafter
 from paceline.draft.checkpoint import new_config
@@ -398,3 +398,17 @@ def random_params(rng: random.Random) -> SamplingParams:
         stop_token_ids=rng.choice([(), (4,)]),
         max_drafted=rng.choice([None, None, 0, 2]),
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_recorded_rounds_give_the_texts_of_ordinary_ones() -> None:
+    shape = target_shape(32, VOCAB)
+    own = GraphDecoder(shape, target_weights(shape), num_rows=3, max_len=256, device="cuda")
+    params = [SamplingParams(max_tokens=30, temperature=0.8 * (row % 2), seed=row) for row in range(len(PROMPTS))]
+    expected = texts(engine_of(own, None, on=False), PROMPTS, params)
+    engine = engine_of(own, dflash(own))
+    engine.record()
+    assert texts(engine, PROMPTS, params) == expected
+    recorder = own.recorder
+    assert recorder.replayed["round"] == count_of(engine) > 0 and not recorder.failed and not recorder.eager["round"]

@@ -65,7 +65,7 @@ def test_tokens_are_those_of_the_host(num_vocab: int, monkeypatch: pytest.Monkey
                 expected = race(logits_BJV[row, slot], params, Noise(seeds[row], start + slot))
                 num_whole += ours[row][slot] == WHOLE
                 assert ours[row][slot] in (expected, WHOLE), (params, seeds[row], slot)
-    assert (num_whole == 0) == (num_vocab < 32) and num_whole < 0.5 * 40 * 200
+    assert (num_whole > 0) == (num_vocab == 600) and num_whole < 0.5 * 40 * 200
 
 
 def test_twenty_thousand_seeds_draw_the_hosts_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
