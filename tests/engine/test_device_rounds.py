@@ -188,7 +188,7 @@ def test_a_draw_that_needs_the_whole_distribution_is_the_hosts() -> None:
 @pytest.mark.parametrize("shape", SAMPLED)
 def test_sampled_answers_have_the_targets_distribution(shape: str) -> None:
     """First two tokens by enumeration and a chi-square test, with drafts."""
-    own, number = target(rows=16), 3000
+    own, number = target(rows=16), 800
     engine = engine_of(own, dflash(own))
     params = [SamplingParams(**SAMPLED[shape], seed=seed, max_tokens=3, ignore_eos=True) for seed in range(number)]  # pyright: ignore[reportArgumentType]
     answers = texts(engine, [PROMPTS[0]] * number, params)
@@ -205,7 +205,7 @@ def test_sampled_answers_have_the_targets_distribution(shape: str) -> None:
     observed, wanted = [counts[pair] for pair in common], [masses[pair] * number for pair in common]
     scale = sum(observed) / sum(wanted)
     assert chisquare(observed, [each * scale for each in wanted]).pvalue > 1e-4
-    assert sum(observed) > 0.98 * number and count_of(engine) > 300
+    assert sum(observed) > 0.98 * number and count_of(engine) > 80
 
 
 def probabilities(own: Any, tokens: list[int], params: SamplingParams) -> list[float]:
@@ -370,7 +370,7 @@ def test_random_steps(seed: int) -> None:
     rng, own = random.Random(seed), target(rows=4)
     engine, alone = engine_of(own, dflash(own)), engine_of(target(rows=1), None, on=False)
     alive, num_finished = set[int](), 0
-    for _ in range(400):
+    for _ in range(150):
         if len(alive) < 7 and rng.random() < 0.4:
             alive.add(engine.add([rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 20]))], random_params(rng)))
         if alive and rng.random() < 0.03:
@@ -385,7 +385,7 @@ def test_random_steps(seed: int) -> None:
                 assert texts(alone, [prompt], [seq.params])[0] == seq.output_ids
                 num_finished += 1
         engine.check_integrity()
-    assert num_finished > 30 and count_of(engine) > 100
+    assert num_finished > 5 and count_of(engine) > 40
 
 
 def random_params(rng: random.Random) -> SamplingParams:
