@@ -180,11 +180,10 @@ def machine_named(name: str | None) -> Machine:
     wanted = (name or THIS).strip().lower().replace("-", " ").replace("_", " ")
     if wanted in (THIS, "this machine", "cpu"):
         return this_machine(resolve(EngineConfig(device="cpu" if wanted == "cpu" else "auto")).device)
-    machines = catalogue.machines()
-    for known, machine in machines.items():
-        if wanted.replace(" ", "") == known.lower().replace(" ", "") or wanted == known.lower().split()[0]:
-            return machine
-    raise ConfigError(f"--hardware {name!r} is not known: choose from {', '.join(machines)}, or {THIS} to measure this one")
+    if machine := catalogue.machine(wanted):
+        return machine
+    names = ", ".join(catalogue.machines())
+    raise ConfigError(f"--hardware {name!r} is not known: choose from {names}, or {THIS} to measure this one")
 
 
 def _title(shape: ModelShape, deployment: Deployment) -> str:
@@ -284,6 +283,7 @@ def _serving(costs: CostsConfig, config: PredictConfig, setup: Setup, prediction
         batch=prediction.batch,
         num_gpus=setup.deployment.num_gpus if setup.deployment else costs.gpus,
         has_8bit_cache=bool(setup.deployment and setup.deployment.precisions.kv == "float8"),
+        has_decoder=catalogue.has_decoder(model),
     )
 
 
@@ -300,6 +300,8 @@ class Serving:
     batch: int = 1
     num_gpus: int = 1
     has_8bit_cache: bool = False
+    has_decoder: bool = True
+    """Whether paceline's own decoder runs the model."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -309,7 +311,7 @@ class Serving:
 def server_flags(serving: Serving) -> dict[str, str]:
     """The command line of each server that realises a prediction; with 0 drafts they decode plainly.
 
-    Block sizes count the anchor: drafts + 1. A method that paceline does not serve becomes a remark in place of a command.
+    Block sizes count the anchor: drafts + 1. What paceline does not serve becomes a remark in place of a command.
     """
     method, drafts = METHODS[serving.method], serving.num_drafted
     checkpoint = {"model": serving.drafter} if method["model"] else {}
@@ -322,8 +324,13 @@ def server_flags(serving: Serving) -> dict[str, str]:
         server: shlex.join(word.format(**values) for fact, words in lines if facts[fact] for word in words)
         for server, lines in FLAGS["servers"].items()
     }
-    if drafts and method["paceline"] is None:
-        commands["paceline"] = FLAGS["unserved"].format(method=serving.method)
+    unserved = {
+        "model": not serving.has_decoder,
+        "gpus": serving.num_gpus > 1,
+        "method": drafts > 0 and method["paceline"] is None,
+    }
+    if reason := next((name for name, holds in unserved.items() if holds), None):
+        commands["paceline"] = FLAGS["unserved"][reason].format(**asdict(serving))
     return commands
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from dataclasses import replace
 from difflib import get_close_matches
@@ -27,6 +28,9 @@ from paceline.simulate.shapes import FORMATS, Attention, Experts, ModelShape, Pr
 HERE = Path(__file__).parent
 KEYS: dict[str, Any] = json.loads((HERE / "config_keys.json").read_text(encoding="utf-8"))
 """What a config.json calls its keys, families and kinds of layers; the file says what each table is. The page reads it too."""
+_FAMILIES = json.loads((HERE.parent / "model" / "families.json").read_text(encoding="utf-8"))["families"]
+DECODED = frozenset(each["family"] for each in _FAMILIES.values())
+"""Values of a config's model_type that paceline's own decoder runs."""
 
 
 def entries() -> dict[str, dict[str, Any]]:
@@ -46,6 +50,17 @@ def machines() -> dict[str, Machine]:
     """Known machines by their names; the file says where the figures are from."""
     known = json.loads((HERE / "machines.json").read_text(encoding="utf-8"))["machines"]
     return {told["name"]: Machine(**told) for told in known}
+
+
+def machine(name: str) -> Machine | None:
+    """The known machine of this name, in any case and with or without spaces, hyphens and the maker's name; or the only one
+    that begins with it. None if there is none."""
+    known, wanted = machines(), re.sub(r"[\s_-]", "", name).lower()
+    names = {each.replace(" ", "").lower(): each for each in known}
+    names |= {each.removeprefix("apple"): full for each, full in names.items()}
+    begun = [each for each in known if each.split()[0].lower() == wanted]
+    found = names.get(wanted) or (begun[0] if len(begun) == 1 else None)
+    return known[found] if found else None
 
 
 def all_shapes() -> dict[str, ModelShape]:
@@ -96,6 +111,12 @@ def _entry(model: str) -> dict[str, Any]:
     near = get_close_matches(wanted, [name.lower() for name in available], n=3, cutoff=0.5)
     shown = ", ".join([name for name in available if name.lower() in near] or available)
     raise ModelNotFoundError(f"no model {model!r} in the catalogue: try {shown}, or give the path of a config.json")
+
+
+def has_decoder(model: str) -> bool:
+    """Whether paceline's own decoder runs this model of the catalogue; True for a name that the catalogue does not know."""
+    entry = entries().get(model)
+    return entry is None or entry.get("config", {}).get("model_type") in DECODED
 
 
 def served_name(model: str) -> str:

@@ -171,12 +171,10 @@ def machine_of(device_name: str | None, device: str = "auto") -> MachineFacts:
     """A machine by its name, as "8x H100", else this one. Raises ConfigError with the names that are known."""
     if device_name:
         number, name = _counted(device_name)
-        known = catalogue.machines()
-        wanted = name.replace(" ", "").replace("-", "").lower()
-        for each, machine in known.items():
-            if wanted in (each.replace(" ", "").lower(), each.split()[0].lower()):
-                return MachineFacts(machine, number, is_here=False)
-        raise ConfigError(f"device-name {device_name!r} is not known: choose from {', '.join(known)}, as in '8x H100'")
+        if machine := catalogue.machine(name):
+            return MachineFacts(machine, number, is_here=False)
+        known = ", ".join(catalogue.machines())
+        raise ConfigError(f"device-name {device_name!r} is not known: choose from {known}, as in '8x H100'")
     return _measured_once(device)
 
 

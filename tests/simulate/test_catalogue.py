@@ -115,4 +115,44 @@ def test_machines() -> None:
     for name in ("B200", "B300", "H100", "H200", "GH200", "L40S", "RTX 4090", "RTX Pro 6000", "MI300X", "laptop CPU"):
         machine = catalogue.machines()[name]
         assert machine.bytes_per_s > 1e10 and machine.memory_bytes > 1e10 and machine.flops_per_s
-    assert all(each.link_bytes_per_s for each in catalogue.machines().values() if not each.num_threads)
+    single = {name for name, each in catalogue.machines().items() if not each.link_bytes_per_s}
+    assert single == {name for name in catalogue.machines() if name.startswith("Apple")} | {"laptop CPU"}
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "gigabytes_per_s", "format_name", "teraflops"),
+    [
+        ("A100", 80, 2039, "bfloat16", 312),
+        ("A100 40GB", 40, 1555, "bfloat16", 312),
+        ("L4", 24, 300, "bfloat16", 121),
+        ("A10G", 24, 600, "bfloat16", 70),
+        ("T4", 16, 320, "bfloat16", 65),
+        ("RTX 3090", 24, 936, "bfloat16", 71),
+        ("RTX 4090", 24, 1008, "bfloat16", 165.2),
+        ("RTX 5090", 32, 1792, "bfloat16", 209.5),
+        ("MI300X", 192, 5300, "bfloat16", 1307.4),
+        ("Apple M1", 16, 68.25, "float32", 2.6),
+        ("Apple M4 Max", 128, 546, "float32", 13),
+    ],
+)
+def test_machines_that_people_have(
+    name: str, gigabytes: float, gigabytes_per_s: float, format_name: str, teraflops: float
+) -> None:
+    machine = catalogue.machines()[name]
+    assert (machine.memory_bytes / 1e9, machine.bytes_per_s / 1e9) == (gigabytes, gigabytes_per_s)
+    assert machine.flops_per_s[format_name] == teraflops * 1e12
+
+
+def test_machines_by_their_names() -> None:
+    for written, name in {
+        "a100-40gb": "A100 40GB",
+        "rtx4090": "RTX 4090",
+        "m4 max": "Apple M4 Max",
+        "apple_m1": "Apple M1",
+        "laptop": "laptop CPU",
+        "L4": "L4",
+    }.items():
+        found = catalogue.machine(written)
+        assert found and found.name == name
+    assert catalogue.machine("RTX") is None and catalogue.machine("Apple") is None, "several begin so"
+    assert catalogue.machine("abacus") is None

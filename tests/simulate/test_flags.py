@@ -19,13 +19,15 @@ def after(words: list[str], flag: str) -> str:
 
 def test_a_block_drafter() -> None:
     flags = server_flags(Serving("Qwen/Qwen3-8B", "dflash", "z-lab/Qwen3-8B-DFlash-b16", 15, batch=4, num_gpus=2))
-    vllm, sglang, paceline = (shlex.split(flags[server]) for server in ("vllm", "sglang", "paceline"))
+    vllm, sglang = (shlex.split(flags[server]) for server in ("vllm", "sglang"))
     expected = {"method": "dflash", "model": "z-lab/Qwen3-8B-DFlash-b16", "num_speculative_tokens": 15}
     assert json.loads(after(vllm, "--speculative-config")) == expected
     assert (after(vllm, "--tensor-parallel-size"), after(vllm, "--max-num-seqs")) == ("2", "4")
     assert after(sglang, "--speculative-algorithm") == "DFLASH"
     assert after(sglang, "--speculative-num-draft-tokens") == "16", "the block counts the anchor"
     assert "--speculative-num-steps" not in sglang
+    assert flags["paceline"] == "# paceline's own decoder runs on one GPU: vLLM and SGLang share a model out to 2"
+    paceline = shlex.split(server_flags(Serving("m", "dflash", "d", 15, batch=4))["paceline"])
     assert (after(paceline, "--num-drafted"), after(paceline, "--max-batch")) == ("15", "4")
 
 

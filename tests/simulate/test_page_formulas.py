@@ -251,6 +251,7 @@ def test_flags_are_pythons_to_the_letter() -> None:
             batch=rng.randrange(1, 300),
             num_gpus=rng.choice((1, 8)),
             has_8bit_cache=rng.random() < 0.5,
+            has_decoder=rng.random() < 0.8,
         )
         for _ in range(300)
     ]

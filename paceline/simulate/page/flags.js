@@ -1,4 +1,5 @@
-// Server flags that realise a prediction, as paceline.simulate.answer writes them, and the command that predicts the same.
+// Server flags that realise a prediction, as paceline.simulate.answer writes them, and the command that predicts the
+// same.
 
 import FLAGS from "../flags.json" with { type: "json" };
 
@@ -15,22 +16,41 @@ const joined = (words) => words.map(quoted).join(" ");
 /** A text with its {names} filled in. */
 export const filled = (text, values) => text.replace(/\{(\w+)\}/g, (_, name) => values[name]);
 
-/** {paceline, vllm, sglang} of {model, method, drafter, num_drafted, batch, num_gpus, has_8bit_cache}; 0 drafts decode plainly. */
+/**
+ * {paceline, vllm, sglang} of {model, method, drafter, num_drafted, batch, num_gpus, has_8bit_cache, has_decoder}; 0
+ * drafts decode
+ * plainly. What paceline does not serve becomes a remark in place of a command.
+ */
 export function serverFlags(serving) {
-  const { drafter, num_drafted, num_gpus, has_8bit_cache } = serving, method = FLAGS.methods[serving.method], drafts = num_drafted > 0;
-  const config = { method: method.vllm, ...(method.model && { model: drafter }), num_speculative_tokens: num_drafted, ...method.vllm_more };
-  const json = Object.entries(config).map(([key, value]) => `${JSON.stringify(key)}: ${JSON.stringify(value)}`).join(", ");
-  const values = { ...serving, block: num_drafted + 1, sglang: method.sglang, vllm_config: `{${json}}`, own_drafter: filled(method.paceline ?? "", { drafter }) };
-  const facts = { "": true, plain: !drafts, drafts, gpus: num_gpus > 1, "8bit_cache": has_8bit_cache, model: drafts && method.model, steps: drafts && method.steps };
+  const { drafter, num_drafted, num_gpus, has_8bit_cache, has_decoder } = serving;
+  const method = FLAGS.methods[serving.method],
+    drafts = num_drafted > 0,
+    checkpoint = method.model && { model: drafter };
+  const config = { method: method.vllm, ...checkpoint, num_speculative_tokens: num_drafted, ...method.vllm_more };
+  const json = Object.entries(config)
+    .map(([key, value]) => `${JSON.stringify(key)}: ${JSON.stringify(value)}`)
+    .join(", ");
+  const own_drafter = filled(method.paceline ?? "", { drafter });
+  const values = { ...serving, block: num_drafted + 1, sglang: method.sglang, vllm_config: `{${json}}`, own_drafter };
+  const facts = {
+    "": true, plain: !drafts, drafts, gpus: num_gpus > 1, "8bit_cache": has_8bit_cache,
+    model: drafts && method.model, steps: drafts && method.steps,
+  };
   const commands = Object.entries(FLAGS.servers).map(([server, lines]) =>
     [server, joined(lines.flatMap(([fact, words]) => (facts[fact] ? words.map((word) => filled(word, values)) : [])))]);
-  const unserved = drafts && method.paceline === null ? { paceline: filled(FLAGS.unserved, { method: serving.method }) } : {};
-  return { ...Object.fromEntries(commands), ...unserved };
+  const unserved = { model: !has_decoder, gpus: num_gpus > 1, method: drafts && method.paceline === null };
+  const reason = Object.keys(unserved).find((name) => unserved[name]);
+  return { ...Object.fromEntries(commands), ...(reason && { paceline: filled(FLAGS.unserved[reason], serving) }) };
 }
 
-/** The command that gives the same figures; `own`: settings of its drafter, `told`: its acceptance. A pasted config.json is expected in the file of that name. */
+/**
+ * The command that gives the same figures; `own`: settings of its drafter, `told`: its acceptance. A pasted
+ * config.json is expected in the file of that name.
+ */
 export function simulateCommand(state, own, told, { machines }) {
-  const parts = ["weights", "experts", "attention", "kv", "indexer"].filter((part) => state[part]).map((part) => `${part}=${state[part]}`);
+  const parts = ["weights", "experts", "attention", "kv", "indexer"]
+    .filter((part) => state[part])
+    .map((part) => `${part}=${state[part]}`);
   const words = ["paceline", "simulate", "--model", state.model === "pasted" ? "config.json" : state.model,
     "--hardware", machines[state.hardware].option, "--batch", state.batch, "--context", state.context,
     "--acceptance", told, "--max-draft", state.max_draft];
