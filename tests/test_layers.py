@@ -20,6 +20,7 @@ LAYERS = [
         "figures",
         "hardware",
         "learned",
+        "look",
         "lossy",
         "marginals",
         "messages",

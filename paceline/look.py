@@ -1,0 +1,12 @@
+"""The style sheet that every page begins with: the chat and /docs load it, calculator, compare and reports hold its text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+LOOK = Path(__file__).with_name("look.css")
+
+
+def look() -> str:
+    """Return the text of look.css."""
+    return LOOK.read_text(encoding="utf-8")
