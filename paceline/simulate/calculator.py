@@ -18,6 +18,7 @@ from typing import Any
 
 import paceline
 from paceline.hardware import Machine
+from paceline.look import look
 from paceline.simulate import catalogue, landmarks, limits
 from paceline.simulate.answer import FLAGS
 from paceline.simulate.files import read_json
@@ -39,6 +40,7 @@ PURE = (
 """Run anywhere; the rest needs a page. Each needs only those before it."""
 SCRIPTS = (
     *PURE,
+    "marks.js",
     "charts.js",
     "editor.js",
     "controls.js",
@@ -48,16 +50,18 @@ SCRIPTS = (
     "columns.js",
     "assumptions.js",
     "problem.js",
+    "tools.js",
+    "views.js",
     "page.js",
 )
 CHARTS = "vendor/uPlot.iife.min.js"
 PIECE = re.compile(r"\s*\S{1,6}")
-IMPORT = re.compile(r"^import .*;\n", re.MULTILINE)
+IMPORT = re.compile(r"^import [^;]+;\n", re.MULTILINE)
 
 
 def page(this_machine: Machine | None = None) -> str:
     """The whole page; `this_machine` is offered beside the known ones."""
-    script, style = _read(CHARTS) + joined(), _read("vendor/uPlot.min.css") + _read("calculator.css")
+    script, style = _read(CHARTS) + joined(), _read("vendor/uPlot.min.css") + look() + _read("calculator.css")
     parts = {
         "SCRIPT-HASH": hash_of(script),
         "STYLE-HASH": hash_of(style),
@@ -129,11 +133,19 @@ def passage() -> list[str]:
 def _model(shape: ModelShape) -> dict[str, Any]:
     active = f"-A{_short(shape.num_active)}" if shape.experts else ""
     label = f"{shape.name}, {_short(shape.num_parameters)}{active}"
-    return {"shape": asdict(shape), "label": label, "hub": catalogue.served_name(shape.name)}
+    name = shape.name
+    return {
+        "shape": asdict(shape),
+        "label": label,
+        "hub": catalogue.served_name(name),
+        "has_decoder": catalogue.has_decoder(name),
+    }
 
 
 def _short(number: float) -> str:
-    size, letter = next(((size, letter) for size, letter in ((1e12, "T"), (1e9, "B")) if number >= size), (1e6, "M"))
+    # From 999.5 on three digits would be written as 1e+03.
+    sizes = ((1e12, "T"), (1e9, "B"))
+    size, letter = next(((size, letter) for size, letter in sizes if number >= 0.9995 * size), (1e6, "M"))
     return f"{number / size:.3g}{letter}"
 
 

@@ -46,7 +46,7 @@ def test_the_published_landmark_is_what_it_opens_with(visit: Any) -> None:
         assert tab.page.evaluate(INK, place) > 20, f"{place} is empty"
     assert "paceline simulate --model DeepSeek-V4-Pro --hardware B200" in tab.code("command")
     assert tab.page.locator("#limits li").count() >= 4
-    expect(tab.page.locator("#warnings li")).to_contain_text("Take 5 or more")
+    expect(tab.page.locator("#warnings li")).to_contain_text("Take 8 × B200 or more")
     assert_each_chart_is_drawn_anew_and_emptied(tab)
 
 

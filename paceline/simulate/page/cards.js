@@ -1,7 +1,11 @@
-// The drafters as cards of one radio group: each says its best speed-up, and the chosen one is what the fields set and the figures tell of.
+// The drafters as cards of one radio group: each says its best speed-up, and the chosen one is what the fields set and
+// the figures tell of.
 import { DRAFTERS, drawSwatch, make, times, write } from "./charts.js";
 
-/** The cards in `place`: `fill(kind)` chooses one, `tell(kind, best, fault)` writes its figures, `changed(kind)` is called with a person's choice. */
+/**
+ * The cards in `place`: `fill(kind)` chooses one, `tell(kind, best, fault)` writes its figures, `changed(kind)` is
+ * called with a person's choice.
+ */
 export class Cards {
   constructor(place, changed) {
     this.place = place;
@@ -12,9 +16,18 @@ export class Cards {
   #card(drafter, changed) {
     const { key, label } = drafter, words = key === "ideal" ? `${label}: the ceiling` : label;
     const input = make("input", { type: "radio", name: "drafter", id: `drafter-${key}`, value: key });
-    const swatch = make("canvas", { className: "swatch" }), figure = make("data", { id: `best-${key}` }), note = make("span", { className: "note", id: `best-${key}-note` });
+    const swatch = make("canvas", { className: "swatch" }),
+      figure = make("data", { id: `best-${key}` }),
+      note = make("span", { className: "note", id: `best-${key}-note` });
     input.addEventListener("change", () => changed(key));
-    const element = make("label", { className: "card" }, input, make("span", { className: "name" }, swatch, words), figure, note);
+    const element = make(
+      "label",
+      { className: "card" },
+      input,
+      make("span", { className: "name" }, swatch, words),
+      figure,
+      note,
+    );
     return { element, input, swatch, figure, note, drafter };
   }
 

@@ -1,12 +1,14 @@
 // The charts: lines and stacked bars by uPlot, with a legend that reads out the values at the cursor, or at the best.
 import { best } from "./formulas.js";
+import { label, labels, line, plainLine, ring } from "./marks.js";
 
 const colours = new Map();
 const scheme = matchMedia("(prefers-color-scheme: dark)");
 
 /** A colour of the style sheet, looked up once for each colour scheme. */
 export function colour(name) {
-  if (!colours.has(name)) colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  if (!colours.has(name))
+    colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
   return colours.get(name);
 }
 
@@ -25,18 +27,47 @@ export function write(element, text) {
 
 const HATCHES = {
   plain: () => {},
-  rising: (c) => { c.moveTo(-1, 9); c.lineTo(9, -1); c.moveTo(-1, 1); c.lineTo(1, -1); c.moveTo(7, 9); c.lineTo(9, 7); },
-  falling: (c) => { c.moveTo(-1, -1); c.lineTo(9, 9); c.moveTo(7, -1); c.lineTo(9, 1); c.moveTo(-1, 7); c.lineTo(1, 9); },
-  level: (c) => { c.moveTo(0, 4); c.lineTo(8, 4); },
-  upright: (c) => { c.moveTo(4, 0); c.lineTo(4, 8); },
-  dots: (c) => { for (const [x, y] of [[2, 2], [6, 6]]) { c.moveTo(x + 1, y); c.arc(x, y, 1, 0, 7); } },
+  rising: (c) => {
+    c.moveTo(-1, 9);
+    c.lineTo(9, -1);
+    c.moveTo(-1, 1);
+    c.lineTo(1, -1);
+    c.moveTo(7, 9);
+    c.lineTo(9, 7);
+  },
+  falling: (c) => {
+    c.moveTo(-1, -1);
+    c.lineTo(9, 9);
+    c.moveTo(7, -1);
+    c.lineTo(9, 1);
+    c.moveTo(-1, 7);
+    c.lineTo(1, 9);
+  },
+  level: (c) => {
+    c.moveTo(0, 4);
+    c.lineTo(8, 4);
+  },
+  upright: (c) => {
+    c.moveTo(4, 0);
+    c.lineTo(4, 8);
+  },
+  dots: (c) => {
+    for (const [x, y] of [
+      [2, 2],
+      [6, 6],
+    ]) {
+      c.moveTo(x + 1, y);
+      c.arc(x, y, 1, 0, 7);
+    }
+  },
 };
 const tiles = new Map();
 
 function tile(ctx, name, hatch) {
   const key = `${name} ${hatch} ${devicePixelRatio}`;
   if (!tiles.has(key)) {
-    const canvas = make("canvas", { width: 8 * devicePixelRatio, height: 8 * devicePixelRatio }), c = canvas.getContext("2d");
+    const canvas = make("canvas", { width: 8 * devicePixelRatio, height: 8 * devicePixelRatio }),
+      c = canvas.getContext("2d");
     c.scale(devicePixelRatio, devicePixelRatio);
     c.fillStyle = colour(name);
     c.fillRect(0, 0, 8, 8);
@@ -70,8 +101,17 @@ export function drawSwatch(canvas, { name, hatch, dash = [], width = 2 }) {
 }
 
 export const axis = (label, more) => ({
-  label, labelSize: 18, labelGap: 0, labelFont: "12px system-ui, sans-serif", font: "12px system-ui, sans-serif", gap: 4, size: 26,
-  stroke: () => colour("soft"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, ...more,
+  label,
+  labelSize: 18,
+  labelGap: 0,
+  labelFont: "12px system-ui, sans-serif",
+  font: "12px system-ui, sans-serif",
+  gap: 4,
+  size: 26,
+  stroke: () => colour("soft"),
+  grid: { stroke: () => colour("line"), width: 1 },
+  ticks: { show: false },
+  ...more,
 });
 
 /** A uPlot in `place`, a legend beneath, arrow keys that move its cursor. `shown(index)`: the legend's values there. */
@@ -84,20 +124,43 @@ class Chart {
     this.outputs = series.map(() => make("output"));
     this.swatches = series.map(() => make("canvas", { className: "swatch" }));
     this.names = series.map(({ label }) => make("span", { text: label }));
-    const legend = make("ul", { className: "legend" }, ...series.map((_, index) => make("li", {}, this.swatches[index], this.names[index], this.outputs[index])));
+    const legend = make(
+      "ul",
+      { className: "legend" },
+      ...series.map((_, index) => make("li", {}, this.swatches[index], this.names[index], this.outputs[index])),
+    );
     this.box = make("div", { className: "plot", tabIndex: 0 });
     this.box.setAttribute("role", "group");
     this.box.setAttribute("aria-roledescription", "chart");
     place.append(make("h3", { text: title }), this.box, make("div", { className: "readout" }, this.where, legend));
-    this.plot = new uPlot({
-      ...this.#size(), series: [{}, ...series.map((one) => this.#seriesOf(one))], scales, axes, padding: [room ?? 10, 14, 0, 0],
-      legend: { show: false }, select: { show: false },
-      cursor: { drag: { x: false, y: false, setScale: false }, y: false, points: { size: 7 } },
-      hooks: { draw: [(plot) => { if (this.view) marks(plot, this.view); }], setCursor: [(plot) => this.#moved(plot.cursor.idx)] },
-    }, [[], ...series.map(() => [])], this.box);
+    this.plot = new uPlot(
+      {
+        ...this.#size(),
+        series: [{}, ...series.map((one) => this.#seriesOf(one))],
+        scales,
+        axes,
+        padding: [room ?? 10, 14, 0, 0],
+        legend: { show: false },
+        select: { show: false },
+        cursor: { drag: { x: false, y: false, setScale: false }, y: false, points: { size: 7 } },
+        hooks: {
+          draw: [
+            (plot) => {
+              if (this.view) marks(plot, this.view);
+            },
+          ],
+          setCursor: [(plot) => this.#moved(plot.cursor.idx)],
+        },
+      },
+      [[], ...series.map(() => [])],
+      this.box,
+    );
     this.box.addEventListener("keydown", (event) => this.#key(event));
     this.box.addEventListener("focus", () => this.where.parentElement.setAttribute("aria-live", "polite"));
-    this.box.addEventListener("blur", () => { this.where.parentElement.removeAttribute("aria-live"); this.#moved(null); });
+    this.box.addEventListener("blur", () => {
+      this.where.parentElement.removeAttribute("aria-live");
+      this.#moved(null);
+    });
     new ResizeObserver(() => this.plot.setSize(this.#size())).observe(this.box);
     this.recolour();
   }
@@ -108,7 +171,12 @@ class Chart {
 
   #seriesOf({ name, hatch, dash, width }) {
     if (!hatch) return { stroke: () => colour(name), dash, width, points: { show: false } };
-    return { paths: uPlot.paths.bars({ size: [0.82, 46] }), fill: (plot) => tile(plot.ctx, name, hatch), width: 0, points: { show: false } };
+    return {
+      paths: uPlot.paths.bars({ size: [0.82, 46] }),
+      fill: (plot) => tile(plot.ctx, name, hatch),
+      width: 0,
+      points: { show: false },
+    };
   }
 
   #moved(index) {
@@ -121,7 +189,8 @@ class Chart {
     event.preventDefault();
     const last = this.view.data[0].length - 1, now = this.at ?? this.view.start;
     if (event.key === "Escape") return this.#moved(null);
-    const to = { ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: last }[event.key], index = Math.min(Math.max(to, 0), last);
+    const to = { ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: last }[event.key],
+      index = Math.min(Math.max(to, 0), last);
     this.plot.setCursor({ left: this.plot.valToPos(this.view.data[0][index], "x"), top: 0 }, false);
     return this.#moved(index);
   }
@@ -132,7 +201,10 @@ class Chart {
     values.forEach((value, index) => write(this.outputs[index], value));
   }
 
-  /** `view`: {data, drawn, start, shown, label, names?}, or null for an empty chart. `drawn`: what uPlot gets when it is not the data. */
+  /**
+   * `view`: {data, drawn, start, shown, label, names?}, or null for an empty chart. `drawn`: what uPlot gets when it
+   * is not the data.
+   */
   show(view) {
     this.view = view;
     if (!view) {
@@ -173,84 +245,6 @@ export function followScheme(also) {
   });
 }
 
-// What is drawn upon them
-
-export function ring(plot, x, y, name, isFull) {
-  const { ctx } = plot, left = plot.valToPos(x, "x", true), top = plot.valToPos(y, "y", true);
-  ctx.beginPath();
-  ctx.arc(left, top, (isFull ? 5 : 4) * devicePixelRatio, 0, 7);
-  ctx.fillStyle = isFull ? colour(name) : colour("paper");
-  ctx.strokeStyle = colour(isFull ? "paper" : name);
-  ctx.lineWidth = 2 * devicePixelRatio;
-  ctx.fill();
-  ctx.stroke();
-  return { left, top };
-}
-
-const FONT = (ratio) => `600 ${13 * ratio}px system-ui, sans-serif`;
-
-/** Where words begin: to the right of a point where there is room, else to its left; `isMiddle`: over it. */
-function beginning({ bbox }, left, wide, isMiddle, ratio) {
-  const last = bbox.left + bbox.width - wide, begin = isMiddle ? left - wide / 2 : left + 8 * ratio;
-  return isMiddle || begin <= last ? Math.min(Math.max(begin, bbox.left), last) : Math.max(left - 8 * ratio - wide, bbox.left);
-}
-
-/** Words at a point, `y` where they stand, if not above it. `name`: their colour. */
-export function label(plot, { left, top, isMiddle }, words, y = Math.max(top - 12 * devicePixelRatio, plot.bbox.top + 8 * devicePixelRatio), name = "ink") {
-  const { ctx } = plot, ratio = devicePixelRatio;
-  ctx.save();
-  ctx.font = FONT(ratio);
-  ctx.textAlign = "left";
-  ctx.textBaseline = "middle";
-  const wide = ctx.measureText(words).width + 6 * ratio, x = beginning(plot, left, wide, isMiddle, ratio);
-  ctx.fillStyle = colour("paper");
-  ctx.globalAlpha = 0.88;
-  ctx.fillRect(x, y - 8 * ratio, wide, 16 * ratio);
-  ctx.globalAlpha = 1;
-  ctx.fillStyle = colour(name);
-  ctx.fillText(words, x + 3 * ratio, y);
-  ctx.restore();
-}
-
-const LINE_HEIGHT = 17;
-
-/** Words at each of [{left, top, words, name, isMiddle}], none over another or over a point: what would be moves up or down. */
-export function labels(plot, points) {
-  const { ctx, bbox } = plot, ratio = devicePixelRatio, high = LINE_HEIGHT * ratio;
-  const taken = points.filter(({ isMiddle }) => !isMiddle).map(({ left, top }) => ({ left: left - 6 * ratio, wide: 12 * ratio, y: top, high: 10 * ratio }));
-  ctx.save();
-  ctx.font = FONT(ratio);
-  const widths = new Map(points.map((each) => [each, ctx.measureText(each.words).width + 6 * ratio]));
-  ctx.restore();
-  for (const each of [...points].sort((one, other) => other.top - one.top)) {
-    const wide = widths.get(each), left = beginning(plot, each.left, wide, each.isMiddle, ratio);
-    const isFree = (y) => taken.every((other) => left + wide < other.left || other.left + other.wide < left || Math.abs(y - other.y) >= (high + other.high) / 2);
-    const shifts = Array.from({ length: 60 }, (_, step) => (step % 2 ? 1 : -1) * Math.ceil(step / 2) * 5 * ratio);
-    const low = bbox.top + 0.5 * high, most = bbox.top + bbox.height - 0.5 * high, wanted = Math.min(Math.max(each.top - 0.7 * high, low), most);
-    const y = shifts.map((shift) => wanted + shift).find((at) => at >= low && at <= most && isFree(at)) ?? wanted;
-    taken.push({ left, wide, y, high });
-    label(plot, each, each.words, y, each.name);
-  }
-}
-
-function line(plot, from, to, dash) {
-  const { ctx } = plot;
-  ctx.save();
-  ctx.beginPath();
-  ctx.moveTo(...from);
-  ctx.lineTo(...to);
-  ctx.setLineDash(dash.map((each) => each * devicePixelRatio));
-  ctx.strokeStyle = colour("edge");
-  ctx.lineWidth = devicePixelRatio;
-  ctx.stroke();
-  ctx.restore();
-}
-
-function plainLine(plot) {
-  const { left, width } = plot.bbox, y = plot.valToPos(1, "y", true);
-  line(plot, [left, y], [left + width, y], [2, 3]);
-}
-
 export const DRAFTERS = [
   { key: "ideal", label: "ideal", name: "soft", dash: [2, 3], width: 1.75 },
   { key: "autoregressive", label: "token by token", name: "token", dash: [8, 4], width: 2 },
@@ -270,7 +264,10 @@ const THREE_DIGITS = new Intl.NumberFormat("en-US", { maximumSignificantDigits: 
 export const count = (value) => THREE_DIGITS.format(value);
 export const times = (value) => `${value.toFixed(2)}×`;
 const fromZero = (_, __, high) => [0, 1.12 * Math.max(high || 1, 1)];
-const speedAxes = (bottom, more) => [axis(bottom, more), axis(null, { size: 40, values: (_, splits) => splits.map((split) => `${split}×`) })];
+const speedAxes = (bottom, more) => [
+  axis(bottom, more),
+  axis(null, { size: 40, values: (_, splits) => splits.map((split) => `${split}×`) }),
+];
 
 /** Rings at a point of each curve that there is, full for the chosen one, with words. */
 const rings = (plot, points, chosen) => points.flatMap((point, index) => {
@@ -283,33 +280,65 @@ const rings = (plot, points, chosen) => points.flatMap((point, index) => {
 const names = (plot, batches, curves) => curves.flatMap((curve, index) => {
   if (curve[0] === null) return [];
   const at = best(curve).length, { name, label: words } = DRAFTERS[index];
-  return [{ left: plot.valToPos(batches[at], "x", true), top: plot.valToPos(curve[at], "y", true), name, words, isMiddle: true }];
+  return [
+    {
+      left: plot.valToPos(batches[at], "x", true),
+      top: plot.valToPos(curve[at], "y", true),
+      name,
+      words,
+      isMiddle: true,
+    },
+  ];
 });
 
 /** Speed-up by draft length. */
-export const lengthChart = (place) => chart(place, {
-  title: "Speed-up by draft length", series: DRAFTERS, axes: speedAxes("drafts in a round", { incrs: [1, 2, 4, 8, 16] }), room: 14,
-  scales: { x: { time: false }, y: { range: fromZero } },
-  marks: (plot, { bests, chosen }) => {
-    plainLine(plot);
-    const words = ({ speedup, length }, index) => `${DRAFTERS[index].label}: ${times(speedup)} at ${length}`;
-    labels(plot, rings(plot, bests.map((found, index) => found && { x: found.length, speedup: found.speedup, words: words(found, index) }), chosen));
-  },
-});
+export const lengthChart = (place) =>
+  chart(place, {
+    title: "Speed-up by draft length",
+    series: DRAFTERS,
+    axes: speedAxes("drafts in a round", { incrs: [1, 2, 4, 8, 16] }),
+    room: 14,
+    scales: { x: { time: false }, y: { range: fromZero } },
+    marks: (plot, { bests, chosen }) => {
+      plainLine(plot);
+      const words = ({ speedup, length }, index) => `${DRAFTERS[index].label}: ${times(speedup)} at ${length}`;
+      labels(
+        plot,
+        rings(
+          plot,
+          bests.map((found, index) => found && { x: found.length, speedup: found.speedup, words: words(found, index) }),
+          chosen,
+        ),
+      );
+    },
+  });
 
 /** Speed-up at the best length of each batch. */
-export const batchChart = (place) => chart(place, {
-  title: "Best speed-up by batch", series: DRAFTERS, room: 18,
-  axes: speedAxes("sequences decoding together", { space: 34, values: (_, splits) => splits.map((split) => (split >= 1024 ? `${split / 1024}k` : String(split ?? ""))) }),
-  scales: { x: { time: false, distr: 3, log: 2 }, y: { range: fromZero } },
-  marks: (plot, { data: [batches, ...curves], now, chosen }) => {
-    plainLine(plot);
-    const { top, height } = plot.bbox, x = plot.valToPos(now.batch, "x", true);
-    line(plot, [x, top], [x, top + height], [1, 0]);
-    const values = rings(plot, now.speedups.map((speedup, index) => speedup && { x: now.batch, speedup, words: chosen[index] ? times(speedup) : "" }), chosen);
-    labels(plot, [...values.filter(({ words }) => words), ...names(plot, batches, curves)]);
-  },
-});
+export const batchChart = (place) =>
+  chart(place, {
+    title: "Best speed-up by batch",
+    series: DRAFTERS,
+    room: 18,
+    axes: speedAxes("sequences decoding together", {
+      space: 34,
+      values: (_, splits) => splits.map((split) => (split >= 1024 ? `${split / 1024}k` : String(split ?? ""))),
+    }),
+    scales: { x: { time: false, distr: 3, log: 2 }, y: { range: fromZero } },
+    marks: (plot, { data: [batches, ...curves], now, chosen }) => {
+      plainLine(plot);
+      const { top, height } = plot.bbox,
+        x = plot.valToPos(now.batch, "x", true);
+      line(plot, [x, top], [x, top + height], [1, 0]);
+      const values = rings(
+        plot,
+        now.speedups.map(
+          (speedup, index) => speedup && { x: now.batch, speedup, words: chosen[index] ? times(speedup) : "" },
+        ),
+        chosen,
+      );
+      labels(plot, [...values.filter(({ words }) => words), ...names(plot, batches, curves)]);
+    },
+  });
 
 const UNITS = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]];
 export const unitOf = (seconds) => UNITS.find(([size]) => seconds >= size) ?? UNITS[2];
@@ -320,14 +349,22 @@ export function duration(seconds) {
 }
 
 /** Time of a round by part and draft length. uPlot draws the sums, the whole first. */
-export const timeChart = (place) => chart(place, {
-  title: "Where a round's time goes", series: [...PARTS].reverse(),
-  axes: [axis("drafts in a round", { incrs: [1, 2, 4, 8, 16], grid: { show: false } }),
-    axis(null, { size: 58, values: (_, splits) => splits.map((split) => (split ? duration(split) : "0")) })],
-  scales: { x: { time: false, range: (_, low, high) => [low - 0.6, high + 0.6] }, y: { range: (_, __, high) => [0, 1.12 * (high || 1)] } },
-  marks: (plot, { best, whole }) => {
-    const left = plot.valToPos(best, "x", true), top = plot.valToPos(whole[best], "y", true);
-    label(plot, { left, top }, "best", plot.bbox.top + 8 * devicePixelRatio);
-    line(plot, [left, plot.bbox.top], [left, top], [1, 0]);
-  },
-});
+export const timeChart = (place) =>
+  chart(place, {
+    title: "Where a round's time goes",
+    series: [...PARTS].reverse(),
+    axes: [
+      axis("drafts in a round", { incrs: [1, 2, 4, 8, 16], grid: { show: false } }),
+      axis(null, { size: 58, values: (_, splits) => splits.map((split) => (split ? duration(split) : "0")) }),
+    ],
+    scales: {
+      x: { time: false, range: (_, low, high) => [low - 0.6, high + 0.6] },
+      y: { range: (_, __, high) => [0, 1.12 * (high || 1)] },
+    },
+    marks: (plot, { best, whole }) => {
+      const left = plot.valToPos(best, "x", true),
+        top = plot.valToPos(whole[best], "y", true);
+      label(plot, { left, top }, "best", plot.bbox.top + 8 * devicePixelRatio);
+      line(plot, [left, plot.bbox.top], [left, top], [1, 0]);
+    },
+  });

@@ -14,7 +14,13 @@ export class Columns {
     this.columns = ["plain", "best"].map((key) => this.#column(key));
     this.play = make("button", { type: "button", id: "watch-play", text: "Play" });
     this.restart = make("button", { type: "button", id: "watch-restart", text: "Restart" });
-    this.pace = make("select", { id: "watch-speed" }, ...[1, 0.5, 0.25, 0.1].map((speed) => make("option", { value: speed, text: speed === 1 ? "as it would be" : `${speed}× as fast` })));
+    this.pace = make(
+      "select",
+      { id: "watch-speed" },
+      ...[1, 0.5, 0.25, 0.1].map((speed) =>
+        make("option", { value: speed, text: speed === 1 ? "as it would be" : `${speed}× as fast` }),
+      ),
+    );
     const label = make("label", { text: "Shown", htmlFor: "watch-speed" });
     this.bar = make("progress", { max: 1, value: 0 });
     this.bar.setAttribute("aria-label", "Time of the replay");
@@ -27,17 +33,27 @@ export class Columns {
   }
 
   #column(key) {
-    const title = make("h3"), figure = make("p", { className: "where", id: `watch-${key}` }), text = make("p", { className: "stream", id: `watch-${key}-text` });
+    const title = make("h3"),
+      figure = make("p", { className: "where", id: `watch-${key}` }),
+      text = make("p", { className: "stream", id: `watch-${key}-text` });
     return { title, figure, text, box: make("section", {}, title, figure, text), shown: 0 };
   }
 
-  /** `view`: {plain_s, round_s, survival, name, note}: seconds of a plain and of a drafted round; null: nothing to watch. */
+  /**
+   * `view`: {plain_s, round_s, survival, name, note}: seconds of a plain and of a drafted round; null: nothing to
+   * watch.
+   */
   plan(view) {
     const key = JSON.stringify(view);
     if (key === this.#key) return;
     this.#key = key;
     const count = this.pieces.length;
-    this.#sides = view ? [tokenTimes([], { first_s: view.plain_s, round_s: view.plain_s }, count), tokenTimes(view.survival, { first_s: view.plain_s, round_s: view.round_s }, count)] : [];
+    this.#sides = view
+      ? [
+          tokenTimes([], { first_s: view.plain_s, round_s: view.plain_s }, count),
+          tokenTimes(view.survival, { first_s: view.plain_s, round_s: view.round_s }, count),
+        ]
+      : [];
     this.#end = Math.max(0, ...this.#sides.map((side) => side[side.length - 1].at_s));
     this.#speed = usualSpeed(this.#end);
     this.pace.value = String(this.#speed);
@@ -100,11 +116,20 @@ export class Columns {
     let count = side.findIndex(({ at_s }) => at_s > this.#at + 1e-12);
     if (count < 0) count = side.length;
     const spent = Math.min(this.#at, side[side.length - 1]?.at_s ?? 0);
-    write(column.figure, side.length ? `${count} of ${side.length} tokens, ${spent.toFixed(2)} s, ${spent ? PER_SECOND.format(count / spent) : 0} tokens/s` : "–");
+    write(
+      column.figure,
+      side.length
+        ? `${count} of ${side.length} tokens, ${spent.toFixed(2)} s, ` +
+          `${spent ? PER_SECOND.format(count / spent) : 0} tokens/s`
+        : "–",
+    );
     if (count === column.shown && column.text.childElementCount) return;
     column.shown = count;
     const from = count && count < side.length ? side.findIndex(({ round }) => round === side[count - 1].round) : count;
     const word = (first, last) => this.pieces.slice(first, last).join("");
-    column.text.replaceChildren(make("span", { text: word(0, from) }), make("span", { className: "fresh", text: word(from, count) }));
+    column.text.replaceChildren(
+      make("span", { text: word(0, from) }),
+      make("span", { className: "fresh", text: word(from, count) }),
+    );
   }
 }

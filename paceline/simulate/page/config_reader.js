@@ -7,20 +7,26 @@ const MOST_LAYERS = 2000;
 const LARGEST = 1e9;
 
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
-const isTrue = (value) => Boolean(Array.isArray(value) ? value.length : isObject(value) ? Object.keys(value).length : value);
+const isTrue = (value) =>
+  Boolean(Array.isArray(value) ? value.length : isObject(value) ? Object.keys(value).length : value);
 
 /** The language model's part of a config.json; remembers which keys were read. */
 export class ConfigReader {
-  #inner; #outer; #seen = new Set();
+  #inner;
+  #outer;
+  #seen = new Set();
 
   constructor(config) {
     this.#outer = config;
     this.#inner = [config.text_config, config.llm_config].find(isTrue) ?? config;
-    if (!isObject(this.#inner)) throw new InputError("this is no config.json of a model: it must be a JSON object with hidden_size and so on");
+    if (!isObject(this.#inner))
+      throw new InputError("this is no config.json of a model: it must be a JSON object with hidden_size and so on");
     for (const [family, reason] of Object.entries(CONFIG_KEYS.not_read)) {
-      if (this.family.startsWith(family)) throw new InputError(`${this.family} has ${reason}, which is not read: paste its shape instead`);
+      if (this.family.startsWith(family))
+        throw new InputError(`${this.family} has ${reason}, which is not read: paste its shape instead`);
     }
-    if (this.whole("num_hidden_layers") > MOST_LAYERS) throw new InputError(`num_hidden_layers is above ${MOST_LAYERS}: check the config.json`);
+    if (this.whole("num_hidden_layers") > MOST_LAYERS)
+      throw new InputError(`num_hidden_layers is above ${MOST_LAYERS}: check the config.json`);
   }
 
   /** Own keys of the inner config, or of the outer one. */
@@ -42,19 +48,30 @@ export class ConfigReader {
     return known.length ? { ...config, quantization_config: Object.fromEntries(known) } : config;
   }
 
-  get family() { return String(this.get("model_type") ?? this.get("model_type", false) ?? "model"); }
+  get family() {
+    return String(this.get("model_type") ?? this.get("model_type", false) ?? "model");
+  }
 
-  has(name) { return isTrue(this.get(name)); }
+  has(name) {
+    return isTrue(this.get(name));
+  }
 
   /** A whole number; a key that is null counts as missing. */
   whole(name, standard) {
-    const value = [name, ...(CONFIG_KEYS.other_names[name] ?? [])].map((key) => this.get(key)).find((each) => each != null);
+    const value = [name, ...(CONFIG_KEYS.other_names[name] ?? [])]
+      .map((key) => this.get(key))
+      .find((each) => each != null);
     if (value === undefined) {
-      if (standard === undefined) throw new InputError(`${this.family}: the config has no ${name}, which a prediction needs: paste a complete config.json`);
+      if (standard === undefined)
+        throw new InputError(
+          `${this.family}: the config has no ${name}, which a prediction needs: paste a complete config.json`,
+        );
       return standard;
     }
     if (!Number.isInteger(value) || value < (standard === undefined ? 1 : 0) || value > LARGEST) {
-      throw new InputError(`${this.family}: ${name} is ${JSON.stringify(value)}, which is no size: check the config.json`);
+      throw new InputError(
+        `${this.family}: ${name} is ${JSON.stringify(value)}, which is no size: check the config.json`,
+      );
     }
     return value;
   }
@@ -72,17 +89,26 @@ export class ConfigReader {
 
   /** A list with an entry for each layer, at least. */
   numbers(name) {
-    const values = this.get(name), layers = this.whole("num_hidden_layers");
-    if (!Array.isArray(values) || values.length < layers || !values.every((value) => Number.isInteger(value) && value >= 0)) {
+    const values = this.get(name),
+      layers = this.whole("num_hidden_layers");
+    if (
+      !Array.isArray(values) ||
+      values.length < layers ||
+      !values.every((value) => Number.isInteger(value) && value >= 0)
+    ) {
       throw new InputError(`${this.family}: ${name} must list a whole number for each of ${layers} layers`);
     }
     return values;
   }
 
-  get headDim() { return this.whole("head_dim", Math.floor(this.whole("hidden_size") / this.whole("num_attention_heads"))); }
+  get headDim() {
+    return this.whole("head_dim", Math.floor(this.whole("hidden_size") / this.whole("num_attention_heads")));
+  }
 
   get isTied() {
-    const value = [this.get("tie_word_embeddings"), this.get("tie_word_embeddings", false)].find((each) => each !== undefined);
+    const value = [this.get("tie_word_embeddings"), this.get("tie_word_embeddings", false)].find(
+      (each) => each !== undefined,
+    );
     return value == null ? CONFIG_KEYS.tied.some((family) => this.family.startsWith(family)) : isTrue(value);
   }
 
@@ -91,10 +117,15 @@ export class ConfigReader {
     if (Array.isArray(kinds) && kinds.length > layer) {
       const kind = String(kinds[layer]);
       if (CONFIG_KEYS.layer_kinds.includes(kind)) return kind;
-      if (!this.has("compress_ratios")) throw new InputError(`${this.family}: layer type ${JSON.stringify(kind)} is not known: choose from ${CONFIG_KEYS.layer_kinds.join(", ")}`);
+      if (!this.has("compress_ratios"))
+        throw new InputError(
+          `${this.family}: layer type ${JSON.stringify(kind)} is not known: choose from ` +
+          `${CONFIG_KEYS.layer_kinds.join(", ")}`,
+        );
       return "full_attention";
     }
-    if (this.has("linear_num_value_heads")) return (layer + 1) % this.#every("full_attention_interval", 4) === 0 ? "full_attention" : "linear_attention";
+    if (this.has("linear_num_value_heads"))
+      return (layer + 1) % this.#every("full_attention_interval", 4) === 0 ? "full_attention" : "linear_attention";
     return this.#slides(layer) ? "sliding_attention" : "full_attention";
   }
 
@@ -105,19 +136,24 @@ export class ConfigReader {
     return !(this.family.startsWith("qwen") && layer < this.whole("max_window_layers", 0));
   }
 
-  #first(names) { return names.find((name) => this.has(name)); }
+  #first(names) {
+    return names.find((name) => this.has(name));
+  }
 
   get numExperts() {
     const name = this.#first(CONFIG_KEYS.experts);
     return name ? this.whole(name) : 0;
   }
 
-  get expertsPerToken() { return this.whole(this.#first(CONFIG_KEYS.per_token) ?? CONFIG_KEYS.per_token[0]); }
+  get expertsPerToken() {
+    return this.whole(this.#first(CONFIG_KEYS.per_token) ?? CONFIG_KEYS.per_token[0]);
+  }
 
   isSparse(layer) {
     if (!this.numExperts || layer < this.whole("first_k_dense_replace", 0)) return false;
     const dense = this.get("mlp_only_layers");
-    if (isTrue(dense) && !Array.isArray(dense)) throw new InputError(`${this.family}: mlp_only_layers must be a list of layers`);
+    if (isTrue(dense) && !Array.isArray(dense))
+      throw new InputError(`${this.family}: mlp_only_layers must be a list of layers`);
     if (isTrue(dense) && dense.includes(layer)) return false;
     const step = this.whole("decoder_sparse_step", 0) || this.whole("interleave_moe_layer_step", 0) || 1;
     return (layer + 1) % step === 0;
@@ -130,11 +166,16 @@ export class ConfigReader {
 
   get storedFormat() {
     const { quant_method: method = "", quant_algo: algo = "", bits, load_in_4bit: inFour } = this.#quantization;
-    if (["fp8", "fbgemm_fp8", "modelopt"].includes(method) || String(algo).toLowerCase().includes("fp8")) return "float8";
+    if (["fp8", "fbgemm_fp8", "modelopt"].includes(method) || String(algo).toLowerCase().includes("fp8"))
+      return "float8";
     if (["gptq", "awq"].includes(method) || isTrue(inFour)) return bits === 8 ? "int8" : "int4";
-    const told = [this.get("dtype"), this.get("torch_dtype"), this.get("torch_dtype", false)].find((value) => value !== undefined);
+    const told = [this.get("dtype"), this.get("torch_dtype"), this.get("torch_dtype", false)].find(
+      (value) => value !== undefined,
+    );
     return ["float32", "float16", "bfloat16"].includes(told) ? told : "bfloat16";
   }
 
-  get isMxfp4() { return this.#quantization.quant_method === "mxfp4"; }
+  get isMxfp4() {
+    return this.#quantization.quant_method === "mxfp4";
+  }
 }

@@ -15,7 +15,12 @@ export class Control {
     const label = make("label", { text: field.label, htmlFor: name });
     const order = field.kind === "flag" ? [this.input, label] : [label, this.input];
     place.classList.add(field.kind, ...(field.isLong ? ["long"] : []));
-    place.append(...order, ...(field.kind === "number" ? [this.#slider()] : []), ...(field.hint ? [make("small", { text: field.hint, id: `${name}-hint` })] : []), this.fault);
+    place.append(
+      ...order,
+      ...(field.kind === "number" ? [this.#slider()] : []),
+      ...(field.hint ? [make("small", { text: field.hint, id: `${name}-hint` })] : []),
+      this.fault,
+    );
     this.input.setAttribute("aria-describedby", field.hint ? `${name}-hint ${name}-fault` : `${name}-fault`);
     this.input.addEventListener("input", () => changed(this.#read()));
   }
@@ -26,12 +31,21 @@ export class Control {
     if (kind === "flag") return make("input", { type: "checkbox" });
     const more = { placeholder, autocomplete: "off", spellcheck: false };
     if (isLong) return make("textarea", { rows: 3, ...more });
-    return make("input", { type: "text", inputMode: kind === "number" ? "decimal" : "text", ...(most ? { maxLength: most } : {}), ...more });
+    return make("input", {
+      type: "text",
+      inputMode: kind === "number" ? "decimal" : "text",
+      ...(most ? { maxLength: most } : {}),
+      ...more,
+    });
   }
 
   #slider() {
     const { stops, min, max, step, top = max, label } = this.field;
-    this.slider = make("input", { type: "range", id: `${this.name}-slider`, ...(stops ? { min: 0, max: stops.length - 1, step: 1 } : { min, max: top, step }) });
+    this.slider = make("input", {
+      type: "range",
+      id: `${this.name}-slider`,
+      ...(stops ? { min: 0, max: stops.length - 1, step: 1 } : { min, max: top, step }),
+    });
     this.slider.setAttribute("aria-label", `${label}, slider`);
     this.slider.addEventListener("input", () => {
       const value = stops ? stops[this.slider.value] : Number(this.slider.value);
@@ -54,7 +68,9 @@ export class Control {
 
   #slide(value) {
     const { stops } = this.field, far = (stop) => Math.abs(Math.log(stop / Math.max(value, 1e-9)));
-    this.slider.value = String(stops ? stops.reduce((near, stop, index) => (far(stop) < far(stops[near]) ? index : near), 0) : value);
+    this.slider.value = String(
+      stops ? stops.reduce((near, stop, index) => (far(stop) < far(stops[near]) ? index : near), 0) : value,
+    );
     this.#speak(value);
   }
 

@@ -22,7 +22,12 @@ export class CurveEditor {
 
   constructor(place, changed) {
     this.changed = changed;
-    this.svg = drawn("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, class: "editor", role: "group", "aria-label": "Chances by place" });
+    this.svg = drawn("svg", {
+      viewBox: `0 0 ${WIDE} ${HIGH}`,
+      class: "editor",
+      role: "group",
+      "aria-label": "Chances by place",
+    });
     this.back = drawn("g", { "aria-hidden": "true" });
     this.fades = drawn("polyline", { class: "survival", fill: "none" });
     this.line = drawn("polyline", { class: "chances", fill: "none" });
@@ -39,7 +44,9 @@ export class CurveEditor {
       this.back.append(drawn("line", { x1: LEFT, x2: WIDE - RIGHT, y1: yOf(chance), y2: yOf(chance), class: "rule" }),
         drawn("text", { x: LEFT - 6, y: yOf(chance) + 4, "text-anchor": "end" }, String(chance)));
     }
-    this.back.append(drawn("text", { x: (LEFT + WIDE) / 2, y: HIGH - 2, "text-anchor": "middle" }, "place of the draft"));
+    this.back.append(
+      drawn("text", { x: (LEFT + WIDE) / 2, y: HIGH - 2, "text-anchor": "middle" }, "place of the draft"),
+    );
     this.ticks = drawn("g", {});
     this.back.append(this.ticks);
   }
@@ -51,11 +58,17 @@ export class CurveEditor {
   /** Draw these chances; `isOpen`: points can be moved. `places` of an unending curve are drawn. */
   show(acceptance, places, isOpen) {
     const count = isOpen ? acceptance.conditional.length : Math.max(places, 2);
-    this.#chances = isOpen ? [...acceptance.conditional] : Array.from({ length: count }, (_, index) => acceptance.conditional[Math.min(index, acceptance.conditional.length - 1)]);
+    this.#chances = isOpen
+      ? [...acceptance.conditional]
+      : Array.from(
+          { length: count },
+          (_, index) => acceptance.conditional[Math.min(index, acceptance.conditional.length - 1)],
+        );
     this.#current = Math.min(this.#current, count - 1);
     this.#isOpen = isOpen;
     this.svg.classList.toggle("open", isOpen);
-    const at = (values) => values.map((value, index) => `${this.#x(index).toFixed(1)},${yOf(value).toFixed(1)}`).join(" ");
+    const at = (values) =>
+      values.map((value, index) => `${this.#x(index).toFixed(1)},${yOf(value).toFixed(1)}`).join(" ");
     this.line.setAttribute("points", at(this.#chances));
     this.fades.setAttribute("points", at(survival(acceptance, count)));
     this.#number(count);
@@ -74,7 +87,15 @@ export class CurveEditor {
   #number(count) {
     const step = Math.ceil(count / 16);
     const places = Array.from({ length: count }, (_, index) => index).filter((index) => index % step === 0);
-    this.ticks.replaceChildren(...places.map((index) => drawn("text", { x: this.#x(index).toFixed(1), y: HIGH - BOTTOM + 14, "text-anchor": "middle" }, String(index + 1))));
+    this.ticks.replaceChildren(
+      ...places.map((index) =>
+        drawn(
+          "text",
+          { x: this.#x(index).toFixed(1), y: HIGH - BOTTOM + 14, "text-anchor": "middle" },
+          String(index + 1),
+        ),
+      ),
+    );
   }
 
   #place(count) {
@@ -92,7 +113,14 @@ export class CurveEditor {
   }
 
   #handle(index) {
-    const point = drawn("g", { class: "point", role: "slider", "aria-valuemin": 0, "aria-valuemax": 1, "aria-orientation": "vertical", "aria-label": `Chance of draft ${index + 1}` });
+    const point = drawn("g", {
+      class: "point",
+      role: "slider",
+      "aria-valuemin": 0,
+      "aria-valuemax": 1,
+      "aria-orientation": "vertical",
+      "aria-label": `Chance of draft ${index + 1}`,
+    });
     point.append(drawn("circle", { class: "hit", r: 11 }), drawn("circle", { class: "dot", r: 4.5 }));
     point.addEventListener("pointerdown", (event) => this.#hold(event, index));
     point.addEventListener("keydown", (event) => this.#key(event, index));
@@ -116,7 +144,10 @@ export class CurveEditor {
 
   #key(event, index) {
     if (!this.#isOpen || event.ctrlKey || event.altKey || event.metaKey) return;
-    const now = this.#chances[index], to = { ArrowUp: now + 0.01, ArrowDown: now - 0.01, PageUp: now + 0.1, PageDown: now - 0.1, Home: 0, End: 1 }[event.key];
+    const now = this.#chances[index],
+      to = { ArrowUp: now + 0.01, ArrowDown: now - 0.01, PageUp: now + 0.1, PageDown: now - 0.1, Home: 0, End: 1 }[
+        event.key
+      ];
     const side = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (to === undefined && side === undefined) return;
     event.preventDefault();
@@ -139,7 +170,8 @@ export class CurveEditor {
 
 /** Buttons that lengthen and shorten a curve. */
 export function curveButtons(get, set, most) {
-  const longer = make("button", { type: "button", text: "Add a place" }), shorter = make("button", { type: "button", text: "Remove the last" });
+  const longer = make("button", { type: "button", text: "Add a place" }),
+    shorter = make("button", { type: "button", text: "Remove the last" });
   longer.addEventListener("click", () => { if (get().length < most) set([...get(), get()[get().length - 1]]); });
   shorter.addEventListener("click", () => { if (get().length > 1) set(get().slice(0, -1)); });
   return [longer, shorter];

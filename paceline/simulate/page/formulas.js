@@ -1,6 +1,7 @@
 // The formulas of paceline.simulate: roofline, acceptance, drafter, speed-up, memory. Pure functions on plain numbers.
 // Shapes and machines are the Python package's own, as JSON; a deployment holds whole formats in place of their names:
-// {machine, precisions: {weights: {name, num_bytes, computes_as}, ...}, num_gpus, locality, per_layer, latency_s, host_s}.
+// {machine, precisions: {weights: {name, num_bytes, computes_as}, ...}, num_gpus, locality, per_layer, latency_s,
+// host_s}.
 // tests/simulate/test_page_formulas.py compares with Python.
 
 export const DELTAS = [-0.1, -0.05, -0.01, 0.01, 0.05, 0.1];
@@ -18,7 +19,8 @@ export function arithmetic(format, rates) {
   return rate;
 }
 
-export const flopsPerS = ({ machine, num_gpus }, format) => machine.flops_per_s[arithmetic(format, machine.flops_per_s)] * num_gpus;
+export const flopsPerS = ({ machine, num_gpus }, format) =>
+  machine.flops_per_s[arithmetic(format, machine.flops_per_s)] * num_gpus;
 export const bytesPerS = ({ machine, num_gpus }) => machine.bytes_per_s * num_gpus;
 
 /** Expected routed experts that a pass reads, of a layer. */
@@ -44,11 +46,14 @@ function attended({ kind, window, ratio, topk }, context) {
 }
 
 /** Of one position's cache entry, in values. */
-const cacheWidth = ({ kind, latent = 0, rope = 0, kv_heads = 0, head_dim = 0 }) => (kind === "mla" ? latent + rope : 2 * kv_heads * head_dim);
+const cacheWidth = ({ kind, latent = 0, rope = 0, kv_heads = 0, head_dim = 0 }) =>
+  kind === "mla" ? latent + rope : 2 * kv_heads * head_dim;
 
 function attentionFlops(group, positions, context) {
   const seen = attended(group, context), { heads = 0, latent = 0, rope = 0, head_dim = 0 } = group;
-  return group.kind === "mla" ? 2 * heads * (2 * latent + rope) * positions * seen : 4 * heads * head_dim * positions * seen;
+  return group.kind === "mla"
+    ? 2 * heads * (2 * latent + rope) * positions * seen
+    : 4 * heads * head_dim * positions * seen;
 }
 
 const attentionBytes = (group, bytesEach, context) =>
@@ -63,11 +68,19 @@ function attentionWork(group, { kv, attention }, batch, positions, context) {
 /** The indexer's scores over the whole compressed history. */
 function indexerWork(group, { indexer }, batch, positions, context) {
   const times = batch * group.layers, ratio = group.ratio ?? 1;
-  return { part: "attention", flops: times * 2 * group.indexer_heads * group.indexer_dim * Math.floor(context / ratio) * positions,
-    bytes: times * (context / ratio) * group.indexer_dim * indexer.num_bytes, format: indexer };
+  return {
+    part: "attention",
+    flops: times * 2 * group.indexer_heads * group.indexer_dim * Math.floor(context / ratio) * positions,
+    bytes: times * (context / ratio) * group.indexer_dim * indexer.num_bytes,
+    format: indexer,
+  };
 }
 
-const merged = (works) => ({ ...works[0], flops: add(works.map((work) => work.flops)), bytes: add(works.map((work) => work.bytes)) });
+const merged = (works) => ({
+  ...works[0],
+  flops: add(works.map((work) => work.flops)),
+  bytes: add(works.map((work) => work.bytes)),
+});
 
 function attentionWorks(shape, { precisions, per_layer }, batch, positions, context) {
   const main = shape.attention.map((group) => attentionWork(group, precisions, batch, positions, context));
@@ -79,7 +92,14 @@ function attentionWorks(shape, { precisions, per_layer }, batch, positions, cont
 
 function worksOf(shape, deployment, batch, positions, context) {
   const { precisions } = deployment, tokens = batch * positions;
-  const works = [{ part: "projections", flops: 2 * shape.dense * tokens, bytes: shape.dense * precisions.weights.num_bytes, format: precisions.weights }];
+  const works = [
+    {
+      part: "projections",
+      flops: 2 * shape.dense * tokens,
+      bytes: shape.dense * precisions.weights.num_bytes,
+      format: precisions.weights,
+    },
+  ];
   if (shape.experts) works.push(expertWork(shape.experts, precisions.experts, batch, positions, deployment.locality));
   return [...works, ...attentionWorks(shape, deployment, batch, positions, context)];
 }
@@ -93,7 +113,12 @@ function collectiveSeconds(shape, { num_gpus, latency_s, machine }, tokens) {
 
 /** Seconds of one target pass by part. */
 export function passSeconds(shape, deployment, batch, positions, context) {
-  const parts = { projections: 0, experts: 0, attention: 0, collectives: collectiveSeconds(shape, deployment, batch * positions) };
+  const parts = {
+    projections: 0,
+    experts: 0,
+    attention: 0,
+    collectives: collectiveSeconds(shape, deployment, batch * positions),
+  };
   for (const { part, flops, bytes, format } of worksOf(shape, deployment, batch, positions, context)) {
     parts[part] += Math.max(flops / flopsPerS(deployment, format), bytes / bytesPerS(deployment));
   }
@@ -102,7 +127,8 @@ export function passSeconds(shape, deployment, batch, positions, context) {
 
 export const wholePass = (...args) => add(Object.values(passSeconds(...args)));
 
-// Drafter: {fraction, block} costs a share of a plain pass; {dense, ...} has a roofline of its own. block null: token by token
+// Drafter: {fraction, block} costs a share of a plain pass; {dense, ...} has a roofline of its own. block null: token
+// by token
 
 export const passes = (numDrafted, block) => (block == null ? numDrafted : Math.ceil(numDrafted / block));
 
@@ -113,19 +139,28 @@ function ownDraftSeconds(drafter, batch, numDrafted) {
 }
 
 export const draftSeconds = (drafter, batch, numDrafted, plainS) =>
-  drafter.dense === undefined ? drafter.fraction * plainS * passes(numDrafted, drafter.block) : ownDraftSeconds(drafter, batch, numDrafted);
+  drafter.dense === undefined
+    ? drafter.fraction * plainS * passes(numDrafted, drafter.block)
+    : ownDraftSeconds(drafter, batch, numDrafted);
 
 // Overhead: what every round takes beyond the roofline, as deployment.host_s
 
 /**
- * Seconds to add to a round so that plain decoding of `load` gives each stream `plainRate` tokens/s, as paceline.simulate.overhead:
+ * Seconds to add to a round so that plain decoding of `load` gives each stream `plainRate` tokens/s, as
+ * paceline.simulate.overhead:
  * 1 / plainRate - round(0). Raises InputError when the prediction is slower without any.
  */
 export function overheadSeconds({ shape, deployment }, { batch, context }, plainRate) {
-  if (!(plainRate > 0 && plainRate < Infinity)) throw new InputError(`the plain rate must be above 0 tokens/s, not ${plainRate}`);
-  const predicted = wholePass(shape, deployment, batch, 1, context) + (deployment.host_s ?? 0), added = 1 / plainRate - predicted;
+  if (!(plainRate > 0 && plainRate < Infinity))
+    throw new InputError(`the plain rate must be above 0 tokens/s, not ${plainRate}`);
+  const predicted = wholePass(shape, deployment, batch, 1, context) + (deployment.host_s ?? 0),
+    added = 1 / plainRate - predicted;
   if (added < -1e-9 * predicted) {
-    throw new InputError(`a plain rate of ${plainRate} tokens/s is a step of ${(1e3 / plainRate).toFixed(2)} ms, but the prediction takes ${(1e3 * predicted).toFixed(2)} ms without any overhead (${(1 / predicted).toFixed(0)} tokens/s): the model was stored smaller, on more or faster GPUs, or several streams were counted together`);
+    throw new InputError(
+      `a plain rate of ${plainRate} tokens/s is a step of ${(1e3 / plainRate).toFixed(2)} ms, but the prediction ` +
+      `takes ${(1e3 * predicted).toFixed(2)} ms without any overhead (${(1 / predicted).toFixed(0)} tokens/s): the ` +
+      `model was stored smaller, on more or faster GPUs, or several streams were counted together`,
+    );
   }
   return Math.max(added, 0);
 }
@@ -134,9 +169,11 @@ export function overheadSeconds({ shape, deployment }, { batch, context }, plain
 
 /** Raises InputError outside 0..1. */
 export function acceptanceOf(conditional, kind, numRounds = 0) {
-  if (!conditional.length) throw new InputError("acceptance is empty: give a chance such as 0.8, or a curve such as 0.8, 0.75, 0.7");
+  if (!conditional.length)
+    throw new InputError("acceptance is empty: give a chance such as 0.8, or a curve such as 0.8, 0.75, 0.7");
   const wrong = conditional.find((chance) => !(chance >= 0 && chance <= 1));
-  if (wrong !== undefined) throw new InputError(`acceptance ${wrong} is no chance: it must be between 0 and 1, such as 0.8`);
+  if (wrong !== undefined)
+    throw new InputError(`acceptance ${wrong} is no chance: it must be between 0 and 1, such as 0.8`);
   return { conditional, kind, numRounds };
 }
 
@@ -157,7 +194,9 @@ export function fromSurvival(shares, kind = "survival", numRounds = 0) {
 export function fromHistogram(counts) {
   const rounds = add(counts);
   if (counts.length < 2 || !counts.every((count) => Number.isFinite(count) && count >= 0) || !(rounds > 0)) {
-    throw new InputError("the histogram needs counts of rounds with 0, 1, 2, ... accepted drafts, at least two of them");
+    throw new InputError(
+      "the histogram needs counts of rounds with 0, 1, 2, ... accepted drafts, at least two of them",
+    );
   }
   const shares = counts.slice(1).map((_, index) => add(counts.slice(index + 1)) / rounds);
   while (shares.length > 1 && shares[shares.length - 1] === 0) shares.pop();
@@ -201,7 +240,10 @@ export function speedups(acceptance, rounds) {
   });
 }
 
-/** [[tokens a round, speed-up]] of rounds that draft one token fewer than they keep, from 1 on, as paceline.bench.speedup_chart has them. */
+/**
+ * [[tokens a round, speed-up]] of rounds that draft one token fewer than they keep, from 1 on, as
+ * paceline.bench.speedup_chart has them.
+ */
 export function keptCurve(costs, load, most) {
   const rounds = roundTimes(costs, { ...load, max_draft: most - 1 });
   return rounds.map((seconds, drafted) => [drafted + 1, ((drafted + 1) * rounds[0]) / seconds]);
@@ -216,7 +258,8 @@ export function slope(pairs) {
 /** Between the points of a curve, and beyond its last by the last line. */
 export function between(curve, x) {
   const index = Math.min(Math.max(curve.findIndex(([at]) => at >= x), 1), curve.length - 1) || 1;
-  const last = x > curve[curve.length - 1][0] ? curve.length - 1 : index, [[x0, y0], [x1, y1]] = [curve[last - 1], curve[last]];
+  const last = x > curve[curve.length - 1][0] ? curve.length - 1 : index,
+    [[x0, y0], [x1, y1]] = [curve[last - 1], curve[last]];
   return y0 + ((x - x0) * (y1 - y0)) / (x1 - x0);
 }
 
@@ -270,4 +313,15 @@ export function memoryNeed(shape, { precisions, machine, num_gpus }, { batch, co
   const cache = batch * add(shape.attention.map((group) => group.layers * keptBytes(group, precisions, context)));
   const memory = machine.memory_bytes * num_gpus;
   return { weights, cache, memory, fits: !memory || weights + cache <= memory };
+}
+
+const isEven = ({ kind, heads, kv_heads: keys }, number) =>
+  !heads || (heads % number === 0 && !(kind === "gqa" && keys && keys % number && number % keys));
+
+/** Numbers of GPUs that all heads can be shared out to; [] for a shape whose heads are not known. */
+export function sharesEvenly({ attention }) {
+  const most = Math.max(0, ...attention.map(({ heads }) => heads ?? 0));
+  return Array.from({ length: most }, (_, index) => index + 1).filter((number) =>
+    attention.every((group) => isEven(group, number)),
+  );
 }

@@ -3,7 +3,17 @@ import CONFIG_KEYS from "../config_keys.json" with { type: "json" };
 import { ConfigReader } from "./config_reader.js";
 import { InputError } from "./formulas.js";
 
-const COUNTS = ["layers", "heads", "kv_heads", "head_dim", "latent", "rope", "indexer_heads", "indexer_dim", "state_bytes"];
+const COUNTS = [
+  "layers",
+  "heads",
+  "kv_heads",
+  "head_dim",
+  "latent",
+  "rope",
+  "indexer_heads",
+  "indexer_dim",
+  "state_bytes",
+];
 const LIMITS = ["window", "ratio", "topk"];
 const LARGEST_SIZE = 1e18;
 
@@ -14,14 +24,16 @@ const isSize = (value) => typeof value === "number" && value >= 0 && value <= LA
 function sizes(entry, names, isGiven = () => true) {
   const found = {};
   for (const name of names.filter((each) => isGiven(each) || entry[each] != null)) {
-    if (!isSize(entry[name])) throw new InputError(`the shape's ${name} is ${JSON.stringify(entry[name])}, which is no size`);
+    if (!isSize(entry[name]))
+      throw new InputError(`the shape's ${name} is ${JSON.stringify(entry[name])}, which is no size`);
     found[name] = entry[name];
   }
   return found;
 }
 
 function groupOf(entry) {
-  if (!["gqa", "mla", "linear"].includes(entry?.kind)) throw new InputError("the shape's attention kinds must be gqa, mla or linear");
+  if (!["gqa", "mla", "linear"].includes(entry?.kind))
+    throw new InputError("the shape's attention kinds must be gqa, mla or linear");
   const group = { kind: entry.kind, ...sizes(entry, [...COUNTS, ...LIMITS], (name) => name === "layers") };
   if (group.ratio !== undefined && group.ratio < 1) throw new InputError("the shape's ratio must be 1 or more");
   return group;
@@ -30,25 +42,44 @@ function groupOf(entry) {
 function checkedExperts(entry) {
   if (entry == null) return null;
   const experts = sizes(entry, ["num_routed", "per_token", "active", "resident"]);
-  const isPossible = experts.per_token > 0 && experts.per_token < experts.num_routed && experts.active < experts.resident;
-  if (!isPossible) throw new InputError("the shape's experts must have 0 < per_token < num_routed and active < resident");
+  const isPossible =
+    experts.per_token > 0 && experts.per_token < experts.num_routed && experts.active < experts.resident;
+  if (!isPossible)
+    throw new InputError("the shape's experts must have 0 < per_token < num_routed and active < resident");
   return experts;
 }
 
 function checkedShape(entry, formats) {
   if (!Array.isArray(entry.attention)) throw new InputError("the shape's attention must be a list of groups");
   const attention = entry.attention.slice(0, 1000).map(groupOf);
-  const precisions = { weights: "bfloat16", experts: "bfloat16", attention: "bfloat16", kv: "bfloat16", indexer: "float8" };
+  const precisions = {
+    weights: "bfloat16",
+    experts: "bfloat16",
+    attention: "bfloat16",
+    kv: "bfloat16",
+    indexer: "float8",
+  };
   for (const part of Object.keys(precisions)) {
     const name = entry.precisions?.[part];
-    if (name !== undefined && !Object.hasOwn(formats, name)) throw new InputError(`precision ${JSON.stringify(name)} is not known: choose from ${Object.keys(formats).join(", ")}`);
+    if (name !== undefined && !Object.hasOwn(formats, name))
+      throw new InputError(
+        `precision ${JSON.stringify(name)} is not known: choose from ${Object.keys(formats).join(", ")}`,
+      );
     if (name !== undefined) precisions[part] = name;
   }
   const optional = ["embedding", "vocab_size", "max_context"];
-  const shape = { name: typeof entry.name === "string" ? entry.name.slice(0, 100) : "a pasted shape", precisions, attention, experts: checkedExperts(entry.experts),
-    ...sizes(entry, ["num_layers", "hidden_size", "dense", ...optional], (name) => !optional.includes(name)) };
+  const shape = {
+    name: typeof entry.name === "string" ? entry.name.slice(0, 100) : "a pasted shape",
+    precisions,
+    attention,
+    experts: checkedExperts(entry.experts),
+    ...sizes(entry, ["num_layers", "hidden_size", "dense", ...optional], (name) => !optional.includes(name)),
+  };
   const layers = attention.reduce((sum, group) => sum + group.layers, 0);
-  if (!(shape.dense > 0) || layers !== shape.num_layers) throw new InputError("the shape's dense must be above 0, and its attention groups must have num_layers layers together");
+  if (!(shape.dense > 0) || layers !== shape.num_layers)
+    throw new InputError(
+      "the shape's dense must be above 0, and its attention groups must have num_layers layers together",
+    );
   return shape;
 }
 
@@ -64,7 +95,11 @@ function layerAttention(read, layer) {
   return { kind: "gqa", heads, kv_heads: read.whole("num_key_value_heads", heads), head_dim: read.headDim, ...window };
 }
 
-const indexerOf = (read) => ({ topk: read.whole("index_topk"), indexer_heads: read.whole("index_n_heads"), indexer_dim: read.whole("index_head_dim") });
+const indexerOf = (read) => ({
+  topk: read.whole("index_topk"),
+  indexer_heads: read.whole("index_n_heads"),
+  indexer_dim: read.whole("index_head_dim"),
+});
 
 function latent(read, heads) {
   const mla = { kind: "mla", heads, latent: read.whole("kv_lora_rank"), rope: read.whole("qk_rope_head_dim") };
@@ -73,7 +108,13 @@ function latent(read, heads) {
 
 function compressed(read, layer, heads) {
   const ratio = read.numbers("compress_ratios")[layer];
-  const mla = { kind: "mla", heads, latent: read.headDim, rope: read.whole("qk_rope_head_dim"), window: read.whole("sliding_window") };
+  const mla = {
+    kind: "mla",
+    heads,
+    latent: read.headDim,
+    rope: read.whole("qk_rope_head_dim"),
+    window: read.whole("sliding_window"),
+  };
   if (ratio === 0) return mla;
   return ratio > 4 ? { ...mla, ratio } : { ...mla, ratio, ...indexerOf(read) };
 }
@@ -97,14 +138,20 @@ function attentionParameters(read, layer) {
   const heads = read.whole("num_attention_heads");
   if (read.has("compress_ratios")) return compressedParameters(read, layer);
   if (read.has("kv_lora_rank")) return latentParameters(read);
-  const width = heads * read.headDim, isGated = read.flag("attn_output_gate", CONFIG_KEYS.gated.includes(read.family.replace(/_text$/, "")));
+  const width = heads * read.headDim,
+    isGated = read.flag("attn_output_gate", CONFIG_KEYS.gated.includes(read.family.replace(/_text$/, "")));
   return hidden * ((isGated ? 2 * width : width) + 2 * read.whole("num_key_value_heads", heads) * read.headDim + width);
 }
 
 function linearParameters(read) {
   const hidden = read.whole("hidden_size"), heads = read.whole("linear_num_value_heads");
-  const keys = read.whole("linear_num_key_heads") * read.whole("linear_key_head_dim"), values = heads * read.whole("linear_value_head_dim");
-  return hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden + (2 * keys + values) * read.whole("linear_conv_kernel_dim");
+  const keys = read.whole("linear_num_key_heads") * read.whole("linear_key_head_dim"),
+    values = heads * read.whole("linear_value_head_dim");
+  return (
+    hidden * (2 * keys + 2 * values + 2 * heads) +
+    values * hidden +
+    (2 * keys + values) * read.whole("linear_conv_kernel_dim")
+  );
 }
 
 function latentParameters(read) {
@@ -120,7 +167,8 @@ function latentParameters(read) {
 function compressedParameters(read, layer) {
   const hidden = read.whole("hidden_size"), heads = read.whole("num_attention_heads"), width = read.headDim;
   const rank = read.whole("q_lora_rank"), outRank = read.whole("o_lora_rank"), groups = read.whole("o_groups");
-  const main = hidden * rank + rank * heads * width + hidden * width + heads * width * outRank + groups * outRank * hidden;
+  const main =
+    hidden * rank + rank * heads * width + hidden * width + heads * width * outRank + groups * outRank * hidden;
   const ratio = read.numbers("compress_ratios")[layer];
   if (ratio === 0) return main;
   if (ratio > 4) return main + 2 * hidden * width;
@@ -133,19 +181,36 @@ const layersOf = (read) => Array.from({ length: read.whole("num_hidden_layers") 
 function expertParameters(read) {
   const layers = read.numExperts ? layersOf(read).filter((layer) => read.isSparse(layer)).length : 0;
   if (!layers) return null;
-  const width = read.whole("moe_intermediate_size", read.whole("intermediate_size", 0)) || read.whole("intermediate_size");
+  const width =
+    read.whole("moe_intermediate_size", read.whole("intermediate_size", 0)) || read.whole("intermediate_size");
   const each = 3 * read.whole("hidden_size") * width, perToken = read.expertsPerToken;
-  const always = 3 * read.whole("hidden_size") * (read.whole("n_shared_experts", 0) * width + read.whole("shared_expert_intermediate_size", 0));
+  const always =
+    3 *
+    read.whole("hidden_size") *
+    (read.whole("n_shared_experts", 0) * width + read.whole("shared_expert_intermediate_size", 0));
   if (!(perToken > 0 && perToken < read.numExperts)) {
-    throw new InputError(`${read.family}: ${perToken} of ${read.numExperts} experts per token is not possible: check num_experts_per_tok`);
+    throw new InputError(
+      `${read.family}: ${perToken} of ${read.numExperts} experts per token is not possible: check num_experts_per_tok`,
+    );
   }
-  return { num_routed: read.numExperts, per_token: perToken, active: layers * (perToken * each + always), resident: layers * (read.numExperts * each + always) };
+  return {
+    num_routed: read.numExperts,
+    per_token: perToken,
+    active: layers * (perToken * each + always),
+    resident: layers * (read.numExperts * each + always),
+  };
 }
 
 function precisionsOf(read) {
   const stored = read.storedFormat, weights = read.isMxfp4 || stored === "float32" ? "bfloat16" : stored;
   const experts = read.isMxfp4 || read.get("expert_dtype") === "fp4" ? "float4" : weights;
-  return { weights, experts, attention: "bfloat16", kv: read.has("compress_ratios") ? "float8" : "bfloat16", indexer: "float8" };
+  return {
+    weights,
+    experts,
+    attention: "bfloat16",
+    kv: read.has("compress_ratios") ? "float8" : "bfloat16",
+    indexer: "float8",
+  };
 }
 
 /** Layers with the same attention, counted together. */
@@ -158,19 +223,32 @@ function grouped(groups) {
   return [...found.values()];
 }
 
-/** {shape, used}: the shape of a parsed config.json, and the part of the config that it was read from. Raises InputError. */
+/**
+ * {shape, used}: the shape of a parsed config.json, and the part of the config that it was read from. Raises
+ * InputError.
+ */
 export function readConfig(config, formats) {
-  if (typeof config !== "object" || config === null || Array.isArray(config)) throw new InputError("this is no JSON object: paste the model's config.json");
+  if (typeof config !== "object" || config === null || Array.isArray(config))
+    throw new InputError("this is no JSON object: paste the model's config.json");
   if (Object.hasOwn(config, "attention") && Object.hasOwn(config, "dense")) {
     const shape = checkedShape(config, formats);
     return { shape, used: shape };
   }
-  const read = new ConfigReader(config), hidden = read.whole("hidden_size"), vocab = read.whole("vocab_size"), layers = layersOf(read);
+  const read = new ConfigReader(config),
+    hidden = read.whole("hidden_size"),
+    vocab = read.whole("vocab_size"),
+    layers = layersOf(read);
   const shape = {
-    name: read.family, num_layers: layers.length, hidden_size: hidden, vocab_size: vocab,
-    attention: grouped(layers.map((layer) => layerAttention(read, layer))), experts: expertParameters(read),
-    dense: hidden * vocab + layers.reduce((sum, layer) => sum + layerParameters(read, layer), 0), embedding: read.isTied ? 0 : hidden * vocab,
-    max_context: read.whole("max_position_embeddings", 0), precisions: precisionsOf(read),
+    name: read.family,
+    num_layers: layers.length,
+    hidden_size: hidden,
+    vocab_size: vocab,
+    attention: grouped(layers.map((layer) => layerAttention(read, layer))),
+    experts: expertParameters(read),
+    dense: hidden * vocab + layers.reduce((sum, layer) => sum + layerParameters(read, layer), 0),
+    embedding: read.isTied ? 0 : hidden * vocab,
+    max_context: read.whole("max_position_embeddings", 0),
+    precisions: precisionsOf(read),
   };
   return { shape, used: read.used };
 }

@@ -1,4 +1,5 @@
-// From the controls' state to the problem that the page shows: the chosen drafter's prediction, every drafter's curve over draft
+// From the controls' state to the problem that the page shows: the chosen drafter's prediction, every drafter's curve
+// over draft
 // length and over batch.
 import { DRAFTERS } from "./charts.js";
 import { best, InputError, memoryNeed, predict, roundParts, roundTimes, speedups, verifyTimes } from "./formulas.js";
@@ -14,20 +15,34 @@ function overBatches({ shape, deployment, load, drafters }) {
   const batches = [...new Set([...BATCHES, load.batch])].sort((one, other) => one - other);
   const rows = batches.map((batch) => {
     const there = { ...load, batch }, verify = verifyTimes({ shape, deployment }, there);
-    return each(drafters, ({ drafter, acceptance }) => best(speedups(acceptance, roundTimes({ shape, deployment, drafter }, there, verify))));
+    return each(drafters, ({ drafter, acceptance }) =>
+      best(speedups(acceptance, roundTimes({ shape, deployment, drafter }, there, verify))),
+    );
   });
   return { batches, bests: DRAFTERS.map((_, index) => rows.map((row) => row[index])) };
 }
 
 /** Every drafter's curve; the chosen one's prediction, or its error. */
 export function solve(state, fields, data) {
-  const found = resolve(state, fields, data), { shape, deployment, load, drafters } = found, own = drafters[state.drafter];
+  const found = resolve(state, fields, data),
+    { shape, deployment, load, drafters } = found,
+    own = drafters[state.drafter];
   const costs = { shape, deployment, drafter: own.drafter }, verify = verifyTimes(costs, load);
-  const curves = each(drafters, ({ drafter, acceptance }) => speedups(acceptance, roundTimes({ ...costs, drafter }, load, verify)));
+  const curves = each(drafters, ({ drafter, acceptance }) =>
+    speedups(acceptance, roundTimes({ ...costs, drafter }, load, verify)),
+  );
   const prediction = own.error ? null : predict(costs, own.acceptance, load, verify);
   const isFinite = [...curves.filter(Boolean).flat(), prediction?.tokens_per_s ?? 0].every(Number.isFinite);
   if (!isFinite) throw new InputError("these sizes have no finite answer: check them");
   const parts = prediction && verify.map((_, length) => roundParts(costs, load, length, verify[0]));
-  return { ...found, ...own, prediction, curves, parts, memory: memoryNeed(shape, deployment, load), over: overBatches(found),
-    chosen: DRAFTERS.map(({ key }) => key === state.drafter) };
+  return {
+    ...found,
+    ...own,
+    prediction,
+    curves,
+    parts,
+    memory: memoryNeed(shape, deployment, load),
+    over: overBatches(found),
+    chosen: DRAFTERS.map(({ key }) => key === state.drafter),
+  };
 }

@@ -1,10 +1,14 @@
-// When each token of an answer comes, as it is predicted: plain decoding one a round, with drafts in bursts. Pure functions on numbers;
+// When each token of an answer comes, as it is predicted: plain decoding one a round, with drafts in bursts. Pure
+// functions on numbers;
 // paceline.bench.predicted does the same, number for number.
 
 const GOLDEN = 0.6180339887498949;
 const SPEEDS = [1, 0.5, 0.25, 0.1], LEAST_S = 3;
 
-/** Drafts that stand in round `number`, 1 for the first: as often as `survival` says, spread evenly over the rounds and not drawn. */
+/**
+ * Drafts that stand in round `number`, 1 for the first: as often as `survival` says, spread evenly over the rounds and
+ * not drawn.
+ */
 export function keptDrafts(survival, number) {
   const share = (number * GOLDEN) % 1;
   return survival.filter((each) => each > share).length;
