@@ -11,6 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from paceline.types import Round
 
@@ -37,6 +38,19 @@ def possible_speedup(speedup: float | None, tokens_per_round: float | None) -> f
     Every speed-up that is printed, drawn or kept passes through here; what is shown in its place is `doubt`.
     """
     return speedup if speedup is not None and is_possible(speedup, tokens_per_round) else None
+
+
+GAIN, LOAD_GAIN, EVEN = 1.1, 1.05, 0.97
+"""Speed-ups from which on a verdict is a gain (under load the second), and below which drafting costs time."""
+Tone = Literal["good", "cost", "bad", ""]
+"""Colour of a verdict: green for a gain; amber for a cost; red for what is wrong; grey for no verdict and no difference."""
+
+
+def tone_of(speedups: Sequence[float], gain: float = GAIN) -> Tone:
+    """Return the tone of a verdict on these speed-ups: a gain if the best is one and none costs time. Grey without any."""
+    if not speedups:
+        return ""
+    return "cost" if min(speedups) < EVEN else "good" if max(speedups) >= gain else ""
 
 
 def doubt(speedup: float | None, tokens_per_round: float | None, num_tokens: int | None) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.adapt.hours import DAY
 from paceline.bench.pages import Mark, Plot, Series, curves, render
+from paceline.figures import Tone
 from paceline.tables import Column, Table
 
 MARKED = ("swapped", "routed", "rolled back", "training", "kept", "refused", "failed", "told", "waiting")
@@ -31,6 +32,7 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
         "adapt.html",
         title="Acceptance over time",
         verdict=_verdict(last, done),
+        tone=_tone(last),
         drawn=[_timeline(name, hours, done) for name in _clusters(hours)],
         done=Table(COLUMNS, done[::-1]),
         now=[(name, _state(seen)) for name, seen in last["seen"].items()],
@@ -62,6 +64,11 @@ def _state(seen: dict[str, Any]) -> str:
     words |= {"raised": "lower than usual; it must last before anything is done", "held": "lower than usual for long enough"}
     loss = f" ({seen['loss']:.0%} below)" if seen.get("loss") else ""
     return words[seen["state"]] + loss
+
+
+def _tone(last: dict[str, Any]) -> Tone:
+    """Amber while acceptance is lower than usual, else grey."""
+    return "cost" if any(seen["state"] in ("held", "raised") for seen in last["seen"].values()) else ""
 
 
 def _verdict(last: dict[str, Any], done: Sequence[dict[str, Any]]) -> str:

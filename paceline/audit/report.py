@@ -11,6 +11,7 @@ from paceline.audit.checks import Finding, Verdict
 from paceline.audit.evidence import Group, Trial
 from paceline.bench.pages import Plot, ranges, render
 from paceline.errors import ConfigError
+from paceline.figures import Tone
 from paceline.runlog import RunFolder
 from paceline.tables import Column, Progress, Table, flat
 
@@ -19,6 +20,7 @@ SENTENCES = {
     "faulty": "FAULT: {url} does not answer as {model} would.",
     "unsure": "Not decided: what {url} tells is not enough to judge whether it answers as {model} would.",
 }
+TONES: dict[Verdict, Tone] = {"honest": "good", "faulty": "bad", "unsure": ""}
 FINDINGS = (
     Column("check", lambda each: each.check),
     Column("outcome", lambda each: each.outcome.upper() if each.outcome == "fault" else each.outcome),
@@ -61,7 +63,7 @@ def write_report(
     asked = {each.name: {"answers": len(each.draws), "tokens": each.num_tokens, "lost": each.num_lost} for each in groups}
     figures = {"verdict": verdict, "findings": findings, "asked": asked}
     run.write_json("results.json", figures | {"tests": [asdict(test) | _derived(test) for test in tests]})
-    values: dict[str, Any] = {"title": "Audit", "verdict": said, "found": found, "tests": drawn_tests}
+    values: dict[str, Any] = {"title": "Audit", "verdict": said, "tone": TONES[verdict], "found": found, "tests": drawn_tests}
     run.write("report.md", render("audit.md", **values))
     progress.table(found)
     progress.say(said)

@@ -21,7 +21,7 @@ from paceline.bench.config import BASELINE
 from paceline.bench.decode import Result, sources_table
 from paceline.bench.pages import Plot, Series, bars, curves, ranges, render, short
 from paceline.errors import ConfigError
-from paceline.figures import doubt, possible_speedup, shares
+from paceline.figures import Tone, doubt, possible_speedup, shares, tone_of
 from paceline.model.backends import Form
 from paceline.runlog import RunFolder
 from paceline.simulate.files import read_json
@@ -162,7 +162,7 @@ def page(run: RunData) -> str:
         run=run,
         kinds=KINDS,
         verdict=verdict_of(run),
-        tone=tone_of(run),
+        tone=run_tone(run),
         form=Form(at["backend"], at["isa"], at["weight_format"]) if at.get("weight_format") else None,
         training=_training(run),
         served=[_accepted("Accepted drafts a round", [("held out", run.served.get("accepted_histogram") or [])])],
@@ -176,16 +176,20 @@ def page(run: RunData) -> str:
     )
 
 
-def tone_of(run: RunData) -> str:
-    """Returns "good" (green), "bad" (red) or "" (grey): the colour of `verdict_of`; without a sure figure it is grey."""
+def run_tone(run: RunData) -> Tone:
+    """Return the colour of `verdict_of`: without a sure figure grey, of a speed-up whose interval holds 1 too."""
     drafted = _drafted([result for _, result in run.results()])
     if any(each.lossless is False for each in drafted):
         return "bad"
     if not drafted:
-        return "bad" if is_worse(run) else "good" if (run.served.get("tokens_per_round") or 0.0) >= GOOD_TRAINING else ""
-    first = [(each.temperature, each.batch, -(each.speedup or 0.0)) for each in drafted if each.doubt is None]
-    best = -min(first)[2] if first else 1.0
-    return "good" if best >= 1.1 else "bad" if best < 0.97 else ""
+        return "cost" if is_worse(run) else "good" if (run.served.get("tokens_per_round") or 0.0) >= GOOD_TRAINING else ""
+    known = [each for each in drafted if each.doubt is None and each.speedup is not None]
+    if not known:
+        return ""
+    best = min(known, key=lambda each: (each.temperature, each.batch, -(each.speedup or 0.0)))
+    low, high = best.speedup_interval
+    is_chance = low is not None and high is not None and low <= 1 <= high
+    return "" if is_chance else tone_of([best.speedup or 0.0])
 
 
 def _drafted(results: Sequence[Result]) -> list[Result]:
@@ -243,6 +247,11 @@ def _accepted(title: str, histograms: list[tuple[str, list[int]]]) -> Plot:
     return bars(title, groups, xlabel="accepted drafts", ylabel="share of rounds")
 
 
+def _depth(survival: Sequence[float]) -> int:
+    """Drafts that are drawn: those that were accepted in some round, and one more, where the line meets the axis."""
+    return min(len(survival), 1 + sum(share > 0 for share in survival))
+
+
 def _engine(rows: list[tuple[str, Result]]) -> list[Plot]:
     """Acceptance at the smallest batch, which in float32 is that of any batch; speed at each."""
     plots = []
@@ -250,7 +259,8 @@ def _engine(rows: list[tuple[str, Result]]) -> list[Plot]:
     for temperature in sorted({result.temperature for _, result in rows}):
         shown = [(name, each) for name, each in rows if (each.temperature, each.batch) == (temperature, smallest)]
         curved = [
-            Series(name, range(1, len(each.survival) + 1), each.survival, color=at) for at, (name, each) in enumerate(shown)
+            Series(name, range(1, _depth(each.survival) + 1), each.survival[: _depth(each.survival)], color=at)
+            for at, (name, each) in enumerate(shown)
         ]
         title, xlabel = f"Survival, T={temperature:g}", "first i drafts stood"
         plots.append(curves(title, curved, xlabel=xlabel, ylabel="share of rounds", ylim=(0, 1)))

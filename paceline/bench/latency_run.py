@@ -20,7 +20,7 @@ from paceline.bench.servers import look, started
 from paceline.bench.workloads import WORKLOADS, Workload, named_workload, workload_of
 from paceline.config import read_api_keys
 from paceline.errors import ConfigError, refuse, reraised
-from paceline.figures import Spread
+from paceline.figures import Spread, Tone, tone_of
 from paceline.runlog import RunFolder
 from paceline.tables import SILENT, Column, Progress, Table, flat, spread_column
 
@@ -152,6 +152,12 @@ def _arm(name: str, url: str, key: str | None, model: str | None, config: Latenc
     return Arm(name, client, known, {"return_timings": True, "return_metrics": True} if is_ours else {})
 
 
+def _tone(results: list[LatencyResult], pairs: list[Pair]) -> Tone:
+    if not all(each.lossless for each in results):
+        return "bad"
+    return tone_of([1 / (1 - each.cut) for each in pairs if each.part == "decode" and not each.doubt and (each.cut or 1) < 1])
+
+
 def _report(
     run: RunFolder,
     results: list[LatencyResult],
@@ -167,6 +173,7 @@ def _report(
     values: dict[str, Any] = {
         "title": "Where the milliseconds go",
         "verdict": render("latency_verdict.txt", results=results, pairs=pairs, enough=ENOUGH).strip(),
+        "tone": _tone(results, pairs),
         "about": [f"{each.name}: {each.about}; {len(each.requests)} requests." for each in asked],
         "figures": figures,
         "remedies": remedies,

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from paceline.errors import ConfigError, needing
 from paceline.figures import Spread
+from paceline.look import look
 from paceline.runlog import RunFolder
 from paceline.tables import block, printable
 
@@ -61,6 +63,7 @@ def _environment() -> Environment:
     )
     made.filters["number"] = number
     made.globals["block"] = block
+    made.globals["look"] = lambda: Markup(look())
     made.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
     return made
 
@@ -118,8 +121,8 @@ def curves(
     def fill(axes: Axes) -> None:
         from matplotlib.ticker import EngFormatter, MaxNLocator
 
-        marker = "o" if max((len(each.x) for each in shown), default=0) <= FEW_POINTS else ""
         for each in shown:
+            marker = "o" if len(each.x) <= FEW_POINTS else ""  # each for itself: a line of one point would not be seen
             style: dict[str, Any] = {"linestyle": "--", "linewidth": 1.0} if each.is_faint else {"linewidth": 1.6}
             color = COLORS[each.color % len(COLORS)]
             axes.plot(each.x, each.y, label=short(each.label), color=color, marker=marker, markersize=3, **style)
@@ -193,18 +196,24 @@ def bars(
     first: int = 0,
     ylim: tuple[float, float] | None = None,
 ) -> Plot:
-    """Bars side by side, one colour a group; their places count from `first`."""
+    """Bars side by side, one colour a group; their places count from `first`. Bars of a place stand around its tick."""
     shown = [(label, values) for label, values in groups if len(values)]
 
     def fill(axes: Axes) -> None:
         width = 0.8 / len(shown)
         for index, (label, values) in enumerate(shown):
-            places = [first + place - 0.4 + width * (index + 0.5) for place in range(len(values))]
+            places = [first + place + width * _offset(shown, index, place) for place in range(len(values))]
             axes.bar(places, values, width, label=short(label), color=COLORS[index % len(COLORS)])
         axes.set_xticks(range(first, first + max(len(values) for _, values in shown)))
         axes.set(xlabel=xlabel, ylabel=ylabel, ylim=ylim)
 
     return _plot(title, fill, len(shown))
+
+
+def _offset(groups: Sequence[tuple[str, Sequence[float]]], index: int, place: int) -> float:
+    """Where the bar of group `index` stands at a place, in bar widths from the tick; groups without a bar take no room."""
+    drawn = [each for each, (_, values) in enumerate(groups) if place < len(values) and values[place]]
+    return drawn.index(index) - (len(drawn) - 1) / 2 if index in drawn else 0.0
 
 
 def ranges(

@@ -22,6 +22,7 @@ from paceline.bench.pages import LOAD_PLOTS, LoadPlot, load_plots, render, write
 from paceline.bench.serving import BASELINE, Contender, Pass, ServingBench, ServingResult
 from paceline.config import read_api_keys
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError, reraised
+from paceline.figures import LOAD_GAIN, Tone, tone_of
 from paceline.prompts import read_prompts
 from paceline.runlog import RunFolder
 from paceline.simulate.load import Arrivals
@@ -97,6 +98,13 @@ def bench_serving(
     return {**line, "run": run.path}
 
 
+def _tone(results: list[ServingResult]) -> Tone:
+    if any(each.num_failed or not each.lossless for each in results):
+        return "bad"
+    sure = [each.speedup for each in results if each.speculate != "off" and each.speedup and not each.doubt]
+    return tone_of(sure, LOAD_GAIN)
+
+
 def _report(
     run: RunFolder, bench: ServingBench, results: list[ServingResult], model: str, settings: dict[str, Any], progress: Progress
 ) -> None:
@@ -116,6 +124,7 @@ def _report(
         lambda: load_plots(plots, by_load),
         title=f"Serving under load: {model}",
         verdict=verdict,
+        tone=_tone(results),
         about=sent,
         note=render("serving_note.txt").rstrip(),
         figures=figures,

@@ -33,7 +33,7 @@ from paceline.bench.passes import Engines
 from paceline.draft.base import NoDrafter
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, reraised
-from paceline.figures import doubt, first_difference, possible_speedup
+from paceline.figures import Tone, doubt, first_difference, possible_speedup, tone_of
 from paceline.runlog import plain
 from paceline.simulate.calculator import embedded, hash_of
 from paceline.simulate.files import read_json
@@ -134,6 +134,13 @@ class Timing:
         return next((speed for speed in SPEEDS if end_s / speed >= LEAST_S), SPEEDS[-1])
 
     @property
+    def tone(self) -> Tone:
+        """Colour of the verdict; a prediction is no verdict."""
+        if not self.on.lossless:
+            return "bad"
+        return "" if self.predicted is not None or self.doubt else tone_of([self._measured])
+
+    @property
     def verdict(self) -> str:
         if self.predicted is not None:
             return self.predicted
@@ -231,7 +238,9 @@ def _answer(read: dict[str, Any]) -> TimedAnswer:
 
 def page(timing: Timing) -> str:
     data = embedded(plain(timing) | {"verdict": timing.verdict, "speed": timing.usual_speed})
-    return render("timing.html", title=f"{timing.model}: {timing.verdict}", data=Markup(data), hash_of=hash_of)
+    return render(
+        "timing.html", title=f"{timing.model}: {timing.verdict}", tone=timing.tone, data=Markup(data), hash_of=hash_of
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import typer
 from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.shared import Json, say
 from paceline.errors import ConfigError
+from paceline.figures import LOAD_GAIN, Tone, tone_of
 from paceline.runlog import RunFolder, plain, write_whole
 from paceline.simulate.config import CostsConfig, PredictConfig, PriceConfig, ServingConfig
 from paceline.tables import Column, Table, block, spread_column
@@ -321,6 +322,14 @@ def _figures_table(answer: ServerAnswer) -> Table:
     return Table(columns, rows, title=title, width=180)
 
 
+def _tone(answer: ServerAnswer) -> Tone:
+    if answer.compared:
+        return "" if answer.num_within == len(answer.compared) else "cost"
+    plain = {each.load: each.total.mean for each in answer.loads if each.policy == "off"}
+    drafted = [(plain.get(each.load), each.total.mean) for each in answer.loads if each.policy != "off"]
+    return tone_of([off / on for off, on in drafted if off and on], LOAD_GAIN)
+
+
 def _write_report(run: RunFolder, answer: ServerAnswer) -> str | None:
     """report.md and report.html; returns a notice when the page had to be left out."""
     from paceline.bench.pages import LOAD_PLOTS, LoadPlot, load_plots, render, write_load_report
@@ -332,6 +341,7 @@ def _write_report(run: RunFolder, answer: ServerAnswer) -> str | None:
         lambda: _compared_plots(answer.compared) if answer.compared else load_plots(plots, by_load),
         title=f"Simulated serving: {answer.setup.title}",
         verdict=render("simulated_verdict.txt", loads=answer.loads, compared=answer.compared).rstrip(),
+        tone=_tone(answer),
         about="",
         note=render("simulated_note.txt").rstrip(),
         figures=_figures_table(answer),

@@ -10,7 +10,7 @@ from paceline.bench.pages import Plot, ranges, render, short
 from paceline.errors import ConfigError
 from paceline.evals.compare import Comparison
 from paceline.evals.scores import Scored, Scores
-from paceline.figures import Interval
+from paceline.figures import Interval, Tone
 from paceline.runlog import RunFolder
 from paceline.tables import Column, Progress, Table, flat
 
@@ -56,6 +56,12 @@ def sentence(scores: Scores, found: Sequence[Comparison], refusals: Sequence[str
     return said + (f" REFUSED: {'; '.join(refusals)}." if refusals else "")
 
 
+def _tone(found: Sequence[Comparison], refusals: Sequence[str]) -> Tone:
+    """Red if refused; else of the comparisons: amber for a worse score, green for a better one."""
+    verdicts = {each.verdict for each in found}
+    return "bad" if refusals else "cost" if "worse" in verdicts else "good" if "better" in verdicts else ""
+
+
 def write_report(
     scores: Sequence[Scores],
     found: Sequence[Comparison],
@@ -69,7 +75,13 @@ def write_report(
     lines = {"scores": [each.as_line() for each in scores], "comparisons": [each.as_line() for each in found]}
     run.results({**lines, "refusals": list(refusals), "passed": not refusals})
     said, figures, pairs = sentence(last, found, refusals), Table(FIGURES, list(scores)), Table(PAIRS, list(found))
-    values: dict[str, Any] = {"title": f"Evals: {last.suite}", "verdict": said, "figures": figures, "beside": pairs}
+    values: dict[str, Any] = {
+        "title": f"Evals: {last.suite}",
+        "verdict": said,
+        "tone": _tone(found, refusals),
+        "figures": figures,
+        "beside": pairs,
+    }
     run.write("report.md", render("evals.md", **values))
     for table in (figures, pairs) if found else (figures,):
         progress.table(table)

@@ -60,6 +60,8 @@ class HeldoutFigures(Rounds):
     num_tokens: int
     texts: tuple[str, ...]
     """The first few answers, to be read: text that repeats itself is drafted easily."""
+    prompts: tuple[str, ...] = ()
+    """What they answer, as the model reads it."""
 
 
 def serve_heldout(
@@ -82,6 +84,7 @@ def _served(
         num_prompts=len(answers),
         num_tokens=sum(len(answer.token_ids) for answer in answers),
         texts=tuple(answer.text for answer in answers[:num_texts]),
+        prompts=tuple(llm.tokenizer.decode(prompt, False) for prompt in prompts[:num_texts]),
     )
     said = [
         Document(f"served-{number}", np.array([*prompt, *answer.token_ids], dtype=np.int32), len(prompt))

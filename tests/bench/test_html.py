@@ -317,7 +317,7 @@ def test_a_report_opens_with_a_verdict(tmp_path: Path, values: dict[str, Any], s
     [
         ({"speedup": 9.37, "tokens_per_round": 3.0}, "the machine was busy: repeat", ""),
         ({"speedup": 2.0, "num_output_tokens": 4}, "4 tokens are too few for a verdict", ""),
-        ({"speedup": 0.8}, "drafting costs time here.", " bad"),
+        ({"speedup": 0.8}, "drafting costs time here.", " cost"),
         ({}, "1.85x as fast", " good"),
     ],
 )
