@@ -15,9 +15,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
 
 import paceline
+from paceline.look import LOOK
 from paceline.serve.admin import add_admin
 from paceline.serve.answers import Exchange
-from paceline.serve.chats import Tag, answer_chat, check_model, compiled, names_of, respond
+from paceline.serve.chats import Drafter, Tag, answer_chat, asked_route, check_model, compiled, names_of, respond
 from paceline.serve.clock import Clock
 from paceline.serve.completions import completion_jobs
 from paceline.serve.failures import ApiError, RequestRefused, error_response, json_response
@@ -35,7 +36,6 @@ from paceline.serve.protocol import (
 )
 from paceline.serve.replies import TextReply
 from paceline.serve.responses import add_responses
-from paceline.serve.routing import route_of
 from paceline.serve.security import Gate
 from paceline.serve.validation import invalid as invalid_body
 from paceline.serve.worker import EngineWorker
@@ -43,7 +43,7 @@ from paceline.serve.worker import EngineWorker
 FOLDER = Path(__file__).parent / "page"
 API_PAGE = FOLDER / "api.html"
 MEDIA = {".css": "text/css", ".js": "text/javascript", ".LICENSE": "text/plain"}
-PAGES = {"/": FOLDER / "index.html", "/docs": API_PAGE}
+PAGES = {"/": FOLDER / "index.html", "/docs": API_PAGE, "/page/look.css": LOOK}
 PAGES |= {f"/page/{part.relative_to(FOLDER).as_posix()}": part for part in FOLDER.rglob("*.*") if part.suffix in MEDIA}
 PAGE_HEADERS = {
     "cache-control": "no-cache",
@@ -120,7 +120,7 @@ def _add_system(app: FastAPI, worker: EngineWorker) -> None:
         worker.serving()
         return json_response({"status": worker.state})
 
-    @app.get("/version", tags=["system"])
+    @app.get("/version", summary="The version of paceline", tags=["system"])
     async def version() -> Response:
         return json_response({"version": paceline.__version__})
 
@@ -143,15 +143,15 @@ async def _show(file: Path, request: Request) -> Response:
 
 
 def _add_tokens(app: FastAPI, worker: EngineWorker) -> None:
-    @app.get("/v1/models", tags=["OpenAI"])
+    @app.get("/v1/models", summary="The models that answer here, and their drafters", tags=["OpenAI"])
     async def models() -> Response:
         return json_response({"object": "list", "data": [_described(name, worker) for name in names_of(worker)]})
 
-    @app.get("/v1/models/{name:path}", tags=["OpenAI"])
+    @app.get("/v1/models/{name:path}", summary="One of them", tags=["OpenAI"])
     async def model(name: str) -> Response:
         return json_response(_described(check_model(name, worker)[0], worker))
 
-    @app.post("/tokenize", tags=["tokens"], response_model=TokenizeAnswer)
+    @app.post("/tokenize", summary="The tokens of a text", tags=["tokens"], response_model=TokenizeAnswer)
     async def tokenize(body: TokenizeRequest) -> Response:
         _, model = check_model(body.model, worker)
         if (body.prompt is None) == (body.messages is None):
@@ -162,7 +162,7 @@ def _add_tokens(app: FastAPI, worker: EngineWorker) -> None:
             told["token_strs"] = [model.tokenizer.decode([token], skip_special=False) for token in tokens]
         return json_response(told)
 
-    @app.post("/detokenize", tags=["tokens"], response_model=DetokenizeAnswer)
+    @app.post("/detokenize", summary="The text of tokens", tags=["tokens"], response_model=DetokenizeAnswer)
     async def detokenize(body: DetokenizeRequest) -> Response:
         _, model = check_model(body.model, worker)
         ids = check_ids(body.tokens, model, "tokens")
@@ -173,27 +173,29 @@ def _described(name: str, worker: EngineWorker) -> dict[str, object]:
     model = worker.serving()
     told = {"id": name, "object": "model", "created": 0, "owned_by": "paceline"}
     mocked = {"lossless": False, "mocked": model.mocked} if model.mocked else {}
-    return told | {"max_model_len": model.max_len, "drafter": model.drafter} | mocked
+    drafters = {"drafters": model.drafters} if len(model.drafters) > 1 else {}
+    return told | {"max_model_len": model.max_len, "drafter": model.drafter} | drafters | mocked
 
 
 def _add_answers(app: FastAPI, worker: EngineWorker) -> None:
-    @app.post("/v1/chat/completions", tags=["OpenAI"])
-    async def chat(body: ChatRequest, http: Request, tag: Tag = None) -> Response:
-        return await answer_chat(body, http, tag, worker, partial(Exchange, "chat.completion", "chatcmpl"))
+    @app.post("/v1/chat/completions", summary="Answer a conversation", tags=["OpenAI"])
+    async def chat(body: ChatRequest, http: Request, tag: Tag = None, drafter: Drafter = None) -> Response:
+        return await answer_chat(body, http, tag, worker, partial(Exchange, "chat.completion", "chatcmpl"), drafter)
 
-    @app.post("/v1/completions", tags=["OpenAI"])
-    async def complete(body: CompletionRequest, http: Request, tag: Tag = None) -> Response:
+    @app.post("/v1/completions", summary="Continue a text", tags=["OpenAI"])
+    async def complete(body: CompletionRequest, http: Request, tag: Tag = None, drafter: Drafter = None) -> Response:
         name, model = check_model(body.model, worker)
+        route = asked_route(body, http, tag, drafter, worker, model)
         clock = Clock(http.scope)
         jobs, echoes = await asyncio.to_thread(completion_jobs, body, model, worker.config, clock)
         jobs = await compiled(jobs, worker, clock)
         replies = [TextReply(index, model.tokenizer, body, echo) for index, echo in enumerate(echoes)]
         num_prompts = len(jobs) // (body.n or 1)
-        ticket = worker.submit(jobs, tag, route_of(worker.config.route, body, http.headers, tag))
+        ticket = worker.submit(jobs, tag, route)
         answering = Exchange("text_completion", "cmpl", name, body, ticket, [*replies], num_prompts, model.lossless)
         return await respond(http, answering)
 
-    @app.post("/v1/embeddings", tags=["OpenAI"], status_code=400)
+    @app.post("/v1/embeddings", summary="Refused: this server generates text", tags=["OpenAI"], status_code=400)
     async def embeddings() -> Response:
         message = "this server has no embeddings: it generates text, at /v1/chat/completions and /v1/completions"
         raise RequestRefused(message, code="unsupported_endpoint")

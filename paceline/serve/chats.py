@@ -20,11 +20,12 @@ from paceline.serve.completions import chat_jobs
 from paceline.serve.engine import ModelInfo
 from paceline.serve.failures import RequestRefused, json_response
 from paceline.serve.prompts import chat_ids
-from paceline.serve.protocol import ChatRequest
+from paceline.serve.protocol import ChatRequest, CompletionRequest
 from paceline.serve.replies import ChatReply
-from paceline.serve.routing import route_of
+from paceline.serve.routing import DRAFTER, chosen_route, route_of
 from paceline.serve.ticket import Job
 from paceline.serve.worker import EngineWorker
+from paceline.types import Route
 
 Tag = Annotated[
     str | None,
@@ -32,6 +33,10 @@ Tag = Annotated[
         alias="x-paceline-tag",
         description="What kind of request it is: kept with its trace, and chooses among several drafters.",
     ),
+]
+Drafter = Annotated[
+    str | None,
+    Header(alias=DRAFTER, description="Whose drafts are checked: a drafter's name, as of /v1/models, or none."),
 ]
 
 
@@ -50,16 +55,35 @@ def check_model(name: str | None, worker: EngineWorker) -> tuple[str, ModelInfo]
 
 
 async def answer_chat(
-    body: ChatRequest, http: Request, tag: str | None, worker: EngineWorker, exchange: Callable[..., Exchange]
+    body: ChatRequest,
+    http: Request,
+    tag: str | None,
+    worker: EngineWorker,
+    exchange: Callable[..., Exchange],
+    drafter: str | None = None,
 ) -> Response:
     """Answers a chat. `exchange` is called with the model's name, the body, its ticket and its replies."""
     name, model = check_model(body.model, worker)
+    route = asked_route(body, http, tag, drafter, worker, model)
     clock = Clock(http.scope)
     jobs = await asyncio.to_thread(chat_jobs, body, model, worker.config, clock)
     jobs = await compiled(jobs, worker, clock)
     replies: list[Any] = [ChatReply(index, model.tokenizer, body) for index in range(len(jobs))]
-    ticket = worker.submit(jobs, tag, route_of(worker.config.route, body, http.headers, tag))
+    ticket = worker.submit(jobs, tag, route)
     return await respond(http, exchange(name, body, ticket, replies, lossless=model.lossless))
+
+
+def asked_route(
+    body: ChatRequest | CompletionRequest,
+    http: Request,
+    tag: str | None,
+    drafter: str | None,
+    worker: EngineWorker,
+    model: ModelInfo,
+) -> Route | None:
+    """The route of a request: the drafter that a header names, or as the server is set up. Raises RequestRefused."""
+    asked = drafter and drafter.strip()
+    return chosen_route(asked, model.drafters) if asked else route_of(worker.config.route, body, http.headers, tag)
 
 
 async def count_chat(body: ChatRequest, worker: EngineWorker) -> int:

@@ -121,6 +121,8 @@ class ModelInfo:
     """Fresh state for one answer, from any thread. Raises SamplingError on a grammar that cannot be followed."""
     mocked: str = ""
     """What acceptance is mocked, for people; empty where answers are the model's own."""
+    drafters: tuple[str, ...] = ()
+    """Names of the drafters that a request may choose from, the default first; without "none"."""
 
     @property
     def lossless(self) -> bool:
@@ -131,4 +133,5 @@ class ModelInfo:
         target, drafter = model.engine.target, ", ".join(model.members) or getattr(model.drafter, "name", "none")
         sizes = target.cache.max_len, target.cache.num_rows, target.vocab_size
         mocked = model.config.mocked_as
-        return cls(model.config.model, model.tokenizer, *sizes, drafter, model.engine.grammars.compile, mocked)
+        names = tuple(name for name, member in model.members.items() if member.is_open)
+        return cls(model.config.model, model.tokenizer, *sizes, drafter, model.engine.grammars.compile, mocked, names)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from paceline.serve import dialect_fields as fields
-from paceline.serve.chats import Tag, answer_chat, count_chat
+from paceline.serve.chats import Drafter, Tag, answer_chat, count_chat
 from paceline.serve.dialects import STREAM, check_keys, renamed
 from paceline.serve.failures import ANTHROPIC, RequestRefused, json_response
 from paceline.serve.fields import Refused
@@ -152,13 +152,20 @@ def add_messages(app: FastAPI, worker: EngineWorker) -> None:
         status: {"model": AnthropicError} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503, 504)
     }
 
-    @app.post(ANTHROPIC, tags=["Anthropic"], responses=failures)
-    async def messages(body: MessagesRequest, http: Request, tag: Tag = None) -> Response:
+    @app.post(ANTHROPIC, summary="Answer a conversation", tags=["Anthropic"], responses=failures)
+    async def messages(body: MessagesRequest, http: Request, tag: Tag = None, drafter: Drafter = None) -> Response:
         chat, names = chat_of(body)
+        exchange = partial(MessageExchange, is_stream=bool(body.stream))
         with renamed(names):
-            return await answer_chat(chat, http, tag, worker, partial(MessageExchange, is_stream=bool(body.stream)))
+            return await answer_chat(chat, http, tag, worker, exchange, drafter)
 
-    @app.post(f"{ANTHROPIC}/count_tokens", tags=["Anthropic"], responses=failures, response_model=CountTokensAnswer)
+    @app.post(
+        f"{ANTHROPIC}/count_tokens",
+        summary="Count the tokens of a conversation",
+        tags=["Anthropic"],
+        responses=failures,
+        response_model=CountTokensAnswer,
+    )
     async def count(body: CountTokensRequest) -> Response:
         chat, names = chat_of(body)
         with renamed(names):

@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from paceline.serve import dialect_fields as fields
-from paceline.serve.chats import Tag, answer_chat
+from paceline.serve.chats import Drafter, Tag, answer_chat
 from paceline.serve.dialects import STREAM, check_keys, renamed
 from paceline.serve.failures import RequestRefused
 from paceline.serve.fields import Refused
@@ -153,11 +153,11 @@ class ResponsesRequest(Closed):
 def add_responses(app: FastAPI, worker: EngineWorker) -> None:
     """Adds the endpoint to the application."""
 
-    @app.post("/v1/responses", tags=["OpenAI"])
-    async def responses(body: ResponsesRequest, http: Request, tag: Tag = None) -> Response:
+    @app.post("/v1/responses", summary="Answer a conversation", tags=["OpenAI"])
+    async def responses(body: ResponsesRequest, http: Request, tag: Tag = None, drafter: Drafter = None) -> Response:
         chat, names = chat_of(body)
         with renamed(names):
-            return await answer_chat(chat, http, tag, worker, partial(ResponseExchange, asked=body))
+            return await answer_chat(chat, http, tag, worker, partial(ResponseExchange, asked=body), drafter)
 
 
 def chat_of(body: ResponsesRequest) -> tuple[ChatRequest, dict[str, str]]:

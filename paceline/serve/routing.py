@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from paceline.clusters import LOOKED_AT, RAW, TEMPLATE, clusters_of
+from paceline.serve.failures import RequestRefused
 from paceline.serve.protocol import ChatRequest, CompletionRequest
 from paceline.serve.tools import text_of
-from paceline.types import Route
+from paceline.types import NONE, Route
 
 LONGEST = 4 * max(TEMPLATE, LOOKED_AT)
 """Characters of a message's beginning and end that are looked at."""
 AUTO, TAG = "auto", "tag"
+DRAFTER = "x-paceline-drafter"
+"""Header that names a drafter, whatever `ServeConfig.route` is."""
+
+
+def chosen_route(name: str, drafters: Sequence[str]) -> Route:
+    """Return the route of a request whose header DRAFTER is `name`. Raises RequestRefused if there is none of this name."""
+    if name not in (*drafters, NONE):
+        message = f"there is no drafter {name!r:.100} here: {DRAFTER} names one of {', '.join([*drafters, NONE])}"
+        raise RequestRefused(message, param=DRAFTER, code="drafter_not_found")
+    return Route(name)
 
 
 def route_of(how: str, body: ChatRequest | CompletionRequest, headers: Mapping[str, str], tag: str | None) -> Route | None:
