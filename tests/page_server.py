@@ -4,7 +4,8 @@ The last message decides: `slow` streams until the client leaves, `refuse` is a 
 text, `cut` a stream without [DONE], `counts` tells how many tokens were drafted instead of which, `markup` answers in HTML,
 `markdown` in all that Markdown has, `hostile` in Markdown that wants to do harm, `deep` in thousands of quotes in one another,
 `differ` depends on speculation, `code` has a fenced block, `open` one that stops in its middle, `held` tells tokens before
-their text, `pool` was drafted by the member "words" of a pool; anything else gets STORY.
+their text, `pool` was drafted by the member "words" of a pool, `long` is STORY until it has tokens enough for a verdict, `busy`
+the same beside plain decoding that cannot have been so slow; anything else gets STORY.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from paceline.figures import FEWEST_TOKENS
 from paceline.serve.app import MEDIA, PAGE_HEADERS, PAGES
 
 PAGE = PAGES["/"]
@@ -131,7 +133,8 @@ def rounds_for(prompt: str, speculating: bool) -> Iterator[Round]:
     elif prompt == "open":
         yield from ([(text, False)] for text in ("Before.\n\n", "``", "`py", "thon\nx = ", "24", "\n``", "`\nAfter."))
     else:
-        yield from STORY if speculating else [[(text, False)] for tokens in STORY for text, _ in tokens]
+        rounds = STORY * (1 + FEWEST_TOKENS // STORY_TOKENS) if prompt in ("long", "busy") else STORY
+        yield from rounds if speculating else [[(text, False)] for tokens in rounds for text, _ in tokens]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -152,7 +155,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append({"path": self.path, "auth": self.headers["Authorization"], **body})
+        told = {"auth": self.headers["Authorization"], "drafter": self.headers["X-Paceline-Drafter"]}
+        self.server.asked.append({"path": self.path, **told, **body})
         prompt = body["messages"][-1]["content"]
         if prompt == "refuse" and not self.server.lenient:
             error = json.dumps({"error": {"message": "16 requests are waiting", "type": "rate_limit_error"}})
@@ -191,7 +195,10 @@ class Handler(BaseHTTPRequestHandler):
         if prompt == "cut" and not self.server.lenient:
             return
         timings = {"queue_s": 0.0002, "prefill_s": 0.012, "draft_s": 0.02, "verify_s": 0.11, "host_s": 0.004}
-        timings |= {"plain_s": 0.05, "num_plain": 5} if speculating else {"plain_s": 0.134, "num_plain": count - 1}
+        if prompt in ("long", "busy"):
+            timings["verify_s"] *= count / STORY_TOKENS
+        plain_s = 0.5 if prompt == "busy" else 0.05
+        timings |= {"plain_s": plain_s, "num_plain": 5} if speculating else {"plain_s": 0.134, "num_plain": count - 1}
         self.event({"choices": [choice("", "stop")], "paceline": {"drafted": 0, "tokens": [], **timings}})
         last: dict[str, Any] = {
             "model": body["model"],

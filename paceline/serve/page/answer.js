@@ -6,7 +6,11 @@ import { Blocks } from "./markdown.js";
 /** What a chunk says of its tokens: how many, how many of them drafted, and, if the server tells, each one's text. */
 export function origin(told) {
   if (Array.isArray(told?.tokens)) {
-    return { tokens: told.tokens.length, drafted: told.tokens.filter((token) => token.drafted).length, pieces: told.tokens };
+    return {
+      tokens: told.tokens.length,
+      drafted: told.tokens.filter((token) => token.drafted).length,
+      pieces: told.tokens,
+    };
   }
   return Number.isFinite(told?.tokens) ? { tokens: told.tokens, drafted: told.drafted ?? 0, pieces: null } : null;
 }
@@ -56,6 +60,15 @@ export class Answer {
     this.#show(true);
   }
 
+  /** What `restore` needs to show it again: the text, and which parts of it were drafted. */
+  get record() { return { text: this.whole, marks: this.#marks }; }
+
+  restore({ text, marks }) {
+    [this.whole, this.#marks, this.#placed] = [text, marks, text.length];
+    if (marks.some(({ share }) => share !== undefined)) $("shares").hidden = false;
+    this.finish();
+  }
+
   #show(isWhole) {
     const began = performance.now();
     this.#due = 0;
@@ -89,7 +102,10 @@ export class Answer {
     return nodes;
   }
 
-  /** Shares `text` out to the tokens waiting for it. A token alone may read differently: half a character, no space, a special token. */
+  /**
+   * Shares `text` out to the tokens waiting for it. A token alone may read differently: half a character, no space, a
+   * special token.
+   */
   #place(text) {
     while (text && this.#pieces.length) {
       const places = this.#pieces.map((piece) => begin(text, piece.text));
@@ -100,7 +116,8 @@ export class Answer {
         this.#token(text.slice(0, end), drafted);
         text = text.slice(end);
       } else {
-        const odd = this.#pieces.splice(0, next < 0 ? Infinity : next), drafted = odd.filter((piece) => piece.drafted).length;
+        const odd = this.#pieces.splice(0, next < 0 ? Infinity : next),
+          drafted = odd.filter((piece) => piece.drafted).length;
         if (drafted % odd.length === 0) this.#token(text.slice(0, at), drafted > 0);
         else this.#share(text.slice(0, at), drafted, odd.length);
         text = text.slice(at);
@@ -110,7 +127,8 @@ export class Answer {
   }
 
   #token(text, drafted) {
-    const bare = drafted && !this.#drafted ? text.length - text.trimStart().length : 0;  // no line under the gap before a run of drafts
+    // no line under the gap before a run of drafts
+    const bare = drafted && !this.#drafted ? text.length - text.trimStart().length : 0;
     this.#write(text.slice(0, bare), {});
     this.#write(text.slice(bare), { className: drafted ? "drafted" : "own" });
     this.#drafted = drafted;

@@ -1,9 +1,11 @@
 /** The page at `/`: a chat that shows how each token came, and one prompt with speculation off and on side by side. */
 
 import { $, make, rate } from "./dom.js";
+import { keep, kept as keptTurns } from "./history.js";
 import { announce, histogram, Reader, Reply } from "./reply.js";
 import { follow, setFollowing, watch } from "./scroll.js";
 import { loadModels, request } from "./server.js";
+import { FEWEST_TOKENS, speedup } from "./speedup.js";
 
 const EXAMPLES = [
   "A baker sells 24 loaves in the morning and half as many in the afternoon. How many is that in a day?",
@@ -30,7 +32,8 @@ async function busy(work) {
     running = null;
     const lost = [$("stop"), document.body].includes(document.activeElement);
     setBusy(false);
-    if (lost && !matchMedia("(pointer: coarse)").matches) $("prompt").focus();  // a phone's keyboard would cover the answer
+    // A phone's keyboard would cover the answer.
+    if (lost && !matchMedia("(pointer: coarse)").matches) $("prompt").focus();
   }
 }
 
@@ -40,19 +43,46 @@ function setBusy(on) {
   for (const control of document.querySelectorAll("[name=mode], #together")) control.disabled = on;
 }
 
-function ask(prompt) {
+function addTurn(prompt) {
   const asked = make("div", { className: "asked", text: prompt });
   const turn = { prompt, reply: null, element: make("div", { className: "turn" }, asked) };
   turns.push(turn);
   $("chat").append(turn.element);
-  return answer(turn);
+  return turn;
 }
+
+const ask = (prompt) => answer(addTurn(prompt));
+
+/** Keeps what a reload should bring back: turns with an answer, whole or stopped. */
+function remember() {
+  const whole = turns.filter(({ reply }) => reply && ["done", "stopped"].includes(reply.state));
+  const isKept = keep(whole.map(({ prompt, reply }) => ({ prompt, reply: reply.record })));
+  $("kept").textContent = isKept ? "" : "This browser has no room for the conversation: a reload deletes it.";
+}
+
+/** The conversation of an earlier visit. */
+function restore() {
+  for (const { prompt, reply } of keptTurns()) {
+    const turn = addTurn(prompt);
+    turn.reply = Reply.restored(reply);
+    turn.element.append(turn.reply.element);
+  }
+  const last = turns.at(-1);
+  if (!last) return;
+  offerAgain(last, "Regenerate", "bare again");
+  announce(last.reply.speed);
+  setFollowing(true);
+  follow();
+}
+
+const offerAgain = (turn, words, className) => turn.reply.offer(words, () => answer(turn), { className });
 
 /** Answers `turn`, again if it was answered before. Turns that failed are no part of the conversation. */
 function answer(turn) {
   if (running) return;
   const kept = turns.slice(0, turns.indexOf(turn)).filter(({ reply }) => reply.state !== "failed" && reply.text.whole);
-  const said = kept.flatMap(({ prompt, reply }) => [{ role: "user", content: prompt }, { role: "assistant", content: reply.text.whole }]);
+  const said = kept.flatMap(({ prompt, reply }) =>
+    [{ role: "user", content: prompt }, { role: "assistant", content: reply.text.whole }]);
   const body = request([...said, { role: "user", content: turn.prompt }]);
   for (const button of document.querySelectorAll("#chat .again")) button.remove();
   turn.reply?.element.remove();
@@ -62,12 +92,18 @@ function answer(turn) {
   follow();
   return busy(async (signal) => {
     const isDone = (await turn.reply.run(body, signal)) === "done";
-    turn.reply.offer(isDone ? "Regenerate" : "Try again", () => answer(turn), { className: isDone ? "bare again" : "again" });
-    if (isDone && body.speculate !== "off") turn.reply.offer("Measure speed-up", (button) => measure(turn.reply, button), { title: MEASURE });
+    offerAgain(turn, isDone ? "Regenerate" : "Try again", isDone ? "bare again" : "again");
+    if (isDone && body.speculate !== "off" && turn.reply.meter.tokens >= FEWEST_TOKENS) {
+      turn.reply.offer("Measure speed-up", (button) => measure(turn.reply, button), { title: MEASURE });
+    }
+    if (turns.includes(turn)) remember();  // it may have been deleted meanwhile
   });
 }
 
-/** Answers the same request once more without speculation, unseen, and tells how much faster the answer on the page came. */
+/**
+ * Answers the same request once more without speculation, unseen, and tells how much faster the answer on the page
+ * came.
+ */
 function measure(reply, button) {
   if (running) return;
   const off = new Reply("Plain decoding");
@@ -79,7 +115,8 @@ function measure(reply, button) {
     if (speed) {
       button.remove();
       reply.tell(speed);
-      reply.note(speed.why);
+      reply.note(speed.doubt ? `No speed-up: ${speed.doubt}.` : speed.why);
+      remember();
     } else {
       button.disabled = false;
       button.textContent = "Measure speed-up";
@@ -90,14 +127,22 @@ function measure(reply, button) {
 /** The measured speed-up of `on` over `off`; null when an answer is too short to have a rate. */
 function measured(on, off) {
   if (!on.meter.rate || !off.meter.rate) return null;
-  const texts = on.text.whole === off.text.whole ? "Both gave the same text." : "The texts differ: sampled, or a near-tie in 16-bit arithmetic.";
-  const why = `Measured: ${rate(off.meter.rate)} tokens/s with plain decoding, ${rate(on.meter.rate)} with speculation. ${texts}`;
-  return { factor: on.meter.rate / off.meter.rate, how: "measured", why };
+  const isSame = on.text.whole === off.text.whole;
+  const texts = isSame ? "Both gave the same text." : "The texts differ: sampled, or a near-tie in 16-bit arithmetic.";
+  const rates = `${rate(off.meter.rate)} tokens/s with plain decoding, ${rate(on.meter.rate)} with speculation`;
+  const numTokens = Math.min(on.meter.tokens, off.meter.tokens), { perRound } = on.meter;
+  return speedup(on.meter.rate / off.meter.rate, {
+    how: "measured",
+    why: `Measured: ${rates}. ${texts}`,
+    perRound,
+    numTokens,
+  });
 }
 
 function compare(prompt) {
   const body = request([{ role: "user", content: prompt }]);
-  if (body.temperature > 0 && body.seed === undefined) body.seed = Math.floor(Math.random() * 2 ** 31);  // or two draws would be compared
+  // Without one seed for both, two draws would be compared.
+  if (body.temperature > 0 && body.seed === undefined) body.seed = Math.floor(Math.random() * 2 ** 31);
   const off = new Reply("Answer with speculation off", { heading: "Speculation off" });
   const on = new Reply("Answer with speculation on", { heading: "Speculation on" });
   const plain = { ...body, speculate: "off" };
@@ -124,23 +169,41 @@ function judge(off, on, body) {
   const why = body.temperature > 0
     ? "Sampled answers follow one distribution and may differ, even at one seed."
     : "At temperature 0 only near-ties in 16-bit arithmetic should do that.";
-  const speed = measured(on, off), speedup = speed ? `${speed.factor.toFixed(2)}×` : "–";
+  const speed = measured(on, off), factor = speed?.factor ? `${speed.factor.toFixed(2)}×` : "–";
+  const rates = `${rate(off.meter.rate)} → ${rate(on.meter.rate)} tokens/s`;
   if (speed) on.tell(speed);
-  const cell = (title, value, detail) => make("div", {}, make("h2", { text: title }), make("strong", { text: value }), make("p", { text: detail }));
+  const cell = (title, value, detail, className = "") =>
+    make(
+      "div",
+      {},
+      make("h2", { text: title }),
+      make("strong", { text: value, className }),
+      make("p", { text: detail }),
+    );
   const seed = body.seed === undefined ? "" : ` Seed ${body.seed} for both.`;
   $("verdict").replaceChildren(
-    cell("Speed-up of decoding", speedup, `${rate(off.meter.rate)} → ${rate(on.meter.rate)} tokens/s`),
-    a === b ? cell("Texts", "Identical", `${a.length} characters.${seed}`) : cell("Texts", "Different", `From character ${place + 1} on. ${why}${seed}`),
-    ...(on.metrics?.acceptance_histogram?.length ? [kept(on.metrics)] : []),
+    cell("Speed-up of decoding", factor, speed?.doubt ? `${speed.doubt}. ${rates}` : rates, tone(speed?.factor)),
+    a === b ? cell("Texts", "Identical", `${a.length} characters.${seed}`)
+      : cell("Texts", "Different", `From character ${place + 1} on. ${why}${seed}`),
+    ...(numRounds(on.metrics) >= FEWEST_ROUNDS ? [histogramOf(on.metrics)] : []),
   );
   $("verdict").hidden = false;
-  Reader.say(`Both done. Speed-up ${speedup}, from ${rate(off.meter.rate)} to ${rate(on.meter.rate)} tokens per second. Texts ${a === b ? "identical" : "different"}.`);
+  Reader.say(`Both done. Speed-up ${speed?.doubt || factor}, ${rates}. Texts ${a === b ? "identical" : "different"}.`);
 }
 
-function kept(metrics) {
+/** Bars of fewer rounds say nothing. */
+const FEWEST_ROUNDS = 10;
+
+const numRounds = (metrics) => (metrics?.acceptance_histogram ?? []).reduce((sum, count) => sum + count, 0);
+
+/** The colour of a speed-up, as reports have it: green for a gain, amber for a cost, none between them. */
+const tone = (factor) => (factor >= 1.1 ? "good" : factor < 0.97 ? "cost" : "");
+
+function histogramOf(metrics) {
   const share = metrics.draft_acceptance_rate;
   const caption = Number.isFinite(share) ? `${(100 * share).toFixed(0)}% of drafts kept` : "";
-  return make("figure", {}, make("h2", { text: "Rounds by drafts kept" }), histogram(metrics.acceptance_histogram), make("figcaption", { text: caption }));
+  const bars = histogram(metrics.acceptance_histogram);
+  return make("figure", {}, make("h2", { text: "Rounds by drafts kept" }), bars, make("figcaption", { text: caption }));
 }
 
 // ---- the page itself ----
@@ -154,6 +217,14 @@ function lay() {
   $("compare").hidden = !comparing;
   $("welcome").hidden = comparing ? compared : turns.length > 0;
   $("send").textContent = comparing ? "Compare" : "Send";
+  $("clear").textContent = comparing ? "Clear" : "Clear chat";
+  $("clear").title = comparing ? "" : "Deletes it here and from this browser's storage, where a reload finds it";
+}
+
+function closeSettings() {
+  const isInside = $("settings").contains(document.activeElement);
+  $("settings").open = false;
+  if (isInside) $("settings").firstElementChild.focus();
 }
 
 function submit(prompt) {
@@ -164,6 +235,7 @@ function submit(prompt) {
     return;
   }
   $("prompt").value = "";
+  $("settings").open = false;
   const work = mode() === "compare" ? compare(prompt) : ask(prompt);
   lay();
   return work;
@@ -173,6 +245,7 @@ function clear() {
   running?.abort();
   if (mode() === "chat") {
     turns = [];
+    remember();
     $("chat").replaceChildren();
     announce(null);
   } else {
@@ -192,11 +265,17 @@ $("prompt").addEventListener("keydown", (event) => {
   event.preventDefault();
   submit($("prompt").value);
 });
-addEventListener("keydown", (event) => { if (event.key === "Escape") running?.abort(); });
+addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  if ($("settings").open) closeSettings();
+  else running?.abort();
+});
+addEventListener("pointerdown", (event) => { if (!$("settings").contains(event.target)) $("settings").open = false; });
 $("stop").addEventListener("click", () => running?.abort());
 $("clear").addEventListener("click", clear);
 $("colours").addEventListener("change", () => document.body.classList.toggle("uncoloured", !$("colours").checked));
 for (const radio of document.querySelectorAll("[name=mode]")) radio.addEventListener("change", lay);
 $("examples").append(...EXAMPLES.map((text) => make("button", { type: "button", text, onclick: () => submit(text) })));
+restore();
 lay();
 loadModels();

@@ -15,7 +15,16 @@ export function drawn(tag, attributes, ...children) {
   return element;
 }
 
-export const seconds = (s) => (s < 0.0995 ? `${(s * 1000).toFixed(1)} ms` : s < 1 ? `${(s * 1000).toFixed(0)} ms` : `${s.toFixed(2)} s`);
+/** A word that is explained while the pointer or the focus is on it. */
+export function term(word, meaning) {
+  const element = make("button", { type: "button", className: "term", text: word });
+  element.dataset.meaning = meaning;
+  element.setAttribute("aria-description", meaning);
+  return element;
+}
+
+export const seconds = (s) =>
+  s < 0.0995 ? `${(s * 1000).toFixed(1)} ms` : s < 1 ? `${(s * 1000).toFixed(0)} ms` : `${s.toFixed(2)} s`;
 export const rate = (value) => (value ? value.toFixed(1) : "–");
 
 /** A button that puts what `text()` gives on the clipboard and says so for a moment. */
@@ -35,7 +44,8 @@ async function copied(text) {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    const focused = document.activeElement, box = make("textarea", { value: text, className: "unseen", readOnly: true });
+    const focused = document.activeElement,
+      box = make("textarea", { value: text, className: "unseen", readOnly: true });
     document.body.append(box);
     box.select();
     const done = document.execCommand("copy");

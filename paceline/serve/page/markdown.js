@@ -1,17 +1,24 @@
 /**
- * Markdown as elements. marked's lexer reads it; every text of its tree becomes a text node, so that no HTML comes of what a model
+ * Markdown as elements. marked's lexer reads it; every text of its tree becomes a text node, so that no HTML comes of
+ * what a model
  * writes: tags are shown, images are links, and links go to http, https and mailto addresses only.
  */
 
 import { lexer } from "./vendor/marked.esm.js";
 import { copyButton, make } from "./dom.js";
 
-/** Quotes and lists inside one another beyond this are shown as written: a browser lays out no page a thousand levels deep. */
+/**
+ * Quotes and lists inside one another beyond this are shown as written: a browser lays out no page a thousand levels
+ * deep.
+ */
 const DEEPEST = 24;
 const SAFE = new Set(["http:", "https:", "mailto:"]);
 const TAGS = { paragraph: "p", blockquote: "blockquote", strong: "strong", em: "em", del: "del" };
 const ENTITIES = { "&amp;": "&", "&lt;": "<", "&gt;": ">", "&quot;": '"', "&#39;": "'", "&nbsp;": "\u00a0" };
-/** A last line that its next character may turn into something else: a fence, a rule, an underlined heading, a table's second row. */
+/**
+ * A last line that its next character may turn into something else: a fence, a rule, an underlined heading, a table's
+ * second row.
+ */
 const UNSETTLED = /(?:^|\n)[ \t]*(?:[-=|: \t]+|`{1,2}|~{1,2})$/;
 
 /** An answer's blocks on the page. `paint(text, at)` gives the nodes of `text`, which stands at `at` of the source. */
@@ -28,7 +35,8 @@ export class Blocks {
     tokens.forEach((token, place) => {
       const old = this.#shown[place];
       if (!keeps || old?.raw !== token.raw) {
-        const made = new Writer(token.raw, at, this.paint).block(token, 0), node = made instanceof DocumentFragment ? make("p", {}, made) : made;
+        const made = new Writer(token.raw, at, this.paint).block(token, 0),
+          node = made instanceof DocumentFragment ? make("p", {}, made) : made;
         this.#shown[place] = { raw: token.raw, node: this.#put(node, old?.node, place) };
       }
       at += token.raw.length;
@@ -37,8 +45,10 @@ export class Blocks {
   }
 
   #put(node, old, place) {
-    if (node?.className === "code" && old?.className === "code") {  // its button keeps the focus, its text the place it was scrolled to
-      for (const part of [".language", "code"]) old.querySelector(part).replaceChildren(...node.querySelector(part).childNodes);
+    if (node?.className === "code" && old?.className === "code") {
+      // its button keeps the focus, its text the place it was scrolled to
+      for (const part of [".language", "code"])
+        old.querySelector(part).replaceChildren(...node.querySelector(part).childNodes);
       return old;
     }
     old?.remove();
@@ -59,7 +69,8 @@ class Writer {
   /** The element of a token; null for one that shows nothing. */
   block(token, depth) {
     if (token.type === "space" || token.type === "def") return null;
-    const at = this.source.indexOf(token.raw, this.#at);  // -1 inside quotes and lists, whose lines begin with other signs
+    // -1 inside quotes and lists, whose lines begin with other signs
+    const at = this.source.indexOf(token.raw, this.#at);
     if (at >= 0) this.#at = at;
     const node = depth > DEEPEST ? make("p", {}, ...this.#text(token.raw.trim())) : this.#made(token, depth);
     if (at >= 0) this.#at = at + token.raw.length;
@@ -71,18 +82,32 @@ class Writer {
   #made(token, depth) {
     const inside = () => this.#blocks(token.tokens ?? [], depth);
     switch (token.type) {
-      case "heading": return make(`h${Math.min(6, token.depth + 2)}`, {}, ...inside());
-      case "code": return this.#code(token);
-      case "hr": case "br": return make(token.type);
-      case "list": return this.#list(token, depth);
-      case "table": return this.#table(token, depth);
-      case "checkbox": return make("span", { text: token.checked ? "☑ " : "☐ " });
-      case "codespan": return make("code", {}, ...this.#text(token.text));
-      case "link": return this.#link(token, inside);
-      case "image": return this.#link(token, () => [`image: ${token.text || "without a description"}`]);
-      case "html": return token.block ? make("p", {}, ...this.#text(token.text.trimEnd())) : this.#span(this.#text(token.text));
-      case "text": case "escape": return this.#span(token.tokens ? inside() : this.#decoded(token.text));
-      default: return make(TAGS[token.type] ?? "span", {}, ...(TAGS[token.type] ? inside() : this.#text(token.raw)));
+      case "heading":
+        return make(`h${Math.min(6, token.depth + 2)}`, {}, ...inside());
+      case "code":
+        return this.#code(token);
+      case "hr":
+      case "br":
+        return make(token.type);
+      case "list":
+        return this.#list(token, depth);
+      case "table":
+        return this.#table(token, depth);
+      case "checkbox":
+        return make("span", { text: token.checked ? "☑ " : "☐ " });
+      case "codespan":
+        return make("code", {}, ...this.#text(token.text));
+      case "link":
+        return this.#link(token, inside);
+      case "image":
+        return this.#link(token, () => [`image: ${token.text || "without a description"}`]);
+      case "html":
+        return token.block ? make("p", {}, ...this.#text(token.text.trimEnd())) : this.#span(this.#text(token.text));
+      case "text":
+      case "escape":
+        return this.#span(token.tokens ? inside() : this.#decoded(token.text));
+      default:
+        return make(TAGS[token.type] ?? "span", {}, ...(TAGS[token.type] ? inside() : this.#text(token.raw)));
     }
   }
 
@@ -105,7 +130,9 @@ class Writer {
     return text.split(/(&(?:amp|lt|gt|quot|nbsp|#39);)/).flatMap((part) => {
       const nodes = this.#text(part);
       if (!ENTITIES[part]) return nodes;
-      return [nodes[0].cloneNode ? Object.assign(nodes[0].cloneNode(), { textContent: ENTITIES[part] }) : ENTITIES[part]];
+      return [
+        nodes[0].cloneNode ? Object.assign(nodes[0].cloneNode(), { textContent: ENTITIES[part] }) : ENTITIES[part],
+      ];
     });
   }
 
@@ -114,7 +141,17 @@ class Writer {
     const code = make("code", {}, ...this.#text(token.text));
     const pre = make("pre", { tabIndex: 0 }, code);
     const language = make("span", { className: "language" }, token.lang?.match(/\S+/)?.[0] ?? "text");
-    return make("div", { className: "code" }, make("div", { className: "bar" }, language, copyButton("Copy code", () => code.textContent)), pre);
+    return make(
+      "div",
+      { className: "code" },
+      make(
+        "div",
+        { className: "bar" },
+        language,
+        copyButton("Copy code", () => code.textContent),
+      ),
+      pre,
+    );
   }
 
   #list(token, depth) {
@@ -136,12 +173,20 @@ class Writer {
       return made;
     }));
     const head = make("thead", {}, row(token.header, "th"));
-    return make("div", { className: "table", tabIndex: 0 }, make("table", {}, head, make("tbody", {}, ...token.rows.map((cells) => row(cells, "td")))));
+    return make(
+      "div",
+      { className: "table", tabIndex: 0 },
+      make("table", {}, head, make("tbody", {}, ...token.rows.map((cells) => row(cells, "td")))),
+    );
   }
 
   #link(token, inside) {
     const address = URL.canParse(token.href) ? new URL(token.href) : null;  // what is relative is nobody's page here
     if (!SAFE.has(address?.protocol)) return make("span", {}, ...this.#text(token.raw));
-    return make("a", { href: address.href, title: address.href, target: "_blank", rel: "noopener noreferrer nofollow" }, ...inside());
+    return make(
+      "a",
+      { href: address.href, title: address.href, target: "_blank", rel: "noopener noreferrer nofollow" },
+      ...inside(),
+    );
   }
 }

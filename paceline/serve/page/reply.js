@@ -1,15 +1,29 @@
-/** One answer on the page: its text, its figures, how many times faster than plain decoding it came, and what went wrong. */
+/**
+ * One answer on the page: its text, its figures, how many times faster than plain decoding it came, and what went
+ * wrong.
+ */
 
-import { $, copyButton, drawn, make, rate, seconds } from "./dom.js";
+import { $, copyButton, drawn, make, rate, seconds, term } from "./dom.js";
 import { Answer, origin } from "./answer.js";
 import { chunks, Failure } from "./server.js";
 import { follow } from "./scroll.js";
+import { BUSY, speedup } from "./speedup.js";
 
-const PARTS = [["queue_s", "Queue"], ["prefill_s", "Prefill"], ["draft_s", "Draft"], ["verify_s", "Verify"], ["host_s", "Host"]];
+const PARTS = [
+  ["queue_s", "Queue"],
+  ["prefill_s", "Prefill"],
+  ["draft_s", "Draft"],
+  ["verify_s", "Verify"],
+  ["host_s", "Host"],
+];
+const SOURCES = { ngram: "text lookup" };
 /** So many rounds without drafts say what plain decoding takes. */
 const LEAST_PLAIN = 3;
 
-/** Counts and times of one answer as the page sees them. Prefill gives the first token; then each round ends with one of the target's own. */
+/**
+ * Counts and times of one answer as the page sees them. Prefill gives the first token; then each round ends with one
+ * of the target's own.
+ */
 class Meter {
   sent = performance.now();
   first = null;
@@ -44,11 +58,16 @@ class Meter {
   }
 }
 
-/** What rounds without drafts took in the answers of this tab: each would have brought one token, as every round of plain decoding does. */
+/**
+ * What rounds without drafts took in the answers of this tab: each would have brought one token, as every round of
+ * plain decoding does.
+ */
 const plain = { rounds: 0, seconds: 0 };
 
-/** How many times faster than plain decoding an answer of `tokens` came, by the server's own clock; null where too little is known. */
-function estimate(told, tokens) {
+/**
+ * How many times faster than plain decoding an answer came, by the server's own clock; null where too little is known.
+ */
+function estimate(told, { tokens, perRound }) {
   const spent = told.draft_s + told.verify_s + told.host_s, own = { rounds: told.num_plain, seconds: told.plain_s };
   if (!own.rounds && !plain.rounds || !(spent > 0) || tokens < 2) return null;
   plain.rounds += own.rounds || 0;
@@ -56,17 +75,30 @@ function estimate(told, tokens) {
   const [from, where] = own.rounds >= LEAST_PLAIN ? [own, "this answer"] : [plain, "this tab's answers"];
   if (from.rounds < LEAST_PLAIN) return null;
   const each = from.seconds / from.rounds;
-  const why = `${tokens - 1} tokens took ${seconds(spent)} in rounds. Plain decoding takes a round for each: ${seconds(each)}, the mean of `
-    + `${from.rounds} rounds without drafts in ${where}.`;
-  return { factor: ((tokens - 1) * each) / spent, how: "estimated", why };
+  const why =
+    `${tokens - 1} tokens took ${seconds(spent)} in rounds. Plain decoding takes a round for each: ` +
+    `${seconds(each)}, the mean of ` +
+    `${from.rounds} rounds without drafts in ${where}.`;
+  return speedup(((tokens - 1) * each) / spent, { how: "estimated", why, perRound, numTokens: tokens });
 }
+
+const MEANINGS = {
+  estimated:
+    "Not measured against a second run: this answer's time beside what its tokens would have taken in rounds " +
+    "without drafts.",
+  measured: "The same request ran twice, with speculation and without; the figure compares their tokens per second.",
+};
+
+/** "estimated" or "measured", which says on hover and focus what that means and what it was made of. */
+const explained = ({ how, why }) => term(how, `${MEANINGS[how]} ${why}`);
 
 /** Shows a speed-up where it is seen first: at the top of the page. */
 export function announce(speed) {
-  $("speed").hidden = !speed;
-  if (!speed) return;
-  $("speed").replaceChildren(make("b", { text: `${speed.factor.toFixed(2)}×` }), ` the speed of plain decoding, ${speed.how}`);
-  $("speed").title = speed.why;
+  $("speed").hidden = !speed?.factor;
+  if (!speed?.factor) return;
+  const factor = make("b", { text: `${speed.factor.toFixed(2)}×` }),
+    long = make("span", { className: "long", text: " the speed of" });
+  $("speed").replaceChildren(factor, long, " plain decoding, ", explained(speed));
 }
 
 /** Reads an answer to screen readers in sentences instead of tokens. */
@@ -82,7 +114,10 @@ export class Reader {
   static say(text) { $("live").append(make("p", { text })); }
 }
 
-/** One answer of the server: text, figures, and whatever went wrong. `state`: waiting, running, done, stopped or failed. */
+/**
+ * One answer of the server: text, figures, and whatever went wrong. `state`: waiting, running, done, stopped or
+ * failed.
+ */
 export class Reply {
   state = "waiting";
   meter = new Meter();
@@ -93,12 +128,15 @@ export class Reply {
   #timings = null;
   #reason = null;
   #by = "";
+  #told = null;
+  #isOneOfTwo = false;
   #actions = make("div", { className: "actions" });
 
   constructor(label, { heading, reader } = {}) {
     this.element = make("article", { className: "reply" }, this.text.element, this.#stats);
     this.element.setAttribute("aria-label", label);
     if (heading) this.element.prepend(make("h2", { text: heading }));
+    this.#isOneOfTwo = Boolean(heading);
     this.reader = reader;
     this.#show();
   }
@@ -150,22 +188,55 @@ export class Reply {
       this.#stats.replaceChildren(make("li", { text: words[this.state] ?? "no tokens" }));
       return;
     }
-    const figures = this.speed ? [[`${this.speed.factor.toFixed(2)}×`, `plain decoding, ${this.speed.how}`]] : [];
-    figures.push([rate(meter.rate), "tokens/s"], [seconds(meter.wait), "to the first token"]);
+    const figures = [
+      [rate(meter.rate), "tokens/s"],
+      [seconds(meter.wait), "to the first token"],
+    ];
     if (meter.perRound) figures.push([meter.perRound.toFixed(2), "tokens per round"]);
     figures.push([meter.tokens, meter.tokens === 1 ? "token" : "tokens"]);
-    this.#stats.replaceChildren(...figures.map(([value, unit]) => make("li", {}, make("b", { text: value }), ` ${unit}`)));
-    const by = [this.#by, this.#sources()].filter(Boolean).join(", ");
-    if (by) this.#stats.append(make("li", { className: "by", text: by }));
+    this.#list({ figures, speed: this.speed, by: [this.#by, this.#sources()].filter(Boolean).join(", ") });
+  }
+
+  /** Writes the figures below the answer. `speed` as of `speedup`, or null. */
+  #list(told) {
+    this.#told = told;
+    const { figures, by } = told, speed = this.#isOneOfTwo ? null : told.speed;  // both have the same figures, in line
+    const items = figures.map(([value, unit]) => make("li", {}, make("b", { text: value }), ` ${unit}`));
+    if (speed?.factor) {
+      items.unshift(
+        make("li", {}, make("b", { text: `${speed.factor.toFixed(2)}×` }), " plain decoding, ", explained(speed)),
+      );
+    } else if (speed) {
+      items.push(make("li", {}, term(speed.doubt === BUSY ? "machine busy" : "speed-up not told", `${speed.doubt}.`)));
+    }
+    if (by) items.push(make("li", { className: "by", text: by }));
+    this.#stats.replaceChildren(...items);
+  }
+
+  /** What `Reply.restored` needs to show it again. */
+  get record() {
+    return { ...this.text.record, state: this.state, label: this.element.getAttribute("aria-label"), told: this.#told };
+  }
+
+  /** An answer of an earlier visit, as `record` has it. */
+  static restored(record) {
+    const reply = new Reply(record.label ?? "Answer");
+    [reply.state, reply.speed] = [record.state, record.told?.speed ?? null];
+    reply.text.restore(record);
+    if (record.told) reply.#list(record.told);
+    reply.#end();
+    return reply;
   }
 
   /** Whose drafts the answer's rounds checked. */
   #sources() {
     if (this.body.speculate === "off") return "plain decoding";
     if (!this.metrics?.rounds_by_source) return "";
-    const own = this.metrics.drafter && !(this.metrics.drafter in this.metrics.rounds_by_source) ? `drafter ${this.metrics.drafter}, ` : "";
-    const rounds = Object.entries(this.metrics.rounds_by_source).filter(([source]) => source !== "none");
-    return own + (rounds.length ? `rounds drafted: ${rounds.map(([source, each]) => `${source} ${each.num_rounds}`).join(", ")}` : "no drafts");
+    const { drafter, rounds_by_source: counted } = this.metrics,
+      own = drafter && !(drafter in counted) ? `drafter ${drafter}, ` : "";
+    const rounds = Object.entries(counted).filter(([source]) => source !== "none");
+    const words = rounds.map(([source, each]) => `${each.num_rounds} by ${SOURCES[source] ?? source}`);
+    return own + (words.length ? `rounds drafted: ${words.join(", ")}` : "no drafts");
   }
 
   /** Sets how much faster than plain decoding the answer came. */
@@ -177,16 +248,21 @@ export class Reply {
 
   #finish() {
     this.text.finish();
-    if (this.#timings) this.tell(this.body.speculate === "off" ? null : estimate(this.#timings, this.meter.tokens));
+    if (this.#timings) this.tell(this.body.speculate === "off" ? null : estimate(this.#timings, this.meter));
     this.#show();
-    if (this.state === "stopped") this.note("Stopped.");
-    if (this.#reason === "length") this.note("Cut at the token limit; Max tokens under Settings raises it.");
-    if (this.text.whole) this.#actions.append(copyButton("Copy answer", () => this.text.whole));
-    this.element.append(this.#actions);
+    this.#end();
     if (this.#timings) this.element.append(this.#more());
     const end = { done: "Answer complete", stopped: "Stopped", failed: "The answer failed" }[this.state];
     this.reader?.finish(`${end}. ${this.meter.tokens} tokens, ${rate(this.meter.rate)} tokens per second.`);
     follow();
+  }
+
+  /** Below a finished answer: why it ended, and what can be done with it. */
+  #end() {
+    if (this.state === "stopped") this.note("Stopped.");
+    if (this.#reason === "length") this.note("Cut at the token limit; Max tokens under Settings raises it.");
+    if (this.text.whole) this.#actions.append(copyButton("Copy answer", () => this.text.whole));
+    this.element.append(this.#actions);
   }
 
   #more() {
@@ -195,19 +271,49 @@ export class Reply {
     const served = told.total_s ?? rows.reduce((sum, [, value]) => sum + value, 0);
     rows.push(["Connection and page", Math.max(0, this.meter.total - served)]);
     const most = Math.max(...rows.map(([, value]) => value)) || 1;
-    const table = make("table", { className: "times" }, make("tbody", {}, ...rows.map(([label, value]) => {
-      const bar = make("i");
-      bar.style.width = `${(100 * value) / most}%`;
-      return make("tr", {}, make("th", { scope: "row", text: label }), make("td", { text: seconds(value) }), make("td", {}, bar));
-    })));
-    const why = this.speed ? [make("p", { className: "note", text: this.speed.why })] : [];
-    return make("details", { className: "more" }, make("summary", { text: "Where the time went" }), table, ...why);
+    const table = make(
+      "table",
+      { className: "times" },
+      make(
+        "tbody",
+        {},
+        ...rows.map(([label, value]) => {
+          const bar = make("i");
+          bar.style.width = `${(100 * value) / most}%`;
+          return make(
+            "tr",
+            {},
+            make("th", { scope: "row", text: label }),
+            make("td", { text: seconds(value) }),
+            make("td", {}, bar),
+          );
+        }),
+      ),
+    );
+    const note = this.speed?.doubt ? `No speed-up: ${this.speed.doubt}.` : this.speed?.why;
+    const why = note ? [make("p", { className: "note", text: note })] : [];
+    const more = make(
+      "details",
+      { className: "more" },
+      make("summary", { text: "Where the time went" }),
+      table,
+      ...why,
+    );
+    more.addEventListener("toggle", () => {
+      if (more.open) more.scrollIntoView({ block: "nearest" });
+    }); // not under the composer
+    return more;
   }
 
-  note(text) { this.element.append(make("p", { className: "note", text })); }
+  note(text) {
+    this.element.append(make("p", { className: "note", text }));
+  }
 
   fail(error) {
-    const box = make("div", { className: "error", text: error instanceof Failure ? error.message : "The page could not read the answer." });
+    const box = make("div", {
+      className: "error",
+      text: error instanceof Failure ? error.message : "The page could not read the answer.",
+    });
     box.setAttribute("role", "alert");
     this.element.append(box);
   }
@@ -229,10 +335,25 @@ export function histogram(counts) {
     const x = kept * step + step / 2, tall = (height * count) / most;
     const value = drawn("text", { x, y: 14 + height - tall - 4, "text-anchor": "middle" }, String(count));
     const place = drawn("text", { x, y: 14 + height + 14, "text-anchor": "middle" }, String(kept));
-    return [drawn("rect", { x: x - step * 0.36, y: 14 + height - tall, width: step * 0.72, height: tall, rx: 1.5 }), ...(count ? [value] : []), place];
+    return [
+      drawn("rect", { x: x - step * 0.36, y: 14 + height - tall, width: step * 0.72, height: tall, rx: 1.5 }),
+      ...(count ? [value] : []),
+      place,
+    ];
   });
   const width = counts.length * step;
   const words = counts.map((count, kept) => `${kept} kept in ${count}`).join(", ");
-  return drawn("svg", { class: "bars", role: "img", width, height: height + 32, viewBox: `0 0 ${width} ${height + 32}`, "aria-label": `Rounds by drafts kept: ${words}` },
-    ...bars, drawn("path", { d: `M0 ${14.5 + height}H${width}` }));
+  return drawn(
+    "svg",
+    {
+      class: "bars",
+      role: "img",
+      width,
+      height: height + 32,
+      viewBox: `0 0 ${width} ${height + 32}`,
+      "aria-label": `Rounds by drafts kept: ${words}`,
+    },
+    ...bars,
+    drawn("path", { d: `M0 ${14.5 + height}H${width}` }),
+  );
 }

@@ -10,15 +10,21 @@ $("key").value = storage?.getItem("paceline-key") ?? "";
 $("key").addEventListener("change", () => { storage?.setItem("paceline-key", $("key").value.trim()); loadModels(); });
 
 function call(path, options = {}) {
-  const key = $("key").value.trim();
-  const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
+  const key = $("key").value.trim(), drafter = $("whose").value;
+  const headers = {
+    ...options.headers, ...(key && { Authorization: `Bearer ${key}` }),
+    ...(options.method === "POST" && drafter && { "X-Paceline-Drafter": drafter }),
+  };
   return fetch(path, { ...options, headers, cache: "no-store", redirect: "error" });
 }
 
 async function refusal(response) {
   const said = await response.json().then((body) => body?.error?.message ?? body?.detail, () => null);
   const after = response.headers.get("Retry-After");
-  const help = { 401: " Enter the API key under Settings.", 429: ` The server is busy: try again ${after ? `in ${after} s` : "soon"}.` };
+  const help = {
+    401: " Enter the API key under Settings.",
+    429: ` The server is busy: try again ${after ? `in ${after} s` : "soon"}.`,
+  };
   const what = typeof said === "string" ? said : `The server answered ${response.status} without saying why.`;
   return new Failure(what.replace(/[^.!?]$/, "$&.") + (help[response.status] ?? ""));
 }
@@ -63,7 +69,11 @@ export async function* chunks(body, signal) {
     }
   } catch (error) {
     if (error instanceof Failure) throw error;
-    throw new Failure(error instanceof SyntaxError ? "The server sent something that is not JSON." : "The connection was lost while the answer came.");
+    throw new Failure(
+      error instanceof SyntaxError
+        ? "The server sent something that is not JSON."
+        : "The connection was lost while the answer came.",
+    );
   }
   if (!ended) throw new Failure("The connection ended before the answer was complete.");
 }
@@ -77,14 +87,26 @@ export async function loadModels() {
     $("model").replaceChildren(...names.map((name) => make("option", { value: name, text: name })));
     $("model").hidden = names.length < 2;
     $("server").textContent = names.length < 2 ? names.join() : "";
+    offerDrafters(models[0]?.drafters ?? []);
     const drafter = models[0]?.drafter, mocked = models[0]?.lossless === false;
-    $("mocked").textContent = mocked ? `lossless: false. Acceptance is mocked (${models[0].mocked}): how fast answers come is real, what they say means nothing.` : "";
+    $("mocked").textContent = !mocked ? "" : `lossless: false. Acceptance is mocked (${models[0].mocked}): `
+      + "how fast answers come is real, what they say means nothing.";
     $("promise").hidden = mocked;
-    $("drafter").textContent = !drafter ? "" : drafter === "none" ? "no drafter" : `drafter ${drafter}`;
+    const word = drafter?.includes(",") ? "drafters" : "drafter";
+    $("drafter").textContent = !drafter ? "" : drafter === "none" ? "no drafter" : `${word} ${drafter}`;
   } catch (error) {
     $("server").textContent = error instanceof Failure ? error.message : "No server answers here.";
     $("drafter").textContent = "";
   }
+}
+
+/** Lets the reader choose where several drafters are loaded; one chosen before stays chosen while it is there. */
+function offerDrafters(names) {
+  const chosen = $("whose").value;
+  const options = names.map((name) => make("option", { value: name, text: name }));
+  $("whose").replaceChildren(make("option", { value: "", text: "chosen by the server" }), ...options);
+  $("whose").value = names.includes(chosen) ? chosen : "";
+  $("whose-field").hidden = names.length < 2;
 }
 
 /** A request with what stands under Settings. */
