@@ -32,7 +32,7 @@ def logged(folder: Path) -> AdaptLog:
 
 def test_the_page_shows_each_cluster_and_what_was_done(tmp_path: Path) -> None:
     text = page(logged(tmp_path).lines())
-    assert text.count("<svg") == 2 and ">tickets<" in text
+    assert text.count("<svg") == 1 + 2 and ">tickets<" in text
     assert "retrain" in text and "swapped" in text and "+80% tokens/s" in text
     assert "usual at that hour" in text
     assert "<x>" not in text

@@ -318,7 +318,7 @@ def test_the_command_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
     report, page = ((tmp_path / "run" / name).read_text() for name in ("report.md", "report.html"))
     for text in (report, page):
         assert "To make it less:" in text and "The parts add up to what the client saw" in text and "p50 / p90 / p99" in text
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 1 + 2
     logged = [json.loads(each) for each in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(logged) == 12 and all(statistics.fmean(each["parts"].values()) > 0 for each in logged)
 

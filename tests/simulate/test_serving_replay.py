@@ -295,7 +295,7 @@ def test_a_sweep_over_measured_steps(steps: Path, tmp_path: Path) -> None:
     assert by["off", 50.0]["is_saturated"] and not by["off", 1.0]["is_saturated"]
     assert {"results.json", "report.md", "report.html", "config.json"} <= {file.name for file in (tmp_path / "run").iterdir()}
     page = (tmp_path / "run" / "report.html").read_text()
-    assert page.count("<svg") == 8 and "saturated" in page
+    assert page.count("<svg") == 1 + 8 and "saturated" in page
     assert '<p class="verdict">With speculation an answer comes ' in page
 
 
@@ -312,7 +312,7 @@ def test_replayed_against_a_run(steps: Path, folder: Path, tmp_path: Path) -> No
     assert line["num_within"] == len(line["compared"]) == 4
     assert max(abs(each["throughput_error"]) for each in line["compared"]) < 1e-6
     page = (tmp_path / "run" / "report.html").read_text()
-    assert page.count("<svg") == 2 and "at 4 of 4 loads: its other answers about this machine can be believed." in page
+    assert page.count("<svg") == 1 + 2 and "at 4 of 4 loads: its other answers about this machine can be believed." in page
     recorded = last_line(run(*words, "--json"))
     assert recorded["survival"] == pytest.approx(SURVIVAL, abs=0.08) and recorded["num_within"] >= 2
 
