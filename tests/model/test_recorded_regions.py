@@ -144,7 +144,7 @@ def test_a_recorded_round_needs_nothing_of_the_host_but_its_result(
 ) -> None:
     """One copy out, at the end; the host waits for that alone."""
     config = family_config("qwen3", tmp_path)
-    target = on_meta(config, GraphDecoder)
+    target = on_meta(config)
     raw = new_config(config.hidden_size, config.vocab_size, config.num_layers, head_dim=16, intermediate_size=48)
     drafter = DFlashDrafter(DFlashNetwork.random(DFlashConfig.from_json(raw)), draft_ids=torch.arange(30) if is_drawn else None)
     monkeypatch.setattr(
