@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.serve.dialects import Part, Translated
 from paceline.serve.failures import ApiError
-
-if TYPE_CHECKING:
-    from paceline.serve.responses import ResponsesRequest
 
 
 class ResponseExchange(Translated):
     """One request and its answer."""
 
-    def __init__(self, *arguments: Any, asked: ResponsesRequest, **options: Any) -> None:
+    def __init__(self, *arguments: Any, asked: Any, **options: Any) -> None:
+        """`asked` is the ResponsesRequest, whose module imports this one."""
         super().__init__(*arguments, is_stream=bool(asked.stream), **options)
         self._asked = asked
         self._num_events = 0
