@@ -245,6 +245,7 @@ def test_what_does_not_go_together(words: tuple[str, ...], said: str, tmp_path: 
     assert not (tmp_path / "traces").exists()
 
 
+@pytest.mark.slow
 def test_the_command_from_a_config_alone(config_only: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
