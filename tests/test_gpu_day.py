@@ -208,6 +208,12 @@ def test_a_distribution_of_no_samples_is_told(script: ModuleType) -> None:
     assert exact.p_value(Counter({(0,): 20, (1,): 20}), {(0,): 0.5, (1,): 0.5}) == 1.0
 
 
+def test_kernels_that_overlap_keep_the_card_busy_once(script: ModuleType) -> None:
+    covered = importlib.import_module("gpu_day_stages.speed").covered
+    assert covered([(0.0, 4.0), (1.0, 2.0), (3.0, 6.0), (8.0, 9.0)]) == 7.0
+    assert covered([]) == 0.0
+
+
 @pytest.mark.slow
 def test_the_whole_day_in_tiny(script: ModuleType, tmp_path: Path) -> None:
     pieces = importlib.import_module("gpu_day_stages.pieces")
