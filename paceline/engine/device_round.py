@@ -197,7 +197,8 @@ class DeviceRounds:
         can = isinstance(target, GraphDecoder) and can_record(target.config)
         if wanted and not can:
             raise ConfigError(
-                "device_rounds needs a target whose passes are recorded: a dense model on CUDA (docs/gpu.md); leave it out"
+                "device_rounds needs a target on CUDA whose passes are recorded, without gated delta nets (docs/gpu.md): "
+                "leave it out"
             )
         is_on = EVERYWHERE or (can and target.device.type == "cuda") if wanted is None else wanted
         return cls(target, pool, judge) if is_on and can and isinstance(target, GraphDecoder) else None
@@ -267,6 +268,7 @@ class DeviceRounds:
             drafter.take_in_pending(batch.rows)
         self._rows.set(batch.sequences, limits_B)
         self._recorder.run(region)
+        self._target.experts_read = region.target_pass.chosen_LTK
         outcomes = region.outcomes(batch.rows)
         whole_s = time.perf_counter() - started - (self._target.recording_s - recording_s)
         draft_s, verify_s = self._seconds(region, whole_s)
