@@ -13,7 +13,9 @@ from typing import Literal
 from paceline.adapt.config import PolicyConfig, PriceConfig
 from paceline.adapt.hours import DAY
 
-Action = Literal["none", "score", "route", "propose", "retrain"]
+Action = Literal["none", "too little", "score", "route", "propose", "retrain"]
+IDLE: tuple[Action, ...] = ("none", "too little")
+"""Actions of a decision to do nothing: acceptance is as usual, or what is usual is not known yet."""
 ENOUGH = 0.5
 """A member that wins back this share of a loss is as good as a training, and free."""
 
@@ -63,6 +65,8 @@ class View:
     """Hour at which the latest training ended."""
     proposed: frozenset[str] = frozenset()
     """Clusters that a member of their own was proposed for."""
+    too_little: str = ""
+    """The traffic seen so far, as "10 requests, 1 hour", while it is too little to know what is usual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,11 @@ class Decision:
     why: str = ""
     declined: Mapping[str, str] = field(default_factory=dict)
     """Action -> why not."""
+
+    @property
+    def is_idle(self) -> bool:
+        """True if there is nothing to do."""
+        return self.action in IDLE
 
 
 def saving(prices: PriceConfig, horizon_days: float, tokens_per_hour: float, before: float, after: float) -> float:
@@ -105,6 +114,9 @@ def decide(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision:
     declined["propose"] = proposal
     training = _training(view, config, prices)
     if isinstance(training, str):
+        if view.too_little and not view.alarms:
+            why = f"{view.too_little}; what is usual is known after more than two days of traffic"
+            return Decision("too little", why=why, declined={**declined, "retrain": training})
         why = training if view.alarms else "acceptance is as it usually is"
         return Decision(why=why, declined={**declined, "retrain": training})
     return Decision(training.action, training.clusters, why=training.why, declined=declined)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.adapt.decide import IDLE
 from paceline.adapt.hours import DAY
 from paceline.bench.pages import Mark, Plot, Series, curves, render
 from paceline.figures import Tone
@@ -25,7 +26,7 @@ COLUMNS = (
 def page(lines: Sequence[dict[str, Any]]) -> str:
     """The text of the page, of `AdaptLog.lines`. Raises ConfigError when matplotlib is missing."""
     hours = [line for line in lines if "seen" in line]
-    done = [line for line in lines if "event" in line or line["decision"]["action"] != "none"]
+    done = [line for line in lines if "event" in line or line["decision"]["action"] not in IDLE]
     last = hours[-1] if hours else {"seen": {}, "mix": {}, "decision": {"why": "nothing has been seen yet", "declined": {}}}
     declined = [(f"no {action}", why) for action, why in last["decision"]["declined"].items()]
     return render(

@@ -112,6 +112,8 @@ class SeasonalPolicy:
         self.is_training = False
         self.trained_at: int | None = None
         self.proposed: set[str] = set()
+        self.num_requests, self.num_hours = 0, 0
+        """Requests, and hours that had any."""
         self._mixes: deque[_MixHour] = deque(maxlen=MIX_WEEKS * WEEK)
         self._unsettled: dict[str, int] = {}
         """Clusters whose usual level with another member is not known yet -> hour from which on that member serves."""
@@ -131,6 +133,7 @@ class SeasonalPolicy:
             cluster.add(sums)
             cluster.series.update(number, math.log(sums.tokens_per_round), sums.log_variance)
         if grouped:
+            self.num_requests, self.num_hours = self.num_requests + total(grouped.values()).requests, self.num_hours + 1
             self._update_mix(number, grouped)
         watched = {**{name: each.series for name, each in self.clusters.items()}, "mix": self.mix}
         for series in watched.values():
@@ -217,7 +220,15 @@ class SeasonalPolicy:
         mix = self._mix(number)
         if mix.has_moved and not alarms:
             alarms.append(self._newcomer())
-        return View(number, alarms, mix, self.is_training, self.trained_at, frozenset(self.proposed))
+        proposed, too_little = frozenset(self.proposed), self._too_little()
+        return View(number, alarms, mix, self.is_training, self.trained_at, proposed, too_little)
+
+    def _too_little(self) -> str:
+        """The traffic seen so far, while no cluster has a baseline; empty once one has."""
+        if any(each.series.state != "learning" for each in self.clusters.values()):
+            return ""
+        counts = {"request": self.num_requests, "hour": self.num_hours}
+        return ", ".join(f"{count:,} {unit}{'' if count == 1 else 's'}" for unit, count in counts.items())
 
     def _newcomer(self) -> Alarm:
         """The mix moved and stays so: the cluster that costs the most beyond the others is what a member is missing for."""

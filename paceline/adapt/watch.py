@@ -99,7 +99,7 @@ class Watcher(Steps):
         decision = line.decision
         if left_out:
             self.say(f"adapt: left out {dict(left_out)}")
-        if decision.action == "none":
+        if decision.is_idle:
             return
         if self.stage is not None or self.by_hand is not None:
             self.policy.proposed -= set(decision.clusters)  # it will be decided again

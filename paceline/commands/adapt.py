@@ -51,7 +51,7 @@ def adapt_replay(config: ReplayConfig, seasonal: PolicyConfig, prices: PriceConf
 def adapt_check(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig, as_json: Json = False) -> None:
     """Decide once, from the latest hour of stored traces.
 
-    Exit status 0: nothing to do, 3: something to do, 2: an error.
+    Exit status 0: nothing to do, or too little traffic to tell, 3: something to do, 2: an error.
 
     Examples:
       paceline adapt check --traces traces
@@ -70,16 +70,15 @@ def adapt_check(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig, a
         if unknown:
             why = f"{number} requests, {'none' if unknown == number else f'{number - unknown}'} with rounds: "
             why += "adapt watch --server reads them from the server's metrics"
-        say(why)
-        _end({"decision": {"action": "none", "why": why}, "hours": 0, "left_out": dict(left_out)}, as_json, 0)
+        say(f"too little: {why}")
+        _end({"decision": {"action": "too little", "why": why}, "hours": 0, "left_out": dict(left_out)}, as_json, 0)
         return
     decision = lines[-1].decision
     say(f"{decision.action} {', '.join(decision.clusters)}: {decision.why}".replace(" :", ":"))
     for action, why in decision.declined.items():
         say(f"no {action}: {why}")
-    _end(
-        {**told(lines[-1]), "hours": len(lines), "left_out": dict(left_out)}, as_json, 0 if decision.action == "none" else TO_DO
-    )
+    line = {**told(lines[-1]), "hours": len(lines), "left_out": dict(left_out)}
+    _end(line, as_json, 0 if decision.is_idle else TO_DO)
 
 
 @options

@@ -62,9 +62,19 @@ def test_check_ends_with_a_status(capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_check_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "traces").mkdir()
     assert paceline("check", "--traces", tmp_path / "traces", "--json") is None
-    assert last_line(capsys)["decision"]["action"] == "none"
+    assert last_line(capsys)["decision"]["action"] == "too little"
     with pytest.raises(ConfigError, match="no folder of traces"):
         paceline("check", "--traces", tmp_path / "none")
+
+
+def test_check_of_ten_requests_says_that_they_are_too_few(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """And not that acceptance is as it usually is: nothing is known of what is usual."""
+    store(tmp_path / "traces", [keyed(number) for number in range(10)])
+    assert paceline("check", "--traces", tmp_path / "traces", "--json") is None
+    shown = capsys.readouterr()
+    line = json.loads(shown.out.splitlines()[-1])
+    assert line["decision"]["action"] == "too little" and line["decision"]["why"].startswith("10 requests, 1 hour; ")
+    assert shown.err.startswith("too little: 10 requests, 1 hour; ") and "usually is" not in shown.out + shown.err
 
 
 def test_log(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

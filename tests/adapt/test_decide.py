@@ -88,12 +88,22 @@ class TestPolicy:
         policy = SeasonalPolicy()
         policy.hour(EPOCH, {"a": sums(3)})
         line = policy.hour(EPOCH + 90 * DAY, {"a": sums(3)})
-        assert "nothing was seen" in line.notes[0] and line.decision.action == "none"
+        assert "nothing was seen" in line.notes[0] and line.decision.is_idle
 
     def test_an_empty_week_changes_nothing(self) -> None:
         policy = SeasonalPolicy()
         for at in range(7 * DAY):
-            assert policy.hour(EPOCH + at, {}).decision.action == "none"
+            assert policy.hour(EPOCH + at, {}).decision.is_idle
+
+    def test_without_a_baseline_nothing_is_said_to_be_usual(self) -> None:
+        """Two days and an hour of traffic are needed; one kind of requests that has a baseline is enough."""
+        policy = SeasonalPolicy()
+        first = policy.hour(EPOCH, {"a": sums(3, requests=10)}).decision
+        assert first.action == "too little" and first.why.startswith("10 requests, 1 hour; ")
+        found = [policy.hour(EPOCH + at, {"a": sums(3, requests=10)}).decision for at in range(1, 2 * DAY + 2)]
+        assert [each.action for each in found] == ["too little"] * (2 * DAY) + ["none"]
+        assert found[-1].why == "acceptance is as it usually is"
+        assert policy.hour(EPOCH + 3 * DAY, {"b": sums(3)}).decision.action == "none"
 
     def test_sums_that_are_no_numbers_are_left_out(self) -> None:
         policy = SeasonalPolicy()
@@ -116,7 +126,7 @@ class TestPolicy:
 
         policy = SeasonalPolicy(scores=scores)
         lines = [policy.hour(EPOCH + at, {"a": sums(3.0 if at < 9 * DAY else 2.0)}) for at in range(11 * DAY)]
-        first = next(line for line in lines if line.decision.action != "none")
+        first = next(line for line in lines if not line.decision.is_idle)
         assert first.decision.action == "route" and first.decision.member == "old"
         assert first.hour - EPOCH >= 10 * DAY - 1 and set(asked) == {"a"}
 
