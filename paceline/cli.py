@@ -109,6 +109,7 @@ def start(
 
 _UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 """Typer carries its own click since 0.22; its base error has no public name."""
+_MissingParameter = next(kind for kind in typer.BadParameter.__subclasses__() if kind.__name__ == "MissingParameter")
 
 
 def main() -> NoReturn:
@@ -122,8 +123,24 @@ def main() -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     except _UsageError as error:
-        code = _fail(error.format_message() + " (see --help)")  # pyright: ignore[reportAttributeAccessIssue]
+        code = _fail(_usage(error))
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: Any) -> str:
+    """Returns the message of a wrong command line.
+
+    Where an argument or an option is missing, it shows the first example of the command's help."""
+    message, example = error.format_message(), None
+    if isinstance(error, _MissingParameter) and error.ctx is not None:
+        example = _first_example(error.ctx.command.help or "")
+    return f"{message.rstrip('.')}, as in {example} (see --help)" if example else f"{message} (see --help)"
+
+
+def _first_example(text: str) -> str | None:
+    """The first command line under `Examples:`, its continuation lines joined."""
+    _, _, examples = text.replace("\\\n", " ").partition("\nExamples:\n")
+    return next((" ".join(line.split()) for line in examples.splitlines() if line.strip()), None)
 
 
 def _fail(message: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 import typer
+from called import Call, call
 from command_lines import parse, words_of
 from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.commands.catalogue import SECTIONS
 
+__all__ = ["call"]
 ROOT = Path(__file__).parent.parent
 
 
@@ -51,7 +54,7 @@ COMMANDS = dict(commands_of(typer.main.get_command(app)))
 @pytest.mark.parametrize("words", ["", *(name for name, command in COMMANDS.items() if hasattr(command, "commands"))])
 def test_each_command_is_one_whole_line_of_help(words: str) -> None:
     shown = help_of(words).splitlines()
-    command = COMMANDS.get(words) or typer.main.get_command(app)
+    command: Any = COMMANDS.get(words) or typer.main.get_command(app)
     for entries in command.sections.values():
         for name, entry in entries.items():
             (line,) = (line for line in shown if line.split()[:1] == [name])
@@ -69,3 +72,20 @@ def test_help_begins_with_the_summary_and_its_examples_are_commands(name: str) -
     assert len(lines) >= 1 and all(line.startswith("paceline ") for line in lines)
     for line in lines:
         parse(words_of(line))
+
+
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if any(each.required for each in command.params)])
+def test_what_is_missing_is_shown_by_an_example(name: str, call: Call) -> None:
+    """The first of the command's help, on the line of the error."""
+    done = call(*name.split())
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    shown = re.fullmatch(r"error: Missing (?:argument|option) '\S+', as in (paceline .*) \(see --help\)\n", done.stderr)
+    assert shown is not None, done.stderr
+    assert shown[1].startswith(f"paceline {name} ")
+    parse(words_of(shown[1]))
+
+
+def test_the_example_of_what_is_missing_is_one_line(call: Call) -> None:
+    """With the lines that go on behind a backslash."""
+    example = "paceline adapt gate runs/mine/drafter --traces traces --cluster tickets --incumbent default"
+    assert f"Missing argument 'drafter', as in {example} (see --help)" in call("adapt", "gate").stderr
