@@ -138,13 +138,25 @@ def write_whole(path: Path, text: str) -> None:
         scratch.write_text(text, encoding="utf-8")
 
 
-def check_place(out: Path) -> None:
-    """Raises CacheError, before any work, when nothing can be written at `out`: a file or a folder, made or not."""
-    found = next(each for each in (out.absolute(), *out.absolute().parents) if each.exists())
+def check_place(out: Path, remedy: str = ELSEWHERE) -> Path | None:
+    """Returns the first of the folders above `out` that will be made to write there, None if all exist.
+
+    Raises CacheError with the remedy, before any work, when nothing can be written at `out`: a file or a folder, made or not.
+    """
+    above = [*reversed(out.absolute().parents)]
+    found = next(each for each in (out.absolute(), *reversed(above)) if each.exists())
     if found != out.absolute() and not found.is_dir():
-        raise CacheError(f"cannot write {out}: {found} is a file: {ELSEWHERE}")
+        raise CacheError(f"cannot write {out}: {found} is a file: {remedy}")
     if not os.access(found, os.W_OK) or found.resolve().is_relative_to("/proc"):
-        raise CacheError(f"cannot write {out}: {found} may not be written to: {ELSEWHERE}")
+        raise CacheError(f"cannot write {out}: {found} may not be written to: {remedy}")
+    return next((each for each in above if not each.exists()), None)
+
+
+def check_file(out: Path, remedy: str) -> Path | None:
+    """Like `check_place`, for a file alone. Raises CacheError also when `out` is a folder."""
+    if out.is_dir():
+        raise CacheError(f"{out} is a folder: name a file in it, or {remedy}")
+    return check_place(out, remedy)
 
 
 def check_folder(out: Path) -> None:

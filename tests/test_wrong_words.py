@@ -63,6 +63,104 @@ def test_the_folder_of_a_run_is_no_file(tmp_path: Path) -> None:
             run(*command, "--out", str(tmp_path / "cmp.html"))
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("compare", "hi"), "--svg"),
+        (("compare", "--simulate", "--model", "Qwen3-8B", "--hardware", "H100"), "--png"),
+        (("compare", "--simulate", "--model", "Qwen3-8B", "--hardware", "H100"), "--columns"),
+        (("compare", "--simulate", "--model", "Qwen3-8B", "--hardware", "H100"), "--columns-png"),
+    ],
+    ids=str,
+)
+def test_a_picture_that_cannot_be_written_is_told_before_the_work(
+    command: tuple[str, ...], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def predict(*_: object, **__: object) -> None:
+        raise AssertionError("something is predicted")
+
+    monkeypatch.setattr("paceline.bench.predicted.predicted", predict)
+    monkeypatch.setattr("paceline.bench.speedup_chart.made", predict)
+    file = tmp_path / "file"
+    file.write_text("")
+    places = {str(file / "x"): "is a file", "/proc/x": "may not be written to", str(tmp_path): "is a folder: name a file in it"}
+    for place, why in places.items():
+        with pytest.raises(CacheError, match=f"{why}.* choose another place with {option}"):
+            run(*command, option, place)
+
+
+def test_the_folder_of_a_chart_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for command in (
+        ("compare", "--from", str(tmp_path)),
+        ("compare", "--simulate", "--model", "Qwen3-8B", "--hardware", "H100"),
+    ):
+        with pytest.raises(CacheError, match="a run needs a folder"):
+            run(*command, "--out", str(tmp_path / "file"))
+
+
+def test_a_plan_that_cannot_be_written_is_told_before_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(*_: object, **__: object) -> None:
+        raise AssertionError("a plan is made")
+
+    monkeypatch.setattr("paceline.train.planning.make_plan", plan)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CacheError, match="a run needs a folder"):
+        run("train", "--dry-run", "--out", str(tmp_path / "file"))
+
+
+class _Began(Exception):
+    """The work begins."""
+
+
+@pytest.mark.parametrize(
+    ("command", "work", "option"),
+    [
+        (("compare", "hi"), "paceline.engine.llm.LLM.of", "--svg"),
+        (("calculator",), "paceline.simulate.calculator.page", "--out"),
+        (("train", "--dry-run"), "paceline.train.planning.make_plan", "--out"),
+    ],
+    ids=str,
+)
+def test_folders_that_will_be_made_are_told(
+    command: tuple[str, ...],
+    work: str,
+    option: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def begin(*_: object, **__: object) -> None:
+        raise _Began
+
+    monkeypatch.setattr(work, begin)
+    for place, folders in {
+        "x": None,
+        "new/x": f"{tmp_path / 'new'}: it will be made, for",
+        "new/in/x": f"{tmp_path / 'new'}: it will be made, with those in it, for",
+    }.items():
+        with pytest.raises(_Began):
+            app([*command, option, str(tmp_path / place)], standalone_mode=False)
+        shown = capsys.readouterr().err
+        assert (f"note: there is no folder {folders} {option} {tmp_path / place}\n" in shown) is (folders is not None)
+        assert ("there is no folder" in shown) is (folders is not None) and not (tmp_path / "new").exists()
+
+
+def test_a_place_that_is_not_asked_for_is_not_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As runs/train of a training."""
+
+    def begin(*_: object, **__: object) -> None:
+        raise _Began
+
+    monkeypatch.setattr("paceline.commands.train.run_train", begin)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(_Began):
+        app(["train"], standalone_mode=False)
+    assert "there is no folder" not in capsys.readouterr().err
+
+
 def test_more_threads_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.commands.options.processor", lambda: {"name": "x", "num_cores": 2})
     told = [CliRunner().invoke(app, ["generate", "hi", "--threads", number]).output for number in ("1000", "2")]

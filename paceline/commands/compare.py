@@ -115,6 +115,8 @@ def _drawn_again(
     """From the times of an earlier run."""
     if prompt is not None:
         raise ConfigError("--from draws what was recorded: leave the prompt out")
+    if out is not None:
+        check_folder(out)
     from paceline.bench.timing import read_timing
 
     run = RunFolder(out or (recorded if recorded.is_dir() else recorded.parent))
@@ -125,6 +127,8 @@ def _simulated(
     engine: EngineConfig, costs: CostsConfig, config: ChartConfig, out: Path | None, svg: Path | None
 ) -> dict[str, Any]:
     """The chart, unless the columns alone were asked for; and the columns, where they were."""
+    if out is not None:
+        check_folder(out)
     is_told = engine.model != EngineConfig().model or not (costs.table or costs.calibration)
     costs = replace(costs, model=engine.model if is_told else None)
     columns = _columns(costs, config) if config.columns or config.columns_png else {}

@@ -43,10 +43,13 @@ import typer
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.hardware import processor
-from paceline.runlog import check_place, plain
+from paceline.runlog import check_file, check_place, plain
 
 IN_A_SENTENCE = r"(?<![\w/.-])[a-z]+_\w+(?![\w/-]|\.\w)"
 """A field's name, but no part of a path or of another name."""
+WRITTEN = ("out", "save_results")
+"""Parameters of commands that name a file or a folder to be written."""
+WRITTEN_FILES = ("svg", "png", "columns", "columns_png")
 P = ParamSpec("P")
 R = TypeVar("R")
 _hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
@@ -173,10 +176,11 @@ def options(command: Callable[P, R]) -> Callable[P, R]:
         else:
             flat.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
 
+    defaults = {each.name: each.default for each in flat}
+
     @functools.wraps(command)
     def run(*args: Any, **given: Any) -> Any:
-        if isinstance(out := given.get("out"), Path):
-            check_place(out)
+        _check_written(given, defaults)
         if isinstance(threads := given.get("threads"), int):
             _note_threads(threads)
         if args or any(isinstance(given.get(name), owner) for name, (owner, _) in configs.items()):
@@ -196,6 +200,21 @@ def options(command: Callable[P, R]) -> Callable[P, R]:
     run.__signature__ = inspect.Signature(flat)  # pyright: ignore[reportAttributeAccessIssue]  # raises on a name taken twice
     run.__annotations__ = {each.name: each.annotation for each in flat}
     return run
+
+
+def _check_written(given: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Check, before the work, that every file or folder that is asked for can be written; say which folders will be made.
+
+    Raises CacheError."""
+    for name in (*WRITTEN, *WRITTEN_FILES):
+        if not isinstance(path := given.get(name), Path):
+            continue
+        option = "--" + name.replace("_", "-")
+        check = check_file if name in WRITTEN_FILES else check_place
+        new = check(path, f"choose another place with {option}")
+        if new is not None and path != defaults.get(name):
+            rest = "" if new == path.absolute().parent else ", with those in it"
+            print(f"note: there is no folder {new}: it will be made{rest}, for {option} {path}", file=sys.stderr)
 
 
 def _note_threads(threads: int) -> None:

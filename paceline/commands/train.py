@@ -109,6 +109,8 @@ def _dry_run(config: asks.TrainConfig, device_name: str | None) -> dict[str, Any
     """Say the plan; into the run's folder too, where one was named."""
     from paceline.train.planning import make_plan
 
+    if config.is_given("out"):
+        check_folder(config.out)
     plan = make_plan(config, device_name, reads_answers=True)
     say(plan.text)
     if config.is_given("out"):
