@@ -79,6 +79,8 @@ class Builtin:
     repo: str | None
     """On the hub; None for a file that is not there."""
     pieces: tuple[Piece, ...]
+    base: str | None = None
+    """Hub id of the model that the file was converted from: the name that other engines take."""
 
     def kept_in(self, home: Path) -> Path:
         """Where the file lies once it is fetched."""

@@ -12,6 +12,7 @@ from small_llm import tiny_model
 from typer.testing import CliRunner
 
 from paceline.cli import app
+from paceline.commands.checkpoints import _target
 from paceline.draft.checkpoint import DFlashConfig, new_config, read_stored
 from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
 from paceline.draft.eagle3 import Eagle3Drafter, Eagle3Network
@@ -152,3 +153,10 @@ def test_what_an_eagle3_drafter_is(eagle3: Path, target: Path) -> None:
         assert words in shown
     kinds = {each["kind"] for each in json.loads(shown.splitlines()[-1])["variations"]}
     assert kinds >= {"as it is", "norm flags", "rotary length", "input order", "layer order"}
+
+
+def test_a_built_in_target_is_named_by_its_hub_id(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM reads the target's name from the exported config."""
+    monkeypatch.setattr("paceline.train.ends.light_folder", lambda name: target)
+    for name, hub_id in (("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"), ("org/other", "org/other")):
+        assert _target(name, needs_head=False)[1]["name_or_path"] == hub_id

@@ -134,7 +134,7 @@ def _target(model: str | None, needs_head: bool) -> tuple[HeadRows | None, dict[
 
     raw = config_json(light_folder(model))
     builtin = BUILTINS.get(model)
-    name = builtin.repo.removesuffix("-GGUF") if builtin and builtin.repo else model
+    name = (builtin and builtin.base) or model
     verifier = {"name_or_path": name, "architectures": raw.get("architectures") or []}
     if not needs_head:
         return None, verifier

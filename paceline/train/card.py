@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paceline import __version__
 from paceline.draft.checkpoint import ARCHITECTURE_2
 from paceline.draft.eagle3 import DEFAULT_DRAFTED
 from paceline.draft.eagle3_checkpoint import LAYER_IDS
@@ -48,7 +50,8 @@ def target_hash(name: str) -> str:
 
 
 def write_card(config: TrainConfig, drafter: Path, figures: dict[str, Any], served: dict[str, Any]) -> Path:
-    """README.md beside the weights. `figures`: steps, blocks, eal, loss; `served`: heldout.json. Raises CacheError."""
+    """README.md beside the weights. `figures`: steps, blocks, eal, loss, prompts;
+    `served`: heldout.json. Raises CacheError."""
     file = drafter / "README.md"
     write_whole(file, card_text(config, drafter, figures, served))
     return file
@@ -77,14 +80,15 @@ def _kind(config: TrainConfig, drafter: Path, raw: dict[str, Any], named: str) -
     sizes = f"format: {raw.get('num_hidden_layers')} layers, features of target layers {_taps(raw)}, {size}."
     if config.shape.kind == "eagle3":
         return _Kind("EAGLE-3", DEFAULT_DRAFTED, f"EAGLE-3 in SpecForge's {sizes} The embedding is", [])
+    place = _place(config, drafter)
     block, is_second = int(raw.get("block_size", 0)) or 1 + DEFAULT_DRAFTED, ARCHITECTURE_2 in (raw.get("architectures") or [])
     return _Kind(
         "DFlash",
         block - 1,
         f"{'DFlash 2' if is_second else 'DFlash v1'} in z-lab's {sizes} Embedding and head are",
         [
-            *([] if is_second else _engines(config.target.model, drafter, block)),
-            f"paceline export {_folder(drafter)} --format speculators --model {named} --out for-vllm",
+            *([] if is_second else _engines(config.target.model, place, block)),
+            f"paceline export {shlex.quote(place)} --format speculators --model {named} --out for-vllm",
         ],
     )
 
@@ -94,7 +98,7 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
     raw = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
     target = config.target.model
     licence = BUILTINS[target].licence.lower() if target in BUILTINS else "other"
-    named = shlex.quote(target if target in BUILTINS else _base(target))
+    named = shlex.quote(target if target in BUILTINS else _loaded_from(target))
     kind = _kind(config, drafter, raw, named)
     tag = kind.title.lower().replace("-", "")
     first = f"first layers {config.shape.start if config.init is None else f'of {config.init}'}"
@@ -108,12 +112,13 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
         "",
         "## Data",
         "",
-        _data(config),
+        _data(config, figures),
         "",
         "## Training",
         "",
         f"{figures.get('steps')} steps, {figures.get('blocks')} blocks, loss {config.loop.loss.name}, {config.loop.optim.name} "
-        f"{config.loop.optim.lr:g}, {first}. `paceline train --config run.yaml` does the same again.",
+        f"{config.loop.optim.lr:g}, {first}. Finished on {_day(drafter)} with paceline "
+        f"{__version__}. `paceline train --config run.yaml` does the same again.",
         "",
         "## Figures",
         "",
@@ -122,7 +127,7 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
         "## Use",
         "",
         "```sh",
-        f"paceline serve --model {named} --drafter {_folder(drafter)}",
+        f"paceline serve --model {named} --drafter {shlex.quote(_place(config, drafter))}",
         *kind.others,
         "```",
         "",
@@ -134,23 +139,27 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
     return "\n".join([*head, *body]) + "\n"
 
 
-def _engines(target: str, drafter: Path, block: int) -> list[str]:
+def _engines(target: str, drafter: str, block: int) -> list[str]:
     """How engines that know DFlash v1 are started."""
     return [
         "# elsewhere num_speculative_tokens must be given, or SGLang's number with the anchor: there is no default for DFlash",
-        f"vllm serve {shlex.quote(_base(target))} --speculative-config "
-        + shlex.quote(json.dumps({"method": "dflash", "model": _folder(drafter), "num_speculative_tokens": block - 1})),
-        f"python -m sglang.launch_server --model-path {shlex.quote(_base(target))} --speculative-algorithm DFLASH "
-        f"--speculative-draft-model-path {_folder(drafter)} --speculative-num-draft-tokens {block}",
+        f"vllm serve {shlex.quote(_loaded_from(target))} --speculative-config "
+        + shlex.quote(json.dumps({"method": "dflash", "model": drafter, "num_speculative_tokens": block - 1})),
+        f"python -m sglang.launch_server --model-path {shlex.quote(_loaded_from(target))} --speculative-algorithm DFLASH "
+        f"--speculative-draft-model-path {shlex.quote(drafter)} --speculative-num-draft-tokens {block}",
     ]
 
 
 def _base(target: str) -> str:
-    builtin = BUILTINS.get(target)
-    if builtin and builtin.repo:
-        return builtin.repo.removesuffix("-GGUF")
+    if (builtin := BUILTINS.get(target)) and builtin.base:
+        return builtin.base
     path = Path(target)
     return path.name if path.exists() else target
+
+
+def _loaded_from(target: str) -> str:
+    """The target in commands for other engines: a hub id, or for a local folder a path to be filled in."""
+    return f"path/to/{_base(target)}" if Path(target).exists() else _base(target)
 
 
 def _hash(config: TrainConfig) -> str:
@@ -162,23 +171,32 @@ def _hash(config: TrainConfig) -> str:
         return f"its hash is not known: {error}"
 
 
+def _day(drafter: Path) -> str:
+    """The date on which the weights were written, in UTC."""
+    return datetime.fromtimestamp((drafter / "model.safetensors").stat().st_mtime, UTC).date().isoformat()
+
+
 def _taps(raw: dict[str, Any]) -> str:
     of_eagle3 = (raw.get("eagle_config") or {}).get(LAYER_IDS, [])
     return ", ".join(map(str, raw.get("dflash_config", {}).get("target_layer_ids", of_eagle3)))
 
 
-def _folder(drafter: Path) -> str:
-    return shlex.quote(f"{drafter.parent.name}/{drafter.name}")
+def _place(config: TrainConfig, drafter: Path) -> str:
+    """The drafter in commands: its hub repository, else its path from the working folder, else a path to be filled in."""
+    if config.push_to_hub:
+        return config.push_to_hub
+    path, here = drafter.absolute(), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else f"path/to/{path.parent.name}/{path.name}"
 
 
-def _data(config: TrainConfig) -> str:
+def _data(config: TrainConfig, figures: dict[str, Any]) -> str:
     sources = [Path(source).name for source in config.asked.prompts] + [Path(folder).name for folder in config.answers]
     own = config.asked.num_self_written if not sources else config.asked.self_written
     parts = [", ".join(sources)] if sources else []
     parts += [f"{own} prompts that the target wrote itself"] if own else []
     temperatures = ", ".join(f"{value:g}" for value in config.answering.temperatures)
     return f"The target's own answers (at most {config.answering.max_tokens} tokens, temperature {temperatures}) to: " + (
-        " and ".join(parts) + "."
+        " and ".join(parts) + "." + (f" Learned from {figures['prompts']:,} prompts." if "prompts" in figures else "")
     )
 
 

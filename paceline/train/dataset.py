@@ -69,6 +69,11 @@ class Corpus:
     dropped: Dropped = field(default_factory=Dropped)
     """Rows of the sources that could not be used."""
 
+    @property
+    def num_prompts(self) -> int:
+        """Different prompts to learn from: the messages of a conversation and its answers at other temperatures count once."""
+        return len({prompt_of(document.key.rsplit("/", 1)[0]) for document in self.train})
+
     def told(self) -> str:
         """What was left out or cut, for people; empty when nothing was."""
         counts = (

@@ -187,16 +187,16 @@ class _Stages:
         del target
         if self.ranks.is_first:
             result = replace(result, heldout=self._serve(result.drafter, corpus, folder))
-            self._publish(result, folder)
+            self._publish(result, folder, corpus.num_prompts)
         progress.say(f"drafter: {result.drafter}")
         return result
 
-    def _publish(self, result: TrainResult, run: RunFolder) -> None:
+    def _publish(self, result: TrainResult, run: RunFolder, num_prompts: int) -> None:
         """The card beside the weights; the hub gets both where that was asked for."""
         file = run.path / "heldout.json"
         served = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         figures = {name: getattr(result, name) for name in ("steps", "blocks", "eal", "loss")}
-        write_card(self.config, result.drafter, figures, served)
+        write_card(self.config, result.drafter, {**figures, "prompts": num_prompts}, served)
         if self.config.push_to_hub:
             address = push(result.drafter, self.config.push_to_hub, is_public=self.config.public)
             self.progress.say(f"the drafter is at {address}")
