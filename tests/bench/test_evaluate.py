@@ -242,7 +242,17 @@ def test_the_command_shows_and_prints_the_evaluation(ask: Asked, capsys: pytest.
     line = json.loads(told.out.splitlines()[-1])
     assert list(line["sets"]) == ["easy", "hard"]
     assert line["run"] == str(ask.out)
-    assert "tokens/round" in told.err and "ceiling" in told.err
+    assert "tokens/round" in told.err and "ceiling" in told.err and "0-512" not in told.err
+
+
+def test_the_command_shows_the_acceptance_length_by_context(ask: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"out": ask.out, "as_json": True, "by_context": True}
+    command.evaluate(ask.drafter, EngineConfig(model="org/fake"), ask.config, list(ask.prompts), **options)
+    told = capsys.readouterr()
+    rows = [row for each in json.loads(told.out.splitlines()[-1])["sets"].values() for row in each["by_context"]]
+    assert [(row["from"], row["to"], row["rounds"] > 0) for row in rows] == [(0, 512, True)] * 2
+    shown = [line.split()[-2:] for line in told.err.splitlines() if "0-512" in line]
+    assert shown == [[str(row["rounds"]), f"{row['tokens_per_round']:.2f}"] for row in rows]
 
 
 def test_a_second_run_does_what_is_missing(ask: Asked) -> None:

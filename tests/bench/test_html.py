@@ -14,8 +14,10 @@ import pytest
 
 from paceline.bench.html import numbers, page, read_run, thinned, training_verdict
 from paceline.bench.pages import Series, curves
+from paceline.cli import app
 from paceline.commands.evaluate import report
 from paceline.errors import ConfigError
+from paceline.train.train_run import TrainResult
 
 pytestmark = pytest.mark.slow
 
@@ -395,6 +397,21 @@ def test_a_training_ends_with_expected_and_got_and_keeps_the_better_drafter(tmp_
     better = training_verdict(read_run(trained(tmp_path / "better", 1.02, speedup=1.04)))
     assert "keep that" not in better and "One stream on this machine: 1.04 times" in better
     assert "Next: paceline evaluate " in better
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_command_ends_with_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(tmp_path / "run", 2.38)
+    result = TrainResult(run / "drafter", run, 1, 100, 1.06, 6.24)
+    monkeypatch.setattr("paceline.commands.train.run_train", lambda config, progress: result)
+    for more in ([], ["--json"]):
+        app(["train", "--prompts", "none.jsonl", "--out", str(run), *more], prog_name="paceline", standalone_mode=False)
+        told = capsys.readouterr()
+        verdict = training_verdict(read_run(run))
+        assert told.err.rstrip().endswith(verdict) and "keep that" in verdict
+    assert json.loads(told.out)["verdict"] == verdict
 
 
 def test_the_advice_of_a_training_is_not_what_the_run_had(tmp_path: Path) -> None:

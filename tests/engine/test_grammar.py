@@ -204,6 +204,17 @@ def test_forced_text_may_spell_a_special_token(spec: GrammarSpec, text: str) -> 
     assert tokenizer.decode(seq.output_ids[:-1]) == text
 
 
+@pytest.mark.parametrize(("most", "is_allowed"), [(0, True), (1, True), (16, True), (17, False)])
+@pytest.mark.parametrize("spec", [OBJECT, SCHEMA], ids=["object", "schema"])
+def test_json_has_at_most_sixteen_characters_of_white_space_in_a_row(spec: GrammarSpec, most: int, is_allowed: bool) -> None:
+    space = (" \t\r\n" * 5)[:most]
+    text = f'{{{space}"name"{space}:{space}"Ada",{space}"age":{space}36,"langs":[{space}"de"{space}]{space}}}'
+    matcher, tokens = matcher_of(spec), list(text.encode())
+    assert json.loads(text)["age"] == 36
+    num_taken = matcher.validate_tokens([*tokens, EOS])
+    assert num_taken == (len(tokens) + 1 if is_allowed else text.index(space) + 16)
+
+
 PLAIN = {"temperature": 1.0}
 FILTERED = {"temperature": 1.3, "top_p": 0.9, "min_p": 0.05, "presence_penalty": 0.6}
 PIECES = ["a", "b", "c", "ab"]

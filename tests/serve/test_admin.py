@@ -143,6 +143,16 @@ def test_a_drafter_with_rows_is_not_unloaded(live: Live) -> None:
     assert live.llm.engine.pool.open == ["words", "none"]
 
 
+@pytest.mark.parametrize(("num_rows", "said"), [(1, "1 answer is still made"), (2, "2 answers are still made")])
+def test_answers_that_keep_a_drafter_are_counted(
+    steady: Live, monkeypatch: pytest.MonkeyPatch, num_rows: int, said: str
+) -> None:
+    monkeypatch.setattr(type(steady.llm.engine.pool), "num_rows", lambda pool, member: num_rows)
+    status, body, _ = steady.request("DELETE", f"{PATH}/general")
+    assert (status, body["error"]["code"]) == (409, "drafter_busy")
+    assert body["error"]["message"] == f"{said} with drafter 'general': drain it, and wait until it has no rows"
+
+
 def spoiled(drafter: Path, folder: Path, how: str) -> Path:
     """A copy of a drafter's folder with something wrong."""
     shutil.copytree(drafter, folder)

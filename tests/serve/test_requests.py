@@ -266,6 +266,17 @@ def test_a_stop_string_that_is_a_special_token_is_a_stop_token(live: Live, folde
     assert text_of(ask(live, **sure, skip_special_tokens=False, stop="im_start|><|im_s")) == "<|"
 
 
+@pytest.mark.parametrize("number", [5, 16])
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_up_to_sixteen_stop_strings_are_taken_and_the_last_one_holds(live: Live, path: str, number: int) -> None:
+    plain = text_of(ask(live, path, temperature=0, max_tokens=12))
+    stops = [f"never said {each}" for each in range(number - 1)]
+    whole = ask(live, path, temperature=0, max_tokens=12, stop=stops)
+    assert (text_of(whole), whole["choices"][0]["finish_reason"]) == (plain, "length")
+    cut = ask(live, path, temperature=0, max_tokens=12, stop=[*stops, plain[3:5]])
+    assert (text_of(cut), cut["choices"][0]["finish_reason"]) == (plain[: plain.index(plain[3:5])], "stop")
+
+
 def test_logprobs_of_a_chat_have_the_bytes_of_pieces_of_characters(live: Live, folder: Path) -> None:
     piece = Tokenizer.from_path(folder).encode("\u00e9", add_special_tokens=False)[0]
     body = ask(live, logit_bias={str(piece): 100}, max_tokens=2, temperature=0, logprobs=True, top_logprobs=2)

@@ -12,6 +12,7 @@ import pytest
 from pyarrow import parquet
 from small_llm import tiny_model
 
+from paceline import LLM
 from paceline.cli import app
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PromptError
@@ -24,7 +25,11 @@ from paceline.train.dataset import check_answers, read_corpus
 from paceline.train.mixture import read_mixture
 from paceline.train.planning import make_plan
 from paceline.train.prompt_facts import fit_lengths
+from paceline.train.ranks import Ranks
 from paceline.train.regenerate_run import run as regenerate
+from paceline.train.stopping import Stop
+from paceline.train.train_run import _Stages
+from paceline.types import SamplingParams
 
 NO_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -182,6 +187,22 @@ def test_prompts_of_tokens_in_json_lines_are_asked(tmp_path: Path) -> None:
     config = RegenerateConfig(tmp_path / "run", target(tmp_path / "model"), PromptsConfig((str(file),)), AnswerConfig(4, 64))
     done = regenerate(config, quiet())
     assert done.num_answers == 3 and done.refused.counts == {"with tokens that the target does not have": 1}
+
+
+def test_a_training_on_prompts_of_tokens_learns_from_the_targets_answers(tmp_path: Path) -> None:
+    prompts, others = [[10, 20, 30, number] for number in range(3)], {"answer_ids": [5, 6], "text": "of another model"}
+    file = write(tmp_path / "a.jsonl", *({"prompt_ids": prompt, **others} for prompt in prompts))
+    asked, answering = PromptsConfig((str(file),)), AnswerConfig(4, 64)
+    config = TrainConfig(tmp_path / "run", target(tmp_path / "model"), asked, answering=answering)
+    assert make_plan(config).data.prompts == 3
+    stages = _Stages(config, Ranks(), lambda: None, quiet(), Stop(quiet().say))
+    answers, _, _ = stages._answers()
+    documents = stages._corpus(answers, None).train
+    llm = LLM(config.target.model, drafter="none", dtype="float32", device="cpu")
+    found = llm.generate_ids(prompts, SamplingParams(max_tokens=4, temperature=0.0))
+    expected = [prompt + answer.token_ids for prompt, answer in zip(prompts, found, strict=True)]
+    assert sorted(document.tokens.tolist() for document in documents) == sorted(expected)
+    assert {document.answer_start for document in documents} == {4}
 
 
 def test_a_base_model_is_asked_raw_or_refused_with_the_option(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from paceline.runlog import RunFolder
 from paceline.tables import Progress
 from paceline.train import facts, train, train_run
 from paceline.train.config import AnswerConfig, LoopConfig, TrainConfig
+from paceline.train.expectations import Learned, expected_lines, expected_of
 from paceline.train.features import ScaledFeatures
 from paceline.train.packs import DFlashTrainable
 from paceline.train.ranks import Ranks
@@ -51,6 +52,16 @@ Finished = tuple[Path, dict[str, Any]]
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
+
+
+class Heard(Progress):
+    """Keeps the lines that were shown."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
 
 
 def kept_at(patch: pytest.MonkeyPatch, step: int, run: Path, kept: Path) -> None:
@@ -218,6 +229,25 @@ def test_steps_get_the_minutes_that_are_left(
     stages._settle_length(trainer)
     stored = json.loads((tmp_path / "plan.json").read_text())["values"]
     assert trainer.config.max_minutes == stored["loop.max_minutes"] == minutes and stored["shape.num_layers"] == 2
+
+
+def test_a_plan_whose_minutes_shrink_expects_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new expectation, of fewer blocks, stands in plan.json and is shown."""
+    planned = expected_of("smollm2-135m", Learned(9e5, 30_000, 150.0))
+    told = {"minutes": 50.0, "values": {"loop.max_minutes": 45.0}, "target": "smollm2-135m", "blocks": 9e5}
+    RunFolder(tmp_path).write_json("plan.json", told | {"expected": planned})
+    clock = iter([0.0, 60 * 45.0])
+    monkeypatch.setattr(train_run, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    config, shown = TrainConfig(tmp_path, loop=LoopConfig(max_minutes=45.0), minutes=50.0, given=("minutes",)), Heard()
+    trainer = cast(Any, SimpleNamespace(state=SimpleNamespace(step=0), config=config.loop))
+    train_run._Stages(config, Ranks(), lambda: None, shown, Stop(shown.say))._settle_length(trainer)
+    stored = json.loads((tmp_path / "plan.json").read_text())
+    minutes = stored["values"]["loop.max_minutes"]
+    assert minutes < 45.0 and stored["blocks"] == pytest.approx(9e5 * minutes / 45)
+    assert stored["expected"] == expected_of("smollm2-135m", Learned(stored["blocks"], 30_000, 150.0))
+    assert stored["expected"]["tokens_per_round"] < planned["tokens_per_round"]
+    assert shown.said[0] == f"{minutes:.3g} minutes are left for learning, where 45 were planned"
+    assert shown.said[1:] == list(expected_lines("smollm2-135m", stored["expected"]))
 
 
 def test_a_finished_run_is_not_trained_again(finished: Finished, capsys: Any) -> None:
