@@ -64,12 +64,11 @@ async def answer_chat(
 ) -> Response:
     """Answers a chat. `exchange` is called with the model's name, the body, its ticket and its replies."""
     name, model = check_model(body.model, worker)
-    route = asked_route(body, http, tag, drafter, worker, model)
     clock = Clock(http.scope)
     jobs = await asyncio.to_thread(chat_jobs, body, model, worker.config, clock)
     jobs = await compiled(jobs, worker, clock)
     replies: list[Any] = [ChatReply(index, model.tokenizer, body) for index in range(len(jobs))]
-    ticket = worker.submit(jobs, tag, route)
+    ticket = worker.submit(jobs, tag, asked_route(body, http, tag, drafter, worker, model))
     return await respond(http, exchange(name, body, ticket, replies, lossless=model.lossless))
 
 

@@ -296,7 +296,7 @@ def test_a_sweep_over_measured_steps(steps: Path, tmp_path: Path) -> None:
     assert {"results.json", "report.md", "report.html", "config.json"} <= {file.name for file in (tmp_path / "run").iterdir()}
     page = (tmp_path / "run" / "report.html").read_text()
     assert page.count("<svg") == 1 + 8 and "saturated" in page
-    assert '<p class="verdict">With speculation an answer comes ' in page
+    assert '<p class="verdict good">With speculation an answer comes ' in page
 
 
 def test_usual_rates_reach_from_idle_to_too_much() -> None:

@@ -193,14 +193,14 @@ def test_packs_of_every_size_share_what_is_compiled() -> None:
     counters = CompileCounter(), CompileCounter()
     functions = compiled(counters[0])[0], compiled(counters[1])[1]
     counts: list[tuple[int, ...]] = []
-    for seed, (contexts, anchors) in enumerate(SMALL_PACKS):
+    for seed, (contexts, anchors) in enumerate(PACKS):
         layout = Layout(contexts, tuple(torch.tensor(each) for each in anchors), SIZE)
         tensors = inputs_of(layout, seed)
         with mock.patch.object(FlexAttention, "_functions", return_value=functions):
             found = attend_with("flex", layout, tensors)
         counts.append(tuple(each.frame_count for each in counters))
         torch.testing.assert_close(found, attend_with("split", layout, tensors), atol=2e-6, rtol=1e-5)
-    assert counts[:2] == [(1, 1)] * 2 and counts[2:] == [(2, 1)] * (len(SMALL_PACKS) - 2)
+    assert counts[:2] == [(1, 1)] * 2 and counts[2:] == [(2, 1)] * (len(PACKS) - 2)
 
 
 REAL_HEADS = [(128, torch.bfloat16), (64, torch.bfloat16), (256, torch.bfloat16)]
@@ -262,8 +262,6 @@ PACKS = [
     ((128,), ([128],)),
 ]
 """(lengths of contexts, anchors) of packs: few tiles and many, of slots and of keys."""
-SMALL_PACKS = [*PACKS[:2], ((150, 30), ([140, *range(1, 40)], [29])), PACKS[4]]
-"""One tile and two: enough for what is compiled, not for what a kernel computes."""
 
 
 def inputs_of(layout: Layout, seed: int, head_dim: int = HEAD_DIM) -> list[Tensor]:

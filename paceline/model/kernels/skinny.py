@@ -67,14 +67,14 @@ def product_twin(inputs_TD: Tensor, weight: Tensor, bias: Tensor | None, activat
 
 def product(inputs_TD: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
     """`product_twin` in one launch, where `can_run` allows."""
-    from paceline.model.kernels import skinny_triton
-
     inputs_TD = inputs_TD.contiguous()
     num_tokens, (size, inner) = inputs_TD.numel() // inputs_TD.shape[-1], weight.shape
     size = size if activation is None else size // 2
     tile = tile_of(num_tokens, size, inner, activation is not None)
     if tile is None:
         raise ValueError(f"no tile divides a matrix of {size} x {inner}")
+    from paceline.model.kernels import skinny_triton
+
     out = inputs_TD.new_empty(*inputs_TD.shape[:-1], size)
     with torch.cuda.device_of(inputs_TD):
         skinny_triton.skinny[(size // tile.rows,)](
