@@ -79,10 +79,11 @@ class PromptError(PacelineError, ValueError): ...
 
 
 class TemplateError(PromptError):
-    def __init__(self, message: str, fault: str = "") -> None:
-        """`fault`: the message without its remedy, which differs on the command line and over HTTP."""
-        super().__init__(message)
-        self.fault = fault or message
+    def __init__(self, fault: str, remedy: str = "", way_out: str = "") -> None:
+        """`remedy`: what helps in every front end; `way_out`: what only this one offers (see `way_out`)."""
+        told = " or ".join(each for each in (remedy, way_out) if each)
+        super().__init__(f"{fault}: {told}" if told else fault)
+        self.fault, self.remedy = fault, remedy
 
 
 class ConfigError(PacelineError, ValueError): ...
@@ -121,6 +122,19 @@ def reraised(kind: type[PacelineError], what: str, remedy: str, *caught: type[Ex
         raise
     except caught as error:
         raise kind(f"{what} ({' '.join(str(error).split())}): {remedy}") from error
+
+
+@contextlib.contextmanager
+def way_out(text: str) -> Iterator[None]:
+    """Around a front end's chat prompts: a TemplateError names this way to ask without a template, in place of another."""
+    try:
+        yield
+    except TemplateError as error:
+        raise TemplateError(error.fault, error.remedy, text) from error
+
+
+TOKEN_PROMPTS = "give the prompts as token ids (prompt_ids)"
+"""The way out where prompts come from files that only a template turns into tokens."""
 
 
 @contextlib.contextmanager

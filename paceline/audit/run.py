@@ -24,7 +24,7 @@ from paceline.audit.scores import Reader, scores_of
 from paceline.bench.client import Client
 from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
-from paceline.errors import PromptError
+from paceline.errors import TOKEN_PROMPTS, PromptError, way_out
 from paceline.model.tokenizer import Tokenizer
 from paceline.prompts import Prompt, read_prompts
 from paceline.runlog import RunFolder
@@ -241,7 +241,8 @@ def audit_prompt(llm: LLM, prompt: Prompt) -> AuditPrompt:
     elif llm.tokenizer.chat_template is None:
         ids, messages = llm.tokenizer.encode(prompt.turns[0]), None
     else:
-        ids = llm.encode_chat(prompt.messages, prompt.tools, dict(prompt.variables))
+        with way_out(TOKEN_PROMPTS):
+            ids = llm.encode_chat(prompt.messages, prompt.tools, dict(prompt.variables))
         messages = None if prompt.tools or prompt.variables else prompt.messages
     text = _text_of(llm.tokenizer, ids)
     return AuditPrompt(tuple(ids), text, tuple(llm.tokenizer.encode(text)), messages)

@@ -15,7 +15,7 @@ from paceline.draft.base import Drafter
 from paceline.engine.engine import Engine
 from paceline.engine.llm import LLM
 from paceline.engine.round import RuleJudge
-from paceline.errors import ContextLengthError
+from paceline.errors import TOKEN_PROMPTS, ContextLengthError, way_out
 from paceline.figures import first_difference
 from paceline.lossy import Price
 from paceline.marginals import Marginals, MockedPlanner, Tally
@@ -216,7 +216,8 @@ def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[lis
         turns = prompt.turns or (llm.tokenizer.decode(traced),)
         for turn, said in enumerate(turns):
             name = f"{number}:{prompt.id}" + (f"/{turn + 1}" if turn else "")
-            request = Request(name, traced or llm.encode_chat(messages, prompt.tools, variables), said)
+            with way_out(TOKEN_PROMPTS):
+                request = Request(name, traced or llm.encode_chat(messages, prompt.tools, variables), said)
             if len(request.token_ids) + max_tokens > llm.target.cache.max_len:
                 num_skipped += len(turns) - turn
                 break

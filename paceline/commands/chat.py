@@ -13,7 +13,7 @@ import typer
 from paceline.commands.options import Changed, Opt, Without, named, options
 from paceline.commands.shared import Json, System, load, note_without_effect, say
 from paceline.config import EngineConfig
-from paceline.errors import ContextLengthError, PromptError
+from paceline.errors import ContextLengthError, PromptError, way_out
 from paceline.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -83,7 +83,10 @@ def _turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingP
     """The conversation with this turn and its answer; as it was when the turn does not fit."""
     asked = [*messages, {"role": "user", "content": line}]
     try:
-        with named({"max_tokens": "--max-tokens", "max_len": "--max-len"}):
+        with (
+            named({"max_tokens": "--max-tokens", "max_len": "--max-len"}),
+            way_out("continue texts with paceline generate --raw"),
+        ):
             text = _answer(llm, asked, params)
     except (ContextLengthError, PromptError) as error:
         say(f"error: {error} (/reset forgets the conversation)")

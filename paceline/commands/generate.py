@@ -31,7 +31,7 @@ from paceline.commands.shared import (
     say,
 )
 from paceline.config import EngineConfig
-from paceline.errors import ConfigError, PromptError, reraised
+from paceline.errors import ConfigError, PromptError, reraised, way_out
 from paceline.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ def encode(llm: LLM, prompt: str, system: str | None, raw: bool) -> list[int]:
     if raw:
         return llm.tokenizer.encode(prompt)
     opening = [{"role": "system", "content": system}] if system else []
-    return llm.encode_chat([*opening, {"role": "user", "content": prompt}])
+    with way_out("use --raw to send the text as it is"):
+        return llm.encode_chat([*opening, {"role": "user", "content": prompt}])
 
 
 def _stream(llm: LLM, token_ids: list[int], sampling: SamplingParams, as_json: bool) -> Completion:

@@ -26,7 +26,7 @@ from paceline.draft.registry import make_drafter
 from paceline.engine.completion import Completion, GenerationStats
 from paceline.engine.engine import Chunk, Engine
 from paceline.engine.round import RuleJudge
-from paceline.errors import ConfigError, EngineReplacedError, MemoryBudgetError
+from paceline.errors import ConfigError, EngineReplacedError, MemoryBudgetError, way_out
 from paceline.hub import resolve as resolve_model
 from paceline.learned import PassCosts
 from paceline.marginals import Marginals, MockedPlanner
@@ -42,6 +42,8 @@ from paceline.types import SamplingParams
 from paceline.verify.rules import RULES, mocked
 
 Message = dict[str, Any]
+_RAW_TEXT = "pass the text itself to generate()"
+"""The way out of `chat` where a template is missing or refuses."""
 LATER = 7
 """Drafts a round that passes are measured for where a drafter may come later."""
 
@@ -252,7 +254,9 @@ class LLM:
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> list[Completion]:
         """Answer each conversation; in the order given."""
-        return self.generate_ids([self.encode_chat(messages) for messages in conversations], params, on_chunk)
+        with way_out(_RAW_TEXT):
+            prompts = [self.encode_chat(messages) for messages in conversations]
+        return self.generate_ids(prompts, params, on_chunk)
 
     def generate(
         self, prompts: list[str], params: SamplingParams | None = None, on_chunk: Callable[[Chunk], None] | None = None
@@ -329,7 +333,8 @@ class LLM:
             return self.tokenizer.encode(prompt)
         if prompt and isinstance(prompt[0], int):
             return [token for token in prompt if isinstance(token, int)]
-        return self.encode_chat([message for message in prompt if isinstance(message, dict)])
+        with way_out(_RAW_TEXT):
+            return self.encode_chat([message for message in prompt if isinstance(message, dict)])
 
 
 def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer | None:

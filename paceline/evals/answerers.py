@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.bench.client import Client, Stream
 from paceline.engine.llm import LLM
-from paceline.errors import ConfigError, ContextLengthError, DownloadError
+from paceline.errors import TOKEN_PROMPTS, ConfigError, ContextLengthError, DownloadError, way_out
 from paceline.evals.config import EvalSampling
 from paceline.evals.scores import Reply
 from paceline.evals.suite import Case
@@ -68,7 +68,8 @@ class LLMAnswerer:
         ids, vocab = list(case.token_ids), self.llm.tokenizer.vocab_size
         if ids and max(ids) >= vocab:
             raise ConfigError(f"case {case.id} has tokens of another vocabulary: make the suite with this model's store")
-        ids = ids or self.llm.encode_chat(list(case.messages), case.tools, dict(case.variables))
+        with way_out(TOKEN_PROMPTS):
+            ids = ids or self.llm.encode_chat(list(case.messages), case.tools, dict(case.variables))
         room = self.llm.target.cache.max_len
         if len(ids) + self.sampling.max_tokens > room:
             raise ContextLengthError(

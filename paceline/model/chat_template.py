@@ -63,7 +63,7 @@ class ChatTemplate:
     def __init__(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE:
             fault = f"the model's chat template has {len(source):,} characters, more than {MAX_TEMPLATE:,}"
-            raise TemplateError(f"{fault}: use --raw", fault)
+            raise TemplateError(fault, "choose a model with a shorter one")
         self._template = _one_line_errors(lambda: _environment().from_string(source))
 
     def render(self, variables: Mapping[str, Any]) -> str:
@@ -83,7 +83,7 @@ def _one_line_errors(work: Callable[[], Any]) -> Any:
     except _REFUSALS as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         fault = f"the model's chat template failed ({reason})"
-        raise TemplateError(f"{fault}: check the messages' roles and contents, or use --raw", fault) from error
+        raise TemplateError(fault, "check the messages' roles and contents") from error
 
 
 class _Spent(threading.local):

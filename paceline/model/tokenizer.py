@@ -108,8 +108,7 @@ class Tokenizer:
         """
         _check_messages(messages)
         if self.chat_template is None:
-            fault = "this model has no chat template"
-            raise TemplateError(f"{fault}: use --raw (or generate() instead of chat()) to send the text as it is", fault)
+            raise TemplateError("this model has no chat template", "choose a model that has one")
         if self._compiled is None:
             from paceline.model.chat_template import ChatTemplate  # only here: most commands render no template
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from paceline.errors import ConfigError, PromptError, refuse
+from paceline.errors import ConfigError, PromptError, refuse, way_out
 from paceline.prompts import Message, Prompt
 from paceline.rows import Dropped, RowError
 from paceline.train.config import AnswerConfig
@@ -103,7 +103,8 @@ class PromptEncoder:
     def _chat_ids(self, prompt: Prompt, messages: list[Message]) -> list[int]:
         tools = prompt.tools or self.tools
         variables = self.variables | dict(prompt.variables)
-        return self.llm.encode_chat(messages, tools, variables)
+        with way_out("use --raw to ask prompts as they stand"):
+            return self.llm.encode_chat(messages, tools, variables)
 
     def examine(self, prompts: Iterable[Prompt], dropped: Dropped) -> list[int]:
         """Number of tokens of each prompt that will be asked; the others are counted in `dropped`."""

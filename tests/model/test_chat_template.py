@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import tokenizers
 
-from paceline.errors import PromptError
+from paceline.errors import PromptError, way_out
 from paceline.model import chat_template
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.failures import RequestRefused
@@ -134,7 +134,8 @@ def test_small_powers_are_computed_and_large_ones_refused() -> None:
 def test_http_clients_are_told_of_their_own_way_out(template: str | None) -> None:
     """--raw is an option of the command line."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    with pytest.raises(PromptError, match="--raw") as caught:
+    with pytest.raises(PromptError, match="chat template") as caught, way_out("use --raw"):
         Tokenizer(backend, chat_template=template).apply_chat_template(MESSAGES)
+    assert str(caught.value).endswith(" or use --raw")
     message = RequestRefused.of(caught.value).message
     assert "--raw" not in message and "/v1/completions" in message

@@ -149,7 +149,7 @@ def test_bad_templates_are_one_line(template: str, smollm: Tokenizer) -> None:
 
 
 def test_no_template(smollm: Tokenizer) -> None:
-    with pytest.raises(PromptError, match="--raw"):
+    with pytest.raises(PromptError, match="no chat template: choose a model that has one"):
         with_template(smollm, None).encode_chat(MESSAGES)
 
 
