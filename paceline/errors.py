@@ -13,7 +13,7 @@ The command line prints that line and exits with code 2; anything else is a bug 
     ├── CacheError            (OSError)            the cache folder cannot be written
     ├── DrafterMismatchError  (ValueError)         a drafter made for another target
     ├── ContextLengthError    (ValueError)         prompt and answer do not fit the context
-    ├── MemoryBudgetError     (MemoryError)        the KV cache does not fit the stated budget
+    ├── MemoryBudgetError     (MemoryError)        memory does not suffice, or its stated budget
     ├── SamplingError         (ValueError)         impossible sampling values
     ├── PromptError           (ValueError)         a prompt or prompt file that cannot be read
     │   └── TemplateError                          no chat template, or one that refuses the messages
@@ -115,13 +115,32 @@ class JudgeError(PacelineError, RuntimeError): ...
 
 @contextlib.contextmanager
 def reraised(kind: type[PacelineError], what: str, remedy: str, *caught: type[Exception]) -> Iterator[None]:
-    """Other libraries' errors of the types `caught` become "what (their own words): remedy"; ours pass through."""
+    """Other libraries' errors of the types `caught` become "what (their own words): remedy"; ours pass through.
+
+    Where memory does not suffice they become MemoryBudgetError: no file is at fault, and none is to be deleted for it.
+    """
     try:
         yield
     except PacelineError:
         raise
     except caught as error:
+        if kind is not MemoryBudgetError:
+            check_memory(error)
         raise kind(f"{what} ({' '.join(str(error).split())}): {remedy}") from error
+
+
+_NO_MEMORY = ("allocate memory", "out of memory")
+"""In the words of the C library, safetensors ("Cannot allocate memory") and PyTorch ("can't allocate memory")."""
+
+
+def check_memory(error: Exception) -> None:
+    """Raises MemoryBudgetError where another error came of too little memory."""
+    words = " ".join(str(error).split())
+    if isinstance(error, MemoryBudgetError):
+        raise error
+    if isinstance(error, MemoryError) or any(each in words for each in _NO_MEMORY):
+        remedy = "end other programs, or raise the limit that is set (ulimit -v, a container's)"
+        raise MemoryBudgetError("there is too little memory" + (f" ({words})" if words else "") + f": {remedy}") from error
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.draft.checkpoint import write_checkpoint
-from paceline.errors import CacheError, ConfigError, PacelineError, reraised
+from paceline.errors import CacheError, ConfigError, PacelineError, check_memory, reraised
 from paceline.model.checkpoint import load_tensors, read_json
 from paceline.runlog import plain, sync, sync_folder
 from paceline.tables import differences
@@ -133,7 +133,8 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
         read_json(newest / "config.json")
         trainer = json.loads((newest / "trainer.json").read_text(encoding="utf-8"))
         return Checkpoint(newest, trainer, dict(load_tensors(newest)), load_file(newest / "optimiser.safetensors"))
-    except (PacelineError, OSError, ValueError, SafetensorError) as error:
+    except (PacelineError, OSError, MemoryError, ValueError, SafetensorError) as error:
+        check_memory(error)
         raise CacheError(f"{newest} is not a whole checkpoint ({error}): delete {folder} to start again") from error
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
+import mmap
 import os
 import random
+import shutil
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -16,15 +19,18 @@ import pytest
 import torch
 from gguf_files import byte_level_vocabulary, write_gguf
 from model_folders import transformers_model, write_config, write_weights
+from safetensors import SafetensorError
 from safetensors.torch import save_file
+from tiny_builtin import raising
 
 from paceline.draft.checkpoint import is_dflash, new_config, read_checkpoint
-from paceline.errors import ModelFileError, PacelineError
+from paceline.errors import MemoryBudgetError, ModelFileError, PacelineError
 from paceline.model import checkpoint
 from paceline.model.attention import rope_tables
 from paceline.model.blocks import Blocks
 from paceline.model.checkpoint import check_finite, check_tensors, eos_token_ids, load_config, load_tensors, read_json
 from paceline.model.tokenizer import Tokenizer
+from paceline.train.checkpoint import latest_checkpoint
 
 JUNK: tuple[Any, ...] = ("x", -1, 0, 10**9, 10**400, 1.5, float("inf"), float("nan"), None, True, [], [[1]], {}, {"a": [{}]})
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
@@ -246,3 +252,42 @@ def test_which_weights_are_numbers() -> None:
     for weight in (Blocks(scales, (2, 32), "Q8_0"), torch.ones(3, dtype=torch.int32)):
         with pytest.raises(ModelFileError, match="'w'"):
             check_finite("w", weight, "x")
+
+
+def _read_gguf(folder: Path) -> None:
+    (folder / "m.gguf").write_bytes(b"GGUF" + bytes(20))
+    load_config(folder / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        SafetensorError("Error while mapping: Cannot allocate memory (os error 12)"),
+    ],
+    ids=["python", "kernel", "torch", "safetensors"],
+)
+@pytest.mark.parametrize("of", ["safetensors", "gguf", "checkpoint"])
+def test_too_little_memory_is_no_damaged_file(
+    of: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `inspect` of a file that is larger than the memory of its process may be; nobody is told to delete the file."""
+    if of == "gguf" and isinstance(error, (RuntimeError, SafetensorError)):
+        pytest.skip("the header of a GGUF file is read without these libraries")
+    monkeypatch.setattr(checkpoint, "safe_open", raising(error))
+    monkeypatch.setattr(mmap, "mmap", raising(error))
+    write_weights(tmp_path)
+    (tmp_path / "step-1").mkdir()
+    for name in ("config.json", "trainer.json"):
+        (tmp_path / "step-1" / name).write_text("{}")
+    shutil.copy(tmp_path / "model.safetensors", tmp_path / "step-1")
+    reads = {
+        "safetensors": lambda: list(load_tensors(tmp_path)),
+        "gguf": lambda: _read_gguf(tmp_path),
+        "checkpoint": lambda: latest_checkpoint(tmp_path),
+    }
+    with pytest.raises(MemoryBudgetError, match="there is too little memory.*: end other programs") as caught:
+        reads[of]()
+    assert "delete" not in str(caught.value) and "fetch" not in str(caught.value)
