@@ -20,7 +20,7 @@ import torch
 
 from paceline.distill.config import DistillConfig
 from paceline.distill.reading import Reader
-from paceline.distill.start import check_same_words, num_kept, num_weights
+from paceline.distill.start import check_layers, check_same_words, num_kept, num_weights
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, PromptError, needing
 from paceline.hub import resolve
@@ -54,6 +54,7 @@ def price(config: DistillConfig) -> Price:
     corpus = read_corpus(config.answers, teaching.max_len, teaching.heldout_share, teaching.max_heldout, 8)
     if not corpus.heldout:
         raise PromptError("fewer than 10 different prompts: a student needs more answers, and some that it never sees")
+    check_layers(config.student, teacher)
     shape = checkpoint.load_config(teacher)
     if config.student.student:
         source = resolve(config.student.student)

@@ -58,6 +58,21 @@ def kept_layers(config: StudentConfig, num_layers: int, influence: Sequence[floa
     return config.keep_layers
 
 
+def check_layers(config: StudentConfig, teacher: Path) -> None:
+    """Reads the teacher's config alone. Raises ConfigError where no student of these layers can be made of it."""
+    if config.student:
+        return
+    shape = checkpoint.load_config(teacher)
+    refuse(
+        ConfigError,
+        (
+            not has_llama_layers(shape.family),
+            f"layers of {shape.family} depend on where they stand and cannot be taken out: give a smaller model with --student",
+        ),
+    )
+    kept_layers(config, shape.num_layers)
+
+
 def write_start(
     config: StudentConfig, teacher: Path, folder: Path, influence: Callable[[], Sequence[float]] | None = None
 ) -> tuple[int, ...]:
@@ -77,14 +92,7 @@ def write_start(
         tensors = checkpoint.check_tensors(smaller, checkpoint.load_tensors(source), source)
         write_model(folder, config_json_of(source), tensors, source)
         return _noted(folder, ())
-    refuse(
-        ConfigError,
-        (
-            not has_llama_layers(shape.family),
-            f"layers of {shape.family} depend on where they stand and cannot be taken out: give a smaller model with --student",
-        ),
-    )
-    num_kept(config, shape.num_layers)
+    check_layers(config, teacher)
     by_influence = influence is not None and config.choice == "influence" and not config.keep_layers
     layers = kept_layers(config, shape.num_layers, influence() if influence and by_influence else None)
     raw: dict[str, Any] = {**config_json_of(teacher), "num_hidden_layers": len(layers)}

@@ -122,6 +122,10 @@ class FlywheelConfig:
             (not self.model, f"{FILE} needs a model: what answers now, as model: smollm2-135m"),
             (not self.record and not self.prompts, f"{FILE} needs record (what was answered), or prompts to be answered"),
             (bool(self.layers and layers_elsewhere), "layers says it turn by turn: leave it out, or student's own way"),
+            (
+                list(self.layers) != sorted(self.layers, reverse=True),
+                f"layers must not rise, unlike {', '.join(map(str, self.layers))}: the student of a turn teaches the next one",
+            ),
             (self.engine.model != EngineConfig().model, "engine.model: the model is named by model"),
             (self.engine.drafter != EngineConfig().drafter, "engine.drafter: the flywheel makes its own, leave it out"),
             (bool(self.evals.sources), "evals.sources: cases are made of the store; name a suite of your own by suite"),

@@ -19,6 +19,7 @@ import torch
 
 from paceline.distill.config import DistillConfig
 from paceline.distill.price import price as price_student
+from paceline.distill.start import kept_layers
 from paceline.errors import PromptError
 from paceline.evals.suite import read_suite
 from paceline.flywheel.config import FlywheelConfig
@@ -193,6 +194,9 @@ def _student(turn: Turn, material: Material, notes: list[str]) -> tuple[float, f
     """(seconds, bytes on disk, share of the teacher's weights)."""
     config, teaching = turn.config, turn.config.lesson
     if not material.sources:
+        student, shape = config.student_of(turn.number), read_target(replace(config.engine, model=turn.serving.model)).shape
+        if not student.student:
+            kept_layers(student, shape.num_layers)  # refuses what the teacher does not have; nothing is fetched for it
         notes.append("the student's training is priced by its minutes: a step is timed when there are answers")
         return 60 * (teaching.minutes or config.minutes), 0.0, DEFAULT_SHARE
     teacher = replace(config.engine, model=turn.serving.model, drafter=NO_DRAFTER)

@@ -14,12 +14,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from paceline.distill.start import check_layers
 from paceline.errors import CacheError, ConfigError, PacelineError, refuse, reraised
 from paceline.flywheel import ledger
 from paceline.flywheel.checks import check_judge
 from paceline.flywheel.config import FlywheelConfig
 from paceline.flywheel.stages import STAGES, Refused, Told, Turn
 from paceline.flywheel.state import Serving, TurnState, serving_of, traces_of, turn_folder, write_serving
+from paceline.hub import resolve
 from paceline.store.folder import Store
 from paceline.tables import Progress
 from paceline.train.ranks import Ranks, only_run
@@ -65,6 +67,8 @@ def run(config: FlywheelConfig, progress: Progress) -> TurnResult:
     refuse(ConfigError, (find_spec("trl") is None, "a turn distils with Transformers and TRL: pip install 'paceline[distill]'"))
     with only_run(config.out, "turning the flywheel", Ranks(), progress.say):
         turn = open_turn(config, progress)
+        if "student" not in turn.state.stages:
+            check_layers(config.student_of(turn.number), resolve(turn.serving.model))
         if config.evals.scorer == "judge" and "evals" not in turn.state.stages:
             check_judge(config.judge)
         progress.say(f"turn {turn.number}: {turn.serving.model} answers now")

@@ -58,6 +58,7 @@ def test_layers_are_said_turn_by_turn(tmp_path: Path) -> None:
         ("record: traces\n", "needs a model"),
         ("model: m\n", "needs record"),
         (f"{SHORT}layers: 12\nstudent: {{keep_layers: [0, 1]}}\n", "layers says it turn by turn"),
+        (f"{SHORT}layers: [8, 12]\n", "layers must not rise, unlike 8, 12"),
         (f"{SHORT}engine: {{model: other}}\n", "the model is named by model"),
         (f"{SHORT}engine: {{drafter: ngram}}\n", "the flywheel makes its own"),
         (f"{SHORT}evals: {{sources: [a]}}\n", "name a suite of your own by suite"),

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from small_teacher import SAID, write_answers, write_untaught
 
+from paceline.distill.config import StudentConfig
 from paceline.errors import ConfigError, JudgeError, PromptError
 from paceline.evals.config import JudgeConfig
 from paceline.flywheel import checks, price, pricing, stages
+from paceline.flywheel import turn as run_turn
 from paceline.flywheel.config import FlywheelConfig, TurnGates
 from paceline.flywheel.run import open_turn
 from paceline.store.config import SplitConfig
@@ -92,6 +94,27 @@ def test_a_dry_run_over_a_store_and_over_prompts(tmp_path: Path, model: Path, mo
     later = price(replace(config, record=(), prompts=(str(file),)))
     assert later.stages[0].stage == "record" and later.stages[0].minutes > 0 and later.stages[0].tokens == 40 * 0.75 * 256
     assert len(asked) == 1 and "priced by its minutes" in later.notes[0] and not config.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"layers": (10**20,)}, r"layers must be between 1 and the teacher's \d, not 1000"),
+        ({"student": StudentConfig(layers=99)}, "layers must be between 1"),
+        ({"student": StudentConfig(keep_layers=(0, 99))}, "keep_layers names layer 99, the teacher's are 0 to"),
+    ],
+)
+def test_a_student_of_more_layers_than_its_teacher_is_refused_first(
+    tmp_path: Path, model: Path, changes: dict[str, Any], told: str
+) -> None:
+    """Before prompts are answered, by the dry run and by the turn."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "Say something."}\n')
+    config = FlywheelConfig(str(model), prompts=(str(file),), out=tmp_path / "wheel", **changes)
+    for begin in (price, run_turn):
+        with pytest.raises(ConfigError, match=told):
+            begin(config)
+    assert not [*config.out.glob("turn-*")]
 
 
 def test_a_judge_that_prefers_what_is_wrong_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
