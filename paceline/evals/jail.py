@@ -235,6 +235,8 @@ def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) 
     ):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value + (name == "CPU")))
     os.umask(0o077)
+    if is_root and not os.access(job["python"], os.X_OK):
+        raise SetupError(13, f"the answer runs as nobody, who may not run {job['python']}")
     if not job["namespaces"]:
         fence(job)
     filter_calls(job)

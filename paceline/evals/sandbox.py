@@ -171,5 +171,5 @@ def _found(sandbox: Sandbox) -> tuple[Kind, str]:
     return "none", (
         f"code of a model cannot be kept apart from this machine ({'; '.join(said)}): run it on Linux 5.12 or newer where "
         "user namespaces are allowed (sysctl kernel.unprivileged_userns_clone=1; in Docker --security-opt seccomp=unconfined), "
-        "or on 6.2 or newer with Landlock, or add --unsafe-code if you trust it"
+        "or on 6.2 or newer with Landlock (as root with a Python that all users may run), or add --unsafe-code if you trust it"
     )

@@ -104,6 +104,19 @@ def test_without_namespaces_threads_run_and_processes_do_not() -> None:
         assert done.outcome == "ended" and "PermissionError" in done.why, (line, done)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="other users run answers as themselves")
+def test_a_python_that_only_root_may_run_is_said(tmp_path: Path) -> None:
+    """Landlock takes rights away and gives none: the answer runs as nobody."""
+    (tmp_path / "private").mkdir(mode=0o700)
+    python = tmp_path / "private" / "python"
+    python.symlink_to(os.path.realpath(sys.executable))
+    box = Sandbox(kinds=("landlock",), python=str(python))
+    done = box.run_in("landlock", "pass")
+    assert not done.passed and "the answer runs as nobody, who may not run" in done.said
+    with pytest.raises(SandboxError, match="who may not run .*as root with a Python that all users may run"):
+        box.check()
+
+
 @needs_sandbox
 def test_harm_would_be_seen() -> None:
     with HOSTILE["world"]() as ours:
