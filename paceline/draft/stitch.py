@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.draft.mtp_checkpoint import COPIES, MtpLayer, target_names
 from paceline.errors import CacheError, DrafterMismatchError, UnsupportedModelError, reraised
-from paceline.model.checkpoint import config_json, existing, shards_of
+from paceline.model.checkpoint import check_header, config_json, existing, shards_of
 from paceline.model.config import decoder_config
 from paceline.model.layout import FUSED
 from paceline.model.stored_experts import TOGETHER
@@ -67,6 +67,7 @@ def _replace(ours: Mapping[str, Tensor], target: Path, files: Mapping[Path, list
         if not own:
             shutil.copyfile(file, out / file.name)
             continue
+        check_header(file)
         tensors = load_file(file)
         save_file({**tensors, **{name: _stored(name, tensors[name], ours) for name in own}}, out / file.name, {"format": "pt"})
         replaced += own
@@ -82,6 +83,7 @@ def _names(file: Path, files: Mapping[Path, list[str]]) -> list[str]:
     """Of the tensors that the model has of a file."""
     if file not in files or files[file]:
         return files.get(file, [])
+    check_header(file)
     with safe_open(file, framework="pt") as whole:
         return list(whole.keys())
 

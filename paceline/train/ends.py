@@ -21,7 +21,7 @@ from paceline.config import EngineConfig
 from paceline.errors import DownloadError, ModelFileError, UnsupportedModelError, reraised
 from paceline.hub import HUB_ID, resolve
 from paceline.model.backends import keep_sums_in_float32, load_target
-from paceline.model.checkpoint import load_config, read_json
+from paceline.model.checkpoint import check_header, load_config, read_json
 from paceline.model.config import DecoderConfig
 from paceline.model.decoder import end_scales
 from paceline.model.gguf_file import is_gguf
@@ -119,6 +119,7 @@ def _files_of_ends(folder: Path) -> tuple[str, ...]:
 def _read(folder: Path, wanted: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
     for file in sorted(folder.glob("*.safetensors")):
         refused = reraised(ModelFileError, f"{file} cannot be read", "fetch it again", OSError, SafetensorError)
+        check_header(file)
         with refused, safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (it is no dictionary)
                 for ending in wanted:

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tiny_builtin import raising
 
+from paceline.draft import stitch
 from paceline.draft.checkpoint import is_dflash, new_config, read_checkpoint
 from paceline.errors import MemoryBudgetError, ModelFileError, PacelineError
 from paceline.model import checkpoint
@@ -30,6 +31,7 @@ from paceline.model.attention import rope_tables
 from paceline.model.blocks import Blocks
 from paceline.model.checkpoint import check_finite, check_tensors, eos_token_ids, load_config, load_tensors, read_json
 from paceline.model.tokenizer import Tokenizer
+from paceline.train import ends
 from paceline.train.checkpoint import latest_checkpoint
 
 JUNK: tuple[Any, ...] = ("x", -1, 0, 10**9, 10**400, 1.5, float("inf"), float("nan"), None, True, [], [[1]], {}, {"a": [{}]})
@@ -291,3 +293,16 @@ def test_too_little_memory_is_no_damaged_file(
     with pytest.raises(MemoryBudgetError, match="there is too little memory.*: end other programs") as caught:
         reads[of]()
     assert "delete" not in str(caught.value) and "fetch" not in str(caught.value)
+
+
+@pytest.mark.parametrize("read", ["ends", "stitch"])
+def test_other_readers_of_weights_bound_the_header_too(read: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two matrices of a remote target, and the target's files that a trained layer goes into."""
+    file = tmp_path / "model.safetensors"
+    with file.open("wb") as opened:
+        opened.write(struct.pack("<Q", 57 * 2**20))
+        opened.truncate(58 * 2**20)
+    module = ends if read == "ends" else stitch
+    monkeypatch.setattr(module, "safe_open", raising(AssertionError("the header was parsed")))
+    with pytest.raises(ModelFileError, match="has a header of 57 MiB"):
+        list(ends._read(tmp_path, (ends.EMBEDDING,))) if read == "ends" else stitch._names(file, {file: []})
