@@ -107,6 +107,12 @@ NO_PART_OF_PROMPTS = frozenset(
     ]
 )
 """Names, origins and answers: the target answers for itself, so nothing is lost when they are not read."""
+BESIDE_TOKENS = NO_PART_OF_PROMPTS | frozenset(
+    {"prompt_ids", "answer_ids", "key", "source", "turn", "temperature", "finish_reason", "text", "top_ids", "top_logprobs"}
+    | {"tag", "ended", "sampling", "seed", "drafted", "accepted", "num_reused", "drafter", "cluster", "queue_s", "prefill_s"}
+    | {"first_token_s", "draft_s", "verify_s", "host_s", "total_s", "conversation", "prompt", "digest", "version"}
+)
+"""Keys of rows of `prompt_ids` that traces, answers, stores and suites have: the tokens are the whole prompt."""
 TASK_KEYS = ((frozenset({"test"}), ("entry_point",)), (frozenset({"code"}), ("test", "test_list")))
 """Answers and tests of programming tasks: (keys that hold them, keys of which such a row has one). In other rows the same
 keys may hold what the prompt is about."""
@@ -201,7 +207,7 @@ def _prompt_of(row: Row, where: str, source: str, index: int) -> tuple[Prompt, l
     token_ids = row.get("prompt_ids")
     is_chat = row.get("messages") is not None or any(isinstance(row.get(key), list) for key in CHATS)
     if token_ids is not None and not is_chat:  # a store's rows have the name of their conversation beside their tokens
-        return _traced(token_ids, where, source), []
+        return _traced(token_ids, where, source), unread_keys(row, BESIDE_TOKENS)
     messages, key = _messages_of(row, where)
     if messages is not None:
         first, turns, lost = _conversation(messages, where)

@@ -205,6 +205,20 @@ def test_a_training_on_prompts_of_tokens_learns_from_the_targets_answers(tmp_pat
     assert {document.answer_start for document in documents} == {4}
 
 
+def test_other_keys_of_prompts_of_tokens_are_counted(tmp_path: Path) -> None:
+    """Columns of our own files are none of them."""
+    from paceline.serve.traces import SCHEMA
+    from paceline.store.incoming import STORED
+
+    own = dict.fromkeys([*SCHEMA.names, *STORED.names, "id", "scorer", "origin"], "x") | {"prompt_ids": [1, 2]}
+    other = {"prompt_ids": [1, 2], "system": "Be brief.", "context": "c", "tools": []}
+    dropped = Dropped()
+    assert len(read_prompts(write(tmp_path / "a.jsonl", own, other), dropped=dropped)) == 2
+    assert dropped.unread == {"system": 1, "context": 1} and not dropped.counts
+    with pytest.raises(PromptError, match="line 2: not read: system, context"):
+        read_prompts(tmp_path / "a.jsonl", strict=True)
+
+
 def test_a_base_model_is_asked_raw_or_refused_with_the_option(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"text": "Once upon a time"})
     base = target(tmp_path / "model", None)
