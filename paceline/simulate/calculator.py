@@ -20,8 +20,8 @@ import paceline
 from paceline.hardware import Machine
 from paceline.look import look
 from paceline.simulate import catalogue, landmarks, limits
-from paceline.simulate.answer import FLAGS
 from paceline.simulate.files import read_json
+from paceline.simulate.flags import FLAGS
 from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, MEASURED_LOCALITY
 from paceline.simulate.shapes import FORMATS, ModelShape
 

@@ -29,7 +29,7 @@ from paceline.draft.eagle3 import Eagle3Drafter
 from paceline.draft.export import export
 from paceline.errors import ConfigError, DownloadError, DrafterMismatchError, UnsupportedModelError
 from paceline.model.checkpoint import load_tensors, read_json
-from paceline.simulate.answer import METHODS
+from paceline.simulate.flags import METHODS
 
 FAKE = Path(__file__).parents[1] / "fake_engine.py"
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.simulate.answer import METHODS, Serving, predict_all, server_flags
+from paceline.simulate.answer import predict_all
 from paceline.simulate.config import CostsConfig, PredictConfig
+from paceline.simulate.flags import METHODS, Serving, server_flags
 
 
 def after(words: list[str], flag: str) -> str:

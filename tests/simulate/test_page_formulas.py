@@ -24,9 +24,9 @@ from paceline.cli import app
 from paceline.errors import ConfigError
 from paceline.simulate import catalogue, limits
 from paceline.simulate import speedup as acceptances
-from paceline.simulate.answer import METHODS, Serving, server_flags
 from paceline.simulate.calculator import data
 from paceline.simulate.costs import DrafterCost, FractionDrafter, RooflineCosts, ShapeDrafter
+from paceline.simulate.flags import METHODS, Serving, server_flags
 from paceline.simulate.overhead import overhead_s, with_overhead
 from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, Deployment, memory_need
 from paceline.simulate.shapes import FORMATS, Attention, ModelShape, Precisions

@@ -52,7 +52,7 @@ def recur(
     kind = {"dtype": torch.float32, "device": fused_TX.device}
     query = torch.empty(len(fused_TX), shape.keys, **kind)
     value = torch.empty(len(fused_TX), shape.values, **kind)
-    found, out = (torch.empty(len(fused_TX), shape.values, dtype=fused_TX.dtype, device=fused_TX.device) for _ in range(2))
+    found = torch.empty(len(fused_TX), shape.values, dtype=fused_TX.dtype, device=fused_TX.device)
     sizes, tile, slots = _constants(shape, room, count)
     trail = memory.keys_BNK, memory.changes_BNHV, memory.decays_BNH
     lengths = stage.gone_B, stage.held_B
@@ -83,10 +83,16 @@ def recur(
         **slots,
         num_warps=4,
     )
+    return _gated_norm(found, fused_TX, weights.norm_V, shape, eps)
+
+
+def _gated_norm(found: Tensor, fused_TX: Tensor, norm_V: Tensor, shape: DeltaShape, eps: float) -> Tensor:
+    """Norms of the heads of `found` [T, values], times the activated gates of the fused product."""
+    heads, out = shape.num_value_heads, torch.empty_like(found)
     _launch(
         "gated_norm",
         (len(fused_TX), heads),
-        [found, fused_TX, weights.norm_V, out, columns, shape.channels, eps],
+        [found, fused_TX, norm_V, out, fused_TX.shape[1], shape.channels, eps],
         NUM_HEADS=heads,
         VALUE=shape.value_dim,
         BLOCK=next_power(shape.value_dim),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,37 +105,9 @@ def mix(
     slots = num_pairs if is_by_pair else num_experts
     block_t = FEW if not has_lists else min(64, max(16, next_power(2 * num_pairs // num_experts)))
 
-    def product(inputs: Tensor, weight: Tensor, bias: Tensor | None, size: int, is_up: bool) -> Tensor:
-        block_n = 32 if block_t <= 32 else 64
-        if slots * -(-size // block_n) < _BUSY:
-            block_n = 16
-        out = torch.empty(num_pairs, size, dtype=inputs.dtype, device=device)
-        _launch(
-            "multiply",
-            (-(-size // block_n), slots),
-            [
-                *(inputs, weight, weight if bias is None else bias, out, chosen_TK, lists, counts),
-                *(num_tokens, stack.limit, stack.alpha),
-            ],
-            PER_TOKEN=per_token,
-            OUT=size,
-            IN=inputs.shape[1],
-            IS_UP=is_up,
-            ACTIVATION=stack.activation,
-            HAS_BIAS=bias is not None,
-            HAS_LISTS=has_lists,
-            IS_BY_PAIR=is_by_pair,
-            BLOCK_P=next_power(per_token),
-            BLOCK_S=next_power(num_pairs) if is_by_pair else 1,
-            BLOCK_T=block_t,
-            BLOCK_N=block_n,
-            **({"BLOCK_K": 128, "STAGES": 4} if inputs.dtype.itemsize == 2 else {"BLOCK_K": 32, "STAGES": 1}),
-            num_warps=4,
-        )
-        return out
-
-    activated = product(inputs_TD, stack.gate_up_EXD, stack.gate_up_bias_EX, inner, True)
-    outputs = product(activated, stack.down_EDI, stack.down_bias_ED, hidden, False)
+    pairs = _Pairs(chosen_TK, lists, counts, num_tokens, slots, block_t, has_lists, is_by_pair)
+    activated = _multiply(inputs_TD, stack, pairs, inner, is_up=True)
+    outputs = _multiply(activated, stack, pairs, hidden, is_up=False)
     summed_TD = torch.empty_like(inputs_TD)
     block = min(1024, next_power(hidden))
     _launch(
@@ -148,6 +121,53 @@ def mix(
         num_warps=4,
     )
     return summed_TD
+
+
+class _Pairs(NamedTuple):
+    """Pairs of a token and an expert, and how programs share them."""
+
+    chosen_TK: Tensor
+    lists: Tensor
+    counts: Tensor
+    num_tokens: int
+    slots: int
+    """Programs beside one another: one for each pair, or for each expert."""
+    block_t: int
+    has_lists: bool
+    is_by_pair: bool
+
+
+def _multiply(inputs: Tensor, stack: ExpertStack, pairs: _Pairs, size: int, *, is_up: bool) -> Tensor:
+    """Products [pairs, size] of the inputs with the first matrix of their experts, activated, or with the second."""
+    per_token, num_pairs = pairs.chosen_TK.shape[1], pairs.chosen_TK.numel()
+    weight, bias = (stack.gate_up_EXD, stack.gate_up_bias_EX) if is_up else (stack.down_EDI, stack.down_bias_ED)
+    block_n = 32 if pairs.block_t <= 32 else 64
+    if pairs.slots * -(-size // block_n) < _BUSY:
+        block_n = 16
+    out = torch.empty(num_pairs, size, dtype=inputs.dtype, device=inputs.device)
+    _launch(
+        "multiply",
+        (-(-size // block_n), pairs.slots),
+        [
+            *(inputs, weight, weight if bias is None else bias, out, pairs.chosen_TK, pairs.lists, pairs.counts),
+            *(pairs.num_tokens, stack.limit, stack.alpha),
+        ],
+        PER_TOKEN=per_token,
+        OUT=size,
+        IN=inputs.shape[1],
+        IS_UP=is_up,
+        ACTIVATION=stack.activation,
+        HAS_BIAS=bias is not None,
+        HAS_LISTS=pairs.has_lists,
+        IS_BY_PAIR=pairs.is_by_pair,
+        BLOCK_P=next_power(per_token),
+        BLOCK_S=next_power(num_pairs) if pairs.is_by_pair else 1,
+        BLOCK_T=pairs.block_t,
+        BLOCK_N=block_n,
+        **({"BLOCK_K": 128, "STAGES": 4} if inputs.dtype.itemsize == 2 else {"BLOCK_K": 32, "STAGES": 1}),
+        num_warps=4,
+    )
+    return out
 
 
 def _launch(kernel: str, grid: tuple[int, ...], args: list[Tensor | float], **constants: int | str) -> None:
