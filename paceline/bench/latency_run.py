@@ -155,7 +155,8 @@ def _arm(name: str, url: str, key: str | None, model: str | None, config: Latenc
 def _tone(results: list[LatencyResult], pairs: list[Pair]) -> Tone:
     if not all(each.lossless for each in results):
         return "bad"
-    return tone_of([1 / (1 - each.cut) for each in pairs if each.part == "decode" and not each.doubt and (each.cut or 1) < 1])
+    cuts = [each.cut for each in pairs if each.part == "decode" and not each.doubt]
+    return tone_of([1 / (1 - cut) for cut in cuts if cut and cut < 1])
 
 
 def _report(

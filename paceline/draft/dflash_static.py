@@ -117,7 +117,8 @@ class StaticInject(Region):
 
     def compute(self) -> None:
         """Write keys and values into the path's cache."""
-        write_behind(self._path, self._writer, *self._inputs_2B.unbind(), self._taps_BJF.flatten(0, 1))
+        starts_B, counts_B = self._inputs_2B.unbind()
+        write_behind(self._path, self._writer, starts_B, counts_B, self._taps_BJF.flatten(0, 1))
 
     def fill(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
         """Set features of these rows, packed row after row: one copy to the device, one within it for each row."""

@@ -178,7 +178,7 @@ def chat_of(body: CountTokensRequest) -> tuple[ChatRequest, dict[str, str]]:
     for place, turn in enumerate(body.messages):
         said += _messages(turn, f"messages[{place}]")
     names = NAMES | {f"messages[{place}]": origin for place, (origin, _) in enumerate(said)}
-    choice, config = body.tool_choice, body.output_config or OutputConfig()
+    choice, config = body.tool_choice, body.output_config or OutputConfig.model_validate({})
     same = {"model", "max_tokens", "temperature", "top_p", "top_k"} & body.model_fields_set
     chat = {name: getattr(body, name) for name in same} | STREAM | {"messages": [message for _, message in said]}
     last = said[-1][1]

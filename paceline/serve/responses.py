@@ -190,7 +190,9 @@ def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, s
     """
     said: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     names = NAMES | ({"messages[0]": "instructions"} if said else {})
-    items = [ResponseItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    items = (
+        [ResponseItem.model_validate({"role": "user", "content": body.input})] if isinstance(body.input, str) else body.input
+    )
     for place, item in enumerate(items):
         where = "input" if isinstance(body.input, str) else f"input[{place}]"
         check_keys(item, item.type, KEYS[item.type], where, optional=("summary", "content") if item.type == "reasoning" else ())

@@ -6,7 +6,7 @@ results differ from the twin's in the last bits, and one token's from those of s
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,9 +75,10 @@ def product(inputs_TD: Tensor, weight: Tensor, bias: Tensor | None, activation: 
         raise ValueError(f"no tile divides a matrix of {size} x {inner}")
     from paceline.model.kernels import skinny_triton
 
+    launched: Any = skinny_triton
     out = inputs_TD.new_empty(*inputs_TD.shape[:-1], size)
     with torch.cuda.device_of(inputs_TD):
-        skinny_triton.skinny[(size // tile.rows,)](
+        launched.skinny[(size // tile.rows,)](
             inputs_TD, weight, weight if bias is None else bias, out, num_tokens, size,
             INNER=inner, TOKENS=1 if num_tokens == 1 else MOST_TOKENS, ROWS=tile.rows, COLUMNS=tile.columns,
             HAS_BIAS=bias is not None, GATE=0 if activation is None else 1 + GATED.index(activation), PRECISION="ieee",
