@@ -17,12 +17,13 @@ import pytest
 
 ABSENT = {"triton", "gguf", "llguidance", "fastapi", "uvicorn", "datasketch", "river", "ray", "trl", "datasets", "jsonschema"}
 NEED_EXTRAS = {
-    "serve": "admin, answers, app, completions, drafters, failures, features, grammars, inbox, prompts, replies, routing, run, "
-    "security, tools, validation, worker",
+    "serve": "admin, answers, app, chats, completions, dialects, drafters, failures, features, grammars, inbox, "
+    "message_replies, messages, prompts, replies, response_replies, responses, routing, run, security, tools, "
+    "validation, worker",
     "record": "proxy, reader, run",
     "rl": "agents, endpoint, judge",
     "distill": "teach",
-    "model.kernels": "attend_triton, layer_triton, probe_triton",
+    "model.kernels": "attend_triton, delta_triton, experts_triton, layer_triton, overlap_triton, probe_triton, skinny_triton",
 }
 """Modules that may need what is not there to be imported: an extra of pyproject.toml, `serve` for most, `distill` for
 `teach`; or Triton, which kernels import when they first run."""

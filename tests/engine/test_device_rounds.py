@@ -185,7 +185,9 @@ def test_a_draw_that_needs_the_whole_distribution_is_the_hosts() -> None:
     assert count_of(engine, "whole distribution") > 20
 
 
-@pytest.mark.parametrize("shape", SAMPLED)
+@pytest.mark.parametrize(
+    "shape", ["filtered", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("plain", "cool", "top-k"))]
+)
 def test_sampled_answers_have_the_targets_distribution(shape: str) -> None:
     """First two tokens by enumeration and a chi-square test, with drafts."""
     own, number = target(rows=16), 800
@@ -360,7 +362,7 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
 def test_where_nothing_is_recorded_device_rounds_cannot_be_had() -> None:
     ordinary = tiny_target(2, vocab=VOCAB)
     assert engine_of(ordinary, None, on=None).device_rounds is None  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match="device_rounds needs a target whose passes are recorded"):
+    with pytest.raises(ConfigError, match="device_rounds needs a target on CUDA whose passes are recorded"):
         engine_of(ordinary, None)
 
 

@@ -32,7 +32,7 @@ from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, Deployment, memory_
 from paceline.simulate.shapes import FORMATS, Attention, ModelShape, Precisions
 from paceline.simulate.speedup import Load, predict
 
-NUM_INPUTS = 500
+NUM_INPUTS = 1300
 RELATIVE = 1e-9
 SHAPES = catalogue.all_shapes()
 ODD = ModelShape(
