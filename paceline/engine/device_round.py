@@ -44,7 +44,7 @@ ROUNDS = "device"
 
 
 class Form(NamedTuple):
-    """What a recorded round holds besides its shape."""
+    """Kind of a recorded round, besides its shape."""
 
     is_drawn: bool
     """Whether some rows are drawn: then all positions race."""
@@ -64,7 +64,7 @@ class Outcome(NamedTuple):
     bonus: int
     """FAILED or WHOLE where there is none."""
     drafts: list[int]
-    """Those that were checked."""
+    """Drafts that were checked."""
     sure: list[float]
 
 
@@ -87,7 +87,7 @@ class StaticRound(Region):
         self._out = torch.zeros(num_rows, 3 + 2 * self._num_drafted, dtype=torch.float64, device=device)
         is_cuda = device.type == "cuda"
         self.read_out = torch.zeros_like(self._out, device="cpu").pin_memory() if is_cuda else torch.zeros_like(self._out)
-        """What the host reads: a copy of the outcome."""
+        """Copy of the outcome in memory that the host reads."""
         self.marks = Marks(device, 3)
 
     @property
@@ -158,7 +158,7 @@ class StaticRound(Region):
         return torch.where(draws.is_greedy_B[:, None], best_BJ, drawn_BJ)
 
     def outcomes(self, rows: list[int]) -> list[Outcome]:
-        """What the latest round brought these rows. Waits for it."""
+        """Outcomes of the latest round, one for each of `rows`. Waits until the device has computed it."""
         if self.read_out.device != self._out.device:
             done = torch.cuda.Event()
             done.record()
@@ -192,8 +192,10 @@ class DeviceRounds:
 
     @classmethod
     def of(cls, target: Target, pool: Pool, judge: RuleJudge, wanted: bool | None) -> DeviceRounds | None:
-        """Those of an engine, if they are `wanted`; None: where the device replays passes. Raises ConfigError where they
-        are wanted and cannot be."""
+        """Device rounds of an engine, if they are `wanted`; None: where the device replays passes.
+
+        Raises ConfigError where they are wanted and cannot be.
+        """
         can = isinstance(target, GraphDecoder) and can_record(target.config)
         if wanted and not can:
             raise ConfigError(
@@ -244,8 +246,9 @@ class DeviceRounds:
         return kept[key]
 
     def __call__(self, batch: Batch) -> RoundStats | None:
-        """As `decode_round`, without narrowing; None, counted with its reason, where the batch does not qualify or its
-        shape is not recorded: then nothing has changed.
+        """Compute one round as `decode_round` does, without narrowing.
+
+        None, counted with its reason, where the batch does not qualify or its shape is not recorded: then nothing has changed.
 
         Seconds of drafting and verifying are the device's: events within the graph, or, where the device cannot time
         them, shares of the whole by the bytes that drafter and target read.
@@ -305,7 +308,7 @@ class DeviceRounds:
         return drafter, "" if size <= self._target.counts[-1] else "width"
 
     def _seconds(self, region: StaticRound, whole_s: float) -> tuple[float, float]:
-        """Of drafting, and of the rest on the device."""
+        """Seconds of drafting, and of the rest of the round, on the device."""
         if spans := region.marks.seconds():
             return spans[0], spans[1]
         own = region.drafter.weight_bytes if region.drafter else 0
