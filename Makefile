@@ -26,8 +26,9 @@ $(INSTALLED): requirements.lock pyproject.toml setup.py drafters/pyproject.toml
 	touch $(INSTALLED)
 
 # The library apart from pip, which would hide the one line that says there is no compiler, and beside it with --jobs=2.
+# Emulated instruction sets would double the time to compile it.
 $(COMPILED): $(NATIVE_SOURCES)
-	$(PYTHON) $(NATIVE)/build.py --optional
+	$(PYTHON) $(NATIVE)/build.py --optional $(if $(PACELINE_NIGHTLY),--emulated)
 	mkdir -p $(@D) && touch $@
 
 setup: $(READY)  ## the virtual environment with everything pinned
@@ -78,7 +79,7 @@ native:  ## only the native library, from its C++ sources
 
 # PyTorch throws C++ exceptions, which the address sanitizer can only follow when the C++ runtime is there before it.
 sanitize: $(READY)  ## the tests of the native library, with address and undefined-behaviour checks
-	CXX="$(CXX)" $(PYTHON) $(NATIVE)/build.py --sanitize --out $(SANITIZED)
+	CXX="$(CXX)" $(PYTHON) $(NATIVE)/build.py --sanitize --emulated --out $(SANITIZED)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PACELINE_NATIVE_LIBRARY=$(SANITIZED) \
 	  $(BIN)/python -m pytest tests/model/test_native_*.py

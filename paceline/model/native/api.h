@@ -216,7 +216,8 @@ enum PnStage {
 PN_API int32_t pn_abi_version(void);
 PN_API const char* pn_last_error(void);
 // Comma-separated instruction sets this build and this processor both have, best first: amx, avx512bf16, avx512, avxvnni, avx2, or
-// i8mm, dotprod, neon; portable; behind them those that are for tests, whose names begin with "emulated-".
+// i8mm, dotprod, neon; portable; behind them, of build.py --emulated, those for tests, whose names begin
+// with "emulated-".
 PN_API const char* pn_available(void);
 // Choose one of pn_available for all that follows. Packing does not depend on it.
 PN_API int32_t pn_use(const char* isa);

@@ -2,6 +2,7 @@
 
     python paceline/model/native/build.py                # into this folder, where paceline looks for it
     python paceline/model/native/build.py --sanitize     # with address and undefined-behaviour checks, into build/native
+    python paceline/model/native/build.py --emulated     # with AMX tiles and AVX-VNNI made of other instructions, for tests
 
 Every source is compiled for the oldest processor of its kind, except those of an instruction set (kernels_avx2.cpp and the
 like), which are left out where compiler or machine cannot make them. setup.py loads this file by path, before paceline and
@@ -105,10 +106,11 @@ def _first_errors(output: str) -> str:
     return "\n".join(lines[first : first + 12])
 
 
-def compile_library(source_folder: Path, out_path: Path, *, sanitize: bool = False) -> list[str]:
+def compile_library(source_folder: Path, out_path: Path, *, sanitize: bool = False, emulated: bool = False) -> list[str]:
     """Compile the .cpp files of `source_folder` into the library `out_path`, which is replaced in one step or not at all.
 
     sanitize: with address and undefined-behaviour checks.
+    emulated: with the instruction sets made of other instructions, which tests run where the processor lacks them.
     Returns the instruction sets beyond the portable one that went in. Raises NativeBuildError.
     """
     sources = sorted(source_folder.glob("*.cpp"))
@@ -121,7 +123,8 @@ def compile_library(source_folder: Path, out_path: Path, *, sanitize: bool = Fal
         known = {name: flags for name, flags in INSTRUCTION_SETS.items() if (source_folder / f"kernels_{name}.cpp").exists()}
         sets = [name for name, flags in known.items() if tool.accepts(name, *flags, "-c")]
         has_amx = "avx512bf16" in sets and tool.accepts("amx", *AMX, "-c")
-        objects, finished = _compile_all(tool, sources, sets, has_amx, sanitize), Path(scratch, "linked")
+        more = (*(SANITIZE_FLAGS if sanitize else ()), *(("-DPN_EMULATED",) if emulated else ()))
+        objects, finished = _compile_all(tool, sources, sets, has_amx, more), Path(scratch, "linked")
         wanted = (SANITIZE_FLAGS,) if sanitize else LINK_FLAGS_IF_ACCEPTED
         flags = [flag for group in wanted if sanitize or tool.accepts("link", "-shared", *group) for flag in group]
         tool.run("-shared", "-pthread", *flags, *map(str, objects), "-o", str(finished))
@@ -129,7 +132,7 @@ def compile_library(source_folder: Path, out_path: Path, *, sanitize: bool = Fal
     return [*sets, "amx"] if has_amx else sets
 
 
-def _compile_all(tool: _Compiler, sources: list[Path], sets: list[str], has_amx: bool, sanitize: bool) -> list[Path]:
+def _compile_all(tool: _Compiler, sources: list[Path], sets: list[str], has_amx: bool, more: tuple[str, ...]) -> list[Path]:
     """Objects in the order they must be linked.
 
     Of an inline function or template that several files instantiate the linker keeps the first. The portable files come first,
@@ -139,20 +142,20 @@ def _compile_all(tool: _Compiler, sources: list[Path], sets: list[str], has_amx:
     portable = [source for source in sources if source.stem not in special]
     newer = [source for name in sets for source in sources if special.get(source.stem) == name]
     has = [*sets, "amx"] if has_amx else sets
-    flags = [*COMMON_FLAGS, *(SANITIZE_FLAGS if sanitize else ()), *(f"-DPN_HAS_{name.upper()}" for name in has)]
+    flags = [*COMMON_FLAGS, *more, *(f"-DPN_HAS_{name.upper()}" for name in has)]
 
     def compile_one(source: Path) -> Path:
         target = tool.scratch / f"{source.stem}.o"
         own = INSTRUCTION_SETS.get(special.get(source.stem, ""), ())
-        more = AMX if has_amx and source.stem == "kernels_avx512bf16" else ()
-        tool.run(*flags, *own, *more, "-c", str(source), "-o", str(target))
+        amx = AMX if has_amx and source.stem == "kernels_avx512bf16" else ()
+        tool.run(*flags, *own, *amx, "-c", str(source), "-o", str(target))
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as workers:
         return list(workers.map(compile_one, portable + newer))
 
 
-def build_for_install(source_folder: Path, out_path: Path) -> bool:
+def build_for_install(source_folder: Path, out_path: Path, *, emulated: bool = False) -> bool:
     """What an installation does: True when the library is there. It goes on without, after one line that says what is lost.
 
     PACELINE_NATIVE_BUILD=0 compiles nothing; PACELINE_NATIVE_BUILD=require turns that line into NativeBuildError.
@@ -163,7 +166,7 @@ def build_for_install(source_folder: Path, out_path: Path) -> bool:
     if wish == "0":
         return False
     try:
-        compile_library(source_folder, out_path)
+        compile_library(source_folder, out_path, emulated=emulated)
     except NativeBuildError as error:
         out_path.unlink(missing_ok=True)  # an older library would not be made of these sources
         if wish == "require":
@@ -182,16 +185,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compile paceline's native CPU library.")
     parser.add_argument("--out", type=Path, help="the library to write; default: beside this file, sanitized in build/native")
     parser.add_argument("--sanitize", action="store_true", help="with address and undefined-behaviour checks (make sanitize)")
+    parser.add_argument("--emulated", action="store_true", help="with instruction sets made of other instructions, for tests")
     parser.add_argument("--optional", action="store_true", help="as installing does: a failure is one line and exit status 0")
     args = parser.parse_args()
     sanitized = Path("build", "native", "libpaceline_native_sanitize.so")
     out = args.out or (sanitized if args.sanitize else HERE / library_name())
     try:
         if args.optional:
-            build_for_install(HERE, out)
+            build_for_install(HERE, out, emulated=args.emulated)
             return 0
         start = time.perf_counter()
-        sets = compile_library(HERE, out, sanitize=args.sanitize)
+        sets = compile_library(HERE, out, sanitize=args.sanitize, emulated=args.emulated)
     except NativeBuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -185,6 +185,7 @@ const Kernels* i8mm_kernels(int dtype);
 const Kernels* dotprod_kernels(int dtype);
 const Kernels* neon_kernels(int dtype);
 const Kernels* portable_kernels(int dtype);
+// Where PN_EMULATED is defined (build.py --emulated):
 const Kernels* emulated_tiles_kernels(int dtype);    // avx512, with tiles in plain C++: slow, to be tested
 const Kernels* emulated_avxvnni_kernels(int dtype);  // avx2, with byte dot products by other instructions: to be tested
 

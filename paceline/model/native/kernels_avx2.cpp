@@ -1,6 +1,16 @@
-// AVX2: every x86 processor of the last decade. Quantised matrices are multiplied in whole numbers of sixteen bits; and, to be tested, as
-// with AVX-VNNI.
+// AVX2: every x86 processor of the last decade. Quantised matrices are multiplied in whole numbers of sixteen bits; and,
+// to be tested, as with AVX-VNNI.
 #include "kernels_avx2.inl"
+
+namespace pn {
+
+const Kernels* avx2_kernels(int dtype) {
+    return dtype == PN_F32 ? table<float>("avx2") : table<bfloat, Wide8<WordDots>, planes_of<WordDots>>("avx2");
+}
+
+}  // namespace pn
+
+#ifdef PN_EMULATED
 
 namespace pn {
 namespace {
@@ -17,13 +27,11 @@ typedef ByteDots<EmulatedBytes> EmulatedDots;
 
 }  // namespace
 
-const Kernels* avx2_kernels(int dtype) {
-    return dtype == PN_F32 ? table<float>("avx2") : table<bfloat, Wide8<WordDots>, planes_of<WordDots>>("avx2");
-}
-
 const Kernels* emulated_avxvnni_kernels(int dtype) {
     constexpr const char* name = "emulated-avxvnni";
     return dtype == PN_F32 ? table<float>(name) : table<bfloat, Wide8<EmulatedDots>, planes_of<EmulatedDots>>(name);
 }
 
 }  // namespace pn
+
+#endif

@@ -91,10 +91,10 @@ const std::vector<InstructionSet>& instruction_sets() {
         sets.push_back({"neon", true, neon_kernels});
 #endif
         sets.push_back({"portable", true, portable_kernels});
-#ifdef PN_HAS_AVX512
+#if defined(PN_EMULATED) && defined(PN_HAS_AVX512)
         sets.push_back({"emulated-tiles", has_avx512, emulated_tiles_kernels});
 #endif
-#ifdef PN_HAS_AVX2
+#if defined(PN_EMULATED) && defined(PN_HAS_AVX2)
         sets.push_back({"emulated-avxvnni", has_avx2, emulated_avxvnni_kernels});
 #endif
         return sets;
