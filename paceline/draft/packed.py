@@ -21,12 +21,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.draft.vocabulary import check_ids
 from paceline.errors import ModelFileError, reraised
 from paceline.model.blocks import BLOCK_SIZES, Blocks, quantise
+from paceline.model.checkpoint import read_tensors
 
 PACKED = "model-q8_0.safetensors"
 BOOK_IDS = "candidate_selector.codebook_ids"
@@ -63,7 +64,7 @@ def pack_smaller(file: Path, out: Path, draft_ids: Tensor) -> None:
     Raises ModelFileError when the file is damaged.
     """
     with reraised(ModelFileError, f"{file} is damaged", AGAIN, SafetensorError, OSError):
-        stored = load_file(file)
+        stored = read_tensors(file)
     save_file(without_rows(stored, draft_ids), out, {"format": "pt"})
     shutil.copymode(file, out)  # safetensors writes for its owner alone
 
@@ -74,7 +75,7 @@ def read_packed(file: Path, vocab_size: int | None = None) -> dict[str, Tensor]:
     Codebooks get a row for each of the target's `vocab_size` tokens. Raises ModelFileError when the file is damaged.
     """
     with reraised(ModelFileError, f"{file} is damaged", AGAIN, SafetensorError, OSError):
-        stored = load_file(file)
+        stored = read_tensors(file)
     tensors = {name: _unpacked(tensor, f"{file}: tensor {name!r}") for name, tensor in stored.items()}
     ids = tensors.pop(BOOK_IDS, None)
     if ids is None:

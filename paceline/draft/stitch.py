@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.draft.mtp_checkpoint import COPIES, MtpLayer, target_names
 from paceline.errors import CacheError, DrafterMismatchError, UnsupportedModelError, reraised
-from paceline.model.checkpoint import check_header, config_json, existing, shards_of
+from paceline.model.checkpoint import check_header, config_json, existing, read_tensors, shards_of
 from paceline.model.config import decoder_config
 from paceline.model.layout import FUSED
 from paceline.model.stored_experts import TOGETHER
@@ -67,8 +67,7 @@ def _replace(ours: Mapping[str, Tensor], target: Path, files: Mapping[Path, list
         if not own:
             shutil.copyfile(file, out / file.name)
             continue
-        check_header(file)
-        tensors = load_file(file)
+        tensors = read_tensors(file)
         save_file({**tensors, **{name: _stored(name, tensors[name], ours) for name in own}}, out / file.name, {"format": "pt"})
         replaced += own
     return replaced
@@ -124,7 +123,7 @@ def _add(layer: MtpLayer, out: Path, raw: dict[str, Any]) -> list[str]:
     """A layer that the target did not have: in its one file, or as a file more."""
     tensors = {name: tensor.contiguous() for name, tensor in target_names(layer).items()}
     if (out / WHOLE).is_file():
-        save_file(load_file(out / WHOLE) | tensors, out / NEW, {"format": "pt"})
+        save_file(read_tensors(out / WHOLE) | tensors, out / NEW, {"format": "pt"})
         (out / NEW).replace(out / WHOLE)
     else:
         save_file(tensors, out / NEW, {"format": "pt"})

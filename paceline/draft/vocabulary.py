@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.errors import ModelFileError, reraised
+from paceline.model.checkpoint import read_tensors
 
 log = logging.getLogger("paceline.draft")
 DRAFT_IDS = "draft_ids.safetensors"
@@ -81,7 +81,7 @@ def read_beside(folder: Path) -> Vocabulary | None:
         return None
     remedy = "delete it to draft over the whole vocabulary"
     with reraised(ModelFileError, f"{file} is damaged", remedy, SafetensorError, KeyError, OSError):
-        stored = load_file(file)
+        stored = read_tensors(file)
         ids = stored["ids"].long()
     check_ids(ids, str(file), remedy)
     head_VD = stored.get("head")

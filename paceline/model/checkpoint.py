@@ -14,6 +14,7 @@ from typing import Any, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.errors import ModelFileError, ModelNotFoundError, reraised
@@ -227,6 +228,15 @@ def check_header(file: Path) -> None:
         num_bytes = int.from_bytes(opened.read(8), "little")
     if MOST_HEADER_BYTES < num_bytes <= file.stat().st_size:
         raise ModelFileError(f"{file} has a header of {num_bytes >> 20} MiB, no model needs that: fetch the model again")
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Reads all tensors of one safetensors file into memory of its own.
+
+    Raises ModelFileError where its header is too large to be a model's; SafetensorError or OSError where it is damaged.
+    """
+    check_header(file)
+    return load_file(file)
 
 
 def _read_shard(

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tiny_builtin import raising
 
-from paceline.draft import stitch
+from paceline.draft import packed, stitch, vocabulary
 from paceline.draft.checkpoint import is_dflash, new_config, read_checkpoint
 from paceline.errors import MemoryBudgetError, ModelFileError, PacelineError
 from paceline.model import checkpoint
@@ -295,14 +295,24 @@ def test_too_little_memory_is_no_damaged_file(
     assert "delete" not in str(caught.value) and "fetch" not in str(caught.value)
 
 
-@pytest.mark.parametrize("read", ["ends", "stitch"])
-def test_other_readers_of_weights_bound_the_header_too(read: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two matrices of a remote target, and the target's files that a trained layer goes into."""
-    file = tmp_path / "model.safetensors"
-    with file.open("wb") as opened:
-        opened.write(struct.pack("<Q", 57 * 2**20))
-        opened.truncate(58 * 2**20)
-    module = ends if read == "ends" else stitch
-    monkeypatch.setattr(module, "safe_open", raising(AssertionError("the header was parsed")))
+READERS: dict[str, Callable[[Path], object]] = {
+    "a remote target's matrices": lambda folder: list(ends._read(folder, (ends.EMBEDDING,))),
+    "a target's names": lambda folder: stitch._names(folder / "model.safetensors", {folder / "model.safetensors": []}),
+    "a packed drafter": lambda folder: packed.read_packed(folder / "model.safetensors"),
+    "a draft vocabulary": vocabulary.read_beside,
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_other_readers_of_weights_bound_the_header_too(
+    read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("model.safetensors", vocabulary.DRAFT_IDS):
+        with (tmp_path / name).open("wb") as opened:
+            opened.write(struct.pack("<Q", 57 * 2**20))
+            opened.truncate(58 * 2**20)
+    for module in (ends, stitch):
+        monkeypatch.setattr(module, "safe_open", raising(AssertionError("the header was parsed")))
+    monkeypatch.setattr(checkpoint, "load_file", raising(AssertionError("the header was parsed")))
     with pytest.raises(ModelFileError, match="has a header of 57 MiB"):
-        list(ends._read(tmp_path, (ends.EMBEDDING,))) if read == "ends" else stitch._names(file, {file: []})
+        read(tmp_path)
