@@ -137,7 +137,7 @@ def _others(config: TrainConfig, prompts: tuple[str, ...]) -> PromptsConfig:
 
 
 def _at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """`tiny` replaces the target by a random one and shrinks everything, unless it was asked for otherwise."""
+    """With --scale tiny: the target is replaced by a random one, and everything that was not given shrinks."""
     if config.scale == "default":
         return config
     folder, file = config.out / "target", config.out / "prompts.jsonl"
@@ -148,16 +148,22 @@ def _at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
         prompts = (str(file),)
         if ranks.is_first and not file.exists():
             write_whole(file, "".join(f'{{"prompt": "Say something about number {n}."}}\n' for n in range(96)))
-    steps = config.loop.max_steps
+    taps = {} if config.shape.is_chained else {"num_layers": 2, "num_taps": 2}
     return replace(
         config,
         target=replace(config.target, model=str(folder)),
         asked=replace(config.asked, prompts=prompts),
-        loop=replace(config.loop, epochs=2.0, max_steps=steps, blocks_per_step=128, anchors=16, heldout_every=10),
-        shape=config.shape if config.shape.is_chained else replace(config.shape, num_layers=2, num_taps=2),
-        answering=replace(config.answering, max_tokens=48, max_prompt_tokens=128),
-        max_len=256,
+        loop=_unless_given(config, "loop", epochs=2.0, blocks_per_step=128, anchors=16, heldout_every=10),
+        shape=_unless_given(config, "shape", **taps),
+        answering=_unless_given(config, "answering", max_tokens=48, max_prompt_tokens=128),
+        max_len=config.max_len if config.is_given("max_len") else 256,
     )
+
+
+def _unless_given(config: TrainConfig, part: str, **values: Any) -> Any:
+    """The section `part` of the config with these values, but for the fields that the user gave."""
+    kept = {name: value for name, value in values.items() if not config.is_given(f"{part}.{name}")}
+    return replace(getattr(config, part), **kept)
 
 
 class _Stages:

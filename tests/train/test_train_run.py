@@ -336,3 +336,10 @@ def test_a_continued_drafter_also_drafts_what_its_new_answers_hold(tmp_path: Pat
     assert chosen is not None and chosen.tolist() == [1, 3, 7, 9]
     assert continued_draft_ids(tmp_path / "whole", corpus, target) is None
     assert continued_draft_ids(None, corpus, target) is None
+
+
+def test_a_tiny_run_keeps_what_was_given(tmp_path: Path) -> None:
+    loop, answering = LoopConfig(epochs=5.0, max_steps=3), AnswerConfig(max_tokens=20)
+    tiny = train_run._at_scale(TrainConfig(tmp_path, scale="tiny", loop=loop, answering=answering), Ranks())
+    assert (tiny.loop.epochs, tiny.loop.max_steps, tiny.answering.max_tokens) == (5.0, 3, 20)
+    assert (tiny.loop.anchors, tiny.answering.max_prompt_tokens, tiny.max_len, tiny.shape.num_layers) == (16, 128, 256, 2)
