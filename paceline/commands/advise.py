@@ -23,9 +23,9 @@ COLUMNS = (
     Column("over now", lambda each: each.gain, "{:.2f}x", "right"),
     Column("tokens/s", lambda each: each.tokens_per_s, "{:,.0f}", "right"),
     Column("training", lambda each: f"{60 * each.hours:.0f} min" if each.hours < 1.5 else f"{each.hours:.1f} h", align="right"),
-    Column("cost", lambda each: each.cost, "{:,.2f}", "right"),
-    Column("saves an hour", lambda each: each.saved_per_hour, "{:,.2f}", "right"),
-    Column("paid after days", lambda each: each.pays_back_days, "{:.2f}", "right"),
+    Column("cost, $", lambda each: each.cost, "{:,.2f}", "right"),
+    Column("saves $ an hour", lambda each: each.saved_per_hour, "{:,.2f}", "right"),
+    Column("paid back after", lambda each: _days(each.pays_back_days), align="right"),
 )
 MOST_BYTES = 64 * 2**20
 
@@ -67,6 +67,10 @@ def advise(
     return found.as_json()
 
 
+def _days(days: float | None) -> str | None:
+    return None if days is None else "under a day" if days < 1 else f"{days:,.0f} days"
+
+
 def _traces(folder: Path) -> Seen:
     from paceline.train.advise import seen_in_traces
 
@@ -92,7 +96,8 @@ def _server(url: str, model: str | None) -> Seen:
 
 def _show(found: Advice, config: AdviceConfig, *, stderr: bool) -> None:
     now = found.now
-    title = f"{found.title}, {now['streams']:.0f} streams of {config.context} tokens; trained on {found.machine}"
+    streams = f"{now['streams']:.0f} stream{'s' if now['streams'] != 1 else ''}"
+    title = f"{found.title}, {streams} of {config.context} tokens; trained on {found.machine}"
     told = (
         f"now: {now['tokens_per_round']:.2f} tokens a round, {now['tokens_per_s']:,.0f} tokens/s "
         f"({now['plain_tokens_per_s']:,.0f} plainly); with every draft right {found.ideal_speedup:.2f}x plain decoding"

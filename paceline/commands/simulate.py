@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from paceline.simulate.speedup import Prediction
 
 BAR_WIDTH = 32
+NUM_LIMITS = 2
+"""Limits that are printed; more, the same after each answer, would not be read."""
 LEAST_SHARE = 0.005
 """Smaller parts of a round's time are left out of the table."""
 Calibrate = Annotated[
@@ -213,7 +215,9 @@ def _bar(found: Prediction, length: int, speedup: float) -> str:
 def print_notes(setup: Setup, *, stderr: bool) -> None:
     lines = [setup.assumed] if setup.assumed else []
     lines += [f"warning: {warning}" for warning in setup.warnings]
-    lines += ["Limits:", *(f"- {sentence}" for sentence in setup.limits)]
+    lines += ["Limits:", *(f"- {sentence}" for sentence in setup.limits[:NUM_LIMITS])]
+    if len(setup.limits) > NUM_LIMITS:
+        lines.append(f"- {len(setup.limits) - NUM_LIMITS} more: with --json under limits; docs/simulate.md, What is left out")
     (say if stderr else print)("\n".join(lines))
 
 

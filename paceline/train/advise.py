@@ -236,7 +236,7 @@ def _decide(
         if chosen.pays_back_days is not None:
             paid = f"break-even after {chosen.pays_back_days * config.busy_hours:.1f} hours at this load"
         money = [
-            f"It costs {chosen.cost:,.2f} and saves {chosen.saved_per_hour:,.2f} of {config.price_per_hour:,.2f} an hour "
+            f"It costs ${chosen.cost:,.2f} and saves ${chosen.saved_per_hour:,.2f} of ${config.price_per_hour:,.2f} an hour "
             f"at the same traffic: {paid}, if hours that become free are given back or used."
         ]
     elif chosen.gain > 1:

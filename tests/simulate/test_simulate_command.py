@@ -90,6 +90,7 @@ def test_people_read_stdout_unless_it_is_json() -> None:
     for expected in ("2.98x", "best", "acceptance  +1 points", "Limits:", "--speculative-config", "does not fit"):
         assert expected in shown
     with_json = run(*BLOCK, "--json")
+    assert shown.count("\n- ") == 3 and f"- {len(json.loads(with_json)['limits']) - 2} more: with --json" in shown
     assert len(with_json.splitlines()) == 1
 
 

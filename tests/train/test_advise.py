@@ -105,6 +105,12 @@ def test_price_and_break_even_add_up() -> None:
     assert all(each["gain"] <= later["gain"] for each, later in zip(told["steps"], told["steps"][1:], strict=False))
 
 
+def test_people_read_a_currency_and_whole_days() -> None:
+    done = CliRunner().invoke(app, ["advise", *ON, "--price-per-hour", "2.5"], catch_exceptions=False)
+    assert "saves $ an hour" in done.output and "under a day" in done.output and "1 stream of" in done.output
+    assert "It costs $" in done.stdout
+
+
 def test_where_speculation_brings_nothing_the_answer_is_no() -> None:
     told = line("--model", "DeepSeek-V4-Pro", "--hardware", "8x B200", "--streams", "8")
     assert told["verdict"] == "no" and told["sentences"][0].startswith("No:")
