@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.adapt.config import CandidateConfig
-from paceline.adapt.gate import Pairs, RoundTimes, Verdict, judge, one_a_prompt
+from paceline.adapt.gate import Pairs, RoundTimes, Verdict, judge, one_a_prompt, too_few
 from paceline.adapt.score import Scored, score
 from paceline.adapt.stored import Request, read_requests
 from paceline.config import EngineConfig
@@ -61,6 +61,8 @@ def examine(
             f"there are no requests in {traces} to judge by ({dict(left_out)}): keep traces, or move --since back"
         )
     sets = _sets(found, config)
+    if refused := too_few(len(sets["drifted"]), config):  # known before a model is loaded
+        return refused
     longest = max(len(each.prompt_ids) + len(each.answer_ids) for chosen in sets.values() for each in chosen)
     llm = LLM.of(replace(engine, drafter="none", plan="fixed", max_batch=BATCH, max_len=longest + 1))
     progress.loaded(llm)

@@ -81,6 +81,14 @@ class Verdict:
         return asdict(self)
 
 
+def too_few(num_prompts: int, config: CandidateConfig) -> Verdict | None:
+    """The refusal to judge by so few prompts, or None where they are enough."""
+    if num_prompts >= config.least_requests:
+        return None
+    why = f"{num_prompts} prompts are too few to judge by, {config.least_requests} are needed"
+    return Verdict(False, why, is_judged=False)
+
+
 def judge(
     drifted: Pairs,
     elsewhere: Mapping[str, Pairs],
@@ -90,9 +98,8 @@ def judge(
 ) -> Verdict:
     """Whether the candidate may be swapped in; of `config` its limits."""
     config = config or CandidateConfig()
-    if len(drifted) < config.least_requests:
-        why = f"{len(drifted)} prompts are too few to judge by, {config.least_requests} are needed"
-        return Verdict(False, why, is_judged=False)
+    if refused := too_few(len(drifted), config):
+        return refused
     gains = {"drifted": compare(drifted, times)}
     others = {**elsewhere, **({"ood": ood} if ood is not None else {})}
     gains |= {name: compare(pairs, times) for name, pairs in others.items() if len(pairs) >= 2}

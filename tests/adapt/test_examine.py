@@ -13,6 +13,7 @@ import torch
 from adapt_requests import HOUR, keyed, store
 from safetensors.torch import load_file, save_file
 from small_llm import tiny_model
+from tiny_builtin import raising
 
 from paceline.adapt import examine as module
 from paceline.adapt.config import CandidateConfig
@@ -22,6 +23,7 @@ from paceline.cli import app
 from paceline.config import EngineConfig
 from paceline.draft.checkpoint import new_config
 from paceline.draft.dflash import DFlashConfig, DFlashDrafter, DFlashNetwork
+from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.train.answers import Answer, AnswerShards
 
@@ -90,7 +92,8 @@ def test_bad_candidates_are_refused_with_the_reason(model: Path, traces: Path, t
     assert not judged(tmp_path / "none", model, traces).passed
 
 
-def test_few_requests(model: Path, traces: Path) -> None:
+def test_few_requests(model: Path, traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LLM, "of", raising(AssertionError("a model was loaded")))
     assert "too few" in judged("ngram", model, traces, least_requests=61).reason
     with pytest.raises(ConfigError, match="no requests of cluster 'other'"):
         judged("ngram", model, traces, cluster="other")
