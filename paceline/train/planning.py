@@ -27,6 +27,22 @@ from paceline.train.fixed_times import CHECKPOINT_BYTES, fixed_seconds, hours_ra
 from paceline.train.prompt_facts import Data, fit_lengths, read_data
 from paceline.train.run_file import value_of, with_value
 
+OPTIONS = {
+    "shape.num_layers": "--layers",
+    "shape.num_heads": "--heads",
+    "shape.num_kv_heads": "--kv-heads",
+    "shape.num_taps": "--taps",
+    "shape.start": "--first-layers",
+    "shape.kind": "--drafter-kind",
+    "shape.mask_token_id": "--mask-token",
+    "loop.loss.name": "--loss",
+    "loop.loss.vocab": "--loss-vocab",
+    "loop.loss.selector": "--selector-weight",
+    "loop.optim.name": "--optimiser",
+}
+"""Fields whose option in `paceline train` has another name."""
+PLANNED = ("shape.", "loop.")
+"""Beginnings of the names of fields that a plan shows."""
 EFFICIENCY = {"cpu": {"answers": 0.35, "features": 0.6, "steps": 0.5}, "gpu": {"answers": 0.4, "features": 0.5, "steps": 0.32}}
 """Shares of the machine's rates that the stages reach; docs/train.md says from which runs."""
 MEASURED_STEPS = 0.43
@@ -195,8 +211,12 @@ def _num_answers(config: TrainConfig, data: Data) -> int:
 def _learned(config: TrainConfig, data: Data, blocks: float) -> Learned:
     """What the steps learn from: samples of one prompt count once, and what is held out does not count."""
     each = min(config.loop.anchors, ANSWER_SHARE * config.answering.max_tokens)
-    kept_out = 0 if config.heldout else num_heldout(data.prompts, config.heldout_share, MAX_HELDOUT, MIN_HELDOUT)
+    kept_out = 0 if config.heldout else _num_held_out(config, data)
     return Learned(blocks, None if config.answers else data.prompts - kept_out, each)
+
+
+def _num_held_out(config: TrainConfig, data: Data) -> int:
+    return num_heldout(data.prompts, config.heldout_share, MAX_HELDOUT, MIN_HELDOUT)
 
 
 def _stage_seconds(config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data) -> dict[str, float]:
@@ -287,7 +307,11 @@ def _lines(plan: Plan) -> Iterator[str]:
     hours = plan.hours
     parts = ", ".join(f"{name} {_duration(value)}" for name, value in hours.items() if name != "all")
     span = "" if plan.hours_range is None else f" ({' to '.join(map(_duration, plan.hours_range))})"
-    yield f"  time       {_duration(hours['all'])}{span}: {parts} ({plan.data.prompts} prompts, {_short(plan.blocks)} blocks)"
+    kept_out = "" if config.heldout else f", {_num_held_out(config, plan.data)} of them held out"
+    yield (
+        f"  time       {_duration(hours['all'])}{span}: {parts} ({plan.data.prompts} prompts{kept_out}, "
+        f"{_short(plan.blocks)} blocks)"
+    )
     disk = plan.disk_bytes
     held = ", ".join(f"{name} {disk[name] / 1e9:.2f}" for name in ("answers", "features", "checkpoints"))
     yield f"  disk       {disk['all'] / 1e9:.2f} GB: {held}"
@@ -303,13 +327,21 @@ def _lines(plan: Plan) -> Iterator[str]:
 
 
 def _chosen_lines(plan: Plan) -> Iterator[str]:
+    """The options that the plan chose, those of one reason together; then those that the user gave."""
+    config, by_reason = plan.config, dict[str, list[str]]()
     for name, why in plan.chosen.items():
-        yield f"  chosen     {name} {_shown(value_of(plan.config, name))}: {why}"
-    config = plan.config
+        by_reason.setdefault(why, []).append(f"{option_of(name)} {_shown(value_of(config, name))}")
+    for why, options in by_reason.items():
+        yield f"  chosen     {', '.join(options)}: {why}"
     given = config.given if config.given is not None else ()
-    yours = [f"{name} {_shown(value_of(config, name))}" for name in sorted(given) if name.startswith(("shape.", "loop."))]
+    yours = [f"{option_of(name)} {_shown(value_of(config, name))}" for name in sorted(given) if name.startswith(PLANNED)]
     if yours:
         yield f"  yours      {', '.join(yours)}"
+
+
+def option_of(name: str) -> str:
+    """The option of `paceline train` that sets a field: --draft-vocab for shape.draft_vocab."""
+    return OPTIONS.get(name, "--" + name.rpartition(".")[2].replace("_", "-"))
 
 
 def _shown(value: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from model_folders import write_config
+from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.config import EngineConfig
@@ -27,7 +28,7 @@ from paceline.train.config import (
     TrainConfig,
 )
 from paceline.train.expectations import Learned, expected_of, expected_tokens
-from paceline.train.planning import apply_stored, make_plan
+from paceline.train.planning import apply_stored, make_plan, option_of
 
 LAPTOP = Machine("some processor", 3e10, {"bfloat16": 5e11, "float32": 2e11}, 2, 16 * 2**30)
 
@@ -88,7 +89,7 @@ def test_what_was_asked_for_wins_and_who_chose_is_told(tmp_path: Path) -> None:
     given = replace(asked(tmp_path), given=("shape.block_size", "loop.loss.vocab"))
     plan = make_plan(given)
     assert plan.config.loop.loss.vocab is None and "loop.loss.vocab" not in plan.chosen
-    assert "yours      loop.loss.vocab None, shape.block_size 8" in plan.text
+    assert "yours      --loss-vocab None, --block-size 8" in plan.text
     off = make_plan(asked(tmp_path, plan="off"))
     assert off.chosen == {} and off.config.shape == DrafterShape()
     further = make_plan(asked(tmp_path, init="default"))
@@ -246,3 +247,16 @@ def test_the_command_says_the_plan_and_stops(tmp_path: Path, capsys: Any, monkey
     assert json.loads((tmp_path / "run" / "dry-run.json").read_text()) == line
     with pytest.raises(ConfigError, match="--device-name plans for another machine: add --dry-run"):
         app(["train", "--device-name", "H100"], prog_name="paceline", standalone_mode=False)
+
+
+def test_a_plan_speaks_in_options_that_train_has(tmp_path: Path) -> None:
+    """Those of one reason stand together; what is held out of the prompts is said."""
+    shown = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    plan = make_plan(asked(tmp_path, minutes=4.0))
+    assert plan.chosen
+    for name in plan.chosen:
+        assert re.search(rf"{option_of(name)}\b", shown), name
+    lines = plan.text.splitlines()
+    reasons = [line.rpartition(": ")[2] for line in lines if line.startswith("  chosen")]
+    assert len(reasons) == len(set(reasons)) and not any("shape." in line or "loop." in line for line in lines)
+    assert "of them held out" in plan.text
