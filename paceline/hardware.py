@@ -48,23 +48,27 @@ class Machine:
         return self.read_bytes_per_s(weight_bytes) / weight_bytes
 
 
+def device_name(device: str = "cpu") -> str:
+    """Returns the name of a GPU, or of the processor, without measuring it."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else cpu_name()
+
+
 def this_machine(device: str = "cpu") -> Machine:
     """Measure the device in well under a second: the best of a few reads of a large buffer and of matrix products."""
     import torch
 
     where = torch.device(device)
     with torch.inference_mode():
-        if where.type == "cuda":
-            properties = torch.cuda.get_device_properties(where)
-            name, capacity, num_threads = properties.name, properties.total_memory, 0
-        else:
-            name, capacity, num_threads = cpu_name(), memory_bytes(), torch.get_num_threads()
+        is_gpu = where.type == "cuda"
+        capacity = torch.cuda.get_device_properties(where).total_memory if is_gpu else memory_bytes()
         *cached, memory_rate = _read_bytes_per_s(where, _SIZES if where.type == "cpu" else _SIZES_GPU)
         return Machine(
-            name,
+            device_name(device),
             memory_rate,
             _matmul_flops_per_s(where),
-            num_threads,
+            0 if is_gpu else torch.get_num_threads(),
             capacity,
             cached_bytes_per_s={str(size): rate for size, rate in zip(_SIZES, cached, strict=False)},
         )

@@ -82,10 +82,10 @@ def compare(
         raise ConfigError("nothing to compare without drafts: choose another --drafter, --num-drafted or --plan")
     llm = load(engine)
     from paceline.bench.timing import NAME, record
-    from paceline.hardware import this_machine
+    from paceline.hardware import device_name
 
     token_ids = encode(llm, text, system, raw)
-    machine = this_machine(llm.config.device).name
+    machine = device_name(llm.config.device)
     with TerminalProgress().bar("answering", 2 * repeat) as advance:
         timing = record(llm, token_ids, sampling, prompt=text, machine=machine, repeat=repeat, on_answer=advance)
     described = {"llm": engine, "sampling": sampling, "system": system, "raw": raw, "repeat": repeat}
