@@ -44,5 +44,5 @@ def drafted(target: Any, drafter: Drafter) -> list[list[int]]:
         return block
 
     drafter.propose = recorded
-    generate(target, drafter, [PROMPT], 24)
+    generate(target, drafter, [PROMPT], 16)
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import cycle, islice
 from typing import Any
 
 import pytest
@@ -98,10 +100,17 @@ def target_weights(shape: DecoderConfig) -> list[tuple[str, torch.Tensor]]:
     return [(name, loud(name, torch.empty(size), generator)) for name, size in expected_shapes(shape).items()]
 
 
-KINDS = [
-    Decoder,
-    pytest.param(NativeDecoder, marks=pytest.mark.skipif(native_lib.load() is None, reason="the native library is not built")),
-]
+needs_native = pytest.mark.skipif(native_lib.load() is None, reason="the native library is not built")
+KINDS = [Decoder, pytest.param(NativeDecoder, marks=needs_native)]
+
+
+def in_turns(names: Iterable[str], first: int = 0) -> list[Any]:
+    """Parameters (name, kind): each name with one of KINDS, alternating, from the kind at `first` on."""
+    kinds = islice(cycle([Decoder, NativeDecoder]), first, None)
+    return [
+        pytest.param(name, kind, marks=[needs_native] * (kind is NativeDecoder))
+        for name, kind in zip(names, kinds, strict=False)
+    ]
 
 
 class Recording(DFlashDrafter):

@@ -110,6 +110,7 @@ def test_both_paths_draft_the_same(small: Path) -> None:
     assert drafts[0] == drafts[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_other_programs_get_codebooks_of_full_size(form: str, small: Path, tmp_path: Path) -> None:
     """And the drafts are the same once the draft vocabulary, which not every format has, is there again."""

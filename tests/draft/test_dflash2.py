@@ -51,6 +51,7 @@ def test_decode_path_equals_the_trainable_network(name: str, kind: Any, chosen: 
     torch.testing.assert_close(drafter.logits[0], target.head(hidden[1:]), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_new_one_says_what_its_v1_body_says() -> None:
     """Identity at the start: logits and drafts of the v1 drafter, bit for bit where nothing is rounded."""
     raw = raw_2()
@@ -75,6 +76,7 @@ def test_a_new_one_says_what_its_v1_body_says() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_batched_rounds_equal_row_by_row() -> None:
     target = tiny_target()
     prompts = [PROMPT, PROMPT[:3], PROMPT[4:11]]
@@ -82,10 +84,10 @@ def test_batched_rounds_equal_row_by_row() -> None:
     answers, first = [], []
     for prompt in prompts:
         drafter.drafts = []
-        answers += generate(target, drafter, [prompt], 30)[0]
+        answers += generate(target, drafter, [prompt], 15)[0]
         first.append(drafter.drafts[0])
     drafter.drafts = []
-    assert generate(target, drafter, prompts, 30, chunk=4)[0] == answers
+    assert generate(target, drafter, prompts, 15, chunk=4)[0] == answers
     assert drafter.drafts[:3] == first
 
 
@@ -238,6 +240,7 @@ class TestFiles:
             read_drafter(tmp_path / "drafter")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("version", [1, 2])
 def test_slots_that_say_the_token_behind_them(version: int, kind: Any) -> None:

@@ -64,7 +64,7 @@ NAMES = ["full", "full-causal", "one-layer-one-feature", "scaled", "sliding-both
 def test_rounds_are_the_references(name: str, kind: Any) -> None:
     model, target = targets(kind=kind)
     raw = raw_2(**VARIANTS[name])
-    drafter = assert_same_rounds(raw, network_2(raw), model, target, 26, 10)
+    drafter = assert_same_rounds(raw, network_2(raw), model, target, 16, 6)
     assert selects(drafter), "the test needs a selector that changes drafts"
 
 
@@ -92,7 +92,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], D
     texts = [prompt + generate(tiny_target(), NoDrafter(), [prompt], 24)[0][0] for prompt in prompts]
     texts = [Document(f"{number}@0/0", np.array(text, dtype=np.int32), 4) for number, text in enumerate(texts)]
     features = OnlineFeatures(teacher, texts, network.config.target_layer_ids, False)
-    settings = LoopConfig(max_steps=24, blocks_per_step=16, anchors=8, autocast=False, selector_from=0.1)
+    settings = LoopConfig(max_steps=12, blocks_per_step=16, anchors=8, autocast=False, selector_from=0.1)
     settings = replace(settings, optim=OptimConfig(lr=2e-2), serve_share=0.0)
     embedding_VD = teacher.embed(torch.arange(VOCAB)).clone()
     drafter = trainable_of(network, raw)
@@ -108,7 +108,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], D
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounds_of_trained_weights_are_the_references(kind: Any, trained: tuple[dict[str, Any], DFlash2Network]) -> None:
     model, target = targets(kind=kind)
-    assert_same_rounds(*trained, model, target, 60, 10)
+    assert_same_rounds(*trained, model, target, 30, 5)
 
 
 def assert_same_rounds(
@@ -131,7 +131,7 @@ def assert_same_rounds(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["full", "sliding-both-ways", "scaled"])
+@pytest.mark.parametrize("name", ["full", "scaled"])
 def test_sampled_proposals_are_the_references(name: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Along the path that the package drew, the distribution of each draft is the package's."""
     model, target = targets(kind=kind)
@@ -139,12 +139,12 @@ def test_sampled_proposals_are_the_references(name: str, kind: Any, monkeypatch:
     network = network_2(raw)
     if name not in DRAWN:  # the same for a native target
         torch.manual_seed(3)
-        DRAWN[name] = reference_rounds(raw, network, model, 40, 0.8)
+        DRAWN[name] = reference_rounds(raw, network, model, 24, 0.8)
     theirs, tokens = DRAWN[name]
     drafter = DFlash2Drafter(network)
     ready(target, drafter)
     full = [each for each in theirs if len(each[2]) == drafter.num_drafted]
-    assert len(full) >= 10
+    assert len(full) >= 6
     plain, drawing = WalkedReading.drawn, iter(list[int]())
 
     def follow(self: WalkedReading, slot: int, limit: int, seq: Any) -> Any:

@@ -118,6 +118,7 @@ def test_recorded_passes_are_ragged_ones_with_real_kernels(width: int) -> None:
     assert_same_context(plain, static, 1e-4)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("keys", [{}, VARIANTS["sliding-both-ways"]], ids=["full", "sliding"])
@@ -155,8 +156,8 @@ DRAFTERS: dict[str, Any] = {
 PROMPTS = [PROMPT, PROMPT[:3], PROMPT[4:11], PROMPT[::-1]]
 
 
-@pytest.mark.parametrize("num_nodes", [0, 6])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "num_nodes"), [("dflash", 6), ("dflash2", 0), ("dflash2", 6), ("small_model", 0)])
 def test_rounds_of_recorded_passes_alone_say_what_plain_ones_do(name: str, num_nodes: int) -> None:
     """Engine, target and drafter as on CUDA: everything is recorded beforehand, and nothing in traffic."""
     params = [SamplingParams(max_tokens=10 + 3 * place) for place in range(4)]

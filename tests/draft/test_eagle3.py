@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from round_loop import admit, generate, ready
-from tiny_dflash import HIDDEN, KINDS, PROMPT, VOCAB, tiny_target
+from tiny_dflash import HIDDEN, KINDS, PROMPT, VOCAB, in_turns, tiny_target
 from tiny_eagle3 import IDS, VARIANTS, Formulas, drafter_of, loud_network, raw_eagle3
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -73,9 +73,7 @@ def assert_formulas(drafter: Recording, kind: Any, least: int, are_best: bool = 
         assert not are_best or drafts == [int(drafter.ids[each.argmax()]) for each in logits]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("name", "kind"), in_turns(VARIANTS))
 def test_rounds_are_the_formulas(name: str, kind: Any) -> None:
     drafter = recording(raw_eagle3(**VARIANTS[name]), num_drafted=3)
     target = tiny_target(kind=kind)
@@ -113,14 +111,13 @@ def test_rounds_whose_drafts_stand_are_the_formulas(kind: Any) -> None:
     assert_formulas(drafter, kind, least=4, are_best=False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("name", "kind"), in_turns(VARIANTS, 1))
 def test_what_is_likely_behind_each_branch_is_the_formulas(name: str, kind: Any) -> None:
     """Rows of different lengths, one of which drafts a chain: each branch reads its own ancestors alone."""
     drafter, target = recording(raw_eagle3(**VARIANTS[name]), num_drafted=4), tiny_target(num_rows=3, kind=kind)
     ready(target, drafter)
     sequences = [admit(target, drafter, prompt, LONG) for prompt in (PROMPT[:6], PROMPT[2:11], PROMPT)]
-    block = drafter.propose(Batch(sequences, [Take("eagle3", count) for count in (4, 3, 1)], num_candidates=3))
+    block = drafter.propose(Batch(sequences, [Take("eagle3", count) for count in (3, 2, 1)], num_candidates=3))
     twin = tiny_target(kind=kind)
     twin.set_taps(drafter.tap_layers)
     formulas = Formulas(drafter.network, twin.embed(torch.arange(VOCAB)))
@@ -172,9 +169,9 @@ def test_the_network_is_the_formulas(name: str) -> None:
 def test_batched_rows_of_different_lengths_draft_what_they_draft_alone() -> None:
     target, prompts = tiny_target(), [PROMPT, PROMPT[:3], PROMPT[4:11]]
     drafter = recording(raw_eagle3(), num_drafted=4)
-    alone = [generate(target, drafter, [prompt], 20)[0][0] for prompt in prompts]
+    alone = [generate(target, drafter, [prompt], 10)[0][0] for prompt in prompts]
     apart, drafter.rounds = sorted(drafter.rounds, key=lambda each: each[0]), []
-    together, rounds = generate(target, drafter, prompts, 20, chunk=4)
+    together, rounds = generate(target, drafter, prompts, 10, chunk=4)
     assert together == alone and any(len(set(found.num_drafted_B)) > 1 for found in rounds), "rows that end at different places"
     for mine, other in zip(sorted(drafter.rounds, key=lambda each: each[0]), apart, strict=True):
         assert mine[:2] == other[:2]
@@ -220,11 +217,11 @@ def test_tokens_outside_the_draft_vocabulary_are_not_proposed() -> None:
 
 def test_a_row_is_clean_after_reuse() -> None:
     target, drafter = tiny_target(num_rows=1), recording(raw_eagle3())
-    first = generate(target, drafter, [PROMPT], 20)
+    first = generate(target, drafter, [PROMPT], 10)
     drafts, drafter.rounds = drafter.rounds, []
-    generate(target, drafter, [PROMPT[::-1]], 30)
+    generate(target, drafter, [PROMPT[::-1]], 15)
     drafter.rounds = []
-    assert generate(target, drafter, [PROMPT], 20)[0] == first[0]
+    assert generate(target, drafter, [PROMPT], 10)[0] == first[0]
     assert [each[1] for each in drafter.rounds] == [each[1] for each in drafts]
 
 

@@ -77,6 +77,7 @@ def test_the_config_is_that_of_speculators(tmp_path: Path) -> None:
     assert "lm_head.weight" not in load_file(tmp_path / "spec/model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "raw", [raw_config(), raw_config(**CAUSAL, sample_from_anchor=True), raw_2()], ids=["full", "causal", "2"]
@@ -115,6 +116,7 @@ def test_what_a_format_has_no_place_for_is_said_or_refused(tmp_path: Path) -> No
     assert "drafts among all tokens" in exported(second, "speculators", tmp_path / "two-spec")[0]
 
 
+@pytest.mark.slow
 def test_a_head_of_its_own_is_used_and_kept(tmp_path: Path) -> None:
     """As wide as the draft vocabulary, or as the target's; beside weights in both formats."""
     target = tiny_target(1)
@@ -140,6 +142,7 @@ def test_a_head_of_its_own_is_used_and_kept(tmp_path: Path) -> None:
         assert drafted(target, read_drafter(tmp_path / f"plain{len(rows)}")) == plain
 
 
+@pytest.mark.slow
 def test_z_labs_format_has_the_draft_vocabulary_as_vllm_reads_it(tmp_path: Path) -> None:
     """draft_vocab_size in config.json, offsets and the head's rows among the weights, and the index names them."""
     target = tiny_target(1)

@@ -141,6 +141,7 @@ def test_a_file_of_llama_cpps_converter_is_read_without_our_keys(tmp_path: Path)
     assert read_drafter(tmp_path / "theirs.gguf").num_drafted == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raw", [raw_config(), raw_2()], ids=["1", "2"])
 def test_it_drafts_the_same(tmp_path: Path, raw: dict[str, Any]) -> None:
     target = tiny_target(1)

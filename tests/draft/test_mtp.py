@@ -188,6 +188,7 @@ def test_drafts_are_the_reference_s_and_the_text_is_plain_decoding_s(name: str, 
             assert logits_V.max() - logits_V[draft] < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3"])
 def test_branches_are_the_reference_s_and_trees_keep_the_text(name: str, make: Callable[[str], Made]) -> None:
     folder, reference = make(name)

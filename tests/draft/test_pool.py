@@ -35,8 +35,9 @@ def finished(engine: Engine) -> dict[int, list[int]]:
     return texts
 
 
-@pytest.mark.parametrize("after", LAYERS)
-@pytest.mark.parametrize("before", LAYERS)
+@pytest.mark.parametrize(
+    ("before", "after"), [(layers, LAYERS[(place + step) % 5]) for place, layers in enumerate(LAYERS) for step in (0, 2)]
+)
 def test_rows_keep_the_drafter_they_began_with(before: tuple[int, ...], after: tuple[int, ...]) -> None:
     """Each is handed the features of its own layers, in its own order (ScriptedDrafter compares them); every text is plain
     decoding's; the old drafter is let go with its last row."""

@@ -29,6 +29,7 @@ def test_the_target_s_twin_is_always_right() -> None:
     assert len(rounds) == 10
 
 
+@pytest.mark.slow
 def test_another_model_changes_only_the_speed() -> None:
     plain, plain_rounds = generate(decoder(), SmallModelDrafter(decoder(), num_drafted=0), PROMPTS, 40)
     drafted, rounds = generate(decoder(), SmallModelDrafter(decoder(seed=1, num_layers=1)), PROMPTS, 40, chunk=4)
