@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import cycle
 from typing import Any, Literal
 
 import gguf
@@ -132,6 +133,11 @@ SHAPES = {
         rotary_dim=4,
     ),
 }
+
+
+def in_turns(shapes: Iterable[str]) -> list[tuple[str, str]]:
+    """Each shape with one instruction set, by turns. Products of every set have tests of their own in test_native_lib.py."""
+    return list(zip(shapes, cycle(ISAS), strict=False))
 
 
 def use(isa: str, num_threads: int = 1) -> None:

@@ -105,6 +105,7 @@ def test_ordinary_templates_are_rendered_as_before(template: str, text: str) -> 
     assert render(template) == text
 
 
+@pytest.mark.slow
 def test_limits_are_of_one_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
     """In any thread: neighbours that are refused take nothing from the others, and what was spent is forgotten."""
     monkeypatch.setattr(chat_template, "MAX_S", 0.2)

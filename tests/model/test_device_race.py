@@ -15,7 +15,7 @@ from paceline.model.race import race
 from paceline.rng import Noise
 from paceline.types import SamplingParams
 
-NUM_DRAWS = 20_000
+NUM_DRAWS = 5_000
 
 
 def test_numbers_are_those_of_the_host() -> None:
@@ -55,7 +55,7 @@ def test_tokens_are_those_of_the_host(num_vocab: int, monkeypatch: pytest.Monkey
     """Settings at random: whoever wins, and wherever the host looks at the whole distribution."""
     monkeypatch.setattr(logits.native_lib, "load", lambda: None)  # the same logarithms in both
     generator, every, num_whole = torch.Generator().manual_seed(0), shapes(num_vocab), 0
-    for start in range(40):
+    for start in range(10):
         logits_BJV = 3 * torch.randn(len(every), 4, num_vocab, generator=generator)
         seeds = [1000 * start + number for number in range(len(every))]
         places = torch.arange(4).expand(len(every), 4) + start
@@ -65,10 +65,10 @@ def test_tokens_are_those_of_the_host(num_vocab: int, monkeypatch: pytest.Monkey
                 expected = race(logits_BJV[row, slot], params, Noise(seeds[row], start + slot))
                 num_whole += ours[row][slot] == WHOLE
                 assert ours[row][slot] in (expected, WHOLE), (params, seeds[row], slot)
-    assert (num_whole > 0) == (num_vocab == 600) and num_whole < 0.5 * 40 * 200
+    assert (num_whole > 0) == (num_vocab == 600) and num_whole < 0.5 * 10 * 200
 
 
-def test_twenty_thousand_seeds_draw_the_hosts_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thousands_of_seeds_draw_the_hosts_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Differences are draws whose two best numbers lie within a few last bits: none here."""
     monkeypatch.setattr(logits.native_lib, "load", lambda: None)
     params, logits_V = SamplingParams(temperature=1.0), torch.randn(20, generator=torch.Generator().manual_seed(3))

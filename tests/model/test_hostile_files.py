@@ -207,6 +207,7 @@ def _empty_tensors(folder: Path, number: int) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
 
 
+@pytest.mark.slow
 def test_many_tensors_parse_their_header_a_bounded_number_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each opening of the file parses all of its header."""
     opened, real = Counter[str](), checkpoint.safe_open
@@ -214,9 +215,9 @@ def test_many_tensors_parse_their_header_a_bounded_number_of_times(tmp_path: Pat
     _empty_tensors(tmp_path, 5000)
     assert len(list(load_tensors(tmp_path))) == 5000
     assert opened["o"] <= 65
-    _empty_tensors(tmp_path, 2**16 + 1)
+    monkeypatch.setattr(checkpoint, "MOST_TENSORS", 4999)
     opened.clear()
-    with pytest.raises(ModelFileError, match="holds 65,537 tensors, no model has so many"):
+    with pytest.raises(ModelFileError, match="holds 5,000 tensors, no model has so many"):
         list(load_tensors(tmp_path))
     assert opened["o"] == 1
 

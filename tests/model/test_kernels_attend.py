@@ -24,6 +24,7 @@ SHAPES = {"1.5B": (6, 128), "8B": (4, 128), "27B": (5, 128), "32B": (8, 128), "h
 """Query heads of a key head, and the head size, of the models of experiments/gpu_day.py."""
 
 
+@pytest.mark.slow
 def test_the_twin_computes_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the memory of dead positions, and of idle rows, holds NaN."""
     monkeypatch.syspath_prepend(str(EXPERIMENTS))

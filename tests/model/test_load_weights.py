@@ -76,8 +76,15 @@ def test_other_implementations_say_that_they_cannot() -> None:
         FakeTarget().load_weights([])
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "random-dflash"])
-@pytest.mark.parametrize("backend", ["torch", pytest.param("native", marks=needs_library)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "drafter"),
+    [
+        ("torch", "random-dflash"),
+        pytest.param("native", "none", marks=needs_library),
+        pytest.param("native", "random-dflash", marks=needs_library),
+    ],
+)
 def test_nothing_cached_is_used_again(tmp_path: Path, backend: str, drafter: str) -> None:
     folder = tiny_model(tmp_path)
     weights = {name: 2.0 * tensor for name, tensor in load_file(folder / "model.safetensors").items()}

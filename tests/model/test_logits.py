@@ -52,7 +52,7 @@ def test_filters_match_the_full_sort(temperature: float, filters: dict[str, floa
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(st.lists(st.sampled_from([-3.0, -1.0, 0.0, 0.5, 0.5, 2.0]), min_size=9, max_size=9), min_size=1, max_size=3),
     top_k=st.integers(0, 10),

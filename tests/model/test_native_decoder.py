@@ -15,6 +15,7 @@ from native_models import (
     ISAS,
     SHAPES,
     blocks_of,
+    in_turns,
     native_decoder,
     needs_library,
     random_weights,
@@ -67,8 +68,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "isa"), in_turns(SHAPES))
 def test_float32_is_pytorch_s(shape: str, isa: str) -> None:
     native = tapped_twins(shape, torch.float32)[1]
     one_thread: list[ForwardOutput] = []
@@ -284,15 +284,14 @@ def test_blocks_are_their_dense_numbers(kinds: tuple[BlockKind | None, ...], dty
     assert same_bits(ours.embed(tokens), dense["model.embed_tokens.weight"].to(dtype))
 
 
-@pytest.mark.parametrize("kind", ["Q5_1", "Q6_K"])
-def test_blocks_give_the_same_bits_on_every_instruction_set(kind: BlockKind) -> None:
+def test_blocks_give_the_same_bits_on_every_instruction_set() -> None:
     """Products in integers, norms, attention and what lies between: a pass of a model in blocks is the same everywhere.
 
     Sums of another order differ in the last of 24 bits, and what is rounded to eight of them shows one in thousands: many
     numbers are needed to see it. Products of every format have a test of their own in test_native_lib.py.
     """
     config = replace(WHOLE_BLOCKS, hidden_size=512, intermediate_size=1024, num_heads=8, head_dim=64)
-    blocks = blocks_of(random_weights(config), (kind,))
+    blocks = blocks_of(random_weights(config), ("Q6_K", "Q5_1"))
     told = []
     for isa in ISAS:
         use(isa, 2)

@@ -50,6 +50,7 @@ def test_every_token_wins_with_its_probability(name: str) -> None:
     assert p_value(logits_of(9, 1.5), SamplingParams(**{"temperature": 1.0, **SETTINGS[name]})) > 0.001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.97}, {"top_k": 140}, {"min_p": 0.05}])
 def test_tokens_behind_the_field_race_as_one(settings: dict[str, Any]) -> None:
     """Of 300 tokens that are much alike more than half have no number of their own."""

@@ -69,13 +69,17 @@ def test_same_ids_as_transformers(smollm: Tokenizer, reference: Any) -> None:
     assert smollm.eos_token_ids == (reference.eos_token_id,) == (2,)
 
 
-@given(st.text(max_size=60))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_text_as_in_transformers(smollm: Tokenizer, reference: Any, text: str) -> None:
+def test_any_text_as_in_transformers(smollm: Tokenizer, reference: Any) -> None:
     """Not always the same text again: the real vocabulary lacks a few bytes, such as 0xF1."""
-    ids = smollm.encode(text)
-    assert ids == reference(text).input_ids
-    assert smollm.decode(ids, skip_special=False) == reference.decode(ids)
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    every = [*range(0xD800), *range(0xE000, 0x110000)]  # all but surrogates, which are no text
+    for _ in range(60):
+        pool = rng.choice([range(0x20, 0x7F), range(0x250), every])
+        text = "".join(map(chr, rng.choices(pool, k=rng.randrange(60))))
+        ids = smollm.encode(text)
+        assert ids == reference(text).input_ids, f"seed {seed}"
+        assert smollm.decode(ids, skip_special=False) == reference.decode(ids), f"seed {seed}"
 
 
 def test_smollm_words() -> None:

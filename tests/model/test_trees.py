@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from doubles import FakeTarget
-from native_models import ISAS, SHAPES, blocks_of, native_decoder, needs_library, random_weights, restored, twins, use
+from native_models import SHAPES, blocks_of, in_turns, native_decoder, needs_library, random_weights, restored, twins, use
 from torch import Tensor
 
 from paceline.errors import NativeError, UnsupportedModelError
@@ -88,9 +88,8 @@ def as_trees(target: Decoder | NativeDecoder) -> tuple[Tensor, Tensor]:
 
 
 @needs_library
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "isa"), in_turns(SHAPES))
 def test_a_node_has_the_bits_of_its_path(shape: str, dtype: torch.dtype, isa: str) -> None:
     _, native = twins(SHAPES[shape], dtype)
     with restored():
