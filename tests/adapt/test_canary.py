@@ -251,6 +251,7 @@ class TestSilence:
 
 
 class TestTraffic:
+    @pytest.mark.slow
     def test_without_any_nothing_is_proven(self, tmp_path: Path, server: FakeServer) -> None:
         one = swapped(tmp_path, server)
         for hour in range(24):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +14,15 @@ import torch
 from fake_servers import FakeServer, serving
 from small_llm import tiny_model
 from test_checkpoints_command import made
+from typer.testing import CliRunner
 
+from paceline.adapt import engine_run
 from paceline.adapt.config import OtherEngineConfig
 from paceline.adapt.engine_check import NUM_PROMPTS, Comparison, _measured, prompt_ids, served
 from paceline.adapt.engine_run import serve_with
 from paceline.adapt.engines import Given, Start, command_of, environment_of, given_to
 from paceline.bench.client import Client
+from paceline.cli import app
 from paceline.draft.checkpoint import DFlashConfig, new_config, read_stored
 from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
 from paceline.draft.eagle3 import Eagle3Drafter
@@ -262,6 +262,7 @@ class TestProcess:
             serve_with(start_of("dies", target, drafter), OtherEngineConfig("vllm", check=False), said.append)
         assert "3 drafts a round" in said[0] and "--speculative-config" in said[-1]
 
+    @pytest.mark.slow
     def test_one_that_never_answers_is_ended(self, target: Path, drafter: Path) -> None:
         config = OtherEngineConfig("vllm", check=False, ready_minutes=0.5 / 60)
         with pytest.raises(DownloadError, match="raise --ready-minutes"):
@@ -279,48 +280,32 @@ class TestProcess:
                 serve_with(start, OtherEngineConfig("vllm", check=False), lambda text: None)
 
 
-@pytest.fixture
-def command(target: Path, drafter: Path, tmp_path: Path) -> Iterator[Any]:
-    """Starts `paceline serve --engine vllm` with our server in vLLM's place."""
-    running: list[subprocess.Popen[str]] = []
-
-    def start(*words: str) -> subprocess.Popen[str]:
-        base = ["serve", "--engine", "vllm", "--engine-command", f"{sys.executable} {FAKE} vllm", "--model", str(target)]
-        base += ["--drafter", str(drafter), "--port", str(free_port())]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORDS": str(tmp_path / "words.json")}
-        line = [sys.executable, "-m", "paceline", *base, *words]
-        running.append(subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=environment))
-        return running[-1]
-
-    yield start
-    for process in running:  # SIGTERM: killed, it could not end what it has started
-        process.terminate()
-        process.communicate(timeout=90)
-
-
-def lines_until(process: subprocess.Popen[str], word: str) -> list[str]:
-    assert process.stderr
-    lines = []
-    for line in process.stderr:
-        lines.append(line)
-        if line.startswith(word):
-            return lines
-    raise AssertionError("".join(lines))
-
-
 @pytest.mark.slow
-def test_it_is_checked_and_a_signal_ends_both(command: Any, target: Path, drafter: Path, tmp_path: Path) -> None:
+def test_it_is_checked_and_a_signal_ends_both(
+    target: Path, drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`paceline serve --engine vllm` with our server in vLLM's place; the signal comes once it is ready."""
     given = given_to(Start("vllm", str(target), str(drafter)), tmp_path)
     ours = _measured(str(target), str(given.folder), 3, prompt_ids(str(target)), "float32")
-    process = command("--expected", f"{ours}", "--strict", "--", "--tensor-parallel-size", "8")
-    lines = lines_until(process, "ready: http")  # the server in the place of vLLM says that it is ready, too
+    lines: list[str] = []
+
+    def say(text: str) -> None:
+        lines.append(text)
+        if text.startswith("ready: http"):
+            signal.raise_signal(signal.SIGTERM)
+
+    real = engine_run.serve_with
+    monkeypatch.setattr(engine_run, "serve_with", lambda start, config, _: real(start, config, say))
+    monkeypatch.setenv("WORDS", str(tmp_path / "words.json"))
+    words = ["serve", "--engine", "vllm", "--engine-command", f"{sys.executable} {FAKE} vllm", "--model", str(target)]
+    words += ["--drafter", str(drafter), "--port", str(free_port()), "--expected", f"{ours}", "--strict"]
+    done = CliRunner().invoke(app, [*words, "--", "--tensor-parallel-size", "8"], catch_exceptions=False)
+    assert done.exit_code == 0 and lines[-1].startswith("ready: http")
     checked = next(line for line in lines if line.startswith("checked"))
     assert f"{ours:.2f} expected: as it should be" in checked
     theirs = float(checked.split("brings ")[1].split()[0])
     assert theirs == pytest.approx(ours, abs=0.02) and f"on {NUM_PROMPTS} prompts" in checked
     assert json.loads((tmp_path / "words.json").read_text())[-2:] == ["--tensor-parallel-size", "8"]
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
 
 
 def test_one_that_drafts_badly_is_stopped(target: Path, drafter: Path) -> None:
@@ -345,9 +330,5 @@ def test_one_that_drafts_badly_is_stopped(target: Path, drafter: Path) -> None:
     ],
 )
 def test_options_that_do_not_go_together(words: tuple[str, ...], said: str) -> None:
-    from typer.testing import CliRunner
-
-    from paceline.cli import app
-
     result = CliRunner().invoke(app, ["serve", *words], standalone_mode=False)
     assert isinstance(result.exception, ConfigError) and said in str(result.exception)

@@ -16,6 +16,7 @@ from fake_servers import FakeServer
 from fake_servers import serving as fake_serving
 from played import NOW, PASSED, Deciding, Played, events, traffic, watcher
 
+from paceline.adapt import restarted
 from paceline.adapt import run as adapt_run
 from paceline.adapt.config import (
     CandidateConfig,
@@ -65,6 +66,12 @@ urllib.request.urlopen(urllib.request.Request(os.environ["PACELINE_SERVER"] + "/
 """
 
 
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that starts is asked often whether it is ready."""
+    monkeypatch.setattr(restarted, "POLL_S", 0.02)
+
+
 @pytest.fixture
 def vllm() -> Iterator[Vllm]:
     with fake_serving(Vllm()) as fake:
@@ -102,6 +109,7 @@ def swapped(folder: Path, vllm: Vllm) -> Watcher:
 
 
 class TestRestartedServers:
+    @pytest.mark.slow
     def test_a_fall_of_acceptance_after_a_restart_is_seen(self, tmp_path: Path, vllm: Vllm) -> None:
         """3.0 tokens a round before, 1.1 of the new process, which has not counted as many rounds as the old one had."""
         one = swapped(tmp_path, vllm)
@@ -110,6 +118,7 @@ class TestRestartedServers:
         assert events(one)[-1] == "rolled back" and Path(vllm.drafters[-1]).name == "old"
         assert "1.10 tokens a round by its metrics, 3.00 before" in one.log.lines()[-1]["why"]
 
+    @pytest.mark.slow
     def test_failures_after_a_restart_are_seen(self, tmp_path: Path, vllm: Vllm) -> None:
         """500 of them, where the old process had had 600 in all its life."""
         one = swapped(tmp_path, vllm)
@@ -199,6 +208,7 @@ class TestNothingToGoBackTo:
         assert events(one) == ["training", "failed"] and vllm.drafters == []
         assert "nothing is known to go back to" in one.log.lines()[-1]["why"]
 
+    @pytest.mark.slow
     def test_a_drafter_that_was_kept_is_what_is_given_back_later(self, tmp_path: Path, vllm: Vllm) -> None:
         """Not the one of the command line, which served before it."""
         one = swapped(tmp_path, vllm)

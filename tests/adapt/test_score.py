@@ -121,7 +121,7 @@ def test_sampled_requests_are_predicted_within_the_interval(make: Any, rule: str
     """Drafts are drawn, and stand by chance: tokens a round agree within four standard errors, by fixed seeds."""
     llm = tiny_llm(FASTEST, rule=rule)
     params = SamplingParams(max_tokens=24, temperature=1.0, top_p=0.95)
-    asked = [(prompt, params) for prompt in prompts(48)]
+    asked = [(prompt, params) for prompt in prompts(20)]
     served(llm, dflash(0), asked, tmp_path)
     requests, _ = read_requests(tmp_path)
     requests = list({each.key: each for each in requests}.values())

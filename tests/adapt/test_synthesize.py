@@ -44,8 +44,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    file = tmp_path / "prompts.jsonl"
-    names = [hashlib.sha256(bytes([number])).hexdigest() for number in range(24)]
+    return written(tmp_path, 24)
+
+
+@pytest.fixture
+def few_prompts(tmp_path: Path) -> Path:
+    return written(tmp_path, 8)
+
+
+def written(folder: Path, count: int) -> Path:
+    """A file of prompts of the same form."""
+    names = [hashlib.sha256(bytes([number])).hexdigest() for number in range(count)]
+    file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"Where is {name}?"}) + "\n" for name in names))
     return file
 
@@ -94,25 +104,25 @@ def _text(model: Path, ids: list[int]) -> str:
     return Tokenizer.from_path(model).decode(ids, False)
 
 
-def test_a_killed_run_goes_on_and_comes_to_the_same(model: Path, tmp_path: Path, prompts: Path) -> None:
-    whole = made(model, tmp_path / "x", prompts)
+def test_a_killed_run_goes_on_and_comes_to_the_same(model: Path, tmp_path: Path, few_prompts: Path) -> None:
+    whole = made(model, tmp_path / "x", few_prompts)
     before = {answer.key: answer.answer_ids for answer in answers(whole)}
     shards = sorted((tmp_path / "x" / "raw").glob("*.parquet"))
     shards[-1].unlink()
-    again = made(model, tmp_path / "x", prompts)
+    again = made(model, tmp_path / "x", few_prompts)
     assert {answer.key: answer.answer_ids for answer in answers(again)} == before
     with pytest.raises(ConfigError, match="begun with other settings"):
-        made(model, tmp_path / "x", prompts, steered=0.1)
+        made(model, tmp_path / "x", few_prompts, steered=0.1)
 
 
-def test_production_is_kept_out_by_hash(model: Path, tmp_path: Path, prompts: Path) -> None:
+def test_production_is_kept_out_by_hash(model: Path, tmp_path: Path, few_prompts: Path) -> None:
     """A store that holds four of the prompts, as the application would send them."""
-    done = made(model, tmp_path / "x", prompts)
+    done = made(model, tmp_path / "x", few_prompts)
     store, known = AnswerShards(tmp_path / "store"), {}
     for answer in answers(done):
         known.setdefault(digest(answer.prompt_ids), answer)
     store.write([*known.values()][:4])
-    second = made(model, tmp_path / "y", prompts, not_in=(tmp_path / "store",))
+    second = made(model, tmp_path / "y", few_prompts, not_in=(tmp_path / "store",))
     assert (second.num_in_store, second.num_compared) == (4, 4)
     assert not {digest(answer.prompt_ids) for answer in answers(second)} & {*[*known][:4]}
     card, readme = json.loads((tmp_path / "y" / "card.json").read_text()), (tmp_path / "y" / "README.md").read_text()
@@ -125,15 +135,15 @@ def test_production_is_kept_out_by_hash(model: Path, tmp_path: Path, prompts: Pa
     assert "No production text was used" in readme and "100% of the answers parse" in readme and "| `action` | 3 |" in readme
     store.write([*known.values()])
     with pytest.raises(PromptError, match="every prompt stands in the store"):
-        made(model, tmp_path / "z", prompts, not_in=(tmp_path / "store",))
+        made(model, tmp_path / "z", few_prompts, not_in=(tmp_path / "store",))
     with pytest.raises(PromptError, match="no store of traces"):
-        made(model, tmp_path / "z", prompts, not_in=(tmp_path / "nowhere",))
+        made(model, tmp_path / "z", few_prompts, not_in=(tmp_path / "nowhere",))
 
 
-def test_calls_of_tools(model: Path, tmp_path: Path, prompts: Path) -> None:
+def test_calls_of_tools(model: Path, tmp_path: Path, few_prompts: Path) -> None:
     tools = tmp_path / "tools.json"
     tools.write_text(json.dumps(TOOLS))
-    done = made(model, tmp_path / "x", prompts, answering={"grammar": None, "tools": tools}, ood=("gsm8k.jsonl",))
+    done = made(model, tmp_path / "x", few_prompts, answering={"grammar": None, "tools": tools}, ood=("gsm8k.jsonl",))
     calls = [json.loads(answer.text) for answer in answers(done)]
     assert {call["name"] for call in calls} == {"look", "wait"} and done.parsed == 1
     card = json.loads((tmp_path / "x" / "card.json").read_text())
@@ -141,18 +151,18 @@ def test_calls_of_tools(model: Path, tmp_path: Path, prompts: Path) -> None:
     assert '"look"' in _text(model, answers(done)[0].prompt_ids)
 
 
-def test_a_regex_and_examples_before(model: Path, tmp_path: Path, prompts: Path) -> None:
+def test_a_regex_and_examples_before(model: Path, tmp_path: Path, few_prompts: Path) -> None:
     before = tmp_path / "before.json"
     before.write_text(json.dumps([{"role": "user", "content": "Parcel 0?"}, {"role": "assistant", "content": "AB-1"}]))
     grammar = GrammarSpec("regex", "[A-Z]{2}-[0-9]{1,3}")
-    done = made(model, tmp_path / "x", prompts, answering={"grammar": grammar, "before": before})
+    done = made(model, tmp_path / "x", few_prompts, answering={"grammar": grammar, "before": before})
     first = answers(done)[0]
     assert first.text[2] == "-" and done.num_steered == 0
     opening = "<|im_start|>system\nAnswer each ticket.<|im_end|>\n<|im_start|>user\nParcel 0?<|im_end|>\n"
     assert _text(model, first.prompt_ids).startswith(opening + "<|im_start|>assistant\nAB-1<|im_end|>\n<|im_start|>user\nWhere")
 
 
-def test_what_cannot_be_asked(model: Path, tmp_path: Path, prompts: Path) -> None:
+def test_what_cannot_be_asked(model: Path, tmp_path: Path, few_prompts: Path) -> None:
     tools = tmp_path / "tools.json"
     tools.write_text(json.dumps([{"name": "no function"}]))
     for changes, text in (
@@ -163,15 +173,17 @@ def test_what_cannot_be_asked(model: Path, tmp_path: Path, prompts: Path) -> Non
         ({"max_tokens": 3}, "no answer can be kept .*unfinished"),
     ):
         with pytest.raises((ConfigError, PromptError), match=text):
-            made(model, tmp_path / text[:6].strip(), prompts, answering=changes)
+            made(model, tmp_path / text[:6].strip(), few_prompts, answering=changes)
     tools.write_text(json.dumps(TOOLS))
     with pytest.raises(ConfigError, match="either a call or of a schema"):
-        made(model, tmp_path / "x", prompts, answering={"tools": tools})
+        made(model, tmp_path / "x", few_prompts, answering={"tools": tools})
     with pytest.raises(ConfigError, match="NAME=VALUE"):
         AnswerConfig(variables=("thinking",))
 
 
-def test_users_name_values_of_the_schema(model: Path, tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_name_values_of_the_schema(
+    model: Path, tmp_path: Path, few_prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where an opener has a blank for one; what no opener names is said."""
     monkeypatch.setattr(self_written, "MAX_TOKENS", 40)
     monkeypatch.setattr(self_written, "fault", lambda *_: None)  # a random model finishes no sentence
@@ -179,8 +191,8 @@ def test_users_name_values_of_the_schema(model: Path, tmp_path: Path, prompts: P
     said = Said()
     for text in ("Please look at {id}\n", "Please look\n"):
         openers.write_text(text)
-        asked = PromptsConfig((str(prompts),), self_written=6, openers=openers)
-        made(model, out, prompts, asked=asked, progress=said)
+        asked = PromptsConfig((str(few_prompts),), self_written=6, openers=openers)
+        made(model, out, few_prompts, asked=asked, progress=said)
         rows = [json.loads(line)["prompt"] for line in (out / "self-written-r0.jsonl").read_text().splitlines()]
         begun = [row for row in rows if row.startswith("Please look")]
         named = {found[1] for row in begun if (found := re.match("Please look at ([a-z]{1,3})", row))}
@@ -189,7 +201,7 @@ def test_users_name_values_of_the_schema(model: Path, tmp_path: Path, prompts: P
         shutil.rmtree(out)
     openers.write_text("Please look at {number}\n")
     with pytest.raises(ConfigError, match=r"openers name \{number\}, which the schema does not tell: .* action, id"):
-        made(model, out, prompts, asked=PromptsConfig((str(prompts),), self_written=6, openers=openers))
+        made(model, out, few_prompts, asked=PromptsConfig((str(few_prompts),), self_written=6, openers=openers))
 
 
 class Said(Progress):
