@@ -142,6 +142,7 @@ def test_beyond_batch_1_the_interval_is_over_prompts_and_stands_around_the_value
     assert alone == (2.0, (None, None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_whole_benchmark_on_a_fake_target(batch: int) -> None:
     made = bench(BenchConfig(("good", "bad"), (batch,), (0.0, 1.0), max_tokens=24, repeat=2, ignore_eos=True))
@@ -216,6 +217,7 @@ def test_bad_settings() -> None:
         bench(BenchConfig(batches=(5,)))
 
 
+@pytest.mark.slow
 def test_report_and_json_line(tmp_path: Path) -> None:
     made = bench(BenchConfig(("none", "good"), max_tokens=16, ignore_eos=True))
     made.run()

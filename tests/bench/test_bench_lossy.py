@@ -71,6 +71,7 @@ def test_answers_are_scored() -> None:
     assert not score_code(ADD, "```python\ndef add(a, b):\n    return a - b\n```") and not score_code(ADD, "I cannot.\0")
 
 
+@pytest.mark.slow
 def test_code_runs_within_limits(tmp_path: Path) -> None:
     assert runs("print(1)")
     assert not runs("import sys\nsys.exit(0)\nassert False"), "an answer that ends the process passes no test"
@@ -103,6 +104,7 @@ def test_tasks_and_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
     assert [str(each) for each in both.rules()] == ["lenience:l=0.5,max_tv=0.02", "typical:eps=0.3,delta=0.09,max_tv=0.1"]
 
 
+@pytest.mark.slow
 def test_all_settings_run_in_turns_and_are_told(tmp_path: Path) -> None:
     file = tmp_path / "tickets.jsonl"
     file.write_text("".join(json.dumps(TICKET | {"id": str(number)}) + "\n" for number in range(3)))

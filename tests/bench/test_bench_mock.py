@@ -57,6 +57,7 @@ def test_rounds_keep_what_was_asked_for(config_only: Path) -> None:
     assert results[2]["roofline_speedup"] == pytest.approx(4 * results[0]["roofline_step_ms"] / results[2]["roofline_step_ms"])
 
 
+@pytest.mark.slow
 def test_trees_keep_what_marginals_make_expected(config_only: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text("[[0.7, 0.12, 0.05], [0.6, 0.2, 0.05], [0.65, 0.1, 0.05]]")
     marginals = str(tmp_path / "mine.json")
@@ -97,6 +98,7 @@ def test_nonsense_is_refused(options: dict[str, Any], told: str) -> None:
         MockConfig(**options)
 
 
+@pytest.mark.slow
 def test_the_command_needs_a_config_only(config_only: Path, tmp_path: Path) -> None:
     words = ["bench", "decode", "--model", str(config_only), "--weights", "random", "--mock-tokens-per-round", "1,2", "--json"]
     words += ["--mock-trees", "3"]

@@ -290,6 +290,7 @@ def test_a_server_of_others_is_measured_as_it_is(other_server: str, tmp_path: Pa
         run("--url", other_server, "--speculate", "off", *FAST)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("undrawn")
 def test_it_starts_and_ends_its_own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from doubles import FakeTarget
-from small_llm import fake_llm
+from small_llm import fake_llm, tiny_model
 from typer.testing import CliRunner
 
 from paceline.bench.config import StepsConfig
@@ -23,6 +23,7 @@ from paceline.simulate.calibrate import machine_of
 from paceline.simulate.costs import table_of
 from paceline.types import Batch, SamplingParams, Sequence, Take
 
+pytest_plugins = ("undrawn",)
 MACHINE = Machine("test", 1e9, {"bfloat16": 1e9}, 1, 1)
 
 
@@ -150,15 +151,30 @@ def test_rows_that_are_too_short_or_too_few() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_the_command_and_what_follows_it(tmp_path: Path) -> None:
-    """Measure the built-in model at a few sizes, calibrate from it, predict with it."""
+    """Measure a model at a few sizes, calibrate from it, predict with it."""
+    model = str(tiny_model(tmp_path / "model"))
     runner = CliRunner()
     sizes = ["--batch", "1,2", "--positions", "4", "--context", "40", "--repeat", "2"]
-    words = ["bench", "steps", "--drafter", "random-dflash", *sizes, "--out", str(tmp_path), "--json"]
+    words = [
+        "bench",
+        "steps",
+        "--model",
+        model,
+        "--dtype",
+        "float32",
+        "--drafter",
+        "random-dflash",
+        *sizes,
+        "--out",
+        str(tmp_path),
+        "--json",
+    ]
     done = runner.invoke(app, words, catch_exceptions=False)
     steps = json.loads(done.stdout.splitlines()[-1])
     assert len(steps["verify"]) == 8 and len(steps["draft"]) == 6
-    assert steps["drafter_parameters"] > 1e6
+    assert steps["drafter_parameters"] > 1e3
     assert (tmp_path / "report.md").read_text().count("\n| ") == 6
     done = runner.invoke(app, ["simulate", "--calibrate", str(tmp_path), "--json"], catch_exceptions=False)
     assert json.loads(done.stdout.splitlines()[-1])["host_s"] > 0

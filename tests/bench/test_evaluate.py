@@ -145,6 +145,7 @@ def test_a_loop_is_a_short_period_at_the_end() -> None:
     assert not is_loop([*([7, 8] * 20), 9])
 
 
+@pytest.mark.slow
 def test_the_figures_of_one_set() -> None:
     made = run_bench(evaluation_config("good", CONFIG))
     figures = set_figures(made)
@@ -198,6 +199,7 @@ def test_decode_and_evaluation_report_the_same_figures_under_the_same_names() ->
     assert drafted.sources.keys() == {"scripted", "none"} or drafted.sources.keys() == {"scripted"}
 
 
+@pytest.mark.slow
 def test_the_line_names_the_set_of_each_row(tmp_path: Path) -> None:
     config = evaluation_config("good", CONFIG)
     made = run_bench(config)

@@ -20,6 +20,8 @@ from paceline.look import look
 from paceline.serve.app import PAGES
 from paceline.simulate.calculator import page as calculator
 
+pytest_plugins = ("undrawn",)
+
 
 @pytest.mark.parametrize(
     ("speedups", "tone"),
@@ -33,12 +35,14 @@ def test_under_load_a_smaller_gain_counts() -> None:
     assert (tone_of([1.06]), tone_of([1.06], LOAD_GAIN)) == ("", "good")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_speed_up_that_may_be_chance_is_grey(tmp_path: Path) -> None:
     for interval, shown in (([0.9, 2.9], 'class="verdict"'), ([1.6, 2.05], 'class="verdict good"')):
         run = folder(tmp_path / "run", None, evaluation(speedup_interval=interval))
         assert shown in page(read_run(run))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_drafter_worse_than_the_shipped_one_is_amber(tmp_path: Path) -> None:
     run = folder(tmp_path / "run", [step(1)])
     for own, shown in ((1.06, 'class="verdict cost"'), (2.1, 'class="verdict"'), (2.9, 'class="verdict good"')):
@@ -53,6 +57,7 @@ class Verdict:
     verdict: str
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_scores_audits_and_alarms_are_coloured_too() -> None:
     found: Any = {name: cast(Any, Verdict(name)) for name in ("better", "worse", "no difference seen")}
     assert evals_tone([found["better"]], []) == "good"
@@ -73,6 +78,7 @@ def test_charts_leave_no_room_for_nothing() -> None:
     assert [_offset(groups, 1, place) for place in range(2)] == [0.5, 0.5]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_prompts_stand_before_their_answers(tmp_path: Path) -> None:
     run = folder(tmp_path / "run", [step(1)])
     served = {"tokens_per_round": 2.1, "num_prompts": 2, "num_rounds": 9, "accepted_histogram": [4, 5]}

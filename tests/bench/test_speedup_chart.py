@@ -75,6 +75,7 @@ def test_runs_without_points_are_refused(runs: list[Path], tmp_path: Path) -> No
         read_points(tmp_path / "nowhere", 1)
 
 
+@pytest.mark.slow
 def test_the_same_picture_twice(runs: list[Path], tmp_path: Path) -> None:
     chart = made(ON, ChartConfig(tuple(runs), context=6144))
     for name in ("a", "b"):
@@ -87,6 +88,7 @@ def test_the_same_picture_twice(runs: list[Path], tmp_path: Path) -> None:
         assert expected in text
 
 
+@pytest.mark.slow
 def test_the_command(runs: list[Path], tmp_path: Path) -> None:
     words = ["compare", "--simulate", "--model", "Qwen3.5-27B", "--hardware", "B200", "--plain-rate", "75", "--json"]
     words += ["--out", str(tmp_path / "out"), "--context", "6144", *(word for run in runs for word in ("--results", str(run)))]
