@@ -16,7 +16,7 @@ from paceline.evals import sandbox as module
 from paceline.evals.sandbox import Limits, Sandbox
 
 HOSTILE: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "experiments" / "hostile_answers.py"))
-LIMITS = Limits(wall_s=1.5, cpu_s=1, memory_bytes=128 * 2**20, processes=8)
+LIMITS = Limits(wall_s=1.0, cpu_s=1, memory_bytes=128 * 2**20, processes=8)
 """Of hostile answers; others have time enough on a machine that does other work, too."""
 PATIENCE_S = 60.0
 """How late the warden may be on a machine that does other work, before whatever is left is killed from outside."""
@@ -53,6 +53,7 @@ def test_an_answer_that_ends_the_process_has_passed_nothing(code: str) -> None:
     assert BOX.run(code).outcome == "ended"
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_it_says_why() -> None:
     assert BOX.run("assert 1 == 2, 'not equal'").why == "AssertionError: not equal"
@@ -89,6 +90,7 @@ def test_hostile_answers_do_nothing_without_namespaces(name: str) -> None:
         assert not HOSTILE["beyond"](ran, 0.0, LIMITS) and ran.wall_s < PATIENCE_S
 
 
+@pytest.mark.slow
 @needs_landlock
 def test_without_namespaces_threads_run_and_processes_do_not() -> None:
     threads = "import threading\none = threading.Thread(target=print)\none.start()\none.join()\nopen('x', 'w').write('ok')"

@@ -45,6 +45,7 @@ def test_scores(said: dict[str, Any], text: str, score: float) -> None:
     assert bool(why) == (score < 1)
 
 
+@pytest.mark.slow
 def test_an_object_is_found_within_text_and_depth_does_no_harm() -> None:
     assert object_in('{no} then {"a": {"b": 1}} and more') == {"a": {"b": 1}}
     assert object_in('{"a":' * 5000) is None

@@ -77,6 +77,7 @@ def test_what_many_share_makes_no_copies(tmp_path: Path) -> None:
     assert all(prompts(store, side) for side in SIDES), "nor one family"
 
 
+@pytest.mark.slow
 def test_nothing_leaks_between_turns_samples_and_near_copies(tmp_path: Path) -> None:
     rows: list[Answer] = []
     for one in many(40):

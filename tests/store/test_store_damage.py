@@ -69,6 +69,7 @@ def test_a_store_without_its_store_json_is_not_begun_anew(store: Store) -> None:
     assert len(files(store)) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["versions.jsonl", "labels.jsonl"])
 def test_half_a_line_stops_no_command(tmp_path: Path, store: Store, name: str) -> None:
     """As a full disk or a kill leaves it."""
