@@ -1,7 +1,7 @@
 """Headless Chromium and its tabs, for tests of pages.
 
 A tab costs a second of processor time to open and little to reuse, so `Tabs` keeps those that tests have given back: emptied,
-with the pointer, window, colour scheme and storage of a new one.
+with the pointer and storage of a new one. Window, colour scheme, motion and permissions are set anew for each test.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ def running_browser() -> Iterator[Any]:
 class Tab:
     """One page in a context of its own, with the errors of its console and the addresses it requested."""
 
-    def __init__(self, browser: Any, options: dict[str, Any], script: str) -> None:
-        self.options = options
-        self.context = browser.new_context(**options)
+    def __init__(self, browser: Any, script: str) -> None:
+        self.context = browser.new_context()
         if script:
             self.context.add_init_script(script)
         self.page = self.context.new_page()
@@ -52,26 +51,32 @@ class Tab:
         self.context.clear_cookies()
         self.page.goto("about:blank")
         self.page.mouse.move(0, 0)
-        self.page.set_viewport_size(self.options["viewport"])
-        self.page.emulate_media(color_scheme=self.options.get("color_scheme", "light"))
 
 
 class Tabs:
-    """Tabs by the options of their context; `script` runs in every page before its own."""
+    """Tabs of one browser; `script` runs in every page before its own."""
 
     def __init__(self, browser: Any, script: str = "") -> None:
         self._browser, self._script = browser, script
         self._free: list[Tab] = []
 
-    def take(self, options: dict[str, Any]) -> Tab:
-        """An empty tab with these options of a context, `viewport` among them."""
-        for tab in self._free:
-            if tab.options == options:
-                self._free.remove(tab)
-                tab.errors.clear()
-                tab.urls.clear()
-                return tab
-        return Tab(self._browser, options, self._script)
+    def take(
+        self,
+        viewport: dict[str, int],
+        color_scheme: str = "light",
+        reduced_motion: str = "no-preference",
+        permissions: tuple[str, ...] = (),
+    ) -> Tab:
+        """An empty tab with this window and these preferences of its reader."""
+        tab = self._free.pop() if self._free else Tab(self._browser, self._script)
+        tab.errors.clear()
+        tab.urls.clear()
+        tab.page.set_viewport_size(viewport)
+        tab.page.emulate_media(color_scheme=color_scheme, reduced_motion=reduced_motion)
+        tab.context.clear_permissions()
+        if permissions:
+            tab.context.grant_permissions(permissions)
+        return tab
 
     def give_back(self, tab: Tab) -> None:
         tab.empty()

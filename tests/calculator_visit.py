@@ -33,7 +33,7 @@ class Visit:
     """One tab, with what it wrote to its console and whom it called."""
 
     def __init__(self, tabs: Tabs, file: Path, link: str = "", **options: Any) -> None:
-        self.tab = tabs.take({"viewport": WIDE, **options})
+        self.tab = tabs.take(**{"viewport": WIDE, **options})
         self.page, self.errors, self.urls = self.tab.page, self.tab.errors, self.tab.urls
         self.page.set_default_timeout(PATIENCE_MS)
         self.page.goto(file.as_uri() + link)
@@ -51,6 +51,10 @@ class Visit:
 
     def shown(self) -> str:
         return self.page.evaluate(SHOWN)
+
+    def script(self, body: str, *given: Any) -> Any:
+        """What an async function returns that has `given`, `follow(link)` and `shown()`: much in one call."""
+        return self.page.evaluate(f"async (given) => {{ const follow = {FOLLOW}, shown = {SHOWN}; {body} }}", given)
 
     def unfold(self, control: Any) -> Any:
         if not control.is_visible():

@@ -42,7 +42,7 @@ class Visit:
     """One visitor's tab, with what the page wrote to its console and whom it called."""
 
     def __init__(self, tabs: Tabs, server: PageServer, **options: Any) -> None:
-        self.tab = tabs.take({"viewport": WIDE, "reduced_motion": "reduce", **options})
+        self.tab = tabs.take(**{"viewport": WIDE, "reduced_motion": "reduce", **options})
         self.page, self.errors, self.urls = self.tab.page, self.tab.errors, self.tab.urls
         self.server = server
         self.page.goto(server.url)
