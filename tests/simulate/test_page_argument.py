@@ -46,6 +46,13 @@ def best(tab: Any, kind: str) -> float:
     return float(tab.page.locator(f"#best-{kind}").get_attribute("value"))
 
 
+SET = """const control = document.getElementById(given[0]);
+    control.value = given[1];
+    control.dispatchEvent(new Event("input", { bubbles: true }));
+    return Number(document.getElementById(`best-${given[2]}`).value);"""
+"""Sets a field and returns a drafter's speed-up, in one call."""
+
+
 def test_each_drafter_has_its_own_settings(visit: Any) -> None:
     tab = visit()
     before = {kind: best(tab, kind) for kind in ("ideal", "autoregressive", "block")}
@@ -91,11 +98,11 @@ def test_a_pasted_run_is_a_drafter_and_bad_json_takes_nothing_away(visit: Any) -
 
 
 def test_a_long_run_is_read_and_travels_as_what_was_read_of_it(visit: Any) -> None:
-    told = json.loads(RUN) | {"texts": ["as long as runs are " * 50] * 60}
+    told = json.loads(RUN) | {"texts": ["as long as runs are " * 50] * 12}
     tab = visit("#drafter=yours")
     tab.set("recorded", json.dumps(told, indent=1))
     link = tab.link()
-    assert len(link) < 2000 < 50_000 < len(tab.page.locator("#recorded").input_value())
+    assert len(link) < 2000 < 10_000 < len(tab.page.locator("#recorded").input_value())
     shown = tab.shown()
     tab.follow("#batch=2")
     tab.follow(link)
@@ -109,21 +116,17 @@ def test_sentences_of_the_argument_are_true_of_what_they_show(visit: Any) -> Non
     assert round(best(tab, "autoregressive"), 1) == 1.2 and round(best(tab, "block")) == 3
 
     def speed(batch: int, kind: str) -> float:
-        tab.set("batch", str(batch))
-        return best(tab, kind)
+        return tab.script(SET, "batch", str(batch), kind)
 
     tab.page.locator("#say-moe").click()
     expect(tab.page.locator("#batch")).to_have_value("8")
     few = [speed(batch, "autoregressive") for batch in (4, 8)]
     assert max(few) < 1.05 < min(speed(1, "autoregressive"), speed(128, "autoregressive"))
     tab.page.locator("#say-dense").click()
-    falling = [round(speed(batch, "block"), 9) for batch in (1, 4, 8, 32, 128, 256)]
-    assert falling == sorted(falling, reverse=True) and falling[0] == falling[2] > falling[3]
+    falling = [round(speed(batch, "block"), 9) for batch in (1, 8, 32, 256)]
+    assert falling == sorted(falling, reverse=True) and falling[0] == falling[1] > falling[2]
     tab.page.locator("#say-long").click()
-    rising = []
-    for context in ("1024", "4096", "32768", "131072"):
-        tab.set("context", context)
-        rising.append(best(tab, "block"))
+    rising = [tab.script(SET, "context", context, "block") for context in ("1024", "32768", "131072")]
     assert rising == sorted(rising) and rising[-1] > 1.5 * rising[0]
     tab.page.locator("#say-small").click()
     assert tab.figure("each") / tab.figure("speedup") == pytest.approx(75)
