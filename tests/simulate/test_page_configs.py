@@ -77,7 +77,7 @@ def test_every_config_of_the_catalogue_is_read_as_python_reads_it() -> None:
 @pytest.mark.slow
 def test_spoiled_configs_are_read_or_refused_as_python_does() -> None:
     rng = random.Random(1)
-    cases = [spoiled(rng, config) for config in configs() for _ in range(25)]
+    cases = [spoiled(rng, config) for config in configs() for _ in range(9)]
     found = run_js(READ, {"formats": data()["formats"], "configs": cases})
     refused = 0
     for ours, config in zip(found, cases, strict=True):
@@ -88,7 +88,7 @@ def test_spoiled_configs_are_read_or_refused_as_python_does() -> None:
         refused += expected is None
         assert ("error" in ours) == (expected is None), (ours, config)
         assert expected is None or comparable(ours["shape"]) == expected, config
-    assert 50 < refused < len(cases) - 50
+    assert 30 < refused < len(cases) - 30
 
 
 def test_a_pasted_shape_is_checked() -> None:
