@@ -107,7 +107,7 @@ def test_one_row_with_a_fixed_service_waits_as_m_d_1(load: float) -> None:
 def test_one_row_with_a_random_service_waits_as_m_g_1() -> None:
     """Mean wait = rate * E[S^2] / (2 * (1 - load)), the service being the prompt's length in milliseconds."""
     source, rate = random.Random(1), 8.0
-    lengths = [source.randint(1, 120) for _ in range(20_000)]
+    lengths = [source.randint(1, 120) for _ in range(10_000)]
     jobs = [Job(time, length, 1) for time, length in zip(poisson(rate, len(lengths), 3), lengths, strict=True)]
     outcome = run(jobs, costs=CHUNKY, server=ONE_ROW)
     load, square = rate * statistics.fmean(lengths) / 1e3, statistics.fmean(length**2 for length in lengths) / 1e6
@@ -255,7 +255,7 @@ def test_drafts_that_never_stand_never_pay() -> None:
     assert run(jobs, "best", survival=nothing).wall_s == plain.wall_s
 
 
-@pytest.mark.parametrize(("concurrency", "chance"), [(1, 0.9), (4, 0.6), (16, 0.3)])
+@pytest.mark.parametrize(("concurrency", "chance"), [(1, 0.9), (16, 0.3)])
 def test_best_keeps_up_with_every_fixed_number(concurrency: int, chance: float) -> None:
     survival = tuple(chance**place for place in range(1, 8))
     case = Case(jobs_of(32, answer=120), COSTS, ServerShape(max_rows=16), survival)
@@ -400,10 +400,10 @@ def test_trees_need_to_know_what_they_are_made_of() -> None:
     assert found.survival == read_marginals("greedy").survival
 
 
-@pytest.mark.parametrize("block", [15, None], ids=["block", "chain"])
+@pytest.mark.parametrize("block", [15, pytest.param(None, marks=pytest.mark.nightly)], ids=["block", "chain"])
 def test_adaptive_keeps_up_with_the_best_length_at_64_streams(block: int | None) -> None:
     """Qwen3-8B on 8 H100, 64 in flight: it had 1.11x where the best length has 1.25x, drafting 0.6 tokens a round."""
     costs = CostsConfig(model="Qwen3-8B", hardware="8x H100", block=block)
-    config = ServingConfig(acceptance="0.65", concurrency=(64,), max_rows=64, requests=400)
+    config = ServingConfig(acceptance="0.65", concurrency=(64,), max_rows=64, requests=256 if block else 400)
     off, best, adaptive = (each.tokens_per_s for each in simulate_server(costs, config).loads)
     assert best > 1.2 * off and adaptive - off > 0.85 * (best - off)
