@@ -25,7 +25,8 @@ from paceline.serve.worker import COMPILERS
 
 pytestmark = pytest.mark.slow
 
-NUM_REQUESTS, NUM_CLIENTS, MAX_TOKENS = 480, 32, 24
+NUM_REQUESTS = 480 if os.environ.get("PACELINE_NIGHTLY") else 128
+NUM_CLIENTS, MAX_TOKENS = 32, 24
 MOST_GROWTH_MB, MOST_NEW_OBJECTS = 24, 500
 """In the second half. Five megabytes of nonsense leave holes in the allocator's arenas; objects are counted exactly."""
 BENCH = Path(__file__).parents[2] / "experiments" / "serving_soak.py"
