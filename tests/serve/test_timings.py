@@ -19,8 +19,8 @@ from paceline.types import SamplingParams, Sequence
 
 PARTS = [*BEFORE, "queue", "prefill", "draft", "verify", "engine", "text", "send", "other"]
 PASS_S = 0.03
-SLOW_S = 0.6
-"""Longer than a busy machine keeps any other part waiting."""
+SLOW_S = 0.3
+"""Longer than a busy machine takes for any part."""
 
 
 def last_of(text: bytes) -> dict[str, Any]:
@@ -35,24 +35,25 @@ def timed(live: Live, **more: Any) -> dict[str, float]:
     return body["timings"] if isinstance(body, dict) else last_of(body)
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_parts_add_up_and_say_who_waited(is_stream: bool) -> None:
-    """Five requests at once, two rows: of each the parts are the whole, and nothing of it is unexplained."""
+def test_parts_add_up_and_say_who_waited() -> None:
+    """Five requests at once, three of them streams, two rows: of each the parts are the whole, and nothing is unexplained."""
     with serving(talker(PASS_S)) as live, ThreadPoolExecutor(5) as threads:
         timed(live)
-        told = list(threads.map(lambda _: timed(live, stream=is_stream), range(5)))
-    for each in told:
+        told = list(threads.map(lambda place: timed(live, stream=place % 2 == 0), range(5)))
+    for place, each in enumerate(told):
         assert each.keys() == {*(f"{part}_s" for part in PARTS), "first_byte_s", "total_s"}
         assert sum(each[f"{part}_s"] for part in PARTS) == pytest.approx(each["total_s"])
         assert abs(each["other_s"]) < 0.02 * each["total_s"]
         assert min(each.values()) > -1e-3
         assert each["verify_s"] >= 19 * PASS_S and each["prefill_s"] >= PASS_S and each["draft_s"] < 5 * PASS_S
-        assert (each["first_byte_s"] == each["total_s"]) is not is_stream
+        assert (each["first_byte_s"] == each["total_s"]) is (place % 2 == 1)
     waited = sorted(each["queue_s"] for each in told)
     assert waited[-1] > 2 * 19 * PASS_S > 2 * waited[0]  # the last one waits for two others, one after the other
 
 
 def test_what_is_slow_shows_in_its_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of four at once: time that is counted in another part is missing in its own."""
+
     def slowed(own: Callable[..., Any]) -> Callable[..., Any]:
         def slow(*arguments: Any, **options: Any) -> Any:
             time.sleep(SLOW_S)
@@ -60,24 +61,19 @@ def test_what_is_slow_shows_in_its_own_part(monkeypatch: pytest.MonkeyPatch) -> 
 
         return slow
 
-    def slowest(told: dict[str, float]) -> str:
-        return max(PARTS, key=lambda part: told[f"{part}_s"])
-
     schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["a", "b"]}}}
     with serving(talker()) as live:
-        timed(live, max_tokens=1, response_format=schema)
-        for part, owner, name in (
-            ("template", ByteTokenizer, "apply_chat_template"),
-            ("tokenizer", ByteTokenizer, "encode"),
-            ("prefill", type(live.llm.target), "forward"),
+        usual = timed(live, max_tokens=1, response_format=schema)
+        for owner, name in (
+            (ByteTokenizer, "apply_chat_template"),
+            (ByteTokenizer, "encode"),
+            (type(live.llm.target), "forward"),
         ):
-            with monkeypatch.context() as patched:
-                patched.setattr(owner, name, slowed(getattr(owner, name)))
-                spent = timed(live, max_tokens=1)
-                assert slowest(spent) == part and spent[f"{part}_s"] >= SLOW_S
+            monkeypatch.setattr(owner, name, slowed(getattr(owner, name)))
         live.worker.info = replace(live.worker.serving(), compile=slowed(live.worker.serving().compile))
         spent = timed(live, max_tokens=1, response_format=schema)
-        assert slowest(spent) == "grammar" and spent["grammar_s"] >= SLOW_S
+        for part in ("template", "tokenizer", "prefill", "grammar"):
+            assert usual[f"{part}_s"] < SLOW_S <= spent[f"{part}_s"], part
 
 
 def test_an_engine_that_tells_no_times_leaves_them_unexplained() -> None:
