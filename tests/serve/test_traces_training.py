@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from known_machine import known_machine
 from pyarrow import parquet
 from small_llm import tiny_model
 
@@ -22,6 +22,7 @@ from paceline.train.answers import AnswerShards
 from paceline.train.tiny import write_tiny_target
 from paceline.types import SamplingParams, Sequence
 
+__all__ = ["known_machine"]
 pytestmark = pytest.mark.slow
 
 TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1")
@@ -55,25 +56,35 @@ def paceline(*words: object) -> None:
     app([str(word) for word in words], prog_name="paceline", standalone_mode=False)
 
 
-def test_traces_feed_training_without_conversion(
-    traced: tuple[Path, list[Sequence]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As answers, a first drafter; as prompts, asked again, that drafter goes on (`--init`)."""
+@pytest.fixture
+def first(traced: tuple[Path, list[Sequence]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run that learned from the traces as answers; without report.html, which takes longer."""
+    monkeypatch.setattr("paceline.commands.evaluate.report", lambda run: None)
+    out = tmp_path / "first"
+    paceline(*TINY, "--answers", traced[0], "--out", out, "--max-steps", "2", "--features", "online")
+    return RunFolder(out)
+
+
+def test_traces_feed_training_without_conversion(traced: tuple[Path, list[Sequence]], first: RunFolder) -> None:
     folder, done = traced
     said = {(tuple(answer.prompt_ids), tuple(answer.answer_ids)) for answer in AnswerShards(folder)}
     assert said == {(tuple(seq.tokens[: seq.prompt_len]), tuple(seq.output_ids)) for seq in done}
-    first = tmp_path / "first"
-    paceline(*TINY, "--answers", folder, "--out", first, "--max-steps", "3", "--features", "online", "--json")
-    line = json.loads(capsys.readouterr().out)
-    assert line["steps"] == 3 and (first / "drafter" / "model.safetensors").is_file()
-    words = ("--init", first / "drafter", "--max-steps", "2", "--features", "online", "--json")
+    assert first.metrics()[-1]["step"] == 2
+    assert (first.path / "drafter" / "model.safetensors").is_file()
+
+
+@pytest.mark.nightly
+def test_traces_are_asked_again(traced: tuple[Path, list[Sequence]], first: RunFolder, tmp_path: Path) -> None:
+    """As prompts of a second run, in which the drafter of the first goes on (`--init`)."""
+    folder, done = traced
+    words = ("--init", first.path / "drafter", "--max-steps", "2", "--features", "online")
     second = tmp_path / "second"
     paceline(*TINY, "--prompts", folder, *words, "--out", second)
     again = list(AnswerShards(second / "regenerate" / "answers"))
-    assert {tuple(answer.prompt_ids) for answer in again} == {prompt for prompt, _ in said}
+    assert {tuple(answer.prompt_ids) for answer in again} == {tuple(seq.tokens[: seq.prompt_len]) for seq in done}
     greedy = {tuple(seq.tokens[: seq.prompt_len]): tuple(seq.output_ids) for seq in done if seq.params.is_greedy}
     assert {tuple(answer.prompt_ids): tuple(answer.answer_ids[:40]) for answer in again}.items() >= greedy.items()
-    assert RunFolder(second).metrics()[0]["loss"] < RunFolder(first).metrics()[0]["loss"]
+    assert RunFolder(second).metrics()[0]["loss"] < first.metrics()[0]["loss"]
 
 
 def test_traces_are_prompts_by_file_and_by_folder(traced: tuple[Path, list[Sequence]]) -> None:
