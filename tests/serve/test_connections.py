@@ -235,7 +235,7 @@ def test_a_client_that_reads_nothing_is_hung_up_on(live: Live) -> None:
 
 
 def test_one_that_reads_again_in_time_keeps_its_answer(live: Live) -> None:
-    stream = live.open_stream(asked(max_tokens=120))
+    stream = live.open_stream(asked(max_tokens=60))
     wait_until(lambda: live.llm.engine.scheduler.running)
     (connection,) = live.server.server_state.connections
     assert live._loop

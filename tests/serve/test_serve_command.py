@@ -100,7 +100,7 @@ def test_sigterm_under_load_finishes_what_waits_too_and_refuses_the_rest(
     told = json.loads(ask(port, {"prompt": "abc", "max_tokens": 4, "return_metrics": True}, tag="blocks")[1])
     assert told["metrics"]["speculative_decoding"]["drafter"] == "blocks"
     answers: list[bytes] = []
-    body: dict[str, object] = {"prompt": "abc", "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+    body: dict[str, object] = {"prompt": "abc", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
     clients = [threading.Thread(target=lambda: answers.append(ask(port, body | {"stream": True})[1])) for _ in range(12)]
     for client in clients:
         client.start()
