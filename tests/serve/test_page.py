@@ -57,17 +57,19 @@ def test_the_policy_lets_only_the_pages_own_files_in(server: PageServer, chat: A
 
 def test_a_mocked_server_says_so_and_promises_nothing(server: PageServer, chat: Any) -> None:
     promise = "The text is the one the target alone would have written"
-    real = chat().page
-    expect(real.locator("#mocked")).to_be_hidden()
-    expect(real.get_by_text(promise)).to_be_visible()
+    tab = chat()
+    page = tab.page
+    expect(page.locator("#mocked")).to_be_hidden()
+    expect(page.get_by_text(promise)).to_be_visible()
     server.told = {"lossless": False, "mocked": "4 tokens a round"}
+    page.reload()
+    expect(page.locator("#mocked")).to_contain_text("lossless: false. Acceptance is mocked (4 tokens a round)")
+    expect(page.get_by_text(promise)).to_be_hidden()
+    done(tab.ask("story"))
     for viewport in (WIDE, NARROW):
-        tab = chat(viewport=viewport)
-        expect(tab.page.locator("#mocked")).to_contain_text("lossless: false. Acceptance is mocked (4 tokens a round)")
-        expect(tab.page.get_by_text(promise)).to_be_hidden()
+        page.set_viewport_size(viewport)
         assert tab.fits()
-        done(tab.ask("story"))
-        expect(tab.page.locator("#mocked")).to_be_visible()
+        expect(page.locator("#mocked")).to_be_visible()
 
 
 def test_the_vendored_file_is_that_of_the_package_and_brings_its_licence() -> None:
@@ -136,8 +138,16 @@ def test_the_request_carries_the_settings_and_the_conversation(chat: Any, server
     expect(tab.page.get_by_role("heading", name="Guessed ahead")).to_be_visible()
 
 
-def test_counts_are_shown_as_shares(chat: Any) -> None:
+def test_counts_held_text_and_the_drafter_of_a_pool_are_shown(chat: Any) -> None:
     tab = chat()
+    # text that comes later than its tokens
+    reply = tab.ask("held")
+    done(reply)
+    assert text_of(reply) == "Café au lait."
+    assert reply.locator(".drafted").all_text_contents() == ["é", "lait", "."]
+    assert reply.locator(".own").all_text_contents() == ["Caf", " a", "u"]
+    expect(tab.page.locator("#shares")).to_be_hidden()
+    # how many tokens were drafted, not which
     reply = tab.ask("counts")
     done(reply)
     assert text_of(reply) == STORY_TEXT
@@ -145,20 +155,7 @@ def test_counts_are_shown_as_shares(chat: Any) -> None:
     assert [float(share) for share in shares[:3]] == [0, 2 / 3, 0.8]
     expect(tab.page.get_by_text("drafted share of a chunk")).to_be_visible()
     expect(reply).to_contain_text(f"{PER_ROUND:.2f} tokens per round")
-
-
-def test_text_that_comes_later_than_its_tokens(chat: Any) -> None:
-    tab = chat()
-    reply = tab.ask("held")
-    done(reply)
-    assert text_of(reply) == "Café au lait."
-    assert reply.locator(".drafted").all_text_contents() == ["é", "lait", "."]
-    assert reply.locator(".own").all_text_contents() == ["Caf", " a", "u"]
-    expect(tab.page.locator("#shares")).to_be_hidden()
-
-
-def test_which_drafter_of_a_pool_answered(chat: Any) -> None:
-    reply = chat().ask("pool")
+    reply = tab.ask("pool")
     done(reply)
     expect(reply.locator(".by")).to_have_text("smol-135m, drafter words, rounds drafted: 27 by dflash, 2 by text lookup")
 
@@ -319,19 +316,20 @@ def test_side_by_side_tells_where_texts_differ(chat: Any, server: PageServer) ->
     expect(verdict).to_contain_text(f"Seed {seeds.pop()} for both.")
 
 
-@pytest.mark.parametrize(("name", "size"), [("wide", WIDE), ("narrow", NARROW)])
-def test_it_fits_and_is_photographed(chat: Any, name: str, size: Any) -> None:
+def test_it_fits_and_is_photographed(chat: Any) -> None:
     shots = os.environ.get("PACELINE_SCREENSHOTS")
-    tab = chat(viewport=size)
+    tab = chat()
 
     def shoot(what: str, *schemes: str) -> None:
-        assert tab.fits(), what
-        for scheme in schemes if shots else ():
-            tab.page.emulate_media(color_scheme=scheme)
-            tab.page.evaluate(
-                "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
-            )  # scrolled and painted
-            tab.page.screenshot(path=f"{shots}/page-{what}-{name}-{scheme}.png")
+        for name, size in (("wide", WIDE), ("narrow", NARROW)):
+            tab.page.set_viewport_size(size)
+            assert tab.fits(), (what, name)
+            for scheme in schemes if shots else ():
+                tab.page.emulate_media(color_scheme=scheme)
+                tab.page.evaluate(
+                    "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+                )  # scrolled and painted
+                tab.page.screenshot(path=f"{shots}/page-{what}-{name}-{scheme}.png")
 
     shoot("welcome", "light")
     tab.settings()
