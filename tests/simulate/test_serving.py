@@ -93,19 +93,8 @@ def run(jobs: list[Job], policy: str = "off", server: ServerShape | None = None,
 # Queueing theory
 
 
-@pytest.mark.parametrize("load", [0.3, 0.8])
-def test_one_row_with_a_fixed_service_waits_as_m_d_1(load: float) -> None:
-    """Pollaczek-Khinchine with a constant service of D seconds: mean wait = load * D / (2 * (1 - load))."""
-    service_s = 0.1
-    costs = Costs(base_s=service_s, position_s=0.0)
-    outcome = run(jobs_of(20_000, answer=1, rate=load / service_s, seed=5), costs=costs, server=ONE_ROW)
-    waited = statistics.fmean(each.wait_s for each in outcome.requests)
-    assert waited == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.05)
-    assert outcome.busy_s / outcome.wall_s == pytest.approx(load, rel=0.02)
-
-
 def test_one_row_with_a_random_service_waits_as_m_g_1() -> None:
-    """Mean wait = rate * E[S^2] / (2 * (1 - load)), the service being the prompt's length in milliseconds."""
+    """Pollaczek-Khinchine: mean wait = rate * E[S^2] / (2 * (1 - load)), the service being the prompt's milliseconds."""
     source, rate = random.Random(1), 8.0
     lengths = [source.randint(1, 120) for _ in range(10_000)]
     jobs = [Job(time, length, 1) for time, length in zip(poisson(rate, len(lengths), 3), lengths, strict=True)]
@@ -113,6 +102,7 @@ def test_one_row_with_a_random_service_waits_as_m_g_1() -> None:
     load, square = rate * statistics.fmean(lengths) / 1e3, statistics.fmean(length**2 for length in lengths) / 1e6
     waited = statistics.fmean(each.wait_s for each in outcome.requests)
     assert waited == pytest.approx(rate * square / (2 * (1 - load)), rel=0.05)
+    assert outcome.busy_s / outcome.wall_s == pytest.approx(load, rel=0.02)
 
 
 def test_littles_law() -> None:
