@@ -114,7 +114,8 @@ MOVED = f"""const [link, name, value] = given, pixels = {PIXELS};
     else control.value = value;
     for (const type of ["input", "change"]) control.dispatchEvent(new Event(type, {{ bubbles: true }}));
     await new Promise((done) => setTimeout(done, 300));
-    return [shown() !== before[0], pixels() !== before[1], document.getElementById("fault").checkVisibility(), location.hash];"""
+    const isWrong = document.getElementById("fault").checkVisibility();
+    return [shown() !== before[0], pixels() !== before[1], isWrong, location.hash];"""
 """Sets a control as a keyboard would, in one call; other tests of the page use keys and pointer."""
 
 

@@ -38,7 +38,8 @@ SHOTS = os.environ.get("PACELINE_SCREENSHOTS", "")
 SIZES = {"wide": {"width": 1360, "height": 900}, "narrow": {"width": 390, "height": 844}}
 TABS = """(names) => names.map((name) => { const tab = document.getElementById(`tab-${name}`);
     const panel = document.getElementById(tab.getAttribute('aria-controls'));
-    return [tab.getAttribute('aria-selected'), tab.tabIndex, panel.checkVisibility(), panel.getAttribute('aria-labelledby')]; })"""
+    const [isSelected, by] = [tab.getAttribute('aria-selected'), panel.getAttribute('aria-labelledby')];
+    return [isSelected, tab.tabIndex, panel.checkVisibility(), by]; })"""
 INK = """() => { const canvas = document.querySelector('#tokens-chart canvas'), c = canvas.getContext('2d');
     return new Set(new Uint32Array(c.getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size; }"""
 
