@@ -1,15 +1,15 @@
-"""Rounds on the device, without graphs: texts of ordinary rounds, whoever joins and leaves, and the target's distribution."""
+"""Rounds on the device, without graphs: texts of ordinary rounds, whoever joins and leaves, greedy and seeded.
+
+That of seeds is plain decoding's, number for number, and so has the target's distribution: test_distribution.py."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from tiny_dflash import network, target_shape, target_weights, tiny_target
 
 from paceline.draft.base import Drafter
@@ -23,10 +23,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
 from paceline.errors import ConfigError
 from paceline.learned import PassCosts
-from paceline.model.decoder import Decoder
 from paceline.model.graphs import GraphDecoder
-from paceline.model.logits import target_probs
-from paceline.model.target import ForwardBatch
 from paceline.model.tokenizer import Tokenizer
 from paceline.plan import AdaptivePlanner, FixedPlanner
 from paceline.types import SamplingParams, Sequence
@@ -100,13 +97,13 @@ def right_now_and_then(monkeypatch: pytest.MonkeyPatch, engine: Engine, known: l
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_texts_and_rounds_are_those_of_ordinary_rounds(kind: str) -> None:
     """Rounds too: drafts are the same, so that what was injected is."""
-    own, params, drafter = target(), SamplingParams(max_tokens=40), KINDS[kind]
+    own, params, drafter = target(), SamplingParams(max_tokens=24), KINDS[kind]
     expected = texts(engine_of(own, None, on=False), PROMPTS, params)
     ordinary, device = (engine_of(own, drafter and drafter(own), on=on) for on in (False, True))
     before, after = run(ordinary, PROMPTS, params), run(device, PROMPTS, params)
     assert [seq.output_ids for seq in after] == [seq.output_ids for seq in before] == expected
     assert [seq.rounds for seq in after] == [seq.rounds for seq in before]
-    assert [texts(device, [prompt], params)[0] for prompt in PROMPTS] == expected
+    assert [texts(device, [prompt], params)[0] for prompt in PROMPTS[:2]] == expected[:2]
     assert device.device_rounds and set(device.device_rounds.counts) == {ROUNDS} and ordinary.device_rounds is None
 
 
@@ -149,18 +146,19 @@ SAMPLED = {
 }
 
 
-@pytest.mark.parametrize("shape", SAMPLED)
-@pytest.mark.parametrize("drafts", [False, True])
-def test_texts_of_seeds_are_those_of_ordinary_rounds(shape: str, drafts: bool) -> None:
+@pytest.mark.parametrize(
+    ("drafts", "shape"), [(True, "plain"), (False, "cool"), (True, "filtered"), (False, "top-k"), (True, "top-k")]
+)
+def test_texts_of_seeds_are_those_of_ordinary_rounds(drafts: bool, shape: str) -> None:
     """Alone, in a batch and beside a greedy row."""
     own = target()
-    params = [SamplingParams(**SAMPLED[shape], seed=seed, max_tokens=25) for seed in range(5)]  # pyright: ignore[reportArgumentType]
-    params[2] = SamplingParams(max_tokens=25)
+    params = [SamplingParams(**SAMPLED[shape], seed=seed, max_tokens=20) for seed in range(5)]  # pyright: ignore[reportArgumentType]
+    params[2] = SamplingParams(max_tokens=20)
     expected = texts(engine_of(own, None, on=False), PROMPTS, params)
     engine = engine_of(own, dflash(own) if drafts else None)
     assert texts(engine, PROMPTS, params) == expected
-    assert [texts(engine, [prompt], [each])[0] for prompt, each in zip(PROMPTS, params, strict=True)] == expected
-    assert count_of(engine) > 50 and len(engine.device_rounds.counts) == 1  # pyright: ignore[reportOptionalMemberAccess]
+    assert [texts(engine, [prompt], [each])[0] for prompt, each in zip(PROMPTS[:2], params, strict=False)] == expected[:2]
+    assert count_of(engine) > 20 and len(engine.device_rounds.counts) == 1  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def test_drafts_of_seeds_foresee_what_ordinary_rounds_foresee() -> None:
@@ -185,49 +183,16 @@ def test_a_draw_that_needs_the_whole_distribution_is_the_hosts() -> None:
     assert count_of(engine, "whole distribution") > 20
 
 
-@pytest.mark.parametrize(
-    "shape", ["filtered", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("plain", "cool", "top-k"))]
-)
-def test_sampled_answers_have_the_targets_distribution(shape: str) -> None:
-    """First two tokens by enumeration and a chi-square test, with drafts."""
-    own, number = target(rows=16), 800
-    engine = engine_of(own, dflash(own))
-    params = [SamplingParams(**SAMPLED[shape], seed=seed, max_tokens=3, ignore_eos=True) for seed in range(number)]  # pyright: ignore[reportArgumentType]
-    answers = texts(engine, [PROMPTS[0]] * number, params)
-    counts = Counter((one, two) for one, two, _ in answers)
-    first = probabilities(own, PROMPTS[0], params[0])
-    masses = {
-        (one, two): share * other
-        for one, share in enumerate(first)
-        if share
-        for two, other in enumerate(probabilities(own, [*PROMPTS[0], one], params[0]))
-    }
-    assert all(masses[pair] > 0 for pair in counts)
-    common = [pair for pair, mass in masses.items() if mass * number >= 5]
-    observed, wanted = [counts[pair] for pair in common], [masses[pair] * number for pair in common]
-    scale = sum(observed) / sum(wanted)
-    assert chisquare(observed, [each * scale for each in wanted]).pvalue > 1e-4
-    assert sum(observed) > 0.95 * number and count_of(engine) > 80
-
-
-def probabilities(own: Any, tokens: list[int], params: SamplingParams) -> list[float]:
-    row = own.cache.allocate()
-    out = Decoder.forward(own, ForwardBatch([row], [0], [len(tokens)], tokens, "last"))
-    own.cache.free(row)
-    assert out.logits_TV is not None
-    return target_probs(out.logits_TV, params)[0].tolist()
-
-
 @pytest.mark.parametrize("kept", [1, 2.5, [0.9, 0.6, 0.3]])
 def test_mocked_acceptance_keeps_what_the_rule_says(kept: Any) -> None:
-    own, params = target(), SamplingParams(max_tokens=40, ignore_eos=True)
+    own = target()
     both = list[Any]()
     for on in (False, True):
         engine = engine_of(own, dflash(own), on=on, judge=RuleJudge(mocked(kept)))
-        seeded = [SamplingParams(max_tokens=40, ignore_eos=True, seed=seed) for seed in range(len(PROMPTS))]
+        seeded = [SamplingParams(max_tokens=24, ignore_eos=True, seed=seed) for seed in range(len(PROMPTS))]
         answers = run(engine, PROMPTS, seeded)
         both.append([(seq.output_ids, seq.rounds, seq.lossless) for seq in answers])
-    assert both[0] == both[1] and not both[1][0][2] and params
+    assert both[0] == both[1] and not both[1][0][2]
     assert count_of(engine) > 10
 
 
@@ -275,7 +240,7 @@ def test_a_row_that_does_not_qualify_takes_the_batch_with_it(params: dict[str, A
 
 def test_other_drafters_keep_their_path() -> None:
     own = target()
-    params, size = SamplingParams(max_tokens=20), {"head_dim": 8, "intermediate_size": 48}
+    params, size = SamplingParams(max_tokens=8), {"head_dim": 8, "intermediate_size": 48}
     expected = texts(engine_of(own, None, on=False), PROMPTS, params)
     eagle = Eagle3Drafter.random(own, num_drafted=3, **size)
     for drafter, reason in ((NgramDrafter(), "kind of drafter"), (eagle, "kind of drafter")):
@@ -313,7 +278,7 @@ def test_drafters_are_swapped_between_rounds_of_both_kinds() -> None:
 
 
 def test_a_planner_that_adapts_learns_from_device_rounds() -> None:
-    own, params = target(), SamplingParams(max_tokens=120)
+    own, params = target(), SamplingParams(max_tokens=60)
     expected = texts(engine_of(own, None, on=False), PROMPTS[:3], params)
     planner = AdaptivePlanner(PassCosts([(1, 1e-3), (8, 1.1e-3), (64, 2e-3)]), adapts_chunks=False)
     engine = engine_of(own, dflash(own), planner=planner)
@@ -366,13 +331,13 @@ def test_where_nothing_is_recorded_device_rounds_cannot_be_had() -> None:
         engine_of(ordinary, None)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
 def test_random_steps(seed: int) -> None:
     """Requests come, go, are aborted and end early; nothing leaks or mixes, and greedy and seeded texts stay."""
     rng, own = random.Random(seed), target(rows=4)
     engine, alone = engine_of(own, dflash(own)), engine_of(target(rows=1), None, on=False)
     alive, num_finished = set[int](), 0
-    for _ in range(150):
+    for _ in range(100):
         if len(alive) < 7 and rng.random() < 0.4:
             alive.add(engine.add([rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 20]))], random_params(rng)))
         if alive and rng.random() < 0.03:
