@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "paceline"
@@ -11,7 +12,13 @@ PACKAGE = Path(__file__).parent.parent / "paceline"
 
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    was_enabled = gc.isenabled()
+    gc.disable()  # trees are kept to the end: collections would walk millions of nodes, now and later
+    tree = ast.parse(path.read_text())
+    gc.freeze()
+    if was_enabled:
+        gc.enable()
+    return tree
 
 
 @functools.cache
