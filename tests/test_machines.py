@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -35,6 +36,8 @@ def test_runs_try_every_setting_and_no_more_often_than_needed() -> None:
     assert names == ["aten-default+native-a+busy", "aten-avx2+native-b", "aten-default+native-c"]
 
 
-def test_a_path_without_tests_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("status", [pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED])
+def test_a_path_without_tests_is_told(status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, status))
     with pytest.raises(SystemExit, match="found no tests in tests/no_such_file.py"):
         machines.run("aten-default", {}, tmp_path / "out.xml", ["tests/no_such_file.py"])
