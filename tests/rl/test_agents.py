@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from live_server import idle_collector, quick_end
 from small_llm import tiny_model
 
 from paceline.engine.engine import Chunk
@@ -28,13 +30,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("policy"))
 
 
-def endpoint_of(folder: Path, drafter: str = "ngram") -> Endpoint:
-    return Endpoint(Rollouts(LLM(str(folder), drafter=drafter, **SETTINGS), RolloutConfig(seed=2, max_tokens=10)))
+@contextlib.contextmanager
+def endpoint_of(folder: Path, drafter: str = "ngram") -> Iterator[Endpoint]:
+    with idle_collector(), quick_end():
+        yield Endpoint(Rollouts(LLM(str(folder), drafter=drafter, **SETTINGS), RolloutConfig(seed=2, max_tokens=10)))
 
 
 @pytest.fixture(scope="module")
 def endpoint(folder: Path) -> Iterator[Endpoint]:
-    with endpoint_of(folder) as served:
+    with endpoint_of(folder) as served, served:
         yield served
 
 
@@ -90,11 +94,10 @@ def test_log_probabilities_are_those_of_the_whole_conversation(endpoint: Endpoin
             assert logprob == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.slow
 def test_neither_drafts_nor_company_change_a_sample(folder: Path) -> None:
     told = []
     for drafter, at_once in (("none", 1), ("random-dflash", 4)):
-        with endpoint_of(folder, drafter) as served:
+        with endpoint_of(folder, drafter) as served, served:
             groups = AgentRollouts(served, two_turns, by_code(length), at_once=at_once).run(TASKS)
             told.append([each.sample.completion_ids for group in groups for each in group])
     assert told[0] == told[1]
@@ -134,10 +137,12 @@ def test_a_turn_is_recorded_before_its_client_gets_the_answer(endpoint: Endpoint
     assert recorded == [1, 2]
 
 
-@pytest.mark.slow
 def test_who_comes_before_the_server_accepts_waits(folder: Path) -> None:
-    served = endpoint_of(folder)
-    with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])), timeout=5) as early, served:
+    with (
+        endpoint_of(folder) as served,
+        socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])), timeout=5) as early,
+        served,
+    ):
         early.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
         assert early.recv(64).startswith(b"HTTP/1.1 ")
 
