@@ -58,6 +58,7 @@ class Replica(ThreadingHTTPServer):
 class _Answers(BaseHTTPRequestHandler):
     server: Replica
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a body waits for the acknowledgement of its headers
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -162,7 +163,7 @@ def nginx(render: Any, replicas: list[Replica], tmp_path: Path) -> Iterator[Runn
 def test_a_session_stays_with_its_replica(nginx: Running) -> None:
     """And sessions are shared out; without one a key counts."""
     first, second, _ = nginx.replicas
-    found = {name: {ask(nginx.port, {"x-session-id": name})[1] for _ in range(3)} for name in map(str, range(24))}
+    found = {name: {ask(nginx.port, {"x-session-id": name})[1] for _ in range(2)} for name in map(str, range(24))}
     assert all(len(each) == 1 for each in found.values())
     shares = [sum(each == {replica.name} for each in found.values()) for replica in (first, second)]
     assert sum(shares) == 24 and min(shares) >= 4
