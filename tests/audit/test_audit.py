@@ -92,7 +92,7 @@ def test_our_own_server_passes(url: str, model: Path, tmp_path: Path) -> None:
     ("name", "check"),  # one for each check; all kinds without a server: test_evidence.py
     [
         pytest.param("flattened", "sampled", marks=pytest.mark.nightly),
-        ("top-p", "nucleus"),
+        pytest.param("top-p", "nucleus", marks=pytest.mark.nightly),
         pytest.param("another", "greedy", marks=pytest.mark.nightly),
     ],
 )
