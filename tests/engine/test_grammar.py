@@ -82,11 +82,8 @@ class _Knowing(Drafter):
 
 
 NAMES = list(drafters(FakeTarget()))
-CERTAIN = [name for name in NAMES if "probabilities" not in name]
-GREEDY = [
-    (name, list(SPECS)[(number + shift) % len(SPECS)], 0.8 * shift) for number, name in enumerate(NAMES) for shift in (0, 1)
-]
-"""Every drafter with two grammars, in one of which answers are penalised."""
+GREEDY = [(name, list(SPECS)[number % 3], 0.8 * (number % 2)) for number, name in enumerate(NAMES)]
+"""Every drafter with one grammar, and every grammar with penalised answers and with others."""
 
 
 def matcher_of(spec: GrammarSpec) -> LLMatcher:
@@ -142,7 +139,7 @@ def test_greedy_answers_are_constrained_plain_decodings(name: str, grammar: str,
         assert sum(len(seq.rounds) for seq in answers) < 0.6 * sum(seq.num_output for seq in answers)
 
 
-@pytest.mark.parametrize("name", CERTAIN)
+@pytest.mark.parametrize("name", ["always", "never", "sometimes"])
 def test_with_certain_drafts_a_seed_gives_constrained_plain_decodings_text(name: str) -> None:
     target = byte_target(sharpness=1.5)
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=5, max_tokens=80, grammar=SCHEMA)
@@ -158,50 +155,6 @@ def tiny_tokenizer() -> Tokenizer:
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens(["<end>"])
     return Tokenizer(backend, eos_token_ids=(4,))
-
-
-def tokenizer_with_marks() -> Tokenizer:
-    """Bytes, an added word of a non-ASCII spelling, a tool mark that is not special, and two special tokens, one of them
-    among the model's own pieces."""
-    pieces = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {piece: token for token, piece in enumerate([*pieces, "<|im_start|>"])}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_tokens(["<tool_call>", "\u00fcber", "    "])
-    backend.add_special_tokens(["<|im_start|>", "<|end|>"])
-    return Tokenizer(backend, eos_token_ids=(backend.token_to_id("<|end|>"),))
-
-
-@pytest.mark.parametrize(
-    ("spec", "text"),
-    [
-        (GrammarSpec("regex", "<tool_call>x"), "<tool_call>x"),
-        (GrammarSpec("regex", r"a <\|im_start\|> b"), "a <|im_start|> b"),
-        (GrammarSpec("regex", r"<\|end\|>"), "<|end|>"),
-        (GrammarSpec("regex", "\u00fcber"), "\u00fcber"),
-        (GrammarSpec("regex", "a    b"), "a    b"),
-        (
-            GrammarSpec(
-                "json_schema", json.dumps(PERSON | {"properties": {"tag": {"const": "<|im_start|>"}}, "required": ["tag"]})
-            ),
-            '{"tag":"<|im_start|>"}',
-        ),
-    ],
-)
-def test_forced_text_may_spell_a_special_token(spec: GrammarSpec, text: str) -> None:
-    tokenizer = tokenizer_with_marks()
-    end = tokenizer.eos_token_ids[0]
-    grammar = Grammars(tokenizer, tokenizer.vocab_size, (end,)).compile(spec)
-    seq = Sequence(0, [0], 1, SamplingParams(max_tokens=64))
-    spaces = tokenizer.encode(" \t\r\n") + tokenizer.encode("    ")
-    while seq.num_output < 60 and seq.tokens[-1] != end:
-        logits = torch.zeros(1, tokenizer.vocab_size)
-        logits[0, spaces] = -1.0  # JSON without white space
-        seq.tokens.append(int(grammar.mask(seq, logits)[0].argmax()))
-    assert not grammar.has_failed
-    assert seq.tokens[-1] == end
-    assert tokenizer.decode(seq.output_ids[:-1]) == text
 
 
 @pytest.mark.parametrize(("most", "is_allowed"), [(0, True), (1, True), (16, True), (17, False)])
@@ -253,11 +206,10 @@ def exact_distribution(target: FakeTarget, prompt: list[int], params: SamplingPa
     ("name", "rule", "shape"),
     [
         ("sometimes", "auto", PLAIN),
-        ("sometimes, with probabilities", "match", FILTERED),
         ("sometimes, with probabilities", "rejection", PLAIN),
         ("adversarial", "block", FILTERED),
     ],
-    ids=["auto-plain", "match-filtered", "rejection-plain", "block-filtered"],
+    ids=["auto-plain", "rejection-plain", "block-filtered"],
 )
 def test_sampled_answers_have_the_constrained_distribution(name: str, rule: str, shape: dict[str, float]) -> None:
     target = FakeTarget(vocab_size=5, sharpness=1.0, num_rows=16, max_len=16)
@@ -414,7 +366,7 @@ def test_logprobs_stay_the_targets_own(name: str) -> None:
         assert [token for token, _ in entry.top] == expected.topk(2).indices.tolist()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["none", "always", "sometimes, with probabilities", "ngram"])
 def test_neighbours_without_a_grammar_say_what_they_would(name: str) -> None:
     target = byte_target(num_rows=4)
     params = [SamplingParams(max_tokens=30, grammar=spec) for spec in (None, SCHEMA, None, DATE)]
@@ -425,6 +377,7 @@ def test_neighbours_without_a_grammar_say_what_they_would(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_built_in_model_answers_a_schema() -> None:
     """Batched, drafted by what ships, in float32: the tokens of constrained plain decoding, and JSON."""
     llm = LLM("smollm2-135m", dtype="float32", max_batch=2, max_len=192, plan="fixed")

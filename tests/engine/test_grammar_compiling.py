@@ -1,17 +1,21 @@
-"""Where grammars are compiled: in any thread, the vocabulary read once, the engine handed what is ready."""
+"""Where grammars are compiled: in any thread, the vocabulary read once, the engine handed what is ready; special tokens."""
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import tokenizers
+import torch
 from doubles import ByteTokenizer, FakeTarget
 
 from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
 from paceline.engine.round import RuleJudge
 from paceline.errors import SamplingError
-from paceline.types import Constraint, GrammarSpec, SamplingParams
+from paceline.model.tokenizer import Tokenizer
+from paceline.types import Constraint, GrammarSpec, SamplingParams, Sequence
 from paceline.verify.rules import mocked
 
 EOS = ByteTokenizer.eos_token_id
@@ -63,3 +67,55 @@ def test_a_mocked_acceptance_keeps_to_no_grammar_and_says_so(name: str, params: 
         engine.add([1], params)
     engine.check_integrity()
     engine.add([1], SamplingParams(max_tokens=4))
+
+
+def tokenizer_with_marks() -> Tokenizer:
+    """Bytes, an added word of a non-ASCII spelling, a tool mark that is not special, and two special tokens, one of them
+    among the model's own pieces."""
+    pieces = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: token for token, piece in enumerate([*pieces, "<|im_start|>"])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_tokens(["<tool_call>", "\u00fcber", "    "])
+    backend.add_special_tokens(["<|im_start|>", "<|end|>"])
+    return Tokenizer(backend, eos_token_ids=(backend.token_to_id("<|end|>"),))
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (GrammarSpec("regex", "<tool_call>x"), "<tool_call>x"),
+        (GrammarSpec("regex", r"a <\|im_start\|> b"), "a <|im_start|> b"),
+        (GrammarSpec("regex", r"<\|end\|>"), "<|end|>"),
+        (GrammarSpec("regex", "\u00fcber"), "\u00fcber"),
+        (GrammarSpec("regex", "a    b"), "a    b"),
+        (
+            GrammarSpec(
+                "json_schema",
+                json.dumps(
+                    {
+                        "type": "object",
+                        "properties": {"tag": {"const": "<|im_start|>"}},
+                        "required": ["tag"],
+                        "additionalProperties": False,
+                    }
+                ),
+            ),
+            '{"tag":"<|im_start|>"}',
+        ),
+    ],
+)
+def test_forced_text_may_spell_a_special_token(spec: GrammarSpec, text: str) -> None:
+    tokenizer = tokenizer_with_marks()
+    end = tokenizer.eos_token_ids[0]
+    grammar = Grammars(tokenizer, tokenizer.vocab_size, (end,)).compile(spec)
+    seq = Sequence(0, [0], 1, SamplingParams(max_tokens=64))
+    spaces = tokenizer.encode(" \t\r\n") + tokenizer.encode("    ")
+    while seq.num_output < 60 and seq.tokens[-1] != end:
+        logits = torch.zeros(1, tokenizer.vocab_size)
+        logits[0, spaces] = -1.0  # JSON without white space
+        seq.tokens.append(int(grammar.mask(seq, logits)[0].argmax()))
+    assert not grammar.has_failed
+    assert seq.tokens[-1] == end
+    assert tokenizer.decode(seq.output_ids[:-1]) == text
