@@ -54,13 +54,10 @@ CASES = [
     (0, "always", Decoder, "greedy"),
     (12, "always", Decoder, "greedy"),
     (0, "never", Decoder, "greedy"),
-    (12, "never", Decoder, "greedy, penalised"),
     (0, "sometimes", Decoder, "greedy, penalised"),
-    (0, "its own", Decoder, "seeded"),
+    (0, "never", Decoder, "seeded"),
     (12, "sometimes", Decoder, "seeded"),
     (0, "always", Decoder, "seeded, filtered"),
-    (12, "its own", Decoder, "seeded, filtered"),
-    (0, "never", Decoder, "greedy, shaped"),
     (12, "its own", Decoder, "greedy, shaped"),
     (12, "always", Decoder, "seeded, shaped"),
     pytest.param(0, "sometimes", NativeDecoder, "greedy", marks=BUILT),
@@ -144,17 +141,21 @@ def test_the_text_is_plain_decodings(num_nodes: int, agrees: str, kind: Any, way
         assert accepted < drafted or agrees == "always"
 
 
-def expected_answers(params: SamplingParams, depth: int) -> dict[tuple[int, ...], float]:
+SAMPLED = SamplingParams(temperature=0.7, top_k=3, max_tokens=4)
+
+
+@cache
+def expected_answers() -> dict[tuple[int, ...], float]:
     """Probability of every answer, by enumeration."""
     target = tiny_target()
     masses: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(depth):
+    for _ in range(SAMPLED.max_tokens):
         longer = {}
         for answer, mass in masses.items():
             tokens, row = PROMPT + list(answer), target.cache.allocate()
             logits_TV = target.forward(ForwardBatch([row], [0], [len(tokens)], tokens, "last")).logits_TV
             target.cache.free(row)
-            for token, share in enumerate(target_probs(logits_TV[-1:], params)[0].tolist()):
+            for token, share in enumerate(target_probs(logits_TV[-1:], SAMPLED)[0].tolist()):
                 if share > 0:
                     longer[(*answer, token)] = mass * share
         masses = longer
@@ -165,12 +166,11 @@ def p_value(rule: str, monkeypatch: pytest.MonkeyPatch, num_samples: int = 300) 
     """Chi-square of answers without a seed. Their drafts are drawn from the selector's own distribution, or guessed (auto)."""
     numbers = random.Random(4)
     monkeypatch.setattr(types.os, "urandom", numbers.randbytes)
-    params = SamplingParams(temperature=0.7, top_k=3, max_tokens=4)
     drafter = DFlash2Drafter(network())
     engine = Engine(tiny_target(num_rows=30, kind=FASTEST), ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule]))
-    found = run(engine, [PROMPT] * num_samples, params)
+    found = run(engine, [PROMPT] * num_samples, SAMPLED)
     assert sum(each.num_accepted for seq in found for each in seq.rounds) > num_samples / 8, "the test needs drafts that stand"
-    counts, expected = Counter(tuple(seq.output_ids) for seq in found), expected_answers(params, 4)
+    counts, expected = Counter(tuple(seq.output_ids) for seq in found), expected_answers()
     assert set(counts) <= set(expected)
     common = [answer for answer, mass in expected.items() if mass * num_samples >= 5]
     observed, masses = [counts[each] for each in common], [expected[each] * num_samples for each in common]

@@ -51,9 +51,14 @@ def plain_answers(way: str) -> list[Sequence]:
     return answers(engine_of(FixedPlanner(0)), None, WAYS[way], num_seeds=1)
 
 
-@pytest.mark.parametrize("name", ["lenience:1", "threshold:1", "relaxed:n=5,delta=0", "mixture:1"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "way", "name"),
+    [
+        (list(SHAPES)[(number + place) % 2], way, name)
+        for number, name in enumerate(("lenience:1", "threshold:1", "relaxed:n=5,delta=0", "mixture:1"))
+        for place, way in enumerate(WAYS)
+    ],
+)
 def test_lossless_values_give_plain_decodings_text(shape: str, way: str, name: str) -> None:
     plain = plain_answers(way)
     given = answers(engine_of(SHAPES[shape]), name, WAYS[way], num_seeds=1)
@@ -75,8 +80,7 @@ def test_lossless_values_give_rejections_text_for_drawn_drafts() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["greedy", "sampled"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "way"), [("chain", "sampled"), ("tree", "greedy")])
 def test_a_lossy_rule_keeps_more_drafts_and_says_what_it_cost(shape: str, way: str) -> None:
     lossless = answers(engine_of(SHAPES[shape]), None, WAYS[way])
     lossy = answers(engine_of(SHAPES[shape]), "relaxed:n=24,delta=1", WAYS[way])
@@ -100,7 +104,7 @@ def test_no_part_of_an_answer_exceeds_the_budget(probs: bool, way: str) -> None:
     free = answers(engine_of(FixedPlanner(), probs=probs), "lenience:0.05", WAYS[way], num_seeds=2, max_tokens=32)
     spent = max(sums.tv / place for seq in free if seq.ledger for place, sums in enumerate(seq.ledger.sums, 1))
     assert spent > 0.2, "else there is nothing to keep within"
-    for own, engines, least in ((0.1, None, 0.1), (None, 0.1, 0.1), (0.5, 0.1, 0.1), (0.1, 0.5, 0.1)):
+    for own, engines, least in ((None, 0.1, 0.1), (0.5, 0.1, 0.1), (0.1, 0.5, 0.1)):
         asked = "lenience:0.05" + (f",max_tv={own}" if own else "")
         done = answers(engine_of(FixedPlanner(), probs=probs, max_tv=engines), asked, WAYS[way], num_seeds=2, max_tokens=32)
         for seq in done:

@@ -36,11 +36,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "greedy, penalised": {"repetition_penalty": 1.5, "frequency_penalty": 0.7},
     "plain": {"temperature": 1.0},
-    "hot": {"temperature": 1.7},
     "top-k": {"temperature": 1.0, "top_k": 2},
     "top-p": {"temperature": 1.0, "top_p": 0.8},
     "min-p": {"temperature": 1.0, "min_p": 0.2},
-    "penalised": {"temperature": 1.0, "repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.7},
     "biased": {"temperature": 1.0, "logit_bias": {1: 0.9, 3: -float("inf")}},
     "everything": {
         "temperature": 1.3,
@@ -214,11 +212,10 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], type[FixedPlanne
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-@pytest.mark.parametrize("way", ["plain", "top-p"])
-def test_a_mistake_is_seen(way: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake, planner = MISTAKES[name]
     mistake(monkeypatch)
-    found = said(way, monkeypatch, planner(), accuracy=1.0)
+    found = said("top-p", monkeypatch, planner(), accuracy=1.0)
     assert not all(found)
 
 

@@ -45,11 +45,11 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "wide": {"accuracy": 0.9, "width": 8, "num_drafted": 6},
 }
 CASES = [
-    ((1, 6, 40)[(number + shift) % 3], list(DRAFTERS)[(number + 2 * shift) % 4], way)
-    for number, way in enumerate(WAYS)
-    for shift in (0, 1)
+    *(((1, 6, 40)[number % 3], list(DRAFTERS)[number % 4], way) for number, way in enumerate(WAYS)),
+    (1, "always", "everything"),
+    (6, "wide", "sampled"),
 ]
-"""Every request with two drafters and two sizes of trees."""
+"""Every request, every drafter and every size of trees."""
 
 
 def answers(planner: Planner, way: dict[str, Any], num_seeds: int = 1, **drafter: Any) -> list[Sequence]:
