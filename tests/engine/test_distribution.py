@@ -83,7 +83,6 @@ SHAPES = {
     ("name", "rule", "shape"),
     [
         ("sometimes", "match", "filtered"),
-        ("sometimes", "rejection", "plain"),
         ("sometimes, with probabilities", "rejection", "filtered"),
         ("sometimes, with probabilities", "block", "penalised"),
         ("adversarial", "auto", "plain"),

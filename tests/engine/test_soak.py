@@ -15,7 +15,7 @@ from paceline.types import SamplingParams, Sequence
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS = 3_000 if os.environ.get("PACELINE_NIGHTLY") else 800
+NUM_STEPS = 3_000 if os.environ.get("PACELINE_NIGHTLY") else 400
 
 
 def random_params(rng: random.Random) -> SamplingParams:
