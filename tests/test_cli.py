@@ -163,6 +163,7 @@ def test_with_json_an_error_is_json_too(call: Call) -> None:
     assert "empty" in json.loads(done.stdout)["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_json", [True, False])
 def test_scores_of_the_prompt_are_a_json_key(call: Call, tmp_path: Path, as_json: bool) -> None:
     model = str(tiny_model(tmp_path / "tiny"))
