@@ -72,8 +72,7 @@ def verdict_on(rows_TV: Tensor, drafts_B: list[list[int]], params: SamplingParam
     return RuleJudge(RULES[rule])(Batch(sequences), DraftBlock(drafts_B, even), ForwardOutput(rows_TV, None))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize(("certain", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 @pytest.mark.parametrize("rule", RULE_NAMES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("wrong", WRONG)
