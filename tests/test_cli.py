@@ -38,6 +38,7 @@ def test_a_schema_is_a_file_or_itself(tmp_path: Path) -> None:
     assert grammar_of(None, None) is None
 
 
+@pytest.mark.slow
 def test_without_a_command_help_is_shown(call: Call) -> None:
     """As `python -m paceline`, in a process of its own."""
     done = subprocess.run([sys.executable, "-m", "paceline"], capture_output=True, text=True, cwd=ROOT, timeout=120)
@@ -194,6 +195,7 @@ def test_transformers_that_is_not_installed_is_said_before_anything_loads(
     assert "pip install 'paceline[hf]'" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_something_at_once(tmp_path: Path) -> None:
     """Before PyTorch is imported; what is piped stays as it was."""
     code = "import sys; sys.modules['torch'] = None; from paceline.cli import main; main()"

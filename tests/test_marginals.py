@@ -97,6 +97,7 @@ def test_one_candidate_a_slot_is_a_chain() -> None:
     assert expected[5] == expected[3] and 2 < expected[3].depth <= 3
 
 
+@pytest.mark.slow
 def test_more_drafts_bring_more_and_the_same_seed_the_same() -> None:
     found = THREE.expected(20)
     gains = [after.tokens - before.tokens for before, after in itertools.pairwise(found)]
@@ -180,6 +181,7 @@ def test_of_a_mocked_round_nothing_is_learned() -> None:
         assert all(each.said_B is None and not each.lossless for each in engine.rounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", [FixedPlanner(num_named=3), FixedPlanner(num_nodes=9)], ids=["chains", "trees"])
 def test_rounds_tell_what_the_target_said(planner: FixedPlanner) -> None:
     """The drafter names the target's token among three with chance 0.9, at any rank: each rank stands as often."""

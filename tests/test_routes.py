@@ -129,6 +129,7 @@ def test_a_member_that_brings_nothing_does_not_keep_a_better_one_away() -> None:
     assert "good" in given and given[-1] == "good"
 
 
+@pytest.mark.slow
 def test_a_useless_member_is_tried_once_in_each_of_many_clusters() -> None:
     gains = {(f"c{number}", name): gain for number in range(10) for name, gain in (("good", 2.0), ("useless", 1.0))}
     served, _ = traffic(lambda _: gains, ["useless", "good"], seed=0, num_requests=600)
@@ -136,6 +137,7 @@ def test_a_useless_member_is_tried_once_in_each_of_many_clusters() -> None:
     assert sum(given.values()) <= 2 + FIRST * 4 + 10 + 0.02 * 600
 
 
+@pytest.mark.slow
 def test_where_no_member_is_faster_than_plain_decoding_none_is_chosen() -> None:
     gains = {("all", "a"): 0.7, ("all", "b"): 0.5}
     served, _ = traffic(lambda _: gains, ["a", "b"], seed=0)

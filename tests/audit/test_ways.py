@@ -67,6 +67,7 @@ def chat_alone(path: str, body: dict[str, Any]) -> str:
     return plain(path, body) or ("no such thing" if path == "/v1/completions" else "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "kind"), [(plain, "ids"), (text_alone, "text"), (chat_alone, "chat")])
 def test_what_a_server_does_not_offer_is_no_fault(live: Live, tmp_path: Path, change: Change, kind: str) -> None:
     done = examined(live, change, tmp_path)
@@ -87,6 +88,7 @@ def test_another_template_cannot_be_compared(live: Live, tmp_path: Path) -> None
     assert "Not decided" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_seed_that_is_always_the_same_is_found(live: Live, tmp_path: Path) -> None:
     def change(path: str, body: dict[str, Any]) -> str:
         body["seed"] = 1

@@ -69,6 +69,7 @@ def test_tokens_per_round_follow_the_drafter() -> None:
     assert rounds == {"none": 20, "always": 4, "never": 20}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_seed_gives_the_same_text_alone_and_in_a_batch(name: str) -> None:
     target = byte_target(sharpness=1.0, num_rows=8)
@@ -80,6 +81,7 @@ def test_a_seed_gives_the_same_text_alone_and_in_a_batch(name: str) -> None:
     assert together == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["never", "sometimes"])
 def test_with_certain_drafts_a_seed_gives_plain_decodings_text(name: str) -> None:
     target = byte_target(sharpness=1.0)

@@ -279,6 +279,7 @@ def test_a_vocabulary_is_read_once_and_only_for_a_grammar() -> None:
     assert vocabulary is not None and engine.grammars._vocabulary is vocabulary
 
 
+@pytest.mark.slow
 def test_what_is_over_or_aborted_keeps_nothing() -> None:
     engine = byte_engine(byte_target(num_rows=1))
     params = SamplingParams(max_tokens=60, grammar=SCHEMA)

@@ -71,6 +71,7 @@ def test_lossless_values_give_plain_decodings_text(shape: str, way: str, name: s
         assert seq.ledger.spent == (0.0, 0.0, 0)
 
 
+@pytest.mark.slow
 def test_lossless_values_give_rejections_text_for_drawn_drafts() -> None:
     """The same rounds: drafts are drawn from distributions, and refused ones replaced from the residual."""
     given = answers(engine_of(FixedPlanner(), probs=True), "lenience:1", WAYS["sampled"])

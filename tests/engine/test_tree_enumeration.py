@@ -113,6 +113,7 @@ def said(way: str, monkeypatch: pytest.MonkeyPatch, planner: FixedPlanner | None
     return [tuple(seq.output_ids) == answer for seq, (answer, _) in zip(done, known, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_every_answer_comes_with_its_probability(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = answers_of(way)
@@ -211,6 +212,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], type[FixedPlanne
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake, planner = MISTAKES[name]
@@ -219,5 +221,6 @@ def test_a_mistake_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not all(found)
 
 
+@pytest.mark.slow
 def test_padding_that_the_pass_knows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(said("plain", monkeypatch, Padded(), accuracy=1.0))

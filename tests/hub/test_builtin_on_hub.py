@@ -132,6 +132,7 @@ def test_a_hub_that_is_not_there_costs_no_time(offline: str, on_hub: Builtin, wh
     assert float(err.splitlines()[-1].split()[1]) < 1, "nobody waits for it to come back"
 
 
+@pytest.mark.slow
 def test_the_real_client_fetches_from_a_hub(on_hub: Builtin, wheels: Path, source: Path, home: Path) -> None:
     """huggingface_hub itself, with a small server that answers as the hub does."""
     data, asked = source.read_bytes(), []

@@ -61,6 +61,7 @@ def test_hub_never_asks_for_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(filter_repo_objects(files, **asked)) == ["config.json", "model.safetensors", "chat_template.jinja"]
 
 
+@pytest.mark.slow
 def test_hub_offline(tmp_path: Path) -> None:
     """HF_HUB_OFFLINE is read when huggingface_hub is imported, so this needs a process of its own."""
     script = "from paceline.hub import resolve; resolve('org/name')"

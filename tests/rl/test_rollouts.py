@@ -89,6 +89,7 @@ def test_figures(folder: Path) -> None:
     assert told["load_s"] > 0 and told["tokens_per_round"] >= 1 and told["tokens_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_the_drafter_follows(folder: Path) -> None:
     """It learns what the policy says, in the engine's own object, and no sample changes."""
     drafter = DFlashDrafter.random(LLM(str(folder), drafter="none", **SETTINGS).target, num_layers=1, block_size=4)

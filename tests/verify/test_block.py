@@ -82,6 +82,7 @@ def test_the_real_rule_keeps_eleven_ninths() -> None:
 weights = st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any), min_size=4, max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(weights, weights)
 def test_block_never_keeps_fewer_than_token_wise(draft_weights: list[list[int]], target_weights: list[list[int]]) -> None:

@@ -192,6 +192,7 @@ def largest_error(found: dict[Context, float], name: str) -> float:
     return max(abs(found.get(text, 0.0) - prob) for text, prob in exact_text(name).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "drafter", "name"),
     [

@@ -271,6 +271,7 @@ def test_known_distributions() -> None:
 weights = st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4).filter(any), min_size=4, max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(weights, weights, st.lists(st.integers(0, 3), min_size=3, max_size=3), st.integers(0, 10**6), st.sampled_from(LOSSLESS))
 def test_lossless_values_have_the_bits_of_the_lossless_rules(
@@ -327,6 +328,7 @@ def test_greedy_says_nothing_that_cannot_be(name: str) -> None:
     assert greedily(name, [0.6, 0.4, 0.0, 0.0, 0.0], [3]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "max_tv", "num_tokens"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from checked_rows import judged
 from hypothesis import given, settings
@@ -27,6 +28,7 @@ def plain(seed: int, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
     return tokens
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**63 - 1), data=st.data())
 def test_equals_plain_decoding_token_for_token(seed: int, data: st.DataObject) -> None:

@@ -53,6 +53,7 @@ def test_impossible_tokens_per_round_is_refused(wrong: float) -> None:
         mocked(wrong)
 
 
+@pytest.mark.slow
 def test_a_curve_is_drawn_for_each_round() -> None:
     """Shares of rounds as asked; another seed draws others, and more drafts never make fewer stand."""
     rule = mocked((0.9, 0.6, 0.25))
