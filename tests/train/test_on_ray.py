@@ -207,6 +207,7 @@ class Doubling:
         return work
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_real_cluster_works_and_what_its_worker_refuses_is_raised_here(cluster: Any) -> None:
     with connected(RAY) as ray:

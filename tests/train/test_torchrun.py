@@ -2,7 +2,8 @@
 
 Every stage is shared out. Answers and hidden states have the same bits whoever computes them; weights differ in the order of
 sums: by 2e-5 at most after three steps, which is a neighbouring bfloat16 number for a few in a thousand. Larger groups
-and both ways to share the work out: tests/train/test_distributed.py.
+and both ways to share the work out: tests/train/test_distributed.py; answers and hidden states that two processes share out:
+test_regenerate_run.py and test_features.py; all three at every change, this file in .ci/nightly.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ from tiny_runs import TINY, paceline
 
 from paceline.runlog import RunFolder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 NUM_PROMPTS = 16
 SHORT = ("--max-steps", "3", "--limit", str(NUM_PROMPTS), "--full-precision")
 WORDS = (*TINY, *SHORT, "--parallel", "sharded", "--json", "--out")
@@ -44,35 +44,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline")
-FORKED = """
-import importlib, os, sys
-for name in ("torch._dynamo", "torch.distributed.fsdp", "pyarrow.parquet", "paceline.engine.llm", "paceline.train.train_run"):
-    importlib.import_module(name)
-child = os.fork()
-os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), "0" if child else "1")
-from paceline.cli import app
-app(sys.argv[1:], prog_name="paceline", standalone_mode=False)
-if child:
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-"""Two processes as torchrun starts them, with one import of PyTorch, which takes longer than the run."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture(scope="module", params=["forked", pytest.param("torchrun", marks=pytest.mark.nightly)])
-def line(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def line(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The JSON line of a run on two processes."""
     own = {name: value for name, value in os.environ.items() if name not in UNSET} | {"OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, *TORCHRUN]
-    if request.param == "forked":
-        launch = [sys.executable, "-c", FORKED]
-        own |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    launch += [*WORDS, str(tmp_path_factory.mktemp("two") / "run")]
+    launch = [sys.executable, *TORCHRUN, *WORDS, str(tmp_path_factory.mktemp("two") / "run")]
     ran = subprocess.run(launch, capture_output=True, text=True, timeout=600, env=own)
     assert ran.returncode == 0, ran.stderr
     assert "terminate called" not in ran.stderr and "Traceback" not in ran.stderr
