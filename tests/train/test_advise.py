@@ -185,7 +185,7 @@ def test_a_roofline_is_called_a_ceiling_until_one_rate_was_measured() -> None:
 
 def test_advice_and_plan_expect_the_same() -> None:
     found = advise(CostsConfig(model="smollm2-135m", hardware="H100"), AdviceConfig(), Seen())
-    for step in found.steps:
+    for step in found.steps[::3]:
         asked = PromptsConfig(self_written=step.answers)
         longest = round(256 / ANSWER_SHARE)
         config = TrainConfig(target=EngineConfig(), asked=asked, answering=AnswerConfig(max_tokens=longest))

@@ -61,12 +61,10 @@ def stopped(_stopped: Path, tmp_path: Path) -> Path:
     "changes",
     [
         {},
-        {"optim": OptimConfig("muon", lr=3e-3)},
-        {"loss": LossConfig("d-pace", vocab=16)},
-        {"loss": LossConfig("lk-hybrid"), "autocast": True},
-        {"max_steps": None, "epochs": 2.5},
+        {"optim": OptimConfig("muon", lr=3e-3), "loss": LossConfig("d-pace", vocab=16)},
+        {"loss": LossConfig("lk-hybrid"), "autocast": True, "max_steps": None, "epochs": 2.5},
     ],
-    ids=["adamw", "muon", "loss-vocabulary", "lk-hybrid-autocast", "epochs"],
+    ids=["adamw", "muon-loss-vocabulary", "lk-hybrid-autocast-epochs"],
 )
 def test_a_resumed_run_follows_the_uninterrupted_one(tmp_path: Path, changes: dict[str, Any]) -> None:
     whole = trainer(tmp_path / "whole", config(**changes))

@@ -224,7 +224,14 @@ def test_it_is_refused_where_nobody_knows_where_rounds_begin() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("--features", "cached"), ("--features", "streamed", "--drafter-kind", "dflash2")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("--features", "cached"), marks=pytest.mark.nightly),
+        ("--features", "streamed", "--drafter-kind", "dflash2"),
+    ],
+    ids=["cached", "streamed-dflash2"],
+)
 def test_the_command_continues_a_drafter_where_its_rounds_begin(
     first: Path, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

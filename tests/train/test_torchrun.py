@@ -44,6 +44,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline")
+
+
 @pytest.fixture(scope="module")
 def line(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The JSON line of a run on two processes."""
