@@ -85,6 +85,6 @@ def test_memory_hardly_grows_with_the_number_of_documents(tmp_path: Path, monkey
         tokens = sum(len(document) for document in corpus.train)
         return most, 4 * tokens
 
-    (small, _), (large, token_bytes) = peak(100), peak(1000)
-    assert token_bytes > 1_500_000
-    assert large - small < 300 * 900, "bytes for each further document"
+    (small, _), (large, token_bytes) = peak(200), peak(2000)
+    assert token_bytes > 3_000_000
+    assert large - small < 300 * 1800, "bytes for each further document"
