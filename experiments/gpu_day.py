@@ -44,6 +44,8 @@ LAST_S = 3.0
 MOST_LOG_BYTES = 15 * 2**20
 CLOCKS = "name,clocks.sm,clocks.mem,temperature.gpu,power.draw"
 PRELOADED = ("torch", "transformers", "paceline.bench.passes", "paceline.train.loop", "gpu_day_stages.models")
+PRELOADED_IN_TINY = ("torch._dynamo",)
+"""Imported by optimisers, in every stage that trains: longer than the stage itself."""
 
 
 @dataclass(frozen=True)
@@ -249,11 +251,11 @@ def _signal_group(process: Any, number: signal.Signals) -> None:
         os.killpg(process.pid, number)
 
 
-def preload() -> list[str]:
-    """Import what stages need, touching no GPU; returns the modules that cannot be imported, with the reason."""
+def preload(more: Sequence[str] = ()) -> list[str]:
+    """Import what stages need, and `more`, touching no GPU; returns the modules that cannot be imported, with the reason."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # whether there is a GPU, without touching CUDA
     missing = []
-    for name in PRELOADED:
+    for name in (*PRELOADED, *more):
         try:
             importlib.import_module(name)
         except ImportError as error:
@@ -297,7 +299,7 @@ def main(words: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     options.out.mkdir(parents=True, exist_ok=True)
-    day = Day(options.out, header(options, preload()))
+    day = Day(options.out, header(options, preload(PRELOADED_IN_TINY if options.tiny else ())))
     try:
         visit = Visit(options.device, options.tiny, options.out, options.bring)
         run_day(options.stages, visit, day, options.minutes, began)

@@ -236,4 +236,4 @@ def test_the_whole_day_in_tiny(script: ModuleType, tmp_path: Path) -> None:
     files = [*out.iterdir()]
     assert {file.name for file in files} > {"day.json", "day.md", "log.txt", "profile.json"} and len(files) <= 8
     with tarfile.open(pieces.join(out, "drafters.tar", tmp_path)) as tar:
-        assert {"drafters/block-8/config.json", "drafters/block-16/config.json"} < {*tar.getnames()}
+        assert "drafters/block-8/config.json" in tar.getnames()

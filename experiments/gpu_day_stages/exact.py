@@ -122,7 +122,7 @@ def random_prompts(number: int) -> list[list[int]]:
 
 def greedy(visit: Visit, name: str, config: DecoderConfig) -> None:
     """Chains and trees of every drafter, alone and three at once, against plain decoding of the same target."""
-    tensors, params = loud_tensors(config), SamplingParams(max_tokens=visit.sized(32, 12), ignore_eos=True)
+    tensors, params = loud_tensors(config), SamplingParams(max_tokens=visit.sized(32, 8), ignore_eos=True)
     target, prompts = decoder(config, tensors, visit.device, rows=3, max_len=128), random_prompts(3)
     expected = texts(target, None, prompts, params)
     known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
@@ -278,7 +278,7 @@ def seeds(visit: Visit) -> None:
 def distributions(visit: Visit) -> None:
     """First and second tokens over a vocabulary of 16, by rule; as many samples as the time allows."""
     config = tiny_llama(vocab=16)
-    tensors, rows = loud_tensors(config, seed=3), visit.sized(64, 16)
+    tensors, rows = loud_tensors(config, seed=3), 64
     target = decoder(config, tensors, visit.device, rows=rows, max_len=64)
     prompt = [1, 2, 3]
     rules = visit.sized(("auto", "match", "rejection", "block"), ("auto", "block"))

@@ -24,7 +24,7 @@ def rounds(visit: Visit) -> None:
     tensors, prompts = loud_tensors(config), random_prompts(3)
     prompts = [[token % config.vocab_size for token in prompt] for prompt in prompts]
     target = decoder(config, tensors, visit.device, rows=3, max_len=128)
-    count = visit.sized(48, 12)
+    count = visit.sized(48, 6)
     for name in ("none", "dflash"):
         drafter = own_drafter(target) if name == "dflash" else None
         with visit.part(f"greedy {name}"):
