@@ -93,6 +93,7 @@ def scripted(out: Path, *words: str) -> tuple[int, dict[str, Any], str]:
     return done.returncode, json.loads((out / "day.json").read_text()), done.stdout
 
 
+@pytest.mark.slow
 def test_each_stage_ends_alone_and_the_day_goes_on(tmp_path: Path) -> None:
     status, day, printed = scripted(tmp_path, "--commit", "abc")
     stages = day["stages"]
@@ -132,6 +133,7 @@ def is_gone(process: int) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_stages_that_are_chosen_and_a_day_that_is_too_short(tmp_path: Path) -> None:
     status, day, _ = scripted(tmp_path / "chosen", "--only", "idle, good")
     assert status == 0 and [*day["stages"]] == ["idle", "good"]

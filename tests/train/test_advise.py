@@ -80,6 +80,7 @@ def traces(folder: Path, drafted: list[int] | None, accepted: list[int] | None, 
     return folder
 
 
+@pytest.mark.slow
 def test_a_name_alone_is_enough_for_a_decision() -> None:
     """The five-minute test: Qwen3.5-27B on 2x H100, 16 streams; a new process, which must not import torch."""
     program = (
@@ -183,6 +184,7 @@ def test_a_roofline_is_called_a_ceiling_until_one_rate_was_measured() -> None:
     assert not measured.is_ceiling and "eiling" not in " ".join(measured.sentences)
 
 
+@pytest.mark.slow
 def test_advice_and_plan_expect_the_same() -> None:
     found = advise(CostsConfig(model="smollm2-135m", hardware="H100"), AdviceConfig(), Seen())
     for step in found.steps[::3]:

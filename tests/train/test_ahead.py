@@ -60,6 +60,7 @@ def test_no_bit_changes(tmp_path: Path, settings: LoopConfig) -> None:
     assert all(torch.equal(tensor, networks[1][name]) for name, tensor in networks[0].items())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_them_from_its_place_on(tmp_path: Path) -> None:
     settings = config(checkpoint_minutes=0.0)
     whole = curve(trainer(tmp_path / "whole", settings))

@@ -159,6 +159,7 @@ def test_layers_of_different_kinds_get_their_own_masks() -> None:
         torch.testing.assert_close(outs[1], attended(way, "sliding-causal", tensors))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["sliding-both-ways", "sliding-causal"])
 def test_contexts_may_begin_where_the_window_does(way: str, kind: str) -> None:

@@ -129,6 +129,7 @@ def test_other_documents_of_the_same_number_are_refused(stopped: Path) -> None:
         again.resume()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"checkpoint_minutes": 7.0, "heldout_every": 3}, {"blocks_per_pack": 1}, {"attention": "sdpa"}]
 )
@@ -139,6 +140,7 @@ def test_settings_that_decide_nothing_may_change(stopped: Path, tmp_path: Path, 
     assert list(rest.values()) == pytest.approx([expected[step] for step in rest], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"max_steps": 12}, {"max_steps": 4}, {"max_steps": None, "epochs": 4.0}])
 def test_a_resumed_run_may_be_longer_or_shorter(stopped: Path, changes: dict[str, Any]) -> None:
     one = trainer(stopped, config(**changes))
@@ -146,6 +148,7 @@ def test_a_resumed_run_may_be_longer_or_shorter(stopped: Path, changes: dict[str
     assert max(run(one)) == one.total_steps != 8
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_when_it_is_made_longer(tmp_path: Path) -> None:
     run(trainer(tmp_path, config(max_steps=4)))
     one, rates = trainer(tmp_path, config(max_steps=8)), list[float]()
@@ -159,6 +162,7 @@ def test_the_last_checkpoints_stay(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "step-000004", "step-000005"]
 
 
+@pytest.mark.slow
 def test_asked_to_stop_it_writes_the_step_down_and_goes_on_from_there(tmp_path: Path) -> None:
     expected, one, seen = run(trainer(tmp_path / "whole")), trainer(tmp_path / "stopped"), dict[int, float]()
 

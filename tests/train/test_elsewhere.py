@@ -85,6 +85,7 @@ def in_words(tokenizer: Any) -> Any:
     return reply
 
 
+@pytest.mark.slow
 def test_its_tokens_are_those_of_this_machine(tmp_path: Path, model: Path, fake: Elsewhere) -> None:
     """And so are the keys and shards: what is trained on them is the same to the bit."""
     file = questions(tmp_path, number=7)
@@ -97,6 +98,7 @@ def test_its_tokens_are_those_of_this_machine(tmp_path: Path, model: Path, fake:
     assert train.regenerate(ask(tmp_path / "there", model, file, fake.url)).num_found == 14
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ids", "plain ids", "text", "chat", "chat without ids"])
 def test_ways_of_asking(tmp_path: Path, model: Path, llm: LLM, fake: Elsewhere, way: str) -> None:
     fake.reply = in_words(llm.tokenizer)
@@ -152,6 +154,7 @@ def test_answers_whose_tokens_are_not_known_are_left_out_and_counted(
     assert train.regenerate(ask(tmp_path / "run", model, questions(tmp_path), fake.url, greedy)).num_found == 4, "asked again"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_down_for_a_while_costs_that_while(tmp_path: Path, model: Path, fake: Elsewhere) -> None:
     file = questions(tmp_path)
     fake.failures = [429, 503, 500]
@@ -171,6 +174,7 @@ def test_a_server_that_is_down_for_a_while_costs_that_while(tmp_path: Path, mode
     assert by_place(AnswerShards(tmp_path / "run" / "answers")) == by_place(AnswerShards(tmp_path / "whole" / "answers"))
 
 
+@pytest.mark.slow
 def test_patience_has_an_end_and_what_was_said_stays(tmp_path: Path, model: Path, fake: Elsewhere) -> None:
     file, reply = questions(tmp_path), fake._generated
 

@@ -51,6 +51,7 @@ def together(*calls: Callable[[], object]) -> list[BaseException | None]:
     return raised
 
 
+@pytest.mark.slow
 def test_it_waits_for_the_slow_as_long_as_they_live(rolls: list[Roll]) -> None:
     def slow() -> None:
         time.sleep(1.5 * LOST_AFTER_S)
@@ -60,6 +61,7 @@ def test_it_waits_for_the_slow_as_long_as_they_live(rolls: list[Roll]) -> None:
     assert together(*(roll.wait for roll in rolls)) == [None] * 3
 
 
+@pytest.mark.slow
 def test_who_went_silent_is_named(rolls: list[Roll]) -> None:
     rolls[1]._is_over.set()
     told = together(rolls[0].wait, lambda: None, rolls[2].wait)

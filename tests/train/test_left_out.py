@@ -138,6 +138,7 @@ def test_tools_of_a_row_without_messages_are_read(tmp_path: Path) -> None:
     assert prompt.tools == (tool,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
     [

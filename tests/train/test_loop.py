@@ -72,6 +72,7 @@ def test_every_loss_and_optimiser_learns(tmp_path: Path, loss: str, optimiser: s
     assert sum(each["loss"] for each in figures[-3:]) < sum(each["loss"] for each in figures[:3])
 
 
+@pytest.mark.slow
 def test_autocast_stays_near_full_precision(tmp_path: Path) -> None:
     full, half = objectives(tmp_path / "a"), objectives(tmp_path / "b", autocast=True)
     assert half == pytest.approx(full, rel=0.02) and half != full
@@ -85,6 +86,7 @@ def test_an_easy_text_is_learned(tmp_path: Path) -> None:
     assert figures[0]["eal"] < figures[-1]["eal"] and figures[-1]["loss"] < 0.7 * figures[0]["loss"]
 
 
+@pytest.mark.slow
 def test_the_first_figures_are_cross_entropy_by_hand(tmp_path: Path) -> None:
     """One step of one pack: the loss per slot, the objective, and how often each label was the most likely."""
     settings = config(max_steps=1, blocks_per_pack=100, loss=LossConfig("ce", gamma=2.0))
@@ -118,6 +120,7 @@ def test_each_step_tells_what_it_did(tmp_path: Path) -> None:
 
 
 class TestEnds:
+    @pytest.mark.slow
     def test_epochs_pass_every_document_that_often(self, tmp_path: Path) -> None:
         one = trainer(tmp_path, config(max_steps=None, epochs=3.0))
         figures = steps_of(one)
@@ -130,6 +133,7 @@ class TestEnds:
         assert len(steps_of(one)) == 1 and one.share_done >= 1.0
         assert [path.name for path in tmp_path.iterdir()] == ["step-000001"], "its end is kept"
 
+    @pytest.mark.slow
     def test_the_learning_rate_warms_up_and_falls(self, tmp_path: Path) -> None:
         settings = config(max_steps=50, blocks_per_step=1, optim=OptimConfig(lr=1e-3))
         rates = [each["lr"] for each in steps_of(trainer(tmp_path, settings))]
@@ -139,6 +143,7 @@ class TestEnds:
 
 
 class TestHeldOut:
+    @pytest.mark.slow
     def test_it_is_looked_at_every_so_often_and_at_the_end(self, tmp_path: Path) -> None:
         figures = steps_of(watched(tmp_path, max_steps=5, heldout_every=2))
         assert [each["step"] for each in figures if "heldout" in each] == [2, 4, 5]
@@ -258,6 +263,7 @@ def test_log_vocabulary_is_the_loss_of_knowing_nothing(tmp_path: Path) -> None:
     assert steps_of(one)[0]["loss"] == pytest.approx(math.log(VOCAB), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loss_vocabulary_learns_over_all_tokens_and_held_out_looks_are_those_of_the_draft_vocabulary(tmp_path: Path) -> None:
     settings = config(max_steps=2, loss=LossConfig("ce", vocab=12))
     one = watched(tmp_path)

@@ -231,6 +231,7 @@ class TestLossVocabulary:
                 pair.append((loss.detach(), leaf.grad))
             torch.testing.assert_close(pair[0], pair[1], atol=1e-6, rtol=1e-5)
 
+    @pytest.mark.slow
     def test_the_partition_sum_keeps_its_expectation(self) -> None:
         hidden_RD, labels = 0.5 * draw(8, HIDDEN, seed=7), torch.arange(100, 108)
         sums = torch.stack([self.head(40, labels, seed).logits(hidden_RD).exp().sum(-1) for seed in range(2000)])

@@ -365,6 +365,7 @@ class TestWithoutACluster:
         with pytest.raises(ConfigError, match="give prompts"):
             regenerate(replace(asked, out=tmp_path / "x", asked=PromptsConfig(), elsewhere=RAY))
 
+    @pytest.mark.slow
     def test_others_of_torchrun_ask_nobody(
         self, asked: RegenerateConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -87,6 +87,7 @@ def test_pieces_teach_what_the_whole_would(tmp_path: Path, shape: dict[str, Any]
         torch.testing.assert_close(in_pieces, whole, atol=1e-7, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_document_of_16k_tokens_trains_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest product of a step is counted: it is what a pack of the budget's tokens may have, not the document's."""
     long = document(0, 4, 16_380)

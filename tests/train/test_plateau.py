@@ -66,6 +66,7 @@ def test_losses_that_are_no_cross_entropy_are_not_compared() -> None:
     assert follow([9.0] * 60, loss=LossConfig("kl")) == ([], [1.0] * 60)
 
 
+@pytest.mark.slow
 def test_the_loop_watches_writes_it_down_and_remembers(tmp_path: Path) -> None:
     """A rate of nothing learns nothing; resumed, the run knows what was done."""
     settings = config(max_steps=9, plateau_steps=4, checkpoint_minutes=-1.0)

@@ -256,6 +256,7 @@ def features(engine: EngineConfig, fake: Elsewhere, one: VLLM, *, needs_final: b
     return RemoteFeatures(ElsewhereConfig(**values), load_ends(settle(engine)), documents, (0,), needs_final)
 
 
+@pytest.mark.slow
 def test_what_a_server_gives_is_checked(engine: EngineConfig, vllm: tuple[VLLM, Elsewhere], tmp_path: Path) -> None:
     one, fake = vllm
     source = features(engine, fake, one)
@@ -281,6 +282,7 @@ def test_what_a_server_gives_is_checked(engine: EngineConfig, vllm: tuple[VLLM, 
         source.of(0)
 
 
+@pytest.mark.slow
 def test_the_ends_are_the_target_s(engine: EngineConfig, tmp_path: Path) -> None:
     whole, ends = loaded(engine), load_ends(settle(engine))
     assert isinstance(ends, Ends) and torch.equal(head_weight(ends), head_weight(whole))

@@ -141,6 +141,7 @@ def gradients(one: Trainer, pack: Pack, sample: BlockSample) -> torch.Tensor:
     return torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(selector.parameters()))])
 
 
+@pytest.mark.slow
 def test_a_sample_of_blocks_has_the_gradient_of_all_on_average(tmp_path: Path) -> None:
     """Each block is in half of the samples, and weighs twice as much there; a sample of everything is everything."""
     one = trainer_2(tmp_path)
@@ -196,6 +197,7 @@ def run_of(one: Trainer) -> tuple[list[dict[str, Any]], list[float]]:
     return steps, moved
 
 
+@pytest.mark.slow
 def test_the_selector_learns_after_its_share_of_the_run(tmp_path: Path) -> None:
     one = trainer_2(tmp_path, config(max_steps=20, selector_from=0.25, heldout_every=5))
     steps, moved = run_of(one)
@@ -221,6 +223,7 @@ def test_it_lifts_a_body_that_stays_as_it_is(tmp_path: Path) -> None:
     assert look["selector_lift"] > 0 and look["selector_loss"] < knowing_nothing
 
 
+@pytest.mark.slow
 def test_the_body_learns_as_without_a_selector(tmp_path: Path) -> None:
     """Hidden states and logits are taken as they are: the same body, whatever the selector's loss weighs."""
     bodies = []
@@ -232,6 +235,7 @@ def test_the_body_learns_as_without_a_selector(tmp_path: Path) -> None:
     assert all(torch.equal(bodies[0][name], bodies[1][name]) for name in bodies[0])
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_with_its_factors(tmp_path: Path) -> None:
     def losses(one: Trainer) -> dict[int, float]:
         steps: list[dict[str, Any]] = []

@@ -70,6 +70,7 @@ def test_the_answer_that_follows_is_not_part_of_the_prompt(tmp_path: Path, said:
     assert prompt == "Can I ask you a thing?"
 
 
+@pytest.mark.slow
 def test_prompts_are_varied_seeded_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_written, "MAX_TOKENS", 40)
     file, heard = tmp_path / "deep" / "own.jsonl", []

@@ -84,6 +84,7 @@ def test_another_network_learns(tmp_path: Path, changes: dict[str, Any]) -> None
     assert "Guesser" in (tmp_path / "step-000020" / "config.json").read_text()
 
 
+@pytest.mark.slow
 def test_its_run_is_resumed(tmp_path: Path) -> None:
     whole = losses(trainer(tmp_path / "whole", max_steps=6))
     part = trainer(tmp_path / "part", max_steps=6, checkpoint_minutes=-1.0)
