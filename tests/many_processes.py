@@ -142,7 +142,7 @@ def started(folder: Path) -> tuple[list[int], list[str]]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    outputs = [output.read_text() for output in sorted(folder.glob("output-*.txt"))]
+    outputs = [(folder / f"output-{rank}.txt").read_text() for rank in range(WORLD)]
     return json.loads((folder / "statuses.json").read_text()), outputs
 
 
@@ -316,7 +316,12 @@ def fail(folder: Path, ranks: Ranks) -> None:
         (folder / f"{name}-{ranks.rank}.json").write_text(json.dumps([told, time.monotonic() - began]))
 
 
-def succeed(folder: Path, ranks: Ranks) -> None:
+def one_of_several(folder: Path) -> None:
+    """What each of the processes does."""
+    torch.set_num_threads(1)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    ranks = Ranks.here()
     os.environ["MASTER_PORT"] = os.environ["PORTS"].split(",")[0]
     with process_group(ranks, "cpu") as wait:
         train_in_all_ways(folder, ranks)
@@ -324,29 +329,23 @@ def succeed(folder: Path, ranks: Ranks) -> None:
         overlap(folder, ranks)
         wait()
         differ(folder, ranks)
+    fail(folder, ranks)
 
 
 def several(folder: Path) -> None:
-    """Import once what every process needs, which takes longer than all that they do; then fork two groups of them.
-
-    One of the groups fails, which is mostly waiting, while the other one works.
-    """
+    """Import once what every process needs, which takes longer than all that they do; then fork them."""
     for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.experimental"):
         importlib.import_module(name)
     children: list[int] = []
-    for work in (succeed, fail):
-        for rank in range(WORLD):
-            children.append(os.fork())
-            if not children[-1]:
-                with (folder / f"output-{work.__name__}-{rank}.txt").open("w") as output:
-                    os.dup2(output.fileno(), 1)
-                    os.dup2(output.fileno(), 2)
-                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                torch.set_num_threads(1)
-                faulthandler.enable()
-                faulthandler.dump_traceback_later(PATIENCE, exit=True)
-                work(folder, Ranks.here())
-                return
+    for rank in range(WORLD):
+        children.append(os.fork())
+        if not children[-1]:
+            with (folder / f"output-{rank}.txt").open("w") as output:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            one_of_several(folder)
+            return
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     (folder / "statuses.json").write_text(json.dumps(statuses))
 

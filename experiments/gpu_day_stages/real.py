@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import torch
 
@@ -22,14 +21,12 @@ from paceline.draft.checkpoint import weights_file
 from paceline.draft.dflash2 import read_drafter
 from paceline.engine.completion import Completion
 from paceline.errors import DrafterMismatchError
-from paceline.hardware import Machine
 from paceline.prompts import read_prompts
 from paceline.shipped import SHIPPED, local
 from paceline.tables import Progress
 from paceline.train import train
 from paceline.train.answers import read_answers
 from paceline.train.config import AnswerConfig, DrafterShape, LoopConfig, LossConfig, OptimConfig, TrainConfig
-from paceline.train.facts import MachineFacts
 
 NEAR_TIE = 1e-3
 """Logits: where float32 passes of other shapes may choose the other of two tokens."""
@@ -162,8 +159,7 @@ def teach(visit: Visit) -> None:
                 if share_s < visit.sized(20, 0):
                     raise Skipped("no time is left")
                 news = News(lambda text, name=name: visit.report(name, news=text))
-                with known_machine(visit):
-                    result = train(recipe(visit, path, answers, folder, block, share_s), progress=news)
+                result = train(recipe(visit, path, answers, folder, block, share_s), progress=news)
                 figures = {
                     "steps": result.steps,
                     "blocks": result.blocks,
@@ -175,20 +171,6 @@ def teach(visit: Visit) -> None:
             if folder.is_dir():
                 bring_back(visit, folder, block, Path(scratch) / "drafters")
             free_memory()
-
-
-@contextmanager
-def known_machine(visit: Visit) -> Iterator[None]:
-    """In tiny the machine's speeds, which take seconds to measure, are those of one that is known."""
-    if not visit.is_tiny:
-        yield
-        return
-    known = Machine("some processor", 3e10, {"bfloat16": 5e11, "float32": 2e11}, 1, 16 * 2**30)
-    with (
-        mock.patch("paceline.train.facts._measured_once", return_value=MachineFacts(known)),
-        mock.patch("paceline.train.train_run.this_machine", return_value=known),
-    ):
-        yield
 
 
 def recipe(visit: Visit, model: Path, answers: Path, out: Path, block: int, seconds: float) -> TrainConfig:

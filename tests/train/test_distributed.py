@@ -64,7 +64,7 @@ def group(begun: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for way in WAYS:
         shutil.copytree(begun, folder / f"resumed-{way}")
     statuses, outputs = started(folder)
-    assert statuses == [0] * (2 * WORLD - 1) + [-9], "\n".join(outputs)
+    assert statuses == [0] * (WORLD - 1) + [-9], "\n".join(outputs)
     return folder
 
 
