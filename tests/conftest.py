@@ -68,6 +68,7 @@ def _machine() -> Iterator[None]:
         from paceline.engine import device_round
 
         device_round.EVERYWHERE = True
+    thaw, gc.unfreeze = gc.unfreeze, lambda: None  # as a server does that ends
     before = torch.get_num_threads()
     torch.set_num_threads(int(os.environ.get("PACELINE_TEST_THREADS", "1")))
     if isa := os.environ.get("PACELINE_ISA"):
@@ -77,4 +78,5 @@ def _machine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:  # measuring takes seconds where bfloat16 is emulated; test_hardware.py does
         patch.setattr(hardware, "_matmul_flops_per_s", lambda device: {"bfloat16": 2e11, "float32": 2e11})
         yield
+    gc.unfreeze = thaw
     torch.set_num_threads(before)

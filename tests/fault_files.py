@@ -31,7 +31,7 @@ from paceline.train import checkpoint as train_checkpoint
 
 KINDS = ("kill", "full")
 FREES = ("unlink", "truncate", "rmdir")
-EVERY = 1 if os.environ.get("PACELINE_NIGHTLY") else 8
+EVERY = 1 if os.environ.get("PACELINE_NIGHTLY") else 9
 """How many changes of files a loop goes on before it breaks the next one."""
 MOST = 2000
 """Changes of one command: more are a loop that never ends."""

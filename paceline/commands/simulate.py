@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from paceline.simulate.speedup import Prediction
 
 BAR_WIDTH = 32
-NUM_LIMITS = 2
-"""Limits that are printed; more, the same after each answer, would not be read."""
 LEAST_SHARE = 0.005
 """Smaller parts of a round's time are left out of the table."""
 Calibrate = Annotated[
@@ -213,11 +211,10 @@ def _bar(found: Prediction, length: int, speedup: float) -> str:
 
 
 def print_notes(setup: Setup, *, stderr: bool) -> None:
-    lines = [setup.assumed] if setup.assumed else []
-    lines += [f"warning: {warning}" for warning in setup.warnings]
-    lines += ["Limits:", *(f"- {sentence}" for sentence in setup.limits[:NUM_LIMITS])]
-    if len(setup.limits) > NUM_LIMITS:
-        lines.append(f"- {len(setup.limits) - NUM_LIMITS} more: with --json under limits; docs/simulate.md, What is left out")
+    lines = [*filter(None, [setup.assumed]), *(f"warning: {warning}" for warning in setup.warnings)]
+    lines += ["Limits:", *(f"- {sentence}" for sentence in setup.limits[:2])]  # the same after each answer: more is not read
+    if left := setup.limits[2:]:
+        lines.append(f"- {len(left)} more: with --json under limits; docs/simulate.md, What is left out")
     (say if stderr else print)("\n".join(lines))
 
 
