@@ -13,12 +13,16 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import paceline
 from paceline.commands.catalogue import SECTIONS, Entry
 from paceline.errors import PacelineError
 
+MOST_IN_ONE_LIST = 25
+"""More options of a command stand in sections of its help."""
+FIRST_SECTIONS = ("Model", "Prompts")
+"""What everybody has to give; the others follow in the order of the command's parameters."""
 HELP = "Lossless speculative decoding: a small drafter goes ahead, the large model checks; same output, faster."
 
 
@@ -46,8 +50,25 @@ class LazyCommands(Mapping[str, Any]):
         module = importlib.import_module(f"paceline.commands.{entry.module}")
         function = getattr(module, self.prefix + name.replace("-", "_"))
         alone = typer.Typer(rich_markup_mode=None, add_completion=False)
-        alone.command(name, help=keep_example_lines(inspect.getdoc(function) or ""))(function)
+        alone.command(name, cls=Command, help=keep_example_lines(inspect.getdoc(function) or ""))(function)
         return typer.main.get_command(alone)
+
+
+class Command(TyperCommand):
+    """A command whose help has its options in sections, where there are too many for one list."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        shown = [(each, record) for each in self.get_params(ctx) if (record := each.get_help_record(ctx)) is not None]
+        arguments = [record for each, record in shown if each.param_type_name == "argument"]
+        options = [(each, record) for each, record in shown if each.param_type_name != "argument"]
+        sections: dict[str, list[Any]] = {"Arguments": arguments, **{title: [] for title in FIRST_SECTIONS}}
+        for each, record in options:
+            title = getattr(each, "rich_help_panel", None) if len(options) > MOST_IN_ONE_LIST else None
+            sections.setdefault(title or "Options", []).append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 def keep_example_lines(text: str) -> str:

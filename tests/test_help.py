@@ -89,3 +89,13 @@ def test_the_example_of_what_is_missing_is_one_line(call: Call) -> None:
     """With the lines that go on behind a backslash."""
     example = "paceline adapt gate runs/mine/drafter --traces traces --cluster tickets --incumbent default"
     assert f"Missing argument 'drafter', as in {example} (see --help)" in call("adapt", "gate").stderr
+
+
+def test_many_options_stand_in_sections_with_what_everybody_needs_first() -> None:
+    def headings(*words: str) -> list[str]:
+        lines = CliRunner().invoke(app, [*words, "--help"]).output.splitlines()
+        return [line.removesuffix(":") for line in lines if line and line[0].isupper() and line.endswith(":")]
+
+    assert headings("train")[:3] == ["Model", "Prompts", "Options"] and {"Drafter", "Training"} < {*headings("train")}
+    assert headings("generate")[:2] == ["Arguments", "Model"] and "Sampling" in headings("generate")
+    assert headings("models") == ["Options"]

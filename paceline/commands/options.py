@@ -49,6 +49,19 @@ IN_A_SENTENCE = r"(?<![\w/.-])[a-z]+_\w+(?![\w/-]|\.\w)"
 """A field's name, but no part of a path or of another name."""
 WRITTEN = ("out", "save_results")
 """Parameters of commands that name a file or a folder to be written."""
+SECTIONS = {
+    "EngineConfig": "Model",
+    "PromptsConfig": "Prompts",
+    "SamplingParams": "Sampling",
+    "AnswerConfig": "Answers of the target",
+    "ElsewhereConfig": "A target elsewhere",
+    "DrafterShape": "Drafter",
+    "LoopConfig": "Training",
+    "LossConfig": "Training",
+    "OptimConfig": "Training",
+    "CostsConfig": "Machine and costs",
+}
+"""Heading in a command's help of the options that a dataclass gives; those of others stand under Options."""
 WRITTEN_FILES = ("svg", "png", "columns", "columns_png")
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -144,6 +157,7 @@ class _Asked:
                     *names,
                     help=text + " May be repeated." if kind.is_tuple and not is_comma else text,
                     metavar=opt.metavar or _metavar(kind, is_comma),
+                    rich_help_panel=SECTIONS.get(owner.__name__),
                 ),
             ],
         )
