@@ -24,6 +24,7 @@ from paceline.simulate.answer import DEFAULT_MODEL, Setup, set_up
 from paceline.simulate.assumed import assumed
 from paceline.simulate.config import AdviceConfig, CostsConfig
 from paceline.simulate.costs import FractionDrafter, MeasuredCosts, RooflineCosts, StepCosts
+from paceline.simulate.roofline import memory_need
 from paceline.simulate.server_logs import Seen as ServerSeen
 from paceline.simulate.speedup import Acceptance, Load, chance_for, constant, from_rounds, from_survival, predict
 from paceline.train.config import AnswerConfig, PromptsConfig, TrainConfig
@@ -124,7 +125,7 @@ def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
     if is_ceiling:
         sentences[-1:] = [*sentences[-1:], CEILING.format(rate=f"{now['plain_tokens_per_s']:,.0f}")]
         sentences[0] = f"{sentences[0]} {SHORT_CEILING}"
-    basis = [*_basis(config, last, seen, has_answers, device), *setup.warnings, *setup.limits]
+    basis = [*_basis(config, last, seen, has_answers, device), *_replicas(setup, load, now), *setup.warnings, *setup.limits]
     basis.insert(0, _assumed(config, now, chosen))
     return Advice(verdict, sentences, setup.title, now, steps, chosen, ideal, last.machine, basis, is_ceiling)
 
@@ -132,6 +133,22 @@ def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
 def _assumed(config: AdviceConfig, now: dict[str, float], chosen: Step) -> str:
     """Context, streams and acceptance, and what differs from `simulate`."""
     return assumed(config.context, f"{now['streams']:.0f}", f"of {chosen.tokens_per_round:.2f} tokens a round, as learned")
+
+
+def _replicas(setup: Setup, load: Load, now: dict[str, float]) -> list[str]:
+    """A sentence on plain decoding by a copy of the model on each GPU, where one GPU holds it: how small models are served."""
+    costs, deployment = setup.bare or setup.costs, setup.deployment
+    if not isinstance(costs, RooflineCosts) or deployment is None or deployment.num_gpus == 1:
+        return []
+    alone = replace(deployment, num_gpus=1)
+    each = -(-load.batch // deployment.num_gpus)
+    if not memory_need(costs.shape, alone, each, load.context).fits:
+        return []
+    rate = load.batch / replace(costs, deployment=alone).round_s(each, 0, load.context)
+    return [
+        f"Replicas: a copy of the model on each of {min(deployment.num_gpus, load.batch)} GPUs would write {rate:,.0f} "
+        f"tokens/s plainly, {now['plain_tokens_per_s']:,.0f} are those of one copy over all {deployment.num_gpus}."
+    ]
 
 
 def _device(costs: CostsConfig) -> str | None:

@@ -106,6 +106,15 @@ def test_price_and_break_even_add_up() -> None:
     assert all(each["gain"] <= later["gain"] for each, later in zip(told["steps"], told["steps"][1:], strict=False))
 
 
+def test_several_gpus_are_compared_with_as_many_replicas() -> None:
+    eight = line("--model", "Qwen3-8B", "--hardware", "8x H100", "--streams", "16")
+    (told,) = [each for each in eight["basis"] if each.startswith("Replicas: a copy of the model on each of 8 GPUs")]
+    one = line("--model", "Qwen3-8B", "--hardware", "H100", "--streams", "2")
+    assert f"{8 * one['now']['plain_tokens_per_s']:,.0f} tokens/s" in told
+    large = line("--model", "DeepSeek-V4-Pro", "--hardware", "8x B200", "--streams", "16")
+    assert not [each for each in large["basis"] + one["basis"] if each.startswith("Replicas")]
+
+
 def test_people_read_a_currency_and_whole_days() -> None:
     done = CliRunner().invoke(app, ["advise", *ON, "--price-per-hour", "2.5"], catch_exceptions=False)
     assert "saves $ an hour" in done.output and "under a day" in done.output and "1 stream of" in done.output
