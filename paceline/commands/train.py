@@ -101,8 +101,22 @@ def train(
     from paceline.bench.html import read_run, training_verdict
 
     verdict = training_verdict(trained := read_run(result.run))
+    for line in kept_files(result.run):
+        say(line)
     say(verdict)
     return {**asdict(result), "expected": trained.plan.get("expected"), "verdict": verdict}
+
+
+def kept_files(run: Path) -> list[str]:
+    """A sentence on the files that only a run that goes on needs, with their size; none where there are none."""
+    names = [each.name for each in sorted(run.iterdir()) if each.is_dir() and each.name.startswith(("checkpoints", "features"))]
+    size = sum(file.stat().st_size for name in names for file in (run / name).rglob("*") if file.is_file())
+    if not size:
+        return []
+    folders = " and ".join(f"{run / name}" for name in names)
+    return [
+        f"{folders} ({size / 1e6:,.0f} MB) may be deleted unless this run is to go on; serving needs {run / 'drafter'} alone"
+    ]
 
 
 def _dry_run(config: asks.TrainConfig, device_name: str | None) -> dict[str, Any]:

@@ -114,3 +114,17 @@ def test_json_is_read_too_and_numbers_as_yaml_writes_them(tmp_path: Path) -> Non
     file.write_text('{"loop": {"optim": {"lr": "2e-3"}, "epochs": 3}, "asked": {"prompts": "one.jsonl"}}')
     config = config_of(read_run_file(file))
     assert (config.loop.optim.lr, config.loop.epochs, config.asked.prompts) == (2e-3, 3.0, ("one.jsonl",))
+
+
+def test_what_may_be_deleted_of_a_run_is_said_with_its_size(tmp_path: Path) -> None:
+    assert command.kept_files(tmp_path) == []
+    for name, size in (
+        ("drafter/model.safetensors", 9),
+        ("checkpoints/step-1/weights", 2_000_000),
+        ("features-ood/a", 1_500_000),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(size))
+    (line,) = command.kept_files(tmp_path)
+    assert "(4 MB) may be deleted" in line and line.endswith(f"serving needs {tmp_path / 'drafter'} alone")
+    assert str(tmp_path / "checkpoints") in line and str(tmp_path / "features-ood") in line
