@@ -152,7 +152,9 @@ def _compile_all(tool: _Compiler, sources: list[Path], sets: list[str], has_amx:
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as workers:
-        return list(workers.map(compile_one, portable + newer))
+        # The newest instruction sets take longest: begun last, one of them would compile alone at the end.
+        objects = [workers.submit(compile_one, source) for source in reversed(portable + newer)]
+        return [each.result() for each in reversed(objects)]
 
 
 def build_for_install(source_folder: Path, out_path: Path, *, emulated: bool = False) -> bool:
