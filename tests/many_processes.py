@@ -62,8 +62,9 @@ SCENARIOS = {
 }
 """In `one-document` all processes but one have nothing to compute."""
 WAYS = ("replicated", "sharded")
-CASES = [(name, "sharded") for name in SCENARIOS if name != "vocabulary"]
-CASES += [(name, "replicated") for name in ("base", "one-document", "vocabulary")]
+CASES = [(name, "sharded") for name in ("base", "muon", "one-document", "bfloat16")]
+CASES += [(name, "replicated") for name in ("base", "vocabulary")]
+CASES += [("recomputed", "sharded"), ("one-document", "replicated")] if os.environ.get("PACELINE_NIGHTLY") else []
 """Scenarios and the ways that each is trained in: what touches the network's layers where these are in parts."""
 SMALL_BUCKETS = mock.patch("paceline.train.buckets.BUCKET_BYTES", 4096)
 

@@ -185,6 +185,7 @@ def test_auto_is_split_without_a_gpu() -> None:
     assert type(make_attention("auto", config_of("full"), layout_of(), torch.float32)) is WAYS["split"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_packs_of_every_size_share_what_is_compiled() -> None:
     """The mask is compiled for the first pack alone, the product for the first two sizes: no other number of documents, blocks

@@ -69,6 +69,7 @@ def test_nothing_is_an_error(tmp_path: Path) -> None:
         StoredDocuments(tmp_path / "documents")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_memory_hardly_grows_with_the_number_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading, sorting and planning: ten times the documents, a few bytes more for each."""
