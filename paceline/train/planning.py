@@ -330,11 +330,11 @@ def _chosen_lines(plan: Plan) -> Iterator[str]:
     """The options that the plan chose, those of one reason together; then those that the user gave."""
     config, by_reason = plan.config, dict[str, list[str]]()
     for name, why in plan.chosen.items():
-        by_reason.setdefault(why, []).append(f"{option_of(name)} {_shown(value_of(config, name))}")
+        by_reason.setdefault(why, []).append(_setting(config, name))
     for why, options in by_reason.items():
         yield f"  chosen     {', '.join(options)}: {why}"
     given = config.given if config.given is not None else ()
-    yours = [f"{option_of(name)} {_shown(value_of(config, name))}" for name in sorted(given) if name.startswith(PLANNED)]
+    yours = [_setting(config, name) for name in sorted(given) if name.startswith(PLANNED)]
     if yours:
         yield f"  yours      {', '.join(yours)}"
 
@@ -342,6 +342,14 @@ def _chosen_lines(plan: Plan) -> Iterator[str]:
 def option_of(name: str) -> str:
     """The option of `paceline train` that sets a field: --draft-vocab for shape.draft_vocab."""
     return OPTIONS.get(name, "--" + name.rpartition(".")[2].replace("_", "-"))
+
+
+def _setting(config: TrainConfig, name: str) -> str:
+    """A field as it is typed, with its value."""
+    value = value_of(config, name)
+    if name == "loop.autocast":
+        return "--autocast" if value else "--full-precision"
+    return f"{option_of(name)} {_shown(value)}"
 
 
 def _shown(value: Any) -> str:

@@ -107,7 +107,7 @@ def test_a_processor_without_products_of_bfloat16_trains_in_float32(tmp_path: Pa
     slow = replace(LAPTOP, flops_per_s={"bfloat16": 1e11, "float32": 5e11})
     monkeypatch.setattr(facts, "_measured_once", lambda device: facts.MachineFacts(slow))
     plan = make_plan(asked(tmp_path, minutes=60.0))
-    assert not plan.config.loop.autocast
+    assert not plan.config.loop.autocast and "chosen     --full-precision: this processor" in plan.text
     assert plan.chosen["loop.autocast"] == "this processor has no products of bfloat16: float32 is 5.0 times as fast"
     assert plan.blocks == pytest.approx(fast.blocks), "as fast as the other, which multiplies as much in bfloat16"
     assert plan.share_of_pass == pytest.approx(fast.share_of_pass)
