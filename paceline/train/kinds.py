@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -58,8 +58,20 @@ def draft_ids_of(config: TrainConfig, corpus: Corpus, target: Target, say: Calla
 
 
 def begun(config: TrainConfig, target: Target, draft_ids: Tensor | None) -> Begun:
-    """A new drafter, or that of `config.init`, on the target's device. Raises DrafterMismatchError when `init` is of another
-    target, and what reading it does."""
+    """Makes a new drafter, or reads that of `config.init`, on the target's device.
+
+    Raises DrafterMismatchError when `init` is of another target, and what reading it does.
+    """
+    begins = _begun(config, target, draft_ids)
+    if config.loop.autocast or target.device.type != "cpu":
+        return begins
+    # A processor without bfloat16 makes products of it out of others, a hundred times slower than in float32.
+    head = begins.head.in_float32()
+    drafting = head if begins.drafting is begins.head else begins.drafting.in_float32()
+    return replace(begins, head=head, drafting=drafting)
+
+
+def _begun(config: TrainConfig, target: Target, draft_ids: Tensor | None) -> Begun:
     shape, loop, init = config.shape, config.loop, init_folder(config.init, config.target.model)
     flags = init is None and not is_trained_already(shape), shape.is_copied
     drafter: Trainable

@@ -14,7 +14,7 @@ sum keeps its expectation (sampled softmax, arXiv 1412.2007).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,10 @@ class Head:
     """Added to the logits: how many unsampled tokens each sampled one stands for, as a logarithm."""
     target: EndScales = PLAIN_ENDS
     """What the target itself does with the same product."""
+
+    def in_float32(self) -> Head:
+        """Returns the same numbers, whose products are made in float32."""
+        return replace(self, weight_VD=self.weight_VD.float())
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         logits_RV = hidden_RD.to(self.weight_VD.dtype) @ self.weight_VD.T

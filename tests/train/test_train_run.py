@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_dflash import tiny_target
 from tiny_runs import TINY, figures, paceline
 
 from paceline.cli import app
@@ -27,12 +28,14 @@ from paceline.draft.checkpoint import new_config
 from paceline.draft.dflash import DFlashConfig, DFlashDrafter, DFlashNetwork
 from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.hardware import Machine
+from paceline.model.target import head_weight
 from paceline.runlog import RunFolder
 from paceline.tables import Progress
 from paceline.train import facts, train, train_run
-from paceline.train.config import AnswerConfig, LoopConfig, TrainConfig
+from paceline.train.config import AnswerConfig, DrafterShape, LoopConfig, TrainConfig
 from paceline.train.expectations import Learned, expected_lines, expected_of
 from paceline.train.features import ScaledFeatures
+from paceline.train.kinds import begun
 from paceline.train.packs import DFlashTrainable
 from paceline.train.ranks import Ranks
 from paceline.train.run_file import config_of, read_run_file
@@ -343,3 +346,13 @@ def test_a_tiny_run_keeps_what_was_given(tmp_path: Path) -> None:
     tiny = train_run._at_scale(TrainConfig(tmp_path, scale="tiny", loop=loop, answering=answering), Ranks())
     assert (tiny.loop.epochs, tiny.loop.max_steps, tiny.answering.max_tokens) == (5.0, 3, 20)
     assert (tiny.loop.anchors, tiny.answering.max_prompt_tokens, tiny.max_len, tiny.shape.num_layers) == (16, 128, 256, 2)
+
+
+@pytest.mark.parametrize(("autocast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_training_in_float32_multiplies_the_head_in_float32_too(autocast: bool, dtype: torch.dtype) -> None:
+    """A processor that emulates bfloat16 took minutes for the head's products of the first step."""
+    config = TrainConfig(shape=DrafterShape(num_layers=1, num_taps=2), loop=LoopConfig(autocast=autocast))
+    target = tiny_target(dtype=torch.bfloat16)
+    begins = begun(config, target, torch.arange(8))
+    assert {begins.head.weight_VD.dtype, begins.drafting.weight_VD.dtype} == {dtype}
+    assert torch.equal(begins.drafting.weight_VD.float(), head_weight(target)[:8].float())
