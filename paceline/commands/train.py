@@ -101,9 +101,7 @@ def train(
     from paceline.bench.html import read_run, training_verdict
 
     verdict = training_verdict(trained := read_run(result.run))
-    for line in kept_files(result.run):
-        say(line)
-    say(verdict)
+    say("\n".join([*kept_files(result.run), verdict]))
     return {**asdict(result), "expected": trained.plan.get("expected"), "verdict": verdict}
 
 
