@@ -22,7 +22,7 @@ from paceline.errors import PacelineError
 MOST_IN_ONE_LIST = 25
 """More options of a command stand in sections of its help."""
 FIRST_SECTIONS = ("Model", "Prompts")
-"""What everybody has to give; the others follow in the order of the command's parameters."""
+"""Sections that a help begins with, since everybody needs them; the others follow in the order of the parameters."""
 HELP = "Lossless speculative decoding: a small drafter goes ahead, the large model checks; same output, faster."
 
 

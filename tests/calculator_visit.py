@@ -53,7 +53,7 @@ class Visit:
         return self.page.evaluate(SHOWN)
 
     def script(self, body: str, *given: Any) -> Any:
-        """What an async function returns that has `given`, `follow(link)` and `shown()`: much in one call."""
+        """Returns the result of an async function over `given`, `follow(link)` and `shown()`, in one call to the page."""
         return self.page.evaluate(f"async (given) => {{ const follow = {FOLLOW}, shown = {SHOWN}; {body} }}", given)
 
     def unfold(self, control: Any) -> Any:

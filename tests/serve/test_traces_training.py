@@ -75,7 +75,7 @@ def test_traces_feed_training_without_conversion(traced: tuple[Path, list[Sequen
 
 @pytest.mark.nightly
 def test_traces_are_asked_again(traced: tuple[Path, list[Sequence]], first: RunFolder, tmp_path: Path) -> None:
-    """As prompts of a second run, in which the drafter of the first goes on (`--init`)."""
+    """A second run asks the recorded prompts anew and continues the drafter of the first (`--init`)."""
     folder, done = traced
     words = ("--init", first.path / "drafter", "--max-steps", "2", "--features", "online")
     second = tmp_path / "second"

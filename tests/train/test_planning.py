@@ -250,7 +250,7 @@ def test_the_command_says_the_plan_and_stops(tmp_path: Path, capsys: Any, monkey
 
 
 def test_a_plan_speaks_in_options_that_train_has(tmp_path: Path) -> None:
-    """Those of one reason stand together; what is held out of the prompts is said."""
+    """Options chosen for one reason share a line, and the plan says how many prompts are held out."""
     shown = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
     plan = make_plan(asked(tmp_path, minutes=4.0))
     assert plan.chosen
