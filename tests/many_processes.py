@@ -1,13 +1,15 @@
 """What tests of several training processes share: a tiny trainer, its runs, and the processes that torchrun would start.
 
 The file is also what the processes run: `python many_processes.py FOLDER` forks them, each with RANK and the like in its
-environment. They go through all scenarios in one start and leave their figures in FOLDER.
+environment. They go through all scenarios in one start and leave their figures in FOLDER. Three train; three more, whose
+groups fail, mostly wait meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -49,7 +51,7 @@ WORLD = 3
 """Processes of a group: an odd number, and of three one passes on what it gets from another."""
 STEP_TIMEOUT_S = 6.0
 """Limit of a step, in seconds, in groups that are to fail; in it processes must also connect, on busy cores."""
-TOO_LATE_S = 8.0
+TOO_LATE_S = 7.0
 
 BASE = LoopConfig(max_steps=STEPS, blocks_per_step=24, anchors=5, blocks_per_pack=10, autocast=False, checkpoint_minutes=1e6)
 SCENARIOS = {
@@ -126,8 +128,8 @@ def run(trainer: Trainer, killed_at: int | None = None) -> dict[str, Any]:
     return figures | {"steps": trainer.state.step}
 
 
-def started(folder: Path) -> tuple[list[int], list[str]]:
-    """Exit statuses and outputs of the processes that go through this file's scenarios in `folder`."""
+def started(folder: Path) -> tuple[dict[str, list[int]], str]:
+    """Exit statuses by group and rank, and all output, of processes that go through this file's scenarios in `folder`."""
     ports = []
     with contextlib.ExitStack() as probes:  # all open at once: no port twice
         for _ in range(1 + len(FAILURES)):
@@ -143,7 +145,7 @@ def started(folder: Path) -> tuple[list[int], list[str]]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    outputs = [(folder / f"output-{rank}.txt").read_text() for rank in range(WORLD)]
+    outputs = "\n".join(f"{file.name}: {file.read_text()}" for file in sorted(folder.glob("output-*.txt")))
     return json.loads((folder / "statuses.json").read_text()), outputs
 
 
@@ -317,12 +319,7 @@ def fail(folder: Path, ranks: Ranks) -> None:
         (folder / f"{name}-{ranks.rank}.json").write_text(json.dumps([told, time.monotonic() - began]))
 
 
-def one_of_several(folder: Path) -> None:
-    """What each of the processes does."""
-    torch.set_num_threads(1)
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(PATIENCE, exit=True)
-    ranks = Ranks.here()
+def train(folder: Path, ranks: Ranks) -> None:
     os.environ["MASTER_PORT"] = os.environ["PORTS"].split(",")[0]
     with process_group(ranks, "cpu") as wait:
         train_in_all_ways(folder, ranks)
@@ -330,24 +327,37 @@ def one_of_several(folder: Path) -> None:
         overlap(folder, ranks)
         wait()
         differ(folder, ranks)
-    fail(folder, ranks)
+
+
+GROUPS = {each.__name__: each for each in (fail, train)}
+
+
+def one_of_several(folder: Path, group: str, rank: int) -> None:
+    """What each of the processes does."""
+    with (folder / f"output-{group}-{rank}.txt").open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    GROUPS[group](folder, Ranks.here())
 
 
 def several(folder: Path) -> None:
     """Import once what every process needs, which takes longer than all that they do; then fork them."""
     for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.experimental"):
         importlib.import_module(name)
-    children: list[int] = []
-    for rank in range(WORLD):
-        children.append(os.fork())
-        if not children[-1]:
-            with (folder / f"output-{rank}.txt").open("w") as output:
-                os.dup2(output.fileno(), 1)
-                os.dup2(output.fileno(), 2)
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            one_of_several(folder)
-            return
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    gc.freeze()  # none of them looks for garbage in what was imported
+    children: dict[str, list[int]] = {}
+    for group in GROUPS:
+        children[group] = []
+        for rank in range(WORLD):
+            children[group].append(os.fork())
+            if not children[group][-1]:
+                one_of_several(folder, group, rank)
+                return
+    statuses = {group: [os.waitstatus_to_exitcode(os.waitpid(one, 0)[1]) for one in own] for group, own in children.items()}
     (folder / "statuses.json").write_text(json.dumps(statuses))
 
 
