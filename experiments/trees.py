@@ -3,7 +3,7 @@
     python experiments/trees.py --prompts gsm8k_test.jsonl --limit 32
 
 Every plan checks the same number of drafts in every round; the texts of all plans must be the same at the same seed, or the
-script fails. It counts tokens a round only; `never_below.py` compares in turns what the planner makes of them in time.
+script fails. It counts tokens a round only.
 """
 
 from __future__ import annotations
