@@ -41,7 +41,7 @@ from paceline.train.features import OnlineFeatures, ScaledFeatures, measure_scal
 from paceline.train.losses import Head, head_loss
 from paceline.train.optimisers import Optimisers
 from paceline.train.packs import DFlashTrainable, Packer
-from paceline.train.round_starts import Look
+from paceline.train.served import accepted_at, starts_of
 from paceline.train.start import head_of
 from paceline.train.tiny import write_tiny_target
 from paceline.types import SamplingParams
@@ -66,7 +66,8 @@ class Arm:
 
     def anchors(self, number: int, rng: np.random.Generator) -> NDArray[np.int64]:
         """Where rounds of the drafter as it is now begin in a document; at most so many of them."""
-        starts = Look(self.trainable, self.packer, self.head, self.embedding_VD).starts(number)
+        accepted_P = accepted_at(self.trainable, self.packer, self.head, self.embedding_VD, number)
+        starts = self.documents[number].answer_start + starts_of(accepted_P)
         return np.sort(rng.choice(starts, min(len(starts), self.args.anchors), replace=False))
 
     def supervised(self, number: int, anchors_A: NDArray[np.int64]) -> Tensor:

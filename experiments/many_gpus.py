@@ -90,8 +90,6 @@ class Bench:
             way,
             "--max-steps",
             str(options.steps),
-            "--plateau",
-            "off",
             "--serve-share",
             "0",
             "--max-len",

@@ -206,7 +206,7 @@ def tiny_trainer(visit: Visit, folder: Path, total: int, **changes: Any) -> Trai
     settings = LoopConfig(**{
         "max_steps": total, "blocks_per_step": 8, "anchors": 3, "blocks_per_pack": 4,
         "autocast": False, "attention": "split",
-        "loss": LossConfig("ce"), "optim": OptimConfig(lr=3e-3), "checkpoint_minutes": 1e9, "plateau": "off", **changes,
+        "loss": LossConfig("ce"), "optim": OptimConfig(lr=3e-3), "checkpoint_minutes": 1e9, **changes,
     })  # fmt: skip
     raw, network = network_for(target, "none", DrafterShape(num_layers=1, block_size=4, num_taps=2), None, 0)
     network.to(target.device)

@@ -229,9 +229,6 @@ class LoopConfig:
     """Blocks between two updates."""
     anchors: Count = 64
     """Blocks per document and epoch, at random places. The paper has 512 in 3,072 tokens."""
-    round_starts: Share = 0.0
-    """Share of the blocks that begin where served rounds do: behind the drafts that --init, gone through each answer, gets
-    wrong. What is left begins at random places."""
     blocks_per_pack: Count = 128
     """Blocks computed at once; a step adds up its packs."""
     tokens_per_pack: Annotated[int, at_least(16)] | None = 4096
@@ -256,10 +253,6 @@ class LoopConfig:
     """Checkpoints that stay."""
     serve_share: Share = 0.05
     """Share of the training time that may go to serving held-out prompts on the way; 0 serves at the end only."""
-    plateau: Annotated[str, ("act", "warn", "off")] = "act"
-    """While the loss stays where word frequencies alone bring it: change the learning rate, say so, or neither."""
-    plateau_steps: Count = 300
-    """Steps between looks at that."""
     selector_from: Share = 0.3
     """Share of the run after which a selector learns too (dflash2); body and convolutions learn all along."""
     selector_share: Annotated[float, within("above 0 and at most 1", above=0, most=1)] = 0.25

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -262,41 +262,6 @@ def draw_anchors(document: Document, number: int, seed: int, epoch: int) -> NDAr
     return np.sort(generator.choice(every, number, replace=False))
 
 
-class RoundStarts(Protocol):
-    """Where served rounds begin in each document, and the share of anchors that are to lie there."""
-
-    share: float
-    """Above 0, at most 1."""
-    mark: str
-    """Of all places: runs with the same one draw the same blocks."""
-
-    def of(self, number: int) -> NDArray[np.int64]:
-        """Positions of document `number`, ascending, all of them places for anchors; at least one."""
-        ...
-
-    def count(self, number: int) -> int:
-        """How many `of` gives."""
-        ...
-
-
-def num_drawn(document: Document, number: int, num_starts: int, share: float) -> int:
-    """How many anchors `draw_served` gives at most: no more than the share allows, however few rounds begin in the
-    document."""
-    return min(number, document.num_anchors, max(1, math.floor(num_starts / share)))
-
-
-def draw_served(
-    document: Document, starts_S: NDArray[np.int64], share: float, number: int, seed: int, epoch: int
-) -> NDArray[np.int64]:
-    """Up to `number` distinct anchor positions, ascending: this share of them where rounds begin, the others
-    anywhere else."""
-    number = num_drawn(document, number, len(starts_S), share)
-    generator = np.random.default_rng((seed, epoch, zlib.crc32(document.key.encode())))
-    served = generator.choice(starts_S, min(len(starts_S), math.floor(share * number + 0.5)), replace=False)
-    others = np.setdiff1d(np.arange(document.answer_start, len(document) - 1), served)
-    return np.sort(np.concatenate([served, generator.choice(others, number - len(served), replace=False)]))
-
-
 def labels_of(document: Document, anchors_A: NDArray[np.int64], block_size: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Tokens at anchor + 1 .. anchor + block_size - 1, [A, K], and whether they are within the document."""
     at_AK = anchors_A[:, None] + np.arange(1, block_size)
@@ -331,10 +296,8 @@ class StepPlanner:
         anchors: int,
         block_size: int,
         seed: int,
-        starts: RoundStarts | None = None,
     ) -> None:
-        """`starts`: where a share of the anchors lies; None draws all of them alike."""
-        self.documents, self._starts = documents, starts
+        self.documents = documents
         self._blocks_per_step, self._anchors, self._block_size, self._seed = blocks_per_step, anchors, block_size, seed
         self.steps_per_epoch = max(1.0, self._count_steps())
         """How many steps see every document once; a document that a step has no room for whole gives fewer blocks."""
@@ -342,22 +305,10 @@ class StepPlanner:
     def _count_steps(self) -> float:
         num_steps = num_blocks = 0
         for number in epoch_order(len(self.documents), self._seed, 0):
-            num_blocks += self._num_anchors(int(number), min(self._anchors, self._blocks_per_step - num_blocks))
+            num_blocks += min(self._anchors, self._blocks_per_step - num_blocks, self.documents[int(number)].num_anchors)
             if num_blocks == self._blocks_per_step:
                 num_steps, num_blocks = num_steps + 1, 0
         return num_steps + num_blocks / self._blocks_per_step
-
-    def _num_anchors(self, number: int, most: int) -> int:
-        document, starts = self.documents[number], self._starts
-        if starts is None:
-            return min(most, document.num_anchors)
-        return num_drawn(document, most, starts.count(number), starts.share)
-
-    def _draw(self, number: int, most: int, epoch: int) -> NDArray[np.int64]:
-        document, starts = self.documents[number], self._starts
-        if starts is None:
-            return draw_anchors(document, most, self._seed, epoch)
-        return draw_served(document, starts.of(number), starts.share, most, self._seed, epoch)
 
     def step(self, place: Place) -> tuple[list[tuple[int, NDArray[np.int64]]], int, Place]:
         """(document number, its anchors) of one step, the number of valid slots in it, and where the next one begins."""
@@ -371,7 +322,7 @@ class StepPlanner:
                 order = epoch_order(len(self.documents), self._seed, epoch)
             number = int(order[index])
             document = self.documents[number]
-            anchors_A = self._draw(number, min(self._anchors, self._blocks_per_step - num_blocks), epoch)
+            anchors_A = draw_anchors(document, min(self._anchors, self._blocks_per_step - num_blocks), self._seed, epoch)
             chosen.append((number, anchors_A))
             num_blocks += len(anchors_A)
             num_slots += num_valid_slots(document, anchors_A, self._block_size)

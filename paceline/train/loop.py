@@ -19,13 +19,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.errors import ConfigError, TrainingError
 from paceline.tables import ignore
 from paceline.train.checkpoint import check_same, latest_checkpoint, save_best, save_checkpoint
 from paceline.train.config import LoopConfig, LossConfig
-from paceline.train.dataset import Corpus, Document, Place, RoundStarts, StepPlanner
+from paceline.train.dataset import Corpus, Document, Place, StepPlanner
 from paceline.train.eagle3 import Eagle3Trainable
 from paceline.train.features import FeatureSource
 from paceline.train.losses import Head, LossVocabulary, SlotMetrics, Slots, head_loss
@@ -33,7 +34,6 @@ from paceline.train.mtp import MtpTrainable
 from paceline.train.optimisers import Optimisers, learning_rate_share
 from paceline.train.packs import Chosen, Pack, PackBudget, Packer, Trainable, heldout_anchors
 from paceline.train.parallel import make_parallel, recompute_layers
-from paceline.train.plateau import Plateau, unigram_entropy, watched
 from paceline.train.ranks import Ranks
 from paceline.train.selector import BlockSample, DFlash2Trainable
 
@@ -60,7 +60,6 @@ class _State:
     """Tokens a round of held-out prompts, served with the weights that are kept."""
     serving_s: float = 0.0
     """Seconds that serving them has taken."""
-    plateau: Plateau = field(default_factory=Plateau)
 
 
 class Trainer:
@@ -80,23 +79,20 @@ class Trainer:
         ranks: Ranks | None = None,
         heldout_head: Head | None = None,
         wait: Callable[[], None] = ignore,
-        starts: RoundStarts | None = None,
     ) -> None:
         """`heldout_head`: what held-out documents are drafted with, when that is not `head`: a draft vocabulary. `wait`: until
-        all processes are there, however long the first one serves or writes. `starts`: of config.round_starts above 0."""
-        assert (starts.share if starts else 0.0) == config.round_starts
+        all processes are there, however long the first one serves or writes."""
         self.drafter, self.network, self.config, self.folder = drafter, drafter.network, config, folder
         self.embedding_VD, self.head, self.ranks = embedding_VD, head, ranks or Ranks()
         self.heldout_head, self.wait = heldout_head or head, wait
         self.device = embedding_VD.device
-        self.corpus, self.state, self.starts = corpus, _State(), starts
+        self.corpus, self.state = corpus, _State()
         self.planner = StepPlanner(
             corpus.train,
             blocks_per_step=config.blocks_per_step,
             anchors=config.anchors,
             block_size=drafter.block_size,
             seed=config.seed,
-            starts=starts,
         )
         window = getattr(drafter, "context_window", None)
         self.budget = PackBudget(config.blocks_per_pack, config.tokens_per_pack, drafter.block_size, window)
@@ -130,7 +126,7 @@ class Trainer:
         by_minutes = self.state.seconds / 60 / self.config.max_minutes if self.config.max_minutes else 0.0
         return min(1.0, max(self.state.step / self.total_steps, by_minutes))
 
-    def resume(self) -> bool:
+    def resume(self, notice: Callable[[str], None] = ignore) -> bool:
         """Go on from the newest checkpoint, if there is one. Raises ConfigError when it was begun with other settings, and
         ProcessesError when processes read different ones."""
         checkpoint = latest_checkpoint(self.folder)
@@ -138,12 +134,11 @@ class Trainer:
         if checkpoint is None:
             return False
         stored = checkpoint.trainer
-        check_same(self.folder, _of_now(stored["identity"]), self._identity(), ", or continue from its drafter with --init")
+        identity, state = _of_now(self.folder, stored, notice)
+        check_same(self.folder, identity, self._identity(), ", or continue from its drafter with --init")
         self.parallel.load(self.network, checkpoint.weights)
         self.optimisers.fill(checkpoint.optimisers, self.parallel.laid_out)
-        state = stored["state"]
-        parts = {"place": Place(**state["place"]), "plateau": Plateau(**state.get("plateau", {}))}
-        self.state = _State(**{**state, **parts})
+        self.state = _State(**{**state, "place": Place(**state["place"])})
         return True
 
     def run(
@@ -163,7 +158,6 @@ class Trainer:
         while self.share_done < 1.0:
             figures = self._step()
             is_last = self.share_done >= 1.0
-            self._watch_plateau(figures, notice)
             if self.heldout and (self.state.step % self.config.heldout_every == 0 or is_last):
                 figures |= self._look(notice)
                 self._keep(figures, is_last)
@@ -175,14 +169,6 @@ class Trainer:
             if is_stopped:
                 return False
         return True
-
-    def _watch_plateau(self, figures: dict[str, Any], notice: Callable[[str], None]) -> None:
-        before, step = self.state.plateau, self.state.step
-        after, said = watched(before, self.config, self.unigram_entropy, step, figures["loss"])
-        self.state = replace(self.state, plateau=after)
-        if said:
-            figures["plateau"] = {"said": said, "loss": after.recent, "unigram_entropy": self.unigram_entropy}
-            notice(said)
 
     def save(self) -> None:
         """Write a checkpoint (the first process does). Raises CacheError when the disk refuses; the last good one stays."""
@@ -202,7 +188,6 @@ class Trainer:
             "num_documents": len(self.corpus.train),
             "documents": self._documents,
             **({"codebooks": self.drafter.codebooks} if isinstance(self.drafter, DFlash2Trainable) else {}),
-            **({"places": self.starts.mark} if self.starts else {}),
         }
 
     @functools.cached_property
@@ -223,8 +208,7 @@ class Trainer:
         loss, metrics = self._summed(*own)
         norm = self.parallel.clip(self.network, config.optim.clip)
         self._check_finite(loss, norm, chosen)
-        again = state.plateau.rate_share(state.step, config.plateau_steps)
-        rate = self.optimisers.step(again * learning_rate_share(self.share_done))
+        rate = self.optimisers.step(learning_rate_share(self.share_done))
         num_blocks = sum(len(anchors_A) for _, anchors_A in chosen)
         num_tokens = sum(len(self.corpus.train[number]) for number, _ in chosen)
         seconds = self.parallel.most(time.perf_counter() - began)
@@ -384,7 +368,28 @@ class Trainer:
         return 6.0 * matrices * size + 4.0 * (size - 1) * head.weight_VD.numel()
 
 
-def _of_now(identity: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says it was begun with; settings that came later had their defaults."""
-    later = {"selector_from": LoopConfig().selector_from, "round_starts": LoopConfig().round_starts}
-    return {**later, **identity, "loss": {"selector": LossConfig().selector, **identity["loss"]}}
+def unigram_entropy(counts_V: NDArray[np.int64], kept: NDArray[np.int64] | None = None) -> float:
+    """Nats per token of texts with these token counts; with a draft vocabulary `kept`, of its tokens among all positions, as
+    the loss counts them: a token that cannot be drafted adds nothing to it."""
+    total = counts_V.sum()
+    counts = (counts_V if kept is None else counts_V[kept]).astype(np.float64)
+    counts = counts[counts > 0]
+    return float(-(counts / total * np.log(counts / counts.sum())).sum()) if len(counts) else 0.0
+
+
+def _of_now(folder: Path, stored: dict[str, Any], notice: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Identity and state of a checkpoint, without the settings that only earlier versions had; settings that came later had
+    their defaults. Raises ConfigError where a removed setting has changed what was learned."""
+    identity, state = {"selector_from": LoopConfig().selector_from, **stored["identity"]}, {**stored["state"]}
+    identity["loss"] = {"selector": LossConfig().selector, **identity["loss"]}
+    was_watched = identity.pop("plateau", "off") != "off"
+    identity.pop("plateau_steps", None)
+    used = {"--round-starts": identity.pop("round_starts", 0.0), "--plateau act": state.pop("plateau", {}).get("acted", 0)}
+    if names := " and ".join(name for name, value in used.items() if value):
+        raise ConfigError(
+            f"{folder} was begun with {names}, which this version does not have: go on with the version that began it, or "
+            "continue from its drafter with --init, into another --out"
+        )
+    if was_watched:
+        notice("note: this run was begun by a version that watched for a plateau of the loss (--plateau); this one does not")
+    return identity, state

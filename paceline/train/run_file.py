@@ -12,7 +12,7 @@ refused with the nearest one. Only YAML's safe loader is used; JSON is read too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
@@ -21,11 +21,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from paceline.errors import ConfigError
 from paceline.runlog import plain, write_whole
 from paceline.settings_file import read_settings_file
+from paceline.tables import ignore
 from paceline.train.config import TrainConfig
 
 RUN_FILE = "run.yaml"
 LEFT_OUT = {"given"}
 """Fields of TrainConfig that are no part of a file."""
+REMOVED = ("plateau", "plateau_steps")
+"""Fields of the loop that run files of earlier versions have."""
 
 
 def write_run_file(config: TrainConfig) -> Path:
@@ -43,9 +46,19 @@ def as_tree(config: TrainConfig) -> dict[str, Any]:
     return _without_none({name: value for name, value in plain(config).items() if name not in LEFT_OUT})
 
 
-def read_run_file(file: Path) -> dict[str, Any]:
-    """Part -> field -> value, names checked. Raises ConfigError."""
-    return read_settings(file, TrainConfig, f"give a {RUN_FILE} that a run has left, or one of that form")
+def read_run_file(file: Path, notice: Callable[[str], None] = ignore) -> dict[str, Any]:
+    """Part -> field -> value, names checked; `notice` gets a note on settings that only earlier versions had. Raises
+    ConfigError."""
+    tree = read_settings_file(file, f"give a {RUN_FILE} that a run has left, or one of that form")
+    loop = tree.get("loop")
+    if isinstance(loop, dict):
+        if loop.pop("round_starts", 0.0) != 0.0:
+            raise ConfigError(f"{file}: this version has no loop.round_starts: remove it, blocks then begin at random places")
+        removed = [f"loop.{name}" for name in REMOVED if loop.pop(name, None) is not None]
+        if removed:
+            notice(f"note: {file}: {' and '.join(removed)} are of an earlier version and have no effect")
+    _check_names(file, (TrainConfig, TrainConfig), tree, "")
+    return tree
 
 
 def read_settings(file: Path, owner: type, remedy: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline import shipped
@@ -35,8 +36,8 @@ from paceline.model.target import Target
 from paceline.plan import FixedPlanner
 from paceline.train.dataset import Document
 from paceline.train.features import OnlineFeatures
-from paceline.train.packs import Packer
-from paceline.train.round_starts import Look, starts_of
+from paceline.train.losses import Head
+from paceline.train.packs import DFlashTrainable, Packer
 from paceline.train.selector import trainable_of
 from paceline.train.start import head_of
 from paceline.types import SamplingParams
@@ -47,6 +48,7 @@ AGREE = 0.03
 SERVED_BATCH = 8
 WALKED = 8
 """Answers that are gone through teacher-forced."""
+BLOCKS_AT_ONCE = 32
 TIMED, TIMED_TOKENS = 4, 64
 """Prompts whose speed is measured, one after the other, and tokens of each."""
 
@@ -149,10 +151,30 @@ def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> f
     features = OnlineFeatures(target, documents, config.target_layer_ids, needs_final=False)
     packer = Packer(config.block_size, documents, features, target.device)
     head, embedding_VD = head_of(target, config, drafter.draft_ids, drafter.head_VD), _embedding(target)
-    look = Look(trainable, packer, head, embedding_VD)
-    kept = [look.standing(number) for number in range(len(documents))]
-    num_rounds = sum(len(starts_of(standing_P)) for standing_P in kept)
+    kept = [accepted_at(trainable, packer, head, embedding_VD, number) for number in range(len(documents))]
+    num_rounds = sum(len(starts_of(accepted_P)) for accepted_P in kept)
     return sum(map(len, kept)) / num_rounds if num_rounds else 0.0
+
+
+@torch.no_grad()
+def accepted_at(drafter: DFlashTrainable, packer: Packer, head: Head, embedding_VD: Tensor, number: int) -> NDArray[np.int64]:
+    """Number of accepted drafts of a block at each place of document `number` that a block can be anchored at, [P]."""
+    document = packer.documents[number]
+    places, found = np.arange(document.answer_start, len(document) - 1), [np.zeros(0, dtype=np.int64)]
+    for first in range(0, len(places), BLOCKS_AT_ONCE):
+        pack = packer.pack([(number, places[first : first + BLOCKS_AT_ONCE])])
+        right_AK = drafter.right(drafter.hidden(pack, embedding_VD, False), pack, head, embedding_VD)
+        found.append(right_AK.long().cumprod(dim=1).sum(1).cpu().numpy())
+    return np.concatenate(found)
+
+
+def starts_of(accepted_P: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Which places begin a round, when the first does: a round takes the accepted drafts at its anchor, and one token."""
+    found, at = [], 0
+    while at < len(accepted_P):
+        found.append(at)
+        at += int(accepted_P[at]) + 1
+    return np.array(found, dtype=np.int64)
 
 
 def _embedding(target: Target) -> Tensor:

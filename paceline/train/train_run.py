@@ -43,7 +43,6 @@ from paceline.train.mtp import check_mtp
 from paceline.train.planning import apply_stored, make_plan, stored_plan
 from paceline.train.ranks import Ranks, only_run
 from paceline.train.ray_answers import run as regenerate
-from paceline.train.round_starts import check_round_starts, find_starts
 from paceline.train.run_file import with_value, write_run_file
 from paceline.train.served import HeldoutServer, agreement, final_figures, finished_drafter, has_room, read_finished
 from paceline.train.sources import Sources
@@ -122,7 +121,6 @@ def _check_inputs(config: TrainConfig) -> None:
     """What can be known to be wrong before hours are spent on it."""
     check_tracker(config.log_to)
     init_folder(config.init, config.target.model)
-    check_round_starts(config)
     check_mtp(config)
     for prompts in (config.ood, config.heldout):
         read_mixture(_others(config, prompts), config.answering.seed, ignore)
@@ -355,13 +353,13 @@ class _Stages:
         trainer = Trainer(
             drafter, corpus, scaled, embedding_VD, begins.head, loop,
             folder=config.out / "checkpoints", peak_flops=flops_per_s, ranks=self.ranks, heldout_head=begins.drafting,
-            wait=self.wait, starts=find_starts(sources, corpus, drafter, scaled, embedding_VD, draft_ids),
+            wait=self.wait,
         )  # fmt: skip
         watched = {"heldout": corpus.heldout, "ood": read_corpus([ood], config.max_len, 0.0).train[:MAX_HELDOUT] if ood else []}
         for name, documents in watched.items():
             if documents:
                 trainer.heldout[name] = documents, ScaledFeatures(sources.of(documents, f"features-{name}"), scale_F)
-        if not trainer.resume() and (norm := begins.first_norm) is not None:
+        if not trainer.resume(self.progress.say) and (norm := begins.first_norm) is not None:
             scale_first_logits(norm, begins.head, *trainer.first_slots())
         return trainer
 

@@ -126,6 +126,16 @@ class TestAnchors:
         assert len({tuple(draw) for draw in draws}) == 4
         assert draw_anchors(one, 8, 0, 0).tolist() == draws[0]
 
+    def test_a_seed_draws_the_blocks_that_it_always_drew(self) -> None:
+        """A run of an earlier version goes on with its own blocks."""
+        assert draw_anchors(document(1, 5, 40), 8, 0, 0).tolist() == [5, 9, 11, 12, 13, 33, 38, 43]
+        one = StepPlanner(documents(), blocks_per_step=10, anchors=4, block_size=4, seed=3)
+        chosen, num_slots, place = one.step(Place(1, 3))
+        assert [(number, anchors_A.tolist()) for number, anchors_A in chosen] == [
+            (8, [4, 8, 10, 11]), (5, [4, 6, 7, 12]), (0, [3, 5]),
+        ]  # fmt: skip
+        assert (num_slots, place, one.steps_per_epoch) == (29, Place(1, 6), 3.4)
+
     def test_labels_stand_at_their_own_places_and_end_with_the_document(self) -> None:
         one = document(3, prompt=2, answer=6)
         labels, valid = labels_of(one, np.array([2, 5, 6]), 4)

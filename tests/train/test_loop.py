@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_training import HIDDEN, VOCAB, config, documents, embedding, tiny_decoder, trainer
@@ -17,9 +18,17 @@ from paceline.train.checkpoint import best_checkpoint
 from paceline.train.config import LOSSES, LoopConfig, LossConfig, OptimConfig
 from paceline.train.dataset import Place
 from paceline.train.features import OnlineFeatures
-from paceline.train.loop import Trainer, learning_rate_share
+from paceline.train.loop import Trainer, learning_rate_share, unigram_entropy
 from paceline.train.losses import Head
 from paceline.train.packs import heldout_anchors
+
+
+def test_entropy_of_words() -> None:
+    assert unigram_entropy(np.array([5, 5, 0, 0])) == pytest.approx(math.log(2))
+    assert unigram_entropy(np.full(VOCAB, 3)) == pytest.approx(math.log(VOCAB))
+    half = unigram_entropy(np.array([4, 4, 4, 4]), np.array([0, 2]))
+    assert half == pytest.approx(0.5 * math.log(2)), "half of the places count, each with one bit"
+    assert unigram_entropy(np.array([0, 0, 4]), np.array([0])) == 0.0
 
 
 def steps_of(one: Trainer) -> list[dict[str, Any]]:

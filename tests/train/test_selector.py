@@ -265,7 +265,6 @@ def test_codebooks_written_out_score_as_their_factors(tmp_path: Path) -> None:
     assert whole.candidate_selector.get_parameter("successor_codebook").shape == (VOCAB, 6)
 
 
-@pytest.mark.nightly  # test_round_starts.py continues one with --drafter-kind dflash2 at every change
 @pytest.mark.slow
 def test_the_command_continues_a_v1_drafter(tmp_path: Path) -> None:
     """v1 in, DFlash 2 out, with a draft vocabulary; served by the engine as it is teacher-forced."""

@@ -17,7 +17,7 @@ from paceline.train.dataset import Corpus, Document, loop_start
 from paceline.train.features import OnlineFeatures
 from paceline.train.loop import Trainer
 from paceline.train.packs import DFlashTrainable
-from paceline.train.served import _served, agreement, serve_heldout, walked
+from paceline.train.served import _served, agreement, serve_heldout, starts_of, walked
 from paceline.train.start import FirstNorm, network_for, scale_first_logits
 from paceline.train.tiny import write_tiny_target
 from paceline.types import SamplingParams
@@ -74,6 +74,12 @@ def test_an_untrained_drafter_gains_nothing_and_changes_nothing(llm: LLM) -> Non
     accepted = sum(count * rounds for count, rounds in enumerate(served.accepted_histogram))
     assert served.tokens_per_round == pytest.approx(1.0 + accepted / served.num_rounds)
     assert 1.0 <= served.tokens_per_round < 1.5
+
+
+def test_a_round_takes_the_accepted_drafts_and_one_token_more() -> None:
+    assert starts_of(np.array([2, 9, 9, 0, 3, 9, 9, 9, 1])).tolist() == [0, 3, 4, 8]
+    assert starts_of(np.array([0, 0, 0])).tolist() == [0, 1, 2]
+    assert starts_of(np.array([], dtype=np.int64)).tolist() == []
 
 
 @pytest.mark.slow
