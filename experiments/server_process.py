@@ -1,11 +1,10 @@
-"""A server as a process of its own, for the scripts that ask one: started, looked at from outside, and ended."""
+"""A server as a process of its own, for the scripts that ask one: started, asked, and ended."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 import json
-import os
 import re
 import signal
 import subprocess
@@ -13,51 +12,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 HOST, CHAT = "127.0.0.1", "/v1/chat/completions"
 TIMEOUT_S = 600.0
-
-
-@dataclass
-class Process:
-    """What the kernel and /metrics say of a server."""
-
-    pid: int
-    port: int
-
-    def figures(self) -> dict[str, float]:
-        status = Path(f"/proc/{self.pid}/status").read_text()
-        found = {name: float(re.findall(rf"{name}:\s+(\d+)", status)[0]) for name in ("VmRSS", "Threads")}
-        with contextlib.closing(http.client.HTTPConnection(HOST, self.port, timeout=TIMEOUT_S)) as connection:
-            connection.request("GET", "/metrics")
-            metrics = connection.getresponse().read().decode()
-        gauges = {
-            name: float(re.findall(rf"^vllm:{name}\{{.*\}} (\S+)", metrics, re.MULTILINE)[0])
-            for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        }
-        return {
-            "memory MB": found["VmRSS"] / 1024,
-            "threads": found["Threads"],
-            "files": len(os.listdir(f"/proc/{self.pid}/fd")),
-            "running": gauges["num_requests_running"],
-            "waiting": gauges["num_requests_waiting"],
-            "cache in use": gauges["kv_cache_usage_perc"],
-        }
-
-    def settled(self, seconds: float = 60.0) -> dict[str, float]:
-        """Once nothing runs and connections are closed, or as it is when that takes too long."""
-        ends = time.monotonic() + seconds
-        before: dict[str, float] = {}
-        while time.monotonic() < ends:
-            now = self.figures()
-            if not (now["running"] or now["waiting"]) and now["files"] == before.get("files"):
-                return now
-            before = now
-            time.sleep(1.0)
-        return before
 
 
 @contextlib.contextmanager

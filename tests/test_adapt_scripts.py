@@ -35,16 +35,16 @@ class TestLive:
 
     def checks(self, folder: Path, events: tuple[str, ...] = NAMES, **changes: Any) -> dict[str, bool]:
         """The verdicts on a run in which all went well, but for `changes`."""
-        live, traffic = script("adapt_live"), script("live_traffic")
+        live = script("adapt_live")
         run = live.Run(Namespace(out=folder, hour_s=8.0, limit_minutes=40.0))
         for event in events:
             AdaptLog(folder / "adapt").event(1, event, why="")
         begin = run.began
         marks = ("questions begin", "tickets begin", "swapped", "forced", "taken back")
         run.times = {name: begin + 100 * place for place, name in enumerate(marks)}
-        clients = traffic.Traffic(1, {}, 9, 1, 1.0, {})
+        clients = live.Traffic(1, {}, 9, 1, 1.0, {})
         rates = {begin + 150: 170, begin + 250: changes.pop("after", 400), begin + 350: 100}
-        clients.done = [traffic.Done(at, "tickets", tokens, 100, True) for at, tokens in rates.items() for _ in range(20)]
+        clients.done = [live.Done(at, "tickets", tokens, 100, True) for at, tokens in rates.items() for _ in range(20)]
         clients.failed, clients.wrong = changes.pop("failed", []), changes.pop("wrong", [])
         run.found = {"traffic": clients, "gate_of_the_poisoned": {"passed": False, "status": 3}}
         run.found["after_force"] = {"ended": "rolled back", "serves": "ours", "ours": "ours"}
@@ -70,7 +70,7 @@ class TestLive:
         assert [each for each, is_so in checks.items() if not is_so] == [name]
 
     def test_from_the_swap_on_other_prompts_are_asked(self) -> None:
-        clients = script("live_traffic").Traffic(1, {"tickets": ["seen"], "unseen tickets": ["unseen"]}, 9, 1, 1.0, {})
+        clients = script("adapt_live").Traffic(1, {"tickets": ["seen"], "unseen tickets": ["unseen"]}, 9, 1, 1.0, {})
         assert [next(clients._turns["tickets"]) for _ in range(2)] == ["seen"] * 2
         clients.ask_instead("tickets", clients.prompts["unseen tickets"])
         assert [next(clients._turns["tickets"]) for _ in range(2)] == ["unseen"] * 2

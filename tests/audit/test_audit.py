@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import planted_servers
 import pytest
 import torch
 from fixed_seeds import fixed_seeds
@@ -27,7 +26,6 @@ from paceline.model.tokenizer import Tokenizer
 __all__ = ["fixed_seeds"]
 
 pytestmark = pytest.mark.slow
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 SMALL = AuditConfig(answers=48, max_tokens=16, greedy_tokens=24, server_precision="float32", temperatures=(1.0,))
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_batch": 4}
 
@@ -64,12 +62,6 @@ def url(model: Path, other: Path) -> Iterator[str]:
         yield live.url
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    return importlib.import_module("audit_faults")
-
-
 def examined(url: str, model: Path, out: Path, config: AuditConfig = SMALL, **options: Any) -> Audited:
     return audit(url, EngineConfig(model=str(model), dtype="float32"), config, out=out, **options)
 
@@ -97,7 +89,6 @@ def test_our_own_server_passes(url: str, model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_planted_faults(
-    script: ModuleType,
     url: str,
     model: Path,
     other: Path,
@@ -107,11 +98,13 @@ def test_planted_faults(
     check: str,
 ) -> None:
     monkeypatch.setattr("paceline.audit.report.ranges", lambda title, *_, **__: (title, ""))  # drawing takes longest
-    monkeypatch.setattr(script, "HEAT", 1.5)  # at the script's own 1.15, 48 answers miss it once in four runs
+    monkeypatch.setattr(planted_servers, "HEAT", 1.5)  # at its own 1.15, 48 answers miss it once in four runs
     wrong = serving(lambda: LLM(str(other), drafter="none", **ENGINE))
     with wrong as live, contextlib.closing(Client(url)) as ours, contextlib.closing(Client(live.url)) as theirs:
-        kinds = script.planted(script.asking(ours), script.asking(theirs), Tokenizer.from_path(model))
-        with script.proxy(kinds[name]) as faulty:
+        kinds = planted_servers.planted(
+            planted_servers.asking(ours), planted_servers.asking(theirs), Tokenizer.from_path(model)
+        )
+        with planted_servers.proxy(kinds[name]) as faulty:
             done = examined(faulty, model, tmp_path)
     assert done.verdict == "faulty" and any(each.check == check and each.outcome == "fault" for each in done.findings), [
         each.text for each in done.findings

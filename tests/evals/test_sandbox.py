@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from hostile_answers import ANSWERS, beyond, world
 
 from paceline.errors import SandboxError
 from paceline.evals import sandbox as module
 from paceline.evals.sandbox import Limits, Sandbox
 
-HOSTILE: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "experiments" / "hostile_answers.py"))
 LIMITS = Limits(wall_s=1.0, cpu_s=1, memory_bytes=128 * 2**20, processes=8)
 """Of hostile answers; others have time enough on a machine that does other work, too."""
 PATIENCE_S = 60.0
@@ -66,14 +64,14 @@ def test_it_says_why() -> None:
 
 @pytest.mark.slow
 @needs_sandbox
-@pytest.mark.parametrize("name", list(HOSTILE["ANSWERS"]))
+@pytest.mark.parametrize("name", list(ANSWERS))
 def test_hostile_answers_do_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SECRET_OF_THE_EXPERIMENT", "told")
-    with HOSTILE["world"]() as ours:
+    monkeypatch.setenv("SECRET_OF_THE_TEST", "told")
+    with world() as ours:
         ran = Sandbox(LIMITS).run(ours.program(name))
         assert not ran.passed, "its attack has worked"
         assert not ours.harm()
-        assert not HOSTILE["beyond"](ran, 0.0, LIMITS) and ran.wall_s < PATIENCE_S
+        assert not beyond(ran, LIMITS) and ran.wall_s < PATIENCE_S
     assert ran.outcome != "killed", "the warden ends it, not we from outside"
 
 
@@ -83,11 +81,11 @@ def test_hostile_answers_do_nothing(name: str, monkeypatch: pytest.MonkeyPatch) 
     "name", ["fork bomb", "file deletion", "network", "symlinks", "pickle", "disk filler", "daemon", "escape"]
 )
 def test_hostile_answers_do_nothing_without_namespaces(name: str) -> None:
-    with HOSTILE["world"]() as ours:
+    with world() as ours:
         ran = replace(FENCE, limits=LIMITS).run_in("landlock", ours.program(name))
         assert not ran.passed and ran.outcome not in ("killed", "setup"), ran
         assert not ours.harm()
-        assert not HOSTILE["beyond"](ran, 0.0, LIMITS) and ran.wall_s < PATIENCE_S
+        assert not beyond(ran, LIMITS) and ran.wall_s < PATIENCE_S
 
 
 @pytest.mark.slow
@@ -121,7 +119,7 @@ def test_a_python_that_only_root_may_run_is_said(tmp_path: Path) -> None:
 
 @needs_sandbox
 def test_harm_would_be_seen() -> None:
-    with HOSTILE["world"]() as ours:
+    with world() as ours:
         ours.file.write_text("theirs")
         assert ours.harm() == ["a file was changed"]
 

@@ -1,7 +1,4 @@
-"""Hundreds of requests from 32 clients at once, a third of them hanging up, some absurd: nothing leaks, nothing mixes.
-
-`experiments/serving_soak.py` does the same to a process that serves the built-in model; its clients are these.
-"""
+"""Hundreds of requests from 32 clients at once, a third of them hanging up, some absurd: nothing leaks, nothing mixes."""
 
 from __future__ import annotations
 
@@ -9,16 +6,14 @@ import asyncio
 import contextlib
 import ctypes
 import gc
-import importlib.util
 import os
-import sys
 import threading
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from live_server import Live, asked, serving, wait_until
 from small_llm import tiny_model
+from soak_clients import GONE, Soak, check_error
 
 from paceline import LLM, SamplingParams
 from paceline.serve.worker import COMPILERS
@@ -29,20 +24,6 @@ NUM_REQUESTS = 480 if os.environ.get("PACELINE_NIGHTLY") else 128
 NUM_CLIENTS, MAX_TOKENS = 32, 24
 MOST_GROWTH_MB, MOST_NEW_OBJECTS = 24, 500
 """In the second half. Five megabytes of nonsense leave holes in the allocator's arenas; objects are counted exactly."""
-BENCH = Path(__file__).parents[2] / "experiments" / "serving_soak.py"
-
-
-@pytest.fixture(scope="module")
-def clients() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("serving_soak", BENCH)
-    assert spec and spec.loader
-    module = sys.modules["serving_soak"] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(BENCH.parent))  # scripts there share parts
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(BENCH.parent))
-    return module
 
 
 def num_files() -> int:
@@ -79,7 +60,7 @@ def settle(live: Live) -> None:
     wait_until(lambda: live.is_idle() and not live.worker._inbox)
 
 
-def test_requests_of_which_many_are_bad(clients: ModuleType, tmp_path: Path) -> None:
+def test_requests_of_which_many_are_bad(tmp_path: Path) -> None:
     folder = str(tiny_model(tmp_path / "tiny"))
     settings = {"dtype": "float32", "device": "cpu", "max_len": 256, "threads": 1}
     offline = LLM(folder, drafter="none", max_batch=1, **settings)
@@ -89,7 +70,7 @@ def test_requests_of_which_many_are_bad(clients: ModuleType, tmp_path: Path) -> 
     assert len(set(expected.values())) > 6, "the test needs answers that differ"
     threads_before = threading.active_count()
     with serving(lambda: LLM(folder, drafter="ngram", max_batch=4, **settings)) as live:
-        soak = clients.Soak(live.port, expected, MAX_TOKENS)
+        soak = Soak(live.port, expected, MAX_TOKENS)
         soak.run(NUM_CLIENTS, NUM_CLIENTS, seed=-1)  # pools of threads, caches
         settle(live)
         soak.outcomes.clear()
@@ -100,7 +81,7 @@ def test_requests_of_which_many_are_bad(clients: ModuleType, tmp_path: Path) -> 
         soak.run(NUM_REQUESTS // 2, NUM_CLIENTS, seed=1000)
         settle(live)
         assert soak.wrong == []
-        expected_outcomes = {"whole: right", "streamed: right", "absurd: refused"} | {f"{kind}: left" for kind in clients.GONE}
+        expected_outcomes = {"whole: right", "streamed: right", "absurd: refused"} | {f"{kind}: left" for kind in GONE}
         assert set(soak.outcomes) == expected_outcomes and soak.outcomes.total() == NUM_REQUESTS
         assert sum(count for told, count in soak.outcomes.items() if told.endswith("left")) >= 0.3 * NUM_REQUESTS
         assert live.seen.num_crashes == 0 and live.llm.engine.prefix is not None
@@ -127,14 +108,14 @@ def test_requests_of_which_many_are_bad(clients: ModuleType, tmp_path: Path) -> 
     wait_until(lambda: threading.active_count() <= threads_before)
 
 
-def test_the_soak_notices_what_is_wrong(clients: ModuleType, tmp_path: Path) -> None:
+def test_the_soak_notices_what_is_wrong(tmp_path: Path) -> None:
     """Its own checks: another text than the offline one, an error in another shape."""
     with serving() as live:
-        soak = clients.Soak(live.port, {"hello": "never said"}, 5)
+        soak = Soak(live.port, {"hello": "never said"}, 5)
         soak.run(18, 2)
         assert soak.outcomes["whole: WRONG"] == 4 and soak.outcomes["streamed: WRONG"] == 4
         assert len(soak.wrong) == 8 and all("never said" in line for line in soak.wrong)
     with pytest.raises(AssertionError):
-        clients.check_error({"detail": "Not Found"})
+        check_error({"detail": "Not Found"})
     with pytest.raises(AssertionError):
-        clients.check_error({"error": {"message": "Traceback", "type": "", "param": None, "code": None}})
+        check_error({"error": {"message": "Traceback", "type": "", "param": None, "code": None}})

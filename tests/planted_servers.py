@@ -1,52 +1,28 @@
-"""Does `paceline audit` tell faulty servers from honest ones? The real model behind proxies that plant a fault each.
+"""Servers with a fault each, for tests of `paceline audit`: proxies before an honest server.
 
-    python experiments/audit_faults.py --seeds 20
-    python experiments/audit_faults.py --seeds 2 --answers 64 --only honest,flattened
-
-Starts `paceline serve` (speculation on, lossy rules allowed) and one more server with another model, puts a proxy before them,
-and audits that:
-
-    honest      nothing is changed
-    flattened   temperature times 1.15
-    lossy       a lossy rule, which the answers do not tell of
-    top-p       0.9 in place of what was asked
-    slipped     every hundredth token is another model's
-    another     greedy answers come from another model
-
-An honest server may be called faulty once in all seeds, a faulty one never honest: else the exit status is 1. Writes
-results.json into `--out`. Seeds number the runs: the servers draw by themselves.
+honest      nothing is changed
+flattened   temperature times 1.15
+lossy       a lossy rule, which the answers do not tell of
+top-p       0.9 in place of what was asked
+slipped     every hundredth token is another model's
+another     greedy answers come from another model
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.server
 import itertools
 import json
-import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import torch
-from gguf_to_folder import write_folder
-from safetensors.torch import load_file, save_file
-from server_process import HOST, server
-
 from paceline.audit.answers import AnswerReader
-from paceline.audit.config import AuditConfig
-from paceline.audit.run import audit
 from paceline.bench.client import Client
-from paceline.config import EngineConfig
-from paceline.hub import resolve
 from paceline.model.tokenizer import Tokenizer
-from paceline.runlog import write_results
 
+HOST = "127.0.0.1"
 HEAT, TOP_P, SLIP_EVERY = 1.15, 0.9, 100
 LOSSY = "typical:eps=0.09,delta=0.3"
 JSON = dict[str, Any]
@@ -175,71 +151,3 @@ def planted(ask: Ask, other: Ask, tokenizer: Tokenizer, rule: str = LOSSY) -> di
         "slipped": Slipping(ask, other, tokenizer),
         "another": another(ask, other),
     }
-
-
-def noised(model: str, folder: Path, noise: float) -> Path:
-    """The same architecture and tokenizer with noise on its matrices: another model, often of the same opinion."""
-    write_folder(resolve(model), folder)
-    file = folder / "model.safetensors"
-    weights, draw = load_file(file), torch.Generator().manual_seed(0)
-    for name, weight in weights.items():
-        if weight.ndim == 2:
-            weights[name] = weight + noise * weight.std() * torch.randn(weight.shape, generator=draw)
-    save_file(weights, file, metadata={"format": "pt"})
-    return folder
-
-
-def counted(runs: list[JSON]) -> tuple[int, int]:
-    """Honest servers that were called faulty, and faulty ones that were not."""
-    alarms = sum(run["server"] == "honest" and run["verdict"] == "faulty" for run in runs)
-    return alarms, sum(run["server"] != "honest" and run["verdict"] != "faulty" for run in runs)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--drafter", default="default")
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--only", default="", help="names, a comma between them")
-    parser.add_argument("--lossy", default=LOSSY, help="the lossy rule")
-    parser.add_argument("--noise", type=float, default=0.15, help="of the other model, in deviations of its weights")
-    parser.add_argument("--answers", type=int, default=AuditConfig().answers)
-    parser.add_argument("--greedy-tokens", type=int, default=AuditConfig().greedy_tokens)
-    parser.add_argument("--server-precision", default="bfloat16")
-    parser.add_argument("--out", type=Path, default=Path("runs/audit-faults"))
-    args = parser.parse_args()
-    config = AuditConfig(
-        answers=args.answers, greedy_tokens=args.greedy_tokens, server_precision=args.server_precision, timeout_s=600
-    )
-    options = ["serve", "--port", "0", "--max-len", "1024"]
-    command = [sys.executable, "-m", "paceline", *options]
-    runs: list[JSON] = []
-    with contextlib.ExitStack() as stack:
-        other_folder = noised(args.model, Path(stack.enter_context(tempfile.TemporaryDirectory())) / "other", args.noise)
-        started = [
-            stack.enter_context(server([*command, *words]))
-            for words in (
-                ["--model", args.model, "--drafter", args.drafter, "--allow-lossy"],
-                ["--model", str(other_folder), "--drafter", "none"],
-            )
-        ]
-        ask, other = (asking(Client(f"http://{HOST}:{port}", timeout_s=600)) for _, port, _ in started)
-        kinds = planted(ask, other, Tokenizer.from_path(resolve(args.model)), args.lossy)
-        chosen = args.only.split(",") if args.only else list(kinds)
-        for seed, name in itertools.product(range(args.seeds), chosen):
-            began = time.monotonic()
-            with proxy(kinds[name]) as url:
-                done = audit(url, EngineConfig(model=args.model, dtype="float32"), config, out=args.out / f"{name}-{seed}")
-            faults = [each.text for each in done.findings if each.outcome == "fault"]
-            runs.append({"server": name, "seed": seed, "verdict": done.verdict, "faults": faults})
-            print(f"{name} {seed}: {done.verdict} in {time.monotonic() - began:.0f} s; {'; '.join(faults)}", flush=True)
-            alarms, missed = counted(runs)
-            figures = {"alarms": alarms, "missed": missed, "seeds": args.seeds, "runs": runs, "config": asdict(config)}
-            write_results(args.out / "results.json", figures | {"model": args.model, "drafter": args.drafter})
-    alarms, missed = counted(runs)
-    print(f"false alarms: {alarms} of {sum(run['server'] == 'honest' for run in runs)}; missed: {missed} of {len(runs)} in all")
-    return int(missed > 0 or alarms > 1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
