@@ -254,8 +254,8 @@ def check_steps(dockerfile: Path, root: Path, dry_run: bool) -> None:
         raise ImageError(f"the entrypoint {entry[0]} was not installed")
     python = str(root / "opt/paceline/bin/python")
     native = (
-        "from paceline import shipped; from paceline.model import native_lib; import paceline; "
-        "assert native_lib.load() is not None and shipped.local('smollm2-135m'); print(paceline.__file__)"
+        "from paceline.draft import shipped; from paceline.model.native import library; import paceline; "
+        "assert library.load() is not None and shipped.local('smollm2-135m'); print(paceline.__file__)"
     )
     where = subprocess.run([python, "-c", native], env=env, cwd=root, check=True, capture_output=True, text=True).stdout.strip()
     if not where.startswith(str(root)):

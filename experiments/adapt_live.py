@@ -40,10 +40,10 @@ from safetensors.torch import load_file, save_file
 from server_process import post, server, stop
 
 from paceline import LLM, SamplingParams
-from paceline.adapt.lineage import Lineage
-from paceline.adapt.log import AdaptLog
-from paceline.prompts import read_prompts
-from paceline.runlog import record_of
+from paceline.data.prompts import read_prompts
+from paceline.loop.adapt.gate.lineage import Lineage
+from paceline.loop.adapt.log import AdaptLog
+from paceline.runs.folder import record_of
 
 MEMBER, OURS = "general", "adapt-live"
 QUESTIONS, TICKETS, UNSEEN = "questions", "tickets", "unseen tickets"

@@ -38,14 +38,14 @@ from decode_vs_peers_pipe import Prompts, Worker, WorkerError
 from decode_vs_peers_report import PLAIN, figures_of, show
 from gguf_to_folder import folder_of
 
-from paceline import shipped
-from paceline.draft.checkpoint import read_stored
-from paceline.draft.export import export
+from paceline.data.prompts import read_prompts
+from paceline.draft import shipped
+from paceline.draft.dflash.checkpoint import read_stored
+from paceline.draft.formats.export import export
 from paceline.hardware import this_machine
 from paceline.hub import resolve
-from paceline.model.tokenizer import Tokenizer
-from paceline.prompts import read_prompts
-from paceline.runlog import drop_cut_line, write_results
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.runs.folder import drop_cut_line, write_results
 
 HERE = Path(__file__).parent
 DRAFTS = {"qwen2.5-coder-1.5b": "qwen2.5-coder-0.5b"}

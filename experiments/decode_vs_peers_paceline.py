@@ -14,7 +14,7 @@ from decode_vs_peers_pipe import Prompts, arguments, own_output, serve
 
 from paceline import LLM, SamplingParams
 from paceline.bench.passes import Engines, Request, described, run_pass
-from paceline.figures import Rounds
+from paceline.report.statistics import Rounds
 
 WAYS = ("none", "ngram", "default", "draft")
 FORMS = {"blocks": {}, "dense": {"weight_format": "dense"}, "torch": {"backend": "torch"}}

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from paceline.figures import num_common
 from paceline.hardware import Machine
-from paceline.tables import Column, Table
+from paceline.report.statistics import num_common
+from paceline.report.tables import Column, Table
 
 PLAIN = "paceline/none"
 RATES = {"decode": "after the first token", "whole": "prompts included"}

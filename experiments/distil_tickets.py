@@ -25,8 +25,8 @@ from statistics import fmean, median
 from typing import Any
 
 from paceline.engine.llm import LLM
-from paceline.figures import bootstrap
-from paceline.runlog import RunFolder
+from paceline.report.statistics import bootstrap
+from paceline.runs.folder import RunFolder
 from paceline.types import SamplingParams
 
 SHOP: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[1] / "recipes" / "support_tickets.py"), run_name="shop")

@@ -27,22 +27,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
-from paceline.draft.dflash2 import read_drafter
+from paceline.data.answers import Answer, AnswerShards
+from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
+from paceline.draft.dflash2.drafter import read_drafter
 from paceline.engine.llm import LLM
-from paceline.figures import Rounds
 from paceline.model.target import ForwardBatch, Target
-from paceline.plan import FixedPlanner
-from paceline.train.answers import Answer, AnswerShards
+from paceline.plan.planner import FixedPlanner
+from paceline.report.statistics import Rounds
 from paceline.train.config import LossConfig, OptimConfig
-from paceline.train.copied import settle_units
-from paceline.train.dataset import Corpus, Document, num_valid_slots, read_corpus
-from paceline.train.features import OnlineFeatures, ScaledFeatures, measure_scale
-from paceline.train.losses import Head, head_loss
-from paceline.train.optimisers import Optimisers
-from paceline.train.packs import DFlashTrainable, Packer
+from paceline.train.documents.dataset import Corpus, Document, num_valid_slots, read_corpus
+from paceline.train.features.hidden_states import OnlineFeatures, ScaledFeatures, measure_scale
+from paceline.train.learn.initial_weights import head_of
+from paceline.train.learn.losses import Head, head_loss
+from paceline.train.learn.optimisers import Optimisers
+from paceline.train.learn.packs import DFlashTrainable, Packer
+from paceline.train.methods.copied_layers import settle_units
 from paceline.train.served import accepted_at, starts_of
-from paceline.train.start import head_of
 from paceline.train.tiny import write_tiny_target
 from paceline.types import SamplingParams
 

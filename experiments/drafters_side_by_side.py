@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.runlog import record_of, write_whole
+from paceline.runs.folder import record_of, write_whole
 
 TREES = ("eagle3", "dflash", "dflash2")
 """Those that draft them."""

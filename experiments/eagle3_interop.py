@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.draft.eagle3 import Eagle3Drafter
-from paceline.model.attention import Rope, rope_tables
+from paceline.draft.eagle3.drafter import Eagle3Drafter
+from paceline.model.torch.attention import Rope, rope_tables
 
 HIDDEN, VOCAB, DRAFT_VOCAB, LENGTH, STEPS, MOST = 64, 200, 50, 24, 3, 1e-5
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

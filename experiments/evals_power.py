@@ -23,12 +23,12 @@ import numpy as np
 
 from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
-from paceline.evals.answerers import LLMAnswerer
-from paceline.evals.compare import LEVEL, cases_needed, compare
-from paceline.evals.config import EvalSampling, MakeConfig
-from paceline.evals.make import make_suite
-from paceline.evals.scores import Scored, Scores, run_suite
-from paceline.runlog import write_results
+from paceline.loop.evals.answerers import LLMAnswerer
+from paceline.loop.evals.compare import LEVEL, cases_needed, compare
+from paceline.loop.evals.config import EvalSampling, MakeConfig
+from paceline.loop.evals.make import make_suite
+from paceline.loop.evals.scores import Scored, Scores, run_suite
+from paceline.runs.folder import write_results
 
 LOSS, PAIRS, MANY = 0.05, 20, 400
 

@@ -23,7 +23,7 @@ import torch
 from paceline.config import EngineConfig
 from paceline.model.backends import form_of, load_target
 from paceline.model.target import ForwardBatch, Target
-from paceline.runlog import record_of
+from paceline.runs.folder import record_of
 
 CONTEXT = 64
 """Tokens before the timed ones."""

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from paceline.hub import resolve
-from paceline.model.folder import LAST_FILE, write_folder
+from paceline.model.gguf.to_folder import LAST_FILE, write_folder
 
 
 def folder_of(model: str, home: Path = Path(sys.prefix) / "models") -> Path:

@@ -34,7 +34,7 @@ from typing import Any
 
 from gpu_day_stages.visit import Line, Skipped, Visit
 
-from paceline.runlog import record_of
+from paceline.runs.folder import record_of
 
 FORK = multiprocessing.get_context("fork")
 GRACE_S = 5.0
@@ -43,7 +43,7 @@ LAST_S = 3.0
 """Kept free at the end of the day for writing the results."""
 MOST_LOG_BYTES = 15 * 2**20
 CLOCKS = "name,clocks.sm,clocks.mem,temperature.gpu,power.draw"
-PRELOADED = ("torch", "transformers", "paceline.bench.passes", "paceline.train.loop", "gpu_day_stages.models")
+PRELOADED = ("torch", "transformers", "paceline.bench.passes", "paceline.train.learn.loop", "gpu_day_stages.models")
 PRELOADED_IN_TINY = ("torch._dynamo",)
 """Imported by optimisers, in every stage that trains: longer than the stage itself."""
 

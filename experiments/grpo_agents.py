@@ -13,7 +13,7 @@ import random
 import re
 from typing import Any
 
-from paceline.rl.agents import Access, Trajectory
+from paceline.loop.rl.agents import Access, Trajectory
 
 OPERATORS: dict[type, Any] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 CALL = re.compile(r"<tool>([^<]*)</tool>")

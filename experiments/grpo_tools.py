@@ -33,19 +33,19 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from grpo_agents import AGENTS, problems, reward
 
-from paceline import shipped
+from paceline.draft import shipped
 from paceline.draft.base import Drafter
-from paceline.draft.dflash import DFlashDrafter
-from paceline.draft.dflash2 import read_drafter
+from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.dflash2.drafter import read_drafter
 from paceline.engine.llm import LLM
-from paceline.figures import Rounds
 from paceline.hub import resolve
-from paceline.plan import FixedPlanner
-from paceline.rl.agents import AgentRollouts, Trajectory, by_code
-from paceline.rl.endpoint import Endpoint
-from paceline.rl.follow import DFlashFollower, FollowConfig
-from paceline.rl.rollouts import RolloutConfig, Rollouts
-from paceline.rl.with_trl import agent_rollout_func, attempt_reward, task_rows, trl
+from paceline.loop.rl.agents import AgentRollouts, Trajectory, by_code
+from paceline.loop.rl.endpoint import Endpoint
+from paceline.loop.rl.follow import DFlashFollower, FollowConfig
+from paceline.loop.rl.rollouts import RolloutConfig, Rollouts
+from paceline.loop.rl.with_trl import agent_rollout_func, attempt_reward, task_rows, trl
+from paceline.plan.planner import FixedPlanner
+from paceline.report.statistics import Rounds
 from paceline.train.config import OptimConfig
 from paceline.train.tiny import write_tiny_target
 

@@ -27,13 +27,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from tiny_dflash import HIDDEN, MIXED, TARGET_LAYERS, VOCAB, loud_, raw_config, target_shape, target_weights
 
-from paceline.draft.checkpoint import DFlashConfig, as_dflash2, read_stored, write_checkpoint
-from paceline.draft.dflash import DFlashNetwork
-from paceline.draft.dflash2 import DFlash2Network, network_of
-from paceline.draft.dflash2_selector import score
-from paceline.draft.export import export, rows_of
-from paceline.runlog import write_results
-from paceline.train.attention import Layout, make_attention
+from paceline.draft.dflash.checkpoint import DFlashConfig, as_dflash2, read_stored, write_checkpoint
+from paceline.draft.dflash.drafter import DFlashNetwork
+from paceline.draft.dflash2.drafter import DFlash2Network, network_of
+from paceline.draft.dflash2.selector import score
+from paceline.draft.formats.export import export, rows_of
+from paceline.runs.folder import write_results
+from paceline.train.learn.attention import Layout, make_attention
 
 CONTEXT, WINDOW = 12, 32
 """Positions before the anchor; the window is wider than context and block together, since `speculators` counts it otherwise."""

@@ -50,7 +50,7 @@ north, east, south,|west"""
 def write_files(folder: Path) -> None:
     """Write `tokenizer/`, and tasks/ with two tasks for lm-eval."""
     from paceline.hub import resolve
-    from paceline.model.tokenizer import Tokenizer
+    from paceline.model.text.tokenizer import Tokenizer
 
     tokenizer, tasks = Tokenizer.from_path(resolve(MODEL)), folder / "tasks"
     (folder / "tokenizer").mkdir(parents=True)

@@ -26,17 +26,17 @@ from transformers import AutoModelForCausalLM
 
 from paceline import LLM, SamplingParams
 from paceline.bench.beside import transformers_model
-from paceline.draft.dflash import DFlashDrafter
+from paceline.data.prompts import read_prompts
+from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.hub import resolve
 from paceline.model.backends import form_of, load_target
 from paceline.model.checkpoint import random_tensors
-from paceline.model.config import DecoderConfig
-from paceline.model.decoder import Decoder
+from paceline.model.config.decoder import DecoderConfig
 from paceline.model.target import ForwardBatch
-from paceline.prompts import read_prompts
-from paceline.runlog import record_of
+from paceline.model.torch.decoder import Decoder
+from paceline.runs.folder import record_of
 
 NEAR_TIE = 1e-4
 log = Console(stderr=True)

@@ -25,10 +25,10 @@ from lossless_greedy import drafters, log
 from scipy.stats import chisquare
 
 from paceline import LLM, SamplingParams
-from paceline.model.logits import target_probs
+from paceline.data.prompts import read_prompts
+from paceline.model.sampling.logits import target_probs
 from paceline.model.target import ForwardBatch
-from paceline.prompts import read_prompts
-from paceline.runlog import record_of
+from paceline.runs.folder import record_of
 
 NUM_PARTS = 20
 LEAST_P, MOST_ERRORS = 1e-5, 4.0

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from paceline.runlog import RunFolder, write_results
+from paceline.runs.folder import RunFolder, write_results
 from paceline.train.tiny import write_tiny_target
 
 LIMITS = {"float32": {"loss": 1e-4, "weight": 1e-4}, "bfloat16": {"loss": 2e-2, "weight": 5e-3}}

@@ -22,10 +22,10 @@ import torch
 from paceline.config import EngineConfig
 from paceline.hardware import Machine, this_machine
 from paceline.model.backends import load_target
-from paceline.model.native_decoder import NativeDecoder
-from paceline.model.native_lib import STAGES
+from paceline.model.native.decoder import NativeDecoder
+from paceline.model.native.library import STAGES
 from paceline.model.target import ForwardBatch
-from paceline.runlog import record_of, write_results
+from paceline.runs.folder import record_of, write_results
 
 SHAPES = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (8, 1), (8, 4), (8, 8), (1, 256))
 """(rows, positions of each)"""

@@ -20,8 +20,8 @@ from typing import Any
 
 from server_process import server
 
-from paceline.bench.html import page as report_page
-from paceline.bench.html import read_run
+from paceline.bench.pages.run_page import page as report_page
+from paceline.bench.pages.run_page import read_run
 from paceline.simulate.calculator import page as calculator_page
 
 SIZES = {1280: 860, 390: 844}

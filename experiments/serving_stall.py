@@ -15,8 +15,8 @@ import sys
 import time
 
 from paceline import LLM, SamplingParams
-from paceline.plan import FixedPlanner
-from paceline.runlog import record_of
+from paceline.plan.planner import FixedPlanner
+from paceline.runs.folder import record_of
 
 PROMPT_TOKENS = 1000
 MOST_ROUNDS = 3.0

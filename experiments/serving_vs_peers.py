@@ -33,12 +33,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.client import Client
-from paceline.bench.serving import Answer, read_answer
+from paceline.bench.serving.load import Answer, read_answer
+from paceline.data.prompts import Prompt, read_prompts
 from paceline.hardware import this_machine
 from paceline.hub import resolve
-from paceline.prompts import Prompt, read_prompts
-from paceline.runlog import write_results
+from paceline.net.streaming import Client
+from paceline.runs.folder import write_results
 
 MODEL, HOST = "smollm2-135m", "127.0.0.1"
 OURS = "paceline + default"

@@ -14,10 +14,10 @@ import sys
 from typing import Any
 
 from paceline import LLM, SamplingParams
+from paceline.data.prompts import read_prompts
 from paceline.engine.completion import Completion
-from paceline.plan import fixed_planner
-from paceline.prompts import read_prompts
-from paceline.runlog import record_of
+from paceline.plan.planner import fixed_planner
+from paceline.runs.folder import record_of
 
 PLANS = "fixed:0,fixed:3,fixed:5,fixed,tree:4,tree:8,tree:12,tree:16,tree:24,tree:32,tree:64,tree:128"
 

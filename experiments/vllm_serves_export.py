@@ -29,12 +29,12 @@ from decode_vs_peers_vllm import NUM_DRAFTED
 from gguf_to_folder import folder_of
 
 from paceline import LLM, SamplingParams
+from paceline.data.prompts import read_prompts
 from paceline.draft.registry import folder_of as drafter_folder
-from paceline.figures import Rounds
 from paceline.hardware import this_machine
-from paceline.prompts import read_prompts
-from paceline.runlog import write_results
-from paceline.tables import Column, Table
+from paceline.report.statistics import Rounds
+from paceline.report.tables import Column, Table
+from paceline.runs.folder import write_results
 
 HERE = Path(__file__).parent
 FORMATS = ("speculators", "z-lab")

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from paceline.bounds import Count, Share, Whole, at_least, check, within
 from paceline.errors import ConfigError, refuse, reraised
-from paceline.marginals import Marginals
-from paceline.plan import fixed_planner
+from paceline.plan.marginals import Marginals
+from paceline.plan.planner import fixed_planner
 
 YIELD = "at least 1, the target's own token of every round"
 ISAS = ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from paceline.errors import CacheError, DownloadError, ModelFileError, ModelNotFoundError, reraised
-from paceline.runlog import sync
+from paceline.runs.folder import sync
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")

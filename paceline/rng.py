@@ -4,8 +4,9 @@ A counter-based generator: the number for a place is a hash, so a request gets t
 after any rollback. Streams keep uses apart. Which place to use is part of exactness:
 
 - `RACE` is keyed by the token's absolute position and the token itself: the numbers by which the target's own token is drawn
-  (`model/race.py`). A drafter may look at them if its drafts are certain (`draft/foresight.py`): which token is drawn does not
-  depend on drafts. `SAMPLE` draws where only one number is needed, and among the tokens that do not race for themselves.
+  (`model/sampling/race.py`). A drafter may look at them if its drafts are certain (`draft/foresight.py`): which token
+  is drawn does not depend on drafts. `SAMPLE` draws where only one number is needed, and among the tokens that do not
+  race for themselves.
 - `SAMPLE` is keyed by the token's absolute position. A draw at a position whose token was thrown away may be drawn again,
   because nothing that was kept depended on it.
 - `DRAFT`, `ACCEPT` and `RESIDUAL` are keyed by (anchor position, slot), which no two rounds share: block verification

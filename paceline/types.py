@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from paceline.lossy import Ledger
+from paceline.plan.trees import Candidates, Outcome, Said, Tree
 from paceline.sampling import GrammarKind as GrammarKind
 from paceline.sampling import GrammarSpec as GrammarSpec
 from paceline.sampling import SamplingParams as SamplingParams
 from paceline.sampling import TokenLogprob as TokenLogprob
-from paceline.trees import Candidates, Outcome, Said, Tree
 from paceline.turnaround import Timings
 
 if TYPE_CHECKING:  # tensors are only named here, so that `import paceline.types` stays cheap

@@ -26,8 +26,8 @@ from typing import Any
 from default_prompts import functions_from_mbpp, functions_from_parts, write_lines
 
 from paceline import LLM, SamplingParams
-from paceline.runlog import drop_cut_line
-from paceline.train.self_written import PromptWriter, user_turn
+from paceline.runs.folder import drop_cut_line
+from paceline.train.answers.self_written import PromptWriter, user_turn
 
 SOLUTION = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n"
 """As HumanEval's tasks are asked (the DFlash paper's format)."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from paceline.draft.dflash2 import read_drafter
-from paceline.train.answers import AnswerShards
+from paceline.data.answers import AnswerShards
+from paceline.draft.dflash2.drafter import read_drafter
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
     python recipes/pack_drafter.py runs/coder-drafter/run/drafter --out drafters/paceline_drafters/qwen2.5-coder-0.5b
 
-A DFlash 2 drafter with a draft vocabulary loses the codebook rows of all other tokens (`paceline/draft/packed.py`). A
+A DFlash 2 drafter with a draft vocabulary loses the codebook rows of all other tokens (`paceline/draft/formats/packed.py`). A
 folder that is in 8 bits already is not rounded again: its blocks are copied, without those rows. paceline alone reads
 such a folder; `read_drafter(FOLDER).save(OTHER)` writes one for other engines.
 """
@@ -13,9 +13,9 @@ import argparse
 import shutil
 from pathlib import Path
 
-from paceline.draft.checkpoint import read_draft_ids, weights_file
-from paceline.draft.dflash2 import read_drafter
-from paceline.draft.packed import PACKED, pack_smaller
+from paceline.draft.dflash.checkpoint import read_draft_ids, weights_file
+from paceline.draft.dflash2.drafter import read_drafter
+from paceline.draft.formats.packed import PACKED, pack_smaller
 
 
 def pack(source: Path, out: Path) -> None:

@@ -13,9 +13,9 @@ import json
 import re
 from pathlib import Path
 
+from paceline.data.answers import AnswerShards
 from paceline.hub import resolve
-from paceline.model.tokenizer import Tokenizer
-from paceline.train.answers import AnswerShards
+from paceline.model.text.tokenizer import Tokenizer
 
 USER = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
 

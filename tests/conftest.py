@@ -72,7 +72,7 @@ def _machine() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(int(os.environ.get("PACELINE_TEST_THREADS", "1")))
     if isa := os.environ.get("PACELINE_ISA"):
-        from paceline.model import native_lib
+        from paceline.model.native import library as native_lib
 
         native_lib.use(isa)
     with pytest.MonkeyPatch.context() as patch:  # measuring takes seconds where bfloat16 is emulated; test_hardware.py does

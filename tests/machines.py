@@ -43,7 +43,7 @@ def settings() -> list[dict[str, dict[str, str]]]:
     """The settings that this machine can run, with their environments, by kind."""
     import torch  # here, so that --help answers at once
 
-    from paceline.model import native_lib
+    from paceline.model.native import library as native_lib
 
     here = torch.backends.cpu.get_cpu_capability().lower()
     known = ATEN[: ATEN.index(here) + 1] if here in ATEN else ("default",)

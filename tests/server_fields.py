@@ -12,9 +12,9 @@ from openai.types import completion_create_params as texts
 from openai.types.chat import completion_create_params as chats
 from openai.types.responses import response_create_params as responses
 
-from paceline.serve.messages import CountTokensRequest, MessagesRequest
-from paceline.serve.protocol import ChatRequest, Closed, CompletionRequest, TokenizeRequest
-from paceline.serve.responses import ResponsesRequest
+from paceline.serve.dialects.messages import CountTokensRequest, MessagesRequest
+from paceline.serve.dialects.responses import ResponsesRequest
+from paceline.serve.requests.protocol import ChatRequest, Closed, CompletionRequest, TokenizeRequest
 
 
 def words(text: str) -> set[str]:

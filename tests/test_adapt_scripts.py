@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline.adapt.log import AdaptLog
+from paceline.loop.adapt.log import AdaptLog
 
 SCRIPTS = Path(__file__).parents[1] / "experiments"
 

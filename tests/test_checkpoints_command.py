@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.commands.checkpoints import _target
-from paceline.draft.checkpoint import DFlashConfig, new_config, read_stored
-from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
-from paceline.draft.eagle3 import Eagle3Drafter, Eagle3Network
-from paceline.draft.eagle3_checkpoint import Eagle3Config, read_eagle3
-from paceline.draft.eagle3_checkpoint import new_config as new_eagle3
+from paceline.draft.dflash.checkpoint import DFlashConfig, new_config, read_stored
+from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
+from paceline.draft.eagle3.checkpoint import Eagle3Config, read_eagle3
+from paceline.draft.eagle3.checkpoint import new_config as new_eagle3
+from paceline.draft.eagle3.drafter import Eagle3Drafter, Eagle3Network
 from paceline.errors import ConfigError, ModelFileError, PacelineError
 from paceline.model.checkpoint import load_tensors
 
@@ -157,6 +157,6 @@ def test_what_an_eagle3_drafter_is(eagle3: Path, target: Path) -> None:
 
 def test_a_built_in_target_is_named_by_its_hub_id(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM reads the target's name from the exported config."""
-    monkeypatch.setattr("paceline.train.ends.light_folder", lambda name: target)
+    monkeypatch.setattr("paceline.model.embedding_and_head.light_folder", lambda name: target)
     for name, hub_id in (("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"), ("org/other", "org/other")):
         assert _target(name, needs_head=False)[1]["name_or_path"] == hub_id

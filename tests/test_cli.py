@@ -18,11 +18,11 @@ from called import Call, call
 from small_llm import tiny_model
 
 from paceline.bench.beside import Beside
-from paceline.bench.pages import render
 from paceline.commands.generate import model_and_prompt
 from paceline.commands.shared import grammar_of, note_without_effect
 from paceline.config import EngineConfig
 from paceline.errors import PromptError
+from paceline.report.pages import render
 from paceline.types import GrammarSpec, SamplingParams
 
 __all__ = ["call"]

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from tiny_builtin import write_tiny_gguf
 
+from paceline.data.answers import Answer, AnswerShards
 from paceline.errors import ModelFileError
-from paceline.model.config import FAMILIES
-from paceline.train.answers import Answer, AnswerShards
-from paceline.train.dataset import read_corpus
+from paceline.model.config.decoder import FAMILIES
+from paceline.train.documents.dataset import read_corpus
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = ROOT / "experiments"

@@ -11,7 +11,7 @@ import torch
 
 from paceline import hardware
 from paceline.hardware import BusyClock, Machine, this_machine
-from paceline.simulate import catalogue
+from paceline.simulate.costs import catalogue
 
 MEASURED = hardware._matmul_flops_per_s
 """The real one, in whose place conftest.py puts another."""

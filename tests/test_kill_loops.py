@@ -23,25 +23,26 @@ from small_training import config as training_config
 from small_training import documents, tiny_decoder, trainer
 from trace_files import rows
 
-from paceline.adapt.decide import Decision
-from paceline.adapt.policy import Line, SeasonalPolicy
-from paceline.adapt.retrain import Job
-from paceline.adapt.watch import Watcher
-from paceline.bench.client import Client, Stream
 from paceline.config import EngineConfig
-from paceline.flywheel import ledger, stages
-from paceline.flywheel import run as turning
-from paceline.flywheel.config import FlywheelConfig
-from paceline.flywheel.state import serving_of
-from paceline.record import RecordConfig, read
-from paceline.runlog import write_whole
+from paceline.data.answers import AnswerShards
+from paceline.loop.adapt.decide.decide import Decision
+from paceline.loop.adapt.decide.policy import Line, SeasonalPolicy
+from paceline.loop.adapt.gate.retrain import Job
+from paceline.loop.adapt.watch import Watcher
+from paceline.loop.flywheel import ledger, stages
+from paceline.loop.flywheel import run as turning
+from paceline.loop.flywheel.config import FlywheelConfig
+from paceline.loop.flywheel.state import serving_of
+from paceline.loop.record import RecordConfig, read
+from paceline.net.streaming import Client, Stream
+from paceline.report.tables import Progress
+from paceline.runs.folder import write_whole
 from paceline.serve.settings import TraceConfig
-from paceline.tables import Progress
-from paceline.train import regenerate, regenerate_run
-from paceline.train.answers import AnswerShards
-from paceline.train.checkpoint import best_checkpoint, latest_checkpoint
+from paceline.train import regenerate
+from paceline.train.answers import regenerate as regenerate_run
 from paceline.train.config import AnswerConfig, PromptsConfig, RegenerateConfig
-from paceline.train.features import OnlineFeatures
+from paceline.train.features.hidden_states import OnlineFeatures
+from paceline.train.learn.checkpoint import best_checkpoint, latest_checkpoint
 
 pytestmark = pytest.mark.slow
 

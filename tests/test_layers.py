@@ -8,78 +8,20 @@ from pathlib import Path
 import pytest
 from package_source import PACKAGE, nodes_of, tree_of
 
+GROUND_FLOOR = {"plan", "data", "runs", "report", "net"}
+"""Folders that everything may use."""
+NOUNS = {"types", "errors", "bounds", "config", "hardware", "hub", "lossy", "rng", "sampling", "turnaround"}
 LAYERS = [
-    {
-        "types",
-        "errors",
-        "bounds",
-        "chances",
-        "chunks",
-        "clusters",
-        "config",
-        "figures",
-        "hardware",
-        "learned",
-        "look",
-        "lossy",
-        "marginals",
-        "messages",
-        "plan",
-        "runlog",
-        "rng",
-        "prompts",
-        "routes",
-        "rows",
-        "sampling",
-        "settings_file",
-        "shares",
-        "tables",
-        "trees",
-        "turnaround",
-    },
-    {"hub", "model", "shipped", "simulate"},
+    NOUNS | GROUND_FLOOR,
+    {"model", "simulate"},
     {"draft", "verify"},
     {"engine"},
     {"bench", "train", "serve"},
-    {"adapt", "audit", "distill", "evals", "record", "rl", "store"},
-    {"flywheel"},
-    {
-        "commands",
-        "cli",
-        "__main__",
-    },
+    {"loop.adapt", "loop.audit", "loop.distill", "loop.evals", "loop.record", "loop.rl", "loop.store", "loop.synthesize"},
+    {"loop.flywheel"},
+    {"commands", "cli", "__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-TORCH_FREE_AT_IMPORT = [
-    "__init__",
-    "types",
-    "errors",
-    "bounds",
-    "config",
-    "figures",
-    "hardware",
-    "chances",
-    "chunks",
-    "clusters",
-    "routes",
-    "learned",
-    "lossy",
-    "marginals",
-    "messages",
-    "plan",
-    "runlog",
-    "rng",
-    "prompts",
-    "rows",
-    "sampling",
-    "settings_file",
-    "shares",
-    "tables",
-    "trees",
-    "hub",
-    "shipped",
-    "cli",
-]
 SIDEWAYS = {
     ("verify", "draft"),
     ("draft", "verify"),
@@ -88,8 +30,8 @@ SIDEWAYS = {
     ("bench", "train"),
     ("bench", "serve"),
 }
-STANDS_ALONE = {"simulate": LAYERS[0] - {"clusters", "prompts", "rng", "routes", "rows", "runlog"} | {"simulate"}}
-"""Parts that import nothing else of ours, and no torch."""
+FOR_PREDICTIONS = NOUNS - {"hub", "rng"} | {"plan", "report", "net", "simulate"}
+"""What `simulate` may import of ours; and no torch."""
 
 
 def modules() -> list[Path]:
@@ -97,9 +39,15 @@ def modules() -> list[Path]:
 
 
 def part(name: str) -> str:
-    """`paceline.model.decoder` -> `model`."""
+    """`paceline.model.torch.decoder` -> `model`, `paceline.loop.adapt.run` -> `loop.adapt`."""
     pieces = name.split(".")
-    return pieces[1] if len(pieces) > 1 else "__init__"
+    if len(pieces) == 1:
+        return "__init__"
+    return ".".join(pieces[1:3]) if pieces[1] == "loop" and len(pieces) > 2 else pieces[1]
+
+
+def name_of(path: Path) -> str:
+    return ".".join(("paceline", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
 
 
 def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
@@ -117,8 +65,8 @@ def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
 
 def test_imports_point_left() -> None:
     for path in modules():
-        own = part("paceline." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts))
-        if own == "__init__":
+        own = part(name_of(path))
+        if own in ("__init__", "loop"):
             continue
         assert own in RANK, f"{own}: give it a place in LAYERS and in docs/structure.md"
         for name in imports_of(path):
@@ -129,10 +77,13 @@ def test_imports_point_left() -> None:
             assert (own, other) not in SIDEWAYS, f"{path.relative_to(PACKAGE)} imports {name}, its neighbour"
 
 
-@pytest.mark.parametrize("name", TORCH_FREE_AT_IMPORT)
-def test_light_modules_do_not_import_torch(name: str) -> None:
+LIGHT = [path for path in modules() if part(name_of(path)) in NOUNS | GROUND_FLOOR | {"__init__", "cli"}]
+
+
+@pytest.mark.parametrize("path", LIGHT, ids=name_of)
+def test_the_ground_floor_is_imported_without_torch(path: Path) -> None:
     heavy = {"torch", "transformers", "safetensors", "tokenizers", "matplotlib", "pyarrow"}
-    assert not heavy & {found.split(".")[0] for found in imports_of(PACKAGE / f"{name}.py", top_level_only=True)}
+    assert not heavy & {found.split(".")[0] for found in imports_of(path, top_level_only=True)}
 
 
 def test_only_what_shards_a_network_imports_torchs_sharded_tensors() -> None:
@@ -142,23 +93,28 @@ def test_only_what_shards_a_network_imports_torchs_sharded_tensors() -> None:
         assert not {name for name in imports_of(path, top_level_only=True) if name.startswith(slow)}, path.name
 
 
-LIGHT_ADAPT = ("config", "hours", "baseline", "drift", "decide", "policy", "world", "replay", "stored", "log", "lineage")
+DECISIONS = [
+    *(PACKAGE / "loop" / "adapt" / f"{name}.py" for name in ("config", "log")),
+    *sorted((PACKAGE / "loop" / "adapt" / "traffic").glob("*.py")),
+    *(PACKAGE / "loop" / "adapt" / "decide" / f"{name}.py" for name in ("decide", "policy")),
+    PACKAGE / "loop" / "adapt" / "gate" / "lineage.py",
+]
 
 
-@pytest.mark.parametrize("name", LIGHT_ADAPT)
-def test_decisions_need_no_torch(name: str) -> None:
+@pytest.mark.parametrize("path", DECISIONS, ids=name_of)
+def test_decisions_need_no_torch(path: Path) -> None:
     """Nor anything of ours that does, but what is asked for within a function."""
-    found = imports_of(PACKAGE / "adapt" / f"{name}.py", top_level_only=True)
-    light = {f"paceline.adapt.{each}" for each in LIGHT_ADAPT}
+    found = imports_of(path, top_level_only=True)
+    light = {name_of(each) for each in DECISIONS}
     assert "torch" not in found
     assert {part(each) for each in found if each.startswith("paceline.") and each not in light} <= LAYERS[0]
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "simulate").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((PACKAGE / "simulate").rglob("*.py")), ids=name_of)
 def test_predictions_need_no_engine(path: Path) -> None:
     found = imports_of(path)
     assert "torch" not in {name.split(".")[0] for name in found}
-    assert {part(name) for name in found if name.startswith("paceline.")} <= STANDS_ALONE["simulate"]
+    assert {part(name) for name in found if name.startswith("paceline.")} <= FOR_PREDICTIONS
 
 
 def test_a_wrong_arrow_would_be_seen(tmp_path: Path) -> None:

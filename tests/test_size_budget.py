@@ -10,6 +10,11 @@ from package_source import PACKAGE, nodes_of
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+MAX_MODULES = 12
+"""In one folder."""
+MIN_PREFIXED = 3
+"""As many modules whose names begin with the same word belong in a folder of that name."""
+FOLDERS = sorted({path.parent for path in PACKAGE.rglob("*.py")})
 
 
 def test_files_fit() -> None:
@@ -22,7 +27,7 @@ def test_functions_fit() -> None:
     long = [
         f"{path.relative_to(PACKAGE)}: {node.name} has {length} lines"
         for path in PACKAGE.rglob("*.py")
-        if not path.name.endswith("_triton.py")  # a kernel is one function of Triton's language, as C++ has files
+        if path.parent.name != "triton"  # a kernel is one function of Triton's language, as C++ has files
         for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if (length := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
@@ -30,10 +35,13 @@ def test_functions_fit() -> None:
     assert long == []
 
 
-def test_the_tree_is_two_levels_deep() -> None:
-    """But for code that a compiler of its own reads: C++ and Triton."""
-    paths = (path for path in PACKAGE.rglob("*.py") if not {"native", "kernels"} & set(path.parts))
-    assert max(len(path.relative_to(PACKAGE).parts) for path in paths) <= 2
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(PACKAGE.parent)))
+def test_a_folder_can_be_looked_over(folder: Path) -> None:
+    """But `commands/`, whose modules are named as the commands are."""
+    names = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
+    assert len(names) <= MAX_MODULES or folder.name == "commands"
+    first_words = [name.split("_")[0] for name in names if "_" in name]
+    assert {word for word in first_words if first_words.count(word) >= MIN_PREFIXED} == set(), "that is a folder"
 
 
 def test_files_of_slow_tests_only_are_recognised(request: pytest.FixtureRequest) -> None:

@@ -8,16 +8,16 @@ import pytest
 from doubles import ByteTokenizer
 from small_llm import fake_llm
 
-from paceline.audit.run import audit_prompt
 from paceline.bench.passes import make_requests
 from paceline.commands import chat
 from paceline.commands.generate import encode
+from paceline.data.prompts import Prompt
 from paceline.errors import PacelineError
-from paceline.evals.answerers import LLMAnswerer
-from paceline.evals.config import EvalSampling
-from paceline.evals.suite import Case
-from paceline.prompts import Prompt
-from paceline.train.asking import PromptEncoder
+from paceline.loop.audit.run import audit_prompt
+from paceline.loop.evals.answerers import LLMAnswerer
+from paceline.loop.evals.config import EvalSampling
+from paceline.loop.evals.suite import Case
+from paceline.train.answers.prompt_tokens import PromptEncoder
 from paceline.train.config import AnswerConfig
 from paceline.types import SamplingParams
 

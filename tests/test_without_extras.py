@@ -45,7 +45,7 @@ def report(folder: Path) -> dict[str, Any]:
 
     import paceline
     from paceline import LLM, SamplingParams
-    from paceline.draft.packed import read_packed
+    from paceline.draft.formats.packed import read_packed
     from paceline.errors import PacelineError
 
     refused: dict[str, str] = {}
@@ -106,7 +106,7 @@ def test_everything_but_the_extras_imports_and_runs(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from paceline.draft.packed import packed
+    from paceline.draft.formats.packed import packed
 
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.add_tensor("token_embd.weight", torch.ones(4, 32).numpy())

@@ -24,7 +24,7 @@ def never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a model is loaded")
 
     monkeypatch.setattr("paceline.engine.llm.LLM.of", load)
-    monkeypatch.setattr("paceline.train.train_run.run", load)
+    monkeypatch.setattr("paceline.train.run.run", load)
 
 
 @pytest.mark.parametrize("word", ["gpu", "GPU", "nvidia", "cuda1"])
@@ -79,8 +79,8 @@ def test_a_picture_that_cannot_be_written_is_told_before_the_work(
     def predict(*_: object, **__: object) -> None:
         raise AssertionError("something is predicted")
 
-    monkeypatch.setattr("paceline.bench.predicted.predicted", predict)
-    monkeypatch.setattr("paceline.bench.speedup_chart.made", predict)
+    monkeypatch.setattr("paceline.bench.pages.predicted.predicted", predict)
+    monkeypatch.setattr("paceline.bench.pages.speedup_chart.made", predict)
     file = tmp_path / "file"
     file.write_text("")
     places = {str(file / "x"): "is a file", "/proc/x": "may not be written to", str(tmp_path): "is a folder: name a file in it"}
@@ -103,7 +103,7 @@ def test_a_plan_that_cannot_be_written_is_told_before_it_is_made(tmp_path: Path,
     def plan(*_: object, **__: object) -> None:
         raise AssertionError("a plan is made")
 
-    monkeypatch.setattr("paceline.train.planning.make_plan", plan)
+    monkeypatch.setattr("paceline.train.plan.training_plan.make_plan", plan)
     (tmp_path / "file").write_text("")
     with pytest.raises(CacheError, match="a run needs a folder"):
         run("train", "--dry-run", "--out", str(tmp_path / "file"))
@@ -118,7 +118,7 @@ class _Began(Exception):
     [
         (("compare", "hi"), "paceline.engine.llm.LLM.of", "--svg"),
         (("calculator",), "paceline.simulate.calculator.page", "--out"),
-        (("train", "--dry-run"), "paceline.train.planning.make_plan", "--out"),
+        (("train", "--dry-run"), "paceline.train.plan.training_plan.make_plan", "--out"),
     ],
     ids=str,
 )

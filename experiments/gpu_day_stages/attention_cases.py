@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.model.attention import Scores, ancestors
-from paceline.model.kernels.attend import Sight, run_kernels, twin
+from paceline.model.torch.attention import Scores, ancestors
+from paceline.model.torch.kernels.attend import Sight, run_kernels, twin
 
 
 @dataclass(frozen=True)

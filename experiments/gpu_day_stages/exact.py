@@ -29,10 +29,10 @@ from gpu_day_stages.tiny_models import (
 )
 from gpu_day_stages.visit import Skipped, Visit
 from paceline.draft.small_model import SmallModelDrafter
-from paceline.model.config import FAMILIES, DecoderConfig
-from paceline.model.decoder import Decoder
-from paceline.model.logits import target_probs
+from paceline.model.config.decoder import FAMILIES, DecoderConfig
+from paceline.model.sampling.logits import target_probs
 from paceline.model.target import ForwardBatch, ForwardOutput
+from paceline.model.torch.decoder import Decoder
 from paceline.types import SamplingParams
 
 Shape = tuple[int, int]

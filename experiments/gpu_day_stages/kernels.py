@@ -16,9 +16,9 @@ from gpu_day_stages.attention_cases import CASES, by_loop, difference
 from gpu_day_stages.mixture_kernels import a_delta_net, experts_of_a_layer
 from gpu_day_stages.models import Clock, free_memory, shape_of, shares, summary
 from gpu_day_stages.visit import Skipped, Visit
-from paceline.model.attention import attend_rows
-from paceline.model.kernels.attend import Sight, attend, run_kernels, twin
-from paceline.model.kernels.available import can_use
+from paceline.model.torch.attention import attend_rows
+from paceline.model.torch.kernels.attend import Sight, attend, run_kernels, twin
+from paceline.model.torch.kernels.available import can_use
 
 ROTATED_BYTES = 256 * 2**20
 """Caches that a timed graph reads one after another: more than a GPU keeps in its own caches."""

@@ -15,7 +15,7 @@ import torch
 from gpu_day_stages.models import Clock, datasheet_rate, summary
 from gpu_day_stages.visit import Visit
 
-MODULES = ("paceline.engine.llm", "paceline.train.train_run", "paceline.bench.runs", "paceline.draft.registry")
+MODULES = ("paceline.engine.llm", "paceline.train.run", "paceline.bench.runs", "paceline.draft.registry")
 WANTED = ("gguf", "llguidance", "fastapi", "scipy", "pyarrow", "pytest", "safetensors", "tokenizers", "triton")
 QUERY = "name,driver_version,memory.used,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu"
 
@@ -31,7 +31,7 @@ def env(visit: Visit) -> None:
             importlib.import_module(name)
             visit.check(f"import {name}", True, seconds=time.perf_counter() - began)
     with visit.part("native library"):
-        from paceline.model import native_lib
+        from paceline.model.native import library as native_lib
 
         visit.report("native library", is_there=native_lib.load() is not None)
     values = torch.arange(5.0, device=visit.device)

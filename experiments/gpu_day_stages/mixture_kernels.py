@@ -19,11 +19,11 @@ from gpu_day_stages.layer_kernels import BOUNDS, launch_us
 from gpu_day_stages.models import read_rate, shape_of, weights
 from gpu_day_stages.visit import Skipped, Visit
 from paceline.model.checkpoint import expected_shapes
-from paceline.model.delta_cache import HALF, DeltaCache, FixedStage
-from paceline.model.delta_net import L2_EPS, DeltaNet
-from paceline.model.experts import Experts
-from paceline.model.kernels import available, delta, experts
-from paceline.model.parts import PackedLinear, make_experts
+from paceline.model.torch.delta_cache import HALF, DeltaCache, FixedStage
+from paceline.model.torch.delta_net import L2_EPS, DeltaNet
+from paceline.model.torch.experts import Experts
+from paceline.model.torch.kernels import available, delta, experts
+from paceline.model.torch.parts import PackedLinear, make_experts
 
 CHOICES = 8
 """Choices of experts that a timed graph takes in turn: together they read more than a GPU keeps in its own caches."""

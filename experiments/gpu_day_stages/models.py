@@ -17,17 +17,17 @@ from torch import Tensor
 from gpu_day_stages.visit import Visit
 from paceline.bench.passes import mocked_engine, random_prompt
 from paceline.draft.base import Drafter
-from paceline.draft.checkpoint import DFlashConfig, new_config
-from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
+from paceline.draft.dflash.checkpoint import DFlashConfig, new_config
+from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.engine.engine import Engine
 from paceline.model.checkpoint import expected_shapes
-from paceline.model.config import DecoderConfig, DeltaShape
-from paceline.model.decoder import Decoder
-from paceline.model.delta_cache import DeltaCache
-from paceline.model.graphs import GraphDecoder, can_record
+from paceline.model.config.decoder import DecoderConfig, DeltaShape
 from paceline.model.target import ForwardBatch, Target
-from paceline.model.tokenizer import Tokenizer
-from paceline.plan import FixedPlanner
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.model.torch.decoder import Decoder
+from paceline.model.torch.delta_cache import DeltaCache
+from paceline.model.torch.graphs import GraphDecoder, can_record
+from paceline.plan.planner import FixedPlanner
 from paceline.types import SamplingParams
 
 DATASHEET = {"H100": 3.35e12, "H200": 4.8e12, "A100": 2.04e12, "B200": 8.0e12}

@@ -61,7 +61,7 @@ def join(folder: Path, name: str, out: Path) -> Path:
 
 def write_answers(folders: list[Path], file: Path) -> int:
     """The token ids of answers in one file that `paceline train --answers` takes; how many there are."""
-    from paceline.train.answers import SCHEMA, AnswerShards, pa, parquet
+    from paceline.data.answers import SCHEMA, AnswerShards, pa, parquet
 
     answers = [asdict(replace(answer, text="")) for folder in folders for answer in AnswerShards(folder)]
     table = pa.Table.from_pylist(answers, SCHEMA)

@@ -17,15 +17,15 @@ from gpu_day_stages.visit import Skipped, Visit
 from paceline import LLM, SamplingParams
 from paceline.bench.passes import parting
 from paceline.config import EngineConfig
-from paceline.draft.checkpoint import weights_file
-from paceline.draft.dflash2 import read_drafter
+from paceline.data.answers import read_answers
+from paceline.data.prompts import read_prompts
+from paceline.draft.dflash.checkpoint import weights_file
+from paceline.draft.dflash2.drafter import read_drafter
+from paceline.draft.shipped import SHIPPED, local
 from paceline.engine.completion import Completion
 from paceline.errors import DrafterMismatchError
-from paceline.prompts import read_prompts
-from paceline.shipped import SHIPPED, local
-from paceline.tables import Progress
+from paceline.report.tables import Progress
 from paceline.train import train
-from paceline.train.answers import read_answers
 from paceline.train.config import AnswerConfig, DrafterShape, LoopConfig, LossConfig, OptimConfig, TrainConfig
 
 NEAR_TIE = 1e-3

@@ -9,9 +9,9 @@ from gpu_day_stages.models import decoder, stand_in_tokenizer
 from gpu_day_stages.tiny_models import are_same, loud_tensors, parted, texts, tiny_llama
 from gpu_day_stages.visit import Visit
 from paceline.draft.base import Drafter
-from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.engine.engine import Engine
-from paceline.plan import FixedPlanner
+from paceline.plan.planner import FixedPlanner
 from paceline.types import SamplingParams
 
 MOST_PARTED = 0.05

@@ -24,7 +24,7 @@ from gpu_day_stages.models import (
 )
 from gpu_day_stages.visit import Skipped, Visit
 from paceline.draft.base import Drafter, NoDrafter
-from paceline.model.decoder import Decoder
+from paceline.model.torch.decoder import Decoder
 
 BLOCK = 16
 

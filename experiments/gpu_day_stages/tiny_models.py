@@ -12,21 +12,21 @@ from torch import Tensor
 from gpu_day_stages.models import decoder, has_device_rounds, stand_in_tokenizer
 from paceline.bench.passes import parting
 from paceline.draft.base import Drafter, NoDrafter
-from paceline.draft.dflash import DFlashDrafter
-from paceline.draft.dflash2 import DFlash2Drafter
-from paceline.draft.eagle3 import Eagle3Drafter
-from paceline.draft.mtp import MtpDrafter
-from paceline.draft.mtp_checkpoint import MtpLayer, one_layer
+from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.dflash2.drafter import DFlash2Drafter
+from paceline.draft.eagle3.drafter import Eagle3Drafter
+from paceline.draft.mtp.checkpoint import MtpLayer, one_layer
+from paceline.draft.mtp.drafter import MtpDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
 from paceline.model.checkpoint import expected_shapes
-from paceline.model.config import DecoderConfig, decoder_config
-from paceline.model.decoder import Decoder
+from paceline.model.config.decoder import DecoderConfig, decoder_config
 from paceline.model.layout import layer_shapes
 from paceline.model.target import Target
-from paceline.plan import fixed_planner
+from paceline.model.torch.decoder import Decoder
+from paceline.plan.planner import fixed_planner
 from paceline.types import Batch, DraftBlock, SamplingParams
 from paceline.verify.rules import RULES
 

@@ -19,19 +19,19 @@ from torch import Tensor
 from gpu_day_stages.models import Clock, free_memory, shape_of, summary, weights
 from gpu_day_stages.tiny_models import VOCAB, loud_tensors, tiny_llama
 from gpu_day_stages.visit import Visit
-from paceline.draft.checkpoint import DFlashConfig, new_config
-from paceline.draft.dflash import DFlashNetwork
-from paceline.model.decoder import Decoder
+from paceline.draft.dflash.checkpoint import DFlashConfig, new_config
+from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.model.target import head_weight
-from paceline.train.ahead import packs_ahead
+from paceline.model.torch.decoder import Decoder
 from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig
-from paceline.train.dataset import Corpus, Document
-from paceline.train.features import Features, OnlineFeatures
-from paceline.train.loop import Trainer
-from paceline.train.losses import Head, head_loss, softmax_over
-from paceline.train.packs import DFlashTrainable
-from paceline.train.parallel import Sharded
-from paceline.train.start import network_for
+from paceline.train.documents.dataset import Corpus, Document
+from paceline.train.features.hidden_states import Features, OnlineFeatures
+from paceline.train.features.prefetch import packs_ahead
+from paceline.train.learn.initial_weights import network_for
+from paceline.train.learn.loop import Trainer
+from paceline.train.learn.losses import Head, head_loss, softmax_over
+from paceline.train.learn.packs import DFlashTrainable
+from paceline.train.processes.parallel import Sharded
 
 BLOCK, TAPS = 16, 5
 
@@ -168,7 +168,7 @@ def resume(visit: Visit) -> None:
         with packs_ahead(trainer):
             compare(visit, "packs prefetched", whole(visit, total), run(trainer))
     with visit.part("sharded over one"), process_group(visit):
-        with mock.patch("paceline.train.loop.make_parallel", lambda way, ranks, device: Sharded(ranks, device)):
+        with mock.patch("paceline.train.learn.loop.make_parallel", lambda way, ranks, device: Sharded(ranks, device)):
             losses = whole(visit, 2)
         compare(visit, "sharded over one", whole(visit, 2), losses)
 

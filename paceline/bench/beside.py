@@ -16,10 +16,10 @@ from paceline.config import resolve as settled
 from paceline.engine.completion import Completion
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, reraised
-from paceline.figures import doubt, first_difference, possible_speedup
 from paceline.hub import resolve
 from paceline.model.checkpoint import config_json, load_tensors
-from paceline.tables import ignore
+from paceline.report.statistics import doubt, first_difference, possible_speedup
+from paceline.report.tables import ignore
 from paceline.types import SamplingParams
 
 LOOKUP_TOKENS = 10

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from paceline.figures import Rounds
-from paceline.tables import Column, Table
+from paceline.report.statistics import Rounds
+from paceline.report.tables import Column, Table
 from paceline.types import Round
 
 SHORTEST = 512

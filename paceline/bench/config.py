@@ -12,8 +12,8 @@ from typing import Annotated, NamedTuple
 from paceline.bounds import Amount, Count, Positive, Rate, at_least, check, within
 from paceline.errors import ConfigError, refuse
 from paceline.lossy import Lossy
+from paceline.plan.trees import MOST_NODES
 from paceline.simulate.marginals import read_marginals
-from paceline.trees import MOST_NODES
 from paceline.types import SamplingParams
 
 Yield = Annotated[float, within("at least 1, the bonus token included", least=1)]

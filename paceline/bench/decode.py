@@ -20,10 +20,15 @@ from paceline.bench.beside import PEERS, TransformersPeer
 from paceline.bench.by_context import by_context
 from paceline.bench.config import BASELINE, WARM_UP_TOKENS, BenchConfig
 from paceline.bench.passes import Engines, Pass, Request, described, make_requests, parting, run_pass
+from paceline.data.prompts import Prompt
 from paceline.draft.registry import make_drafter
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
-from paceline.figures import (
+from paceline.hardware import Machine
+from paceline.model.target import Target
+from paceline.plan.marginals import Tally
+from paceline.plan.planner import MOST_CANDIDATES, FixedPlanner
+from paceline.report.statistics import (
     Interval,
     Rounds,
     bootstrap,
@@ -34,13 +39,8 @@ from paceline.figures import (
     repetition,
     survival,
 )
-from paceline.hardware import Machine
-from paceline.marginals import Tally
-from paceline.model.target import Target
-from paceline.plan import MOST_CANDIDATES, FixedPlanner
-from paceline.prompts import Prompt
-from paceline.runlog import plain
-from paceline.tables import Column, Table, ignore
+from paceline.report.tables import Column, Table, ignore
+from paceline.runs.folder import plain
 from paceline.types import Round, SamplingParams
 
 ABOUT = ("device", "machine", "model", "dtype", "backend", "isa", "weight_format", "weight_bytes", "ceiling_tokens_per_s")

@@ -20,16 +20,16 @@ from typing import Any
 from paceline.bench.by_context import context_table
 from paceline.bench.config import BASELINE, BUILTIN_PROMPTS, BenchConfig
 from paceline.bench.decode import ABOUT, Bench, introduction, set_figures
-from paceline.bench.html import table
+from paceline.bench.pages.run_page import table
 from paceline.bench.runs import loaded
 from paceline.config import EngineConfig
+from paceline.data.prompts import Prompt, read_prompts
 from paceline.draft.registry import DRAFTERS, checkpoint_of
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ModelNotFoundError
-from paceline.prompts import Prompt, read_prompts
-from paceline.runlog import RunFolder, plain
+from paceline.report.tables import SILENT, Progress, differences
+from paceline.runs.folder import RunFolder, plain
 from paceline.simulate.files import read_json
-from paceline.tables import SILENT, Progress, differences
 
 BUILTIN = "built-in"
 EVALUATION = "evaluation.json"

@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.bench.config import BASELINE, WARM_UP_TOKENS, LossyConfig
-from paceline.bench.pages import COLORS, WIDTH_INCHES
 from paceline.bench.passes import Answer, Engines, Pass, Request, make_requests, run_pass
 from paceline.bench.tasks import Task, read_task
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, needing
-from paceline.figures import BUSY, Interval, Rounds, bootstrap, is_possible, ratio_of_sums
 from paceline.lossy import Lossy
-from paceline.tables import Advance, Column, Table, ignore
+from paceline.report.pages import COLORS, WIDTH_INCHES
+from paceline.report.statistics import BUSY, Interval, Rounds, bootstrap, is_possible, ratio_of_sums
+from paceline.report.tables import Advance, Column, Table, ignore
 from paceline.types import SamplingParams
 
 PLAIN, LOSSLESS = "plain decoding", "lossless"

@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
+from paceline.data.prompts import Prompt
 from paceline.draft.base import Drafter
 from paceline.engine.engine import Engine
 from paceline.engine.llm import LLM
 from paceline.engine.round import RuleJudge
 from paceline.errors import TOKEN_PROMPTS, ContextLengthError, way_out
-from paceline.figures import first_difference
 from paceline.lossy import Price
-from paceline.marginals import Marginals, MockedPlanner, Tally
 from paceline.model.backends import form_of
 from paceline.model.target import ForwardBatch, Target
-from paceline.prompts import Prompt
-from paceline.tables import ignore
+from paceline.plan.marginals import Marginals, MockedPlanner, Tally
+from paceline.report.statistics import first_difference
+from paceline.report.tables import ignore
 from paceline.types import Round, SamplingParams
 from paceline.verify.rules import mocked
 

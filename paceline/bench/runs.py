@@ -13,25 +13,25 @@ from typing import Any
 
 from paceline.bench.config import BUILTIN_PROMPTS, BenchConfig, LossyConfig, MockConfig, StepsConfig
 from paceline.bench.decode import Bench, Result, as_line, sources_table
-from paceline.bench.html import page, read_run, table, verdict_on
 from paceline.bench.lossy import LossyBench
 from paceline.bench.lossy import as_line as lossy_line
 from paceline.bench.lossy import draw as draw_lossy
 from paceline.bench.lossy import table as lossy_table
-from paceline.bench.pages import render
+from paceline.bench.pages.run_page import page, read_run, table, verdict_on
 from paceline.bench.passes import described
 from paceline.bench.steps import MockBench, StepBench
 from paceline.config import EngineConfig
+from paceline.data.prompts import read_prompts
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.hardware import Machine, this_machine
 from paceline.hub import resolve
 from paceline.model.backends import form_of
 from paceline.model.checkpoint import config_json
-from paceline.prompts import read_prompts
-from paceline.runlog import RunFolder
-from paceline.simulate.catalogue import shape_of
-from paceline.tables import SILENT, Progress
+from paceline.report.pages import render
+from paceline.report.tables import SILENT, Progress
+from paceline.runs.folder import RunFolder
+from paceline.simulate.costs.catalogue import shape_of
 
 DISTURBED = 0.15
 """Times of one size that are so far apart were taken while other programs were at work."""

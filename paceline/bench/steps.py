@@ -25,19 +25,19 @@ from typing import Any
 from paceline.bench.config import PLAIN, WARM_UP_TOKENS, MockConfig, MockSetting, StepsConfig
 from paceline.bench.passes import Pass, Request, described, mocked_engine, random_prompt, run_pass
 from paceline.draft.base import Drafter, NoDrafter
-from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.registry import make_drafter
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
-from paceline.figures import Rounds, doubt, possible_speedup
 from paceline.hardware import Machine
-from paceline.plan import FixedPlanner
-from paceline.simulate.calibrate import precisions_of
-from paceline.simulate.costs import NO_COST, RooflineCosts, ShapeDrafter
+from paceline.plan.planner import FixedPlanner
+from paceline.report.statistics import Rounds, doubt, possible_speedup
+from paceline.report.tables import ignore
+from paceline.simulate.costs.calibrate import precisions_of
+from paceline.simulate.costs.roofline import Deployment
+from paceline.simulate.costs.rounds import NO_COST, RooflineCosts, ShapeDrafter
+from paceline.simulate.costs.shapes import ModelShape
 from paceline.simulate.marginals import read_marginals
-from paceline.simulate.roofline import Deployment
-from paceline.simulate.shapes import ModelShape
-from paceline.tables import ignore
 from paceline.types import Batch, DraftBlock, SamplingParams
 
 PREFILLS = (16, 64, 256)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.data.prompts import Prompt, read_prompts
 from paceline.errors import PromptError, reraised
-from paceline.prompts import Prompt, read_prompts
 
 LIMIT_S, LIMIT_BYTES, WAIT_S = 5, 2**30, 15
 PASSED = 42

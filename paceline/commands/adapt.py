@@ -1,4 +1,4 @@
-"""`paceline adapt ...`: the options of the library calls of `paceline.adapt`, and what is shown of them."""
+"""`paceline adapt ...`: the options of the library calls of `paceline.loop.adapt`, and what is shown of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.adapt.config import (
+from paceline.commands.options import Changed, Only, Opt, Without, options
+from paceline.commands.shared import Json, TerminalProgress, say, starting
+from paceline.config import EngineConfig
+from paceline.loop.adapt.config import (
     CandidateConfig,
     DeployConfig,
     PolicyConfig,
@@ -18,10 +21,7 @@ from paceline.adapt.config import (
     StoreConfig,
     WatchConfig,
 )
-from paceline.commands.options import Changed, Only, Opt, Without, options
-from paceline.commands.shared import Json, TerminalProgress, say, starting
-from paceline.config import EngineConfig
-from paceline.runlog import plain, write_whole
+from paceline.runs.folder import plain, write_whole
 
 TO_DO = 3
 """Exit status of `check` when something is to be done, and of `gate` when it refuses."""
@@ -38,7 +38,7 @@ def adapt_replay(config: ReplayConfig, seasonal: PolicyConfig, prices: PriceConf
     Examples:
       paceline adapt replay --scenario two-bases --policy seasonal --seeds 200
     """
-    from paceline.adapt.replay import run
+    from paceline.loop.adapt.traffic.replay import run
 
     found = run(config, seasonal, prices, TerminalProgress())
     if not as_json:
@@ -56,9 +56,9 @@ def adapt_check(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig, a
     Examples:
       paceline adapt check --traces traces
     """
-    from paceline.adapt.log import AdaptLog, rebuilt, told
-    from paceline.adapt.policy import SeasonalPolicy
-    from paceline.adapt.stored import read_hours
+    from paceline.loop.adapt.decide.policy import SeasonalPolicy
+    from paceline.loop.adapt.log import AdaptLog, rebuilt, told
+    from paceline.loop.adapt.traffic.stored import read_hours
 
     hours, left_out = read_hours(store.traces)
     lines = rebuilt(SeasonalPolicy(policy, prices), hours, AdaptLog(store.state), max(hours, default=-1) + 1)
@@ -98,7 +98,7 @@ def adapt_gate(
         --cluster tickets --incumbent default
     """
     starting(engine.model)
-    from paceline.adapt.examine import examine
+    from paceline.loop.adapt.gate.examine import examine
 
     verdict = examine(drafter, engine, store.traces, config, TerminalProgress())
     say(f"{'passed' if verdict.passed else 'refused'}: {verdict.reason}")
@@ -122,7 +122,7 @@ def adapt_log(
     Examples:
       paceline adapt log --state runs/adapt --page
     """
-    from paceline.adapt.log import AdaptLog
+    from paceline.loop.adapt.log import AdaptLog
 
     lines = AdaptLog(state).lines()
     last = lines[-1]["hour"] if lines else 0
@@ -131,7 +131,7 @@ def adapt_log(
             print(_sentence(line))
     file = None
     if page:
-        from paceline.adapt.page import page as page_of
+        from paceline.loop.adapt.page import page as page_of
 
         file = state / "report.html"
         write_whole(file, page_of(lines))
@@ -160,7 +160,7 @@ def adapt_watch(
       paceline adapt watch --traces traces --server http://127.0.0.1:8000 \\
         --general runs/general/answers
     """
-    from paceline.adapt.run import run
+    from paceline.loop.adapt.run import run
 
     run(target, store, policy, prices, candidate, retrain, deploy, watch, say)
     return {"traces": store.traces, "server": deploy.servers}

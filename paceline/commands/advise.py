@@ -10,11 +10,11 @@ import typer
 from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.shared import Json, say
 from paceline.errors import ConfigError
+from paceline.report.tables import Column, Table
 from paceline.simulate.config import AdviceConfig, CostsConfig
-from paceline.tables import Column, Table
 
 if TYPE_CHECKING:
-    from paceline.train.advise import Advice, Seen
+    from paceline.train.plan.advise import Advice, Seen
 
 COLUMNS = (
     Column("answers", lambda each: each.answers, "{:,}", "right"),
@@ -56,8 +56,8 @@ def advise(
         --price-per-hour 2.5 --traffic application
       paceline advise --url http://127.0.0.1:8000 --model Qwen3-8B --hardware H100
     """
-    from paceline.train.advise import Seen
-    from paceline.train.advise import advise as advised
+    from paceline.train.plan.advise import Seen
+    from paceline.train.plan.advise import advise as advised
 
     if traces is not None and url is not None:
         raise ConfigError("traces and --url both say what is served now: leave one out")
@@ -72,15 +72,15 @@ def _days(days: float | None) -> str | None:
 
 
 def _traces(folder: Path) -> Seen:
-    from paceline.train.advise import seen_in_traces
+    from paceline.train.plan.advise import seen_in_traces
 
     return seen_in_traces(folder)
 
 
 def _server(url: str, model: str | None) -> Seen:
-    from paceline.bench.client import Client
+    from paceline.net.streaming import Client
     from paceline.simulate.server_logs import parse_server
-    from paceline.train.advise import seen_in_server
+    from paceline.train.plan.advise import seen_in_server
 
     client = Client(url, timeout_s=30.0)
     try:

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.audit.config import AuditConfig
 from paceline.commands.options import Changed, Only, Opt, options
 from paceline.commands.shared import Json, PromptSource, TerminalProgress, starting
 from paceline.config import EngineConfig, read_api_keys
+from paceline.loop.audit.config import AuditConfig
 
 ASKED = Only("model", "dtype", "max_len", "backend", "isa", "weight_format", "device", "threads")
 NAMES = Changed(
@@ -43,7 +43,7 @@ def audit(
     """
     key = next(iter(read_api_keys((api_key,) if api_key else (), api_key_file)), None)
     starting(engine.model)
-    from paceline.audit.run import audit as library
+    from paceline.loop.audit.run import audit as library
 
     done = library(url, engine, config, prompts=prompts, limit=limit, key=key, out=out, progress=TerminalProgress())
     _end(done.as_line(), as_json, STATUS[done.verdict])
@@ -52,7 +52,7 @@ def audit(
 def _end(line: dict[str, Any], as_json: bool, status: int) -> None:
     import json
 
-    from paceline.runlog import plain
+    from paceline.runs.folder import plain
 
     if as_json:
         print(json.dumps(plain(line)), flush=True)

@@ -24,7 +24,7 @@ from paceline.commands.options import Changed, Only, Opt, Without, options
 from paceline.commands.shared import MOCK, Json, Limit, PromptSource, TerminalProgress, say, starting
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
-from paceline.runlog import write_whole
+from paceline.runs.folder import write_whole
 
 NAMES = Changed(
     drafters=Opt(comma=True),
@@ -191,7 +191,7 @@ def bench_serving(
         raise ConfigError(f"{_options_in(words)} cannot change a server that runs: leave out either that or --url")
     if servers.model and not servers.url:
         words += ("--model", servers.model)
-    from paceline.bench import servers as library
+    from paceline.bench.serving import servers as library
 
     return library.bench_serving(replace(servers, words=words), config, prompts, limit, out, TerminalProgress())
 
@@ -231,7 +231,7 @@ def bench_latency(
         raise ConfigError(f"{_options_in(words)} cannot change a server that runs: leave out either that or --url")
     if arms.drafters and arms.model:
         words += ("--model", arms.model)
-    from paceline.bench import latency_run
+    from paceline.bench.serving import latency_run
 
     arms = replace(arms, words=words)
     return latency_run.bench_latency(arms, config, workloads or (), prompts or (), schema, limit, out, TerminalProgress())

@@ -12,13 +12,13 @@ from paceline.commands.options import Only, options
 from paceline.commands.shared import Json, TerminalProgress, say, starting
 from paceline.config import EngineConfig, resolve
 from paceline.errors import ConfigError, DrafterMismatchError
-from paceline.tables import Column, Table
+from paceline.report.tables import Column, Table
 
 if TYPE_CHECKING:
     from paceline.draft.base import Drafter
-    from paceline.draft.checkpoint import StoredDrafter
-    from paceline.draft.eagle3_checkpoint import Eagle3Checkpoint
-    from paceline.draft.export import HeadRows
+    from paceline.draft.dflash.checkpoint import StoredDrafter
+    from paceline.draft.eagle3.checkpoint import Eagle3Checkpoint
+    from paceline.draft.formats.export import HeadRows
 
 SHOWN = 8
 """Variations in the table; --json has them all."""
@@ -63,11 +63,11 @@ def export(
       paceline export runs/mtp/drafter --format target \\
         --model path/to/model --out path/to/model-2
     """
-    from paceline.draft.checkpoint import read_stored
-    from paceline.draft.export import export as write
+    from paceline.draft.dflash.checkpoint import read_stored
+    from paceline.draft.formats.export import export as write
     from paceline.draft.registry import folder_of, holds_eagle3, holds_mtp
     from paceline.hub import resolve as resolve_model
-    from paceline.model.gguf_file import is_gguf
+    from paceline.model.gguf.container import is_gguf
 
     folder = folder_of(drafter, model)
     if holds_mtp(folder) or form == "target":
@@ -90,8 +90,8 @@ def export(
 
 def _eagle3(folder: Path, form: str, model: str | None, out: Path) -> dict[str, Any]:
     """An EAGLE-3 drafter in the other of its two styles, or the same."""
-    from paceline.draft.eagle3_checkpoint import read_eagle3, write_eagle3
-    from paceline.runlog import check_new
+    from paceline.draft.eagle3.checkpoint import read_eagle3, write_eagle3
+    from paceline.runs.folder import check_new
 
     if form not in ("speculators", "specforge"):
         raise ConfigError(
@@ -107,9 +107,9 @@ def _eagle3(folder: Path, form: str, model: str | None, out: Path) -> dict[str, 
 
 def _into_target(folder: Path, form: str, model: str | None, out: Path) -> dict[str, Any]:
     """An MTP layer in a copy of its target."""
-    from paceline.draft.mtp_checkpoint import read_mtp
+    from paceline.draft.mtp.checkpoint import read_mtp
+    from paceline.draft.mtp.stitch import stitch
     from paceline.draft.registry import holds_mtp
-    from paceline.draft.stitch import stitch
     from paceline.hub import resolve as resolve_model
 
     if form != "target" or not holds_mtp(folder) or model is None:
@@ -126,11 +126,11 @@ def _target(model: str | None, needs_head: bool) -> tuple[HeadRows | None, dict[
     """Rows of the target's head, and what the config says of it."""
     if model is None:
         return None, {}
-    from paceline.draft.export import rows_of
+    from paceline.draft.formats.export import rows_of
     from paceline.hub import BUILTINS
     from paceline.model.checkpoint import config_json
+    from paceline.model.embedding_and_head import light_folder, load_ends
     from paceline.model.target import head_weight
-    from paceline.train.ends import light_folder, load_ends
 
     raw = config_json(light_folder(model))
     builtin = BUILTINS.get(model)
@@ -167,12 +167,12 @@ def inspect(
     Examples:
       paceline inspect runs/mine/drafter --model smollm2-135m
     """
-    from paceline.draft.checkpoint import read_stored
-    from paceline.draft.described import described, described_eagle3, described_mtp
-    from paceline.draft.dflash2 import drafter_from
-    from paceline.draft.eagle3 import Eagle3Drafter
-    from paceline.draft.eagle3_checkpoint import read_eagle3
-    from paceline.draft.mtp import MtpDrafter
+    from paceline.draft.dflash.checkpoint import read_stored
+    from paceline.draft.dflash2.drafter import drafter_from
+    from paceline.draft.eagle3.checkpoint import read_eagle3
+    from paceline.draft.eagle3.drafter import Eagle3Drafter
+    from paceline.draft.formats.described import described, described_eagle3, described_mtp
+    from paceline.draft.mtp.drafter import MtpDrafter
     from paceline.draft.registry import folder_of, holds_eagle3, holds_mtp
 
     folder = folder_of(drafter, model)
@@ -209,8 +209,8 @@ def _measured(
     """What the drafter brings for the target, and if that is little, or if it is asked, what each variation would; of an MTP
     layer, whose settings are the target's, there are none."""
     starting(engine.model)
-    from paceline.adapt import mismatch
     from paceline.engine.llm import LLM
+    from paceline.loop.adapt.servers import mismatch
 
     llm = LLM.of(engine)
     try:

@@ -15,12 +15,12 @@ from paceline.commands.options import Changed, Only, Opt, Without, options
 from paceline.commands.shared import MOCK, Json, Raw, System, TerminalProgress, check_template, load, prompt_of, say
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
-from paceline.runlog import RunFolder, check_folder, write_whole
+from paceline.runs.folder import RunFolder, check_folder, write_whole
 from paceline.simulate.config import ChartConfig, CostsConfig
 from paceline.types import SamplingParams
 
 if TYPE_CHECKING:
-    from paceline.bench.timing import Timing
+    from paceline.bench.pages.timing import Timing
 
 
 CHART = Changed(
@@ -81,7 +81,7 @@ def compare(
     if engine.drafter == "none" or engine.num_drafted == 0 or engine.plan == "fixed:0":
         raise ConfigError("nothing to compare without drafts: choose another --drafter, --num-drafted or --plan")
     llm = load(engine)
-    from paceline.bench.timing import NAME, record
+    from paceline.bench.pages.timing import NAME, record
     from paceline.hardware import device_name
 
     token_ids = encode(llm, text, system, raw)
@@ -117,7 +117,7 @@ def _drawn_again(
         raise ConfigError("--from draws what was recorded: leave the prompt out")
     if out is not None:
         check_folder(out)
-    from paceline.bench.timing import read_timing
+    from paceline.bench.pages.timing import read_timing
 
     run = RunFolder(out or (recorded if recorded.is_dir() else recorded.parent))
     return _draw(run, read_timing(recorded), svg, svg_speed)
@@ -138,8 +138,8 @@ def _simulated(
 
 def _columns(costs: CostsConfig, config: ChartConfig) -> dict[str, Any]:
     """Two columns of text at the predicted rates."""
-    from paceline.bench.predicted import draw_png, predicted
-    from paceline.bench.timing import svg
+    from paceline.bench.pages.predicted import draw_png, predicted
+    from paceline.bench.pages.timing import svg
 
     timing = predicted(costs, config)
     if config.columns is not None:
@@ -154,7 +154,7 @@ def _columns(costs: CostsConfig, config: ChartConfig) -> dict[str, Any]:
 
 def _chart(costs: CostsConfig, config: ChartConfig, out: Path | None, svg: Path | None) -> dict[str, Any]:
     """Speed-up over tokens a round, in the files that were asked for, else in a run folder."""
-    from paceline.bench.speedup_chart import draw, made
+    from paceline.bench.pages.speedup_chart import draw, made
 
     chart, png = made(costs, config), config.png
     line = chart.as_json()
@@ -169,7 +169,7 @@ def _chart(costs: CostsConfig, config: ChartConfig, out: Path | None, svg: Path 
 
 
 def _draw(run: RunFolder, timing: Timing, picture: Path | None, svg_speed: float | None) -> dict[str, Any]:
-    from paceline.bench.timing import page, svg
+    from paceline.bench.pages.timing import page, svg
 
     made = {"page": run.write("compare.html", page(timing))}
     if picture is not None:

@@ -10,7 +10,7 @@ import typer
 from paceline.commands.options import Changed, Only, Opt, options
 from paceline.commands.shared import Json, TerminalProgress, say, starting
 from paceline.config import EngineConfig
-from paceline.distill import config as asks
+from paceline.loop.distill import config as asks
 from paceline.train.config import AnswerConfig, PromptsConfig
 
 TEACHER = Changed(
@@ -49,13 +49,13 @@ def distill(
     config = replace(config, **parts, gate=gate, files=files)
     starting(teacher.model)
     if dry_run:
-        from paceline.distill.price import price
+        from paceline.loop.distill.price import price
 
         found = price(config)
         say(found.text)
         _end(found.figures, as_json, 0)
         return
-    from paceline.distill import distill as library
+    from paceline.loop.distill import distill as library
 
     result = library(config, progress=TerminalProgress())
 
@@ -65,7 +65,7 @@ def distill(
 def _end(line: dict[str, Any], as_json: bool, status: int) -> None:
     import json
 
-    from paceline.runlog import plain
+    from paceline.runs.folder import plain
 
     if as_json:
         print(json.dumps(plain(line)), flush=True)

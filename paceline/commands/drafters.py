@@ -14,10 +14,10 @@ import typer
 from paceline.commands.options import options
 from paceline.commands.shared import Json, say
 from paceline.errors import ConfigError
-from paceline.tables import Column, Table
+from paceline.report.tables import Column, Table
 
 if TYPE_CHECKING:
-    from paceline.bench.client import Client, Stream
+    from paceline.net.streaming import Client, Stream
 
 PATH = "/admin/drafters"
 Server = Annotated[str, typer.Option("--server", help="The server's address.")]
@@ -107,7 +107,7 @@ class _Admin:
     @classmethod
     @contextlib.contextmanager
     def of(cls, server: str, key: str | None) -> Iterator[_Admin]:
-        from paceline.bench.client import Client
+        from paceline.net.streaming import Client
 
         with contextlib.closing(
             Client(server, key or os.environ.get("PACELINE_ADMIN_KEY") or None, option="--server")

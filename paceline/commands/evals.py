@@ -1,4 +1,4 @@
-"""`paceline evals make`, `run` and `compare`: the options of `paceline.evals`, and what is shown of it."""
+"""`paceline evals make`, `run` and `compare`: the options of `paceline.loop.evals`, and what is shown of it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import typer
 from paceline.commands.options import Changed, Only, Opt, Without, options
 from paceline.commands.shared import Json, TerminalProgress, say, starting
 from paceline.config import EngineConfig
-from paceline.evals.config import EndpointConfig, EvalSampling, GateConfig, JudgeConfig, MakeConfig, PricesConfig
-from paceline.evals.sandbox import Limits
-from paceline.runlog import plain
+from paceline.loop.evals.config import EndpointConfig, EvalSampling, GateConfig, JudgeConfig, MakeConfig, PricesConfig
+from paceline.loop.evals.sandbox.run import Limits
+from paceline.runs.folder import plain
 
 REFUSED = 3
 """Exit status where a gate refuses."""
@@ -46,8 +46,8 @@ def evals_make(
     """
     from dataclasses import replace
 
-    from paceline.evals.make import make_suite, without_leaks
-    from paceline.rows import Dropped
+    from paceline.data.rows import Dropped
+    from paceline.loop.evals.make import make_suite, without_leaks
 
     dropped = Dropped()
     suite = make_suite(replace(config, sources=tuple(sources)), out.stem, dropped)
@@ -58,7 +58,7 @@ def evals_make(
         say(text)
     for source in sources:
         if (Path(source) / "store.json").is_file():
-            from paceline.store.folder import Store
+            from paceline.loop.store.folder import Store
 
             Store.open(source).note_suite(out)
     kinds = {case.scorer["kind"] for case in suite}
@@ -100,8 +100,8 @@ def evals_run(
     """
     if endpoint.url is None:
         starting(engine.model)
-    from paceline.evals.compare import Gate
-    from paceline.evals.run import Asked, evaluate
+    from paceline.loop.evals.compare import Gate
+    from paceline.loop.evals.run import Asked, evaluate
 
     asked = Asked(
         endpoint, judge, sampling, prices, limits, Gate(**asdict(gate)), samples, limit, name, check_drafter, unsafe_code,
@@ -126,8 +126,8 @@ def evals_compare(
     Examples:
       paceline evals compare runs/teacher runs/student --margin 0.02
     """
-    from paceline.evals.compare import Gate
-    from paceline.evals.run import beside
+    from paceline.loop.evals.compare import Gate
+    from paceline.loop.evals.run import beside
 
     found, refusals, run = beside(before, after, Gate(**asdict(gate)), out=out, progress=TerminalProgress())
     _end({**found.as_line(), "passed": not refusals, "refusals": refusals, "run": run.path}, as_json, refusals)

@@ -12,7 +12,7 @@ from paceline.bench.config import BenchConfig
 from paceline.commands.options import Changed, Only, Opt, Without, options
 from paceline.commands.shared import Json, TerminalProgress, say, starting
 from paceline.config import EngineConfig
-from paceline.runlog import write_whole
+from paceline.runs.folder import write_whole
 
 ASKED = Only("model", "max_len", "dtype", "backend", "isa", "weight_format", "device", "threads")
 TARGET = Changed(model=Opt("--model", "--target", help="The model it drafts for."))
@@ -63,7 +63,7 @@ def report(
     Examples:
       paceline report runs/mine
     """
-    from paceline.bench.html import page, read_run
+    from paceline.bench.pages.run_page import page, read_run
 
     run = read_run(folder)
     file = run.path / "report.html"

@@ -78,9 +78,9 @@ def generate(
     note_hidden_scores(sampling, as_json)
     llm = load(engine, model, allow_lossy=sampling.lossy is not None)
     from paceline.bench.beside import answer_plainly, beside_plain, beside_transformers
-    from paceline.bench.pages import render
     from paceline.bench.passes import described
     from paceline.hardware import this_machine
+    from paceline.report.pages import render
 
     token_ids = encode(llm, prompt, system, raw)
     plain = answer_plainly(llm, token_ids, replace(sampling, lossy=None)) if compare else None

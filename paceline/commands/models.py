@@ -21,8 +21,8 @@ def models(as_json: Json = False) -> dict[str, Any]:
       paceline models
       paceline generate qwen2.5-coder-0.5b "Write a quicksort in Python."
     """
+    from paceline.draft.shipped import SHIPPED, local
     from paceline.hub import BUILTINS, cache_home
-    from paceline.shipped import SHIPPED, local
 
     home, found = cache_home(), []
     for each in BUILTINS.values():

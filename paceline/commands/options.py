@@ -43,7 +43,7 @@ import typer
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.hardware import processor
-from paceline.runlog import check_file, check_place, plain
+from paceline.runs.folder import check_file, check_place, plain
 
 IN_A_SENTENCE = r"(?<![\w/.-])[a-z]+_\w+(?![\w/-]|\.\w)"
 """A field's name, but no part of a path or of another name."""

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from paceline.commands.options import Changed, Only, Opt, options
 from paceline.commands.shared import Json, TerminalProgress, say
-from paceline.record import proxy, read
-from paceline.record.config import RecordConfig
+from paceline.loop.record import proxy, read
+from paceline.loop.record.config import RecordConfig
 from paceline.serve.settings import ServeConfig, TraceConfig
 
 NAMES = {"imports": Opt("--import"), "served_names": Opt("--served-name")}

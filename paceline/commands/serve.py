@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.adapt.config import OtherEngineConfig
 from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.shared import Json, introduce, say, starting
 from paceline.commands.start_engine import check_own, serve_with_other
 from paceline.config import EngineConfig, read_api_keys
 from paceline.errors import ConfigError, refuse
-from paceline.routes import Router
+from paceline.loop.adapt.config import OtherEngineConfig
+from paceline.plan.routes import Router
+from paceline.runs.settings_file import read_settings_file
 from paceline.serve.settings import ServeConfig, TraceConfig, speculation
-from paceline.settings_file import read_settings_file
 from paceline.types import NONE, GrammarSpec, SamplingParams
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _mocked(
     engine: EngineConfig, mock: str, named: dict[str, str], speculate: str, scratch: Path
 ) -> tuple[EngineConfig, dict[str, str]]:
     """Settings and drafters under a mocked acceptance. Says what is mocked."""
-    from paceline.serve.mock import mocked_drafter, mocked_engine
+    from paceline.serve.worker.mock import mocked_drafter, mocked_engine
 
     asked = engine.model
     engine = mocked_engine(engine, mock, scratch)
@@ -190,9 +190,9 @@ def _run(
     import logging
 
     try:
-        from paceline.serve.metrics import Metrics
+        from paceline.serve.admin.metrics import Metrics
         from paceline.serve.run import run
-        from paceline.serve.worker import EngineWorker
+        from paceline.serve.worker.worker import EngineWorker
     except ImportError as error:
         raise ConfigError(f"serving needs {error.name}: pip install 'paceline[serve]'") from error
     from paceline.engine.llm import LLM
@@ -201,14 +201,14 @@ def _run(
     name = serving.served_names[0] if serving.served_names else Path(engine.model).name
     traces = None
     if tracing.folder:
-        from paceline.serve.traces import TraceWriter
+        from paceline.serve.admin.traces import TraceWriter
 
         traces = TraceWriter(tracing, name)
 
     def load() -> LLM:
         llm = LLM.of(engine, drafters=drafters, router=router, allow_lossy=serving.allow_lossy, max_tv=serving.max_tv)
         if engine.mocked is not None and engine.drafter != NONE:
-            from paceline.serve.mock import check_yield
+            from paceline.serve.worker.mock import check_yield
 
             check_yield(engine.mocked, llm.drafter.num_drafted)
         if traces:

@@ -17,12 +17,12 @@ from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PromptError, refuse, reraised
 from paceline.hub import check_name
 from paceline.lossy import Lossy
-from paceline.tables import Progress
+from paceline.report.tables import Progress
 from paceline.types import GrammarSpec, SamplingParams
 
 if TYPE_CHECKING:
     from paceline.engine.llm import LLM
-    from paceline.tables import Advance, Table
+    from paceline.report.tables import Advance, Table
 
 
 def say(text: str) -> None:
@@ -39,8 +39,8 @@ def starting(model: str) -> None:
 
 def introduce(llm: LLM) -> str:
     """What "auto" and "default" came to, and the memory taken."""
-    from paceline.bench.pages import render
     from paceline.model.backends import form_of
+    from paceline.report.pages import render
 
     return render("loaded.txt", llm=llm, form=form_of(llm.target)).rstrip()
 
@@ -150,7 +150,7 @@ def load(engine: EngineConfig, word: str | None = None, **more: Any) -> LLM:
     llm = LLM.of(named, **more)
     say(introduce(llm))
     if named.mocked is not None:
-        from paceline.serve.mock import check_yield
+        from paceline.serve.worker.mock import check_yield
 
         check_yield(named.mocked, llm.drafter.num_drafted)
     return llm

@@ -12,16 +12,16 @@ import typer
 from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.shared import Json, say
 from paceline.errors import ConfigError
-from paceline.figures import LOAD_GAIN, Tone, tone_of
-from paceline.runlog import RunFolder, plain, write_whole
+from paceline.report.statistics import LOAD_GAIN, Tone, tone_of
+from paceline.report.tables import Column, Table, block, spread_column
+from paceline.runs.folder import RunFolder, plain, write_whole
 from paceline.simulate.config import CostsConfig, PredictConfig, PriceConfig, ServingConfig
-from paceline.tables import Column, Table, block, spread_column
 
 if TYPE_CHECKING:
-    from paceline.bench.pages import Plot
+    from paceline.report.pages import Plot
     from paceline.simulate.answer import Answer, ServerAnswer, Setup
-    from paceline.simulate.calibrate import Fitted
-    from paceline.simulate.replay import Compared
+    from paceline.simulate.costs.calibrate import Fitted
+    from paceline.simulate.server.replay import Compared
     from paceline.simulate.speedup import Prediction
 
 BAR_WIDTH = 32
@@ -116,7 +116,7 @@ def simulate(
     if calibrate:
         return _fit_and_report(costs, calibrate, out, as_json)
     from paceline.simulate.answer import predict_all
-    from paceline.simulate.price import parse_slo
+    from paceline.simulate.server.price import parse_slo
 
     parse_slo(price.slo)
     answer = predict_all(costs, config)
@@ -134,7 +134,7 @@ def simulate(
 
 def _price(answer: Answer, config: PredictConfig, price: PriceConfig, *, stderr: bool) -> dict[str, Any]:
     """A line for each batch, plain and with drafts, and what one more token a round is worth."""
-    from paceline.simulate.price import priced
+    from paceline.simulate.server.price import priced
 
     found = priced(answer.setup.costs, answer.acceptance, config, price)
     Table(PRICE_COLUMNS, found.rows, title=found.title, notes=found.sentences, width=140).show(stderr=stderr)
@@ -219,7 +219,7 @@ def print_notes(setup: Setup, *, stderr: bool) -> None:
 
 
 def _list_known(as_json: bool) -> dict[str, Any]:
-    from paceline.simulate import catalogue
+    from paceline.simulate.costs import catalogue
 
     known, shapes = catalogue.entries(), catalogue.all_shapes()
     unavailable = {name: entry["unavailable"] for name, entry in known.items() if "unavailable" in entry}
@@ -234,8 +234,8 @@ def _list_known(as_json: bool) -> dict[str, Any]:
 
 def _fit_and_report(config: CostsConfig, paths: list[Path], out: Path | None, as_json: bool) -> dict[str, Any]:
     """Write calibration.json, calibration.md and calibration.svg beside the step times, or into `out`."""
-    from paceline.bench.pages import render
-    from paceline.simulate.calibrate import calibrate, measured_rounds, reached
+    from paceline.report.pages import render
+    from paceline.simulate.costs.calibrate import calibrate, measured_rounds, reached
 
     fitted = calibrate(config, paths)
     folder = out or (paths[0] if paths[0].is_dir() else paths[0].parent)
@@ -252,8 +252,8 @@ def _fit_and_report(config: CostsConfig, paths: list[Path], out: Path | None, as
 
 def _draw_fit(file: Path, fitted: Fitted) -> None:
     """Measured rounds as points joined by lines, predicted ones dashed; a notice when matplotlib is missing."""
-    from paceline.bench.pages import Series, curves
-    from paceline.simulate.calibrate import measured_rounds
+    from paceline.report.pages import Series, curves
+    from paceline.simulate.costs.calibrate import measured_rounds
 
     rounds, series = measured_rounds(fitted.steps), []
     for color, batch in enumerate(sorted({each.batch for each in rounds})):
@@ -293,7 +293,7 @@ def simulate_serving(
       paceline simulate-serving --against runs/bench-serving-1
     """
     from paceline.simulate.answer import simulate_server
-    from paceline.simulate.replay import FIRST_TOKEN_WITHIN, THROUGHPUT_WITHIN
+    from paceline.simulate.server.replay import FIRST_TOKEN_WITHIN, THROUGHPUT_WITHIN
 
     answer = simulate_server(costs, config)
     _figures_table(answer).show(stderr=as_json)
@@ -333,7 +333,7 @@ def _tone(answer: ServerAnswer) -> Tone:
 
 def _write_report(run: RunFolder, answer: ServerAnswer) -> str | None:
     """report.md and report.html; returns a notice when the page had to be left out."""
-    from paceline.bench.pages import LOAD_PLOTS, LoadPlot, load_plots, render, write_load_report
+    from paceline.report.pages import LOAD_PLOTS, LoadPlot, load_plots, render, write_load_report
 
     plots = (*LOAD_PLOTS, LoadPlot("Requests without a row", "mean", lambda each: each.mean_queue))
     by_load = [(each.rate, each.concurrency, each.policy, each) for each in answer.loads]
@@ -353,7 +353,7 @@ def _write_report(run: RunFolder, answer: ServerAnswer) -> str | None:
 
 def _compared_plots(found: list[Compared]) -> list[Plot]:
     """Simulated over measured, with the line where they are the same."""
-    from paceline.bench.pages import Series, curves
+    from paceline.report.pages import Series, curves
 
     rates = [(each.measured_tokens_per_s, each.simulated_tokens_per_s) for each in found]
     firsts = [(1e3 * each.measured_first_token_s, 1e3 * each.simulated_first_token_s) for each in found]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import typer
 
-from paceline.adapt.config import OtherEngineConfig
 from paceline.commands.shared import say
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, refuse
+from paceline.loop.adapt.config import OtherEngineConfig
 from paceline.serve.settings import ServeConfig
 
 TAKEN = (
@@ -59,8 +59,8 @@ def serve_with_other(
         (len(serving.api_keys) > 1, f"{other.engine} has one API key: give one"),
         (serving.port == 0, f"{other.engine} wants a port: give --port"),
     )
-    from paceline.adapt.engine_run import serve_with
-    from paceline.adapt.engines import Start
+    from paceline.loop.adapt.servers.engine_run import serve_with
+    from paceline.loop.adapt.servers.engines import Start
 
     start = Start(
         other.engine,

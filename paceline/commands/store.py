@@ -1,4 +1,4 @@
-"""`paceline store ...`: the options of `paceline.store`, and what is shown of it."""
+"""`paceline store ...`: the options of `paceline.loop.store`, and what is shown of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from paceline.commands.options import Changed, Opt, Without, options
 from paceline.commands.shared import Json, TerminalProgress, say
 from paceline.errors import ConfigError
-from paceline.store.config import SplitConfig
+from paceline.loop.store.config import SplitConfig
 
 Folder = Annotated[Path, typer.Argument(metavar="STORE", help="Folder of the store.")]
 
@@ -31,7 +31,7 @@ def store_add(
     Examples:
       paceline store add store traces --model smollm2-135m
     """
-    from paceline.store.folder import Store
+    from paceline.loop.store.folder import Store
 
     if (store / "store.json").is_file():
         found = Store.open(store)
@@ -57,8 +57,8 @@ def store_show(store: Folder, as_json: Json = False) -> dict[str, Any]:
     Examples:
       paceline store show store
     """
-    from paceline.store.card import card_of, write_card
-    from paceline.store.folder import Store
+    from paceline.loop.store.card import card_of, write_card
+    from paceline.loop.store.folder import Store
 
     found = Store.open(store)
     write_card(found)
@@ -82,7 +82,7 @@ def store_split(
     """
     from dataclasses import replace
 
-    from paceline.store.folder import Store
+    from paceline.loop.store.folder import Store
 
     found = Store.open(store)
     line = found.resplit(replace(config, max_overlap=found.split.max_overlap))
@@ -103,8 +103,8 @@ def store_label(
     Examples:
       paceline store label store runs/evals-20261125-041500
     """
-    from paceline.evals.scores import read_scores
-    from paceline.store.folder import Store
+    from paceline.loop.evals.scores import read_scores
+    from paceline.loop.store.folder import Store
 
     scores, found = read_scores(run), Store.open(store)
     labels = [
@@ -133,8 +133,8 @@ def store_forget(
     Examples:
       paceline store forget store --match "jane@example\\.com" --sources
     """
-    from paceline.store.folder import Store
-    from paceline.store.forget import forget
+    from paceline.loop.store.folder import Store
+    from paceline.loop.store.forget import forget
 
     done = forget(Store.open(store), match, in_sources=sources)
     say(

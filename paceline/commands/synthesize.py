@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
-from paceline.adapt.synthesis import SynthesizeConfig
 from paceline.commands.options import Changed, Without, options
 from paceline.commands.shared import Json, JsonSchema, Regex, TerminalProgress, grammar_of
 from paceline.commands.train import ANSWERS, Target
+from paceline.loop.synthesize.config import SynthesizeConfig
 from paceline.train.config import AnswerConfig, PromptsConfig
 
 
@@ -30,7 +30,7 @@ def synthesize(
       paceline synthesize --schema ticket.json --system "Answer each ticket." \\
         --prompts questions.jsonl --out runs/made
     """
-    from paceline.adapt.synthesize_run import run
+    from paceline.loop.synthesize.run import run
 
     answering = replace(answering, grammar=grammar_of(schema, regex))
     asked_for = replace(config, target=target, asked=asked, answering=answering)

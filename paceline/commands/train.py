@@ -12,11 +12,11 @@ from paceline.commands.options import Changed, Only, Opt, Without, options, type
 from paceline.commands.shared import Json, JsonSchema, Regex, TerminalProgress, grammar_of, say
 from paceline.config import EngineConfig
 from paceline.errors import CacheError, ConfigError
-from paceline.runlog import RunFolder, check_folder
+from paceline.runs.folder import RunFolder, check_folder
+from paceline.runs.ranks import Ranks
 from paceline.train import config as asks
 from paceline.train import regenerate as run_regenerate
 from paceline.train import train as run_train
-from paceline.train.ranks import Ranks
 from paceline.train.run_file import config_of, overlaid, read_run_file
 
 Target = Annotated[
@@ -98,7 +98,7 @@ def train(
         report(result.run)
     except (ConfigError, CacheError) as error:
         say(f"note: no report.html ({error})")
-    from paceline.bench.html import read_run, training_verdict
+    from paceline.bench.pages.run_page import read_run, training_verdict
 
     verdict = training_verdict(trained := read_run(result.run))
     say("\n".join([*kept_files(result.run), verdict]))
@@ -119,7 +119,7 @@ def kept_files(run: Path) -> list[str]:
 
 def _dry_run(config: asks.TrainConfig, device_name: str | None) -> dict[str, Any]:
     """Say the plan; into the run's folder too, where one was named."""
-    from paceline.train.planning import make_plan
+    from paceline.train.plan.training_plan import make_plan
 
     if config.is_given("out"):
         check_folder(config.out)

@@ -37,13 +37,13 @@ def turn(
     Examples:
       paceline turn --config flywheel.yaml --dry-run
     """
-    from paceline.flywheel.config import read_config
+    from paceline.loop.flywheel.config import read_config
 
     if dry_run and show_ledger:
         raise ConfigError("--dry-run and --ledger exclude each other: leave one out")
     asked, progress = read_config(config), TerminalProgress()
     if show_ledger:
-        from paceline.flywheel import ledger
+        from paceline.loop.flywheel import ledger
 
         lines = ledger.read(asked.out)
         if lines and not as_json:
@@ -52,13 +52,13 @@ def turn(
             say(f"{asked.out} has no ledger yet: run paceline turn --config {config}")
         _end({"ledger": lines}, as_json)
     elif dry_run:
-        from paceline.flywheel import price
+        from paceline.loop.flywheel import price
 
         found = price(asked, progress=progress)
         progress.table(found.table())
         _end(found.as_json(), as_json)
     else:
-        from paceline.flywheel import turn as library
+        from paceline.loop.flywheel import turn as library
 
         result = library(asked, progress=progress)
         _end(asdict(result), as_json, 0 if result.passed else REFUSED)
@@ -67,7 +67,7 @@ def turn(
 def _end(line: dict[str, Any], as_json: bool, status: int = 0) -> None:
     import json
 
-    from paceline.runlog import plain
+    from paceline.runs.folder import plain
 
     if as_json:
         print(json.dumps(plain(line)), flush=True)

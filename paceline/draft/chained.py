@@ -20,15 +20,15 @@ from torch import Tensor
 
 from paceline import rng
 from paceline.draft.base import Observed
-from paceline.draft.dflash_reading import inverse_temperature
+from paceline.draft.dflash.reading import inverse_temperature
 from paceline.draft.foresight import Foresight, ranked
 from paceline.draft.level import Level
 from paceline.draft.tapped import TappedDrafter, features_of
 from paceline.model.kv_cache import KVCache
-from paceline.model.logits import likeliest, sample, target_probs
-from paceline.model.race import FIELD
+from paceline.model.sampling.logits import likeliest, sample, target_probs
+from paceline.model.sampling.race import FIELD
 from paceline.model.target import Target
-from paceline.trees import LEAST_GAIN, MOST_NODES, Candidates, Likely
+from paceline.plan.trees import LEAST_GAIN, MOST_NODES, Candidates, Likely
 from paceline.types import Batch, DraftBlock, Sequence
 
 MOST_BRANCHES = 4

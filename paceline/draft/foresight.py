@@ -1,10 +1,11 @@
 """Which token the target will draw, guessed with the numbers that it will draw with.
 
-The target's token at a position is the winner of a race whose numbers are keyed by seed, position and token (`model/race.py`):
-they are known before its pass. Were a drafter's probabilities the target's own, its race would have the same winner. They are
-not, so that each candidate gets a chance: with log-probabilities l and numbers e, the target's score of a token is
-scale * l - log e + (what the drafter does not know). If that is Gumbel with this spread, independent for each token, the
-chance of candidate x to win is softmax over the candidates of (scale * l - log e) / spread.
+The target's token at a position is the winner of a race whose numbers are keyed by seed, position and token
+(`model/sampling/race.py`): they are known before its pass. Were a drafter's probabilities the target's own, its race
+would have the same winner. They are not, so that each candidate gets a chance: with log-probabilities l and numbers e,
+the target's score of a token is scale * l - log e + (what the drafter does not know). If that is Gumbel with this
+spread, independent for each token, the chance of candidate x to win is softmax over the candidates of (scale * l - log
+e) / spread.
 
 A drafter that learned from greedy answers is surer than the target is at temperature 1: its scale is below 1. Drafts made so
 are certain ones, and only where they are held against the target's draws (`Rule.draws`): the text stays what plain decoding

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.model.attention import AttentionPlan, CacheWriter
+from paceline.model.torch.attention import AttentionPlan, CacheWriter
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ reaches and how this sequence's drafts fared:
     chance = distrusted + (trusted - distrusted) * trust      MATCH_CLASSES, by how many tokens match
     trust: share of drafts accepted, fading by 0.85 a round, 0.8 at first
 
-How many are checked is the planner's choice (`paceline/plan.py`). Everything is kept per row: a text does not depend on its
-neighbours.
+How many are checked is the planner's choice (`paceline/plan/planner.py`). Everything is kept per row: a text does not
+depend on its neighbours.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from paceline.draft.ngram import NgramDrafter
 from paceline.draft.tapped import TappedDrafter
 from paceline.errors import ConfigError
 from paceline.model.target import Target
-from paceline.plan import Offer, Planner
-from paceline.trees import Candidates
+from paceline.plan.planner import Offer, Planner
+from paceline.plan.trees import Candidates
 from paceline.types import LOOKUP, NONE, Batch, DraftBlock, Sequence, Take
 
 LOOKUP_MATCH = 2

@@ -6,17 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline import hub, shipped
+from paceline import hub
 from paceline.config import EngineConfig
+from paceline.draft import shipped
 from paceline.draft.base import Drafter, NoDrafter
-from paceline.draft.checkpoint import is_dflash
-from paceline.draft.dflash import DFlashDrafter
-from paceline.draft.dflash2 import DFlash2Drafter, read_drafter
-from paceline.draft.eagle3 import Eagle3Drafter
-from paceline.draft.eagle3_checkpoint import is_eagle3
-from paceline.draft.gguf_reading import is_gguf_drafter
-from paceline.draft.mtp import MtpDrafter
-from paceline.draft.mtp_checkpoint import is_mtp
+from paceline.draft.dflash.checkpoint import is_dflash
+from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.dflash2.drafter import DFlash2Drafter, read_drafter
+from paceline.draft.eagle3.checkpoint import is_eagle3
+from paceline.draft.eagle3.drafter import Eagle3Drafter
+from paceline.draft.formats.gguf_reader import is_gguf_drafter
+from paceline.draft.mtp.checkpoint import is_mtp
+from paceline.draft.mtp.drafter import MtpDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.errors import ConfigError, ModelFileError, ModelNotFoundError

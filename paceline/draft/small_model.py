@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline import rng
 from paceline.draft.base import Drafter, Observed
 from paceline.errors import ConfigError, DrafterMismatchError, refuse
-from paceline.model.logits import sample, target_probs
+from paceline.model.sampling.logits import sample, target_probs
 from paceline.model.target import ForwardBatch, Target
 from paceline.types import Batch, DraftBlock, Sequence
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from paceline.figures import Rounds
 from paceline.lossy import Price
+from paceline.report.statistics import Rounds
 from paceline.types import FinishReason, Sequence, Timings, TokenLogprob
 
 

@@ -20,20 +20,20 @@ import torch
 from torch import Tensor
 
 from paceline.draft.base import Observed
-from paceline.draft.dflash import DFlashDrafter
-from paceline.draft.dflash_paths import TorchPath
-from paceline.draft.dflash_reading import scale_logits
-from paceline.draft.dflash_static import StaticBlock, write_behind
+from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.dflash.paths import TorchPath
+from paceline.draft.dflash.reading import scale_logits
+from paceline.draft.dflash.static import StaticBlock, write_behind
 from paceline.draft.pool import Pool
 from paceline.engine.device_rows import DeviceRows, Marks
 from paceline.engine.round import RuleJudge, commit, is_shaped, why
 from paceline.errors import ConfigError, NumericsError
 from paceline.lossy import LOSSY
-from paceline.model.device_race import FAILED, WHOLE, foreseen, race
-from paceline.model.graphs import GraphDecoder, StaticWriter, can_record, pass_grid
-from paceline.model.race import race as race_on_host
-from paceline.model.record import Grid, Recordings, Region, row_sizes
+from paceline.model.sampling.device_race import FAILED, WHOLE, foreseen, race
+from paceline.model.sampling.race import race as race_on_host
 from paceline.model.target import Target
+from paceline.model.torch.graphs import GraphDecoder, StaticWriter, can_record, pass_grid
+from paceline.model.torch.recorded import Grid, Recordings, Region, row_sizes
 from paceline.types import NONE, Batch, DraftBlock, RoundStats, Sequence, Take, Verdict
 from paceline.verify.rules import Uniforms
 

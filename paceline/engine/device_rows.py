@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.model.device_race import Draws
-from paceline.model.logits import MIN_TEMPERATURE
+from paceline.model.sampling.device_race import Draws
+from paceline.model.sampling.logits import MIN_TEMPERATURE
 from paceline.types import Sequence
 from paceline.verify.rules import Rule, Uniforms
 

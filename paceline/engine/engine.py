@@ -25,12 +25,12 @@ from paceline.engine.shape import forbidden_ids
 from paceline.engine.threads import limit_threads, restore_threads
 from paceline.errors import ContextLengthError, PromptError, SamplingError
 from paceline.lossy import NOT_ALLOWED, Ledger
-from paceline.model.logits import logprobs_of_rows
+from paceline.model.sampling.logits import logprobs_of_rows
 from paceline.model.target import ForwardBatch, Target
-from paceline.model.tokenizer import TextStream, Tokenizer
-from paceline.plan import AdaptivePlanner, FixedPlanner, Plan, Planner, Row
-from paceline.routes import Router
-from paceline.trees import MOST_NODES
+from paceline.model.text.tokenizer import TextStream, Tokenizer
+from paceline.plan.planner import AdaptivePlanner, FixedPlanner, Plan, Planner, Row
+from paceline.plan.routes import Router
+from paceline.plan.trees import MOST_NODES
 from paceline.types import Batch, Constraint, DraftBlock, FinishReason, Round, RoundStats, Route, SamplingParams, Sequence
 from paceline.verify.rules import MOCKED
 

@@ -28,16 +28,16 @@ from paceline.engine.engine import Chunk, Engine
 from paceline.engine.round import RuleJudge
 from paceline.errors import ConfigError, EngineReplacedError, MemoryBudgetError, way_out
 from paceline.hub import resolve as resolve_model
-from paceline.learned import PassCosts
-from paceline.marginals import Marginals, MockedPlanner
-from paceline.model import native_lib
 from paceline.model.backends import load_target, settle
-from paceline.model.chat import chat_ids
 from paceline.model.measure import measure_passes
+from paceline.model.native import library as native_lib
 from paceline.model.target import DEFAULT_MAX_LEN, Target
-from paceline.model.tokenizer import Tokenizer
-from paceline.plan import AdaptivePlanner, FixedPlanner, Planner, fixed_planner
-from paceline.routes import Router
+from paceline.model.text.chat import chat_ids
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.plan.costs import PassCosts
+from paceline.plan.marginals import Marginals, MockedPlanner
+from paceline.plan.planner import AdaptivePlanner, FixedPlanner, Planner, fixed_planner
+from paceline.plan.routes import Router
 from paceline.types import SamplingParams
 from paceline.verify.rules import RULES, mocked
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from paceline.errors import NumericsError
-from paceline.model.logits import penalise, target_probs
-from paceline.model.race import race
+from paceline.model.sampling.logits import penalise, target_probs
+from paceline.model.sampling.race import race
 from paceline.model.target import ForwardOutput
-from paceline.trees import Tree
+from paceline.plan.trees import Tree
 from paceline.types import Sequence
 from paceline.verify.lossy import follow, lossy_rule
 from paceline.verify.rules import CheckedRow, RowVerdict, Uniforms

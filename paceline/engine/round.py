@@ -22,10 +22,10 @@ from paceline.engine.lossy import judge_lossy
 from paceline.engine.shape import shape
 from paceline.errors import NumericsError
 from paceline.lossy import LOSSY
-from paceline.model.logits import logprobs_of, penalise, target_probs
-from paceline.model.race import race
+from paceline.model.sampling.logits import logprobs_of, penalise, target_probs
+from paceline.model.sampling.race import race
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
-from paceline.trees import Candidates, Outcome, Said, Tree, said_of
+from paceline.plan.trees import Candidates, Outcome, Said, Tree, said_of
 from paceline.types import NONE, Batch, DraftBlock, RoundStats, Sequence, Take, Verdict
 from paceline.verify.rules import RULES, CheckedRow, RowVerdict, Rule, Uniforms, match_prefix
 

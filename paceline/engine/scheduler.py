@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from paceline.draft.pool import Pool
-from paceline.figures import num_common
 from paceline.model.kv_cache import KVCache
 from paceline.model.target import Target
+from paceline.report.statistics import num_common
 from paceline.types import Sequence
 
 

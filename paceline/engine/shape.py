@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.model.tokenizer import Tokenizer
+from paceline.model.text.tokenizer import Tokenizer
 from paceline.types import SamplingParams, Sequence
 
 

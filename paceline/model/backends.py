@@ -14,15 +14,15 @@ from paceline.config import EngineConfig
 from paceline.errors import NativeError, UnsupportedModelError
 from paceline.hardware import memory_bytes
 from paceline.hub import resolve
-from paceline.model import native_lib
-from paceline.model.blocks import BlockKind, quantise
 from paceline.model.checkpoint import check_tensors, expected_shapes, load_config, load_tensors, random_tensors
-from paceline.model.config import DecoderConfig
-from paceline.model.decoder import Decoder
-from paceline.model.gguf_file import is_gguf
-from paceline.model.graphs import GraphDecoder
-from paceline.model.native_decoder import NativeDecoder
+from paceline.model.config.decoder import DecoderConfig
+from paceline.model.gguf.blocks import BlockKind, quantise
+from paceline.model.gguf.container import is_gguf
+from paceline.model.native import library as native_lib
+from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import DEFAULT_MAX_LEN, Target
+from paceline.model.torch.decoder import Decoder
+from paceline.model.torch.graphs import GraphDecoder
 
 
 def settle(settings: EngineConfig) -> EngineConfig:
@@ -58,7 +58,7 @@ def load_target(settings: EngineConfig) -> Target:
             raise
         if settings.backend == "native":
             raise NativeError(f"{error}; that has no native pass: leave --backend out") from error
-        from paceline.model.hf import HFTarget  # only here: importing Transformers takes seconds
+        from paceline.model.hf.target import HFTarget  # only here: importing Transformers takes seconds
 
         return HFTarget.from_path(
             path, dtype=dtype, device=device, num_rows=num_rows, max_len=settings.max_len, weights=weights
@@ -102,7 +102,7 @@ def keep_sums_in_float32(device: torch.device) -> None:
 
 
 KINDS: dict[str, BlockKind] = {"q8_0": "Q8_0", "q6_k": "Q6_K", "q5_k": "Q5_K", "q4_k": "Q4_K", "q4_1": "Q4_1"}
-"""Weight formats that round; see `model/blocks.py`."""
+"""Weight formats that round; see `model/gguf/blocks.py`."""
 ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
 """Small matrices that choose among experts: never rounded."""
 

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.errors import ModelFileError, ModelNotFoundError, reraised
-from paceline.model import gguf
-from paceline.model.blocks import AnyWeight, Blocks, Weight
-from paceline.model.config import DecoderConfig, decoder_config
-from paceline.model.config_values import MAX_SIZE, is_whole, short
-from paceline.model.gguf_file import is_gguf
+from paceline.model.config.decoder import DecoderConfig, decoder_config
+from paceline.model.config.values import MAX_SIZE, is_whole, short
+from paceline.model.gguf import metadata as gguf
+from paceline.model.gguf.blocks import AnyWeight, Blocks, Weight
+from paceline.model.gguf.container import is_gguf
 from paceline.model.layout import DELTA_NORM, as_ours, layer_shapes
 
 

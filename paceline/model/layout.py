@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelFileError
-from paceline.model.blocks import AnyWeight, select_rows, split_rows
-from paceline.model.config import TABLES, DecoderConfig, DeltaShape
+from paceline.model.config.decoder import TABLES, DecoderConfig, DeltaShape
+from paceline.model.gguf.blocks import AnyWeight, select_rows, split_rows
 from paceline.model.stored_experts import taken_apart
 
 NORMS: dict[str, dict[str, str]] = TABLES["norms"]

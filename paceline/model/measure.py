@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from paceline.learned import PassCosts
 from paceline.model.target import ForwardBatch, Target
+from paceline.plan.costs import PassCosts
 
 Timer = Callable[[Callable[[], object]], float]
 """Runs something and returns its seconds."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelFileError
-from paceline.model.blocks import AnyWeight
-from paceline.model.config import DecoderConfig
+from paceline.model.config.decoder import DecoderConfig
+from paceline.model.gguf.blocks import AnyWeight
 
 TOGETHER = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj(_bias|_blocks|_scales)?")
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.errors import ContextLengthError, UnsupportedModelError
 from paceline.model.kv_cache import KVCache
-from paceline.model.record import Recorder
+from paceline.model.torch.recorded import Recorder
 
 DEFAULT_MAX_LEN = 2048
 """Tokens of context a cache row holds when nobody says otherwise."""

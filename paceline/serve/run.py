@@ -24,10 +24,10 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.errors import ConfigError, reraised
-from paceline.serve.app import create_app
-from paceline.serve.failures import ApiError, RequestRefused, dump
+from paceline.serve.http.app import create_app
+from paceline.serve.http.failures import ApiError, RequestRefused, dump
 from paceline.serve.settings import ServeConfig
-from paceline.serve.worker import EngineWorker, M
+from paceline.serve.worker.worker import EngineWorker, M
 
 SWITCH_SECONDS = 0.0005
 """How long the event loop may keep the interpreter while the engine waits for it; the usual 5 ms would be felt in a round."""

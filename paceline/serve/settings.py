@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 from paceline.bounds import Amount, Count, Positive, Share, Whole, check, within
-from paceline.clusters import OTHER
 from paceline.config import Bytes
 from paceline.errors import ConfigError, refuse
 from paceline.lossy import LOSSY
+from paceline.plan.clusters import OTHER
 from paceline.types import CANDIDATE, LOOKUP, NONE
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}", re.ASCII)

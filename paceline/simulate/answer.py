@@ -18,11 +18,14 @@ from typing import Any
 from paceline.config import EngineConfig, resolve
 from paceline.errors import ConfigError
 from paceline.hardware import Machine, this_machine
-from paceline.marginals import Marginals
-from paceline.simulate import catalogue, limits
+from paceline.plan.marginals import Marginals
+from paceline.simulate import limits
 from paceline.simulate.assumed import ACCEPTANCE, assumed
 from paceline.simulate.config import CostsConfig, PredictConfig, ServingConfig
-from paceline.simulate.costs import (
+from paceline.simulate.costs import catalogue
+from paceline.simulate.costs.overhead import Overhead, overhead_of, with_overhead
+from paceline.simulate.costs.roofline import Deployment, check_shares
+from paceline.simulate.costs.rounds import (
     Calibration,
     DrafterCost,
     FractionDrafter,
@@ -34,15 +37,13 @@ from paceline.simulate.costs import (
     read_calibration,
     read_table,
 )
-from paceline.simulate.drafts import Survival
+from paceline.simulate.costs.shapes import ModelShape, Precisions, with_precisions
 from paceline.simulate.flags import PLACEHOLDER, Serving, server_flags
-from paceline.simulate.load import LoadFigures, capacity, parse_lengths, sweep, workload
 from paceline.simulate.marginals import read_marginals
-from paceline.simulate.overhead import Overhead, overhead_of, with_overhead
-from paceline.simulate.replay import Compared, compare, read_passes, recorded_survival, rows_of
-from paceline.simulate.roofline import Deployment, check_shares
-from paceline.simulate.serving import Case, ServerShape
-from paceline.simulate.shapes import ModelShape, Precisions, with_precisions
+from paceline.simulate.server.drafts import Survival
+from paceline.simulate.server.load import LoadFigures, capacity, parse_lengths, sweep, workload
+from paceline.simulate.server.replay import Compared, compare, read_passes, recorded_survival, rows_of
+from paceline.simulate.server.server import Case, ServerShape
 from paceline.simulate.speedup import Acceptance, Load, Prediction, parse_acceptance, predict
 from paceline.simulate.trees import BEST, TreePrediction, acceptance_of, expected_of, parse_sizes, predict_trees, told_firsts
 

@@ -18,12 +18,13 @@ from typing import Any
 
 import paceline
 from paceline.hardware import Machine
-from paceline.look import look
-from paceline.simulate import catalogue, landmarks, limits
+from paceline.report.look import look
+from paceline.simulate import landmarks, limits
+from paceline.simulate.costs import catalogue
+from paceline.simulate.costs.roofline import COLLECTIVE_LATENCY_S, MEASURED_LOCALITY
+from paceline.simulate.costs.shapes import FORMATS, ModelShape
 from paceline.simulate.files import read_json
 from paceline.simulate.flags import FLAGS
-from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, MEASURED_LOCALITY
-from paceline.simulate.shapes import FORMATS, ModelShape
 
 FOLDER = Path(__file__).parent / "page"
 PURE = (

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.simulate import catalogue
-from paceline.simulate.costs import FractionDrafter, RooflineCosts, ShapeDrafter, StepCosts
-from paceline.simulate.overhead import overhead_s, with_overhead
-from paceline.simulate.roofline import MEASURED_LOCALITY, Deployment, distinct_experts
+from paceline.simulate.costs import catalogue
+from paceline.simulate.costs.overhead import overhead_s, with_overhead
+from paceline.simulate.costs.roofline import MEASURED_LOCALITY, Deployment, distinct_experts
+from paceline.simulate.costs.rounds import FractionDrafter, RooflineCosts, ShapeDrafter, StepCosts
 from paceline.simulate.speedup import Load, best, constant, curve, from_survival, tokens_per_round
 
 TOLD: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.simulate.config import CostsConfig
-from paceline.simulate.roofline import (
+from paceline.simulate.costs.roofline import (
     COLLECTIVE_LATENCY_S,
     MEASURED_LOCALITY,
     Deployment,
@@ -17,7 +17,7 @@ from paceline.simulate.roofline import (
     memory_need,
     shares_evenly,
 )
-from paceline.simulate.shapes import ModelShape, arithmetic
+from paceline.simulate.costs.shapes import ModelShape, arithmetic
 from paceline.simulate.speedup import Acceptance, Load
 
 TEXTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.marginals import Marginals, Tally
+from paceline.plan.marginals import Marginals, Tally
 from paceline.simulate.files import is_amount, read_json
 
 BUILT_IN = Path(__file__).with_name("marginals.json")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigError, reraised
-from paceline.simulate.server_metrics import PREFIXES, engines_of, totals
+from paceline.net.prometheus import PREFIXES, engines_of, totals
 
 MOST_BYTES = 256 * 2**20
 NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)"

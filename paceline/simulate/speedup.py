@@ -24,9 +24,9 @@ from typing import Any, Literal
 
 from paceline.bounds import Count, check
 from paceline.errors import ConfigError, needing, reraised
-from paceline.figures import add_histograms, survival
+from paceline.report.statistics import add_histograms, survival
 from paceline.simulate.config import DraftLength
-from paceline.simulate.costs import StepCosts
+from paceline.simulate.costs.rounds import StepCosts
 from paceline.simulate.files import is_amount, read_objects
 from paceline.simulate.server_logs import is_server_text, read_server
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
-from paceline.marginals import Expected, Marginals
-from paceline.simulate.costs import StepCosts
+from paceline.plan.marginals import Expected, Marginals
+from paceline.plan.trees import MOST_NODES
+from paceline.simulate.costs.rounds import StepCosts
 from paceline.simulate.speedup import Acceptance, Load, Prediction
-from paceline.trees import MOST_NODES
 
 BEST = "best"
 

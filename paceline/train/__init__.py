@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.tables import Progress
+from paceline.report.tables import Progress
 from paceline.train.config import RegenerateConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from paceline.train.conversation import Regenerated
-    from paceline.train.train_run import TrainResult
+    from paceline.train.answers.conversation import Regenerated
+    from paceline.train.run import TrainResult
 
 
 def train(config: TrainConfig, *, progress: Progress | None = None) -> TrainResult:
@@ -25,7 +25,7 @@ def train(config: TrainConfig, *, progress: Progress | None = None) -> TrainResu
 
     Goes on where an earlier call with the same folder stopped. Raises the errors of its stages (paceline.errors).
     """
-    from paceline.train.train_run import run
+    from paceline.train.run import run
 
     return run(config, progress or Progress())
 
@@ -36,6 +36,6 @@ def regenerate(config: RegenerateConfig, *, progress: Progress | None = None) ->
     Raises ConfigError when the folder was begun with other settings or another run is at work there, PromptError on prompts
     that cannot be read or used, CacheError when the disk refuses, NumericsError when the model fails at a prompt.
     """
-    from paceline.train.ray_answers import run
+    from paceline.train.answers.on_ray import run
 
     return run(config, progress or Progress())

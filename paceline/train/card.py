@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline import __version__
-from paceline.draft.checkpoint import ARCHITECTURE_2
-from paceline.draft.eagle3 import DEFAULT_DRAFTED
-from paceline.draft.eagle3_checkpoint import LAYER_IDS
-from paceline.draft.mtp_checkpoint import MARK, is_mtp
+from paceline.draft.dflash.checkpoint import ARCHITECTURE_2
+from paceline.draft.eagle3.checkpoint import LAYER_IDS
+from paceline.draft.eagle3.drafter import DEFAULT_DRAFTED
+from paceline.draft.mtp.checkpoint import MARK, is_mtp
 from paceline.errors import ConfigError, DownloadError, PacelineError, reraised
-from paceline.figures import possible_speedup
 from paceline.hub import BUILTINS, resolve
-from paceline.runlog import write_whole
+from paceline.report.statistics import possible_speedup
+from paceline.runs.folder import write_whole
 from paceline.train.config import TrainConfig
 
 HASHED_BYTES = 4 << 30

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from paceline.bounds import Count, Must, Positive, Share, Whole, at_least, check, within
 from paceline.config import EngineConfig
+from paceline.data.prompts import Message, read_messages, read_tools
 from paceline.errors import ConfigError, PromptError, refuse, reraised
-from paceline.prompts import Message, read_messages, read_tools
 from paceline.types import GrammarSpec, SamplingParams
 
 SomeTokens = Annotated[int, Must("0 for all tokens, or at least 2 tokens", lambda value: value == 0 or value >= 2)]

@@ -19,9 +19,9 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import ConfigError
-from paceline.runlog import plain, write_whole
-from paceline.settings_file import read_settings_file
-from paceline.tables import ignore
+from paceline.report.tables import ignore
+from paceline.runs.folder import plain, write_whole
+from paceline.runs.settings_file import read_settings_file
 from paceline.train.config import TrainConfig
 
 RUN_FILE = "run.yaml"

@@ -18,28 +18,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline import shipped
 from paceline.config import EngineConfig
+from paceline.draft import shipped
 from paceline.draft.base import Drafter
-from paceline.draft.checkpoint import DFlashConfig
-from paceline.draft.dflash import DFlashDrafter
-from paceline.draft.dflash2 import drafter_of, network_of, read_drafter
-from paceline.draft.eagle3 import Eagle3Drafter, Eagle3Network
-from paceline.draft.eagle3_checkpoint import Eagle3Config, is_eagle3
-from paceline.draft.mtp import MtpDrafter
-from paceline.draft.mtp_checkpoint import is_mtp, layer_of
+from paceline.draft.dflash.checkpoint import DFlashConfig
+from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.dflash2.drafter import drafter_of, network_of, read_drafter
+from paceline.draft.eagle3.checkpoint import Eagle3Config, is_eagle3
+from paceline.draft.eagle3.drafter import Eagle3Drafter, Eagle3Network
+from paceline.draft.mtp.checkpoint import is_mtp, layer_of
+from paceline.draft.mtp.drafter import MtpDrafter
 from paceline.engine.llm import LLM
-from paceline.figures import Rounds, doubt
 from paceline.hardware import free_bytes
 from paceline.model.checkpoint import read_json
 from paceline.model.target import Target
-from paceline.plan import FixedPlanner
-from paceline.train.dataset import Document
-from paceline.train.features import OnlineFeatures
-from paceline.train.losses import Head
-from paceline.train.packs import DFlashTrainable, Packer
-from paceline.train.selector import trainable_of
-from paceline.train.start import head_of
+from paceline.plan.planner import FixedPlanner
+from paceline.report.statistics import Rounds, doubt
+from paceline.train.documents.dataset import Document
+from paceline.train.features.hidden_states import OnlineFeatures
+from paceline.train.learn.initial_weights import head_of
+from paceline.train.learn.losses import Head
+from paceline.train.learn.packs import DFlashTrainable, Packer
+from paceline.train.methods.selector import trainable_of
 from paceline.types import SamplingParams
 
 Finished = DFlashDrafter | Eagle3Drafter | MtpDrafter

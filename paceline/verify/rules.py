@@ -2,9 +2,9 @@
 
 Four keep the target's distribution for any drafter: match, rejection, block, and auto, which picks one of them.
 
-- `match`: draw the target's own token at each position (`model/race.py`); a draft stands while it is that token. The text is
-  the one that plain decoding gives with the same seed. At temperature 0 the draw is the most likely token (Stern et al.
-  1811.03115, section 3).
+- `match`: draw the target's own token at each position (`model/sampling/race.py`); a draft stands while it is that
+  token. The text is the one that plain decoding gives with the same seed. At temperature 0 the draw is the most likely
+  token (Stern et al. 1811.03115, section 3).
 - `rejection` (Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2): draft x stands with probability
   min(1, target(x) / draft(x)); the first that falls is replaced by a token drawn from the residual max(target - draft, 0).
 - `block` (Sun et al. 2403.10444, algorithm 2): decides on the drafts together and keeps as many as rejection or more. With
@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ConfigError
-from paceline.marginals import Marginals, path_that_stands
-from paceline.model.logits import sample
+from paceline.model.sampling.logits import sample
+from paceline.plan.marginals import Marginals, path_that_stands
+from paceline.plan.trees import Tree
 from paceline.rng import ACCEPT, RESIDUAL, SAMPLE, Noise, uniform
-from paceline.trees import Tree
 from paceline.types import Sequence as Request
 
 
@@ -225,11 +225,12 @@ MOCKED = "mocked"
 def mocked(kept: float | Sequence[float] | Marginals) -> Rule:
     """Accepts drafts whatever the target says, never more than were drafted.
 
-    A number: `kept` - 1 drafts of a round on average, in rounds as equal as they can be. A survival curve: at least i drafts
-    in a share kept[i - 1] of the rounds, drawn for each row and round by the row's own number, as the simulated server does
-    (`simulate/serving.py`). Marginals: a chain by the curve of each slot's likeliest token; of a tree a path that stands by the
-    tree's own gains, so that a round keeps 1 + their sum on average. Whoever grows trees grows them by these marginals
-    (`marginals.MockedPlanner`). Raises ConfigError for a number below 1, and for a curve that is none.
+    A number: `kept` - 1 drafts of a round on average, in rounds as equal as they can be. A survival curve: at least i
+    drafts in a share kept[i - 1] of the rounds, drawn for each row and round by the row's own number, as the simulated
+    server does (`simulate/server/server.py`). Marginals: a chain by the curve of each slot's likeliest token; of a tree
+    a path that stands by the tree's own gains, so that a round keeps 1 + their sum on average. Whoever grows trees
+    grows them by these marginals (`marginals.MockedPlanner`). Raises ConfigError for a number below 1, and for a curve
+    that is none.
     """
     if isinstance(kept, Marginals):
         return replace(mocked(kept.survival), takes_trees=True, walk=_walk)

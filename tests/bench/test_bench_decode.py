@@ -14,16 +14,16 @@ from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 from paceline.bench import decode, runs
 from paceline.bench.config import BenchConfig
 from paceline.bench.decode import Bench, as_line, differences, drafting, sources_table, speedup_over
-from paceline.bench.html import page, read_run, verdict_on
+from paceline.bench.pages.run_page import page, read_run, verdict_on
 from paceline.bench.passes import Answer, Pass, Request, make_requests, run_pass
 from paceline.config import EngineConfig
+from paceline.data.prompts import Prompt
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, ContextLengthError, SamplingError
-from paceline.figures import bootstrap, first_difference, ratio_of_sums, repetition
 from paceline.hardware import Machine
-from paceline.prompts import Prompt
-from paceline.runlog import RunFolder
+from paceline.report.statistics import bootstrap, first_difference, ratio_of_sums, repetition
+from paceline.runs.folder import RunFolder
 from paceline.types import Round, SamplingParams
 
 MACHINE = Machine("test", 1e9, {}, 1, 1)

@@ -16,7 +16,7 @@ from paceline.cli import app
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
-from paceline.simulate.catalogue import find
+from paceline.simulate.costs.catalogue import find
 from paceline.simulate.marginals import read_marginals
 
 MACHINE = Machine("test", 1e9, {"float32": 1e8, "bfloat16": 1e8}, 1, 1)

@@ -18,17 +18,17 @@ from live_server import serving, talker
 from server_words import LAST, USAGE, event, said, stream
 from small_llm import tiny_model
 
-from paceline.bench import servers
-from paceline.bench.client import Client, Stream
 from paceline.bench.config import ServersConfig, ServingConfig
-from paceline.bench.pages import render
-from paceline.bench.serving import Contender, ServingBench
+from paceline.bench.serving import servers
+from paceline.bench.serving.load import Contender, ServingBench
 from paceline.commands.bench import bench_serving, words_of
 from paceline.config import EngineConfig
+from paceline.data.prompts import Prompt
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
-from paceline.prompts import Prompt
-from paceline.simulate.load import Arrivals, poisson
-from paceline.tables import SILENT
+from paceline.net.streaming import Client, Stream
+from paceline.report.pages import render
+from paceline.report.tables import SILENT
+from paceline.simulate.server.load import Arrivals, poisson
 
 pytestmark = pytest.mark.slow
 pytest_plugins = ("undrawn",)

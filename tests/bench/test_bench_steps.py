@@ -19,8 +19,8 @@ from paceline.draft.ngram import NgramDrafter
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
-from paceline.simulate.calibrate import machine_of
-from paceline.simulate.costs import table_of
+from paceline.simulate.costs.calibrate import machine_of
+from paceline.simulate.costs.rounds import table_of
 from paceline.types import Batch, SamplingParams, Sequence, Take
 
 pytest_plugins = ("undrawn",)

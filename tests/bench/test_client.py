@@ -8,9 +8,9 @@ import threading
 import pytest
 from server_words import BY_SOURCE, LAST, USAGE, event, said, stream
 
-from paceline.bench.client import Client, Stream
-from paceline.bench.serving import Answer, read_answer, tokens_per_round
+from paceline.bench.serving.load import Answer, read_answer, tokens_per_round
 from paceline.errors import ConfigError
+from paceline.net.streaming import Client, Stream
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 

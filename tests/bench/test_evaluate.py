@@ -18,14 +18,14 @@ from paceline.bench.decode import Bench, introduction
 from paceline.bench.evaluate import Evaluation, PromptSet, evaluate, evaluation_config, set_figures
 from paceline.commands import evaluate as command
 from paceline.config import EngineConfig
+from paceline.data.prompts import Prompt
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.engine.engine import Engine
 from paceline.errors import CacheError, ConfigError, ModelNotFoundError, PromptError
-from paceline.figures import is_loop
 from paceline.hardware import Machine
-from paceline.prompts import Prompt
-from paceline.runlog import RunFolder, plain
-from paceline.tables import SILENT, Progress, Table
+from paceline.report.statistics import is_loop
+from paceline.report.tables import SILENT, Progress, Table
+from paceline.runs.folder import RunFolder, plain
 from paceline.types import Round
 
 MACHINE = Machine("test", 1e9, {}, 1, 1)

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.html import numbers, page, read_run, thinned, training_verdict
-from paceline.bench.pages import Series, curves
+from paceline.bench.pages.run_page import numbers, page, read_run, thinned, training_verdict
 from paceline.cli import app
 from paceline.commands.evaluate import report
 from paceline.errors import ConfigError
-from paceline.train.train_run import TrainResult
+from paceline.report.pages import Series, curves
+from paceline.train.run import TrainResult
 
 pytestmark = pytest.mark.slow
 

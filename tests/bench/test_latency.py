@@ -19,16 +19,16 @@ from loopback import answering
 from server_words import LAST, event, said, stream
 from small_llm import Talker, fake_llm
 
-from paceline.bench import latency_run
-from paceline.bench.client import Client, Stream
 from paceline.bench.config import ArmsConfig, LatencyConfig
-from paceline.bench.latency import GROUPS, PARTS, SEGMENTS, TOLD, Arm, LatencyBench, Measured, bar_of, measured
-from paceline.bench.pages import render
-from paceline.bench.workloads import WORKLOADS, Asked, Workload, named_workload, workload_of
+from paceline.bench.serving import latency_run
+from paceline.bench.serving.latency import GROUPS, PARTS, SEGMENTS, TOLD, Arm, LatencyBench, Measured, bar_of, measured
+from paceline.bench.serving.workloads import WORKLOADS, Asked, Workload, named_workload, workload_of
+from paceline.data.prompts import Prompt
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.model.target import ForwardBatch, ForwardOutput
-from paceline.prompts import Prompt
+from paceline.net.streaming import Client, Stream
+from paceline.report.pages import render
 
 OURS = {"return_timings": True, "return_metrics": True, "ignore_eos": True}
 DELAY_S = 0.2

@@ -11,9 +11,9 @@ import pytest
 from javascript import run_js
 from typer.testing import CliRunner
 
-from paceline.bench.predicted import kept_drafts, predicted, token_times
-from paceline.bench.speedup_chart import made, read_points
-from paceline.bench.timing import svg
+from paceline.bench.pages.predicted import kept_drafts, predicted, token_times
+from paceline.bench.pages.speedup_chart import made, read_points
+from paceline.bench.pages.timing import svg
 from paceline.cli import app
 from paceline.errors import ConfigError
 from paceline.simulate.answer import predict_all

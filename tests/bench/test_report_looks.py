@@ -10,14 +10,14 @@ from typing import Any, cast
 import pytest
 from bench.test_html import evaluation, folder, step
 
-from paceline.adapt.page import page as adapt_page
-from paceline.audit.report import TONES
-from paceline.bench.html import _depth, page, read_run
-from paceline.bench.pages import _offset, render
-from paceline.evals.report import _tone as evals_tone
-from paceline.figures import LOAD_GAIN, tone_of
-from paceline.look import look
-from paceline.serve.app import PAGES
+from paceline.bench.pages.run_page import _depth, page, read_run
+from paceline.loop.adapt.page import page as adapt_page
+from paceline.loop.audit.report import TONES
+from paceline.loop.evals.report import _tone as evals_tone
+from paceline.report.look import look
+from paceline.report.pages import _offset, render
+from paceline.report.statistics import LOAD_GAIN, tone_of
+from paceline.serve.http.app import PAGES
 from paceline.simulate.calculator import page as calculator
 
 pytest_plugins = ("undrawn",)

@@ -9,7 +9,7 @@ import pytest
 from simulate_steps import steps_file
 from typer.testing import CliRunner
 
-from paceline.bench.speedup_chart import Point, draw, made, read_points, slope
+from paceline.bench.pages.speedup_chart import Point, draw, made, read_points, slope
 from paceline.cli import app
 from paceline.errors import ConfigError
 from paceline.simulate.config import ChartConfig, CostsConfig

@@ -16,7 +16,7 @@ from small_llm import fake_llm, tiny_model
 from timings import HOSTILE, story
 from typer.testing import CliRunner
 
-from paceline.bench.timing import (
+from paceline.bench.pages.timing import (
     CELLS,
     HOLD_S,
     MOST_LINES,
@@ -32,7 +32,7 @@ from paceline.bench.timing import (
 )
 from paceline.cli import app
 from paceline.errors import ConfigError, PacelineError, PromptError
-from paceline.runlog import RunFolder
+from paceline.runs.folder import RunFolder
 from paceline.types import SamplingParams
 
 SVG = "{http://www.w3.org/2000/svg}"

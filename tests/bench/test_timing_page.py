@@ -17,7 +17,7 @@ import pytest
 from browser_tabs import running_browser
 from timings import HOSTILE, story
 
-from paceline.bench.timing import Timing, page, svg
+from paceline.bench.pages.timing import Timing, page, svg
 from paceline.simulate.calculator import hash_of
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from paceline.serve.metrics import Metrics
+from paceline.serve.admin.metrics import Metrics
 from paceline.serve.settings import ServeConfig
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,7 @@ def container() -> dict[str, Any]:
 def test_probes_ask_what_the_server_answers() -> None:
     paths = {kind: container()[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
     assert paths == {"startup": "/ready", "liveness": "/health", "readiness": "/ready"}, "a draining server must not be killed"
-    source = (ROOT / "paceline/serve/app.py").read_text()
+    source = (ROOT / "paceline/serve/http/app.py").read_text()
     assert all(f'@app.get("{path}"' in source for path in SERVED)
     ports = {port["name"]: port["containerPort"] for port in container()["ports"]}
     pod = manifests()["Deployment/paceline"]["spec"]["template"]

@@ -14,20 +14,20 @@ from stored_drafters import IDS, drafted
 from tiny_dflash import HIDDEN, PROMPT, VOCAB, tiny_target
 from tiny_dflash2 import network_2, raw_2
 
-from paceline.draft.checkpoint import read_stored, weights_file
-from paceline.draft.described import described
-from paceline.draft.dflash import DFlashDrafter
-from paceline.draft.dflash2 import DFlash2Drafter, DFlash2Network, network_of, read_drafter
-from paceline.draft.dflash2_paths import DFlash2NativePath, DFlash2Path
-from paceline.draft.dflash2_selector import BOOKS, score
-from paceline.draft.export import FORMATS, export
-from paceline.draft.packed import BOOK_IDS, PACKED
+from paceline.draft.dflash.checkpoint import read_stored, weights_file
+from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network, network_of, read_drafter
+from paceline.draft.dflash2.paths import DFlash2NativePath, DFlash2Path
+from paceline.draft.dflash2.selector import BOOKS, score
+from paceline.draft.formats.described import described
+from paceline.draft.formats.export import FORMATS, export
+from paceline.draft.formats.packed import BOOK_IDS, PACKED
 from paceline.errors import ModelFileError
-from paceline.model import native_lib
-from paceline.model.decoder import Decoder
-from paceline.model.native_decoder import NativeDecoder
+from paceline.model.native import library as native_lib
+from paceline.model.native.decoder import NativeDecoder
+from paceline.model.torch.decoder import Decoder
 from paceline.train.config import DrafterShape
-from paceline.train.start import network_for
+from paceline.train.learn.initial_weights import network_for
 from paceline.types import SamplingParams
 
 OUTSIDE = sorted(set(range(VOCAB)) - set(IDS.tolist()))

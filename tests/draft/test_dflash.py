@@ -26,14 +26,14 @@ from tiny_dflash import (
 
 from paceline.draft import tapped
 from paceline.draft.base import Observed
-from paceline.draft.checkpoint import new_config
-from paceline.draft.dflash import DFlashDrafter
-from paceline.draft.dflash_reading import scale_logits
+from paceline.draft.dflash.checkpoint import new_config
+from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.dflash.reading import scale_logits
 from paceline.engine.round import decode_round
 from paceline.errors import DrafterMismatchError
-from paceline.model.decoder import Decoder
 from paceline.model.target import ForwardBatch
-from paceline.train.attention import Layout, make_attention
+from paceline.model.torch.decoder import Decoder
+from paceline.train.learn.attention import Layout, make_attention
 from paceline.types import Batch, SamplingParams, Take
 
 REFERENCES: dict[tuple[str, int], Any] = {}

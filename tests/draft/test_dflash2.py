@@ -14,19 +14,19 @@ from safetensors.torch import load_file, save_file
 from tiny_dflash import HIDDEN, KINDS, PROMPT, VARIANTS, VOCAB, loud_, raw_config, tiny_target
 from tiny_dflash2 import Recording2, network_2, raw_2, reference_of
 
-from paceline.draft import dflash2_selector
 from paceline.draft.base import NoDrafter
-from paceline.draft.checkpoint import DFlashConfig
-from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
-from paceline.draft.dflash2 import DFlash2Drafter, DFlash2Network, drafter_of, read_drafter
-from paceline.draft.dflash2_paths import DFlash2NativePath, DFlash2Path
-from paceline.draft.dflash2_selector import WalkedReading, score
+from paceline.draft.dflash.checkpoint import DFlashConfig
+from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
+from paceline.draft.dflash2 import selector as dflash2_selector
+from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network, drafter_of, read_drafter
+from paceline.draft.dflash2.paths import DFlash2NativePath, DFlash2Path
+from paceline.draft.dflash2.selector import WalkedReading, score
 from paceline.draft.registry import make_drafter
 from paceline.errors import ModelFileError, UnsupportedModelError
-from paceline.model import native_lib
-from paceline.model.native_decoder import NativeDecoder
+from paceline.model.native import library as native_lib
+from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import ForwardBatch
-from paceline.train.attention import Layout, make_attention
+from paceline.train.learn.attention import Layout, make_attention
 from paceline.types import Batch, SamplingParams, Take
 
 

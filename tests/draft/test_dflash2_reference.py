@@ -15,19 +15,19 @@ from round_loop import admit, generate, ready
 from tiny_dflash import KINDS, PROMPT, TARGET_LAYERS, VARIANTS, VOCAB, targets, tiny_target
 from tiny_dflash2 import Recording2, network_2, raw_2, reference_of
 
-from paceline.draft import dflash2_selector
 from paceline.draft.base import NoDrafter
-from paceline.draft.checkpoint import DFlashConfig, as_dflash2, new_config
-from paceline.draft.dflash2 import DFlash2Drafter, DFlash2Network
-from paceline.draft.dflash2_selector import WalkedReading
+from paceline.draft.dflash.checkpoint import DFlashConfig, as_dflash2, new_config
+from paceline.draft.dflash2 import selector as dflash2_selector
+from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network
+from paceline.draft.dflash2.selector import WalkedReading
 from paceline.model.target import head_weight
 from paceline.train.config import DrafterShape, LoopConfig, OptimConfig
-from paceline.train.dataset import Corpus, Document
-from paceline.train.features import OnlineFeatures
-from paceline.train.loop import Trainer
-from paceline.train.losses import Head
-from paceline.train.selector import trainable_of
-from paceline.train.start import network_for
+from paceline.train.documents.dataset import Corpus, Document
+from paceline.train.features.hidden_states import OnlineFeatures
+from paceline.train.learn.initial_weights import network_for
+from paceline.train.learn.loop import Trainer
+from paceline.train.learn.losses import Head
+from paceline.train.methods.selector import trainable_of
 from paceline.types import Batch, SamplingParams
 
 pytestmark = pytest.mark.slow

@@ -10,11 +10,11 @@ import pytest
 import torch
 from tiny_dflash import HIDDEN, VOCAB, network, raw_config, tiny_target
 
-from paceline.adapt.lineage import weights_hash
-from paceline.draft.checkpoint import DFlashConfig, default_layer_ids, new_config, weights_file
-from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
-from paceline.draft.packed import PACKED
+from paceline.draft.dflash.checkpoint import DFlashConfig, default_layer_ids, new_config, weights_file
+from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
+from paceline.draft.formats.packed import PACKED
 from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError
+from paceline.loop.adapt.gate.lineage import weights_hash
 
 
 def test_checkpoint_goes_round_unchanged(tmp_path: Path) -> None:

@@ -15,15 +15,15 @@ from tiny_dflash2 import network_2, raw_2
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.draft.dflash import DFlashDrafter
-from paceline.draft.dflash2 import DFlash2Drafter
+from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.dflash2.drafter import DFlash2Drafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.engine.engine import Engine
-from paceline.model import parts
-from paceline.model.attention import Scores
-from paceline.model.decoder import Decoder
-from paceline.model.graphs import GraphDecoder
-from paceline.plan import FixedPlanner
+from paceline.model.torch import parts
+from paceline.model.torch.attention import Scores
+from paceline.model.torch.decoder import Decoder
+from paceline.model.torch.graphs import GraphDecoder
+from paceline.plan.planner import FixedPlanner
 from paceline.types import SamplingParams
 
 NUM_ROWS, FREE = 4, 128
@@ -57,7 +57,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "can_pack", lambda weight: False)
     monkeypatch.setattr(F, "linear", each_token_alone)
     for module in ("attention", "kernels.attend"):
-        monkeypatch.setattr(f"paceline.model.{module}.attend_rows", each_query_alone)
+        monkeypatch.setattr(f"paceline.model.torch.{module}.attend_rows", each_query_alone)
 
 
 def paths(drafter_of: Any) -> tuple[Any, Any]:

@@ -17,14 +17,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from paceline.draft import tapped
 from paceline.draft.base import NoDrafter
 from paceline.draft.chained import MOST_BRANCHES
-from paceline.draft.eagle3 import Eagle3Drafter
-from paceline.draft.eagle3_checkpoint import Eagle3Config, default_taps
-from paceline.draft.eagle3_native import Eagle3NativePath
+from paceline.draft.eagle3.checkpoint import Eagle3Config, default_taps
+from paceline.draft.eagle3.drafter import Eagle3Drafter
+from paceline.draft.eagle3.native import Eagle3NativePath
 from paceline.draft.registry import make_drafter
 from paceline.errors import ConfigError, DrafterMismatchError
-from paceline.model.attention import Rope, rope_tables
-from paceline.model.native_decoder import NativeDecoder
+from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import ForwardBatch
+from paceline.model.torch.attention import Rope, rope_tables
 from paceline.types import Batch, SamplingParams, Take
 
 LONG = SamplingParams(max_tokens=60)

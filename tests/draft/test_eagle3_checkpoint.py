@@ -14,8 +14,8 @@ from tiny_dflash import HIDDEN, PROMPT, VOCAB, tiny_target
 from tiny_eagle3 import IDS, drafter_of, loud_network, raw_eagle3
 from torch import Tensor
 
-from paceline.draft.eagle3 import Eagle3Drafter
-from paceline.draft.eagle3_checkpoint import Eagle3Config, is_eagle3, read_eagle3
+from paceline.draft.eagle3.checkpoint import Eagle3Config, is_eagle3, read_eagle3
+from paceline.draft.eagle3.drafter import Eagle3Drafter
 from paceline.draft.registry import make_drafter
 from paceline.errors import ModelFileError, UnsupportedModelError
 

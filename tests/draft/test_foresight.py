@@ -12,15 +12,15 @@ import torch
 from round_loop import admit, ready
 from tiny_dflash import PROMPT, network, raw_config, tiny_target
 
-from paceline.draft.checkpoint import DFlashConfig
-from paceline.draft.dflash import DFlashDrafter
-from paceline.draft.dflash2_selector import Picks, WalkedReading
-from paceline.draft.dflash_reading import Reading
+from paceline.draft.dflash.checkpoint import DFlashConfig
+from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.dflash.reading import Reading
+from paceline.draft.dflash2.selector import Picks, WalkedReading
 from paceline.draft.foresight import Foresight
 from paceline.errors import ModelFileError
-from paceline.model.race import race
+from paceline.model.sampling.race import race
+from paceline.plan.trees import Candidates
 from paceline.rng import Noise
-from paceline.trees import Candidates
 from paceline.types import Batch, SamplingParams, Sequence, Take
 
 SIZE, SLOTS, SURE = 20, 5, Foresight(1.0, 0.01)

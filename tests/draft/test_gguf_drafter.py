@@ -17,9 +17,9 @@ from tiny_dflash import SLIDING, VOCAB, raw_config, tiny_target
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from paceline.draft.checkpoint import read_draft_ids, read_stored, write_checkpoint
-from paceline.draft.dflash2 import read_drafter
-from paceline.draft.export import export, rows_of
+from paceline.draft.dflash.checkpoint import read_draft_ids, read_stored, write_checkpoint
+from paceline.draft.dflash2.drafter import read_drafter
+from paceline.draft.formats.export import export, rows_of
 from paceline.draft.registry import folder_of, make_drafter
 from paceline.errors import CacheError, ConfigError, ModelFileError, UnsupportedModelError
 from paceline.model.target import head_weight

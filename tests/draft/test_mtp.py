@@ -19,14 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.draft.base import Drafter
-from paceline.draft.mtp import MtpDrafter
-from paceline.draft.mtp_checkpoint import read_mtp
+from paceline.draft.mtp.checkpoint import read_mtp
+from paceline.draft.mtp.drafter import MtpDrafter
 from paceline.draft.registry import make_drafter
 from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
 from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError
-from paceline.plan import FixedPlanner
-from paceline.trees import Likely
+from paceline.plan.planner import FixedPlanner
+from paceline.plan.trees import Likely
 from paceline.types import Batch, DraftBlock, SamplingParams
 from paceline.verify.rules import RULES
 

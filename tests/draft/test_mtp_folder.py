@@ -13,18 +13,18 @@ from mtp_models import Folder, mtp_folders, shaken
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from paceline.adapt.engines import Start, given_to
 from paceline.cli import app
 from paceline.config import EngineConfig
-from paceline.draft.mtp import MtpDrafter
-from paceline.draft.mtp_checkpoint import MARK, read_mtp
+from paceline.draft.mtp.checkpoint import MARK, read_mtp
+from paceline.draft.mtp.drafter import MtpDrafter
+from paceline.draft.mtp.stitch import stitch
 from paceline.draft.registry import make_drafter
-from paceline.draft.stitch import stitch
 from paceline.engine.llm import LLM
 from paceline.errors import CacheError, ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError
+from paceline.loop.adapt.servers.engines import Start, given_to
 from paceline.model.checkpoint import load_tensors
-from paceline.plan import FixedPlanner
-from paceline.train.mtp import new_layer
+from paceline.plan.planner import FixedPlanner
+from paceline.train.methods.mtp import new_layer
 from paceline.types import SamplingParams
 
 pytestmark = pytest.mark.slow

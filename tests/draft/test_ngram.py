@@ -13,8 +13,8 @@ from round_loop import generate
 from paceline.draft.base import Observed
 from paceline.draft.ngram import NgramDrafter, _continuation
 from paceline.errors import ConfigError
-from paceline.learned import PassCosts
-from paceline.plan import AdaptivePlanner, Offer, Row
+from paceline.plan.costs import PassCosts
+from paceline.plan.planner import AdaptivePlanner, Offer, Row
 from paceline.types import Batch, RoundStats, SamplingParams, Sequence
 
 PASS_COSTS = PassCosts(((1, 1.0), (4, 1.08), (8, 1.22), (16, 1.5)))

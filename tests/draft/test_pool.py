@@ -11,9 +11,9 @@ from paceline.draft.pool import LOOKUP_MATCH, Pool
 from paceline.draft.probation import Probation
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, DrafterMismatchError
-from paceline.learned import PassCosts
 from paceline.model.target import Target
-from paceline.plan import AdaptivePlanner, FixedPlanner
+from paceline.plan.costs import PassCosts
+from paceline.plan.planner import AdaptivePlanner, FixedPlanner
 from paceline.types import DraftBlock, Route, SamplingParams
 
 FLAT = PassCosts(((1, 1.0), (64, 1.0)))

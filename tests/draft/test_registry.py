@@ -9,15 +9,15 @@ import pytest
 from doubles import FakeTarget
 from safetensors.torch import save_file
 
-from paceline import shipped
+from paceline.draft import shipped
 from paceline.draft.base import NoDrafter
-from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.registry import folder_of, make_drafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.errors import ConfigError, DrafterMismatchError, ModelNotFoundError, UnsupportedModelError
 from paceline.model.checkpoint import random_tensors
-from paceline.model.config import DecoderConfig
+from paceline.model.config.decoder import DecoderConfig
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from dflash import model as dflash
 
 from paceline import LLM, SamplingParams
 from paceline.bench.beside import transformers_model
-from paceline.draft.checkpoint import read_draft_ids, read_stored, weights_file
-from paceline.draft.dflash2 import DFlash2Drafter
-from paceline.draft.packed import PACKED
+from paceline.draft.dflash.checkpoint import read_draft_ids, read_stored, weights_file
+from paceline.draft.dflash2.drafter import DFlash2Drafter
+from paceline.draft.formats.packed import PACKED
+from paceline.draft.shipped import find
 from paceline.hub import resolve
-from paceline.shipped import find
 from paceline.types import Batch, DraftBlock
 
 pytestmark = pytest.mark.slow

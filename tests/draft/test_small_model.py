@@ -10,8 +10,8 @@ from round_loop import admit, generate, ready
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.errors import DrafterMismatchError
 from paceline.model.checkpoint import random_tensors
-from paceline.model.config import DecoderConfig
-from paceline.model.decoder import Decoder
+from paceline.model.config.decoder import DecoderConfig
+from paceline.model.torch.decoder import Decoder
 from paceline.types import Batch, SamplingParams
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [8, 2, 8, 1, 8]]

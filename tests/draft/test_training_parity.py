@@ -17,16 +17,16 @@ from tiny_dflash import PROMPT, VARIANTS, Recording, network, raw_config, tiny_t
 from torch import Tensor
 
 from paceline.draft.base import Observed
-from paceline.draft.dflash import DFlashNetwork
-from paceline.draft.dflash_reading import scale_logits
-from paceline.model.decoder import Decoder
+from paceline.draft.dflash.drafter import DFlashNetwork
+from paceline.draft.dflash.reading import scale_logits
 from paceline.model.target import ForwardBatch, head_weight
-from paceline.train.attention import WAYS
+from paceline.model.torch.decoder import Decoder
 from paceline.train.config import LossConfig
-from paceline.train.dataset import Document
-from paceline.train.features import OnlineFeatures
-from paceline.train.losses import Head, head_loss
-from paceline.train.packs import DFlashTrainable, Pack, Packer
+from paceline.train.documents.dataset import Document
+from paceline.train.features.hidden_states import OnlineFeatures
+from paceline.train.learn.attention import WAYS
+from paceline.train.learn.losses import Head, head_loss
+from paceline.train.learn.packs import DFlashTrainable, Pack, Packer
 from paceline.types import Batch, SamplingParams, Sequence
 
 pytestmark = [

@@ -13,19 +13,19 @@ import torch
 from tiny_dflash import network, target_shape, target_weights, tiny_target
 
 from paceline.draft.base import Drafter
-from paceline.draft.checkpoint import new_config
-from paceline.draft.dflash import DFlashDrafter
-from paceline.draft.dflash_static import StaticBlock
-from paceline.draft.eagle3 import Eagle3Drafter
+from paceline.draft.dflash.checkpoint import new_config
+from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.dflash.static import StaticBlock
+from paceline.draft.eagle3.drafter import Eagle3Drafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.engine.device_round import ROUNDS
 from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
 from paceline.errors import ConfigError
-from paceline.learned import PassCosts
-from paceline.model.graphs import GraphDecoder
-from paceline.model.tokenizer import Tokenizer
-from paceline.plan import AdaptivePlanner, FixedPlanner
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.model.torch.graphs import GraphDecoder
+from paceline.plan.costs import PassCosts
+from paceline.plan.planner import AdaptivePlanner, FixedPlanner
 from paceline.types import SamplingParams, Sequence
 from paceline.verify.rules import RULES, mocked
 

@@ -15,17 +15,17 @@ from scipy.stats import chisquare
 from tiny_dflash import PROMPT, VOCAB, loud_, raw_config, tiny_target
 
 from paceline import types
-from paceline.draft.checkpoint import DFlashConfig, as_dflash2
-from paceline.draft.dflash2 import DFlash2Drafter, DFlash2Network
-from paceline.draft.dflash2_selector import WalkedReading
+from paceline.draft.dflash.checkpoint import DFlashConfig, as_dflash2
+from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network
+from paceline.draft.dflash2.selector import WalkedReading
 from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
-from paceline.model import native_lib
-from paceline.model.decoder import Decoder
-from paceline.model.logits import target_probs
-from paceline.model.native_decoder import NativeDecoder
+from paceline.model.native import library as native_lib
+from paceline.model.native.decoder import NativeDecoder
+from paceline.model.sampling.logits import target_probs
 from paceline.model.target import ForwardBatch
-from paceline.plan import FixedPlanner
+from paceline.model.torch.decoder import Decoder
+from paceline.plan.planner import FixedPlanner
 from paceline.types import Batch, SamplingParams, Sequence
 from paceline.verify.rules import RULES
 

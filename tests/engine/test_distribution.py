@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 from paceline.draft.base import Drafter
 from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
-from paceline.model.logits import penalise, sample, target_probs
+from paceline.model.sampling.logits import penalise, sample, target_probs
 from paceline.types import SamplingParams
 from paceline.verify import rules
 from paceline.verify.rules import RULES, CheckedRow, RowVerdict, Rule, Uniforms

@@ -16,16 +16,16 @@ from tiny_dflash import PROMPT, VOCAB, tiny_target
 from tiny_eagle3 import IDS, drafter_of, loud_network, raw_eagle3
 
 from paceline import types
-from paceline.draft.eagle3 import Eagle3Drafter
+from paceline.draft.eagle3.drafter import Eagle3Drafter
 from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
-from paceline.learned import PassCosts
-from paceline.model import native_lib
-from paceline.model.decoder import Decoder
-from paceline.model.logits import target_probs
-from paceline.model.native_decoder import NativeDecoder
+from paceline.model.native import library as native_lib
+from paceline.model.native.decoder import NativeDecoder
+from paceline.model.sampling.logits import target_probs
 from paceline.model.target import ForwardBatch
-from paceline.plan import AdaptivePlanner, FixedPlanner, Planner
+from paceline.model.torch.decoder import Decoder
+from paceline.plan.costs import PassCosts
+from paceline.plan.planner import AdaptivePlanner, FixedPlanner, Planner
 from paceline.types import SamplingParams, Sequence
 from paceline.verify.rules import RULES
 

@@ -12,8 +12,8 @@ from engine_runs import byte_target, collect, drafters, run
 from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
 from paceline.errors import ContextLengthError, PromptError, SamplingError
-from paceline.figures import Rounds
 from paceline.model.target import ForwardBatch, ForwardOutput
+from paceline.report.statistics import Rounds
 from paceline.types import SamplingParams
 from paceline.verify.rules import mocked
 

@@ -24,8 +24,8 @@ from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
 from paceline.engine.round import RuleJudge
 from paceline.errors import SamplingError
-from paceline.model.logits import penalise, target_probs
-from paceline.model.tokenizer import Tokenizer
+from paceline.model.sampling.logits import penalise, target_probs
+from paceline.model.text.tokenizer import Tokenizer
 from paceline.types import Batch, DraftBlock, GrammarSpec, SamplingParams, Sequence
 from paceline.verify.rules import RULES
 

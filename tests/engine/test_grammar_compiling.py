@@ -14,7 +14,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.grammar import Grammars
 from paceline.engine.round import RuleJudge
 from paceline.errors import SamplingError
-from paceline.model.tokenizer import Tokenizer
+from paceline.model.text.tokenizer import Tokenizer
 from paceline.types import Constraint, GrammarSpec, SamplingParams, Sequence
 from paceline.verify.rules import mocked
 

@@ -13,9 +13,9 @@ from paceline.engine.completion import GenerationStats
 from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
 from paceline.errors import SamplingError
-from paceline.learned import PassCosts
 from paceline.lossy import Lossy
-from paceline.plan import AdaptivePlanner, FixedPlanner, Planner
+from paceline.plan.costs import PassCosts
+from paceline.plan.planner import AdaptivePlanner, FixedPlanner, Planner
 from paceline.types import GrammarSpec, SamplingParams, Sequence
 from paceline.verify.rules import RULES, mocked
 

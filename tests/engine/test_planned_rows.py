@@ -7,9 +7,9 @@ from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
 from engine_runs import run
 
 from paceline.engine.engine import Engine
-from paceline.plan import FixedPlanner, Plan
-from paceline.simulate.costs import StepCosts
-from paceline.simulate.serving import Case, Job, ServerShape, Simulation
+from paceline.plan.planner import FixedPlanner, Plan
+from paceline.simulate.costs.rounds import StepCosts
+from paceline.simulate.server.server import Case, Job, ServerShape, Simulation
 from paceline.types import RoundStats, SamplingParams
 
 

@@ -13,15 +13,15 @@ from doubles import ByteTokenizer, FakeTarget
 from small_llm import fake_llm
 
 from paceline.bench.passes import Request, run_pass
+from paceline.data.answers import AnswerShards
+from paceline.data.prompts import Prompt
 from paceline.engine.engine import Chunk, Engine
 from paceline.engine.llm import LLM
-from paceline.learned import PassCosts
 from paceline.model.target import ForwardBatch, ForwardOutput
-from paceline.plan import AdaptivePlanner
-from paceline.prompts import Prompt
-from paceline.train.answers import AnswerShards
+from paceline.plan.costs import PassCosts
+from paceline.plan.planner import AdaptivePlanner
+from paceline.train.answers.regenerate import Regenerator
 from paceline.train.config import AnswerConfig
-from paceline.train.regenerate_run import Regenerator
 from paceline.types import SamplingParams
 
 LONG = [(7 * place) % 250 for place in range(1000)]

@@ -12,7 +12,7 @@ from small_llm import tiny_model
 
 from paceline import LLM, SamplingParams
 from paceline.draft.base import Observed
-from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import LEAST
 from paceline.model.target import ForwardBatch

@@ -12,7 +12,7 @@ from small_llm import tiny_model
 from torch import Tensor
 
 from paceline import LLM, SamplingParams
-from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.engine.engine import Chunk, Engine
 from paceline.errors import DrafterMismatchError, NumericsError
 

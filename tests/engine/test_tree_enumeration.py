@@ -1,9 +1,10 @@
 """Trees under every sampling option, by enumeration over a small vocabulary; mistakes on purpose must be seen.
 
 Decoding is a function of one number for each token at each position of the answer: the token wins whose number over its
-probability is the least (`model/race.py`). For every answer that the target can give, numbers are told with which plain
-decoding gives it: at each position its token wins by far, or hardly. The engine with trees, given either, must say that answer:
-then it says each with the target's probability, since races of exponential numbers are won with it (`test_race.py`).
+probability is the least (`model/sampling/race.py`). For every answer that the target can give, numbers are told with
+which plain decoding gives it: at each position its token wins by far, or hardly. The engine with trees, given either,
+must say that answer: then it says each with the target's probability, since races of exponential numbers are won with
+it (`test_race.py`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from torch import Tensor
 from paceline.engine import round as decode
 from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
-from paceline.model.logits import penalise, target_probs
-from paceline.model.race import race
-from paceline.plan import FixedPlanner, Plan
+from paceline.model.sampling.logits import penalise, target_probs
+from paceline.model.sampling.race import race
+from paceline.plan.planner import FixedPlanner, Plan
+from paceline.plan.trees import Tree
 from paceline.rng import Noise
-from paceline.trees import Tree
 from paceline.types import DraftBlock, SamplingParams, Sequence
 from paceline.verify.rules import Uniforms
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from paceline.engine import round as decode
 from paceline.engine.engine import Engine
 from paceline.engine.round import RuleJudge
-from paceline.learned import PassCosts
 from paceline.model.target import ForwardBatch
-from paceline.plan import AdaptivePlanner, FixedPlanner, Planner
-from paceline.trees import Tree
+from paceline.plan.costs import PassCosts
+from paceline.plan.planner import AdaptivePlanner, FixedPlanner, Planner
+from paceline.plan.trees import Tree
 from paceline.types import GrammarSpec, SamplingParams, Sequence
 from paceline.verify.rules import RULES, Uniforms
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from paceline.errors import ModelFileError, PacelineError, UnsupportedModelError
-from paceline.model.attention import rope_tables
 from paceline.model.checkpoint import expected_shapes
-from paceline.model.config import DecoderConfig, DeltaShape, RopeKind, decoder_config
-from paceline.simulate import catalogue
+from paceline.model.config.decoder import DecoderConfig, DeltaShape, RopeKind, decoder_config
+from paceline.model.torch.attention import rope_tables
+from paceline.simulate.costs import catalogue
 
 HERE = Path("config.json")
 

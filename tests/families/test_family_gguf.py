@@ -20,8 +20,8 @@ from torch import Tensor
 from paceline.config import EngineConfig
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.backends import load_target
-from paceline.model.folder import write_folder
-from paceline.model.native_lib import load as native_library
+from paceline.model.gguf.to_folder import write_folder
+from paceline.model.native.library import load as native_library
 from paceline.model.target import ForwardBatch, Target
 
 WHOLE_BLOCKS = {"intermediate_size": 64}

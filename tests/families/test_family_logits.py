@@ -12,11 +12,11 @@ from family_models import VOCAB, Written, model_of, reference, target_of, text
 from torch import Tensor
 
 from paceline.model.checkpoint import check_tensors, load_config, load_tensors
-from paceline.model.decoder import Decoder
-from paceline.model.graphs import GraphDecoder
-from paceline.model.native_decoder import NativeDecoder
-from paceline.model.native_lib import load as native_library
+from paceline.model.native.decoder import NativeDecoder
+from paceline.model.native.library import load as native_library
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
+from paceline.model.torch.decoder import Decoder
+from paceline.model.torch.graphs import GraphDecoder
 
 Made = tuple[Path, Any]
 LENGTH = 40

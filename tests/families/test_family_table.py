@@ -7,7 +7,7 @@ from typing import Any
 
 from family_models import FAMILIES
 
-from paceline.model import config as model_config
+from paceline.model.config import decoder as model_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 

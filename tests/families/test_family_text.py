@@ -15,7 +15,7 @@ from paceline.draft.ngram import NgramDrafter
 from paceline.draft.registry import make_drafter
 from paceline.draft.small_model import SmallModelDrafter
 from paceline.engine.engine import Engine
-from paceline.plan import FixedPlanner
+from paceline.plan.planner import FixedPlanner
 from paceline.types import SamplingParams
 
 pytestmark = pytest.mark.slow

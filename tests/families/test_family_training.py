@@ -17,18 +17,18 @@ from family_models import target_of, text
 from small_training import config, trainer
 
 from paceline.config import EngineConfig
-from paceline.draft.checkpoint import read_stored
-from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
+from paceline.draft.dflash.checkpoint import read_stored
+from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.model.checkpoint import load_config
-from paceline.model.config import has_llama_layers
-from paceline.plan import FixedPlanner
+from paceline.model.config.decoder import has_llama_layers
+from paceline.model.embedding_and_head import Ends, load_ends
+from paceline.plan.planner import FixedPlanner
 from paceline.train.config import DrafterShape, OptimConfig
-from paceline.train.dataset import Document
-from paceline.train.ends import Ends, load_ends
-from paceline.train.features import OnlineFeatures
-from paceline.train.start import network_for
+from paceline.train.documents.dataset import Document
+from paceline.train.features.hidden_states import OnlineFeatures
+from paceline.train.learn.initial_weights import network_for
 from paceline.types import SamplingParams
 
 pytestmark = pytest.mark.slow

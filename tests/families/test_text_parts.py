@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from paceline.config import EngineConfig
 from paceline.errors import ModelFileError
 from paceline.model.target import ForwardBatch
-from paceline.simulate import catalogue
-from paceline.train.facts import read_target
+from paceline.simulate.costs import catalogue
+from paceline.train.plan.target_facts import read_target
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from tiny_builtin import ALL, child, copy_command, in_pieces, raising, sha256
 from paceline import hub
 from paceline.errors import CacheError, DownloadError, ModelFileError, ModelNotFoundError
 from paceline.hub import Builtin, cache_home, resolve
-from paceline.model.blocks import Blocks
 from paceline.model.checkpoint import check_tensors, load_config, load_tensors
+from paceline.model.gguf.blocks import Blocks
 
 
 def refuse_to_fetch(requirement: str, goal: Path) -> list[str]:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from doubles import FakeTarget
 
-from paceline import shipped
-from paceline.draft.dflash import DFlashDrafter
+from paceline.draft import shipped
+from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.registry import folder_of, make_drafter
 from paceline.errors import CacheError, DownloadError, ModelNotFoundError
-from paceline.train.start import init_folder
+from paceline.train.learn.initial_weights import init_folder
 
 INSTALL = r"the drafter of tiny is not installed, and the hub does not give it .*: run `pip install \./drafters` in a"
 
@@ -179,4 +179,4 @@ def test_the_table_is_that_of_the_folders() -> None:
     """The hashes by which the hub's files are checked."""
     entries = {each.name: listed(each) for each in sorted(shipped.BESIDE.iterdir()) if each.is_dir()}
     entries.pop("__pycache__", None)
-    assert entries == shipped.SHIPPED, f"paceline/shipped.json should be {json.dumps(entries, indent=1)}"
+    assert entries == shipped.SHIPPED, f"paceline/draft/shipped.json should be {json.dumps(entries, indent=1)}"

@@ -20,8 +20,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paceline.model.kernels.attend import CHUNK, Tiles
-from paceline.model.kernels.attend_triton import attend_split, combine_splits
+from paceline.model.torch.kernels.attend import CHUNK, Tiles
+from paceline.model.torch.kernels.triton.attend import attend_split, combine_splits
 
 POINTERS = {"torch.float32": "*fp32", "torch.bfloat16": "*bf16", "torch.float16": "*fp16"}
 

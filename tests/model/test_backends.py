@@ -20,13 +20,14 @@ from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, NativeError
 from paceline.hardware import Machine
-from paceline.model import backends, native_lib
+from paceline.model import backends
 from paceline.model.backends import Form, form_of, load_target, settle
-from paceline.model.blocks import Blocks, quantise
 from paceline.model.checkpoint import load_config, load_tensors
-from paceline.model.decoder import Decoder
-from paceline.model.native_decoder import NativeDecoder
+from paceline.model.gguf.blocks import Blocks, quantise
+from paceline.model.native import library as native_lib
+from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import ForwardBatch, Target
+from paceline.model.torch.decoder import Decoder
 from paceline.types import SamplingParams
 
 CPU = torch.device("cpu")

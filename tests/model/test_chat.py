@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from paceline import LLM
-from paceline.evals.answerers import EvalSampling, LLMAnswerer
-from paceline.evals.suite import Case
-from paceline.messages import MessageError, normalised
-from paceline.model.chat import chat_ids, chat_text
-from paceline.model.tokenizer import Tokenizer
-from paceline.prompts import read_messages, read_tools
-from paceline.record.exchange import Exchange
-from paceline.record.reader import Reader
-from paceline.serve.prompts import encode_chat
-from paceline.serve.protocol import ChatRequest
-from paceline.serve.tools import tools_of
+from paceline.data.messages import MessageError, normalised
+from paceline.data.prompts import read_messages, read_tools
+from paceline.loop.evals.answerers import EvalSampling, LLMAnswerer
+from paceline.loop.evals.suite import Case
+from paceline.loop.record.exchange import Exchange
+from paceline.loop.record.reader import Reader
+from paceline.model.text.chat import chat_ids, chat_text
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.serve.requests.prompts import encode_chat
+from paceline.serve.requests.protocol import ChatRequest
+from paceline.serve.requests.tools import tools_of
 
 NATIVE = (
     "{% if tools %}{{ tools | tojson }}\n{% endif %}"

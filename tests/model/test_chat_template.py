@@ -8,9 +8,9 @@ import pytest
 import tokenizers
 
 from paceline.errors import PromptError, way_out
-from paceline.model import chat_template
-from paceline.model.tokenizer import Tokenizer
-from paceline.serve.failures import RequestRefused
+from paceline.model.text import chat_template
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.serve.http.failures import RequestRefused
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TWICE = "{% set ns = namespace(x=START) %}{% for i in range(24) %}{% set ns.x = STEP %}{% endfor %}"

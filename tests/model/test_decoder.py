@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from paceline.errors import ContextLengthError
-from paceline.model.config import DecoderConfig
-from paceline.model.decoder import Decoder
+from paceline.model.config.decoder import DecoderConfig
 from paceline.model.target import ForwardBatch
+from paceline.model.torch.decoder import Decoder
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

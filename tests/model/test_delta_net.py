@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.model.checkpoint import expected_shapes, random_tensors
-from paceline.model.config import DecoderConfig, DeltaShape
-from paceline.model.decoder import Decoder
-from paceline.model.delta_cache import HALF, ROOM, DeltaCache
-from paceline.model.delta_net import DeltaNet
-from paceline.model.graphs import GraphDecoder
-from paceline.model.native_decoder import NativeDecoder
+from paceline.model.config.decoder import DecoderConfig, DeltaShape
+from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import ForwardBatch
+from paceline.model.torch.decoder import Decoder
+from paceline.model.torch.delta_cache import HALF, ROOM, DeltaCache
+from paceline.model.torch.delta_net import DeltaNet
+from paceline.model.torch.graphs import GraphDecoder
 
 VOCAB = 50
 SHAPE = DeltaShape(num_key_heads=2, num_value_heads=4, key_dim=4, value_dim=3, kernel=3)

@@ -9,9 +9,9 @@ import torch
 
 from paceline import rng
 from paceline.errors import NumericsError
-from paceline.model import device_race, logits
-from paceline.model.device_race import FAILED, WHOLE, Draws
-from paceline.model.race import race
+from paceline.model.sampling import device_race, logits
+from paceline.model.sampling.device_race import FAILED, WHOLE, Draws
+from paceline.model.sampling.race import race
 from paceline.rng import Noise
 from paceline.types import SamplingParams
 

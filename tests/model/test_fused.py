@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.model.fused import autocast_dtype, rms_norm, rotate, swiglu
+from paceline.model.torch.fused import autocast_dtype, rms_norm, rotate, swiglu
 
 EPS = 1e-6
 

@@ -17,10 +17,10 @@ from gguf_files import byte_level_vocabulary, finish, write_gguf
 from model_folders import transformers_model
 
 from paceline.errors import ModelFileError, UnsupportedModelError
-from paceline.model import gguf as our_gguf
-from paceline.model.blocks import Blocks
 from paceline.model.checkpoint import check_tensors, config_json, load_config, load_tensors
-from paceline.model.tokenizer import Tokenizer
+from paceline.model.gguf import metadata as our_gguf
+from paceline.model.gguf.blocks import Blocks
+from paceline.model.text.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize(

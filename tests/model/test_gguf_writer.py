@@ -13,9 +13,9 @@ from small_teacher import SHAPE, write_untaught
 from paceline.engine.llm import LLM
 from paceline.errors import CacheError, UnsupportedModelError
 from paceline.model import checkpoint
-from paceline.model.folder import config_json_of, write_folder, write_model
-from paceline.model.gguf_writer import interleaved_rows, write_gguf
-from paceline.model.tokenizer import Tokenizer
+from paceline.model.gguf.to_folder import config_json_of, write_folder, write_model
+from paceline.model.gguf.writer import interleaved_rows, write_gguf
+from paceline.model.text.tokenizer import Tokenizer
 from paceline.types import SamplingParams
 
 
@@ -68,7 +68,7 @@ def test_what_was_not_changed_keeps_its_blocks(source: Path, tmp_path: Path) -> 
 
 
 def test_rows_come_back_in_their_order() -> None:
-    from paceline.model.gguf import half_split_rows
+    from paceline.model.gguf.metadata import half_split_rows
 
     rows = torch.randn(32, 5)
     assert torch.equal(half_split_rows(interleaved_rows(rows, 4), 4), rows)
@@ -89,6 +89,6 @@ def test_what_cannot_be_written_says_why(source: Path, tmp_path: Path) -> None:
 
 
 def _random(shape: dict, folder: Path) -> dict[str, torch.Tensor]:
-    from paceline.model.config import decoder_config
+    from paceline.model.config.decoder import decoder_config
 
     return dict(checkpoint.random_tensors(decoder_config(shape, folder)))

@@ -11,20 +11,21 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.draft.checkpoint import DFlashConfig, as_dflash2, new_config
-from paceline.draft.dflash import DFlashNetwork
-from paceline.draft.dflash2 import DFlash2Network
-from paceline.draft.eagle3 import Eagle3Network
-from paceline.draft.eagle3_checkpoint import Eagle3Config
-from paceline.draft.eagle3_checkpoint import new_config as new_eagle3
-from paceline.model import backends, checkpoint, decoder, delta_net, sdpa
-from paceline.model.config import DecoderConfig
-from paceline.model.decoder import Decoder
-from paceline.model.delta_net import MOST_INVERTED, unit_lower_inverse
-from paceline.model.experts import Experts
-from paceline.model.kernels import layer as kernels
-from paceline.model.parts import RMSNorm
+from paceline.draft.dflash.checkpoint import DFlashConfig, as_dflash2, new_config
+from paceline.draft.dflash.drafter import DFlashNetwork
+from paceline.draft.dflash2.drafter import DFlash2Network
+from paceline.draft.eagle3.checkpoint import Eagle3Config
+from paceline.draft.eagle3.checkpoint import new_config as new_eagle3
+from paceline.draft.eagle3.drafter import Eagle3Network
+from paceline.model import backends, checkpoint
+from paceline.model.config.decoder import DecoderConfig
 from paceline.model.target import ForwardBatch
+from paceline.model.torch import decoder, delta_net, sdpa
+from paceline.model.torch.decoder import Decoder
+from paceline.model.torch.delta_net import MOST_INVERTED, unit_lower_inverse
+from paceline.model.torch.experts import Experts
+from paceline.model.torch.kernels import layer as kernels
+from paceline.model.torch.parts import RMSNorm
 
 CONFIG = DecoderConfig(
     "qwen3", vocab_size=50, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,

@@ -10,11 +10,11 @@ import torch
 from model.test_decoder import decoder_for, text
 
 from paceline.model.checkpoint import expected_shapes
-from paceline.model.config import DecoderConfig, DeltaShape
-from paceline.model.decoder import Decoder
-from paceline.model.delta_cache import DeltaCache
-from paceline.model.graphs import GraphDecoder, pass_grid
+from paceline.model.config.decoder import DecoderConfig, DeltaShape
 from paceline.model.target import ForwardBatch
+from paceline.model.torch.decoder import Decoder
+from paceline.model.torch.delta_cache import DeltaCache
+from paceline.model.torch.graphs import GraphDecoder, pass_grid
 
 MIXTURE = DecoderConfig(
     "qwen3_next", 97, 48, 80, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=8, max_position=256, qk_norm=True,

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from paceline.errors import ContextLengthError, ModelFileError, ModelNotFoundError, UnsupportedModelError
-from paceline.model.hf import HFTarget
+from paceline.model.hf.target import HFTarget
 from paceline.model.target import ForwardBatch
 
 pytestmark = pytest.mark.slow

@@ -23,16 +23,18 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tiny_builtin import raising
 
-from paceline.draft import packed, stitch, vocabulary
-from paceline.draft.checkpoint import is_dflash, new_config, read_checkpoint
+from paceline.draft import vocabulary
+from paceline.draft.dflash.checkpoint import is_dflash, new_config, read_checkpoint
+from paceline.draft.formats import packed
+from paceline.draft.mtp import stitch
 from paceline.errors import MemoryBudgetError, ModelFileError, PacelineError
 from paceline.model import checkpoint
-from paceline.model.attention import rope_tables
-from paceline.model.blocks import Blocks
+from paceline.model import embedding_and_head as ends
 from paceline.model.checkpoint import check_finite, check_tensors, eos_token_ids, load_config, load_tensors, read_json
-from paceline.model.tokenizer import Tokenizer
-from paceline.train import ends
-from paceline.train.checkpoint import latest_checkpoint
+from paceline.model.gguf.blocks import Blocks
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.model.torch.attention import rope_tables
+from paceline.train.learn.checkpoint import latest_checkpoint
 
 JUNK: tuple[Any, ...] = ("x", -1, 0, 10**9, 10**400, 1.5, float("inf"), float("nan"), None, True, [], [[1]], {}, {"a": [{}]})
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}

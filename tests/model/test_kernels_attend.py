@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.model.kernels.attend import MOST_POSITIONS, PROGRAMS, Tiles, twin
+from paceline.model.torch.kernels.attend import MOST_POSITIONS, PROGRAMS, Tiles, twin
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: extra gpu-dev")
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"

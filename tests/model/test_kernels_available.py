@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.model.kernels import available
+from paceline.model.torch.kernels import available
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def card(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], starts: A
     monkeypatch.setattr(available, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setitem(sys.modules, "paceline.model.kernels.probe_triton", SimpleNamespace(starts=starts))
+    monkeypatch.setitem(sys.modules, "paceline.model.torch.kernels.triton.probe", SimpleNamespace(starts=starts))
 
 
 def test_kernels_are_used_where_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:

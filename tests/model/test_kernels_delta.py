@@ -19,12 +19,12 @@ from model import test_kernels_layer as layer_tests
 from model.test_kernels_layer import DTYPES, MOST_SHARED, error, poisoned_empties, round_to_nearest, stack_of
 from torch import Tensor
 
-from paceline.model.attention import ancestors
 from paceline.model.checkpoint import expected_shapes
-from paceline.model.config import DecoderConfig, DeltaShape
-from paceline.model.delta_cache import HALF, ROOM, DeltaCache, DeltaMemory, FixedStage
-from paceline.model.delta_net import DeltaNet
-from paceline.model.kernels import available, delta
+from paceline.model.config.decoder import DecoderConfig, DeltaShape
+from paceline.model.torch.attention import ancestors
+from paceline.model.torch.delta_cache import HALF, ROOM, DeltaCache, DeltaMemory, FixedStage
+from paceline.model.torch.delta_net import DeltaNet
+from paceline.model.torch.kernels import available, delta
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -141,7 +141,7 @@ def resources() -> dict[str, dict[str, int]]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from paceline.model.kernels import delta_triton
+    from paceline.model.torch.kernels.triton import delta as delta_triton
 
     used: dict[str, dict[str, int]] = {}
     kinds = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64"}

@@ -18,11 +18,11 @@ from model import test_kernels_layer as layer_tests
 from model.test_kernels_layer import DTYPES, MOST_SHARED, error, poisoned_empties, round_to_nearest, stack_of
 from torch import Tensor
 
-from paceline.model.config import DecoderConfig
-from paceline.model.experts import Experts
-from paceline.model.kernels import available, experts
-from paceline.model.kernels.experts import ExpertStack
-from paceline.model.parts import GatedMLP, PackedLinear, make_experts
+from paceline.model.config.decoder import DecoderConfig
+from paceline.model.torch.experts import Experts
+from paceline.model.torch.kernels import available, experts
+from paceline.model.torch.kernels.experts import ExpertStack
+from paceline.model.torch.parts import GatedMLP, PackedLinear, make_experts
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -131,7 +131,7 @@ def resources(model: str) -> dict[str, dict[str, int]]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from paceline.model.kernels import experts_triton
+    from paceline.model.torch.kernels.triton import experts as experts_triton
 
     used: dict[str, dict[str, int]] = {}
     kinds = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.bool: "*i1"}
@@ -197,8 +197,8 @@ def test_stacks_hold_what_each_expert_does(monkeypatch: pytest.MonkeyPatch) -> N
 
     parts = {name: torch.randn(shape) for name, shape in layer_shapes(config, 0).items()}
     original = {name: tensor.clone() for name, tensor in parts.items()}
-    monkeypatch.setattr("paceline.model.parts.has_stacks", lambda weight: True)
-    monkeypatch.setattr("paceline.model.parts.can_pack", lambda weight: False)
+    monkeypatch.setattr("paceline.model.torch.parts.has_stacks", lambda weight: True)
+    monkeypatch.setattr("paceline.model.torch.parts.can_pack", lambda weight: False)
     layer = make_experts(config, parts)
     stack = layer._stack
     assert stack is not None and stack.gate_up_bias_EX is not None and stack.down_bias_ED is not None

@@ -19,14 +19,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.model.attention import CacheWriter, Rope
 from paceline.model.checkpoint import random_tensors
-from paceline.model.decoder import Decoder
-from paceline.model.heads import heads_twin
-from paceline.model.kernels import available, layer
-from paceline.model.kernels.layer import NormWeight, Places
-from paceline.model.parts import RMSNorm, WholeNorm
 from paceline.model.target import ForwardBatch
+from paceline.model.torch.attention import CacheWriter, Rope
+from paceline.model.torch.decoder import Decoder
+from paceline.model.torch.heads import heads_twin
+from paceline.model.torch.kernels import available, layer
+from paceline.model.torch.kernels.layer import NormWeight, Places
+from paceline.model.torch.parts import RMSNorm, WholeNorm
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 DTYPES = {"float32": (torch.float32, 1e-5), "bfloat16": (torch.bfloat16, 1e-2)}
@@ -221,7 +221,7 @@ def resources(model: str) -> dict[str, dict[str, int]]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from paceline.model.kernels import layer_triton
+    from paceline.model.torch.kernels.triton import layer as layer_triton
 
     used: dict[str, dict[str, int]] = {}
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.model.kernels import available, skinny
-from paceline.model.kernels.layer import GATED
-from paceline.model.parts import PackedLinear
+from paceline.model.torch.kernels import available, skinny
+from paceline.model.torch.kernels.layer import GATED
+from paceline.model.torch.parts import PackedLinear
 
 HERE, EXPERIMENTS = Path(__file__).parent, Path(__file__).parents[2] / "experiments"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -81,7 +81,7 @@ def resources() -> dict[str, list[int]]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from paceline.model.kernels import skinny_triton
+    from paceline.model.torch.kernels.triton import skinny as skinny_triton
 
     kernel, used = skinny_triton.skinny, dict[str, list[int]]()
     kinds = {"inputs_ptr": "*bf16", "weight_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16"}

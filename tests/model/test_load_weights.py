@@ -15,9 +15,9 @@ from torch import Tensor
 
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError
-from paceline.model.decoder import Decoder
-from paceline.model.logits import logprobs_of
-from paceline.model.native_decoder import NativeDecoder
+from paceline.model.native.decoder import NativeDecoder
+from paceline.model.sampling.logits import logprobs_of
+from paceline.model.torch.decoder import Decoder
 from paceline.types import SamplingParams
 
 KINDS = [pytest.param(Decoder, id="torch"), pytest.param(NativeDecoder, id="native", marks=needs_library)]

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.model import logits as logits_module
-from paceline.model.logits import logprobs_of, penalise, sample, target_probs
+from paceline.model.sampling import logits as logits_module
+from paceline.model.sampling.logits import logprobs_of, penalise, sample, target_probs
 from paceline.types import SamplingParams
 
 

@@ -29,11 +29,11 @@ from native_models import (
 from torch import Tensor
 
 from paceline.errors import ContextLengthError
-from paceline.model.blocks import BlockKind, Blocks
-from paceline.model.config import DecoderConfig
-from paceline.model.decoder import Decoder
-from paceline.model.native_decoder import NativeDecoder
+from paceline.model.config.decoder import DecoderConfig
+from paceline.model.gguf.blocks import BlockKind, Blocks
+from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import ForwardBatch, ForwardOutput, head_weight
+from paceline.model.torch.decoder import Decoder
 
 pytestmark = [pytest.mark.slow, needs_library]
 TAPS = (2, 0)

@@ -11,7 +11,7 @@ from native_models import ISAS, needs_library, restored, use
 from torch import Tensor
 
 from paceline.errors import NumericsError
-from paceline.model.logits import draw, sample, target_probs
+from paceline.model.sampling.logits import draw, sample, target_probs
 from paceline.types import SamplingParams
 
 pytestmark = needs_library

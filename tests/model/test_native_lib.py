@@ -21,9 +21,9 @@ from native_models import BASE, ISAS, native_decoder, needs_library, quantised, 
 from torch import Tensor
 
 from paceline.errors import NativeError
-from paceline.model import native_lib
-from paceline.model.blocks import BLOCK_KINDS, BlockKind, Blocks
-from paceline.model.native_lib import Matrix
+from paceline.model.gguf.blocks import BLOCK_KINDS, BlockKind, Blocks
+from paceline.model.native import library as native_lib
+from paceline.model.native.library import Matrix
 from paceline.model.target import ForwardBatch
 
 pytestmark = needs_library

@@ -14,12 +14,12 @@ from native_models import BASE, ISAS, in_order, native_decoder, needs_library, r
 from torch import Tensor
 
 from paceline.errors import NativeError
-from paceline.model import native_lib
-from paceline.model.config import DecoderConfig
-from paceline.model.decoder import Decoder
-from paceline.model.native_decoder import NativeDecoder, cache_view
-from paceline.model.native_lib import CPass, pointer
+from paceline.model.config.decoder import DecoderConfig
+from paceline.model.native import library as native_lib
+from paceline.model.native.decoder import NativeDecoder, cache_view
+from paceline.model.native.library import CPass, pointer
 from paceline.model.target import ForwardBatch, ForwardOutput
+from paceline.model.torch.decoder import Decoder
 
 pytestmark = needs_library
 DTYPES = [torch.float32, torch.bfloat16]

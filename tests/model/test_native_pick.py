@@ -11,10 +11,10 @@ import torch
 from native_models import ISAS, needs_library, restored, use
 from torch import Tensor
 
-from paceline.draft.dflash2_selector import walk
+from paceline.draft.dflash2.selector import walk
 from paceline.errors import NativeError
-from paceline.model import native_lib
-from paceline.model.native_decoder import pack
+from paceline.model.native import library as native_lib
+from paceline.model.native.decoder import pack
 
 pytestmark = needs_library
 

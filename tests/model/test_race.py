@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from paceline.errors import NumericsError
-from paceline.model.logits import target_probs
-from paceline.model.race import FIELD, race
+from paceline.model.sampling.logits import target_probs
+from paceline.model.sampling.race import FIELD, race
 from paceline.rng import OTHERS, Noise
 from paceline.types import SamplingParams
 

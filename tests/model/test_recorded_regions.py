@@ -15,27 +15,27 @@ from recorded_regions import Addresses, Launches, no_host_tensors
 from tiny_dflash import VOCAB, network, raw_config, tiny_target
 from tiny_dflash2 import network_2, raw_2
 
-from paceline.draft import dflash_paths
-from paceline.draft.checkpoint import DFlashConfig, as_dflash2, new_config
-from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
-from paceline.draft.dflash2 import DFlash2Drafter, DFlash2Network
-from paceline.draft.dflash_paths import TorchPath
-from paceline.draft.dflash_static import StaticBlock, StaticForms, StaticInject
+from paceline.draft.dflash import paths as dflash_paths
+from paceline.draft.dflash.checkpoint import DFlashConfig, as_dflash2, new_config
+from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
+from paceline.draft.dflash.paths import TorchPath
+from paceline.draft.dflash.static import StaticBlock, StaticForms, StaticInject
+from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network
 from paceline.engine.device_round import Form, StaticRound
 from paceline.engine.device_rows import DeviceRows
-from paceline.model import parts
 from paceline.model.checkpoint import expected_shapes, load_config, random_tensors
-from paceline.model.config import DecoderConfig, DeltaShape
-from paceline.model.decoder import Layer
-from paceline.model.delta_cache import DeltaCache
-from paceline.model.delta_net import DeltaLayer
-from paceline.model.graphs import GraphDecoder, StaticPass
-from paceline.model.kernels import attend, available
-from paceline.model.kernels import delta as delta_kernels
-from paceline.model.kernels import experts as expert_kernels
-from paceline.model.kernels import layer as layer_kernels
-from paceline.model.record import Region
+from paceline.model.config.decoder import DecoderConfig, DeltaShape
 from paceline.model.target import ForwardBatch
+from paceline.model.torch import parts
+from paceline.model.torch.decoder import Layer
+from paceline.model.torch.delta_cache import DeltaCache
+from paceline.model.torch.delta_net import DeltaLayer
+from paceline.model.torch.graphs import GraphDecoder, StaticPass
+from paceline.model.torch.kernels import attend, available
+from paceline.model.torch.kernels import delta as delta_kernels
+from paceline.model.torch.kernels import experts as expert_kernels
+from paceline.model.torch.kernels import layer as layer_kernels
+from paceline.model.torch.recorded import Region
 
 LAUNCHES = dict.fromkeys(FAMILIES, 10) | {
     "qwen3-moe": 13, "mixtral": 13, "gpt-oss": 13, "qwen3.5": 12, "qwen3-next": 19, "qwen3.5-moe": 19,

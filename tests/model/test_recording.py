@@ -20,11 +20,11 @@ from paceline.config import EngineConfig
 from paceline.draft.base import Drafter, NoDrafter
 from paceline.engine.engine import Engine
 from paceline.model import measure
-from paceline.model.decoder import Decoder
-from paceline.model.graphs import MAX_COUNT, GraphDecoder, pass_grid
 from paceline.model.measure import measure_passes
-from paceline.model.record import Grid, Recorder, Recordings, Region, row_sizes
 from paceline.model.target import ForwardBatch, ForwardOutput
+from paceline.model.torch.decoder import Decoder
+from paceline.model.torch.graphs import MAX_COUNT, GraphDecoder, pass_grid
+from paceline.model.torch.recorded import Grid, Recorder, Recordings, Region, row_sizes
 from paceline.types import SamplingParams
 
 

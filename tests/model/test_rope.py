@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paceline.errors import ModelFileError, UnsupportedModelError
-from paceline.model.attention import rope_tables
-from paceline.model.config import DecoderConfig
+from paceline.model.config.decoder import DecoderConfig
+from paceline.model.torch.attention import rope_tables
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -59,7 +59,7 @@ def test_equals_transformers(scaling: dict[str, Any] | None, family: str) -> Non
 
 def test_gguf_factors_equal_llama3() -> None:
     """GGUF stores llama3 scaling as one divisor per frequency; both ways must give the same table."""
-    from paceline.model.attention import inverse_frequencies
+    from paceline.model.torch.attention import inverse_frequencies
 
     plain, _ = inverse_frequencies(decoder_config(None))
     scaled, _ = inverse_frequencies(decoder_config(LLAMA3))

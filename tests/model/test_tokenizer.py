@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import ModelFileError, ModelNotFoundError, PromptError, UnsupportedModelError
 from paceline.hub import resolve
-from paceline.model.tokenizer import Tokenizer
+from paceline.model.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -12,13 +12,13 @@ from native_models import SHAPES, blocks_of, in_turns, native_decoder, needs_lib
 from torch import Tensor
 
 from paceline.errors import NativeError, UnsupportedModelError
-from paceline.model.attention import ancestors
-from paceline.model.blocks import BlockKind
-from paceline.model.decoder import Decoder
-from paceline.model.graphs import GraphDecoder, StaticPass
+from paceline.model.gguf.blocks import BlockKind
 from paceline.model.kv_cache import StaticKVCache
-from paceline.model.native_decoder import NativeDecoder
+from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import ForwardBatch
+from paceline.model.torch.attention import ancestors
+from paceline.model.torch.decoder import Decoder
+from paceline.model.torch.graphs import GraphDecoder, StaticPass
 
 ROWS, STARTS, SLOTS = [0, 2], [14, 5], [[0, 2, 3, 6], [1]]
 
@@ -260,7 +260,7 @@ def test_a_mask_with_a_wrong_ancestor_is_seen(
     torch.testing.assert_close(as_trees(decoder)[0], expected[0], atol=1e-4, rtol=1e-4)
     for row in ROWS:
         decoder.cache.free(row)
-    monkeypatch.setattr("paceline.model.attention.ancestors", mistake)
+    monkeypatch.setattr("paceline.model.torch.attention.ancestors", mistake)
     assert not torch.allclose(as_trees(decoder)[0], expected[0], atol=1e-2)
 
 
@@ -275,7 +275,7 @@ def test_a_mistake_in_passes_of_fixed_shape_is_seen(
     torch.testing.assert_close(as_trees(static)[0], expected[0], atol=1e-4, rtol=1e-4)
     for row in ROWS:
         static.cache.free(row)
-    monkeypatch.setattr("paceline.model.graphs.ancestors", mistake)
+    monkeypatch.setattr("paceline.model.torch.graphs.ancestors", mistake)
     assert not torch.allclose(as_trees(static)[0], expected[0], atol=1e-2)
 
 

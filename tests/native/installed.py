@@ -2,8 +2,8 @@
 
 import torch
 
-from paceline.model import native_lib
-from paceline.model.native_lib import Matrix
+from paceline.model.native import library as native_lib
+from paceline.model.native.library import Matrix
 
 library = native_lib.require()
 weight = torch.randn(32, 64)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from paceline.prompts import read_prompts
-from paceline.train.self_written import read_openers
+from paceline.data.prompts import read_prompts
+from paceline.train.answers.self_written import read_openers
 
 SCRIPT = Path(__file__).parents[2] / "recipes" / "default_prompts.py"
 TASK = {

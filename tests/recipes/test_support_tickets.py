@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from paceline.data.prompts import read_prompts
 from paceline.hub import resolve
-from paceline.model.tokenizer import Tokenizer
-from paceline.prompts import read_prompts
+from paceline.model.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 RUNS = Path(__file__).parents[2] / "recipes"

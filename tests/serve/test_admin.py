@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from small_llm import tiny_model
 
 from paceline import LLM
-from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.engine.engine import Engine
-from paceline.routes import Router
+from paceline.plan.routes import Router
 from paceline.serve.settings import MOST_DRAFTERS
 
 pytestmark = pytest.mark.slow
@@ -229,13 +229,13 @@ def test_names_that_cannot_be_and_too_many_are_refused(live: Live) -> None:
 def test_a_drafter_that_needs_more_memory_than_there_is_is_refused(
     steady: Live, drafter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.serve.drafters.free_bytes", lambda: 1000)
+    monkeypatch.setattr("paceline.serve.worker.drafters.free_bytes", lambda: 1000)
     status, body = load(steady, "tickets", drafter)
     assert status == 507 and "1,000 are free: unload another one" in body["error"]["message"]
 
 
 def test_a_trial_that_takes_too_long_is_given_up(live: Live, drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.serve.drafters.TRY_SECONDS", 0.2)
+    monkeypatch.setattr("paceline.serve.worker.drafters.TRY_SECONDS", 0.2)
     halt, go_on = threading.Event(), threading.Event()
     real = Engine.step
 

@@ -11,7 +11,7 @@ import pytest
 from browser_tabs import running_browser
 from live_server import serving, talker
 
-from paceline.serve.app import API_PAGE
+from paceline.serve.http.app import API_PAGE
 
 pytestmark = pytest.mark.slow
 

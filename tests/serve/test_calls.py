@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.serve import calls as reading
-from paceline.serve.calls import Call, CallParser, read_call
+from paceline.serve.replies import tool_calls as reading
+from paceline.serve.replies.tool_calls import Call, CallParser, read_call
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 

@@ -12,10 +12,10 @@ import pytest
 from live_server import Live, asked, serving, talker, wait_until
 
 from paceline.errors import ConfigError
-from paceline.serve.completions import chat_jobs
-from paceline.serve.protocol import ChatRequest
+from paceline.serve.http.security import allowed_hosts, host_name
+from paceline.serve.requests.completions import chat_jobs
+from paceline.serve.requests.protocol import ChatRequest
 from paceline.serve.run import Connection
-from paceline.serve.security import allowed_hosts, host_name
 from paceline.serve.settings import ServeConfig
 
 pytestmark = pytest.mark.slow

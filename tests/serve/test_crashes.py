@@ -83,7 +83,7 @@ def test_a_request_of_several_answers_is_lost_whole_when_one_had_begun() -> None
 
 
 def test_weights_that_served_long_are_kept_over_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.serve.worker.STEADY_SECONDS", 0.0)
+    monkeypatch.setattr("paceline.serve.worker.worker.STEADY_SECONDS", 0.0)
     with serving(talker()) as live:
         before = live.post("/v1/chat/completions", asked(max_tokens=20, temperature=0))[1]["choices"]
         engine = live.llm.engine
@@ -98,7 +98,7 @@ def test_weights_that_served_long_are_kept_over_a_crash(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("steady_s", "num_loads"), [(0.0, 1), (60.0, 3)])
 def test_a_crash_forgets_no_swapped_drafter(monkeypatch: pytest.MonkeyPatch, steady_s: float, num_loads: int) -> None:
-    monkeypatch.setattr("paceline.serve.worker.STEADY_SECONDS", steady_s)
+    monkeypatch.setattr("paceline.serve.worker.worker.STEADY_SECONDS", steady_s)
     with serving(talker()) as live:
         swapped = NoDrafter()
         in_engine(live, lambda llm: llm.use_drafter(swapped))

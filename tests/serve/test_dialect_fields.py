@@ -14,8 +14,8 @@ from openai.types.shared_params import Reasoning as ReasoningParam
 from pydantic import ValidationError
 from server_fields import COUNT_TOKENS, MESSAGES, RESPONSES, held
 
-from paceline.serve import dialect_fields as fields
-from paceline.serve.messages import (
+from paceline.serve.dialects import fields
+from paceline.serve.dialects.messages import (
     ContentBlock,
     CountTokensRequest,
     MessageFormat,
@@ -26,8 +26,7 @@ from paceline.serve.messages import (
     OutputConfig,
     Thinking,
 )
-from paceline.serve.protocol import Closed
-from paceline.serve.responses import (
+from paceline.serve.dialects.responses import (
     Reasoning,
     ResponseItem,
     ResponsePart,
@@ -38,6 +37,7 @@ from paceline.serve.responses import (
     TextConfig,
     TextFormat,
 )
+from paceline.serve.requests.protocol import Closed
 
 GUIDE = Path(__file__).parents[2] / "docs" / "clients.md"
 
@@ -95,7 +95,7 @@ TYPES: list[tuple[type[Closed], set[str]]] = [
 @pytest.mark.parametrize(("model", "official"), TYPES, ids=lambda each: getattr(each, "__name__", ""))
 def test_every_field_has_one_fate(model: type[Closed], official: set[str]) -> None:
     undecided = official - held(model) - model.refused.keys() - model.unused.keys()
-    assert not undecided, "decide what becomes of these in serve/dialect_fields.py"
+    assert not undecided, "decide what becomes of these in serve/dialects/fields.py"
     assert not model.unused.keys() & model.refused.keys()
     assert not held(model) & (model.refused.keys() | model.unused.keys())
 

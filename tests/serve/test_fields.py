@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 from server_fields import LLAMA, OPENAI_CHAT, OPENAI_TEXT, VLLM_CHAT, VLLM_TEXT, VLLM_TOKENIZE, held, table, words
 
-from paceline.serve.fields import CHAT_REFUSED, NESTED_REFUSED, NESTED_UNUSED, REFUSED, TEXT_REFUSED, UNUSED
-from paceline.serve.protocol import ChatRequest, Closed, CompletionRequest, TokenizeRequest
+from paceline.serve.requests.fields import CHAT_REFUSED, NESTED_REFUSED, NESTED_UNUSED, REFUSED, TEXT_REFUSED, UNUSED
+from paceline.serve.requests.protocol import ChatRequest, Closed, CompletionRequest, TokenizeRequest
 
 GUIDE = Path(__file__).parents[2] / "docs" / "serving.md"
 NESTED = {
@@ -45,7 +45,7 @@ def test_every_field_is_held_refused_or_without_effect(model: type[Closed], name
     if model is CompletionRequest:  # refused as unknown: only chats have them, in every server
         elsewhere = held(ChatRequest)
     undecided = names - held(model) - model.refused.keys() - model.unused.keys() - elsewhere
-    assert not undecided, "decide what becomes of these in serve/fields.py"
+    assert not undecided, "decide what becomes of these in serve/requests/fields.py"
 
 
 def test_a_field_has_one_fate() -> None:

@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.engine.engine import Engine
 from paceline.model.target import ForwardBatch, ForwardOutput
-from paceline.routes import Router
-from paceline.serve.metrics import Metrics
+from paceline.plan.routes import Router
+from paceline.serve.admin.metrics import Metrics
 from paceline.types import RoundStats, Route, SamplingParams, Sequence
 
 DASHBOARD = Path(__file__).parent.parent.parent / "docs" / "grafana.json"

@@ -14,18 +14,18 @@ from small_llm import tiny_model
 from typer.testing import CliRunner
 
 from paceline.bench.config import ServersConfig, ServingConfig
-from paceline.bench.servers import bench_serving
+from paceline.bench.serving.servers import bench_serving
 from paceline.cli import app
 from paceline.config import EngineConfig
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ModelNotFoundError, PacelineError, UnsupportedModelError
-from paceline.figures import add_histograms, survival
-from paceline.marginals import Marginals
-from paceline.model.tokenizer import Tokenizer
-from paceline.serve.metrics import Metrics
-from paceline.serve.mock import check_yield, mocked_drafter, mocked_engine, read_mock
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.plan.marginals import Marginals
+from paceline.report.statistics import add_histograms, survival
+from paceline.serve.admin.metrics import Metrics
 from paceline.serve.run import Server
-from paceline.serve.worker import EngineWorker
+from paceline.serve.worker.mock import check_yield, mocked_drafter, mocked_engine, read_mock
+from paceline.serve.worker.worker import EngineWorker
 from paceline.simulate.marginals import read_marginals
 from paceline.types import SamplingParams
 

@@ -1,4 +1,4 @@
-"""Another engine in the place of our own: the server needs what `serve/engine.py` says, and nothing else."""
+"""Another engine in the place of our own: the server needs what `serve/worker/engine.py` says, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from live_server import asked, break_engine, serving, wait_until
 from paceline.config import EngineConfig
 from paceline.engine.engine import Chunk
 from paceline.errors import PromptError
-from paceline.serve.engine import Engine, Model
-from paceline.serve.metrics import Metrics
+from paceline.serve.admin.metrics import Metrics
+from paceline.serve.worker.engine import Engine, Model
 from paceline.types import Constraint, RoundStats, Route, SamplingParams, Sequence
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.serve.ticket import Addressed, Outbox
+from paceline.serve.worker.ticket import Addressed, Outbox
 
 
 def event(name: object) -> Addressed:

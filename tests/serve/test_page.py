@@ -17,8 +17,8 @@ import pytest
 from chat_visit import NARROW, WIDE, done, expect, text_of
 from page_server import HISTOGRAM, PAGE, STORY, STORY_TEXT, STORY_TOKENS, PageServer
 
-from paceline.figures import BUSY, FEWEST_TOKENS
-from paceline.serve.app import PAGES
+from paceline.report.statistics import BUSY, FEWEST_TOKENS
+from paceline.serve.http.app import PAGES
 
 pytestmark = pytest.mark.slow
 

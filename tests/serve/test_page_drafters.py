@@ -17,10 +17,10 @@ from page_server import HOSTILE, MARKDOWN, MARKUP, STORY_TEXT, STORY_TOKENS, Pag
 from small_llm import tiny_model
 
 from paceline.engine.llm import LLM
-from paceline.figures import BUSY, FEWEST_TOKENS, doubt
-from paceline.routes import Router
-from paceline.serve.failures import RequestRefused
-from paceline.serve.routing import chosen_route
+from paceline.plan.routes import Router
+from paceline.report.statistics import BUSY, FEWEST_TOKENS, doubt
+from paceline.serve.http.failures import RequestRefused
+from paceline.serve.requests.routing import chosen_route
 from paceline.types import Route
 
 pytest_plugins = ("chat_visit",)

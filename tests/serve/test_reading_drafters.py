@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from paceline.errors import ModelFileError
-from paceline.serve.drafters import _in_thread
+from paceline.serve.worker.drafters import _in_thread
 
 
 def test_what_it_returns_and_raises() -> None:

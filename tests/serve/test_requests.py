@@ -14,7 +14,7 @@ from live_server import Live, serving
 from small_llm import Parrot, fake_llm, tiny_model
 
 from paceline import LLM, SamplingParams
-from paceline.model.tokenizer import Tokenizer
+from paceline.model.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from small_llm import tiny_model
 
 from paceline import LLM
-from paceline.serve.responses import ResponsesRequest, chat_of
+from paceline.serve.dialects.responses import ResponsesRequest, chat_of
 
 MODEL = "tiny"
 QUESTION = "Say something."

@@ -16,7 +16,7 @@ from live_server import Live, asked, serving, talker
 
 from paceline.config import read_api_keys
 from paceline.errors import ConfigError
-from paceline.serve.app import PAGES
+from paceline.serve.http.app import PAGES
 from paceline.serve.settings import ServeConfig, speculation
 
 
@@ -122,7 +122,7 @@ def test_a_client_that_sends_first_and_reads_then_sees_the_refusal(live: Live, i
 
 def test_what_is_not_wanted_is_not_read_for_ever(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a client that sends without end is listened to, nor one that waits."""
-    monkeypatch.setattr("paceline.serve.security.DISCARD_BYTES", 2**20)
+    monkeypatch.setattr("paceline.serve.http.security.DISCARD_BYTES", 2**20)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1048576000\r\n\r\n"
     with socket.create_connection(("127.0.0.1", live.port), timeout=30) as connection:
         connection.sendall(head)

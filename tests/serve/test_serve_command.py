@@ -20,10 +20,10 @@ from called import Call, call
 from live_server import idle_collector, quick_end, talker, wait_until
 from small_llm import tiny_model
 
-from paceline.serve.metrics import Metrics
+from paceline.serve.admin.metrics import Metrics
 from paceline.serve.run import run
 from paceline.serve.settings import ServeConfig
-from paceline.serve.worker import EngineWorker
+from paceline.serve.worker.worker import EngineWorker
 
 __all__ = ["call"]
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from small_llm import tiny_model
 from soak_clients import GONE, Soak, check_error
 
 from paceline import LLM, SamplingParams
-from paceline.serve.worker import COMPILERS
+from paceline.serve.worker.worker import COMPILERS
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.serve.protocol import ChatRequest, CompletionRequest
-from paceline.serve.routing import route_of
+from paceline.serve.requests.protocol import ChatRequest, CompletionRequest
+from paceline.serve.requests.routing import route_of
 from paceline.serve.settings import ServeConfig, named_drafters
 from paceline.types import Route
 

@@ -11,8 +11,8 @@ from live_server import LONG, Gated, asked, break_engine, serving, wait_until
 from small_llm import fake_llm
 
 from paceline.draft.base import NoDrafter
-from paceline.serve.drafters import Drafters
-from paceline.serve.failures import ApiError
+from paceline.serve.http.failures import ApiError
+from paceline.serve.worker.drafters import Drafters
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_a_trial_that_was_lost_in_a_crash_ends_no_request(is_replaced: bool, mon
                 model.engine = Engine()
             return result
 
-    monkeypatch.setattr("paceline.serve.drafters.TRY_SECONDS", 0.0)
+    monkeypatch.setattr("paceline.serve.worker.drafters.TRY_SECONDS", 0.0)
     with pytest.raises(ApiError, match="could not be tried"):
         asyncio.run(Drafters(cast(Any, Worker()))._try(NoDrafter(), 10))
     assert aborted == ([] if is_replaced else [7])

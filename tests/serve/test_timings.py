@@ -13,7 +13,7 @@ import pytest
 from doubles import ByteTokenizer
 from live_server import Live, asked, serving, talker
 
-from paceline.serve.clock import BEFORE, Clock
+from paceline.serve.http.clock import BEFORE, Clock
 from paceline.turnaround import Timings
 from paceline.types import SamplingParams, Sequence
 

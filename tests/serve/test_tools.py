@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from paceline.messages import normalised
-from paceline.model.tools import with_tools
-from paceline.serve.failures import RequestRefused
-from paceline.serve.protocol import ChatRequest
-from paceline.serve.tools import forced_schema, plain_tools, tools_of
+from paceline.data.messages import normalised
+from paceline.model.text.tools import with_tools
+from paceline.serve.http.failures import RequestRefused
+from paceline.serve.requests.protocol import ChatRequest
+from paceline.serve.requests.tools import forced_schema, plain_tools, tools_of
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 

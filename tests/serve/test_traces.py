@@ -17,10 +17,10 @@ from doubles import FakeTarget, ScriptedDrafter
 from pyarrow import parquet
 from trace_files import BYTES, rows, sequence, writer, written
 
+from paceline.data import answers
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
-from paceline.serve.traces import SCHEMA, Trace, TraceWriter
-from paceline.train import answers
+from paceline.serve.admin.traces import SCHEMA, Trace, TraceWriter
 from paceline.types import GrammarSpec, SamplingParams, Sequence
 
 
@@ -88,7 +88,7 @@ def test_the_columns_are_those_of_answers_and_nothing_about_the_client(tmp_path:
 
 
 def test_the_same_prompt_is_held_out_as_one(tmp_path: Path) -> None:
-    from paceline.train.dataset import prompt_of
+    from paceline.train.documents.dataset import prompt_of
 
     found = written(tmp_path, sequence(), sequence(temperature=0.5), sequence("Other."))
     assert len({row["key"] for row in found}) == 3

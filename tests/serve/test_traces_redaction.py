@@ -9,8 +9,8 @@ import pytest
 from small_llm import tiny_model
 from trace_files import BYTES, MAIL, rows, sequence, writer, written
 
-from paceline.model.tokenizer import Tokenizer
-from paceline.serve.redaction import Redactor
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.serve.admin.redaction import Redactor
 from paceline.types import GrammarSpec
 
 

@@ -11,14 +11,14 @@ from pyarrow import parquet
 from small_llm import tiny_model
 
 from paceline.cli import app
+from paceline.data.answers import AnswerShards
+from paceline.data.prompts import read_prompts
 from paceline.engine.llm import LLM
 from paceline.errors import PromptError
-from paceline.prompts import read_prompts
-from paceline.runlog import RunFolder
-from paceline.serve import traces
+from paceline.runs.folder import RunFolder
+from paceline.serve.admin import traces
+from paceline.serve.admin.traces import SCHEMA, TraceWriter
 from paceline.serve.settings import TraceConfig
-from paceline.serve.traces import SCHEMA, TraceWriter
-from paceline.train.answers import AnswerShards
 from paceline.train.tiny import write_tiny_target
 from paceline.types import SamplingParams, Sequence
 

@@ -28,10 +28,10 @@ from small_llm import fake_llm
 
 from paceline import SamplingParams
 from paceline.engine.engine import Engine
-from paceline.serve.metrics import Metrics
+from paceline.serve.admin.metrics import Metrics
 from paceline.serve.run import make_server
 from paceline.serve.settings import ServeConfig
-from paceline.serve.worker import EngineWorker
+from paceline.serve.worker.worker import EngineWorker
 
 pytestmark = pytest.mark.slow
 

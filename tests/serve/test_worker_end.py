@@ -16,12 +16,12 @@ from small_llm import fake_llm
 
 from paceline import SamplingParams
 from paceline.errors import ModelNotFoundError
-from paceline.serve.failures import ApiError
-from paceline.serve.inbox import Command, Inbox
-from paceline.serve.metrics import Metrics
+from paceline.serve.admin.metrics import Metrics
+from paceline.serve.http.failures import ApiError
 from paceline.serve.settings import ServeConfig
-from paceline.serve.ticket import Job, Ticket
-from paceline.serve.worker import EngineWorker
+from paceline.serve.worker.inbox import Command, Inbox
+from paceline.serve.worker.ticket import Job, Ticket
+from paceline.serve.worker.worker import EngineWorker
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,10 @@ import pytest
 from simulate_steps import DEPLOYMENT, MACHINE, PLANTED, SHAPE, steps_file
 
 from paceline.errors import ConfigError
-from paceline.simulate import catalogue
 from paceline.simulate.answer import set_up
-from paceline.simulate.calibrate import (
+from paceline.simulate.config import CostsConfig
+from paceline.simulate.costs import catalogue
+from paceline.simulate.costs.calibrate import (
     Fitted,
     calibrate,
     fit,
@@ -26,10 +27,9 @@ from paceline.simulate.calibrate import (
     reached,
     steps_of,
 )
-from paceline.simulate.config import CostsConfig
-from paceline.simulate.costs import Calibration, DraftFit, PassFit, read_calibration
-from paceline.simulate.roofline import Deployment, distinct_experts
-from paceline.simulate.shapes import Precisions
+from paceline.simulate.costs.roofline import Deployment, distinct_experts
+from paceline.simulate.costs.rounds import Calibration, DraftFit, PassFit, read_calibration
+from paceline.simulate.costs.shapes import Precisions
 from paceline.simulate.speedup import Load
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ModelNotFoundError, UnsupportedModelError
-from paceline.simulate import catalogue
+from paceline.simulate.costs import catalogue
 
 TOTALS = {
     "smollm2-135m": 0.1345,

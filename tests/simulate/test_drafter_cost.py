@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.simulate import catalogue
 from paceline.simulate.config import CostsConfig
-from paceline.simulate.costs import FractionDrafter, ShapeDrafter
+from paceline.simulate.costs import catalogue
+from paceline.simulate.costs.rounds import FractionDrafter, ShapeDrafter
 
 B200 = catalogue.machines()["B200"]
 RATES = {"flops_per_s": B200.flops_per_s["bfloat16"], "bytes_per_s": B200.bytes_per_s}

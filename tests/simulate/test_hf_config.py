@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from paceline.errors import PacelineError, UnsupportedModelError
-from paceline.simulate import catalogue
-from paceline.simulate.catalogue import shape_of
-from paceline.simulate.shapes import Attention, Experts, from_json
+from paceline.simulate.costs import catalogue
+from paceline.simulate.costs.catalogue import shape_of
+from paceline.simulate.costs.shapes import Attention, Experts, from_json
 
 SMALL: dict[str, Any] = {
     "model_type": "llama",

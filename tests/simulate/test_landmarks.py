@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from paceline.simulate import catalogue
-from paceline.simulate.costs import FractionDrafter, RooflineCosts
-from paceline.simulate.roofline import Deployment
+from paceline.simulate.costs import catalogue
+from paceline.simulate.costs.roofline import Deployment
+from paceline.simulate.costs.rounds import FractionDrafter, RooflineCosts
 from paceline.simulate.speedup import Load, Prediction, constant, predict, tokens_per_round
 
 FLASH, PRO, DENSE = "DeepSeek-V4-Flash", "DeepSeek-V4-Pro", "Qwen3.5-27B-FP8"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.simulate.costs import TimeTable, read_table
+from paceline.simulate.costs.rounds import TimeTable, read_table
 
 GRID = [[1, 1, 10.0], [1, 5, 14.0], [1, 9, 22.0], [4, 1, 12.0], [4, 5, 40.0], [4, 9, 60.0]]
 

@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.errors import ConfigError
-from paceline.simulate import catalogue
 from paceline.simulate.answer import predict_all, simulate_server
 from paceline.simulate.config import CostsConfig, PredictConfig, ServingConfig
-from paceline.simulate.costs import FractionDrafter, RooflineCosts, TimeTable, ToyCosts, table_of
-from paceline.simulate.overhead import overhead_s, with_overhead
-from paceline.simulate.roofline import Deployment
+from paceline.simulate.costs import catalogue
+from paceline.simulate.costs.overhead import overhead_s, with_overhead
+from paceline.simulate.costs.roofline import Deployment
+from paceline.simulate.costs.rounds import FractionDrafter, RooflineCosts, TimeTable, ToyCosts, table_of
 from paceline.simulate.speedup import Load
 
 SHAPE = catalogue.find("Qwen3.5-27B")

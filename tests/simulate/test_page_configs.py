@@ -16,9 +16,9 @@ import pytest
 from javascript import run_js
 
 from paceline.errors import PacelineError
-from paceline.simulate import catalogue
 from paceline.simulate.calculator import data
-from paceline.simulate.catalogue import shape_of
+from paceline.simulate.costs import catalogue
+from paceline.simulate.costs.catalogue import shape_of
 
 QUANTIZATIONS = (
     {"quant_method": "fp8"},

@@ -22,14 +22,15 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.errors import ConfigError
-from paceline.simulate import catalogue, limits
+from paceline.simulate import limits
 from paceline.simulate import speedup as acceptances
 from paceline.simulate.calculator import data
-from paceline.simulate.costs import DrafterCost, FractionDrafter, RooflineCosts, ShapeDrafter
+from paceline.simulate.costs import catalogue
+from paceline.simulate.costs.overhead import overhead_s, with_overhead
+from paceline.simulate.costs.roofline import COLLECTIVE_LATENCY_S, Deployment, memory_need
+from paceline.simulate.costs.rounds import DrafterCost, FractionDrafter, RooflineCosts, ShapeDrafter
+from paceline.simulate.costs.shapes import FORMATS, Attention, ModelShape, Precisions
 from paceline.simulate.flags import METHODS, Serving, server_flags
-from paceline.simulate.overhead import overhead_s, with_overhead
-from paceline.simulate.roofline import COLLECTIVE_LATENCY_S, Deployment, memory_need
-from paceline.simulate.shapes import FORMATS, Attention, ModelShape, Precisions
 from paceline.simulate.speedup import Load, predict
 
 NUM_INPUTS = 400

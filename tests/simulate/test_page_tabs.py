@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.speedup_chart import made
+from paceline.bench.pages.speedup_chart import made
 from paceline.simulate.calculator import passage
 from paceline.simulate.config import ChartConfig, CostsConfig
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.errors import ConfigError
 from paceline.simulate.config import PredictConfig, PriceConfig
-from paceline.simulate.costs import MeasuredCosts, ToyCosts, table_of
-from paceline.simulate.price import Limit, one_more, parse_slo, priced
+from paceline.simulate.costs.rounds import MeasuredCosts, ToyCosts, table_of
+from paceline.simulate.server.price import Limit, one_more, parse_slo, priced
 from paceline.simulate.speedup import Acceptance, constant, tokens_per_round
 
 LOAD = PredictConfig(batch=(2,), max_draft=3, context=64)

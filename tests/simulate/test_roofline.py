@@ -8,10 +8,17 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.hardware import Machine
-from paceline.simulate import catalogue
+from paceline.simulate.costs import catalogue
+from paceline.simulate.costs.roofline import (
+    MEASURED_LOCALITY,
+    Deployment,
+    attended,
+    distinct_experts,
+    memory_need,
+    pass_seconds,
+)
+from paceline.simulate.costs.shapes import Attention, Experts, ModelShape, Precisions, with_precisions
 from paceline.simulate.limits import memory_warning, roofline_limits
-from paceline.simulate.roofline import MEASURED_LOCALITY, Deployment, attended, distinct_experts, memory_need, pass_seconds
-from paceline.simulate.shapes import Attention, Experts, ModelShape, Precisions, with_precisions
 from paceline.simulate.speedup import Load
 
 B200 = catalogue.machines()["B200"]

@@ -9,16 +9,17 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from paceline.chunks import LEAST_CHUNK
 from paceline.errors import ConfigError
-from paceline.figures import Spread
-from paceline.marginals import Marginals
-from paceline.plan import FixedPlanner
+from paceline.plan.chunks import LEAST_CHUNK
+from paceline.plan.marginals import Marginals
+from paceline.plan.planner import FixedPlanner
+from paceline.report.statistics import Spread
 from paceline.simulate.answer import simulate_server
 from paceline.simulate.config import CostsConfig, ServingConfig
-from paceline.simulate.costs import StepCosts
-from paceline.simulate.drafts import Survival, drafted, num_accepted
-from paceline.simulate.load import (
+from paceline.simulate.costs.rounds import StepCosts
+from paceline.simulate.marginals import read_marginals
+from paceline.simulate.server.drafts import Survival, drafted, num_accepted
+from paceline.simulate.server.load import (
     Lengths,
     LoadFigures,
     arriving,
@@ -29,8 +30,7 @@ from paceline.simulate.load import (
     sweep,
     workload,
 )
-from paceline.simulate.marginals import read_marginals
-from paceline.simulate.serving import (
+from paceline.simulate.server.server import (
     BestPlanner,
     Case,
     Job,

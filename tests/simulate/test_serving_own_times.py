@@ -7,11 +7,11 @@ from collections import defaultdict
 import pytest
 from replayed import JOBS, STEPS, SURVIVAL, answers_of
 
-from paceline.figures import Rounds, add_histograms
-from paceline.simulate.costs import StepCosts, table_of
-from paceline.simulate.load import Arrivals
-from paceline.simulate.replay import Recorded, compare, own_costs
-from paceline.simulate.serving import Case, Job, ServerShape, Simulation
+from paceline.report.statistics import Rounds, add_histograms
+from paceline.simulate.costs.rounds import StepCosts, table_of
+from paceline.simulate.server.load import Arrivals
+from paceline.simulate.server.replay import Recorded, compare, own_costs
+from paceline.simulate.server.server import Case, Job, ServerShape, Simulation
 
 pytestmark = pytest.mark.slow
 

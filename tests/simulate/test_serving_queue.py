@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from paceline.chunks import FREE_EVERY, ChunkSizes
-from paceline.simulate.costs import StepCosts
-from paceline.simulate.serving import Case, Job, Outcome, ServerShape
+from paceline.plan.chunks import FREE_EVERY, ChunkSizes
+from paceline.simulate.costs.rounds import StepCosts
+from paceline.simulate.server.server import Case, Job, Outcome, ServerShape
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,16 @@ from replayed import JOBS, STEPS, SURVIVAL, answers_of, served
 from typer.testing import CliRunner
 
 from paceline.bench.config import ServersConfig, ServingConfig
-from paceline.bench.servers import _log, bench_serving
-from paceline.bench.serving import Answer, Contender, Pass, ServingBench
+from paceline.bench.serving.load import Answer, Contender, Pass, ServingBench
+from paceline.bench.serving.servers import _log, bench_serving
 from paceline.cli import app
+from paceline.data.prompts import Prompt
 from paceline.errors import ConfigError
-from paceline.figures import Rounds
-from paceline.prompts import Prompt
-from paceline.runlog import RunFolder
-from paceline.simulate.costs import table_of
-from paceline.simulate.load import Arrivals, poisson
-from paceline.simulate.replay import (
+from paceline.report.statistics import Rounds
+from paceline.runs.folder import RunFolder
+from paceline.simulate.costs.rounds import table_of
+from paceline.simulate.server.load import Arrivals, poisson
+from paceline.simulate.server.replay import (
     Recorded,
     compare,
     own_costs,
@@ -33,7 +33,7 @@ from paceline.simulate.replay import (
     recorded_lookups,
     recorded_survival,
 )
-from paceline.simulate.serving import Job, Lookups, ServerShape
+from paceline.simulate.server.server import Job, Lookups, ServerShape
 
 pytestmark = pytest.mark.slow
 pytest_plugins = ("undrawn",)

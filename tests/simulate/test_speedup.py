@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.simulate import catalogue
-from paceline.simulate.costs import FractionDrafter, RooflineCosts, ShapeDrafter, StepCosts, ToyCosts, table_of
-from paceline.simulate.roofline import Deployment
+from paceline.simulate.costs import catalogue
+from paceline.simulate.costs.roofline import Deployment
+from paceline.simulate.costs.rounds import FractionDrafter, RooflineCosts, ShapeDrafter, StepCosts, ToyCosts, table_of
 from paceline.simulate.speedup import Load, best, constant, from_survival, predict, tokens_per_round
 
 

@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.config import EngineConfig
+from paceline.data.answers import Answer, AnswerShards
 from paceline.errors import ConfigError
 from paceline.simulate.config import AdviceConfig, CostsConfig
-from paceline.train.advise import CAUTION, Seen, advise, learned, seen_in_traces
-from paceline.train.answers import Answer, AnswerShards
 from paceline.train.config import AnswerConfig, PromptsConfig, TrainConfig
-from paceline.train.expectations import Learned, expected_of
-from paceline.train.planning import ANSWER_SHARE, make_plan
+from paceline.train.plan.advise import CAUTION, Seen, advise, learned, seen_in_traces
+from paceline.train.plan.expected_acceptance import Learned, expected_of
+from paceline.train.plan.training_plan import ANSWER_SHARE, make_plan
 
 ON = ["--model", "Qwen3.5-27B", "--hardware", "2x H100"]
 METRICS = """vllm:num_requests_running 4.0

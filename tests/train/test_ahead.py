@@ -13,12 +13,12 @@ import torch
 from small_training import config, trainer
 
 from paceline.errors import CacheError
-from paceline.train.ahead import PacksAhead, packs_ahead
 from paceline.train.config import LoopConfig, LossConfig
-from paceline.train.features import CachedFeatures, Features, OnlineFeatures, cache_features
-from paceline.train.loop import Trainer
-from paceline.train.packs import Chosen
-from paceline.train.stream import upcoming_pieces
+from paceline.train.features.hidden_states import CachedFeatures, Features, OnlineFeatures, cache_features
+from paceline.train.features.prefetch import PacksAhead, packs_ahead
+from paceline.train.features.stream import upcoming_pieces
+from paceline.train.learn.loop import Trainer
+from paceline.train.learn.packs import Chosen
 
 
 def cached(one: Trainer, folder: Path) -> CachedFeatures:

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from paceline.data.answers import SCHEMA, Answer, AnswerShards, read_answers
+from paceline.data.prompts import read_prompts
 from paceline.errors import CacheError, PromptError
-from paceline.prompts import read_prompts
-from paceline.train.answers import SCHEMA, Answer, AnswerShards, read_answers
 
 
 def answer(key: str = "a/0#1@0.7", **changes: Any) -> Answer:

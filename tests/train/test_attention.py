@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.draft.checkpoint import DFlashConfig, new_config
-from paceline.train.attention import WAYS, FlexAttention, Layout, compiled, make_attention
+from paceline.draft.dflash.checkpoint import DFlashConfig, new_config
+from paceline.train.learn.attention import WAYS, FlexAttention, Layout, compiled, make_attention
 
 # On CPU flex attention is spelt out instead of compiled, which is what the test wants.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")

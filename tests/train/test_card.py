@@ -17,12 +17,12 @@ from small_training import tiny_decoder
 
 from paceline import __version__
 from paceline.config import EngineConfig
-from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.errors import ConfigError, DownloadError
 from paceline.train.card import push, target_hash, write_card
 from paceline.train.config import DrafterShape, PromptsConfig, TrainConfig
-from paceline.train.dataset import Corpus, Document
-from paceline.train.start import network_for
+from paceline.train.documents.dataset import Corpus, Document
+from paceline.train.learn.initial_weights import network_for
 
 SERVED = {"tokens_per_round": 2.5, "num_prompts": 16, "teacher_forced": 2.49, "speedup": 1.7}
 FIGURES = {"steps": 10, "blocks": 1920, "eal": 2.61, "loss": 3.2, "prompts": 1234}

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 from small_training import config, tiny_decoder, trainer
 
-from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.errors import CacheError, ConfigError, TrainingError
-from paceline.train import checkpoint as module
-from paceline.train.checkpoint import latest_checkpoint
 from paceline.train.config import LossConfig, OptimConfig
-from paceline.train.loop import Trainer
+from paceline.train.learn import checkpoint as module
+from paceline.train.learn.checkpoint import latest_checkpoint
+from paceline.train.learn.loop import Trainer
 
 EVERY_STEP = -1.0
 """Minutes between checkpoints, to have one after each step."""

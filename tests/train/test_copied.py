@@ -11,15 +11,15 @@ from model_folders import SHAPE, write_config
 from safetensors.torch import save_file
 
 from paceline.config import EngineConfig
-from paceline.draft.checkpoint import DFlashConfig
-from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
+from paceline.draft.dflash.checkpoint import DFlashConfig
+from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError
 from paceline.model.backends import load_target
 from paceline.model.checkpoint import load_config, random_tensors
 from paceline.train.config import DrafterShape
-from paceline.train.copied import copy_layers, fuse_taps, head_size
-from paceline.train.start import network_for
+from paceline.train.learn.initial_weights import network_for
+from paceline.train.methods.copied_layers import copy_layers, fuse_taps, head_size
 from paceline.train.tiny import write_tiny_target
 
 QWEN2 = {"architecture": "Qwen2ForCausalLM"}

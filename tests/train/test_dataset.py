@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from small_training import document, documents
 
+from paceline.data.answers import Answer, AnswerShards
 from paceline.errors import PromptError
-from paceline.train.answers import Answer, AnswerShards
-from paceline.train.dataset import (
+from paceline.train.documents.dataset import (
     Corpus,
     Document,
     Place,
@@ -25,7 +25,7 @@ from paceline.train.dataset import (
     prompt_of,
     read_corpus,
 )
-from paceline.train.packs import heldout_anchors, split_into_packs
+from paceline.train.learn.packs import heldout_anchors, split_into_packs
 
 
 def answers(folder: Path, *given: Answer) -> Path:

@@ -1,6 +1,6 @@
 """Three processes train as one does: same losses, same weights, whole checkpoints, nobody left waiting.
 
-tests/many_processes.py is what the processes run; one start of them goes through all of it.
+tests/support/many_processes.py is what the processes run; one start of them goes through all of it.
 
 Tolerances. The losses and weights of one process and of several differ by the order in which float32 gradients are summed:
 2e-6 of a loss, 1e-5 of a norm, 5e-6 of a weight (of size 0.02) after a few steps. Products in bfloat16 round a sum that
@@ -23,11 +23,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from paceline.errors import ConfigError
-from paceline.train.buckets import _split
-from paceline.train.checkpoint import latest_checkpoint
+from paceline.runs.ranks import Ranks
 from paceline.train.config import LoopConfig
-from paceline.train.parallel import Piece, Replicated, Sharded, make_parallel
-from paceline.train.ranks import Ranks
+from paceline.train.learn.checkpoint import latest_checkpoint
+from paceline.train.processes.buckets import _split
+from paceline.train.processes.parallel import Piece, Replicated, Sharded, make_parallel
 
 pytestmark = pytest.mark.slow
 EXACT = {"objective": 2e-6, "norm": 1e-5, "heldout": 2e-6, "weight": 5e-6}

@@ -17,19 +17,19 @@ from tiny_eagle3 import IDS, Formulas, loud_network, raw_eagle3
 
 from paceline.config import EngineConfig
 from paceline.draft.base import NoDrafter
-from paceline.draft.eagle3 import Eagle3Drafter, Eagle3Network
-from paceline.draft.eagle3_checkpoint import Eagle3Config
+from paceline.draft.eagle3.checkpoint import Eagle3Config
+from paceline.draft.eagle3.drafter import Eagle3Drafter, Eagle3Network
 from paceline.errors import ConfigError
 from paceline.model.target import ForwardBatch
 from paceline.train import train
-from paceline.train.choices import for_chains
 from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig, PromptsConfig, TrainConfig
-from paceline.train.dataset import Corpus, Document
-from paceline.train.eagle3 import Eagle3Trainable, eagle3_for, settle_eagle3_units, teacher_of
-from paceline.train.features import OnlineFeatures, ScaledFeatures, measure_scale
-from paceline.train.loop import Trainer
-from paceline.train.packs import Packer
-from paceline.train.planning import make_plan
+from paceline.train.documents.dataset import Corpus, Document
+from paceline.train.features.hidden_states import OnlineFeatures, ScaledFeatures, measure_scale
+from paceline.train.learn.loop import Trainer
+from paceline.train.learn.packs import Packer
+from paceline.train.methods.eagle3 import Eagle3Trainable, eagle3_for, settle_eagle3_units, teacher_of
+from paceline.train.plan.choices import for_chains
+from paceline.train.plan.training_plan import make_plan
 from paceline.train.served import finished_drafter
 from paceline.train.tiny import write_tiny_target
 from paceline.types import Batch, SamplingParams

@@ -16,13 +16,13 @@ from small_llm import tiny_model
 from paceline import train
 from paceline.commands.shared import TerminalProgress
 from paceline.config import EngineConfig
+from paceline.data.answers import AnswerShards
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, DownloadError
-from paceline.train import client as client_module
-from paceline.train.answers import AnswerShards
-from paceline.train.client import KEY, Client
+from paceline.net import patient as client_module
+from paceline.net.patient import KEY, Client
+from paceline.train.answers.remote_target import stand_in
 from paceline.train.config import AnswerConfig, ElsewhereConfig, PromptsConfig, RegenerateConfig
-from paceline.train.elsewhere import stand_in
 
 WORDS = ["alpha", "be", "gamma ray", "delta", "Épsilon", "{zeta}", "\n", "42"]
 CONFIG = AnswerConfig(max_tokens=24, max_prompt_tokens=120, temperatures=(0.0, 0.8), seed=5)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.hardware import BusyClock, Machine
-from paceline.train import facts
+from paceline.train.plan import target_facts as facts
 
 QUIET, BUSY = 0.02, 0.6
 

@@ -15,15 +15,15 @@ import torch
 from native_models import needs_library
 from small_training import HIDDEN, SHAPE, document, documents, tiny_decoder
 
-from paceline import runlog
 from paceline.errors import CacheError
 from paceline.model.checkpoint import random_tensors
-from paceline.model.native_decoder import NativeDecoder
+from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import ForwardBatch, Target
-from paceline.train import features as module
-from paceline.train.dataset import Document
-from paceline.train.features import CachedFeatures, OnlineFeatures, check_room, fingerprint
-from paceline.train.ranks import Ranks
+from paceline.runs import folder as runlog
+from paceline.runs.ranks import Ranks
+from paceline.train.documents.dataset import Document
+from paceline.train.features import hidden_states as module
+from paceline.train.features.hidden_states import CachedFeatures, OnlineFeatures, check_room, fingerprint
 
 TAPS = (0, 2)
 Usage = namedtuple("Usage", ["total", "used", "free"])

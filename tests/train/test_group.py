@@ -14,9 +14,9 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from paceline.errors import ConfigError, ProcessesError
+from paceline.runs.ranks import Ranks
 from paceline.train.config import TrainConfig
-from paceline.train.group import Roll, process_group
-from paceline.train.ranks import Ranks
+from paceline.train.processes.group import Roll, process_group
 
 BEAT_S, LOST_AFTER_S = 0.02, 1.0
 

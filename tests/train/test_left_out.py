@@ -15,20 +15,20 @@ from small_llm import tiny_model
 from paceline import LLM
 from paceline.cli import app
 from paceline.config import EngineConfig
+from paceline.data.prompts import read_prompts
+from paceline.data.rows import MAX_LINE_BYTES, Dropped
 from paceline.errors import ConfigError, PromptError
-from paceline.prompts import read_prompts
-from paceline.rows import MAX_LINE_BYTES, Dropped
-from paceline.tables import ignore
-from paceline.train.asking import REFUSED, TOO_LONG
+from paceline.report.tables import ignore
+from paceline.runs.ranks import Ranks
+from paceline.runs.stopping import Stop
+from paceline.train.answers.mixture import read_mixture
+from paceline.train.answers.prompt_tokens import REFUSED, TOO_LONG
+from paceline.train.answers.regenerate import run as regenerate
 from paceline.train.config import AnswerConfig, PromptsConfig, RegenerateConfig, TrainConfig
-from paceline.train.dataset import check_answers, read_corpus
-from paceline.train.mixture import read_mixture
-from paceline.train.planning import make_plan
-from paceline.train.prompt_facts import fit_lengths
-from paceline.train.ranks import Ranks
-from paceline.train.regenerate_run import run as regenerate
-from paceline.train.stopping import Stop
-from paceline.train.train_run import _Stages
+from paceline.train.documents.dataset import check_answers, read_corpus
+from paceline.train.plan.prompt_facts import fit_lengths
+from paceline.train.plan.training_plan import make_plan
+from paceline.train.run import _Stages
 from paceline.types import SamplingParams
 
 NO_SYSTEM = (
@@ -165,7 +165,7 @@ def test_a_name_that_no_file_takes_does_not_end_the_run(tmp_path: Path) -> None:
 
 
 def quiet() -> Any:
-    from paceline.tables import Progress
+    from paceline.report.tables import Progress
 
     return Progress()
 
@@ -208,8 +208,8 @@ def test_a_training_on_prompts_of_tokens_learns_from_the_targets_answers(tmp_pat
 
 def test_other_keys_of_prompts_of_tokens_are_counted(tmp_path: Path) -> None:
     """Columns of our own files are none of them."""
-    from paceline.serve.traces import SCHEMA
-    from paceline.store.incoming import STORED
+    from paceline.loop.store.incoming import STORED
+    from paceline.serve.admin.traces import SCHEMA
 
     own = dict.fromkeys([*SCHEMA.names, *STORED.names, "id", "scorer", "origin"], "x") | {"prompt_ids": [1, 2]}
     other = {"prompt_ids": [1, 2], "system": "Be brief.", "context": "c", "tools": []}
@@ -253,7 +253,7 @@ def test_a_bad_row_of_answers_is_counted_wherever_it_stands(tmp_path: Path, bad:
 
 
 def test_a_row_without_tokens_in_parquet_is_counted(tmp_path: Path) -> None:
-    from paceline.train.answers import SCHEMA
+    from paceline.data.answers import SCHEMA
 
     row = {"key": "a@0", "source": "s", "turn": 0, "temperature": 0.0, "prompt_ids": [1, 2], "answer_ids": [3, 4, 5]}
     row |= {"finish_reason": "stop", "text": "x"}
@@ -265,7 +265,7 @@ def test_a_row_without_tokens_in_parquet_is_counted(tmp_path: Path) -> None:
 
 
 def test_one_document_with_an_unknown_token_is_left_out_many_are_another_models(tmp_path: Path) -> None:
-    from paceline.train.store import known_only
+    from paceline.train.documents.store import known_only
 
     odd = {"input_ids": [1, 40, 900, 42], "loss_mask": [0, 0, 1, 1]}
     corpus = known_only(read_corpus([write(tmp_path / "a.jsonl", odd, *[GOOD] * 20)], 64), 258)

@@ -15,8 +15,8 @@ import pytest
 
 from paceline.cli import app
 from paceline.errors import ConfigError
-from paceline.train import ranks
-from paceline.train.ranks import Ranks, only_run
+from paceline.runs import ranks
+from paceline.runs.ranks import Ranks, only_run
 
 pytestmark = pytest.mark.slow
 TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1", "--features", "online")
@@ -40,7 +40,7 @@ def held(folder: Path, ranks: Ranks | None = None, doing: str = "training") -> c
 HOLDING = """
 import sys
 from pathlib import Path
-from paceline.train.ranks import Ranks, only_run
+from paceline.runs.ranks import Ranks, only_run
 
 with only_run(Path(sys.argv[1]), "training", Ranks(), print):
     print("held", flush=True)

@@ -14,13 +14,13 @@ from small_training import HIDDEN, VOCAB, config, documents, embedding, tiny_dec
 from torch.nn import functional as F
 
 from paceline.errors import ConfigError
-from paceline.train.checkpoint import best_checkpoint
 from paceline.train.config import LOSSES, LoopConfig, LossConfig, OptimConfig
-from paceline.train.dataset import Place
-from paceline.train.features import OnlineFeatures
-from paceline.train.loop import Trainer, learning_rate_share, unigram_entropy
-from paceline.train.losses import Head
-from paceline.train.packs import heldout_anchors
+from paceline.train.documents.dataset import Place
+from paceline.train.features.hidden_states import OnlineFeatures
+from paceline.train.learn.checkpoint import best_checkpoint
+from paceline.train.learn.loop import Trainer, learning_rate_share, unigram_entropy
+from paceline.train.learn.losses import Head
+from paceline.train.learn.packs import heldout_anchors
 
 
 def test_entropy_of_words() -> None:

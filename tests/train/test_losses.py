@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import ConfigError
-from paceline.train import losses
 from paceline.train.config import LOSSES, LossConfig
-from paceline.train.losses import Head, LossVocabulary, SlotMetrics, Slots, default_gamma, head_loss
+from paceline.train.learn import losses
+from paceline.train.learn.losses import Head, LossVocabulary, SlotMetrics, Slots, default_gamma, head_loss
 
 VOCAB, HIDDEN, SLOTS, BLOCKS = 23, 6, 5, 7
 

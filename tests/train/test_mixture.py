@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError, PromptError
+from paceline.train.answers.mixture import read_mixture, sources_of
 from paceline.train.config import PromptsConfig
-from paceline.train.mixture import read_mixture, sources_of
 
 
 def source(folder: Path, name: str, number: int, *more: str) -> str:

@@ -21,26 +21,26 @@ from torch import Tensor
 from paceline.config import EngineConfig
 from paceline.draft.base import NoDrafter, Observed
 from paceline.draft.level import Level
-from paceline.draft.mtp import MtpDrafter
-from paceline.draft.mtp_checkpoint import find_mtp, read_mtp
+from paceline.draft.mtp.checkpoint import find_mtp, read_mtp
+from paceline.draft.mtp.drafter import MtpDrafter
 from paceline.draft.registry import make_drafter
 from paceline.errors import ConfigError, DrafterMismatchError, UnsupportedModelError
 from paceline.model.checkpoint import load_config
-from paceline.model.experts import gating
 from paceline.model.target import ForwardBatch, Target
+from paceline.model.torch.experts import gating
 from paceline.train import train
-from paceline.train.choices import for_chains
 from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig, PromptsConfig, TrainConfig
-from paceline.train.dataset import Corpus, Document
-from paceline.train.features import OnlineFeatures
-from paceline.train.kinds import begun
-from paceline.train.loop import Trainer
-from paceline.train.losses import Slots, slot_weights
-from paceline.train.mtp import MtpNetwork, MtpTrainable, check_mtp, head_for, mtp_for, new_layer
-from paceline.train.packs import Packer
-from paceline.train.planning import make_plan
+from paceline.train.documents.dataset import Corpus, Document
+from paceline.train.features.hidden_states import OnlineFeatures
+from paceline.train.learn.initial_weights import scale_first_logits
+from paceline.train.learn.loop import Trainer
+from paceline.train.learn.losses import Slots, slot_weights
+from paceline.train.learn.packs import Packer
+from paceline.train.methods.kinds import begun
+from paceline.train.methods.mtp import MtpNetwork, MtpTrainable, check_mtp, head_for, mtp_for, new_layer
+from paceline.train.plan.choices import for_chains
+from paceline.train.plan.training_plan import make_plan
 from paceline.train.served import finished_drafter
-from paceline.train.start import scale_first_logits
 from paceline.types import SamplingParams, Sequence
 
 pytestmark = pytest.mark.slow

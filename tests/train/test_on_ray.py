@@ -23,10 +23,13 @@ from fake_ray import FakeRay, RayFailed, Rows
 from small_llm import tiny_model
 
 from paceline.config import EngineConfig
+from paceline.data.answers import AnswerShards
 from paceline.errors import ConfigError, DownloadError, PromptError
-from paceline.tables import Progress
-from paceline.train import on_ray, ray_answers, ray_features, regenerate, train, train_run
-from paceline.train.answers import AnswerShards
+from paceline.report.tables import Progress
+from paceline.train import regenerate, train
+from paceline.train import run as train_run
+from paceline.train.answers import on_ray as ray_answers
+from paceline.train.answers.conversation import Regenerated
 from paceline.train.config import (
     AnswerConfig,
     DrafterShape,
@@ -36,8 +39,9 @@ from paceline.train.config import (
     RegenerateConfig,
     TrainConfig,
 )
-from paceline.train.conversation import Regenerated
-from paceline.train.on_ray import LOCAL, Job, Share, Work, Worker, connected, shared_out
+from paceline.train.features import on_ray as ray_features
+from paceline.train.processes import ray_cluster as on_ray
+from paceline.train.processes.ray_cluster import LOCAL, Job, Share, Work, Worker, connected, shared_out
 
 RAY = ElsewhereConfig(ray=LOCAL, ray_workers=2)
 TARGET = EngineConfig(device="cpu", dtype="float32", threads=1)

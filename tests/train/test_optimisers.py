@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.train.config import OptimConfig
-from paceline.train.optimisers import FINAL_NORM, Optimisers
-from paceline.train.parallel import Replicated
+from paceline.train.learn.optimisers import FINAL_NORM, Optimisers
+from paceline.train.processes.parallel import Replicated
 
 
 class Network(nn.Module):

@@ -11,13 +11,13 @@ import pytest
 import torch
 from small_training import config, document, embedding, head_of, tiny_decoder
 
-from paceline.train import features as features_module
 from paceline.train.config import DrafterShape, LoopConfig
-from paceline.train.dataset import Corpus, Document
-from paceline.train.features import Features, OnlineFeatures
-from paceline.train.loop import Trainer
-from paceline.train.packs import DFlashTrainable, PackBudget, context_of, split_into_packs
-from paceline.train.start import network_for
+from paceline.train.documents.dataset import Corpus, Document
+from paceline.train.features import hidden_states as features_module
+from paceline.train.features.hidden_states import Features, OnlineFeatures
+from paceline.train.learn.initial_weights import network_for
+from paceline.train.learn.loop import Trainer
+from paceline.train.learn.packs import DFlashTrainable, PackBudget, context_of, split_into_packs
 
 
 class Noise:

@@ -16,8 +16,6 @@ from paceline.cli import app
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, ModelNotFoundError
 from paceline.hardware import Machine
-from paceline.train import facts
-from paceline.train.choices import MOST_SHARE
 from paceline.train.config import (
     AnswerConfig,
     DrafterShape,
@@ -27,8 +25,10 @@ from paceline.train.config import (
     PromptsConfig,
     TrainConfig,
 )
-from paceline.train.expectations import Learned, expected_of, expected_tokens
-from paceline.train.planning import apply_stored, make_plan, option_of
+from paceline.train.plan import target_facts as facts
+from paceline.train.plan.choices import MOST_SHARE
+from paceline.train.plan.expected_acceptance import Learned, expected_of, expected_tokens
+from paceline.train.plan.training_plan import apply_stored, make_plan, option_of
 
 LAPTOP = Machine("some processor", 3e10, {"bfloat16": 5e11, "float32": 2e11}, 2, 16 * 2**30)
 

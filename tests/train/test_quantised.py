@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from small_training import HIDDEN, documents, tiny_decoder
 
-from paceline.train.features import Features, OnlineFeatures, cache_features, measure_scale
-from paceline.train.quantised import Int8
+from paceline.train.features.hidden_states import Features, OnlineFeatures, cache_features, measure_scale
+from paceline.train.features.quantised import Int8
 
 TAPS = (0, 2)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.train.ranks import Ranks
+from paceline.runs.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 

@@ -15,13 +15,14 @@ from paceline import train
 from paceline.commands import train as command
 from paceline.commands.shared import TerminalProgress
 from paceline.config import EngineConfig
+from paceline.data.answers import AnswerShards
 from paceline.errors import CacheError, ConfigError, PromptError
-from paceline.runlog import plain
+from paceline.runs.folder import plain
 from paceline.train import config as config_module
-from paceline.train import regenerate_run, self_written
-from paceline.train.answers import AnswerShards
+from paceline.train.answers import regenerate as regenerate_run
+from paceline.train.answers import self_written
+from paceline.train.answers.regenerate import Regenerator
 from paceline.train.config import AnswerConfig, PromptsConfig, RegenerateConfig
-from paceline.train.regenerate_run import Regenerator
 from paceline.types import SamplingParams
 
 CONFIG = AnswerConfig(max_tokens=10, max_prompt_tokens=60)

@@ -14,16 +14,16 @@ from pyarrow import parquet
 from small_llm import CHATML, EOS, Parrot, Talker, fake_llm, tiny_model, write_tokenizer
 from torch import Tensor
 
+from paceline.data.answers import Answer, AnswerShards
+from paceline.data.prompts import Prompt
 from paceline.engine.llm import LLM
 from paceline.errors import CacheError, ConfigError, NumericsError, PromptError, SamplingError
-from paceline.model.tokenizer import Tokenizer
-from paceline.prompts import Prompt
-from paceline.tables import Progress
-from paceline.train import regenerate_run as module
-from paceline.train.answers import Answer, AnswerShards
-from paceline.train.asking import REFUSED
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.report.tables import Progress
+from paceline.train.answers import regenerate as module
+from paceline.train.answers.prompt_tokens import REFUSED
+from paceline.train.answers.regenerate import Regenerator
 from paceline.train.config import AnswerConfig
-from paceline.train.regenerate_run import Regenerator
 from paceline.types import GrammarSpec, SamplingParams
 
 TURNS = [("Hi.", "And then?", "Why?"), ("Name a colour.", "Another one."), ("Sing!",), ("Count to ten.", "Go on.")]

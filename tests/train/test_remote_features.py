@@ -20,14 +20,15 @@ from safetensors.torch import load, load_file, save, save_file
 from small_llm import tiny_model
 
 from paceline.config import EngineConfig
+from paceline.data.answers import Answer, AnswerShards
 from paceline.engine.llm import LLM
 from paceline.errors import CacheError, ConfigError, DownloadError, NumericsError, UnsupportedModelError
 from paceline.hardware import Machine
 from paceline.model.backends import load_target, settle
+from paceline.model.embedding_and_head import Ends, load_ends
 from paceline.model.target import Target, head_weight
-from paceline.train import facts, train
-from paceline.train.answers import Answer, AnswerShards
-from paceline.train.client import KEY
+from paceline.net.patient import KEY
+from paceline.train import train
 from paceline.train.config import (
     AnswerConfig,
     DrafterShape,
@@ -37,10 +38,10 @@ from paceline.train.config import (
     PromptsConfig,
     TrainConfig,
 )
-from paceline.train.dataset import Document
-from paceline.train.ends import Ends, load_ends
-from paceline.train.features import OnlineFeatures
-from paceline.train.remote_features import RemoteFeatures
+from paceline.train.documents.dataset import Document
+from paceline.train.features.hidden_states import OnlineFeatures
+from paceline.train.features.remote import RemoteFeatures
+from paceline.train.plan import target_facts as facts
 
 LOOP = LoopConfig(max_steps=4, blocks_per_step=24, anchors=6, autocast=False, heldout_every=2)
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.draft.checkpoint import DFlashConfig, new_config
-from paceline.draft.dflash import DFlashNetwork
+from paceline.draft.dflash.checkpoint import DFlashConfig, new_config
+from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.errors import CacheError
-from paceline.train.dataset import Document
-from paceline.train.features import (
+from paceline.train.documents.dataset import Document
+from paceline.train.features.hidden_states import (
     Features,
     ScaledFeatures,
     begin_without_mean,
@@ -88,7 +88,7 @@ def test_a_new_network_is_blind_to_the_mean() -> None:
 def test_a_run_keeps_its_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "run" / "scale.safetensors"
     first = stored_scale(file, Loud(), DOCUMENTS, is_first=True)
-    monkeypatch.setattr("paceline.train.features.measure_scale", lambda *given: pytest.fail("measured again"))
+    monkeypatch.setattr("paceline.train.features.hidden_states.measure_scale", lambda *given: pytest.fail("measured again"))
     again = stored_scale(file, Loud(), DOCUMENTS, is_first=True)
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
     file.write_bytes(b"cut")

@@ -14,19 +14,19 @@ from small_training import VOCAB, config, documents, embedding, head_of, tiny_de
 from tiny_runs import TINY, paceline
 from torch import nn
 
-from paceline.draft.checkpoint import read_checkpoint, write_checkpoint
-from paceline.draft.dflash import DFlashDrafter
-from paceline.draft.dflash2 import DFlash2Network, materialised, read_drafter
+from paceline.draft.dflash.checkpoint import read_checkpoint, write_checkpoint
+from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.draft.dflash2.drafter import DFlash2Network, materialised, read_drafter
 from paceline.errors import ConfigError
-from paceline.runlog import RunFolder
+from paceline.runs.folder import RunFolder
 from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig
-from paceline.train.dataset import Corpus
-from paceline.train.features import OnlineFeatures
-from paceline.train.loop import Trainer
-from paceline.train.losses import Head
-from paceline.train.packs import DFlashTrainable, Pack
-from paceline.train.selector import BlockSample, DFlash2Trainable, trainable_of
-from paceline.train.start import network_for
+from paceline.train.documents.dataset import Corpus
+from paceline.train.features.hidden_states import OnlineFeatures
+from paceline.train.learn.initial_weights import network_for
+from paceline.train.learn.loop import Trainer
+from paceline.train.learn.losses import Head
+from paceline.train.learn.packs import DFlashTrainable, Pack
+from paceline.train.methods.selector import BlockSample, DFlash2Trainable, trainable_of
 
 SMALL: dict[str, Any] = {"num_layers": 1, "block_size": 4, "num_taps": 2}
 SECOND: dict[str, Any] = {**SMALL, "kind": "dflash2", "selector_rank": 6}

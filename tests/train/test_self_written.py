@@ -10,11 +10,11 @@ import pytest
 from doubles import ByteTokenizer
 from small_llm import EOS, Parrot, Talker, fake_llm, tiny_model
 
+from paceline.data.prompts import read_prompts
 from paceline.errors import CacheError, PromptError, SamplingError, UnsupportedModelError
-from paceline.model.tokenizer import Tokenizer
-from paceline.prompts import read_prompts
-from paceline.train import self_written
-from paceline.train.self_written import PromptWriter, UserTurn, fault, read_openers, user_turn
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.train.answers import self_written
+from paceline.train.answers.self_written import PromptWriter, UserTurn, fault, read_openers, user_turn
 
 
 def lines(file: Path) -> list[dict[str, Any]]:

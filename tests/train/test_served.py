@@ -9,16 +9,16 @@ import pytest
 from safetensors.torch import save_file
 from small_training import embedding, head_of
 
-from paceline.draft.dflash import DFlashDrafter
+from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.engine.llm import LLM
 from paceline.model.checkpoint import load_config, random_tensors
 from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig
-from paceline.train.dataset import Corpus, Document, loop_start
-from paceline.train.features import OnlineFeatures
-from paceline.train.loop import Trainer
-from paceline.train.packs import DFlashTrainable
+from paceline.train.documents.dataset import Corpus, Document, loop_start
+from paceline.train.features.hidden_states import OnlineFeatures
+from paceline.train.learn.initial_weights import FirstNorm, network_for, scale_first_logits
+from paceline.train.learn.loop import Trainer
+from paceline.train.learn.packs import DFlashTrainable
 from paceline.train.served import _served, agreement, serve_heldout, starts_of, walked
-from paceline.train.start import FirstNorm, network_for, scale_first_logits
 from paceline.train.tiny import write_tiny_target
 from paceline.types import SamplingParams
 

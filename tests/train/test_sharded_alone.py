@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from paceline.draft.checkpoint import DFlashConfig, new_config
-from paceline.draft.dflash import DFlashNetwork
+from paceline.draft.dflash.checkpoint import DFlashConfig, new_config
+from paceline.draft.dflash.drafter import DFlashNetwork
+from paceline.runs.ranks import Ranks
 from paceline.train.config import LoopConfig, OptimConfig
-from paceline.train.dataset import Corpus, Document
-from paceline.train.features import Features
-from paceline.train.loop import Trainer
-from paceline.train.losses import Head
-from paceline.train.optimisers import Optimisers
-from paceline.train.packs import DFlashTrainable
-from paceline.train.parallel import Sharded
-from paceline.train.ranks import Ranks
+from paceline.train.documents.dataset import Corpus, Document
+from paceline.train.features.hidden_states import Features
+from paceline.train.learn.loop import Trainer
+from paceline.train.learn.losses import Head
+from paceline.train.learn.optimisers import Optimisers
+from paceline.train.learn.packs import DFlashTrainable
+from paceline.train.processes.parallel import Sharded
 
 HIDDEN, VOCAB, LAYERS, TAPS, STEPS, KILLED_AT = 64, 96, 2, (1, 3), 4, 3
 

@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.config import EngineConfig
-from paceline.draft.checkpoint import DFlashConfig
-from paceline.draft.dflash import DFlashDrafter, DFlashNetwork
+from paceline.draft.dflash.checkpoint import DFlashConfig
+from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.errors import ConfigError, DrafterMismatchError, UnsupportedModelError
 from paceline.model.backends import load_target
 from paceline.model.checkpoint import load_tensors
-from paceline.model.decoder import Decoder
 from paceline.model.target import head_weight
+from paceline.model.torch.decoder import Decoder
 from paceline.train.config import DrafterShape
-from paceline.train.losses import Head, Slots
-from paceline.train.start import FirstNorm, config_for, network_for, scale_first_logits
+from paceline.train.learn.initial_weights import FirstNorm, config_for, network_for, scale_first_logits
+from paceline.train.learn.losses import Head, Slots
 
 
 def test_a_new_drafter_has_the_targets_measures() -> None:

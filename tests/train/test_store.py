@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paceline.data.answers import Answer, AnswerShards
 from paceline.errors import CacheError, PromptError
-from paceline.train import dataset
-from paceline.train.answers import Answer, AnswerShards
-from paceline.train.dataset import Place, StepPlanner, read_corpus
-from paceline.train.store import StoredDocuments, stored_corpus, without
+from paceline.train.documents import dataset
+from paceline.train.documents.dataset import Place, StepPlanner, read_corpus
+from paceline.train.documents.store import StoredDocuments, stored_corpus, without
 
 
 def answers(folder: Path, number: int, length: int = 20) -> Path:

@@ -14,9 +14,9 @@ from small_training import config, trainer
 
 from paceline.errors import CacheError
 from paceline.train.config import LoopConfig
-from paceline.train.features import Features, OnlineFeatures
-from paceline.train.loop import Trainer
-from paceline.train.stream import StreamedFeatures, upcoming
+from paceline.train.features.hidden_states import Features, OnlineFeatures
+from paceline.train.features.stream import StreamedFeatures, upcoming
+from paceline.train.learn.loop import Trainer
 
 WIDTH = 16
 

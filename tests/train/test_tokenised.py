@@ -11,8 +11,8 @@ import pytest
 from pyarrow import parquet
 
 from paceline.errors import PromptError
-from paceline.train.dataset import check_answers, read_corpus
-from paceline.train.tokenised import tokenised_answers
+from paceline.train.documents.dataset import check_answers, read_corpus
+from paceline.train.documents.tokenised import tokenised_answers
 
 
 def write(folder: Path, *rows: Any) -> Path:

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_runs import TINY, paceline
 
-from paceline.runlog import RunFolder
+from paceline.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 NUM_PROMPTS = 16

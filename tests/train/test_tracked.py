@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from small_training import config, trainer
 
-from paceline.runlog import RunFolder
-from paceline.train.tracked import risen_rate
+from paceline.runs.folder import RunFolder
+from paceline.train.learn.step_log import risen_rate
 
 pytestmark = pytest.mark.slow
 

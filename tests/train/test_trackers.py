@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.train.trackers import PACKAGES, check_tracker, tracker
+from paceline.runs.trackers import PACKAGES, check_tracker, tracker
 
 
 class Fake(types.ModuleType):

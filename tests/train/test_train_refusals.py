@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tiny_runs import TINY, figures, paceline
 
+from paceline.data.answers import Answer, AnswerShards
 from paceline.errors import CacheError, ConfigError, PromptError
-from paceline.train.answers import Answer, AnswerShards
 from paceline.train.tiny import write_tiny_target
 
 
@@ -49,8 +49,8 @@ def test_bad_options_are_refused_before_anything_is_loaded(
     def loaded(*args: Any, **options: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("paceline.train.train_run.load_target", loaded)
-    monkeypatch.setattr("paceline.train.regenerate_run._load", loaded)
+    monkeypatch.setattr("paceline.train.run.load_target", loaded)
+    monkeypatch.setattr("paceline.train.answers.regenerate._load", loaded)
     with pytest.raises(error, match=message):
         paceline("train", "--target", write_tiny_target(tmp_path / "target"), "--out", tmp_path / "run", *words)
 

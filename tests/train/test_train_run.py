@@ -24,23 +24,25 @@ from tiny_runs import TINY, figures, paceline
 
 from paceline.cli import app
 from paceline.config import EngineConfig
-from paceline.draft.checkpoint import new_config
-from paceline.draft.dflash import DFlashConfig, DFlashDrafter, DFlashNetwork
+from paceline.draft.dflash.checkpoint import new_config
+from paceline.draft.dflash.drafter import DFlashConfig, DFlashDrafter, DFlashNetwork
 from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.hardware import Machine
 from paceline.model.target import head_weight
-from paceline.runlog import RunFolder
-from paceline.tables import Progress
-from paceline.train import facts, train, train_run
+from paceline.report.tables import Progress
+from paceline.runs.folder import RunFolder
+from paceline.runs.ranks import Ranks
+from paceline.runs.stopping import Stop
+from paceline.train import run as train_run
+from paceline.train import train
 from paceline.train.config import AnswerConfig, DrafterShape, LoopConfig, TrainConfig
-from paceline.train.expectations import Learned, expected_lines, expected_of
-from paceline.train.features import ScaledFeatures
-from paceline.train.kinds import begun
-from paceline.train.packs import DFlashTrainable
-from paceline.train.ranks import Ranks
+from paceline.train.features.hidden_states import ScaledFeatures
+from paceline.train.learn.initial_weights import continued_draft_ids
+from paceline.train.learn.packs import DFlashTrainable
+from paceline.train.methods.kinds import begun
+from paceline.train.plan import target_facts as facts
+from paceline.train.plan.expected_acceptance import Learned, expected_lines, expected_of
 from paceline.train.run_file import config_of, read_run_file
-from paceline.train.start import continued_draft_ids
-from paceline.train.stopping import Stop
 from paceline.train.tiny import PARTS
 
 STEPS = 6

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from paceline.model.target import head_weight
 from paceline.train.config import OptimConfig
-from paceline.train.dataset import Corpus, Place
-from paceline.train.features import OnlineFeatures
-from paceline.train.loop import Trainer
-from paceline.train.losses import Head
-from paceline.train.packs import Pack, Trainable
+from paceline.train.documents.dataset import Corpus, Place
+from paceline.train.features.hidden_states import OnlineFeatures
+from paceline.train.learn.loop import Trainer
+from paceline.train.learn.losses import Head
+from paceline.train.learn.packs import Pack, Trainable
 
 
 class Guesser(nn.Module):

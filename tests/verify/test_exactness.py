@@ -16,7 +16,7 @@ import torch
 from checked_rows import checked
 from torch import Tensor
 
-from paceline.model.logits import penalise, target_probs
+from paceline.model.sampling.logits import penalise, target_probs
 from paceline.types import SamplingParams
 from paceline.verify import rules
 from paceline.verify.rules import Uniforms

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.model.logits import sample
+from paceline.model.sampling.logits import sample
 from paceline.verify import rules
 from paceline.verify.rules import RowVerdict, Uniforms
 

@@ -1,4 +1,4 @@
-// The plain C interface of the native CPU pass. paceline/model/native_lib.py declares the same structs for ctypes;
+// The plain C interface of the native CPU pass. paceline/model/native/library.py declares the same structs for ctypes;
 // pn_abi_version guards against the two drifting apart. Nothing here throws: functions return 0, or -1 with pn_last_error set.
 //
 // A matrix is packed once and belongs to whoever made it; a model borrows matrices and vectors, which must outlive it.

@@ -1,6 +1,6 @@
 // Gated delta nets (arXiv 2412.06464). For each token, by value head: S <- e^g S, then S <- S + k u^T with u = beta (v - S^T k);
 // found: S^T q. What a token adds, k, u and g, does not depend on what follows, so the state in memory lags behind: a token reads it
-// and the tokens of the trail and of the pass that it follows, in a tree its ancestors. model/delta_cache.py says when the first
+// and the tokens of the trail and of the pass that it follows, in a tree its ancestors. model/torch/delta_cache.py says when the first
 // tokens of a trail go into the state.
 #include <cmath>
 #include <cstring>

@@ -1,6 +1,6 @@
 /**
  * Which speed-ups over plain decoding may be shown: the page's copy of `possible_speedup` and `doubt` of
- * paceline/figures.py.
+ * paceline/report/statistics.py.
  */
 
 export const BUSY = "the machine was busy: repeat";

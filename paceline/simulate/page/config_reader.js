@@ -1,5 +1,5 @@
-// The keys of a pasted config.json under their many names, as paceline.simulate.catalogue reads them.
-import CONFIG_KEYS from "../config_keys.json" with { type: "json" };
+// The keys of a pasted config.json under their many names, as paceline.simulate.costs.catalogue reads them.
+import CONFIG_KEYS from "../costs/config_keys.json" with { type: "json" };
 import { InputError } from "./formulas.js";
 
 const QUANTIZATION = ["quant_method", "quant_algo", "bits", "load_in_4bit"];

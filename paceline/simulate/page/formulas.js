@@ -147,7 +147,7 @@ export const draftSeconds = (drafter, batch, numDrafted, plainS) =>
 
 /**
  * Seconds to add to a round so that plain decoding of `load` gives each stream `plainRate` tokens/s, as
- * paceline.simulate.overhead:
+ * paceline.simulate.costs.overhead:
  * 1 / plainRate - round(0). Raises InputError when the prediction is slower without any.
  */
 export function overheadSeconds({ shape, deployment }, { batch, context }, plainRate) {
@@ -242,7 +242,7 @@ export function speedups(acceptance, rounds) {
 
 /**
  * [[tokens a round, speed-up]] of rounds that draft one token fewer than they keep, from 1 on, as
- * paceline.bench.speedup_chart has them.
+ * paceline.bench.pages.speedup_chart has them.
  */
 export function keptCurve(costs, load, most) {
   const rounds = roundTimes(costs, { ...load, max_draft: most - 1 });

@@ -1,5 +1,5 @@
-// A pasted config.json as a shape, as paceline.simulate.catalogue counts it; or a shape's own JSON, checked.
-import CONFIG_KEYS from "../config_keys.json" with { type: "json" };
+// A pasted config.json as a shape, as paceline.simulate.costs.catalogue counts it; or a shape's own JSON, checked.
+import CONFIG_KEYS from "../costs/config_keys.json" with { type: "json" };
 import { ConfigReader } from "./config_reader.js";
 import { InputError } from "./formulas.js";
 

@@ -105,7 +105,7 @@ export function readRecorded(pasted) {
 }
 
 /**
- * Measured settings of a pasted run but for plain decoding, as paceline.bench.speedup_chart reads them: {label, batch,
+ * Measured settings of a pasted run but for plain decoding, as paceline.bench.pages.speedup_chart reads them: {label, batch,
  * tokens_per_round, speedup, is_mocked}.
  */
 export function readPoints(pasted) {

@@ -1,6 +1,6 @@
 // When each token of an answer comes, as it is predicted: plain decoding one a round, with drafts in bursts. Pure
 // functions on numbers;
-// paceline.bench.predicted does the same, number for number.
+// paceline.bench.pages.predicted does the same, number for number.
 
 const GOLDEN = 0.6180339887498949;
 const SPEEDS = [1, 0.5, 0.25, 0.1], LEAST_S = 3;

@@ -1,0 +1,301 @@
+"""When each token came: the same prompt with speculation off and on through the real engine, for `paceline compare`.
+
+    timing = record(llm, prompt_ids, SamplingParams(max_tokens=128), prompt="Why is the sky blue?")
+    run.write_json(NAME, timing)        # and back: read_timing(folder)
+
+Times are the engine's own, counted from the request's arrival; the tokens of one round have the same. Both ways take turns in
+one process, and of each the repetition of median length is kept.
+
+`page` replays them, in one file that needs no server and no network: what a model or a user wrote travels as JSON and reaches
+it as text only, and its content security policy names the script's hash and lets nothing be loaded. `svg` is two columns that
+fill as the tokens came, over and over: plain CSS animation, no script, so that it moves inside an <img>. Where motion is
+unwelcome it stands still, complete.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+from rich.cells import cell_len
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from paceline.bench.config import WARM_UP_TOKENS
+from paceline.bench.passes import Engines
+from paceline.draft.base import NoDrafter
+from paceline.engine.llm import LLM
+from paceline.errors import ConfigError, reraised
+from paceline.report.pages import render
+from paceline.report.statistics import Tone, doubt, first_difference, possible_speedup, tone_of
+from paceline.report.tables import ignore, printable
+from paceline.runs.folder import plain
+from paceline.simulate.calculator import embedded, hash_of
+from paceline.simulate.files import read_json
+from paceline.types import SamplingParams, Sequence
+
+NAME = "timing.json"
+VERSION = 1
+SPEEDS, LEAST_S = (1.0, 0.5, 0.25, 0.1), 3.0
+"""A replay takes at least so many seconds, if one of these speeds is slow enough."""
+MOST_TOKENS = 20_000
+"""Of an answer that is read back: a page with more would not move."""
+CELLS = 55
+"""Monospaced letters that fit into a column of the template."""
+MOST_LINES = 26
+MOST_TICKS = 90
+"""Steps of the clock at most; none shorter than 0.1 s of the replay."""
+HOLD_S = 3.0
+"""The end stands still for so long before it begins again."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedToken:
+    text: str
+    """"" for the end token, and for half a character, which comes whole with a later token."""
+    at_s: float
+    """After the request came."""
+    round: int
+    """0 is prefill; the tokens of a round come together."""
+    is_drafted: bool
+    """Guessed by the drafter and kept; else the target's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAnswer:
+    drafter: str
+    """"none" with speculation off."""
+    tokens: tuple[TimedToken, ...]
+    lossless: bool = True
+
+    @property
+    def text(self) -> str:
+        return "".join(token.text for token in self.tokens)
+
+    @property
+    def total_s(self) -> float:
+        return self.tokens[-1].at_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prefill included."""
+        return len(self.tokens) / self.total_s
+
+    @property
+    def figures(self) -> dict[str, float]:
+        return {"tokens_per_s": self.tokens_per_s, "total_s": self.total_s, "num_tokens": len(self.tokens)}
+
+    @property
+    def tokens_per_round(self) -> float:
+        """After the first token, which is prefill's."""
+        return (len(self.tokens) - 1) / self.tokens[-1].round if self.tokens[-1].round else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    prompt: str
+    model: str
+    device: str
+    dtype: str
+    machine: str
+    temperature: float
+    off: TimedAnswer
+    on: TimedAnswer
+    first_difference: int | None
+    """Tokens that are the same before the answers part; None when they never do."""
+    version: int = VERSION
+    predicted: str | None = None
+    """What to say in place of a verdict when no model ran and the times are a prediction's (`bench/pages/predicted.py`)."""
+
+    @property
+    def speedup(self) -> float | None:
+        """Tokens per second, on over off; None if the times rule it out, see `doubt`."""
+        return possible_speedup(self._measured, self.on.tokens_per_round)
+
+    @property
+    def doubt(self) -> str | None:
+        """Why there is no verdict on the speed-up, as of `figures.doubt`."""
+        return doubt(self._measured, self.on.tokens_per_round, len(self.on.tokens))
+
+    @property
+    def _measured(self) -> float:
+        return self.on.tokens_per_s / self.off.tokens_per_s
+
+    @property
+    def usual_speed(self) -> float:
+        """How fast to replay at first: as it was, or so much slower that the eye can follow."""
+        end_s = max(self.off.total_s, self.on.total_s)
+        return next((speed for speed in SPEEDS if end_s / speed >= LEAST_S), SPEEDS[-1])
+
+    @property
+    def tone(self) -> Tone:
+        """Colour of the verdict; a prediction is no verdict."""
+        if not self.on.lossless:
+            return "bad"
+        return "" if self.predicted is not None or self.doubt else tone_of([self._measured])
+
+    @property
+    def verdict(self) -> str:
+        if self.predicted is not None:
+            return self.predicted
+        if self.first_difference is None:
+            same = f"the same {len(self.on.tokens)} tokens"
+        elif self.temperature > 0:
+            same = "sampled: another text of the same distribution"
+        else:
+            same = f"the same first {self.first_difference} tokens, then {self.dtype} is rounded elsewhere"
+        mocked = "" if self.on.lossless else ", NOT LOSSLESS: acceptance was mocked or lossy"
+        return f"{self.doubt or f'{self.speedup:.2f}x as fast'}, {same}{mocked}"
+
+
+def record(
+    llm: LLM,
+    prompt_ids: list[int],
+    params: SamplingParams,
+    *,
+    prompt: str,
+    machine: str = "",
+    repeat: int = 3,
+    on_answer: Callable[[str], None] = ignore,
+) -> Timing:
+    """Answer `repeat` times each way with the drafter that `llm` has; leaves it as it was."""
+    warm_up = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens))
+    engines = Engines(llm)
+    engines.add("on", llm.drafter)
+    engines.add("off", NoDrafter())
+    runs: dict[str, list[tuple[TimedAnswer, list[int]]]] = {"off": [], "on": []}
+    try:
+        for _ in range(repeat):
+            for name, done in runs.items():
+                for each in (warm_up, params):
+                    engines.use(name)
+                    *_, last = llm.stream(prompt_ids, each)
+                sequence = last.sequence
+                done.append((timed(sequence, llm.tokenizer.stream(), llm.drafter.name), sequence.output_ids))
+                on_answer(f"speculation {name}")
+    finally:
+        engines.use("on")
+    (off, off_ids), (on, on_ids) = (sorted(done, key=lambda run: run[0].total_s)[len(done) // 2] for done in runs.values())
+    return Timing(
+        prompt=prompt,
+        model=llm.config.model,
+        device=llm.config.device,
+        dtype=llm.config.dtype,
+        machine=machine,
+        temperature=params.temperature,
+        off=off,
+        on=on,
+        first_difference=first_difference(on_ids, off_ids),
+    )
+
+
+def timed(sequence: Sequence, detokenizer: Any, drafter: str) -> TimedAnswer:
+    """What a finished sequence remembers of its tokens; `detokenizer` is a fresh one."""
+    ids = sequence.output_ids
+    origins = [(0, False)]
+    for number, each in enumerate(sequence.rounds, start=1):
+        origins += [(number, True)] * each.num_accepted + [(number, False)]
+    arrival_s, last = sequence.timings.arrival_s, len(ids) - 1
+    is_ended = sequence.finish_reason == "stop"
+    tokens = []
+    for place, (token, at_s, (number, is_drafted)) in enumerate(zip(ids, sequence.timings.token_s, origins, strict=False)):
+        text = "" if is_ended and place == last else detokenizer.push([token])
+        text += detokenizer.flush() if place == last else ""
+        tokens.append(TimedToken(text, at_s - arrival_s, number, is_drafted))
+    return TimedAnswer(drafter, tuple(tokens), sequence.lossless)
+
+
+def read_timing(folder: Path) -> Timing:
+    """The recorded times of a run folder, or of the file itself. Raises ConfigError when they cannot be shown."""
+    file = folder / NAME if folder.is_dir() else folder
+    read = read_json(file, "--from wants a folder of paceline compare")
+    damaged = (KeyError, TypeError, ValueError, AttributeError)
+    with reraised(ConfigError, f"{file} holds no token times", "run paceline compare again", *damaged):
+        if read["version"] != VERSION:
+            raise ValueError(f"it is of version {read['version']!r}, this reads {VERSION}")
+        return Timing(**{**read, "off": _answer(read["off"]), "on": _answer(read["on"])})
+
+
+def _answer(read: dict[str, Any]) -> TimedAnswer:
+    tokens = tuple(
+        TimedToken(str(each["text"]), float(each["at_s"]), int(each["round"]), bool(each["is_drafted"]))
+        for each in read["tokens"]
+    )
+    if not 0 < len(tokens) <= MOST_TOKENS:
+        raise ValueError(f"an answer has 1 to {MOST_TOKENS:,} tokens, this has {len(tokens):,}")
+    if not all(math.isfinite(token.at_s) and token.at_s > 0 for token in tokens):
+        raise ValueError("a token's time is no number above 0")
+    if any(later.at_s < sooner.at_s or later.round < sooner.round for sooner, later in pairwise(tokens)):
+        raise ValueError("the tokens are not in the order they came")
+    return TimedAnswer(str(read["drafter"]), tokens, bool(read["lossless"]))
+
+
+def page(timing: Timing) -> str:
+    data = embedded(plain(timing) | {"verdict": timing.verdict, "speed": timing.usual_speed})
+    return render(
+        "timing.html", title=f"{timing.model}: {timing.verdict}", tone=timing.tone, data=Markup(data), hash_of=hash_of
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A piece of one line that came in one round, drafted or not."""
+
+    line: int
+    cell: int
+    text: str
+    width: int
+    """Cells."""
+    round: int
+    is_drafted: bool
+
+
+def svg(timing: Timing, speed: float | None = None) -> str:
+    """The whole picture, `speed` times as fast as it was; None: so that the eye can follow."""
+    speed = speed or timing.usual_speed
+    sides = (timing.off, timing.on)
+    laid_out = [list(runs(side)) for side in sides]
+    rounds = [list(group) for side in sides for _, group in groupby(side.tokens, key=lambda token: token.round)]
+    end_s = max(side.total_s for side in sides)
+    tick_s = max(0.1 * speed, end_s / MOST_TICKS)
+    num_ticks = int(end_s / tick_s) + 1
+    pace = "" if speed == 1 else f", shown at {speed:g}x speed"
+    return render(
+        "timing.svg",
+        sides=sides,
+        runs=laid_out,
+        tallest=max(map(len, rounds)),
+        most_lines=MOST_LINES,
+        num_lines=[max((run.line for run in own), default=0) + 1 for own in laid_out],
+        end_s=end_s,
+        speed=speed,
+        loop_s=end_s / speed + HOLD_S,
+        ticks=[[_said(side, tick * tick_s if tick < num_ticks else end_s) for side in sides] for tick in range(num_ticks + 1)],
+        verdict=timing.verdict,
+        about=f"{timing.model}, drafter {timing.on.drafter}, {timing.dtype}, {timing.machine or timing.device}{pace}",
+    )
+
+
+def _said(side: TimedAnswer, now_s: float) -> str:
+    count, spent_s = sum(token.at_s <= now_s for token in side.tokens), min(now_s, side.total_s)
+    return f"{count} tokens, {spent_s:.2f} s, {count / spent_s if spent_s else 0:.0f} tokens/s"
+
+
+def runs(side: TimedAnswer) -> Iterator[Run]:
+    """The text in lines of CELLS cells, broken between words where it can be."""
+    text = Text(overflow="fold")
+    for (number, is_drafted), group in groupby(side.tokens, key=lambda token: (token.round, token.is_drafted)):
+        letters = "".join(token.text for token in group).replace("\r", "").replace("\t", "    ")
+        text.append(printable(letters), Style(meta={"round": number, "is_drafted": is_drafted}))
+    for number, line in enumerate(text.wrap(Console(), CELLS)):
+        for begin, end, style in line.spans:
+            before, shown = line.plain[:begin], line.plain[begin:end]
+            if shown.strip() and isinstance(style, Style):
+                cell = cell_len(before + shown) - cell_len(shown.lstrip())
+                yield Run(number, cell, shown.strip(), cell_len(shown.strip()), **style.meta)

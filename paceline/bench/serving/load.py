@@ -1,0 +1,372 @@
+"""A server under load: the same requests at each load, with speculation off and on taking turns.
+
+    paceline bench serving --concurrency 1,4 --limit 8
+
+A closed loop keeps a number of requests in flight; an open loop sends them at random times (Poisson) whatever becomes of
+those before, as users do. Nothing here imports PyTorch: the client shares the processor with the server it measures.
+
+Times to the first token and to the end count from when a request was due. A chunk is what a server sends at once: with
+speculation it holds several tokens, so the time between chunks and the time between tokens are two things.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from paceline.bench.config import WARM_UP_TOKENS, ServingConfig
+from paceline.data.prompts import Prompt
+from paceline.net.streaming import Client, Stream
+from paceline.report.statistics import Spread, doubt, possible_speedup
+from paceline.report.tables import ignore
+from paceline.simulate.server.load import Arrivals, poisson
+
+BASELINE = "off"
+DONE = b"[DONE]"
+ROUNDS_OF_REQUESTS = 4
+"""A closed loop's requests for each one in flight, when the prompts are fewer."""
+OPEN_SECONDS = 10.0
+"""How long an open loop sends, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A server, or a way to ask it."""
+
+    name: str
+    client: Client
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Added to each request."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request's fate."""
+
+    error: str | None = None
+    """Why it failed; then the other fields mean nothing."""
+    first_s: float = 0.0
+    """Time to the first text."""
+    total_s: float = 0.0
+    due_s: float = 0.0
+    """When it was due, after the pass began."""
+    late_s: float = 0.0
+    """How long after its time the request was sent: the client's own delay."""
+    chunk_gaps_s: list[float] = field(default_factory=list)
+    """Between two chunks of text."""
+    num_prompt: int = 0
+    num_reused: int = 0
+    """Prompt tokens whose work the server had done before."""
+    num_tokens: int = 0
+    num_accepted: int | None = None
+    """Drafts that stood; None where the server does not tell."""
+    num_drafted: int | None = None
+    num_rounds: int | None = None
+    accepted_histogram: list[int] = field(default_factory=list)
+    """accepted_histogram[n]: rounds in which exactly n drafts stood."""
+    lossless: bool = True
+    """False where the server says so: acceptance was mocked."""
+    rounds_by_source: dict[str, Any] = field(default_factory=dict)
+    """As the server tells them: source of drafts -> num_rounds, num_drafted and accepted_histogram of its rounds."""
+    text: str = ""
+    timings: dict[str, Any] = field(default_factory=dict)
+    """Where the server says that its time went, as it says it."""
+
+    @property
+    def inter_token_s(self) -> float | None:
+        """Mean time between two tokens after the first; None for an answer of one."""
+        return sum(self.chunk_gaps_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+
+@dataclass(slots=True)
+class Pass:
+    """All requests of one load to one contender, once."""
+
+    wall_s: float
+    client_cpu_s: float
+    answers: list[Answer]
+    steps: list[list[Any]] = field(default_factory=list)
+    """[kind, size, how often, seconds in all] of what the server's engine did meanwhile, where it tells (`GET /steps`)."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(each.num_tokens for each in self.answers if not each.error) / self.wall_s
+
+    @property
+    def mean_total_s(self) -> float | None:
+        """None when nothing was answered."""
+        totals = [each.total_s for each in self.answers if not each.error]
+        return statistics.fmean(totals) if totals else None
+
+
+@dataclass(slots=True)
+class ServingResult:
+    """The figures of one load and contender. Times in seconds, over the answers of all repetitions."""
+
+    load: Arrivals
+    speculate: str
+    num_answers: int
+    num_failed: int
+    failures: dict[str, int]
+    """Reason -> how often."""
+    tokens_per_s: float
+    """Output tokens over the wall time of a pass: median over repetitions."""
+    tokens_per_s_range: tuple[float, float]
+    first_token: Spread
+    inter_token: Spread
+    """Of each answer's mean time between tokens after the first."""
+    inter_chunk: Spread
+    total: Spread
+    tokens_per_round: float | None
+    speedup: float | None
+    """Mean time of an answer with speculation off over the one here, the same requests: median over repetitions. None if the
+    times rule it out, see `doubt`; at an open rate answers also wait for one another, and nothing is ruled out."""
+    identical: float | None
+    """Greedy: share of texts that equal those with speculation off."""
+    reused: float | None
+    """Share of prompt tokens that the server did not compute again."""
+    client_cpu: float
+    """Share of one core that this client took."""
+    late: Spread
+    """How late requests were sent."""
+    lossless: bool = True
+    """False when any answer was not: these are figures of a mocked acceptance."""
+    doubt: str | None = None
+    """Why there is no verdict on the speed-up, as of `figures.doubt`."""
+
+
+class ServingBench:
+    """Requests, contenders, and the passes run so far. `run()`, then `results()`."""
+
+    def __init__(self, contenders: list[Contender], model: str, prompts: list[Prompt], config: ServingConfig) -> None:
+        self.contenders, self.config, self._model, self._prompts = contenders, config, model, prompts
+        self.loads = [Arrivals(concurrency=each) for each in config.closed] + [Arrivals(rate=each) for each in config.rates]
+        self.passes = {(load, each.name): list[Pass]() for load in self.loads for each in contenders}
+
+    def num_requests(self, load: Arrivals) -> int:
+        """Of one pass."""
+        if self.config.num_requests:
+            return self.config.num_requests
+        least = math.ceil(OPEN_SECONDS * load.rate) if load.rate else ROUNDS_OF_REQUESTS * (load.concurrency or 1)
+        return max(least, len(self._prompts))
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that `run` will ask for: the length of its progress bar."""
+        return self.config.repeat * len(self.contenders) * sum(self.num_requests(load) for load in self.loads)
+
+    def run(
+        self,
+        on_answer: Callable[[Arrivals, str], None] = ignore,
+        on_pass: Callable[[Arrivals, str, Pass], None] = ignore,
+    ) -> None:
+        """All loads, `repeat` times; at each load the contenders follow one another, in an order that turns around."""
+        try:
+            for contender in self.contenders:
+                self._pass(contender, self.loads[0], WARM_UP_TOKENS, 0)
+            for number in range(self.config.repeat):
+                for place, load in enumerate(self.loads):
+                    for contender in self.contenders[:: -1 if (number + place) % 2 else 1]:
+                        told = partial(on_answer, load, contender.name)
+                        done = self._pass(contender, load, self.config.max_tokens, number, told)
+                        self.passes[load, contender.name].append(done)
+                        on_pass(load, contender.name, done)
+        finally:
+            for contender in self.contenders:
+                contender.client.close()
+
+    def _pass(
+        self, contender: Contender, load: Arrivals, max_tokens: int, number: int, on_answer: Callable[[], None] = ignore
+    ) -> Pass:
+        requests = [self._request(index, contender.fields, max_tokens) for index in range(self.num_requests(load))]
+        before = _steps(contender.client)
+        began, cpu_began = time.perf_counter(), time.process_time()
+
+        def send(index: int, due_s: float | None = None) -> Stream:
+            path, body = requests[index]
+            stream = contender.client.post(path, body, due_s)
+            on_answer()
+            return stream
+
+        with ThreadPoolExecutor(load.concurrency or len(requests)) as threads:
+            try:
+                if load.rate:
+                    due = [began + each for each in poisson(load.rate, len(requests), self.config.seed + number)]
+                    streams = open_loop(threads, send, due)
+                else:
+                    streams = list(threads.map(send, range(len(requests))))
+            except BaseException:  # Ctrl-C: what is under way need not end
+                threads.shutdown(wait=False, cancel_futures=True)
+                contender.client.close()
+                raise
+        wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+        told = [(key, *spent, *before.get(key, (0, 0.0))) for key, spent in _steps(contender.client).items()]
+        steps = [[*key, count - old, seconds - old_s] for key, count, seconds, old, old_s in told if count > old]
+        return Pass(wall_s, cpu_s, [read_answer(each, began) for each in streams], steps)
+
+    def _request(self, index: int, fields: dict[str, Any], max_tokens: int) -> tuple[str, bytes]:
+        """Path and body of a pass's request; prompts begin again when they are fewer."""
+        prompt = self._prompts[index % len(self._prompts)]
+        body: dict[str, Any] = {
+            "model": self._model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": max_tokens,
+            "temperature": self.config.temperature,
+            "seed": self.config.seed + index,
+            **({"ignore_eos": True} if self.config.ignore_eos else {}),
+            **fields,
+        }
+        path, own = prompt.api_request()
+        return path, json.dumps(body | own).encode()
+
+    def results(self) -> list[ServingResult]:
+        """One for each load and contender that has run."""
+        return [self._result(load, name) for load, name in self.passes if self.passes[load, name]]
+
+    def _result(self, load: Arrivals, name: str) -> ServingResult:
+        passes, baseline = self.passes[load, name], self.passes.get((load, BASELINE), [])
+        answers = [answer for each in passes for answer in each.answers]
+        whole = [answer for answer in answers if not answer.error]
+        rates = [each.tokens_per_s for each in passes]
+        num_prompt = sum(each.num_prompt for each in whole)
+        measured, kept = _speedup(passes, baseline), tokens_per_round(whole)
+        most = None if load.rate or name == BASELINE else kept
+        num_tokens = sum(each.num_tokens for each in whole)
+        return ServingResult(
+            load=load,
+            speculate=name,
+            num_answers=len(answers),
+            num_failed=len(answers) - len(whole),
+            failures=dict(Counter(answer.error for answer in answers if answer.error).most_common()),
+            tokens_per_s=statistics.median(rates),
+            tokens_per_s_range=(min(rates), max(rates)),
+            first_token=Spread.of([each.first_s for each in whole]),
+            inter_token=Spread.of([each.inter_token_s for each in whole if each.inter_token_s is not None]),
+            inter_chunk=Spread.of([gap for each in whole for gap in each.chunk_gaps_s]),
+            total=Spread.of([each.total_s for each in whole]),
+            tokens_per_round=kept,
+            speedup=possible_speedup(measured, most),
+            identical=_identical(passes, baseline) if self.config.temperature == 0 else None,
+            reused=sum(each.num_reused for each in whole) / num_prompt if num_prompt else None,
+            client_cpu=sum(each.client_cpu_s for each in passes) / sum(each.wall_s for each in passes),
+            late=Spread.of([each.late_s for each in whole]),
+            lossless=all(each.lossless for each in whole),
+            doubt=None if name == BASELINE or measured is None else doubt(measured, most, num_tokens),
+        )
+
+
+def _steps(client: Client) -> dict[tuple[str, int], tuple[int, float]]:
+    """Metrics.step_times of a paceline server; nothing of others."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        told = json.loads(client.get("/steps").body)["steps"]
+        return {(kind, size): (count, seconds) for kind, size, count, seconds in told}
+    return {}
+
+
+def open_loop(threads: ThreadPoolExecutor, send: Callable[[int, float], Stream], due: list[float]) -> list[Stream]:
+    """Send each request at its time, whatever becomes of those before; `due` is of time.perf_counter."""
+    sent = []
+    for index, due_s in enumerate(due):
+        time.sleep(max(due_s - time.perf_counter(), 0))
+        sent.append(threads.submit(send, index, due_s))
+    return [each.result() for each in sent]
+
+
+def _speedup(passes: list[Pass], baseline: list[Pass]) -> float | None:
+    pairs = [(theirs.mean_total_s, ours.mean_total_s) for theirs, ours in zip(baseline, passes, strict=False)]
+    ratios = [theirs / ours for theirs, ours in pairs if theirs and ours]
+    return statistics.median(ratios) if ratios else None
+
+
+def _identical(passes: list[Pass], baseline: list[Pass]) -> float | None:
+    same = [
+        ours.text == theirs.text
+        for one, other in zip(passes, baseline, strict=False)
+        for ours, theirs in zip(one.answers, other.answers, strict=True)
+        if not ours.error and not theirs.error
+    ]
+    return sum(same) / len(same) if same else None
+
+
+def read_answer(stream: Stream, began_s: float = 0.0) -> Answer:
+    """A streamed chat or text completion of a pass that began at `began_s`."""
+    if stream.failure:
+        return Answer(error=stream.failure)
+    if stream.status != 200:
+        return Answer(error=f"status {stream.status}: {_error_of(stream.body)}")
+    events = list(stream.events())
+    if not events or events[-1][1] != DONE:
+        return Answer(error="the stream ended early")
+    due_s = stream.due_s
+    answer = Answer(total_s=stream.ended_s - due_s, due_s=due_s - began_s, late_s=stream.sent_s - due_s)
+    times: list[float] = []
+    has_ended = False
+    for when, data in events[:-1]:
+        try:
+            chunk = json.loads(data)
+        except ValueError:
+            return Answer(error="an event of the stream is no JSON")
+        if "error" in chunk:
+            return Answer(error=_error_of(data))
+        for choice in chunk.get("choices") or ():
+            has_ended = has_ended or choice.get("finish_reason") is not None
+            if text := _text(choice):
+                answer.text += text
+                times.append(when)
+        _count(answer, chunk)
+    if not has_ended:
+        return Answer(error="the stream ended without a finish reason")
+    answer.num_tokens = answer.num_tokens or len(times)
+    answer.first_s = (times[0] if times else stream.ended_s) - stream.due_s
+    answer.chunk_gaps_s = [later - sooner for sooner, later in pairwise(times)]
+    return answer
+
+
+def _text(choice: dict[str, Any]) -> str:
+    delta = choice.get("delta") or {}
+    return delta.get("content") or delta.get("reasoning_content") or choice.get("text") or ""
+
+
+def _count(answer: Answer, chunk: dict[str, Any]) -> None:
+    answer.lossless = answer.lossless and chunk.get("lossless") is not False
+    usage = chunk.get("usage")
+    if usage:
+        answer.num_prompt, answer.num_tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+        answer.num_reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        details = usage.get("completion_tokens_details") or {}
+        answer.num_accepted = details.get("accepted_prediction_tokens")
+        if answer.num_accepted is not None and details.get("rejected_prediction_tokens") is not None:
+            answer.num_drafted = answer.num_accepted + details["rejected_prediction_tokens"]
+    answer.timings = chunk.get("timings") or answer.timings
+    speculation = (chunk.get("metrics") or {}).get("speculative_decoding")
+    if speculation:
+        answer.accepted_histogram = list(speculation.get("acceptance_histogram") or ())
+        answer.num_rounds = sum(answer.accepted_histogram)
+        answer.rounds_by_source = speculation.get("rounds_by_source") or {}
+
+
+def _error_of(body: bytes) -> str:
+    """The message of an error in OpenAI's shape, or whatever there is."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return " ".join(body.decode("utf-8", "replace").split())[:200] or "no message"
+
+
+def tokens_per_round(answers: Sequence[Answer]) -> float | None:
+    """Accepted drafts plus the target's own token, per round; None where the server does not tell."""
+    told = [(each.num_accepted, each.num_rounds) for each in answers if each.num_accepted is not None and each.num_rounds]
+    num_rounds = sum(rounds for _, rounds in told)
+    return 1 + sum(accepted for accepted, _ in told) / num_rounds if num_rounds else None

@@ -1,0 +1,241 @@
+"""`bench serving` as a library call: find the server or start some, put it under load, write report.md and report.html.
+
+line = bench_serving(ServersConfig(url="http://127.0.0.1:8000"), ServingConfig(concurrencies=(1, 8)))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.config import BUILTIN_PROMPTS, ServersConfig, ServingConfig
+from paceline.bench.serving.load import BASELINE, Contender, Pass, ServingBench, ServingResult
+from paceline.config import read_api_keys
+from paceline.data.prompts import read_prompts
+from paceline.errors import ConfigError, DownloadError, ModelNotFoundError, reraised
+from paceline.net.streaming import Client
+from paceline.report.pages import LOAD_PLOTS, LoadPlot, load_plots, render, write_load_report
+from paceline.report.statistics import LOAD_GAIN, Tone, tone_of
+from paceline.report.tables import SILENT, Column, Progress, Table, flat, spread_column
+from paceline.runs.folder import RunFolder
+from paceline.simulate.server.load import Arrivals
+
+CONTENDERS = (BASELINE, "auto")
+OWNER = "paceline"
+"""What our server says of itself in /v1/models: it knows the fields `speculate` and `return_metrics`."""
+STOP_SECONDS = 40
+
+
+def _speedup_cell(each: ServingResult) -> str | None:
+    return f"{each.speedup:.2f}x" if each.speedup is not None else each.doubt and "busy: repeat"
+
+
+COLUMNS = (
+    Column("load", lambda each: each.load),
+    Column("speculate", lambda each: each.speculate),
+    Column("answers", lambda each: f"{each.num_answers}" + (f", {each.num_failed} FAILED" if each.num_failed else "")),
+    Column("tokens/s", lambda each: each.tokens_per_s, "{:.1f}", "right"),
+    Column("range", lambda each: "{:.0f} to {:.0f}".format(*each.tokens_per_s_range), align="right"),
+    Column("speed-up", lambda each: _speedup_cell(each), align="right"),
+    spread_column("first token ms", lambda each: each.first_token, 1000, 0),
+    spread_column("inter-token ms", lambda each: each.inter_token, 1000, 1),
+    spread_column("inter-chunk ms", lambda each: each.inter_chunk, 1000, 1),
+    spread_column("whole s", lambda each: each.total, 1, 2),
+    Column("tokens/round", lambda each: each.tokens_per_round, "{:.2f}", "right"),
+    Column("identical", lambda each: each.identical, "{:.0%}", "right"),
+    Column("reused", lambda each: each.reused, "{:.0%}", "right"),
+)
+
+
+def bench_serving(
+    servers: ServersConfig,
+    config: ServingConfig,
+    prompts: str | None = None,
+    limit: int | None = None,
+    out: Path | None = None,
+    progress: Progress = SILENT,
+) -> dict[str, Any]:
+    """Returns the command's JSON, with the run folder as "run". Raises what is wrong with the server, before any load."""
+    asked = read_prompts(prompts or BUILTIN_PROMPTS, limit)
+    key = next(iter(read_api_keys((), servers.api_key_file)), None)  # as an option it would stay in the run folder
+    described: dict[str, Any] = {
+        "bench": config,
+        "url": servers.url,
+        "model": servers.model,
+        "speculate": servers.speculate or (),
+        "server": servers.words,
+        "prompts": prompts or "built-in",
+        "limit": limit,
+    }
+    with contextlib.ExitStack() as stack:
+        if servers.url:  # a wrong address leaves no run folder behind
+            name, contenders = _found(servers, servers.url, key, config.timeout_s)
+            run = RunFolder.create("bench-serving", described, out)
+        else:
+            run = RunFolder.create("bench-serving", described, out)
+            name, contenders = stack.enter_context(_started(servers, key, config.timeout_s, run.path, progress))
+        progress.say(f"{name}: " + ", ".join(f"{each.name} at {each.client.url}" for each in contenders))
+        bench = ServingBench(contenders, name, asked, config)
+        with progress.bar("serving", bench.num_answers) as advance:
+            bench.run(
+                on_answer=lambda load, speculate: advance(f"{load}, speculate {speculate}"),
+                on_pass=lambda load, speculate, done: _log(run, bench, load, speculate, done),
+            )
+    results = bench.results()
+    line = {"results": results, "model": name, "url": servers.url, "max_tokens": config.max_tokens, "repeat": config.repeat}
+    run.results(line)
+    _report(run, bench, results, name, described, progress)
+    if all(result.num_failed == result.num_answers for result in results):
+        raise ConfigError(f"every request failed, first with: {next(iter(results[0].failures))}")
+    return {**line, "run": run.path}
+
+
+def _tone(results: list[ServingResult]) -> Tone:
+    if any(each.num_failed or not each.lossless for each in results):
+        return "bad"
+    sure = [each.speedup for each in results if each.speculate != "off" and each.speedup and not each.doubt]
+    return tone_of(sure, LOAD_GAIN)
+
+
+def _report(
+    run: RunFolder, bench: ServingBench, results: list[ServingResult], model: str, settings: dict[str, Any], progress: Progress
+) -> None:
+    """report.md and report.html, and the same in short to `progress`."""
+    by_load = [(each.load.rate, each.load.concurrency, each.speculate, each) for each in results]
+    figures = Table(COLUMNS, results, width=190)
+    sent = render("sent.txt", config=bench.config, results=results).rstrip()
+    failures = [
+        f"{each.load}, speculate {each.speculate}: {count}x {reason}"
+        for each in results
+        for reason, count in each.failures.items()
+    ]
+    verdict = render("serving_verdict.txt", results=results).rstrip()
+    plots = (*LOAD_PLOTS, LoadPlot("Time of an answer", "s", lambda each: each.total))
+    notice = write_load_report(
+        run,
+        lambda: load_plots(plots, by_load),
+        title=f"Serving under load: {model}",
+        verdict=verdict,
+        tone=_tone(results),
+        about=sent,
+        note=render("serving_note.txt").rstrip(),
+        figures=figures,
+        listed={"Failures": failures},
+        settings=flat(settings),
+    )
+    progress.table(figures)
+    progress.say(f"{sent}\n{verdict}")
+    for failure in failures:
+        progress.say(f"FAILED: {failure}")
+    if notice:
+        progress.say(notice)
+    progress.say(f"report, figures and raw answers: {run.path}")
+
+
+def _log(run: RunFolder, bench: ServingBench, load: Arrivals, speculate: str, done: Pass) -> None:
+    told = {**asdict(load), "speculate": speculate, "repetition": len(bench.passes[load, speculate]) - 1, "wall_s": done.wall_s}
+    if done.steps:
+        run.log(**told, steps=done.steps)
+    for index, answer in enumerate(done.answers):
+        figures = {key: value for key, value in asdict(answer).items() if key != "text"}
+        figures["chunk_gaps_s"] = [round(gap, 6) for gap in answer.chunk_gaps_s]
+        run.log(**told, request=index, **figures)
+
+
+def _found(servers: ServersConfig, url: str, key: str | None, timeout_s: float) -> tuple[str, list[Contender]]:
+    name, is_ours = look(url, key, servers.model)
+    client = Client(url, key, timeout_s)
+    if not is_ours:
+        if servers.speculate:
+            raise ConfigError(f"{url} is no paceline server and knows nothing of --speculate: leave it out")
+        return name, [Contender("as it is", client)]
+    contenders = [
+        Contender(each, client, {"return_metrics": True, "speculate": int(each) if each.isdecimal() else each})
+        for each in servers.speculate or CONTENDERS
+    ]
+    return name, contenders
+
+
+def look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
+    """What the server calls the model, and whether it is a paceline server. Raises what is wrong with it, in one line."""
+    missing = reraised(DownloadError, f"there is no server at {url}", "start one with paceline serve, or check --url", OSError)
+    with missing, contextlib.closing(Client(url, key, timeout_s=30)) as client:
+        reply = client.get("/v1/models")
+    if reply.status in (401, 403):
+        had = "does not take this API key" if key else "wants an API key"
+        raise ConfigError(f"{url} {had}: put the right one into a file and give --api-key-file, or set PACELINE_API_KEY")
+    try:
+        models = {each["id"]: each.get("owned_by") for each in json.loads(reply.body)["data"]}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        models = {}
+    if reply.status != 200 or not models:
+        raise ConfigError(
+            f"{url}/v1/models answered with status {reply.status} and no model: is it an OpenAI-compatible server?"
+        )
+    if model is not None and model not in models:
+        raise ModelNotFoundError(f"{url} does not serve {model!r}: choose --model from {', '.join(models)}")
+    name = model or next(iter(models))
+    return name, models[name] == OWNER
+
+
+@contextlib.contextmanager
+def _started(
+    servers: ServersConfig, key: str | None, timeout_s: float, folder: Path, progress: Progress
+) -> Iterator[tuple[str, list[Contender]]]:
+    """A server for each contender."""
+    names = servers.speculate or CONTENDERS
+    with started([(name, ("--speculate", name, *servers.words)) for name in names], folder, progress) as urls:
+        model, _ = look(urls[0], key, None)
+        fields = {"return_metrics": True}
+        yield model, [Contender(name, Client(url, key, timeout_s), fields) for name, url in zip(names, urls, strict=True)]
+
+
+@contextlib.contextmanager
+def started(named: Sequence[tuple[str, Sequence[str]]], folder: Path, progress: Progress) -> Iterator[list[str]]:
+    """Addresses of servers of ours, each with a name and options of `paceline serve`; their words go to files in `folder`. The
+    one that has nothing to do sleeps; one starts after the other, because a server measures its passes before it is ready, and
+    would measure the others' start too. Raises ConfigError when one cannot be started."""
+    processes: list[subprocess.Popen[bytes]] = []
+    urls: list[str] = []
+    try:
+        for number, (name, options) in enumerate(named, start=1):
+            log = folder / f"server-{name}.log"
+            progress.say(f"starting server {number} of {len(named)}, {' '.join(options[:2])} (its words: {log})")
+            words = [sys.executable, "-m", "paceline", "serve", "--port", "0", *options]
+            with log.open("wb") as out:
+                processes.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out))
+            urls.append(_ready(processes[-1], log))
+        yield urls
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+            process.kill()
+            process.wait()
+
+
+def _ready(process: subprocess.Popen[bytes], log: Path) -> str:
+    """The address of a server that has loaded its model. Raises ConfigError with its last words when it ends before that."""
+    while process.poll() is None:
+        found = re.search(r"listening on (http://\S+),", log.read_text(errors="replace"))
+        if found and _answers(found.group(1) + "/ready"):
+            return found.group(1)
+        time.sleep(0.1)
+    words = log.read_text(errors="replace").split("error: ")[-1].strip().splitlines()
+    raise ConfigError(f"a server could not be started: {words[-1] if words else 'it said nothing'}")
+
+
+def _answers(url: str) -> bool:
+    with contextlib.closing(Client(url, timeout_s=10)) as client, contextlib.suppress(OSError):
+        return client.get("").status == 200
+    return False

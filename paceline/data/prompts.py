@@ -1,0 +1,383 @@
+"""Prompts from anywhere: JSON lines of the usual benchmark shapes, chats, Parquet, a server's traces, or a hub data
+set.
+
+    read_prompts("questions.jsonl", limit=20)      # question | text | prompt | turns | instruction | messages | conversations
+    read_prompts("traces")                         # a folder of Parquet files, or one of them
+    read_prompts("openai/gsm8k/main:test")         # a hub data set: owner/name[/config][:split]
+
+The shape is told from each row's keys; keys that are not read are counted (`Dropped.unread`), and refused with
+`strict`. Benchmarks get the wording the DFlash paper's own benchmark gives them: GSM8K's rows are those of a
+`question` whose `answer` ends in "#### ..."; any other question is asked as it stands. Traces, and answers that
+`regenerate` wrote, are asked again token by token (`prompt_ids`). A row of `messages`, or of ShareGPT's
+`conversations`, may have `system`, `tools` as the API takes them, and `chat_template_kwargs`. Of a conversation the
+user's turns are asked, one after the other; one in which tools were called is asked as it stands, up to its last
+message that is not the assistant's, since its results belong to the calls that were made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.data.messages import READ_KEYS, Message, MessageError, normalised
+from paceline.data.rows import Dropped, Row, RowError, printable, rows_of
+from paceline.errors import PromptError
+from paceline.types import GrammarSpec
+
+GSM8K = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
+WORDINGS = (("{}", "question"), (HUMANEVAL, "prompt", "entry_point"), ("{}", "prompt"), ("{}", "text"))
+"""How the text of the first key is put, where a row has all of the keys."""
+NO_PART_OF_PROMPTS = frozenset(
+    [
+        "id",
+        "ids",
+        "task_id",
+        "question_id",
+        "prompt_id",
+        "conversation_id",
+        "chat_id",
+        "row_id",
+        "uuid",
+        "hash",
+        "idx",
+        "index",
+        "key",
+        "name",
+        "sources",
+        "data_source",
+        "dataset",
+        "dataset_name",
+        "origin",
+        "category",
+        "subset",
+        "split",
+        "license",
+        "url",
+        "model",
+        "app",
+        "lang",
+        "timestamp",
+        "created",
+        "created_at",
+        "date",
+        "metadata",
+        "meta",
+        "score",
+        "scores",
+        "rating",
+        "quality",
+        "num_tokens",
+        "num_turns",
+        "answer",
+        "answers",
+        "answer_idx",
+        "answer_index",
+        "output",
+        "outputs",
+        "response",
+        "responses",
+        "completion",
+        "completions",
+        "chosen",
+        "rejected",
+        "target",
+        "targets",
+        "label",
+        "labels",
+        "reference",
+        "solution",
+        "solutions",
+        "canonical_solution",
+        "entry_point",
+        "is_classification",
+        "correct_answer",
+        "final_answer",
+        "ground_truth",
+        "gold",
+        "explanation",
+        "rationale",
+        "scorer",
+    ]
+)
+"""Names, origins and answers: the target answers for itself, so nothing is lost when they are not read."""
+BESIDE_TOKENS = NO_PART_OF_PROMPTS | frozenset(
+    {"prompt_ids", "answer_ids", "key", "source", "turn", "temperature", "finish_reason", "text", "top_ids", "top_logprobs"}
+    | {"tag", "ended", "sampling", "seed", "drafted", "accepted", "num_reused", "drafter", "cluster", "queue_s", "prefill_s"}
+    | {"first_token_s", "draft_s", "verify_s", "host_s", "total_s", "conversation", "prompt", "digest", "version"}
+)
+"""Keys of rows of `prompt_ids` that traces, answers, stores and suites have: the tokens are the whole prompt."""
+TASK_KEYS = ((frozenset({"test"}), ("entry_point",)), (frozenset({"code"}), ("test", "test_list")))
+"""Answers and tests of programming tasks: (keys that hold them, keys of which such a row has one). In other rows the same
+keys may hold what the prompt is about."""
+SPOKEN_KEYS = ("from", "role", "value", "content")
+"""Keys of an entry of ShareGPT's that are read."""
+KNOWN_KEYS = "messages, conversations, turns, question, prompt, text, instruction"
+CHATS = ("conversations", "conversation")
+"""ShareGPT's key, and a common misspelling of it."""
+SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function", "function_response"), "tool"),
+    **dict.fromkeys(("system", "developer"), "system"),
+}
+"""Who speaks in ShareGPT's files, as the API says it."""
+
+log = logging.getLogger("paceline.data.prompts")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One conversation to be had."""
+
+    id: str
+    messages: list[Message]
+    """What comes before the model's first answer: a system message perhaps, and the first user turn."""
+    turns: tuple[str, ...]
+    """All user turns; those after the first follow the model's own answers."""
+    source: str
+    """Name of the file or data set."""
+    token_ids: tuple[int, ...] = ()
+    """The very tokens to be sent, of the target's own vocabulary; then there are no messages and no turns."""
+    tools: tuple[Row, ...] = ()
+    """What may be called, as the API takes it."""
+    grammar: GrammarSpec | None = None
+    """What the answer has to be, where this prompt is asked for another than the others are."""
+    variables: tuple[tuple[str, Any], ...] = ()
+    """Variables of the chat template that are this row's own, as (("enable_thinking", False),)."""
+    where: str = field(default="", repr=False, compare=False)
+    """File and line of its row, for messages: two rows that ask the same are one prompt."""
+
+    def api_request(self) -> tuple[str, dict[str, Any]]:
+        """Path of the API and the body's fields that hold this prompt; `turns` after the first are not part of it."""
+        if self.token_ids:
+            return "/v1/completions", {"prompt": list(self.token_ids)}
+        body: dict[str, Any] = {"messages": self.messages}
+        if self.tools:
+            body["tools"] = list(self.tools)
+        if self.variables:
+            body["chat_template_kwargs"] = dict(self.variables)
+        return "/v1/chat/completions", body
+
+
+def read_prompts(
+    source: str | Path, limit: int | None = None, dropped: Dropped | None = None, *, strict: bool = False
+) -> list[Prompt]:
+    """The first `limit` prompts of a JSON lines file, a Parquet file or folder, or a data set id; all without a limit.
+
+    Raises PromptError naming file and line when a row is malformed, of unknown shape, or when there is none at all.
+    With `dropped` such rows are left out, and counted there by reason; so are keys that are not read, which are logged
+    without it. `strict` refuses both."""
+    if limit is not None and limit < 1:
+        raise PromptError(f"limit must be at least 1, not {limit}")
+    name, rows = rows_of(source)
+    prompts: list[Prompt] = []
+    counted = Dropped() if dropped is None else dropped
+    for index, (where, row) in enumerate(rows):
+        try:
+            if isinstance(row, RowError):
+                raise row
+            prompt, unread = _prompt_of(row, where, printable(name), index)
+            if strict and unread:
+                raise RowError(f"{where}: not read: {', '.join(unread)}: remove them, or write them into the prompt")
+        except RowError as error:
+            if dropped is None or strict:
+                raise
+            dropped.add(error.reason, str(error))
+            continue
+        prompts.append(prompt)
+        counted.unread.update(unread)
+        if limit is not None and len(prompts) >= limit:
+            break
+    if dropped is None and counted.unread:
+        log.warning("%s: %s", source, counted.unread_text)
+    if not prompts:
+        raise PromptError(f"{source} holds no prompts: give at least one row" + (f"; {dropped}" if dropped else ""))
+    return prompts
+
+
+def _prompt_of(row: Row, where: str, source: str, index: int) -> tuple[Prompt, list[str]]:
+    """The prompt of a row, and the row's keys that were not read."""
+    token_ids = row.get("prompt_ids")
+    is_chat = row.get("messages") is not None or any(isinstance(row.get(key), list) for key in CHATS)
+    if token_ids is not None and not is_chat:  # a store's rows have the name of their conversation beside their tokens
+        return _traced(token_ids, where, source), unread_keys(row, BESIDE_TOKENS)
+    messages, key = _messages_of(row, where)
+    if messages is not None:
+        first, turns, lost = _conversation(messages, where)
+        lost += _keys_within(row[key], f"{key}[].", READ_KEYS if key == "messages" else SPOKEN_KEYS)
+        read = {key}
+    else:
+        turns, read = _turns_of(row, where)
+        first, lost = [{"role": "user", "content": turns[0]}], []
+    if any(not turn.strip() for turn in turns):
+        raise RowError(f"{where}: the prompt is empty", "empty prompt")
+    system = row.get("system")
+    if isinstance(system, str) and (not system.strip() or first[0]["role"] != "system" or first[0]["content"] == system):
+        read.add("system")
+        is_new = system.strip() and first[0]["role"] != "system"
+        first = [{"role": "system", "content": system}, *first] if is_new else first
+    tools, variables = read_tools(row.get("tools"), where), read_variables(row.get("chat_template_kwargs"), where)
+    read |= {"tools", "chat_template_kwargs"} | NO_PART_OF_PROMPTS
+    for keys, beside in TASK_KEYS:
+        read |= keys if any(row.get(key) is not None for key in beside) else set()
+    name = next((row[key] for key in ("id", "task_id", "question_id") if row.get(key) is not None), index)
+    prompt = Prompt(printable(name), first, turns, source, tools=tools, variables=variables, where=where)
+    return prompt, [*unread_keys(row, read), *dict.fromkeys(lost)]
+
+
+def unread_keys(row: Row, read: Iterable[str]) -> list[str]:
+    """Keys with a value that are none of those `read`: Parquet gives every row all keys of its column."""
+    known = set(read)
+    return [printable(key) for key, value in row.items() if key not in known and value not in (None, "", [], {})]
+
+
+def _keys_within(entries: list[Row], prefix: str, read: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(prefix + key for entry in entries for key in unread_keys(entry, read)))
+
+
+def read_variables(given: Any, where: str) -> tuple[tuple[str, Any], ...]:
+    """Template variables, sorted by name. Parquet gives every row all keys of its column: those without a value are not
+    the row's. Raises PromptError on what is no object, and on names that the row's own keys hold."""
+    if given is None:
+        return ()
+    if not isinstance(given, dict):
+        raise RowError(f"{where}: 'chat_template_kwargs' must be an object, as {{\"enable_thinking\": false}}")
+    if taken := sorted({"messages", "tools", "add_generation_prompt"} & given.keys()):
+        raise RowError(f"{where}: 'chat_template_kwargs' may not hold {taken[0]}: the row's own keys say it")
+    return tuple(sorted((str(key), value) for key, value in given.items() if value is not None))
+
+
+def _messages_of(row: Row, where: str) -> tuple[Any, str]:
+    """`messages` as they are, or made from ShareGPT's `conversations`, and the key; None where a row has neither."""
+    key = next((key for key in ("messages", *CHATS) if row.get(key) is not None), "")
+    said = row.get(key)
+    if said is None or key == "messages":
+        return said, key
+    if not isinstance(said, list) or not all(isinstance(each, dict) for each in said):
+        raise RowError(f'{where}: \'conversations\' must be a list of {{"from": ..., "value": ...}}')
+    return [_spoken(each, where) for each in said], key
+
+
+def _spoken(each: Row, where: str) -> Message:
+    """One of ShareGPT's entries as a message."""
+    speaker = each.get("from", each.get("role"))
+    role = SPEAKERS.get(str(speaker).lower())
+    if role is None:
+        raise RowError(f"{where}: nobody is called {speaker!r} here: speakers are {', '.join(SPEAKERS)}", "unknown speaker")
+    content = each.get("value", each.get("content"))
+    if str(speaker).lower() != "function_call":
+        return {"role": role, "content": content}
+    try:
+        call: Any = json.loads(content) if isinstance(content, str) else content
+        calls = [{"name": one["name"], "arguments": one["arguments"]} for one in (call if isinstance(call, list) else [call])]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RowError(f"{where}: a function_call must be a JSON object with name and arguments") from error
+    return {"role": role, "content": "", "tool_calls": [{"type": "function", "function": one} for one in calls]}
+
+
+def _traced(token_ids: Any, where: str, source: str) -> Prompt:
+    """Named by its content: traces come and go between a run and its resumption."""
+    if not isinstance(token_ids, list) or not token_ids or not all(type(token) is int for token in token_ids):
+        raise RowError(f"{where}: 'prompt_ids' must be a list of token ids, at least one")
+    name = hashlib.blake2b(repr(token_ids).encode(), digest_size=8).hexdigest()
+    if not all(0 <= token < 2**31 for token in token_ids):
+        raise RowError(f"{where}: 'prompt_ids' holds a number that is no token id", "with an impossible token id")
+    return Prompt(name, [], (), source, tuple(token_ids), where=where)
+
+
+def digest(token_ids: Iterable[int]) -> str:
+    """Names a prompt by its tokens: traces carry it in their keys."""
+    return hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=8).hexdigest()
+
+
+def read_tools(tools: Any, where: str) -> tuple[Row, ...]:
+    """Tools as a list, or as the JSON text of one. Raises PromptError when they are not what the API takes."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError:
+            tools = "no JSON"
+    if not tools:
+        return ()
+    if isinstance(tools, list):  # some files leave the wrapping out
+        tools = [{"type": "function", "function": each} if _is_bare(each) else each for each in tools]
+    functions = (
+        [tool.get("function") if isinstance(tool, dict) else None for tool in tools] if isinstance(tools, list) else [None]
+    )
+    if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in functions):
+        raise RowError(f'{where}: \'tools\' must be a list of {{"type": "function", "function": {{"name": ...}}}}')
+    return tuple(tools)
+
+
+def _is_bare(tool: Any) -> bool:
+    return isinstance(tool, dict) and "function" not in tool and "parameters" in tool and isinstance(tool.get("name"), str)
+
+
+def _turns_of(row: Row, where: str) -> tuple[tuple[str, ...], set[str]]:
+    """The texts of the user's turns, by the keys that the row has, and the keys that were read."""
+
+    def has(*keys: str) -> bool:
+        return all(row.get(key) is not None for key in keys)
+
+    def text(key: str) -> str:
+        if not isinstance(row[key], str):
+            raise RowError(f"{where}: {key!r} must be text, not {type(row[key]).__name__}")
+        return row[key]
+
+    if has("turns"):
+        turns = row["turns"]
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+            raise RowError(f"{where}: 'turns' must be a list of texts, one per user turn")
+        return tuple(turns), {"turns"}
+    for form, *keys in WORDINGS:
+        if has(*keys):
+            form = GSM8K if keys == ["question"] and "####" in str(row.get("answer")) else form
+            return (form.format(text(keys[0])),), {keys[0]}
+    if has("instruction"):
+        instances, given, read = row.get("instances"), row.get("input"), {"instruction"}
+        if isinstance(instances, list) and instances and isinstance(instances[0], dict):
+            given = instances[0].get("input")
+            read |= {"instances"} if len(instances) == 1 else set()  # of several the first is asked
+        elif given is None or isinstance(given, str):
+            read.add("input")
+        return (f"{text('instruction')}\n\n{given}" if isinstance(given, str) and given.strip() else text("instruction"),), read
+    found = ", ".join(map(printable, row)) or "nothing"
+    raise RowError(f"{where}: none of the keys {KNOWN_KEYS} (found {found})", "of unknown shape")
+
+
+def _conversation(messages: Any, where: str) -> tuple[list[Message], tuple[str, ...], list[str]]:
+    """OpenAI-style messages: those up to the first user turn, the texts of all user turns, and what is lost. Where
+    tools were called: all that stand before the last answer, and the last turn."""
+    said = read_messages(messages, where)
+    turns = tuple(message["content"] for message in said if message["role"] == "user")
+    if not turns:
+        raise RowError(f"{where}: 'messages' holds no user message", "without a user's turn")
+    if any(message["role"] == "tool" or "tool_calls" in message for message in said):
+        last = max(index for index, message in enumerate(said) if message["role"] != "assistant")
+        return said[: last + 1], turns[-1:], []
+    first = next(index for index, message in enumerate(said) if message["role"] == "user")
+    others = {message["role"] for message in said[first:]} - {"user", "assistant"}
+    return said[: first + 1], turns, [f"messages of role {printable(role)} after the first turn" for role in sorted(others)]
+
+
+def read_messages(messages: Any, where: str) -> list[Message]:
+    """Messages in normal form, of the keys that are known. Raises PromptError on what are none."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise RowError(f'{where}: \'messages\' must be a list of {{"role": ..., "content": ...}}')
+    try:
+        return normalised(
+            {"content": None, "role": str(message.get("role"))}
+            | {key: value for key, value in message.items() if key in READ_KEYS - {"role"}}
+            for message in messages
+        )
+    except MessageError as error:
+        if ".content" in error.field:
+            raise RowError(f"{where}: a message's content must be text ({error})", "not text alone") from error
+        raise RowError(f"{where}: {error}", "malformed message") from error

@@ -1,0 +1,1 @@
+"""DFlash: a block-diffusion drafter that drafts a block in one pass."""

@@ -1,0 +1,336 @@
+"""DFlash (arXiv 2602.06036): one pass of a small block-diffusion network drafts a block.
+
+The target's tapped hidden states become keys and values of every draft layer, once per verified position, all layers in one
+matrix product (`observe`). A round embeds [anchor, MASK, MASK, ...] with the target's embedding, lets every slot see the
+context before the anchor and its block, and reads all drafts off the target's head at once (`propose`). Slot k predicts the
+token at its own position, anchor + k; slot 0 is discarded.
+
+`DFlashNetwork` holds the weights and is what training trains. A path is the same mathematics made for decoding, with its
+cache: in `paths.py` there is one in PyTorch, on any device, and one of native calls. `reading.py` turns a
+pass's logits into drafts; `draft/dflash2/drafter.py` adds what DFlash 2 has more.
+`tests/draft/test_dflash.py` compares them with the authors' `dflash` package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from paceline.draft.base import Observed
+from paceline.draft.dflash.checkpoint import DFlashConfig, check_fit, new_config, read_stored, write_checkpoint
+from paceline.draft.dflash.paths import Drafts, NativePath, TorchPath
+from paceline.draft.dflash.reading import Reading, num_finite
+from paceline.draft.tapped import TappedDrafter, features_of
+from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError
+from paceline.model.checkpoint import random_weights
+from paceline.model.config.decoder import DecoderConfig
+from paceline.model.kv_cache import KVCache
+from paceline.model.native.decoder import NativeDecoder, padded
+from paceline.model.target import Target
+from paceline.model.torch.fused import rms_norm, swiglu
+from paceline.plan.trees import MOST_NODES, Candidates
+from paceline.types import Batch, DraftBlock, Sequence
+
+
+class Attend(Protocol):
+    """Rotary positions, who sees whom, and softmax, for blocks packed one after another; `train/learn/attention.py` holds some.
+
+    layer: index of the draft layer. query [T, heads, head_dim]; keys and values [T, kv_heads, head_dim] of the blocks' own
+    slots and [N, kv_heads, head_dim] of the context, normed, not yet rotated. Returns [T, heads * head_dim].
+    """
+
+    def __call__(self, layer: int, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor: ...
+
+
+class Norm(nn.Module):
+    """RMSNorm with a trainable weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return rms_norm(inputs, self.weight, self.eps)
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: DecoderConfig) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, queries, bias=shape.qkv_bias)
+        self.k_proj = nn.Linear(shape.hidden_size, keys, bias=shape.qkv_bias)
+        self.v_proj = nn.Linear(shape.hidden_size, keys, bias=shape.qkv_bias)
+        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=shape.output_bias)
+        self.q_norm = Norm(shape.head_dim, shape.rms_norm_eps)
+        self.k_norm = Norm(shape.head_dim, shape.rms_norm_eps)
+
+    def forward(self, layer: int, block_TD: Tensor, context_ND: Tensor, attend: Attend) -> Tensor:
+        query = self.q_norm(self._heads(self.q_proj(block_TD)))
+        return self.o_proj(attend(layer, query, self._key_value(block_TD), self._key_value(context_ND)))
+
+    def _key_value(self, inputs_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return self.k_norm(self._heads(self.k_proj(inputs_TD))), self._heads(self.v_proj(inputs_TD))
+
+    def _heads(self, projected_TX: Tensor) -> Tensor:
+        return projected_TX.unflatten(-1, (-1, self.head_dim))
+
+
+class _MLP(nn.Module):
+    def __init__(self, shape: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_proj(inputs), self.up_proj(inputs)))
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, shape: DecoderConfig) -> None:
+        super().__init__()
+        self.self_attn = _Attention(shape)
+        self.mlp = _MLP(shape)
+        self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(self, layer: int, block_TD: Tensor, context_ND: Tensor, attend: Attend) -> Tensor:
+        block_TD = block_TD + self.self_attn(layer, self.input_layernorm(block_TD), context_ND, attend)
+        return block_TD + self.mlp(self.post_attention_layernorm(block_TD))
+
+
+class DFlashNetwork(nn.Module):
+    """The trainable network; parameters have the names and dtypes of the checkpoint. Embedding and head are the target's."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        shape = config.shape
+        self.fc = nn.Linear(len(config.target_layer_ids) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.hidden_norm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.layers = nn.ModuleList(self.make_layer(config) for _ in range(shape.num_layers))
+        self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
+
+    @staticmethod
+    def make_layer(config: DFlashConfig) -> nn.Module:
+        return DraftLayer(config.shape)
+
+    @classmethod
+    def of(cls, config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
+        """A network that holds `tensors` themselves. Raises ModelFileError naming a tensor that does not fit the config."""
+        with torch.device("meta"):
+            network = cls(config)
+        expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+        given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if expected != given:
+            name = min(key for key in expected | given if expected.get(key) != given.get(key))
+            raise ModelFileError(
+                f"{source}: tensor {name!r} has shape {given.get(name)}, the config asks for {expected.get(name)}: "
+                "config and weights are of different drafters"
+            )
+        network.load_state_dict(dict(tensors), assign=True)
+        return network
+
+    def of_file(self) -> dict[str, Tensor]:
+        """Tensors by the names that its file has for them."""
+        return dict(self.state_dict())
+
+    @classmethod
+    def random(
+        cls,
+        config: DFlashConfig,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> Self:
+        """Weights as `checkpoint.random_weights` draws them for a target of this device and dtype."""
+        with torch.device("meta"):
+            shapes = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
+        return cls.of(config, dict(random_weights(shapes, seed, device, dtype)))
+
+    def forward(self, block_TD: Tensor, taps_NF: Tensor, attend: Attend) -> Tensor:
+        """Final normed hidden states [T, D] of block inputs, given the target's taps at N context positions.
+
+        Any number of blocks and contexts, packed one after another; `attend` knows which is whose and where each stands.
+        Differentiable; the decode path must equal it.
+        """
+        context_ND = self.hidden_norm(self.fc(taps_NF))
+        for index, layer in enumerate(self.layers):
+            block_TD = layer(index, block_TD, context_ND, attend)
+        return self.norm(block_TD)
+
+
+def visible(query_T: Tensor, key_S: Tensor, window: int | None, is_causal: bool) -> Tensor:
+    """Whether slots at positions [T] see keys at positions [S], of those their block may see at all; bool [T, S].
+
+    Context stands before the whole block, so causality only hides later slots. The window counts per query, and both ways.
+    """
+    distance = query_T[:, None] - key_S
+    seen = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
+    return seen if window is None else seen & (distance.abs() < window)
+
+
+class DFlashDrafter(TappedDrafter):
+    """A DFlash v1 drafter. Greedy and seeded requests get certain drafts, sampled ones drafts with their distribution."""
+
+    name = "dflash"
+    has_native_path = True
+    """Whether it runs in native calls beside a target that does."""
+
+    def __init__(
+        self,
+        network: DFlashNetwork,
+        *,
+        num_drafted: int | None = None,
+        draft_ids: Tensor | None = None,
+        head_VD: Tensor | None = None,
+    ) -> None:
+        """`num_drafted` below block_size - 1 reads fewer slots of the same block; more raise ConfigError. `draft_ids`: the only
+        tokens drafted, for a head of fewer rows. `head_VD`: a head of its own in place of the target's, with these rows."""
+        self.network, self.config = network, network.config
+        self.block_size = self.config.block_size
+        most = self.config.num_slots
+        self.num_drafted = most if num_drafted is None else num_drafted
+        if not 0 <= self.num_drafted <= most:
+            raise ConfigError(f"this drafter's block of {self.block_size} drafts 0 to {most}, not {num_drafted}")
+        self.draft_ids, self.head_VD = draft_ids, head_VD
+        self.tap_layers = self.config.target_layer_ids
+        self._target: Target | None = None
+        self._bound_cache: object | None = None
+
+    @classmethod
+    def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
+        """Read a checkpoint, as `checkpoint.read_stored` does. Raises UnsupportedModelError for a DFlash 2 drafter."""
+        stored = read_stored(folder)
+        if stored.config.second:
+            raise UnsupportedModelError(f"{folder} holds a DFlash 2 drafter: read it with dflash2.read_drafter")
+        network = DFlashNetwork.of(stored.config, stored.tensors, folder)
+        ids, head_VD = stored.vocabulary
+        return cls(network, num_drafted=num_drafted, draft_ids=ids, head_VD=head_VD)
+
+    @classmethod
+    def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> DFlashDrafter:
+        """Random weights for mocking: right cost, useless drafts. `keys` are those of `checkpoint.new_config`."""
+        raw = new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys)
+        network = DFlashNetwork.random(DFlashConfig.from_json(raw), seed, target.device, target.dtype)
+        return cls(network, num_drafted=num_drafted)
+
+    def save(self, folder: Path | str, *, in_8_bits: bool = False) -> None:
+        """Write the checkpoint; what was loaded is written back unchanged, unless `in_8_bits` rounds the matrices for a file
+        that paceline alone reads. Raises CacheError."""
+        tensors = self.network.of_file()
+        write_checkpoint(folder, self.config.raw, tensors, self.draft_ids, head_VD=self.head_VD, in_8_bits=in_8_bits)
+
+    @torch.no_grad()
+    def bind(self, target: Target) -> None:
+        """As Drafter.bind. Bound to the same cache again it keeps its packed matrices and forgets all rows."""
+        check_fit(self.config, target, self.draft_ids, self.head_VD)
+        if self._target is target and self._bound_cache is target.cache:
+            self._path.cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
+        else:
+            self._path = self._make_path(target)
+        self._target, self._bound_cache = target, target.cache
+        self._vocab_size, self._overwrites_taps = target.vocab_size, target.overwrites_taps
+        self.has_own_threads = isinstance(self._path, NativePath)
+        self._forget_rows()
+
+    def _make_path(self, target: Target) -> TorchPath | NativePath:
+        made_of = self.config, self.network.state_dict()
+        if self.has_native_path and isinstance(target, NativeDecoder):
+            return NativePath(*made_of, target, self.draft_ids, self.head_VD)
+        return TorchPath(*made_of, target, self.draft_ids, self.head_VD)
+
+    def record(self) -> None:
+        """Records the path's passes; see Drafter.record."""
+        self._path.record()
+
+    @property
+    def round_path(self) -> TorchPath | None:
+        """The path, if a recorded round may hold its passes: then every draft is read off its own slot alone."""
+        return self._path if type(self._path) is TorchPath else None
+
+    def cache_bytes(self, target: Target) -> int:
+        shape, max_len = self.config.shape, target.cache.max_len
+        is_native = self.has_native_path and isinstance(target, NativeDecoder)
+        slack = self.block_size
+        head_dim, slack = padded(shape, max_len, slack) if is_native else (shape.head_dim, slack)
+        positions = target.cache.num_rows * (max_len + slack)
+        return 2 * shape.num_layers * shape.num_kv_heads * head_dim * positions * target.dtype.itemsize
+
+    @property
+    def weight_bytes(self) -> int:
+        own = sum(tensor.nbytes for tensor in self.network.state_dict().values())
+        return own + (self._path.weight_bytes if self._target else 0)
+
+    def keep_weights(self) -> None:
+        self.head_VD = None if self.head_VD is None else self.head_VD.clone()
+        super().keep_weights()
+
+    @property
+    def _cache(self) -> KVCache:
+        return self._path.cache
+
+    def _take_in(self, rows: list[int], starts: list[int], counts: list[int], observed: list[Observed]) -> None:
+        self._path.inject(rows, starts, counts, features_of(observed))
+
+    def propose(self, batch: Batch) -> DraftBlock:
+        """As Drafter.propose; a slot whose logits are not finite numbers ends its row's drafts."""
+        limits = batch.draft_limits_B(self.num_drafted)
+        drafting = [index for index, limit in enumerate(limits) if limit > 0]
+        block = DraftBlock.certain([[] for _ in limits])
+        if not drafting:
+            return block
+        self._sort()
+        sequences = [batch.sequences[index] for index in drafting]
+        rows, anchors = [seq.row for seq in sequences], [seq.tokens[-1] for seq in sequences]
+        self._inject(rows)
+        grows = [bool(batch.num_candidates) and seq.constraint is None for seq in sequences]
+        guesses = [batch.foresees and seq.kind != "greedy" and seq.params.lossy is None for seq in sequences]
+        named = [tree or guess for tree, guess in zip(grows, guesses, strict=True)]
+        drawn = [seq.kind == "sampled" and not each for seq, each in zip(sequences, named, strict=True)]
+        width = max(limits)
+        needed = width if self.config.from_anchor else 1 + width
+        # Slots that nobody reads are left out; recorded passes have one size, and fewer slots would cost as much.
+        size = self.block_size if batch.whole_blocks or self._path.is_fixed else needed
+        says_sure = not batch.whole_blocks or any(named)
+        reading = self._read(rows, anchors, width, size, says_sure or any(drawn))
+        candidates_B: list[Candidates | None] = [None] * len(limits)
+        block.candidates_B = candidates_B if any(grows) else None
+        sure_B: list[list[float] | None] = [None] * len(limits)
+        block.sure_B = sure_B if says_sure else None
+        for slot, (seq, index) in enumerate(zip(sequences, drafting, strict=True)):
+            if drawn[slot]:
+                block.tokens_B[index], block.probs_B[index], sure = reading.drawn(slot, limits[index], seq)
+            elif named[slot]:
+                most, count = min(self._cache_room(seq), MOST_NODES), max(batch.num_candidates, 1)
+                foresight = self.config.foresight if guesses[slot] else None
+                candidates = reading.candidates(slot, limits[index], seq, count, most, foresight)
+                candidates_B[index] = candidates if grows[slot] else None
+                block.tokens_B[index] = [tokens[0] for tokens in candidates.tokens_KM]
+                sure = [logprobs[0] for logprobs in candidates.logprobs_KM]
+            else:
+                block.tokens_B[index], sure = reading.certain(slot, limits[index], says_sure)
+            sure_B[index] = sure[: num_finite(sure)] if sure and says_sure else None
+        return block
+
+    def chances_of(self, seq: Sequence, said: list[int], probs_KV: Tensor) -> list[float]:
+        """Probability that each of these tokens is drafted behind the row's anchor, if those before it were. `probs_KV`: what
+        the row's latest drafts were drawn from, at least as many slots."""
+        return probs_KV[torch.arange(len(said)), torch.tensor(said, dtype=torch.int64)].tolist()
+
+    def _cache_room(self, seq: Sequence) -> int:
+        """Drafts that fit the target's cache behind the row's anchor."""
+        assert self._target is not None
+        return self._target.cache.max_len - seq.cached_len - 1
+
+    def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Reading:
+        best_BK, logits_BKV, sure_BK = self._draft(rows, anchors, width, size, with_logits)
+        return Reading(best_BK, logits_BKV, self.config, self.draft_ids, self._vocab_size, sure_BK)
+
+    def _draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
+        return self._path.draft(rows, anchors, width, size, with_logits)

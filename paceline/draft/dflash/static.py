@@ -1,0 +1,179 @@
+"""DFlash's block pass and injection in fixed shapes, for CUDA graphs: `dflash_paths.TorchPath` from buffers to buffers.
+
+Both compute rows 0..B-1 of the target's cache. Rows that have no part in a pass, and positions behind a row's own
+count, write to scratch positions at the end of each row of the drafter's cache, where nothing is ever read.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.draft.dflash.checkpoint import DFlashConfig
+from paceline.model.kv_cache import StaticKVCache
+from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope
+from paceline.model.torch.graphs import StaticPlan, StaticWriter
+from paceline.model.torch.kernels.attend import Sight
+from paceline.model.torch.recorded import Grid, Recorder, Recordings, Region, row_sizes
+
+Tables = tuple[Tensor, Tensor]
+Kind = tuple[int | None, bool]
+"""Window and causality of a draft layer."""
+
+
+class FixedPath(Protocol):
+    """The part of `TorchPath` that static passes use."""
+
+    config: DFlashConfig
+    cache: StaticKVCache
+    device: torch.device
+    dtype: torch.dtype
+    group: int
+    rope: Rope
+    kinds: list[Kind]
+
+    @abstractmethod
+    def embed_block(self, tokens_T: Tensor) -> Tensor: ...
+    @abstractmethod
+    def run_layers(
+        self, hidden_TD: Tensor, size: int, plans: Mapping[Kind, AttentionPlan], writer: CacheWriter, tables: Tables
+    ) -> Tensor: ...
+    @abstractmethod
+    def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]: ...
+    @abstractmethod
+    def write_context(self, taps_TF: Tensor, writer: CacheWriter, tables: Tables) -> None: ...
+
+
+class StaticBlock(Region):
+    """Computes blocks of `block_size` slots right behind the contexts of B rows; outputs are the path's conclusions
+    (`conclude`) for the slots that drafts are read from."""
+
+    kind = "block"
+
+    def __init__(self, path: FixedPath, num_rows: int, outputs: list[Tensor]) -> None:
+        """`outputs`: buffers of at least B rows, which blocks of other shapes may share."""
+        self._path, self._num_rows = path, num_rows
+        self._size, device = path.config.block_size, path.device
+        self._inputs_3B = torch.zeros(3, num_rows, dtype=torch.long, device=device)
+        self._tokens_BJ = torch.full((num_rows, self._size), path.config.mask_token_id, device=device)
+        self._writer = StaticWriter(num_rows, self._size, path.cache.max_len, device)
+        self.outputs = [output[:num_rows] for output in outputs]
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return [self._inputs_3B]
+
+    def compute(self) -> None:
+        """Fill `outputs` from anchors, context lengths and counts."""
+        for output, concluded in zip(self.outputs, self.conclude(*self._inputs_3B.unbind()), strict=True):
+            output.copy_(concluded)
+
+    def conclude(self, anchors_B: Tensor, starts_B: Tensor, counts_B: Tensor) -> tuple[Tensor, ...]:
+        """The path's conclusions, which `compute` copies to `outputs`. `counts_B`: the block's size, or 0 of idle rows."""
+        path, size = self._path, self._size
+        self._tokens_BJ[:, 0] = anchors_B
+        slots_BJ = self._writer.point(starts_B, counts_B)
+        plans = {
+            (window, is_causal): StaticPlan(Sight(starts_B, counts_B, size, window=window, is_causal=is_causal))
+            for window, is_causal in set(path.kinds)
+        }
+        tables = path.rope.tables_at(slots_BJ.flatten())
+        hidden_TD = path.embed_block(self._tokens_BJ.flatten())
+        hidden_TD = path.run_layers(hidden_TD, size, plans, self._writer, tables)
+        return path.conclude(hidden_TD, self._num_rows, path.config.num_slots, anchors_B)
+
+    def fill(self, rows: list[int], anchors: list[int]) -> None:
+        """Set the blocks of these rows, by one copy to the device."""
+        lengths, inputs = self._path.cache.lengths, [[0] * self._num_rows for _ in range(3)]
+        for row, anchor in zip(rows, anchors, strict=True):
+            inputs[0][row], inputs[1][row], inputs[2][row] = anchor, lengths[row], self._size
+        self._inputs_3B.copy_(torch.tensor(inputs))
+
+
+class StaticInject(Region):
+    """Computes keys and values of all draft layers for features of J positions behind the contexts of B rows."""
+
+    kind = "inject"
+
+    def __init__(self, path: FixedPath, num_rows: int, count: int) -> None:
+        self._path, self._num_rows, self._count = path, num_rows, count
+        shape, device = path.config.shape, path.device
+        num_features = len(path.config.target_layer_ids) * shape.hidden_size
+        self._inputs_2B = torch.zeros(2, num_rows, dtype=torch.long, device=device)
+        self._taps_BJF = torch.zeros(num_rows, count, num_features, dtype=path.dtype, device=device)
+        self._writer = StaticWriter(num_rows, count, path.cache.max_len, device)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return [self._inputs_2B, self._taps_BJF]
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        return [self._path.cache.keys, self._path.cache.values]
+
+    def compute(self) -> None:
+        """Write keys and values into the path's cache."""
+        starts_B, counts_B = self._inputs_2B.unbind()
+        write_behind(self._path, self._writer, starts_B, counts_B, self._taps_BJF.flatten(0, 1))
+
+    def fill(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
+        """Set features of these rows, packed row after row: one copy to the device, one within it for each row."""
+        inputs, begin = [[0] * self._num_rows for _ in range(2)], 0
+        for row, start, count in zip(rows, starts, counts, strict=True):
+            inputs[0][row], inputs[1][row] = start, count
+            self._taps_BJF[row, :count] = taps_TF[begin : begin + count]
+            begin += count
+        self._inputs_2B.copy_(torch.tensor(inputs))
+
+
+def write_behind(path: FixedPath, writer: StaticWriter, starts_B: Tensor, counts_B: Tensor, taps_TF: Tensor) -> None:
+    """Write keys and values of features [B * J, F] behind contexts of these lengths, of so many positions of each row."""
+    slots_BJ = writer.point(starts_B, counts_B)
+    path.write_context(taps_TF, writer, path.rope.tables_at(slots_BJ.flatten()))
+
+
+class StaticForms:
+    """The recorded passes of one path, by rows: blocks and injections."""
+
+    def __init__(self, path: FixedPath, recorder: Recorder) -> None:
+        rows, size = row_sizes(path.cache.num_rows), path.config.block_size
+        self._path, self._recorder = path, recorder
+
+        concluded = StaticBlock(path, rows[-1], []).conclude(*torch.zeros(3, rows[-1], dtype=torch.long, device=path.device))
+        outputs = [torch.zeros_like(tensor) for tensor in concluded]
+
+        def block(num_rows: int) -> StaticBlock:
+            return StaticBlock(path, num_rows, outputs)
+
+        def inject(num_rows: int, count: int) -> StaticInject:
+            return StaticInject(path, num_rows, count)
+
+        self.blocks = Recordings(recorder, StaticBlock.kind, Grid(rows), block)
+        self.injects = Recordings(recorder, StaticInject.kind, Grid(rows, [size]), inject)
+
+    def record(self) -> None:
+        """Record them all; what waits longer than a block is injected eagerly, as prompts are."""
+        self.blocks.record()
+        self.injects.record()
+
+    def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> bool:
+        """Whether a recorded pass has injected these features."""
+        if max(counts) > self._path.config.block_size or not (region := self.injects.find(max(rows) + 1, max(counts))):
+            return False
+        region.fill(rows, starts, counts, taps_TF)
+        self._recorder.run(region)
+        return True
+
+    def block(self, rows: list[int], anchors: list[int]) -> list[Tensor] | None:
+        """The path's conclusions for these rows' blocks, by row of the cache; the next block overwrites them. None
+        where no block is recorded."""
+        region = self.blocks.find(max(rows) + 1)
+        if region is None:
+            return None
+        region.fill(rows, anchors)
+        self._recorder.run(region)
+        return region.outputs

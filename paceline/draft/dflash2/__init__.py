@@ -1,0 +1,1 @@
+"""DFlash 2: DFlash with convolutions and a selector."""

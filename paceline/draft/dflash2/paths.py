@@ -1,0 +1,159 @@
+"""DFlash 2's decode paths: `draft/dflash/paths.py` with the convolutions, down to the scores of each slot's candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.draft.dflash.checkpoint import DFlashConfig
+from paceline.draft.dflash.paths import LayerAttention, NativePath, TorchPath, rows_of
+from paceline.draft.dflash.reading import scale_logits
+from paceline.draft.dflash2.selector import BOOKS, Picks, Selector, score
+from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary
+from paceline.model.gguf.blocks import quantise
+from paceline.model.native.decoder import NativeDecoder, pack
+from paceline.model.native.library import FORMATS, GROUP, Picker
+from paceline.model.target import Target
+from paceline.model.torch.parts import PackedLinear, Residual
+
+SELECTOR, CONVS = "candidate_selector.", ("attention_conv", "mlp_conv")
+
+
+def convolve(hidden_TD: Tensor, added_TKG: Tensor, base_KD: Tensor, size: int) -> Tensor:
+    """out[i, c] = sum over t < K of (base[t, c] + added[i, t, group of c]) * hidden[i - t, c], within blocks of `size` slots.
+
+    hidden_TD [T, D]: blocks one behind another; nothing comes from before a block's first slot. Returns [T, D].
+    """
+    num_taps, groups = added_TKG.shape[1:]
+    blocks, dtype = hidden_TD.unflatten(0, (-1, size)), hidden_TD.dtype
+    # A product with zeros and ones gives every channel its group's number: in bfloat16, forward and backward, four times as
+    # fast as to broadcast the groups.
+    ones_GD = torch.eye(groups, dtype=dtype, device=hidden_TD.device).repeat_interleave(hidden_TD.shape[1] // groups, dim=1)
+    out: Tensor | None = None
+    for tap in range(num_taps):
+        taps = torch.addmm(base_KD[tap].to(dtype), added_TKG[:, tap].to(dtype), ones_GD).unflatten(0, (-1, size))
+        values = F.pad(blocks, (0, 0, tap, 0))[:, :size] if tap else blocks
+        out = taps * values if out is None else torch.addcmul(out, taps, values)
+    assert out is not None
+    return out.flatten(0, 1)
+
+
+class DFlash2Path(TorchPath):
+    """TorchPath with the convolutions, down to the selector's scores."""
+
+    def __init__(
+        self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: Target, own: Vocabulary = ALL_TOKENS
+    ) -> None:
+        super().__init__(config, body_of(tensors), target, *own)
+        self._convs = [
+            [self._conv(tensors, f"layers.{index}.{conv}") for conv in CONVS] for index in range(config.shape.num_layers)
+        ]
+        self.selector = selector_of(config, tensors, self.device)
+        self.ids = None if own.ids is None else own.ids.to(self.device)
+
+    def _conv(self, tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, PackedLinear]:
+        projection = PackedLinear(tensors[f"{name}.kernel_projection.weight"].detach().to(self.device, self.dtype))
+        base = tensors[f"{name}.base_kernel"].detach().to(self.device, self.dtype)
+        self.weight_bytes += projection.num_bytes + base.nbytes
+        return base, projection
+
+    def run_layer(self, index: int, residual: Residual, size: int, attention: LayerAttention) -> None:
+        layer = self._layers[index]
+        sublayers = ((layer.input_norm, lambda inputs: layer.attend(inputs, *attention)), (layer.mlp_norm, layer.mlp))
+        for (norm, run), (base, project) in zip(sublayers, self._convs[index], strict=True):
+            inputs_TD = residual.normed(norm)
+            added = project(inputs_TD).view(len(inputs_TD), 2, base.shape[1], -1)
+            outputs_TD = run(convolve(inputs_TD, added[:, 0], base[0], size))
+            residual.add(convolve(outputs_TD, added[:, 1], base[1], size))
+
+    def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
+        """Candidates of each row's first `width` drafts and their scores; the next recorded pass may overwrite them."""
+        if outputs := self._replayed(rows, anchors, size):
+            chosen_BKM, tokens_BKM, scores_BKPM = (rows_of(tensor, rows)[:, :width] for tensor in outputs)
+            return Picks(chosen_BKM, tokens_BKM, scores_BKPM)
+        hidden_BKD, logits_BKV = self.read(rows, anchors, width, size)
+        return score(self.selector, hidden_BKD, logits_BKV, torch.tensor(anchors, device=logits_BKV.device), self.ids)
+
+    def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
+        """Fields of Picks, of blocks' hidden states before the final norm."""
+        hidden_BKD, logits_BKV = self._logits_of(self._drafting_slots(hidden_TD, num_rows, width), num_rows)
+        return tuple(score(self.selector, hidden_BKD, logits_BKV, anchors_B, self.ids))
+
+    @torch.inference_mode()
+    def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
+        """Hidden states [B, width, D] and scaled logits [B, width, V] of each row's first `width` drafts."""
+        return self._logits_of(self.slots(rows, anchors, width, size), len(rows))
+
+    def _logits_of(self, slots_TD: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        logits_TV = scale_logits(self._head(slots_TD), self.config)
+        return slots_TD.unflatten(0, (num_rows, -1)), logits_TV.unflatten(0, (num_rows, -1))
+
+
+class DFlash2NativePath(NativePath):
+    """NativePath with the convolutions, and the candidates' scores by one native call more."""
+
+    def __init__(
+        self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: NativeDecoder, own: Vocabulary = ALL_TOKENS
+    ) -> None:
+        super().__init__(config, body_of(tensors), target, *own, more=partial(_mixes, config, tensors, target))
+        ids_V = None if own.ids is None else own.ids.to(torch.int32).contiguous()
+        self.selector = selector_of(config, tensors, torch.device("cpu"))
+        before, after = (self.selector.get_parameter(book).detach().contiguous() for book in BOOKS)
+        is_known = before.dtype == after.dtype and before.dtype in FORMATS
+        books = (before, after) if is_known else (before.float(), after.float())
+        gate = pack([self.selector.hidden_projection.weight.detach().to(target.dtype)], target.dtype)
+        self._picker = Picker(self.selector.top_k, books, gate, target.dtype, ids_V)
+
+    def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
+        """As DFlash2Path.pick; scores are those of log-probabilities, which differ from logits by one number a slot."""
+        hidden_BKD, logits_BKV = self.read(rows, anchors, width, size)
+        return Picks(*self._picker.pick(anchors, logits_BKV, hidden_BKD))
+
+    def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
+        """As DFlash2Path.read."""
+        taps_TD = torch.empty(len(rows) * size, self.config.shape.hidden_size, dtype=self.cache.keys.dtype)
+        logits_BKV = self.run(rows, anchors, width, size, taps_TD=taps_TD)[1]
+        assert logits_BKV is not None
+        first = 0 if self.config.from_anchor else 1
+        hidden_BKD = taps_TD.unflatten(0, (len(rows), size))[:, first : first + width]
+        return hidden_BKD, scale_logits(logits_BKV, self.config)
+
+
+def can_mix(config: DFlashConfig) -> bool:
+    """Whether the native pass has the drafter's convolutions: it mixes groups of sixteen channels."""
+    return config.second is not None and config.second.conv_group_size == GROUP and config.shape.hidden_size % GROUP == 0
+
+
+def body_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that DFlash v1 has too."""
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(SELECTOR) and not any(f".{conv}." in name for conv in CONVS)
+    }
+
+
+def selector_of(config: DFlashConfig, tensors: Mapping[str, Tensor], device: torch.device) -> Selector:
+    """The selector on `device`; where the weights lie there already, these are the network's own."""
+    with torch.device("meta"):
+        selector = Selector(config)
+    weights = {name.removeprefix(SELECTOR): tensor.to(device) for name, tensor in tensors.items() if name.startswith(SELECTOR)}
+    selector.load_state_dict(weights, assign=True)
+    return selector
+
+
+def _mixes(config: DFlashConfig, tensors: Mapping[str, Tensor], target: NativeDecoder, index: int) -> dict[str, Any]:
+    """Fields of a CLayer that a layer's convolutions have."""
+    assert config.second is not None
+    fields: dict[str, Any] = {"mix_taps": config.second.conv_kernel_size}
+    for name, conv in zip(("attention", "mlp"), CONVS, strict=True):
+        projection, base = (tensors[f"layers.{index}.{conv}.{part}"] for part in ("kernel_projection.weight", "base_kernel"))
+        rounded = projection.detach().to("cpu", target.dtype)
+        fields[f"{name}_mix"] = pack([quantise(rounded, "Q8_0") if target.has_blocks else rounded], target.dtype)
+        fields[f"{name}_base"] = base.detach().to("cpu", target.dtype).float().contiguous()
+    return fields

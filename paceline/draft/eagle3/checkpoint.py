@@ -1,0 +1,344 @@
+"""EAGLE-3 checkpoints on disk: SpecForge's, SGLang's and the original's names, and those of vLLM's `speculators`.
+
+    SpecForge, SGLang, EAGLE   LlamaForCausalLMEagle3, flat config, midlayer.*, fc, norm, lm_head, d2t, t2d
+    speculators, vLLM          Eagle3Speculator, transformer_layer_config, layers.0.*, the same others, embed_tokens perhaps
+
+`Eagle3Config.from_json` says what either config means; `write_eagle3` writes the first style, or the second. `d2t` is an
+offset: row i of the head says token i + d2t[i]; `t2d` says of every token whether the head has it. Target layers are counted in
+two ways: top-level
+`eagle_aux_hidden_state_layer_ids` as Transformers' hidden_states (id 2 is the output of layer 1; vLLM, speculators), those in
+`eagle_config` as layers (SGLang adds one).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.draft.dflash.checkpoint import write_checkpoint
+from paceline.draft.formats.speculators import VERSION
+from paceline.errors import DrafterMismatchError, ModelFileError, UnsupportedModelError
+from paceline.model.checkpoint import check_finite, load_tensors, read_json
+from paceline.model.config.decoder import FAMILIES, DecoderConfig, decoder_config, is_whole, short, whole
+from paceline.model.target import Sizes
+
+log = logging.getLogger("paceline.draft")
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+REQUIRED = ("fc.weight", "norm.weight", "lm_head.weight")
+FAMILY = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+NUM_TAPS = 3
+"""Tapped layers of a config that names none."""
+KEYS = json.loads(Path(__file__).with_name("eagle3_keys.json").read_text(encoding="utf-8"))
+DEFAULT_DRAFTED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """An EAGLE-3 or 3.1 drafter: decoder layers, the first of which also reads hidden states, and a head of its own."""
+
+    shape: DecoderConfig
+    """Sizes, rope and windows of the draft layers; `vocab_size` is the target's."""
+    draft_vocab_size: int
+    target_hidden_size: int
+    tap_layers: tuple[int, ...]
+    """Tapped target layers; layer l is Transformers' hidden_states[l + 1]. Empty: as engines choose (`default_taps`)."""
+    norm_before_residual: bool
+    """Whether the first layer adds to the normed features rather than to the features."""
+    norm_before_fc: bool
+    """One norm over all features (gpt-oss)."""
+    fc_norm: bool
+    """A norm for each layer's features (EAGLE-3.1)."""
+    norm_output: bool
+    """Whether the next draft is told the normed hidden state (EAGLE-3.1)."""
+    raw: dict[str, Any]
+    """config.json as it was read."""
+
+    @property
+    def num_taps(self) -> int:
+        return len(self.tap_layers) or NUM_TAPS
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], path: Path | str = "config.json") -> Eagle3Config:
+        """Raises UnsupportedModelError for another architecture, ModelFileError for a missing or impossible key."""
+        path = Path(path)
+        layer = raw.get("transformer_layer_config", raw)
+        if not isinstance(layer, dict) or not is_eagle3(raw):
+            raise UnsupportedModelError(
+                f"{path}: {short(raw.get('architectures'))} is no EAGLE-3 drafter: give {ARCHITECTURE} or a speculators folder"
+            )
+        shape = _shape(layer, path)
+        flags = {name: _flag(raw, name, path) for name in FLAGS}
+        if flags["norm_before_fc"] and flags["fc_norm"]:
+            raise ModelFileError(f"{path}: norm_before_fc and fc_norm exclude each other: correct config.json")
+        return cls(
+            shape=shape,
+            draft_vocab_size=whole(raw, "draft_vocab_size", path, shape.vocab_size, least=2),
+            target_hidden_size=whole(raw, "target_hidden_size", path, shape.hidden_size),
+            tap_layers=_taps(raw, path),
+            **flags,
+            raw=raw,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Checkpoint:
+    """What a folder holds."""
+
+    config: Eagle3Config
+    tensors: dict[str, Tensor]
+    """Of the network, by speculators' names."""
+    ids: Tensor
+    """Token of each row of the head, int64 [draft vocabulary]."""
+    others: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors that the network has no place for: written back as they are."""
+
+
+def is_eagle3(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of an EAGLE-3 drafter, in whichever style."""
+    kind, names = raw.get("speculators_model_type"), str(raw.get("architectures"))
+    if kind is not None:
+        return kind == "eagle3"
+    return "eagle3" in names.lower() or ("LlamaForCausalLM" in names and "draft_vocab_size" in raw)
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """The target layers that SGLang and vLLM tap when a config names none: the inputs of layers 2, n/2 and n - 3; of a target
+    of fewer than seven layers early, middle and late ones."""
+    ids = (2, num_layers // 2, num_layers - 3) if num_layers >= 7 else (1, num_layers // 2, num_layers - 1)
+    return tuple(sorted({max(layer, 1) - 1 for layer in ids}))
+
+
+def new_config(
+    hidden_size: int,
+    vocab_size: int,
+    num_target_layers: int,
+    *,
+    draft_vocab_size: int | None = None,
+    head_dim: int = 64,
+    intermediate_size: int | None = None,
+    version: str = "3.1",
+    **keys: Any,
+) -> dict[str, Any]:
+    """config.json of a new drafter of one layer for a target of these sizes, SpecForge's style; `keys` overrides or adds any.
+
+    `version` 3.1 norms each layer's features and what the next draft is told; 3 does neither.
+    """
+    num_heads = max(1, hidden_size // head_dim)
+    group = next(group for group in (4, 3, 2, 1) if num_heads % group == 0)
+    taps = list(keys.pop("tap_layers", None) or default_taps(num_target_layers))
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_size": hidden_size,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": draft_vocab_size or vocab_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads // group,
+        "head_dim": head_dim,
+        "intermediate_size": intermediate_size or -(-hidden_size * 8 // 3 // 64) * 64,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "fc_norm": version == "3.1",
+        "norm_output": version == "3.1",
+        LAYER_IDS: [layer + 1 for layer in taps],
+        "eagle_config": {"use_aux_hidden_state": True, LAYER_IDS: taps},
+        **keys,
+    }
+
+
+def read_eagle3(folder: Path | str) -> Eagle3Checkpoint:
+    """Either style; keys and tensors that mean nothing here are said in a warning.
+
+    Raises ModelNotFoundError, UnsupportedModelError, or ModelFileError naming a tensor that is missing or does not fit.
+    """
+    folder = Path(folder).expanduser()
+    config = Eagle3Config.from_json(read_json(folder / "config.json"), folder)
+    tensors, others = dict[str, Tensor](), dict[str, Tensor]()
+    maps: dict[str, Tensor] = {}
+    for stored, tensor in load_tensors(folder):
+        name = stored.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+        if name in ("d2t", "t2d"):
+            maps[name] = tensor
+        elif name.split(".")[0] in ("fc", "fc_norm", "input_norm", "layers", "norm", "lm_head", "embed_tokens"):
+            check_finite(name, tensor, folder)
+            tensors[name] = tensor
+        elif not name.endswith("rotary_emb.inv_freq"):
+            others[stored] = tensor
+    needed = [*REQUIRED, *(("d2t", "t2d") if config.draft_vocab_size != config.shape.vocab_size else ())]
+    if missing := [name for name in needed if name not in tensors and name not in maps]:
+        raise ModelFileError(
+            f"{folder}: tensors that an EAGLE-3 drafter needs are missing: {', '.join(missing)}; export it with its head and "
+            "its vocabulary, or fetch the drafter again"
+        )
+    _check_flags(config, tensors, folder)
+    _say_unknown(config, others, folder)
+    return Eagle3Checkpoint(config, tensors, _ids(config, maps, folder), others)
+
+
+def write_eagle3(folder: Path | str, checkpoint: Eagle3Checkpoint, verifier: Mapping[str, Any] | None = None) -> None:
+    """Write SpecForge's style, or speculators' where a `verifier` is given: name_or_path and architectures of the target, as
+    far as they are known. config.json as it was read if it has that style, and one file of weights. Raises CacheError."""
+    config, ids, tensors = checkpoint.config, checkpoint.ids.cpu(), checkpoint.tensors
+    if verifier is None:
+        tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
+        raw = specforge_json(config)
+    else:
+        raw = speculators_json(config, verifier, str(tensors["fc.weight"].dtype).removeprefix("torch."))
+    has_token = torch.zeros(config.shape.vocab_size, dtype=torch.bool)
+    has_token[ids] = True
+    maps = {"d2t": ids - torch.arange(len(ids)), "t2d": has_token}
+    write_checkpoint(folder, raw, {**checkpoint.others, **tensors, **maps})
+
+
+def speculators_json(config: Eagle3Config, verifier: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A config of either style as `speculators` 0.9 writes it, and vLLM reads it."""
+    raw, told = dict(config.raw), {name: value for name, value in verifier.items() if value}
+    layer = raw.pop("transformer_layer_config", None)
+    if layer is None:
+        layer = {name: raw.pop(name) for name in list(raw) if name not in KEYS["eagle"]}
+        layer |= {"architectures": [FAMILY[layer.get("model_type", "llama")]]}
+        raw.pop("eagle_config", None)
+    said = raw.pop("speculators_config", None) or {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": DEFAULT_DRAFTED, "verifier_accept_k": 1}
+        ],
+        "verifier": {"architectures": [], "name_or_path": None},
+    }
+    taps = {LAYER_IDS: [each + 1 for each in config.tap_layers]} if config.tap_layers else {}
+    return {
+        "dtype": dtype,
+        **raw,
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": VERSION,
+        "speculators_config": {**said, "verifier": {**said.get("verifier", {}), **told}},
+        "transformer_layer_config": layer,
+        "target_hidden_size": raw.get("target_hidden_size") or config.target_hidden_size,
+        **taps,
+    }
+
+
+def specforge_json(config: Eagle3Config) -> dict[str, Any]:
+    """A config of either style as SpecForge writes it."""
+    raw = config.raw
+    if "transformer_layer_config" not in raw:
+        return raw
+    left_out = ("transformer_layer_config", "architectures", "speculators_model_type", "speculators_config")
+    kept = {key: value for key, value in raw.items() if key not in left_out and value is not None}
+    taps = {"use_aux_hidden_state": True, LAYER_IDS: list(config.tap_layers)} if config.tap_layers else {}
+    return {**raw["transformer_layer_config"], **kept, "architectures": [ARCHITECTURE], "eagle_config": taps}
+
+
+def check_eagle3_fit(config: Eagle3Config, target: Sizes, taps: Iterable[int], has_embedding: bool) -> None:
+    """Raises DrafterMismatchError naming both values where a drafter and a target differ."""
+    wrong = [layer for layer in taps if not 0 <= layer < target.num_layers]
+    size, hidden_size = config.shape.hidden_size, target.hidden_size
+    for is_wrong, what, drafter_value, target_value in (
+        (config.target_hidden_size != hidden_size, "hidden size", config.target_hidden_size, hidden_size),
+        (not has_embedding and size != hidden_size, "embedding (the drafter has none of its own)", size, hidden_size),
+        (config.shape.vocab_size != target.vocab_size, "vocabulary", config.shape.vocab_size, target.vocab_size),
+        (bool(wrong), "tapped layers", wrong, f"{target.num_layers} layers"),
+    ):
+        if is_wrong:
+            raise DrafterMismatchError(
+                f"{what}: the drafter says {drafter_value}, the target has {target_value}: "
+                "give a drafter that was trained for this target"
+            )
+
+
+def _shape(layer: Mapping[str, Any], path: Path) -> DecoderConfig:
+    kind = layer.get("model_type", "llama")
+    if kind not in FAMILY:
+        raise UnsupportedModelError(
+            f"{path}: EAGLE-3 layers of model_type {short(kind)} are not implemented: llama and qwen3 are"
+        )
+    values = {name: value for name, value in layer.items() if name not in ("use_sliding_window", "layer_types")}
+    if layer.get("max_position_embeddings") is None:
+        values.pop("max_position_embeddings", None)
+    shape = decoder_config(FAMILIES[FAMILY[kind]] | values | {"architectures": [FAMILY[kind]]}, path)
+    types = layer.get("layer_types")
+    if not isinstance(types, list) or "sliding_attention" not in types:
+        return replace(shape, windows=())
+    if len(types) != shape.num_layers:
+        raise ModelFileError(
+            f"{path}: layer_types names {len(types)} layers, there are {shape.num_layers}: correct config.json"
+        )
+    window = whole(dict(layer), "sliding_window", path)
+    return replace(shape, windows=tuple(window if each == "sliding_attention" else None for each in types))
+
+
+def _flag(raw: Mapping[str, Any], name: str, path: Path) -> bool:
+    value = raw.get(name)
+    if value not in (None, True, False):
+        raise ModelFileError(f"{path}: {name} must be true or false (got {short(value)}): correct config.json")
+    return value is True
+
+
+def _taps(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
+    own = raw.get("eagle_config") or {}
+    if not isinstance(own, dict):
+        raise ModelFileError(f"{path}: eagle_config must be an object: correct config.json")
+    if own.get("use_aux_hidden_state") is False:
+        raise UnsupportedModelError(
+            f"{path}: use_aux_hidden_state is false: drafters that read the last hidden state alone are not implemented"
+        )
+    ids, first, name = raw.get(LAYER_IDS), 1, LAYER_IDS
+    if ids is None:
+        ids, first, name = own.get(LAYER_IDS), 0, f"eagle_config.{LAYER_IDS}"
+    if ids is None:
+        return ()
+    if not isinstance(ids, list) or not ids or not all(is_whole(each) and each >= first for each in ids):
+        raise ModelFileError(f"{path}: {name} must list layers from {first} on (got {short(ids)}): correct config.json")
+    if len(set(ids)) < len(ids):
+        raise ModelFileError(f"{path}: {name} names a layer twice: correct config.json")
+    return tuple(each - first for each in ids)
+
+
+def _check_flags(config: Eagle3Config, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Norms without their flag, or flags without their norms: a network that drafts worse than it could, and says nothing."""
+    for flag, prefix in (("fc_norm", "fc_norm."), ("norm_before_fc", "input_norm.")):
+        is_there = any(name.startswith(prefix) for name in tensors)
+        if is_there != getattr(config, flag):
+            found, wanted = ("are there", "true") if is_there else ("are missing", "false")
+            raise ModelFileError(
+                f"{folder}: weights {prefix}* {found}, and {flag} is {str(not is_there).lower()} in config.json: "
+                f"set {flag} to {wanted} if that is how it was trained"
+            )
+
+
+def _ids(config: Eagle3Config, maps: Mapping[str, Tensor], folder: Path) -> Tensor:
+    size, vocab_size = config.draft_vocab_size, config.shape.vocab_size
+    ids = torch.arange(size)
+    if "d2t" in maps:
+        if maps["d2t"].shape != (size,) or maps["d2t"].is_floating_point():
+            raise ModelFileError(f"{folder}: d2t must hold {size} whole numbers, one for each row of the head: fetch it again")
+        ids = ids + maps["d2t"].long()
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < size:
+        raise ModelFileError(f"{folder}: d2t does not name {size} different tokens of {vocab_size}: fetch the drafter again")
+    if "t2d" in maps:
+        has_token = maps["t2d"].bool()
+        if len(has_token) != vocab_size or int(has_token.sum()) != size or not bool(has_token[ids].all()):
+            raise ModelFileError(f"{folder}: d2t and t2d name different tokens: fetch the drafter again")
+    return ids
+
+
+def _say_unknown(config: Eagle3Config, others: Mapping[str, Tensor], folder: Path) -> None:
+    layer = config.raw.get("transformer_layer_config") or {}
+    keys = (config.raw.keys() | layer.keys()) - {key for name in ("shape", "eagle", "meaningless") for key in KEYS[name]}
+    for what, names in (("config.json", sorted(keys)), ("the weights", sorted(others))):
+        if names:
+            log.warning("%s: not understood and not used, of %s: %s", folder, what, ", ".join(names))

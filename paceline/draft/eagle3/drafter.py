@@ -1,0 +1,256 @@
+"""EAGLE-3 (arXiv 2503.01840) and 3.1 (2605.09992): one small layer drafts token after token from the target's features.
+
+    g_t = fc(features of position t)                 three tapped layers side by side; 3.1 norms each of them first
+    z   = [norm(embedding of x_{t+1}), norm(g_t)]    goes into attention, at the position of x_{t+1}; attention adds to g_t
+    h   = g_t + attention(z), + MLP                  logits of x_{t+2} = head(norm(h)), over a vocabulary of its own
+    next draft: h (3.1: norm(h)) takes the place of g
+
+`chained.py` has what it shares with other drafters of chains: verified positions and drafts in its cache, and the draws.
+
+`Eagle3Network` holds the weights and is what training trains; `Eagle3Path` (path.py) is the same mathematics for
+decoding, in PyTorch, beside any target. `tests/draft/test_eagle3.py` compares both with the formulas,
+`experiments/eagle3_interop.py` with the PyPI package `speculators` 0.9.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from paceline.draft.chained import ChainedDrafter
+from paceline.draft.dflash.drafter import Norm
+from paceline.draft.eagle3.checkpoint import (
+    DEFAULT_DRAFTED,
+    Eagle3Checkpoint,
+    Eagle3Config,
+    check_eagle3_fit,
+    default_taps,
+    new_config,
+    read_eagle3,
+    write_eagle3,
+)
+from paceline.draft.eagle3.native import Eagle3NativePath
+from paceline.draft.eagle3.path import Eagle3Path
+from paceline.errors import ConfigError, ModelFileError, refuse
+from paceline.model.checkpoint import random_weights
+from paceline.model.config.decoder import DecoderConfig
+from paceline.model.native.decoder import NativeDecoder
+from paceline.model.target import Target
+from paceline.model.torch.fused import swiglu
+
+
+class Attend(Protocol):
+    """Rotary positions, who sees whom, and softmax: heads [T, heads, head_dim] and [T, kv_heads, head_dim] of layer `layer`,
+    not yet rotated, to [T, heads * head_dim]."""
+
+    def __call__(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> Tensor: ...
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: DecoderConfig, input_size: int) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(input_size, queries, bias=shape.qkv_bias)
+        self.k_proj = nn.Linear(input_size, keys, bias=shape.qkv_bias)
+        self.v_proj = nn.Linear(input_size, keys, bias=shape.qkv_bias)
+        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=shape.output_bias)
+        if shape.qk_norm:
+            self.q_norm = Norm(shape.head_dim, shape.rms_norm_eps)
+            self.k_norm = Norm(shape.head_dim, shape.rms_norm_eps)
+        self.has_norm = shape.qk_norm
+
+    def forward(self, layer: int, inputs_TX: Tensor, attend: Attend) -> Tensor:
+        query, key, value = (
+            project(inputs_TX).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.has_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        return self.o_proj(attend(layer, query, key, value))
+
+
+class _MLP(nn.Module):
+    def __init__(self, shape: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=shape.mlp_bias)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_proj(inputs), self.up_proj(inputs)))
+
+
+class Eagle3Layer(nn.Module):
+    """A decoder layer; the first one's attention reads the embedding beside the hidden state."""
+
+    def __init__(self, config: Eagle3Config, is_first: bool) -> None:
+        super().__init__()
+        shape = config.shape
+        size, eps = shape.hidden_size, shape.rms_norm_eps
+        self.self_attn = _Attention(shape, 2 * size if is_first else size)
+        self.mlp = _MLP(shape)
+        self.input_layernorm, self.post_attention_layernorm = Norm(size, eps), Norm(size, eps)
+        if is_first:
+            self.hidden_norm = Norm(size, eps)
+        self.is_first, self.adds_to_normed = is_first, config.norm_before_residual
+
+    def forward(self, layer: int, embedded_TD: Tensor, hidden_TD: Tensor, attend: Attend) -> Tensor:
+        if self.is_first:
+            normed_TD = self.hidden_norm(hidden_TD)
+            inputs_TX = torch.cat([self.input_layernorm(embedded_TD), normed_TD], dim=-1)
+            hidden_TD = normed_TD if self.adds_to_normed else hidden_TD
+        else:
+            inputs_TX = self.input_layernorm(hidden_TD)
+        hidden_TD = hidden_TD + self.self_attn(layer, inputs_TX, attend)
+        return hidden_TD + self.mlp(self.post_attention_layernorm(hidden_TD))
+
+
+class Eagle3Network(nn.Module):
+    """The trainable network; parameters have `speculators`' names. The embedding is the target's unless the file has one."""
+
+    def __init__(self, config: Eagle3Config, has_embedding: bool = False) -> None:
+        super().__init__()
+        self.config, shape = config, config.shape
+        size, eps, num_features = shape.hidden_size, shape.rms_norm_eps, config.num_taps * config.target_hidden_size
+        if config.norm_before_fc:
+            self.input_norm = Norm(num_features, eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(Norm(config.target_hidden_size, eps) for _ in range(config.num_taps))
+        self.fc = nn.Linear(num_features, size, bias=False)
+        self.layers = nn.ModuleList(Eagle3Layer(config, index == 0) for index in range(shape.num_layers))
+        self.norm = Norm(size, eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        if has_embedding:
+            self.embed_tokens = nn.Embedding(shape.vocab_size, size)
+
+    @classmethod
+    def of(cls, config: Eagle3Config, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
+        """A network that holds `tensors` themselves. Raises ModelFileError naming a tensor that does not fit the config."""
+        with torch.device("meta"):
+            network = cls(config, has_embedding="embed_tokens.weight" in tensors)
+        expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+        given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if expected != given:
+            name = min(key for key in expected | given if expected.get(key) != given.get(key))
+            raise ModelFileError(
+                f"{source}: tensor {name!r} has shape {given.get(name)}, the config asks for {expected.get(name)}: "
+                "config and weights are of different drafters"
+            )
+        network.load_state_dict(dict(tensors), assign=True)
+        return network
+
+    @classmethod
+    def random(
+        cls,
+        config: Eagle3Config,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> Self:
+        """Weights as `checkpoint.random_weights` draws them for a target of this device and dtype."""
+        with torch.device("meta"):
+            shapes = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
+        tensors = dict(random_weights(shapes, seed, device, dtype))
+        for name in tensors:
+            if name.startswith("fc_norm."):  # ends like a matrix of a list
+                tensors[name] = torch.ones_like(tensors[name])
+        return cls.of(config, tensors)
+
+    def features(self, taps_NF: Tensor) -> Tensor:
+        """g [N, D] of the target's taps, side by side."""
+        if self.config.norm_before_fc:
+            taps_NF = self.input_norm(taps_NF)
+        if self.config.fc_norm:
+            parts = taps_NF.chunk(self.config.num_taps, dim=-1)
+            taps_NF = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(taps_NF)
+
+    def forward(self, embedded_TD: Tensor, hidden_TD: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """(what the next step is told, what the head reads), [T, D] each, from embedded tokens and the hidden states of the
+        positions before them: `features`, or what the step before has told. Differentiable; the decode path must equal it."""
+        for index, layer in enumerate(self.layers):
+            hidden_TD = layer(index, embedded_TD, hidden_TD, attend)
+        normed_TD = self.norm(hidden_TD)
+        return normed_TD if self.config.norm_output else hidden_TD, normed_TD
+
+
+class Eagle3Drafter(ChainedDrafter):
+    """An EAGLE-3 or 3.1 drafter. Drafts that are drawn come of its distribution over the draft vocabulary."""
+
+    name = "eagle3"
+    network: Eagle3Network
+
+    def __init__(
+        self,
+        network: Eagle3Network,
+        *,
+        ids: Tensor | None = None,
+        num_drafted: int | None = None,
+        others: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """`ids`: the token of each row of its head [default: the first ones]. Raises ConfigError on a negative num_drafted."""
+        self.network, self.config = network, network.config
+        self.ids = torch.arange(self.config.draft_vocab_size) if ids is None else ids
+        self.num_drafted = DEFAULT_DRAFTED if num_drafted is None else num_drafted
+        refuse(ConfigError, (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"))
+        self.tap_layers = self.config.tap_layers
+        self._others = dict(others or {})
+        self._target: Target | None = None
+        self._bound_cache: object | None = None
+
+    @classmethod
+    def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> Eagle3Drafter:
+        """Read a checkpoint of either style. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError."""
+        found = read_eagle3(folder)
+        network = Eagle3Network.of(found.config, found.tensors, folder)
+        return cls(network, ids=found.ids, num_drafted=num_drafted, others=found.others)
+
+    @classmethod
+    def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> Eagle3Drafter:
+        """Random weights for mocking: right cost, useless drafts. `keys` are those of `eagle3_checkpoint.new_config`."""
+        raw = new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys)
+        network = Eagle3Network.random(Eagle3Config.from_json(raw), seed, target.device, target.dtype)
+        return cls(network, num_drafted=num_drafted)
+
+    def save(self, folder: Path | str) -> None:
+        """Write SpecForge's style, whatever was read. Raises CacheError."""
+        write_eagle3(folder, Eagle3Checkpoint(self.config, self.network.state_dict(), self.ids, self._others))
+
+    @torch.no_grad()
+    def bind(self, target: Target) -> None:
+        """As Drafter.bind. Bound to the same cache again it keeps its packed matrices and forgets all rows."""
+        taps, has_embedding = self.config.tap_layers or default_taps(target.num_layers), hasattr(self.network, "embed_tokens")
+        check_eagle3_fit(self.config, target, taps, has_embedding)
+        if self._target is target and self._bound_cache is target.cache:
+            self._path.cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
+        else:
+            weights = self.network.state_dict()
+            if isinstance(target, NativeDecoder):
+                self._path = Eagle3NativePath(self.config, weights, target, slack=self._slack)
+            else:
+                self._path = Eagle3Path(self.config, weights, target, slack=self._slack)
+        self._target, self._bound_cache, self.tap_layers = target, target.cache, taps
+        self.has_own_threads = isinstance(self._path, Eagle3NativePath)
+        self._token_of, self._ids = self.ids.tolist(), self.ids.to(target.device)
+        self._begin(target, self.config.shape.hidden_size)
+
+    @property
+    def weight_bytes(self) -> int:
+        own = sum(tensor.nbytes for tensor in self.network.state_dict().values())
+        return own + (self._path.weight_bytes if self._target else 0)
+
+    def cache_bytes(self, target: Target) -> int:
+        shape, positions = self.config.shape, target.cache.num_rows * (target.cache.max_len + self._slack)
+        return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * positions * target.dtype.itemsize
+
+    def _token(self, place: int) -> int:
+        return self._token_of[place]
+
+    def _over_all_tokens(self, logits_KV: Tensor) -> Tensor:
+        every_KV = logits_KV.new_full((len(logits_KV), self.config.shape.vocab_size), -math.inf)
+        return every_KV.index_copy_(1, self._ids, logits_KV)

@@ -1,0 +1,164 @@
+"""EAGLE-3's decode path, fused and packed for one target, in PyTorch operations on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.draft.eagle3.checkpoint import Eagle3Config
+from paceline.draft.level import Level
+from paceline.model.gguf.blocks import AnyWeight
+from paceline.model.kv_cache import StaticKVCache
+from paceline.model.target import Target
+from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
+from paceline.model.torch.decoder import Layer
+from paceline.model.torch.heads import split_heads
+from paceline.model.torch.parts import PackedLinear, RMSNorm
+
+
+class EagleEnds:
+    """What stands before and behind the layers of EAGLE-3, but for its products."""
+
+    def __init__(
+        self, config: Eagle3Config, weights: Mapping[str, Tensor], dtype: torch.dtype, residual_dtype: torch.dtype
+    ) -> None:
+        self.config, self._dtype, self.residual_dtype = config, dtype, residual_dtype
+        norms = {name: RMSNorm(weights[name], config.shape.rms_norm_eps) for name in weights if _is_outer_norm(name)}
+        self._input_norm, self._final_norm = norms.get("input_norm.weight"), norms["norm.weight"]
+        self._fc_norms = [norms[f"fc_norm.{index}.weight"] for index in range(config.num_taps if config.fc_norm else 0)]
+
+    def normed_features(self, taps_TF: Tensor) -> Tensor:
+        """What goes into fc, [T, F] of the target's taps."""
+        taps_TF = taps_TF.to(self._dtype)
+        if self._input_norm:
+            taps_TF = self._input_norm(taps_TF)
+        if self._fc_norms:
+            parts = taps_TF.chunk(len(self._fc_norms), dim=-1)
+            taps_TF = torch.cat([norm(part) for norm, part in zip(self._fc_norms, parts, strict=True)], dim=-1)
+        return taps_TF
+
+    def told(self, hidden_TD: Tensor) -> Tensor:
+        """What hidden states behind the last layer tell the next step [T, D]."""
+        return self._final_norm(hidden_TD).to(self.residual_dtype) if self.config.norm_output else hidden_TD
+
+    def head_input(self, told_TD: Tensor) -> Tensor:
+        return told_TD.to(self._dtype) if self.config.norm_output else self._final_norm(told_TD)
+
+
+class Eagle3Path(EagleEnds):
+    """EAGLE-3 by PyTorch operations, on any device: the weights of a network made for decoding with one target.
+
+    Entry e of a row's cache is made of the target's features of position e and of the token behind it, and is rotated to
+    that token's position, e + 1.
+    """
+
+    def __init__(self, config: Eagle3Config, network: Mapping[str, Tensor], target: Target, slack: int) -> None:
+        """`slack`: positions behind a row's longest text that drafts may take."""
+        self._shape = shape = config.shape
+        dtype, device, num_rows, max_len = target.dtype, target.device, target.cache.num_rows, target.cache.max_len
+        weights = {name: tensor.detach().to(device, dtype) for name, tensor in network.items()}
+        super().__init__(config, weights, dtype, torch.float32 if device.type == "cpu" else dtype)
+        self._target, self._device = target, device
+        self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
+        """Of packed matrices, the target's own not among them."""
+        self._hidden_norm = RMSNorm(weights.pop("layers.0.hidden_norm.weight"), shape.rms_norm_eps)
+        self._fc, self._head = PackedLinear(weights["fc.weight"]), PackedLinear(weights["lm_head.weight"])
+        self._embedding = weights.get("embed_tokens.weight")
+        self._layers = [Layer.of(shape, index, within(weights, f"layers.{index}.")) for index in range(shape.num_layers)]
+        self._rope = Rope(*(table.to(device, dtype) for table in rope_tables(shape, max_len + slack + 1)))
+        self.cache = StaticKVCache(
+            shape.num_layers, num_rows, shape.num_kv_heads, max_len, shape.head_dim, dtype, device, slack=slack
+        )
+
+    @torch.inference_mode()
+    def extend(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor) -> Tensor:
+        """Append entries of newly verified positions, `tokens` those behind each of them; what each row's last one tells the
+        draft after it [B, D]. `taps_TF` may be longer."""
+        features_TD = self._fc(self.normed_features(taps_TF[: len(tokens)])).to(self.residual_dtype)
+        told_BD = self._run(rows, starts, counts, tokens, features_TD)
+        self.cache.append(rows, counts)
+        return told_BD
+
+    @torch.inference_mode()
+    def step(self, level: Level, tokens: list[int], told_TD: Tensor) -> Tensor:
+        """The entries of some drafts, written behind what counts: what each tells the drafts after it [T, D]."""
+        group = self._shape.num_heads // self._shape.num_kv_heads
+        windows = {layer.window for layer in self._layers}
+        plans = {window: level.plan(group, self._dtype, self._device, window) for window in windows}
+        own = [plans[layer.window] for layer in self._layers]
+        return self._layers_of(own, level.writer(self._device), level.positions, tokens, told_TD, None)
+
+    @torch.inference_mode()
+    def logits(self, told_TD: Tensor) -> Tensor:
+        """Over the draft vocabulary [T, V], float32 or the target's dtype."""
+        return self._head(self.head_input(told_TD))
+
+    def _run(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], hidden_TD: Tensor) -> Tensor:
+        """All layers; of the last one only keys and values are needed but for each row's last entry."""
+        lasts = [end - 1 for end in accumulate(counts)]
+        last_T = torch.tensor(lasts, device=self._device) if len(lasts) < len(tokens) else None
+        plans = self._plans(rows, starts, counts, last_T is not None)
+        writer = CacheWriter(rows, starts, counts, self._device)
+        return self._layers_of(plans, writer, positions_of(starts, counts), tokens, hidden_TD, last_T)
+
+    def _layers_of(
+        self,
+        plans: list[AttentionPlan],
+        writer: CacheWriter,
+        positions: list[int],
+        tokens: list[int],
+        hidden_TD: Tensor,
+        last_T: Tensor | None,
+    ) -> Tensor:
+        tables = self._rope.tables([position + 1 for position in positions])
+        for index, layer in enumerate(self._layers):
+            if index == 0:
+                normed_TD = self._hidden_norm(hidden_TD)
+                inputs_TX = torch.cat([layer.input_norm(self._embed(tokens)), normed_TD], dim=-1)
+                hidden_TD = normed_TD.to(self.residual_dtype) if self.config.norm_before_residual else hidden_TD
+            else:
+                inputs_TX = layer.input_norm(hidden_TD)
+            query_THD = self._write(index, inputs_TX, writer, tables)
+            if index == len(self._layers) - 1 and last_T is not None:
+                query_THD, hidden_TD = query_THD[last_T], hidden_TD[last_T]
+            attended_TX = plans[index].attend(query_THD, self.cache.keys[index], self.cache.values[index])
+            hidden_TD = hidden_TD + layer.output(attended_TX)
+            hidden_TD = hidden_TD + layer.mlp(layer.mlp_norm(hidden_TD))
+        return self.told(hidden_TD)
+
+    def _plans(self, rows: list[int], starts: list[int], counts: list[int], only_last: bool) -> list[AttentionPlan]:
+        """One a layer."""
+        ends = [start + count - 1 for start, count in zip(starts, counts, strict=True)]
+        made: dict[tuple[int | None, bool], AttentionPlan] = {}
+        plans: list[AttentionPlan] = []
+        for index, layer in enumerate(self._layers):
+            kind = layer.window, only_last and index == len(self._layers) - 1
+            if kind not in made:
+                asked = (rows, ends, [1] * len(rows)) if kind[1] else (rows, starts, counts)
+                group = self._shape.num_heads // self._shape.num_kv_heads
+                made[kind] = AttentionPlan(*asked, group=group, dtype=self._dtype, device=self._device, window=layer.window)
+            plans.append(made[kind])
+        return plans
+
+    def _write(self, index: int, inputs_TX: Tensor, writer: CacheWriter, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """Keys and values into the cache; the queries [T, heads, head_dim]."""
+        layer, keys, values = self._layers[index], self.cache.keys[index], self.cache.values[index]
+        fused_TX = layer.qkv(inputs_TX)
+        return split_heads(fused_TX, self._shape.num_heads, keys, values, writer, layer.qk_norm, self._rope, tables)
+
+    def _embed(self, tokens: list[int]) -> Tensor:
+        tokens_T = torch.tensor(tokens, device=self._device)
+        return self._target.matrix_embed(tokens_T) if self._embedding is None else F.embedding(tokens_T, self._embedding)
+
+
+def _is_outer_norm(name: str) -> bool:
+    return name in ("input_norm.weight", "norm.weight") or name.startswith("fc_norm.")
+
+
+def within(weights: dict[str, AnyWeight], prefix: str) -> dict[str, AnyWeight]:
+    """Taken out of `weights`."""
+    return {name.removeprefix(prefix): weights.pop(name) for name in list(weights) if name.startswith(prefix)}

@@ -1,0 +1,1 @@
+"""Drafters' files in the formats of other programs."""

@@ -1,0 +1,173 @@
+"""What a drafter's folder says, in words: for `paceline inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paceline.draft.dflash.checkpoint import PACKED, StoredDrafter, weights_file
+from paceline.draft.eagle3.checkpoint import Eagle3Checkpoint
+from paceline.draft.mtp.checkpoint import MtpLayer
+from paceline.model.config.decoder import decoder_config
+
+
+class Fact(NamedTuple):
+    what: str
+    value: Any
+    meaning: str = ""
+    """Of the flag, in words."""
+
+
+def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
+    """Everything that decides what it drafts, each with what it means."""
+    config, shape = stored.config, stored.config.shape
+    ids, head_VD = stored.vocabulary
+    size = sum(tensor.nbytes for tensor in stored.tensors.values())
+    dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in stored.tensors.values()}))
+    packed = ", read from blocks of 8 bits" if weights_file(folder).name == PACKED else ""
+    heads = f"{shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} for keys"
+    taps = ", ".join(map(str, config.target_layer_ids))
+    one_more = ", ".join(str(each + 1) for each in config.target_layer_ids)
+    aligned = "slot k says the token behind its place" if config.from_anchor else "slot k says the token at its place"
+    facts = [
+        Fact("format", stored.form, f"{len(stored.tensors)} tensors, {size / 1e6:.1f} MB, {dtypes}{packed}"),
+        Fact("kind", "DFlash 2" if config.second else "DFlash v1", _second(stored)),
+        Fact("made for", _target(stored)),
+        Fact(
+            "network", f"{shape.num_layers} layers", f"hidden size {shape.hidden_size}, {heads}, MLP {shape.intermediate_size}"
+        ),
+        Fact("taps", taps, f"outputs of these target layers, counted from 0; hidden_states[{one_more}]"),
+        Fact("block", config.block_size, f"drafts {config.num_slots} tokens a round; {aligned}"),
+        Fact("mask token", config.mask_token_id, "stands in the slots to be drafted"),
+        Fact("draft vocabulary", "all tokens" if ids is None else f"{len(ids)} tokens", _head(head_VD is not None)),
+        Fact("rotary", f"theta {shape.rope_theta:g}", _rotary(stored)),
+        Fact("window", _windows(stored), _causality(stored)),
+        Fact("norms", f"mean weight {_norm_mean(stored):.2f}", _norms(stored)),
+    ]
+    flags = (
+        ("embedding scale", config.input_embedding_scale, 1.0, "embeddings of the block are multiplied by it"),
+        ("output multiplier", config.output_multiplier, 1.0, "logits are multiplied by it"),
+        ("soft cap", config.final_logit_softcapping, 0.0, "logits are kept within it, by tanh"),
+        ("biases", shape.qkv_bias, False, "in attention, as attention_bias says"),
+    )
+    facts += [Fact(what, value, meaning) for what, value, usual, meaning in flags if value != usual]
+    unread = (*stored.unread, *stored.others)
+    return facts + ([Fact("not read", ", ".join(unread), "nothing here knows what to do with it")] if unread else [])
+
+
+def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
+    """The same of a folder that holds an MTP layer alone."""
+    shape = layer.config
+    size = sum(tensor.nbytes for tensor in layer.tensors.values())
+    dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in layer.tensors.values()}))
+    layout = "Qwen3-Next's and Qwen3.5's" if layer.tells_normed else "DeepSeek-V3's"
+    mlp = f"{shape.num_experts} experts of {shape.expert_size}" if shape.has_experts(0) else f"MLP {shape.intermediate_size}"
+    heads = f"{shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} for keys"
+    of_target = decoder_config(layer.raw, folder)
+    told = "behind" if layer.tells_normed else "before"
+    return [
+        Fact("format", f"{layout} names", f"{len(layer.tensors)} tensors, {size / 1e6:.1f} MB, {dtypes}"),
+        Fact("kind", "MTP layer", "drafts token after token; embedding and head are the target's"),
+        Fact("made for", f"{shape.family}, {of_target.num_layers} layers, {shape.vocab_size} tokens"),
+        Fact("network", "1 layer", f"hidden size {shape.hidden_size}, {heads}, {mlp}"),
+        Fact("taps", of_target.num_layers - 1, "the target's last hidden state, behind its final norm"),
+        Fact("drafts", layer.steps, "tokens a round, one behind the other: so many steps it learned"),
+        Fact("told", f"{told} the final norm", "where the hidden state is taken that the next draft is told"),
+    ]
+
+
+def described_eagle3(stored: Eagle3Checkpoint, folder: Path) -> list[Fact]:
+    """The same of an EAGLE-3 drafter's folder."""
+    config, shape, raw = stored.config, stored.config.shape, stored.config.raw
+    size = sum(tensor.nbytes for tensor in stored.tensors.values())
+    dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in stored.tensors.values()}))
+    style = "speculators' names" if "transformer_layer_config" in raw else "SpecForge's names"
+    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    named = f"{verifier['name_or_path']}: " if verifier.get("name_or_path") else ""
+    heads = f"{shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} for keys"
+    residual = "the normed features" if config.norm_before_residual else "the features"
+    told = "behind" if config.norm_output else "before"
+    norms = "one for each layer" if config.fc_norm else "one over all" if config.norm_before_fc else "none"
+    has_own = "embed_tokens.weight" in stored.tensors
+    return [
+        Fact("format", style, f"{len(stored.tensors)} tensors, {size / 1e6:.1f} MB, {dtypes}"),
+        Fact("kind", "EAGLE-3", "drafts token after token, chains and trees"),
+        Fact("made for", f"{named}hidden size {config.target_hidden_size}, {shape.vocab_size} tokens"),
+        Fact("network", f"{shape.num_layers} layers", f"{shape.family}, hidden size {shape.hidden_size}, {heads}"),
+        Fact("taps", ", ".join(map(str, config.tap_layers)) or "not said", "target layers; not said: as engines choose them"),
+        Fact("features' norms", norms, "before they are put together (fc_norm, norm_before_fc)"),
+        Fact("adds to", residual, f"norm_before_residual {str(config.norm_before_residual).lower()}"),
+        Fact("told", f"{told} the final norm", f"norm_output {str(config.norm_output).lower()}: what the next draft is told"),
+        Fact("rotary", f"theta {shape.rope_theta:g}", f"scaling {shape.rope_scaling}" if shape.rope_scaling else ""),
+        Fact("head", f"{config.draft_vocab_size} tokens", "of its own, among which it drafts"),
+        Fact("embedding", "of its own" if has_own else "the target's"),
+    ]
+
+
+def _target(stored: StoredDrafter) -> str:
+    config = stored.config
+    said = config.raw.get("speculators") or {}
+    verifier = (said.get("speculators_config") or {}).get("verifier") or {} if isinstance(said, dict) else {}
+    layers = f"{config.num_target_layers} layers" if config.num_target_layers else "layers not said"
+    named = f"{verifier['name_or_path']}: " if isinstance(verifier, dict) and verifier.get("name_or_path") else ""
+    return f"{named}hidden size {config.shape.hidden_size}, {layers}, {config.vocab_size or 'not said how many'} tokens"
+
+
+def _second(stored: StoredDrafter) -> str:
+    sizes = stored.config.second
+    if sizes is None:
+        return "slots are drafted independently of each other"
+    return (
+        f"convolutions of {sizes.conv_kernel_size} taps in groups of {sizes.conv_group_size}, "
+        f"a selector of rank {sizes.selector_rank} among {sizes.selector_top_k} candidates a slot{_books(stored)}"
+    )
+
+
+def _books(stored: StoredDrafter) -> str:
+    """Counts the tokens with a row in the selector's codebooks, where the file lacks others (`packed.py`)."""
+    book_VR = next(tensor for name, tensor in stored.tensors.items() if "predecessor_codebook" in name)
+    num_rows, num_tokens = int(book_VR.any(dim=1).sum()), len(book_VR)
+    if num_rows == num_tokens:
+        return ""
+    return f"; its codebooks have rows of {num_rows} tokens: behind others it adds nothing"
+
+
+def _head(has_own: bool) -> str:
+    return "with a head of its own" if has_own else "with the target's head"
+
+
+def _rotary(stored: StoredDrafter) -> str:
+    shape = stored.config.shape
+    scaling = shape.rope_scaling
+    scaled = "not scaled" if scaling is None else ", ".join(f"{name} {value}" for name, value in scaling.items())
+    return f"{scaled}; made for {shape.max_position} positions"
+
+
+def _windows(stored: StoredDrafter) -> str:
+    shape = stored.config.shape
+    windows = [shape.window(layer) for layer in range(shape.num_layers)]
+    if not any(windows):
+        return "none" + (f" (sliding_window {stored.config.raw['sliding_window']} is switched off)" if _is_off(stored) else "")
+    return ", ".join(str(each or "full") for each in windows)
+
+
+def _is_off(stored: StoredDrafter) -> bool:
+    return bool(stored.config.raw.get("sliding_window")) and not stored.config.raw.get("use_sliding_window")
+
+
+def _causality(stored: StoredDrafter) -> str:
+    causal = stored.config.is_causal
+    if not any(causal):
+        return "slots see their whole block"
+    layers = "all layers" if all(causal) else "layers " + ", ".join(str(layer) for layer, is_so in enumerate(causal) if is_so)
+    return f"in {layers} a slot sees only those before it"
+
+
+def _norm_mean(stored: StoredDrafter) -> float:
+    norms = [tensor.float().mean() for name, tensor in stored.tensors.items() if name.endswith("norm.weight")]
+    return float(sum(norms) / len(norms))
+
+
+def _norms(stored: StoredDrafter) -> str:
+    around_zero = abs(_norm_mean(stored)) < 0.3
+    return "around zero, as where 1 is added to them: they are used as they are here" if around_zero else "used as they are"

@@ -1,0 +1,152 @@
+"""A drafter's folder in the words of other programs: z-lab's format, vLLM's `speculators` format, or llama.cpp's GGUF.
+
+    export(read_stored(folder), "speculators", out, head_rows=rows, verifier={"name_or_path": ..., "architectures": [...]})
+
+What a format has no place for is returned in words, for whoever asked to be told. What would make another program draft
+something else in silence is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.draft import vocabulary
+from paceline.draft.dflash.checkpoint import DFlashConfig, StoredDrafter, write_checkpoint
+from paceline.draft.formats import speculators
+from paceline.draft.formats.gguf_writer import write_gguf
+from paceline.errors import ConfigError, UnsupportedModelError
+from paceline.runs.folder import check_new
+
+FORMATS = ("z-lab", "speculators", "gguf")
+HeadRows = Callable[[Tensor], Tensor]
+"""Rows [n, D] of the target's head, by token ids."""
+
+
+def export(
+    stored: StoredDrafter,
+    form: str,
+    out: Path,
+    *,
+    head_rows: HeadRows | None = None,
+    verifier: Mapping[str, Any] | None = None,
+    with_vocabulary: bool = True,
+    target: Path | None = None,
+) -> list[str]:
+    """Write the drafter into a new folder, or as a GGUF file; returns what was left out, or put in a key of its own, in words.
+
+    `head_rows` gives the head's rows of a draft vocabulary, which speculators and gguf need and z-lab's format leaves out
+    without; `with_vocabulary` False leaves it and a head out of z-lab's, for programs that read neither. `verifier`:
+    name_or_path and architectures of the target, as far as they are known; `target`: its GGUF file, for gguf. Raises
+    ConfigError for a format that is none or a head that is needed, UnsupportedModelError for what the format cannot say,
+    CacheError when `out` has files or cannot be written.
+    """
+    if form not in FORMATS:
+        raise ConfigError(f"format must be one of {', '.join(FORMATS)}, not {form!r}")
+    check_new(out, "file" if form == "gguf" else "folder")
+    if form == "gguf":
+        if out.suffix.lower() != ".gguf":
+            raise ConfigError(f"--out {out} must be a file that ends in .gguf: programs know the format by it")
+        return write_gguf(stored, out, head_rows=head_rows, target=target)
+    if form == "z-lab":
+        return _as_z_lab(stored, out, head_rows, with_vocabulary)
+    return _as_speculators(stored, out, head_rows, verifier or {})
+
+
+def _as_z_lab(stored: StoredDrafter, out: Path, head_rows: HeadRows | None, with_vocabulary: bool) -> list[str]:
+    """A draft vocabulary and a head as vLLM reads them in this format: `draft_vocab_size`, and tensors within the weights,
+    which SGLang and the authors' package pass over."""
+    config, left_out = stored.config, list[str]()
+    ids, head_VD = stored.vocabulary
+    can_say = with_vocabulary and config.second is None and bool(config.vocab_size)
+    if ids is not None and not (can_say and (head_VD is not None or head_rows)):
+        remedy = "; name the target (--model) to have its head's rows written" if can_say else ""
+        left_out.append(
+            f"the draft vocabulary of {len(ids)} tokens: others draft among all tokens with the target's head{remedy}"
+        )
+    if head_VD is not None and not can_say:
+        left_out.append("the drafter's own head: others take the target's")
+    if left_out:
+        ids = head_VD = None
+    raw = {name: value for name, value in config.raw.items() if name != "draft_vocab_size"}
+    raw |= {} if ids is None else {"draft_vocab_size": len(ids)}
+    write_checkpoint(out, raw, {**stored.tensors, **_vocabulary(stored, ids, head_VD, head_rows)})
+    return left_out + [f"{name}: the target's own is used" for name in stored.others]
+
+
+def _vocabulary(
+    stored: StoredDrafter, ids: Tensor | None, head_VD: Tensor | None, head_rows: HeadRows | None
+) -> dict[str, Tensor]:
+    """d2t, t2d and the head's rows for these ids, or the drafter's own head, or nothing; dtype of the network's weights."""
+    tensors = {} if ids is None else vocabulary.as_tensors(ids, stored.config.vocab_size or 0)
+    if head_VD is None and ids is not None and head_rows is not None:
+        head_VD = head_rows(ids)
+    return tensors if head_VD is None else tensors | {vocabulary.HEAD: head_VD.to(stored.tensors["fc.weight"].dtype)}
+
+
+def _as_speculators(stored: StoredDrafter, out: Path, head_rows: HeadRows | None, verifier: Mapping[str, Any]) -> list[str]:
+    config, left_out = stored.config, list[str]()
+    _check_sayable(config)
+    kind = "dflash2" if config.second else "dflash"
+    vocab_size = config.vocab_size or 0
+    ids, head_VD = stored.vocabulary
+    if config.second and ids is not None:
+        left_out.append(f"the draft vocabulary of {len(ids)} tokens: the format's DFlash 2 drafts among all tokens")
+        ids, head_VD = None, None
+    if ids is not None and head_VD is None and head_rows is None:
+        raise ConfigError(
+            f"this drafter drafts among {len(ids)} tokens, and the format wants the target's head for them: name it (--model)"
+        )
+    tensors = {**stored.tensors, **_vocabulary(stored, ids, head_VD, head_rows)}
+    settings = {
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": config.target_layer_ids,
+        "num_slots": config.num_slots,
+        "sample_from_anchor": config.from_anchor,
+        "sliding_window_non_causal": _is_non_causal(config),
+        "draft_vocab_size": vocab_size if ids is None else len(ids),
+    }
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    raw = speculators.from_z_lab(config.raw, kind, settings, verifier, dtype)
+    write_checkpoint(out, raw, {**tensors, **stored.others})
+    if not verifier.get("name_or_path") and not raw["speculators_config"]["verifier"].get("name_or_path"):
+        left_out.append(
+            "the target's name, which was not given: vLLM needs it, as --speculative-config has the target elsewhere"
+        )
+    return left_out
+
+
+def _is_non_causal(config: DFlashConfig) -> bool:
+    """Of the layers with a window: whether a slot sees those behind it. Without any it is written as true: vLLM takes it for
+    all layers, full ones too, and would draft with causal attention that nobody has trained (vllm 56692)."""
+    return not any(causal for layer, causal in enumerate(config.is_causal) if config.shape.window(layer))
+
+
+def _check_sayable(config: DFlashConfig) -> None:
+    """Raises UnsupportedModelError for a setting that the format has no word for."""
+    if not config.vocab_size:
+        raise UnsupportedModelError(
+            "config.json has no vocab_size, which the speculators format needs: write the target's in it"
+        )
+    full = [causal for layer, causal in enumerate(config.is_causal) if not config.shape.window(layer)]
+    unsayable = {
+        "is_causal on layers without a window": any(full),
+        "input_embedding_scale": config.input_embedding_scale != 1.0,
+        "output_multiplier": config.output_multiplier != 1.0,
+        "final_logit_softcapping": bool(config.final_logit_softcapping),
+    }
+    for what, is_so in unsayable.items():
+        if is_so:
+            raise UnsupportedModelError(
+                f"the speculators format has no place for {what}: others would draft something else; use z-lab's format"
+            )
+
+
+def rows_of(head_VD: Tensor) -> HeadRows:
+    """Of a head that is at hand."""
+    return lambda ids: head_VD[ids.to(head_VD.device)].to("cpu", torch.float32)

@@ -1,0 +1,192 @@
+"""A DFlash drafter's GGUF file in z-lab's words: llama.cpp's architecture `dflash`, DFlash 1 and 2. `gguf_writer.py` writes it.
+
+    raw, tensors, vocabulary, others = read_gguf(Path("drafter.gguf"))
+
+What llama.cpp has (its src/models/dflash.cpp and conversion/qwen.py, as of 2026): the sizes under their usual keys;
+`dflash.target_layers`, each one more than z-lab's id, since it names the layer whose input is read; `dflash.block_size`;
+`tokenizer.ggml.mask_token_id`; of DFlash 2 `dflash.conv_*` and `dflash.selector_*`; `d2t`, the target's token for each row of
+a head of its own; and the target's whole tokenizer. What it has no word for lies under keys of ours, which it does not read:
+`paceline.config`, z-lab's config.json as it was, and `paceline.draft_ids`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.draft.vocabulary import Vocabulary, check_ids, split
+from paceline.errors import ModelFileError, UnsupportedModelError
+from paceline.model.checkpoint import check_finite
+from paceline.model.gguf.container import GGUFFile, is_gguf, open_gguf
+from paceline.model.gguf.metadata import decimal, tensor_of
+
+ARCH = "dflash"
+CONFIG, DRAFT_IDS = "paceline.config", "paceline.draft_ids"
+MASK, TOKENS = "tokenizer.ggml.mask_token_id", "tokenizer.ggml.tokens"
+COUNTS = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "block_size": "block_size",
+}
+FRACTIONS = {"rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base"}
+SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+SCALES = {"output_multiplier": "logit_scale", "final_logit_softcapping": "final_logit_softcapping"}
+ROPE = {"factor": "factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+WHOLE_NAMES = {
+    "fc.weight": "fc.weight",
+    "hidden_norm.weight": "enc.output_norm.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "d2t": "d2t",
+    "embed_tokens.weight": "token_embd.weight",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+    "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
+}
+LAYER_NAMES = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+    "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection.weight": "attn_conv_proj.weight",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
+}
+"""z-lab's name: llama.cpp's, of whole files and within `layers.{i}.` and `blk.{i}.`."""
+
+
+def is_gguf_drafter(path: Path) -> bool:
+    """Whether this is a GGUF file of a DFlash drafter, not of a model. Raises ModelFileError for a damaged one."""
+    return is_gguf(path) and open_gguf(path).metadata.get("general.architecture") == ARCH
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], Vocabulary, dict[str, Tensor]]:
+    """config.json and the network's tensors in z-lab's words, its draft vocabulary, and tensors that nothing here reads.
+    Tensors in blocks are expanded.
+
+    Raises UnsupportedModelError for a GGUF file of something else, ModelFileError for one that is damaged or contradictory.
+    """
+    file = open_gguf(path)
+    arch = file.get("general.architecture", str)
+    if arch != ARCH:
+        raise UnsupportedModelError(
+            f"{path}: GGUF architecture {arch!r:.60} is no DFlash drafter's, which llama.cpp calls {ARCH!r}: "
+            "convert the drafter's folder with paceline export --format gguf, or with llama.cpp's convert_hf_to_gguf.py"
+        )
+    tensors = {_own_name(name, path): tensor_of(file, stored) for name, stored in file.tensors.items()}
+    if "d2t" in tensors:  # the target's tokens: offsets in other formats
+        tensors["d2t"] = tensors["d2t"].long() - torch.arange(len(tensors["d2t"]))
+    raw, ids = _config(file, tensors), torch.tensor(file.array(DRAFT_IDS, int))
+    network, vocabulary, others = split(_narrowed(tensors), path)
+    for name, tensor in network.items():
+        check_finite(name, tensor, path)
+    if len(ids):
+        vocabulary = Vocabulary(check_ids(ids, f"{path}: {DRAFT_IDS}", "export the drafter again"))
+    return raw, network, vocabulary, others
+
+
+def _own_name(name: str, path: Path) -> str:
+    whole = next((own for own, theirs in WHOLE_NAMES.items() if theirs == name), None)
+    head, _, rest = name.partition(".")
+    number, _, inner = rest.partition(".")
+    own = next((own for own, theirs in LAYER_NAMES.items() if theirs == inner), None) if head == "blk" else None
+    if whole or (own and number.isdecimal()):
+        return whole or f"layers.{number}.{own}"
+    raise UnsupportedModelError(
+        f"{path}: tensor {name!r:.80} is of no DFlash drafter that is implemented: give the drafter's folder, if there is one"
+    )
+
+
+def _narrowed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Norms and kernels, which GGUF files have in float32, in the dtype of the matrices where they lose nothing by it."""
+    dtype = tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32
+    return {
+        name: tensor.to(dtype)
+        if tensor.dtype == torch.float32 and tensor.dim() != 2 and torch.equal(tensor.to(dtype).float(), tensor)
+        else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _config(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The config.json that our export kept, else what llama.cpp's keys say. Raises ModelFileError where both are there and
+    differ: somebody changed a key."""
+    said = _said(file, tensors)
+    kept = file.get(CONFIG, str)
+    if kept is None:
+        return said
+    try:
+        raw = json.loads(kept)
+    except ValueError as error:
+        raise ModelFileError(f"{file.path}: GGUF key {CONFIG} is no JSON: export the drafter again") from error
+    if not isinstance(raw, dict):
+        raise ModelFileError(f"{file.path}: GGUF key {CONFIG} is no object: export the drafter again")
+    nested = raw.get("dflash_config")
+    own = {**raw, **(nested if isinstance(nested, dict) else {})}
+    told = {**said, **said["dflash_config"]}
+    for name in ("hidden_size", "num_hidden_layers", "head_dim", "block_size", "target_layer_ids", "mask_token_id"):
+        if told.get(name) is not None and own.get(name) not in (None, told[name]):
+            raise ModelFileError(
+                f"{file.path}: {name} is {told[name]} in llama.cpp's keys and {own[name]} in {CONFIG}: "
+                "export the drafter again, or take that key out of the file"
+            )
+    return raw
+
+
+def _said(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """z-lab's config.json of llama.cpp's keys. Where one is missing, the reader of config.json has a default or says so."""
+
+    def key(name: str) -> str:
+        return f"{ARCH}.{name}"
+
+    found: dict[str, Any] = {name: file.get(key(theirs), int) for name, theirs in COUNTS.items()}
+    found |= {name: decimal(file.get(key(theirs), float)) for name, theirs in (FRACTIONS | SCALES).items()}
+    layers = [layer - 1 for layer in file.array(key("target_layers"), int)]
+    if not layers:
+        raise ModelFileError(f"{file.path} has no {key('target_layers')}, which a drafter's file needs: convert it again")
+    if min(layers) < 0:
+        raise ModelFileError(
+            f"{file.path}: {key('target_layers')} counts from 1, and holds {min(layers) + 1}: convert it again"
+        )
+    mask = file.get(MASK, int)
+    nested = {"target_layer_ids": layers, "mask_token_id": file.get(key("mask_token_id"), int) if mask is None else mask}
+    second = "candidate_selector.hidden_projection.weight" in tensors
+    if second:
+        nested |= {name: file.get(key(name), int) for name in SECOND}
+    found["architectures"] = ["DFlash2DraftModel" if second else "DFlashDraftModel"]
+    found["vocab_size"] = file.length(TOKENS) or file.get(key("vocab_size"), int)
+    window = file.get(key("attention.sliding_window"), int)
+    if window:
+        kinds = file.array(key("attention.sliding_window_pattern"), bool)
+        kinds = kinds or [True] * (found["num_hidden_layers"] or 0)
+        found |= {"sliding_window": window, "use_sliding_window": True}
+        found["layer_types"] = ["sliding_attention" if each else "full_attention" for each in kinds]
+    if file.get(key("rope.scaling.type"), str) not in (None, "none"):
+        found["rope_scaling"] = _rope_scaling(file, key("rope.scaling"))
+    given = {name: value for name, value in found.items() if value is not None}
+    told = {name: value for name, value in nested.items() if value is not None}
+    return {**given, "model_type": "qwen3", "is_causal": bool(file.get(key("attention.causal"), bool)), "dflash_config": told}
+
+
+def _rope_scaling(file: GGUFFile, prefix: str) -> dict[str, Any]:
+    scaling: dict[str, Any] = {name: file.get(f"{prefix}.{theirs}", float) for name, theirs in ROPE.items()}
+    scaling["original_max_position_embeddings"] = file.get(f"{prefix}.original_context_length", int)
+    told = {name: value for name, value in scaling.items() if value is not None}
+    return {"rope_type": file.get(f"{prefix}.type", str), **told}

@@ -1,0 +1,189 @@
+"""A DFlash drafter as a GGUF file for llama.cpp (`--spec-type draft-dflash -md FILE`), which `--drafter FILE` reads too.
+
+    left_out = write_gguf(read_stored(folder), Path("drafter.gguf"), head_rows=rows, target=Path("target.gguf"))
+
+Keys and names: `gguf_reader.py`. What llama.cpp would compute otherwise in silence is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paceline.draft.dflash.checkpoint import DFlashConfig, StoredDrafter
+from paceline.draft.formats.gguf_reader import (
+    ARCH,
+    CONFIG,
+    COUNTS,
+    DRAFT_IDS,
+    FRACTIONS,
+    LAYER_NAMES,
+    MASK,
+    ROPE,
+    SCALES,
+    SECOND,
+    TOKENS,
+    WHOLE_NAMES,
+)
+from paceline.errors import ConfigError, UnsupportedModelError
+from paceline.model.gguf.package import gguf_package
+from paceline.runs.folder import whole_file
+
+if TYPE_CHECKING:
+    import gguf
+
+STORED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
+"""ggml's names of the types that are stored as they are."""
+YARN = {"rope_type", "rope_theta", "factor", "beta_fast", "beta_slow", "original_max_position_embeddings"}
+CAUSAL = "layers in which a slot sees only those before it: llama.cpp's see their whole block"
+
+
+def write_gguf(
+    stored: StoredDrafter, file: Path, *, head_rows: Callable[[Tensor], Tensor] | None = None, target: Path | None = None
+) -> list[str]:
+    """Write one file; returns what was left out or is read by paceline alone, in words.
+
+    `target`: the target's GGUF file, whose tokenizer llama.cpp wants in the drafter's too. `head_rows`: of the target's head,
+    for a draft vocabulary of DFlash 1. Raises UnsupportedModelError for what llama.cpp has no word for, ConfigError for a
+    target of another vocabulary, CacheError when the file cannot be written.
+    """
+    config, (ids, head_VD), told = stored.config, stored.vocabulary, list[str]()
+    _check_sayable(config, stored.tensors)
+    tensors = dict(stored.tensors)
+    if ids is not None and head_VD is None and head_rows is not None and config.second is None:
+        head_VD = head_rows(ids).to(tensors["fc.weight"].dtype)
+    if head_VD is not None:
+        tensors["lm_head.weight"] = head_VD
+        if ids is not None:
+            tensors["d2t"] = ids
+    elif ids is not None:
+        told.append(f"the draft vocabulary of {len(ids)} tokens, for llama.cpp, which drafts among all tokens{_remedy(config)}")
+    told += [f"{name}: the target's own is used" for name in stored.others]
+    if config.second is None and (config.output_multiplier, config.final_logit_softcapping) != (1.0, 0.0):
+        told.append(
+            "output_multiplier and final_logit_softcapping, which llama.cpp reads of DFlash 2 alone; the best stay the best"
+        )
+    with whole_file(file, "free space or choose another file") as scratch:
+        writer = gguf_package().GGUFWriter(scratch, ARCH)
+        _add_config(writer, config)
+        if ids is not None and "d2t" not in tensors:
+            writer.add_array(DRAFT_IDS, ids.tolist())
+        told += _add_tokenizer(writer, config, target)
+        for name, tensor in tensors.items():
+            _add_tensor(writer, _their_name(name), tensor)
+        for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+            write()
+    return told
+
+
+def _remedy(config: DFlashConfig) -> str:
+    return "" if config.second else "; --model gives it the head's rows"
+
+
+def _check_sayable(config: DFlashConfig, tensors: dict[str, Tensor]) -> None:
+    """Raises UnsupportedModelError for a setting or a tensor that llama.cpp has no word for."""
+    shape = config.shape
+    scaling = shape.rope_scaling or {}
+    kind = scaling.get("rope_type", "default")
+    without_name = [name for name in tensors if _their_name(name) == ""]
+    unsayable = {
+        CAUSAL: any(config.is_causal),
+        "sample_from_anchor": config.from_anchor,
+        "input_embedding_scale": config.input_embedding_scale != 1.0,
+        f"rope_scaling {kind}": kind not in ("default", "linear", "yarn") or bool(kind != "default" and set(scaling) - YARN),
+        f"the tensor {next(iter(without_name), '')}": bool(without_name),
+    }
+    for what, is_so in unsayable.items():
+        if is_so:
+            raise UnsupportedModelError(f"llama.cpp's {ARCH} has no place for {what}: use another format")
+
+
+def _their_name(name: str) -> str:
+    """llama.cpp's name of a tensor, or "" where it has none."""
+    if name in WHOLE_NAMES:
+        return WHOLE_NAMES[name]
+    _, _, rest = name.partition("layers.")
+    number, _, inner = rest.partition(".")
+    return f"blk.{number}.{LAYER_NAMES[inner]}" if inner in LAYER_NAMES else ""
+
+
+def _add_config(writer: gguf.GGUFWriter, config: DFlashConfig) -> None:
+    shape, values = config.shape, {**config.raw, **(config.raw.get("dflash_config") or {})}
+    meant: dict[str, Any] = {
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_position,
+        "block_size": config.block_size,
+    }
+    writer.add_type("model")
+    writer.add_name("DFlash 2 drafter" if config.second else "DFlash drafter")
+    for name, theirs in COUNTS.items():
+        writer.add_uint32(f"{ARCH}.{theirs}", meant[name])
+    writer.add_uint32(f"{ARCH}.attention.value_length", shape.head_dim)
+    writer.add_float32(f"{ARCH}.{FRACTIONS['rms_norm_eps']}", shape.rms_norm_eps)
+    writer.add_float32(f"{ARCH}.{FRACTIONS['rope_theta']}", shape.rope_theta)
+    writer.add_bool(f"{ARCH}.attention.causal", False)
+    writer.add_array(f"{ARCH}.target_layers", [layer + 1 for layer in config.target_layer_ids])
+    for name in SECOND if config.second else ():
+        writer.add_uint32(f"{ARCH}.{name}", getattr(config.second, name))
+    for name, theirs in SCALES.items():
+        if values.get(name):
+            writer.add_float32(f"{ARCH}.{theirs}", getattr(config, name))
+    windows = [shape.window(layer) for layer in range(shape.num_layers)]
+    if any(windows):
+        writer.add_uint32(f"{ARCH}.attention.sliding_window", next(each for each in windows if each))
+        writer.add_array(f"{ARCH}.attention.sliding_window_pattern", [bool(each) for each in windows])
+    _add_rope_scaling(writer, shape.rope_scaling or {})
+    if config.vocab_size:
+        writer.add_uint32(f"{ARCH}.vocab_size", config.vocab_size)
+    writer.add_uint32(MASK, config.mask_token_id)
+    writer.add_string(CONFIG, json.dumps(config.raw))
+
+
+def _add_rope_scaling(writer: gguf.GGUFWriter, scaling: dict[str, Any]) -> None:
+    if scaling.get("rope_type", "default") == "default":
+        return
+    writer.add_string(f"{ARCH}.rope.scaling.type", scaling["rope_type"])
+    for name, theirs in ROPE.items():
+        if scaling.get(name) is not None:
+            writer.add_float32(f"{ARCH}.rope.scaling.{theirs}", scaling[name])
+    if original := scaling.get("original_max_position_embeddings"):
+        writer.add_uint32(f"{ARCH}.rope.scaling.original_context_length", original)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, config: DFlashConfig, target: Path | None) -> list[str]:
+    """The keys `tokenizer.*` of the target's file, as they are."""
+    if target is None:
+        return ["the target's tokenizer, without which llama.cpp does not load the file: name the target's GGUF file (--model)"]
+    fields = gguf_package().GGUFReader(target).fields
+    tokens = len(fields[TOKENS].data) if TOKENS in fields else 0
+    if tokens != config.vocab_size:
+        raise ConfigError(
+            f"{target} has {tokens} tokens, the drafter's target {config.vocab_size}: name the GGUF of its target"
+        )
+    for name, field in fields.items():
+        if name.startswith("tokenizer.") and name != MASK:
+            kind, *inner = field.types
+            writer.add_key_value(name, field.contents(), kind, inner[-1] if inner else None)
+    return []
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor) -> None:
+    """Matrices as they are; whatever llama.cpp adds and multiplies element by element in float32."""
+    is_matrix = tensor.dim() == 2 or tensor.dtype == torch.int64
+    kept = tensor if is_matrix and tensor.dtype in STORED else tensor.float()
+    data = kept.detach().cpu().contiguous()
+    kind = gguf_package().GGMLQuantizationType[STORED[data.dtype]]
+    if kind.name == "BF16":  # NumPy has no such type
+        writer.add_tensor(name, data.view(torch.uint8).numpy(), raw_dtype=kind)
+    else:
+        writer.add_tensor(name, data.numpy(), raw_dtype=kind)

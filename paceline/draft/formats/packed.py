@@ -1,0 +1,110 @@
+"""A drafter's weights in 8 bits, as the native pass multiplies them: half the bytes of a package or a download.
+
+    model-q8_0.safetensors:
+        NAME of a matrix                     uint8 [rows, 34 bytes for each 32 columns], ggml's Q8_0; other tensors stay
+        candidate_selector.*_codebook        rows of the tokens in codebook_ids alone, if that is there
+        candidate_selector.codebook_ids      int32, ascending
+
+Codebooks of a DFlash 2 selector have a row for each token of the target. Candidates come from the draft vocabulary, and
+only the anchor of a round can be another token, so the file holds the rows of the draft vocabulary alone. Read back,
+every other token has a row of zeros: behind such an anchor the selector adds nothing to the first draft's scores.
+
+Other readers of the DFlash format do not know this file: `read_drafter(FOLDER).save(OTHER)` writes one that they do,
+with codebooks of full size.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.draft.vocabulary import check_ids
+from paceline.errors import ModelFileError, reraised
+from paceline.model.checkpoint import read_tensors
+from paceline.model.gguf.blocks import BLOCK_SIZES, Blocks, quantise
+
+PACKED = "model-q8_0.safetensors"
+BOOK_IDS = "candidate_selector.codebook_ids"
+COLUMNS, BYTES = BLOCK_SIZES["Q8_0"]
+"""Of one block."""
+AGAIN = "fetch the drafter again"
+
+
+def packed(tensors: Mapping[str, Tensor], draft_ids: Tensor | None = None) -> dict[str, Tensor]:
+    """Tensors of a network as the file holds them; matrices whose rows are no whole blocks stay as they are.
+
+    draft_ids: the tokens whose codebook rows are kept, int64 ascending; None: all.
+    """
+    kept = tensors if draft_ids is None else without_rows(tensors, draft_ids)
+    rounded = {name: quantise(tensor, "Q8_0") for name, tensor in kept.items()}
+    return {name: each.data if isinstance(each, Blocks) else each for name, each in rounded.items()}
+
+
+def without_rows(tensors: Mapping[str, Tensor], draft_ids: Tensor) -> dict[str, Tensor]:
+    """Drops codebook rows of tokens outside `draft_ids` from the tensors of a network or of a packed file.
+
+    A network without codebooks, and a file that lacks rows already, are returned as they are.
+    """
+    if BOOK_IDS in tensors or not any(map(_is_book, tensors)):
+        return dict(tensors)
+    ids = draft_ids.cpu()
+    kept = {name: tensor[ids].contiguous() if _is_book(name) else tensor for name, tensor in tensors.items()}
+    return kept | {BOOK_IDS: ids.to(torch.int32)}
+
+
+def pack_smaller(file: Path, out: Path, draft_ids: Tensor) -> None:
+    """Writes a packed file anew without the codebook rows of tokens outside `draft_ids`; no block is rounded again.
+
+    Raises ModelFileError when the file is damaged.
+    """
+    with reraised(ModelFileError, f"{file} is damaged", AGAIN, SafetensorError, OSError):
+        stored = read_tensors(file)
+    save_file(without_rows(stored, draft_ids), out, {"format": "pt"})
+    shutil.copymode(file, out)  # safetensors writes for its owner alone
+
+
+def read_packed(file: Path, vocab_size: int | None = None) -> dict[str, Tensor]:
+    """Reads all tensors of such a file, matrices as bfloat16, which rounds once more.
+
+    Codebooks get a row for each of the target's `vocab_size` tokens. Raises ModelFileError when the file is damaged.
+    """
+    with reraised(ModelFileError, f"{file} is damaged", AGAIN, SafetensorError, OSError):
+        stored = read_tensors(file)
+    tensors = {name: _unpacked(tensor, f"{file}: tensor {name!r}") for name, tensor in stored.items()}
+    ids = tensors.pop(BOOK_IDS, None)
+    if ids is None:
+        return tensors
+    check_ids(ids, f"{file}: {BOOK_IDS}", AGAIN)
+    if vocab_size is None or int(ids[-1]) >= vocab_size:
+        raise ModelFileError(f"{file}: {BOOK_IDS} names token {int(ids[-1])} of {vocab_size or 0}: {AGAIN}")
+    books = {name: _with_rows(tensor, ids, vocab_size, file) for name, tensor in tensors.items() if _is_book(name)}
+    return tensors | books
+
+
+def _with_rows(book_VR: Tensor, ids: Tensor, vocab_size: int, file: Path) -> Tensor:
+    """Expands a codebook to [vocab_size, rank], with zeros for tokens whose rows were left out."""
+    if len(book_VR) != len(ids):
+        raise ModelFileError(f"{file}: a codebook has {len(book_VR)} rows for {len(ids)} tokens: {AGAIN}")
+    full_VR = book_VR.new_zeros(vocab_size, book_VR.shape[1])
+    full_VR[ids.long()] = book_VR
+    return full_VR
+
+
+def _is_book(name: str) -> bool:
+    """True for a codebook's tensor, under either of its names (`draft/dflash2/drafter.py`)."""
+    return name.removesuffix(".weight").endswith("_codebook")
+
+
+def _unpacked(tensor: Tensor, what: str) -> Tensor:
+    if tensor.dtype != torch.uint8:
+        return tensor
+    if tensor.dim() != 2 or tensor.shape[1] % BYTES:
+        raise ModelFileError(f"{what} of shape {list(tensor.shape)} holds no whole blocks of Q8_0: {AGAIN}")
+    shape = tensor.shape[0], tensor.shape[1] // BYTES * COLUMNS
+    return Blocks(tensor.contiguous(), shape, "Q8_0").dense().bfloat16()

@@ -1,0 +1,152 @@
+"""The words of vLLM's `speculators` format (0.9.0) for a DFlash drafter, and z-lab's, each from the other.
+
+    speculators                            z-lab
+    transformer_layer_config.*             the same keys, at the top
+    aux_hidden_state_layer_ids             dflash_config.target_layer_ids + 1: hidden_states[id], where 0 is the embedding
+    mask_token_id, block_size              dflash_config.mask_token_id, block_size
+    sliding_window_non_causal              is_causal: false; full layers are never causal (`export.py` on vLLM)
+    sample_from_anchor                     the same
+    conv_*, selector_* (dflash2)           dflash_config.*
+    draft_vocab_size, d2t, t2d, lm_head    nowhere in z-lab's own code: the draft vocabulary (`vocabulary.py`)
+
+What one format has no place for is kept in the other under a key of its own, `z_lab` or `speculators`, so that the way back
+gives every key again. Facts of PyPI's `speculators` 0.9.0 (Apache 2.0), with which `experiments/interop.py` compares.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ModelFileError, UnsupportedModelError
+from paceline.model.config.decoder import is_whole, short
+
+log = logging.getLogger("paceline.draft")
+KINDS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+"""The architecture by speculators_model_type, which both formats write."""
+VERSION = "0.9.0"
+OUTSIDE = ("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers", "speculators", "draft_vocab_size")
+"""z-lab's keys that are none of the decoder's."""
+OWN = ("speculators_model_type", "architectures", "transformer_layer_config", "aux_hidden_state_layer_ids", "block_size")
+OWN += ("mask_token_id", "sliding_window_non_causal", "sample_from_anchor", "draft_vocab_size", "z_lab")
+"""Keys of speculators that z-lab has a word for."""
+SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+DEFAULTS: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6, "hidden_act": "silu",
+}  # fmt: skip
+"""Of Transformers' Qwen3Config: a config may leave out what equals them."""
+
+
+def to_z_lab(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """z-lab's config.json of one in speculators format. Raises UnsupportedModelError for another kind of drafter,
+    ModelFileError for a key that is missing or impossible."""
+    kind = str(raw.get("speculators_model_type"))
+    if kind not in KINDS:
+        raise UnsupportedModelError(
+            f"{path}: drafters of speculators_model_type {kind!r} are not implemented in speculators format: "
+            f"give one of {', '.join(KINDS)}"
+        )
+    layer, kept = raw.get("transformer_layer_config"), raw.get("z_lab") or {}
+    if not isinstance(layer, dict) or not isinstance(kept, dict):
+        raise ModelFileError(f"{path}: transformer_layer_config must be an object: correct config.json")
+    ids = raw.get("aux_hidden_state_layer_ids")
+    if not isinstance(ids, list) or not ids or not all(map(is_whole, ids)):
+        raise ModelFileError(
+            f"{path}: aux_hidden_state_layer_ids must be a list of layers (got {short(ids)}): correct config.json"
+        )
+    if 0 in ids:
+        raise UnsupportedModelError(
+            f"{path}: aux_hidden_state_layer_ids 0 is the target's embedding, which is never tapped here"
+        )
+    _check_sizes(raw, layer, path)
+    nested = {**(kept.get("dflash_config") or {}), "target_layer_ids": [each - 1 for each in ids]}
+    if raw.get("mask_token_id") is not None:
+        nested["mask_token_id"] = raw["mask_token_id"]
+    nested |= {name: raw[name] for name in SECOND if kind == "dflash2" and name in raw}
+    made = {**DEFAULTS, **layer, "model_type": "qwen3", "architectures": [KINDS[kind]]}
+    made |= {name: value for name, value in kept.items() if name in OUTSIDE}
+    made["dflash_config"] = nested
+    (nested if "block_size" in nested else made)["block_size"] = raw.get("block_size", 8)
+    made |= _causality(made, bool(raw.get("sliding_window_non_causal", kind == "dflash2")), path)
+    if raw.get("sample_from_anchor"):
+        (nested if "sample_from_anchor" in nested else made)["sample_from_anchor"] = True
+    rest = {name: value for name, value in raw.items() if name not in (*OWN, *SECOND)}
+    rest |= {"model_type": layer["model_type"]} if layer.get("model_type", "qwen3") != "qwen3" else {}
+    return {**made, **({"speculators": rest} if rest else {})}
+
+
+def _causality(layer: dict[str, Any], is_non_causal: bool, path: Path) -> dict[str, Any]:
+    """z-lab's is_causal: here only layers with a window may be causal. Taken out of `layer`, where a converter may have left it
+    without effect."""
+    types, given = layer.get("layer_types") or [], layer.pop("is_causal", None)
+    has_window = layer.get("use_sliding_window") is True and layer.get("sliding_window") is not None
+    is_causal = has_window and not is_non_causal
+    if given is not None and given is not is_causal and has_window:
+        log.warning("%s: is_causal %s in transformer_layer_config, which sliding_window_non_causal contradicts", path, given)
+    if "sliding_attention" in types and not is_causal:
+        return {"is_causal": False}
+    return {} if given is None or given is not is_causal else {"is_causal": given}
+
+
+def from_z_lab(
+    raw: Mapping[str, Any], kind: str, settings: Mapping[str, Any], verifier: Mapping[str, Any], dtype: str
+) -> dict[str, Any]:
+    """config.json in speculators format. `settings`: block_size, mask_token_id, target_layer_ids, num_slots,
+    sample_from_anchor, sliding_window_non_causal and draft_vocab_size as they are meant, wherever z-lab's file has them;
+    `verifier`: name_or_path and architectures of the target, as far as they are known."""
+    kept = dict(raw.get("speculators") or {})
+    layer = {name: value for name, value in raw.items() if name not in OUTSIDE}
+    layer["model_type"] = kept.pop("model_type", "qwen3")
+    outside = {name: raw[name] for name in ("auto_map", "num_target_layers", "dflash_config") if name in raw}
+    said = kept.pop("speculators_config", None) or {
+        "algorithm": kind,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {
+                "accept_tolerance": 0.0,
+                "proposal_type": "greedy",
+                "speculative_tokens": settings["num_slots"],
+                "verifier_accept_k": 1,
+            }
+        ],
+        "verifier": {"architectures": [], "name_or_path": None},
+    }
+    told = {name: value for name, value in verifier.items() if value}
+    said = {**said, "verifier": {**said.get("verifier", {}), **told}}
+    nested = raw.get("dflash_config") or {}
+    return {
+        "architectures": [KINDS[kind]],
+        "speculators_model_type": kind,
+        "speculators_version": VERSION,
+        "dtype": dtype,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        **kept,
+        "speculators_config": said,
+        "transformer_layer_config": layer,
+        "draft_vocab_size": settings["draft_vocab_size"],
+        "block_size": settings["block_size"],
+        "mask_token_id": settings["mask_token_id"],
+        "aux_hidden_state_layer_ids": [each + 1 for each in settings["target_layer_ids"]],
+        "sliding_window_non_causal": settings["sliding_window_non_causal"],
+        "sample_from_anchor": settings["sample_from_anchor"],
+        **{name: nested[name] for name in SECOND if kind == "dflash2" and name in nested},
+        **({"z_lab": outside} if outside else {}),
+    }
+
+
+def _check_sizes(raw: Mapping[str, Any], layer: Mapping[str, Any], path: Path) -> None:
+    other = [name for name in ("hidden_size", "num_hidden_layers", "num_attention_heads") if name not in layer]
+    if layer.get("model_type", "qwen3") != "qwen3" and other:
+        raise ModelFileError(
+            f"{path}: transformer_layer_config of model_type {layer['model_type']} lacks {other[0]}: write it in config.json"
+        )
+    width, hidden = raw.get("target_hidden_size"), layer.get("hidden_size", DEFAULTS["hidden_size"])
+    if width not in (None, hidden):
+        raise UnsupportedModelError(
+            f"{path}: target_hidden_size {short(width)} beside a drafter's hidden_size {short(hidden)} is not implemented"
+        )

@@ -1,0 +1,1 @@
+"""Multi-token prediction: the drafting layer that some models are trained with."""

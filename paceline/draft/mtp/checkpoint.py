@@ -1,0 +1,181 @@
+"""The multi-token-prediction layer that some models' files hold beside the model, in either of two layouts.
+
+    Qwen3-Next, Qwen3.5      mtp.fc, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.norm, mtp.layers.0.*
+    DeepSeek-V3 and its kin  of model.layers.L, L the number of layers: eh_proj, enorm, hnorm, shared_head.norm, and the layer's
+                             own; embed_tokens and shared_head.head are copies of the target's, which are used
+
+Transformers drops these tensors. Their names are those that vLLM's loaders read (`qwen3_next_mtp.py`, `deepseek_mtp.py`).
+
+A layer that was trained (`train/methods/mtp.py`) is in a folder of its own: these tensors by the same names, and the target's
+config.json with one key more, `paceline_mtp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline.draft.dflash.checkpoint import write_checkpoint
+from paceline.errors import ModelFileError, UnsupportedModelError
+from paceline.model.checkpoint import check_finite, config_json, load_named
+from paceline.model.config.decoder import DecoderConfig, decoder_config
+from paceline.model.config.values import short
+from paceline.model.gguf.container import is_gguf
+from paceline.model.layout import as_ours, layer_shapes
+
+LAYER = "model.layers.0."
+QWEN = {
+    "mtp.fc.": "fc.",
+    "mtp.pre_fc_norm_embedding.": "embedding_norm.",
+    "mtp.pre_fc_norm_hidden.": "hidden_norm.",
+    "mtp.norm.": "final_norm.",
+    "mtp.layers.0.": LAYER,
+}
+DEEPSEEK = {"eh_proj.": "fc.", "enorm.": "embedding_norm.", "hnorm.": "hidden_norm.", "shared_head.norm.": "final_norm."}
+COPIES = ("embed_tokens.", "shared_head.head.")
+MARK = "paceline_mtp"
+"""Key of config.json in the folder of a layer alone: {"layout": "qwen" or "deepseek", "steps": drafts that it learned}."""
+CHOOSE = "choose another drafter, such as default, ngram or a DFlash drafter's folder"
+
+
+@dataclass(frozen=True, slots=True)
+class MtpLayer:
+    """One such layer."""
+
+    config: DecoderConfig
+    """Of the layer: the target's, with this one layer, which has attention."""
+    tensors: dict[str, Tensor]
+    """fc, embedding_norm, hidden_norm and final_norm, and those of the layer by their names within it."""
+    tells_normed: bool
+    """Whether a step is told the hidden state of the one before behind the final norm (Qwen) or before it (DeepSeek)."""
+    raw: dict[str, Any] = field(default_factory=dict)
+    """config.json that it was read with."""
+
+    @property
+    def steps(self) -> int | None:
+        """Drafts one behind the other that it learned; None for a layer as it came with its target."""
+        return self.raw[MARK]["steps"] if MARK in self.raw else None
+
+    def marked(self, steps: int) -> dict[str, Any]:
+        """config.json of a folder of this layer alone."""
+        kept = {name: value for name, value in self.raw.items() if name != "quantization_config"}
+        more = {} if self.tells_normed else {"num_nextn_predict_layers": 1}
+        return {**kept, **more, MARK: {"layout": "qwen" if self.tells_normed else "deepseek", "steps": steps}}
+
+
+def is_mtp(raw: dict[str, Any]) -> bool:
+    """Whether a config.json is of a folder that holds such a layer alone."""
+    return MARK in raw
+
+
+def read_mtp(path: Path) -> MtpLayer:
+    """The layer in a target's folder, or in one of its own. Raises ModelFileError where there is none or its tensors do not fit
+    the config, UnsupportedModelError for a target or a layer that our decoder does not compute."""
+    found = find_mtp(path)
+    if found is None:
+        raise ModelFileError(f"{path} holds no multi-token-prediction layer (no tensors {_looked_for(path)}): {CHOOSE}")
+    return found
+
+
+def find_mtp(path: Path) -> MtpLayer | None:
+    """As `read_mtp`; None where there is none."""
+    if is_gguf(path):
+        raise ModelFileError(f"{path}: the mtp drafter reads a folder of safetensors, not a GGUF file: {CHOOSE}")
+    raw = config_json(path)
+    try:
+        config = decoder_config(raw, path)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{error}; its mtp layer is not read then: {CHOOSE}") from error
+    last = f"model.layers.{config.num_layers}."
+    found = dict(load_named(path, lambda name: name.startswith(("mtp.", last, f"model.layers.{config.num_layers + 1}."))))
+    if not found:
+        return None
+    is_qwen = any(name.startswith("mtp.") for name in found)
+    layer = one_layer(config)
+    tensors = dict(as_ours(layer, _shapes(layer), _renamed(found, last, is_qwen, path), path))
+    return MtpLayer(layer, checked(layer, tensors, path), is_qwen, _checked_mark(raw, is_qwen, path))
+
+
+def _looked_for(path: Path) -> str:
+    return f"mtp.* nor model.layers.{decoder_config(config_json(path), path).num_layers}.*"
+
+
+def _checked_mark(raw: dict[str, Any], is_qwen: bool, path: Path) -> dict[str, Any]:
+    """config.json, whose mark says what the tensors' names say. Raises ModelFileError."""
+    mark = raw.get(MARK, {"layout": "qwen" if is_qwen else "deepseek", "steps": 1})
+    layout, steps = (mark.get("layout"), mark.get("steps")) if isinstance(mark, dict) else (None, None)
+    if layout != ("qwen" if is_qwen else "deepseek") or not isinstance(steps, int) or steps < 1:
+        raise ModelFileError(
+            f"{path}: {MARK} in config.json is {short(mark)}, where the tensors have the names of "
+            f"{'qwen' if is_qwen else 'deepseek'}: fetch the drafter again"
+        )
+    return raw
+
+
+def one_layer(config: DecoderConfig) -> DecoderConfig:
+    """The shape of such a layer of a target."""
+    return replace(config, num_layers=1, delta=None, linear_layers=(), dense_layers=(), windows=(), ropes=())
+
+
+def layer_of(raw: dict[str, Any], tensors: dict[str, Tensor]) -> MtpLayer:
+    """From a marked config.json and tensors by the names of `MtpLayer.tensors`."""
+    config = decoder_config(raw, Path("config.json"))
+    return MtpLayer(one_layer(config), tensors, raw[MARK]["layout"] == "qwen", raw)
+
+
+def write_mtp(folder: Path | str, layer: MtpLayer) -> None:
+    """A folder that holds this layer alone, its tensors by the names that the target's file has for them; experts each by
+    itself. Raises CacheError."""
+    write_checkpoint(folder, layer.marked(layer.steps or 1), target_names(layer))
+
+
+def target_names(layer: MtpLayer) -> dict[str, Tensor]:
+    """The tensors by their names in the target's file."""
+    last = f"model.layers.{decoder_config(layer.raw, Path('config.json')).num_layers}."
+    theirs = {ours: name for name, ours in QWEN.items() if ours != LAYER}
+    if not layer.tells_normed:
+        theirs = {ours: last + name for name, ours in DEEPSEEK.items()}
+    found: dict[str, Tensor] = {}
+    for name, tensor in layer.tensors.items():
+        owner, dot, rest = name.partition(".")
+        inside = "mtp.layers.0." if layer.tells_normed else last
+        found[theirs[owner + dot] + rest if owner + dot in theirs else inside + name] = tensor
+    return found
+
+
+def _shapes(layer: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    size = layer.hidden_size
+    own = {f"{LAYER}{name}": shape for name, shape in layer_shapes(layer, 0).items()}
+    norms = {f"{name}.weight": (size,) for name in ("embedding_norm", "hidden_norm", "final_norm")}
+    return own | norms | {"fc.weight": (size, 2 * size)}
+
+
+def _renamed(found: dict[str, Tensor], last: str, is_qwen: bool, path: Path) -> Iterator[tuple[str, Tensor]]:
+    names = QWEN if is_qwen else {f"{last}{theirs}": ours for theirs, ours in DEEPSEEK.items()} | {last: LAYER}
+    for name, tensor in found.items():
+        if name.startswith(tuple(f"{last}{copy}" for copy in COPIES)):
+            continue
+        theirs = next((theirs for theirs in names if name.startswith(theirs)), None)
+        if theirs is None:
+            raise UnsupportedModelError(f"{path}: tensor {name!r}: mtp of more than one layer is not implemented: {CHOOSE}")
+        if "self_attn.kv_a_proj" in name:
+            raise UnsupportedModelError(f"{path}: the mtp layer's attention is MLA, which is not implemented: {CHOOSE}")
+        yield name.replace(theirs, names[theirs], 1), tensor
+
+
+def checked(layer: DecoderConfig, tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """By their names within the layer. Raises ModelFileError for one that is missing, unknown, or of another shape."""
+    expected = _shapes(layer)
+    for name in [*expected, *tensors]:
+        shape, found = expected.get(name), tuple(tensors[name].shape) if name in tensors else None
+        if shape != found:
+            raise ModelFileError(
+                f"{path}: tensor {name.removeprefix(LAYER)!r} of the mtp layer has shape {found}, the config asks for {shape}: "
+                "config and weights are of different models, fetch the model again"
+            )
+        check_finite(name, tensors[name], path)
+    return {name.removeprefix(LAYER): tensor for name, tensor in tensors.items()}

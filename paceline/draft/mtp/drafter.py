@@ -1,0 +1,159 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): the layer that a model was trained with drafts for it.
+
+    z_t = fc([norm(embedding of x_{t+1}), norm(h_t)])     h_t: the target's hidden state of position t, behind its final norm
+    u   = layer(z), a decoder layer of the target's kind with attention over the z before it, at position t
+    logits of x_{t+2} = the target's head of norm(u); the next draft is told norm(u) (Qwen) or u (DeepSeek) in the place of h
+
+There is one such layer (`checkpoint.py` reads it), trained to look one token further; chained it drafts as many as are
+asked for, each less surely, unless it learned chains (`train/methods/mtp.py`). Embedding and head are the target's.
+Positions, norms and what is told are as vLLM has them; nothing was measured with trained weights here.
+`tests/draft/test_mtp.py` holds drafts against Transformers' layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline import hub
+from paceline.draft.chained import ChainedDrafter
+from paceline.draft.level import Level
+from paceline.draft.mtp.checkpoint import MtpLayer, is_mtp, read_mtp, write_mtp
+from paceline.errors import ConfigError, DrafterMismatchError, refuse
+from paceline.model.kv_cache import StaticKVCache
+from paceline.model.target import Target
+from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
+from paceline.model.torch.decoder import Layer
+from paceline.model.torch.parts import PackedLinear, Residual, RMSNorm
+
+DEFAULT_DRAFTED = 3
+
+
+class MtpPath:
+    """The layer for decoding with one target, in PyTorch operations on any device. Entry e of a row's cache is made of the
+    target's hidden state of position e and of the token behind it."""
+
+    def __init__(self, found: MtpLayer, target: Target, slack: int) -> None:
+        """`slack`: positions behind a row's longest text that drafts may take."""
+        shape, dtype, device = found.config, target.dtype, target.device
+        num_rows, max_len = target.cache.num_rows, target.cache.max_len
+        self._shape, self._target, self._tells_normed = shape, target, found.tells_normed
+        self._dtype, self._device = dtype, device
+        self.residual_dtype = torch.float32 if device.type == "cpu" else dtype
+        parts = {name: tensor.to(device, dtype, copy=True) for name, tensor in found.tensors.items()}
+        self._embedding_norm, self._hidden_norm, self._final_norm = (
+            RMSNorm(parts.pop(f"{name}_norm.weight"), shape.rms_norm_eps, shape.norm_offset)
+            for name in ("embedding", "hidden", "final")
+        )
+        self._fc = PackedLinear(parts.pop("fc.weight"))
+        self._layer, self._group = Layer.of(shape, 0, parts), shape.num_heads // shape.num_kv_heads
+        self.weight_bytes = self._fc.num_bytes + self._layer.num_bytes
+        self._rope = Rope(*(table.to(device, dtype) for table in rope_tables(shape, max_len + slack, longest=max_len)))
+        sizes = (1, num_rows, shape.num_kv_heads, max_len, shape.head_dim)
+        self.cache = StaticKVCache(*sizes, dtype, device, slack=slack)
+
+    @torch.inference_mode()
+    def extend(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor) -> Tensor:
+        """As `ChainPath.extend`."""
+        told_TD = self._run(rows, starts, counts, tokens, taps_TF[: len(tokens)])
+        self.cache.append(rows, counts)
+        return told_TD[torch.tensor([end - 1 for end in accumulate(counts)], device=self._device)]
+
+    @torch.inference_mode()
+    def step(self, level: Level, tokens: list[int], told_TD: Tensor) -> Tensor:
+        """As `ChainPath.step`."""
+        plan = level.plan(self._group, self._dtype, self._device, None)
+        return self._layer_of(plan, level.writer(self._device), level.positions, tokens, told_TD)
+
+    @torch.inference_mode()
+    def logits(self, told_TD: Tensor) -> Tensor:
+        """As `ChainPath.logits`, over the target's vocabulary."""
+        return self._target.head(told_TD.to(self._dtype) if self._tells_normed else self._final_norm(told_TD))
+
+    def _run(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], hidden_TD: Tensor) -> Tensor:
+        plan = AttentionPlan(rows, starts, counts, group=self._group, dtype=self._dtype, device=self._device)
+        writer = CacheWriter(rows, starts, counts, self._device)
+        return self._layer_of(plan, writer, positions_of(starts, counts), tokens, hidden_TD)
+
+    def _layer_of(
+        self, plan: AttentionPlan, writer: CacheWriter, positions: list[int], tokens: list[int], hidden_TD: Tensor
+    ) -> Tensor:
+        embedded_TD = self._target.embed(torch.tensor(tokens, device=self._device))
+        both_TX = torch.cat([self._embedding_norm(embedded_TD), self._hidden_norm(hidden_TD)], dim=-1)
+        hidden_TD = self._fc(both_TX).to(self.residual_dtype, copy=True)
+        tables = self._rope.tables(positions)
+        residual = Residual(hidden_TD)
+        self._layer.run(residual, self.cache.keys[0], self.cache.values[0], plan, writer, self._rope, tables)
+        if self._tells_normed:
+            return residual.normed(self._final_norm).to(self.residual_dtype)
+        return residual.hidden_TD
+
+
+class MtpDrafter(ChainedDrafter):
+    """Drafts with a multi-token-prediction layer: the target's own, or one that was trained for it."""
+
+    name = "mtp"
+
+    def __init__(self, found: MtpLayer, *, num_drafted: int | None = None) -> None:
+        """`num_drafted` [default: as many as it learned, or 3]. Raises ConfigError on a negative one."""
+        self._found = found
+        self.num_drafted = (found.steps or DEFAULT_DRAFTED) if num_drafted is None else num_drafted
+        refuse(ConfigError, (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"))
+        self._bound: tuple[Target, object] | None = None
+
+    @classmethod
+    def of_target(cls, target_name: str, *, num_drafted: int | None = None) -> MtpDrafter:
+        """Of the target's own folder. Raises what `read_mtp` does, ConfigError without a name, ModelNotFoundError."""
+        refuse(ConfigError, (not target_name, "mtp reads the target's own files: say with target_name which model it is"))
+        return cls(read_mtp(hub.resolve(target_name)), num_drafted=num_drafted)
+
+    @classmethod
+    def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> MtpDrafter:
+        """Of a folder that `save` wrote. Raises what `read_mtp` does."""
+        return cls(read_mtp(Path(folder)), num_drafted=num_drafted)
+
+    @property
+    def layer(self) -> MtpLayer:
+        return self._found
+
+    def save(self, folder: Path | str) -> None:
+        """Write a folder of the layer alone, which is a drafter. Raises CacheError."""
+        found = self._found
+        write_mtp(folder, found if is_mtp(found.raw) else replace(found, raw=found.marked(self.num_drafted or 1)))
+
+    @torch.no_grad()
+    def bind(self, target: Target) -> None:
+        """As Drafter.bind. Bound to the same cache again it keeps its packed matrices and forgets all rows."""
+        own = self._found.config
+        for what, mine, theirs in (
+            ("hidden size", own.hidden_size, target.hidden_size),
+            ("vocabulary", own.vocab_size, target.vocab_size),
+        ):
+            if mine != theirs:
+                raise DrafterMismatchError(
+                    f"{what}: the mtp layer has {mine}, the target {theirs}: it drafts for the model whose file it is in alone"
+                )
+        if self._bound is not None and self._bound[0] is target and self._bound[1] is target.cache:
+            self._path.cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
+        else:
+            self._path = MtpPath(self._found, target, slack=self._slack)
+        self._bound = target, target.cache
+        self.tap_layers = (target.num_layers - 1,)
+        self._begin(target, own.hidden_size)
+
+    def keep_weights(self) -> None:
+        own = {name: tensor.clone() for name, tensor in self._found.tensors.items()}
+        self._found = replace(self._found, tensors=own)
+
+    @property
+    def weight_bytes(self) -> int:
+        own = sum(tensor.nbytes for tensor in self._found.tensors.values())
+        return own + (self._path.weight_bytes if self._bound else 0)
+
+    def cache_bytes(self, target: Target) -> int:
+        shape, positions = self._found.config, target.cache.num_rows * (target.cache.max_len + self._slack)
+        return 2 * shape.num_kv_heads * shape.head_dim * positions * target.dtype.itemsize

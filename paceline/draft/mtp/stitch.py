@@ -1,0 +1,138 @@
+"""A trained MTP layer back in its target's file: a new folder for whatever reads the target, such as vLLM's method mtp.
+
+Every file of the target is copied; the files that hold tensors of the layer are written anew with the trained ones, in the
+number format and under the names that stand there. Experts that the file holds together are put together again. A layer that
+the target did not have is written as a file of its own, and config.json says that it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.draft.mtp.checkpoint import COPIES, MtpLayer, target_names
+from paceline.errors import CacheError, DrafterMismatchError, UnsupportedModelError, reraised
+from paceline.model.checkpoint import check_header, config_json, existing, read_tensors, shards_of
+from paceline.model.config.decoder import decoder_config
+from paceline.model.layout import FUSED
+from paceline.model.stored_experts import TOGETHER
+from paceline.runs.folder import check_new, sync, sync_folder
+
+WHOLE, INDEX, NEW = "model.safetensors", "model.safetensors.index.json", "model-mtp.safetensors"
+
+
+def stitch(layer: MtpLayer, target: Path, out: Path) -> list[str]:
+    """Write the target with this layer into a new folder; the names of the tensors that were replaced, or added.
+
+    Raises CacheError when `out` has files or cannot be written, DrafterMismatchError for another target's layer,
+    UnsupportedModelError for a file whose layer is quantised, and what reading the target does.
+    """
+    check_new(out)
+    raw, files = config_json(target := existing(target)), shards_of(target)
+    config = decoder_config(raw, target)
+    for what, mine, theirs in (
+        ("hidden size", layer.config.hidden_size, config.hidden_size),
+        ("vocabulary", layer.config.vocab_size, config.vocab_size),
+        ("layers", decoder_config(layer.raw, target).num_layers, config.num_layers),
+    ):
+        if mine != theirs:
+            raise DrafterMismatchError(f"{what}: the mtp layer is of a target with {mine}, {target} has {theirs}")
+    remedy = "free space or choose another folder"
+    with reraised(CacheError, f"the model cannot be written to {out}", remedy, OSError, SafetensorError):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+            made = Path(scratch) / "model"
+            made.mkdir()
+            names = _replace(target_names(layer), target, files, made) or _add(layer, made, raw)
+            sync_folder(made)
+            made.rename(out)
+            sync(out.parent)
+    return names
+
+
+def _replace(ours: Mapping[str, Tensor], target: Path, files: Mapping[Path, list[str]], out: Path) -> list[str]:
+    """Copy all files, with the trained tensors in the place of those that are there; the names of these."""
+    beginnings, replaced = tuple({_beginning(name) for name in ours}), list[str]()
+    for file in sorted(each for each in target.iterdir() if each.is_file()):
+        own = [name for name in _names(file, files) if name.startswith(beginnings)]
+        if not own:
+            shutil.copyfile(file, out / file.name)
+            continue
+        tensors = read_tensors(file)
+        save_file({**tensors, **{name: _stored(name, tensors[name], ours) for name in own}}, out / file.name, {"format": "pt"})
+        replaced += own
+    return replaced
+
+
+def _beginning(name: str) -> str:
+    """`mtp.` or `model.layers.N.`"""
+    return "mtp." if name.startswith("mtp.") else ".".join(name.split(".")[:3]) + "."
+
+
+def _names(file: Path, files: Mapping[Path, list[str]]) -> list[str]:
+    """Of the tensors that the model has of a file."""
+    if file not in files or files[file]:
+        return files.get(file, [])
+    check_header(file)
+    with safe_open(file, framework="pt") as whole:
+        return list(whole.keys())
+
+
+def _stored(name: str, there: Tensor, ours: Mapping[str, Tensor]) -> Tensor:
+    """What stands under a name of the target's file from now on, in that file's number format."""
+    found = _made(name, there, ours)
+    if found.shape != there.shape or not there.is_floating_point() or there.element_size() == 1:
+        raise UnsupportedModelError(
+            f"tensor {name!r} of the target's mtp layer is {there.dtype} of shape {tuple(there.shape)}, a trained one is not "
+            "written so: use the drafter's folder (--drafter) beside the target"
+        )
+    return found.to(there.dtype).contiguous()
+
+
+def _made(name: str, there: Tensor, ours: Mapping[str, Tensor]) -> Tensor:
+    if name in ours:
+        return ours[name]
+    owner, _, kind = name.rpartition(".")
+    if any(f".{copy}" in name for copy in COPIES):
+        return there
+    if match := TOGETHER.fullmatch(name):
+        parts = ("gate_proj", "up_proj") if match[2] == "gate_up" else ("down_proj",)
+        names = [[f"{match[1]}.{expert}.{part}.weight" for part in parts] for expert in range(len(there))]
+        if all(each in ours for expert in names for each in expert):
+            return torch.stack([torch.cat([ours[each] for each in expert]) for expert in names])
+    for fused, parts in FUSED.items():
+        each = [f"{owner.removesuffix(fused)}{part}.{kind}" for part in parts]
+        if owner.endswith(f".{fused}") and all(part in ours for part in each):
+            return torch.cat([ours[part] for part in each])
+    raise UnsupportedModelError(
+        f"tensor {name!r} of the target's mtp layer has no counterpart in the trained one: use the drafter's folder "
+        "(--drafter) beside the target"
+    )
+
+
+def _add(layer: MtpLayer, out: Path, raw: dict[str, Any]) -> list[str]:
+    """A layer that the target did not have: in its one file, or as a file more."""
+    tensors = {name: tensor.contiguous() for name, tensor in target_names(layer).items()}
+    if (out / WHOLE).is_file():
+        save_file(read_tensors(out / WHOLE) | tensors, out / NEW, {"format": "pt"})
+        (out / NEW).replace(out / WHOLE)
+    else:
+        save_file(tensors, out / NEW, {"format": "pt"})
+        told = json.loads((out / INDEX).read_text(encoding="utf-8"))
+        told["weight_map"] |= dict.fromkeys(tensors, NEW)
+        if "total_size" in (told.get("metadata") or {}):
+            told["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
+        (out / INDEX).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    if not layer.tells_normed:
+        text = json.dumps({**raw, "num_nextn_predict_layers": 1}, indent=2) + "\n"
+        (out / "config.json").write_text(text, encoding="utf-8")
+    return sorted(tensors)

@@ -1,0 +1,76 @@
+"""Drafters that ship: the folder of each one, by its target's name. Their weights are a distribution of their own.
+
+`find(name)` looks in this order:
+
+    installed    the distribution `paceline-drafters`, import package paceline_drafters
+    checkout     drafters/ beside the package, where paceline runs from a checkout (an editable installation)
+    hub          the repository REPO, fetched into the cache; every file is checked by its SHA-256 in `shipped.json`
+
+`local(name)` does the same without a network. A drafter that is nowhere is an error with one sentence on what to
+install; `default` (`draft/registry.py`) prints that sentence once and drafts by lookups.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline import hub
+from paceline.errors import CacheError, DownloadError
+from paceline.hub import HubFile
+
+DISTRIBUTION = "paceline_drafters"
+"""Import package of the distribution: a folder a target."""
+BESIDE = Path(__file__).parents[2] / "drafters" / DISTRIBUTION
+"""The same folders in a checkout."""
+REPO = "paceline/drafters"
+INSTALL = "run `pip install ./drafters` in a checkout of paceline"
+TABLE = Path(__file__).with_name("shipped.json")
+SHIPPED: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
+"""Target's name -> file's name -> num_bytes and sha256."""
+
+
+def local(name: str) -> Path | None:
+    """The folder of the drafter that ships for this target, if it is on this machine. Touches no network."""
+    if name not in SHIPPED:
+        return None
+    cached = hub.fetched_folder(name, _files(name))
+    candidates = [each for each in (_installed(), BESIDE) if each is not None]
+    return next((each / name for each in candidates if (each / name / "config.json").is_file()), cached)
+
+
+def find(name: str) -> Path:
+    """The folder of the drafter that ships for this target, fetched from the hub where it must be.
+
+    Raises DownloadError or CacheError, which say what to install. `name` is a key of SHIPPED.
+    """
+    if (folder := local(name)) is not None:
+        return folder
+    try:
+        return hub.fetch_folder(name, _files(name))
+    except (DownloadError, CacheError) as error:
+        raise type(error)(
+            f"the drafter of {name} is not installed, and the hub does not give it ({error}): {INSTALL}"
+        ) from error
+
+
+@functools.cache
+def find_or_report(name: str) -> Path | None:
+    """Finds as `find` does; prints the error and returns None where there is none. Looks once in a process."""
+    try:
+        return find(name)
+    except (DownloadError, CacheError) as error:
+        hub.notice(f"{error}; until then lookups (ngram) draft for {name}")
+        return None
+
+
+def _installed() -> Path | None:
+    spec = importlib.util.find_spec(DISTRIBUTION)
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def _files(name: str) -> tuple[HubFile, ...]:
+    return tuple(HubFile(REPO, f"{name}/{file}", **expected) for file, expected in SHIPPED[name].items())

@@ -1,0 +1,334 @@
+"""Hour by hour: what was seen, what is decided, and a line that says both. No PyTorch, no clock of its own.
+
+    policy.hour(number, {cluster: Sums}) -> Line
+
+The same object decides in `watch`, `check` and `replay`; whoever owns it carries decisions out and says when they are done
+(`trained`, `routed`). `Naive` is what it is compared with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from paceline.loop.adapt.config import PolicyConfig, PriceConfig
+from paceline.loop.adapt.decide.decide import Alarm, Decision, Mix, View, decide
+from paceline.loop.adapt.traffic.drift import Series
+from paceline.loop.adapt.traffic.hours import DAY, WEEK, Sums, total
+
+OTHER = "other"
+"""Cluster of all traffic beyond the clusters that are told apart."""
+RETURNS = 0.5
+"""Correlation of the mix with itself a period before, from which on it returns with that period; half a period before it must
+be less by as much, or it just moved once."""
+PERIODS_SEEN = 3
+"""Whole periods of the mix that must have been seen."""
+LOOK_HOURS = 6
+"""Hours between looks for a period."""
+MIX_WEEKS = 8
+"""Weeks of shares of the clusters that are kept, from which the season of the mix is learned anew."""
+LEAST_SHARE = 0.02
+"""Of the tokens: what a cluster needs to be looked at by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One hour, as `paceline adapt log` shows it."""
+
+    hour: int
+    seen: Mapping[str, Mapping[str, Any]]
+    mix: Mapping[str, Any]
+    decision: Decision
+    notes: tuple[str, ...] = ()
+    raised: tuple[tuple[str, int], ...] = ()
+    """(series, hour raised) of alarms that held for the first time now."""
+
+
+class Policy(Protocol):
+    """What decides."""
+
+    def hour(self, number: int, seen: Mapping[str, Sums]) -> Line: ...
+
+    def training(self, number: int) -> None: ...
+
+    def trained(self, number: int, clusters: tuple[str, ...], hours: float | None = None) -> None: ...
+
+
+@dataclass(slots=True)
+class _Cluster:
+    series: Series
+    recent: deque[Sums] = field(default_factory=deque)
+    last_day: Sums = field(default_factory=Sums)
+    """Sum of `recent`: the last 24 hours with traffic."""
+
+    def add(self, sums: Sums) -> None:
+        self.recent.append(sums)
+        self.last_day += sums
+        if len(self.recent) > DAY:
+            self.last_day -= self.recent.popleft()
+
+    @property
+    def usual(self) -> float:
+        """Log tokens a round, season left out; of a new cluster what it has shown."""
+        season = self.series.season
+        return season.level if season.num_hours else math.log(self.last_day.tokens_per_round)
+
+
+@dataclass(frozen=True, slots=True)
+class _MixHour:
+    """Shares of the clusters in one hour, and the value of the mix series that follows from their usual levels."""
+
+    hour: int
+    shares: Mapping[str, float]
+    """Shares of the tokens, by cluster."""
+    num_effective: float
+    value: float = 0.0
+    variance: float = 0.0
+
+
+class SeasonalPolicy:
+    """Season against drift, mix against acceptance, the cheapest remedy first."""
+
+    def __init__(
+        self,
+        config: PolicyConfig | None = None,
+        prices: PriceConfig | None = None,
+        scores: Callable[[str], Mapping[str, float] | None] = lambda cluster: {},
+    ) -> None:
+        """`scores` gives tokens a round of the other members on a cluster's newest traces, None when they must be found out
+        first; it is asked at an alarm only."""
+        self.config, self.prices, self.scores = config or PolicyConfig(), prices or PriceConfig(), scores
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all that was seen."""
+        self.clusters: dict[str, _Cluster] = {}
+        self.mix = Series(self.config)
+        self.is_training = False
+        self.trained_at: int | None = None
+        self.proposed: set[str] = set()
+        self.num_requests, self.num_hours = 0, 0
+        """Requests, and hours that had any."""
+        self._mixes: deque[_MixHour] = deque(maxlen=MIX_WEEKS * WEEK)
+        self._unsettled: dict[str, int] = {}
+        """Clusters whose usual level with another member is not known yet -> hour from which on that member serves."""
+        self._last: int | None = None
+        self._period: int | None = None
+
+    def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
+        """An hour is over. Hours must come in order; one that is not after the last is ignored, with a note."""
+        if self._last is not None and number <= self._last:
+            note = f"hour {number} is not after hour {self._last}: the clock went back, it is ignored"
+            return Line(number, {}, {}, Decision(why=note), (note,))
+        notes = self._gap(number)
+        self._last = number
+        grouped = self._grouped(seen)
+        for name, sums in grouped.items():
+            cluster = self.clusters.setdefault(name, _Cluster(Series(self.config)))
+            cluster.add(sums)
+            cluster.series.update(number, math.log(sums.tokens_per_round), sums.log_variance)
+        if grouped:
+            self.num_requests, self.num_hours = self.num_requests + total(grouped.values()).requests, self.num_hours + 1
+            self._update_mix(number, grouped)
+        watched = {**{name: each.series for name, each in self.clusters.items()}, "mix": self.mix}
+        for series in watched.values():
+            series.tick(number)
+        view = self._view(number)
+        decision = decide(view, self.config, self.prices)
+        if decision.action == "propose":
+            self.proposed |= set(decision.clusters)
+        raised = tuple((name, each.raised_at or number) for name, each in watched.items() if each.held_at == number)
+        return Line(number, self._told(grouped), self._told_mix(view.mix), decision, notes, raised)
+
+    def training(self, number: int) -> None:
+        """A training has begun."""
+        self.is_training = True
+
+    def trained(self, number: int, clusters: tuple[str, ...], hours: float | None = None) -> None:
+        """A training has ended; `clusters` got the new drafter, none if it was refused. `hours`: what it cost."""
+        self.is_training, self.trained_at = False, number
+        if hours:
+            self.prices = replace(self.prices, training_hours=hours)
+        self.routed(number, clusters)
+
+    def routed(self, number: int, clusters: tuple[str, ...]) -> None:
+        """These clusters are served by another member from now on."""
+        for name in clusters:
+            if name in self.clusters:
+                self.clusters[name].series.moved(number)
+                self._unsettled[name] = number
+        if clusters:
+            self.mix.settle()
+            self._period = None
+
+    def _gap(self, number: int) -> tuple[str, ...]:
+        if self._last is None or number - self._last <= DAY:
+            return ()
+        return (f"nothing was seen for {number - self._last - 1} hours: no traffic, or the clock jumped",)
+
+    def _grouped(self, seen: Mapping[str, Sums]) -> dict[str, Sums]:
+        """At most `max_clusters` clusters, those that came first; hours without a round are no observation."""
+        found: dict[str, Sums] = {}
+        for name, sums in seen.items():
+            known = name in self.clusters or len({*self.clusters, *found} - {OTHER}) < self.config.max_clusters
+            key = name if known else OTHER
+            if sums.rounds > 0 and math.isfinite(sums.tokens) and sums.tokens >= sums.rounds > 0:
+                found[key] = found.get(key, Sums()) + sums
+        return found
+
+    def _update_mix(self, number: int, seen: Mapping[str, Sums]) -> None:
+        """What acceptance would be if every cluster were as usual: it moves with the mix alone.
+
+        Hours with traffic of an unsettled cluster are only recorded. Once its level is known, the season of the mix is learned
+        anew from the recorded shares: its shape, too, depends on the levels."""
+        tokens = sum(sums.tokens for sums in seen.values())
+        shares = {name: sums.tokens / tokens for name, sums in seen.items()}
+        effective = sum(sums.num_effective for sums in seen.values())
+        newest = self._valued(_MixHour(number, shares, max(effective, 1.0)))
+        self._mixes.append(newest)
+        settled = [name for name, since in self._unsettled.items() if self._is_settled(name, number - since)]
+        for name in settled:
+            del self._unsettled[name]
+        if settled:
+            self._mixes = deque(map(self._valued, self._mixes), self._mixes.maxlen)
+            self.mix.relearn((each.hour, each.value, each.variance) for each in self._mixes)
+        elif self._unsettled.keys().isdisjoint(shares):
+            self.mix.update(number, newest.value, newest.variance)
+
+    def _is_settled(self, name: str, hours: int) -> bool:
+        return hours >= DAY - 1 and not self.clusters[name].series.is_moving
+
+    def _valued(self, each: _MixHour) -> _MixHour:
+        """The hour with the value that its shares have at the usual levels of now."""
+        costs = {name: math.exp(-self.clusters[name].usual) for name in each.shares}
+        mean = sum(share * costs[name] for name, share in each.shares.items())
+        spread = sum(share * (costs[name] - mean) ** 2 for name, share in each.shares.items())
+        return replace(each, value=-math.log(mean), variance=spread / mean**2 / each.num_effective)
+
+    def _view(self, number: int) -> View:
+        everything = total(each.last_day for each in self.clusters.values())
+        alarms = []
+        for name, each in self.clusters.items():
+            day = each.last_day
+            if each.series.state == "held" and day.tokens >= LEAST_SHARE * everything.tokens:
+                alarms.append(Alarm(name, each.series.loss, day.tokens_per_round, day.tokens / DAY, self.scores(name)))
+        mix = self._mix(number)
+        if mix.has_moved and not alarms:
+            alarms.append(self._newcomer())
+        proposed, too_little = frozenset(self.proposed), self._too_little()
+        return View(number, alarms, mix, self.is_training, self.trained_at, proposed, too_little)
+
+    def _too_little(self) -> str:
+        """The traffic seen so far, while no cluster has a baseline; empty once one has."""
+        if any(each.series.state != "learning" for each in self.clusters.values()):
+            return ""
+        counts = {"request": self.num_requests, "hour": self.num_hours}
+        return ", ".join(f"{count:,} {unit}{'' if count == 1 else 's'}" for unit, count in counts.items())
+
+    def _newcomer(self) -> Alarm:
+        """The mix moved and stays so: the cluster that costs the most beyond the others is what a member is missing for."""
+        weakest = self._weakest()
+        assert weakest is not None, "the mix moved, so there are clusters"
+        name, day, best = weakest
+        loss = max(self.mix.loss, 1 - day.tokens_per_round / best)  # it was never better: what can be won is to be as the best
+        return Alarm(name, loss, day.tokens_per_round, day.tokens / DAY, self.scores(name))
+
+    def _mix(self, number: int) -> Mix:
+        has_moved = self.mix.state == "held"
+        is_known = not self._mixes or self._unsettled.keys().isdisjoint(self._mixes[-1].shares)
+        if number % LOOK_HOURS == 0 and is_known:
+            self._period = next((each for each in (DAY, WEEK) if self._returns(each)), None)
+        period, weakest = self._period, self._weakest(known_only=True)
+        if period is None or weakest is None:
+            return Mix(has_moved)
+        newest = sorted(each.value for each in self._mixes if each.hour > number - PERIODS_SEEN * period)
+        quarter = max(len(newest) // 4, 1)
+        swing = 1 - math.exp(float(np.mean(newest[:quarter])) - float(np.mean(newest[-quarter:])))
+        name, day, best = weakest
+        return Mix(has_moved, period, swing, name, day.tokens_per_round, day.tokens / DAY, best)
+
+    def _returns(self, period: int) -> bool:
+        """Whether the mix is correlated with itself a period ago, over the newest periods."""
+        if not self._mixes or self._mixes[-1].hour - self._mixes[0].hour < PERIODS_SEEN * period:
+            return False
+        first = self._mixes[-1].hour - (PERIODS_SEEN + 1) * period
+        by_hour = {each.hour: each.value for each in self._mixes if each.hour > first}
+        whole, half = (_correlation(by_hour, lag) for lag in (period, period // 2))
+        return whole >= RETURNS and whole - half >= RETURNS
+
+    def _weakest(self, known_only: bool = False) -> tuple[str, Sums, float] | None:
+        """The cluster that costs most rounds beyond the best one's, its day, and tokens a round of the best. With `known_only`
+        of those that are as usual; None where these are fewer than two."""
+        found = {name: each for name, each in self.clusters.items() if each.last_day.rounds}
+        if known_only:
+            found = {name: each for name, each in found.items() if each.series.state == "calm"}
+        if len(found) < 2 and known_only:
+            return None
+        days = {name: each.last_day for name, each in found.items()}
+        best = max((day.tokens_per_round for day in days.values()), default=1.0)
+        name = max(days, key=lambda each: days[each].rounds - days[each].tokens / best, default=None)
+        return None if name is None else (name, days[name], best)
+
+    def _told(self, grouped: Mapping[str, Sums]) -> dict[str, dict[str, Any]]:
+        told: dict[str, dict[str, Any]] = {}
+        for name, each in self.clusters.items():
+            sums, series = grouped.get(name, Sums()), each.series
+            told[name] = {"requests": sums.requests, "tokens": round(sums.tokens), "state": series.state}
+            if sums.rounds:
+                told[name]["tokens_per_round"] = round(sums.tokens_per_round, 3)
+                told[name]["z"] = round(series.z, 2)
+                if series.expected is not None:
+                    told[name]["expected"] = round(math.exp(series.expected), 3)
+            if series.raised_at is not None:
+                told[name] |= {"raised_at": series.raised_at, "loss": round(series.loss, 3)}
+        return told
+
+    def _told_mix(self, mix: Mix) -> dict[str, Any]:
+        return {"state": self.mix.state, "period": mix.period, "swing": round(mix.swing, 3)}
+
+
+def _correlation(by_hour: Mapping[int, float], lag: int) -> float:
+    """Of a series with itself so many hours before; 0 where little is known, or nothing moves."""
+    pairs = [(value, by_hour[hour - lag]) for hour, value in by_hour.items() if hour - lag in by_hour]
+    if len(pairs) < DAY:
+        return 0.0
+    now, before = np.array(pairs).T
+    return 0.0 if min(now.std(), before.std()) < 1e-6 else float(np.corrcoef(now, before)[0, 1])
+
+
+class NaivePolicy:
+    """Retrains whenever the last hours are below those after the last training: what systems without a season do."""
+
+    WINDOW, LEAST_LOSS = 4, 0.05
+
+    def __init__(self) -> None:
+        self.is_training = False
+        self._reference: float | None = None
+        self._window: deque[Sums] = deque(maxlen=self.WINDOW)
+
+    def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
+        """Compares the last four hours with the first four after the last training."""
+        told = {name: {"tokens": round(sums.tokens)} for name, sums in seen.items()}
+        if self.is_training or not seen:
+            return Line(number, told, {}, Decision(why="a training is running" if self.is_training else "no traffic"))
+        self._window.append(total(seen.values()))
+        now = total(self._window).tokens_per_round
+        if len(self._window) < self.WINDOW:
+            return Line(number, told, {}, Decision(why="too few hours"))
+        self._reference = max(now, self._reference or now)
+        if now >= self._reference * (1 - self.LEAST_LOSS):
+            return Line(number, told, {}, Decision(why="no fall"))
+        why = f"{now:.2f} tokens a round, {self._reference:.2f} before"
+        return Line(number, told, {}, Decision("retrain", tuple(seen), why=why), raised=(("all", number),))
+
+    def training(self, number: int) -> None:
+        self.is_training = True
+
+    def trained(self, number: int, clusters: tuple[str, ...], hours: float | None = None) -> None:
+        self.is_training, self._reference = False, None
+        self._window.clear()

@@ -1,0 +1,1 @@
+"""A candidate from training to verdict."""

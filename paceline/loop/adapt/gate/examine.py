@@ -1,0 +1,219 @@
+"""A candidate from disk to verdict: read it, score it beside the incumbent on stored requests, judge.
+
+    paceline adapt gate runs/mine/drafter --traces traces --cluster tickets
+
+Whatever is wrong with the candidate is a verdict with its reason, never an error: half-written, of another target, weights that
+are no numbers. What is wrong with the question is an error.
+
+A candidate that wins where traffic fell and loses too much elsewhere is tried again part of the way between the incumbent's
+weights and its own (`draft/formats/blend.py`), written beside it: the first share that passes is the verdict.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.config import EngineConfig
+from paceline.data.answers import AnswerShards
+from paceline.draft.base import Drafter
+from paceline.draft.formats.blend import blended
+from paceline.draft.registry import checkpoint_of, folder_of
+from paceline.engine.llm import LLM
+from paceline.errors import ConfigError, ModelNotFoundError, PacelineError
+from paceline.hub import resolve
+from paceline.loop.adapt.config import CandidateConfig
+from paceline.loop.adapt.gate.gate import Pairs, RoundTimes, Verdict, judge, one_a_prompt, too_few
+from paceline.loop.adapt.gate.score import Scored, score
+from paceline.loop.adapt.traffic.stored import Request, read_requests
+from paceline.model.checkpoint import read_json
+from paceline.model.measure import measure_passes
+from paceline.report.statistics import Rounds
+from paceline.report.tables import SILENT, Progress
+from paceline.types import SamplingParams
+
+HELD_OUT_OF = 4
+"""Every so manieth prompt, by its hash, is never trained on here."""
+BATCH = 8
+TURNS, TIMED = 4, 7
+"""How often drafters take turns when their drafting is timed, and rounds of each turn; the fastest of all counts."""
+TOLD_APART = 0.1
+"""Times of drafting that differ by less are taken for the same: a server beside takes as much of single rounds."""
+
+
+def is_held_out(prompt: str) -> bool:
+    return zlib.crc32(prompt.encode()) % HELD_OUT_OF == 0
+
+
+def examine(
+    candidate: Path, engine: EngineConfig, traces: Path, config: CandidateConfig, progress: Progress = SILENT
+) -> Verdict:
+    """The gate's verdict. Raises ConfigError when there is nothing to judge by, and what loading the target raises."""
+    usual, source = usual_settings(engine.model, config.temperature)
+    found, left_out = read_requests(traces, since=config.since, usual=usual)
+    if config.held_out_only:
+        found = [each for each in found if is_held_out(each.prompt)]
+    if not found:
+        raise ConfigError(
+            f"there are no requests in {traces} to judge by ({dict(left_out)}): keep traces, or move --since back"
+        )
+    sets = _sets(found, config)
+    if refused := too_few(len(sets["drifted"]), config):  # known before a model is loaded
+        return refused
+    longest = max(len(each.prompt_ids) + len(each.answer_ids) for chosen in sets.values() for each in chosen)
+    llm = LLM.of(replace(engine, drafter="none", plan="fixed", max_batch=BATCH, max_len=longest + 1))
+    progress.loaded(llm)
+    verdict = _Comparison(llm, sets, config, progress).verdict(candidate, engine.model)
+    number = sum(not each.knows_temperature for chosen in sets.values() for each in chosen)
+    if not number:
+        return verdict
+    settings = ", ".join(f"{name} {value:g}" for name, value in usual.items())
+    told = f"{number} requests named no temperature: judged at {settings} ({source})"
+    return replace(verdict, reason=f"{verdict.reason}; {told}")
+
+
+def usual_settings(model: str, temperature: float | None) -> tuple[dict[str, float], str]:
+    """What a server takes for requests that say nothing of sampling, and who says so: the option, or, as vLLM and SGLang
+    do, the target's generation_config.json, else temperature 1."""
+    if temperature is not None:
+        return {"temperature": temperature}, "as given"
+    file = resolve(model) / "generation_config.json"
+    raw = read_json(file) if file.is_file() else {}
+    named = {name: raw[name] for name in ("temperature", "top_p", "top_k") if type(raw.get(name)) in (int, float)}
+    return {"temperature": 1.0, **named}, file.name if named else "the servers' default"
+
+
+class _Comparison:
+    """The incumbent's figures on every set, once, and candidates beside it."""
+
+    def __init__(self, llm: LLM, sets: dict[str, list[Request]], config: CandidateConfig, progress: Progress) -> None:
+        self._llm, self._sets, self._config, self._progress = llm, sets, config, progress
+        self._incumbent = llm.make_drafter(config.incumbent)
+        self._figures: dict[str, list[Rounds]] = {}
+
+    def verdict(self, candidate: Path, target_name: str) -> Verdict:
+        """About the candidate; where that loses too much elsewhere, about the first of its shares that does not."""
+        told, verdict = list[str](), Verdict(False, "")
+        for share in sorted(self._config.shares, reverse=True):
+            verdict = self._verdict_at(candidate, share, target_name)
+            whole = share == 1.0
+            told.append(verdict.reason if whole else f"{share:.0%} of the way from {self._config.incumbent}: {verdict.reason}")
+            if not verdict.loses:
+                break
+            self._progress.say(told[-1])
+        return replace(verdict, reason="; ".join(told))
+
+    def _verdict_at(self, candidate: Path, share: float, target_name: str) -> Verdict:
+        """About the candidate, or a drafter with this share of its weights, written beside it."""
+        folder, before = candidate, self._config.incumbent
+        if share < 1:
+            folder = candidate.with_name(f"{candidate.name}-{100 * share:g}")
+            try:
+                incumbent = folder_of(before, target_name) if before == "default" else checkpoint_of(before)
+                blended(incumbent, candidate, share, folder)
+            except PacelineError as error:
+                return Verdict(False, str(error))
+        made = read_candidate(folder, self._llm)
+        if isinstance(made, str):
+            return Verdict(False, made)
+        try:
+            return replace(self._compared(made), drafter=str(folder), share=share)
+        except ConfigError as error:  # requests that cannot be scored with such a drafter
+            return Verdict(False, str(error))
+
+    def _compared(self, made: Drafter) -> Verdict:
+        llm, incumbent = self._llm, self._incumbent
+        pairs: dict[str, Pairs] = {}
+        for name, chosen in self._sets.items():
+            self._progress.say(f"{len(chosen)} requests of {name}")
+            if name not in self._figures:
+                self._figures[name] = _figures(score(llm, incumbent, chosen))
+            pairs[name] = Pairs(self._figures[name], _figures(score(llm, made, chosen)))
+        passes = measure_passes(llm.target, 1 + max(incumbent.num_drafted, made.num_drafted))
+        times = RoundTimes(passes, *alike(*draft_seconds(llm, [incumbent, made])))
+        drifted, ood = pairs.pop("drifted"), pairs.pop("ood", None)
+        return judge(drifted, pairs, times, ood, self._config)
+
+
+def read_candidate(folder: Path, llm: LLM) -> Drafter | str:
+    """The drafter, bound to the target once; or why it cannot be used."""
+    try:
+        made = llm.make_drafter(str(folder))
+        made.bind(llm.target)
+    except (PacelineError, OSError) as error:
+        kind = "it is not there" if isinstance(error, ModelNotFoundError) else "it cannot be used"
+        return f"{kind}: {error}"
+    return made
+
+
+def _sets(found: Sequence[Request], config: CandidateConfig) -> dict[str, list[Request]]:
+    """Set name -> requests: "drifted", every other cluster, and "ood"."""
+    names = sorted({each.cluster for each in found})
+    tokens = {name: sum(len(each.answer_ids) for each in found if each.cluster == name) for name in names}
+    cluster = config.cluster or max(names, key=tokens.__getitem__)
+    if cluster not in names:
+        raise ConfigError(f"there are no requests of cluster {cluster!r}: there are {', '.join(names)}")
+    sets = {"drifted": one_a_prompt([each for each in found if each.cluster == cluster], config.requests)}
+    for name in names:
+        if name != cluster and (chosen := one_a_prompt([each for each in found if each.cluster == name], config.requests)):
+            sets[f"cluster {name}"] = chosen
+    if config.ood:
+        sets["ood"] = one_a_prompt(_answers(config.ood), config.requests)
+    return sets
+
+
+def _answers(folders: Sequence[Path]) -> list[Request]:
+    """Answers of `paceline regenerate` as greedy requests; those at other temperatures are left out."""
+    return [
+        Request(
+            f"{each.key}#{each.turn}",
+            "ood",
+            0,
+            each.prompt_ids,
+            each.answer_ids,
+            SamplingParams(max_tokens=len(each.answer_ids) + 1),
+            0,
+            each.finish_reason,
+            0,
+            0,
+        )
+        for folder in folders
+        for each in AnswerShards(folder)
+        if each.temperature == 0.0 and each.answer_ids
+    ]
+
+
+def _figures(scored: Sequence[Scored]) -> list[Rounds]:
+    return [each.figures for each in scored]
+
+
+def draft_seconds(llm: LLM, drafters: Sequence[Drafter]) -> list[float]:
+    """What one row's drafts take with each of these, in turns: the machine's pace is in all; 0 for what drafts nothing."""
+    best = [math.inf] * len(drafters)
+    for _ in range(TURNS):
+        for place, drafter in enumerate(drafters):
+            best[place] = min(best[place], _fastest_draft(llm, drafter))
+    return [each if each < math.inf else 0.0 for each in best]
+
+
+def _fastest_draft(llm: LLM, drafter: Drafter) -> float:
+    if not drafter.num_drafted:
+        return math.inf
+    llm.use_drafter(drafter)
+    length = llm.target.cache.max_len // 2
+    llm.engine.add([1] * length, SamplingParams(max_tokens=length, ignore_eos=True))
+    drafting = []
+    for _ in range(TIMED):
+        llm.engine.step()
+        drafting += [stats.draft_s for stats in llm.engine.rounds if any(stats.num_drafted_B)]
+    llm.renew()
+    return min(drafting, default=math.inf)
+
+
+def alike(one_s: float, other_s: float) -> tuple[float, float]:
+    """Two times of drafting, or their mean twice when they cannot be told apart."""
+    mean = (one_s + other_s) / 2
+    return (mean, mean) if abs(one_s - other_s) <= TOLD_APART * mean else (one_s, other_s)

@@ -1,0 +1,237 @@
+"""What a drafter would have brought on stored traces: exact, because the text does not depend on the drafter.
+
+    scored = score(llm, "runs/mine/drafter", read_requests(Path("traces"))[0])
+    scored[0].tokens_per_round
+
+The target reads a stored answer in wide passes, which give every position the bits it had when it was served (where the target
+`is_width_invariant`); the drafter sees them round by round and drafts at each anchor as the engine has it draft. How many of
+these drafts would have stood follows from the stored text:
+
+- Greedy: drafts are certain, and stand as far as they agree with the text: exact to the token.
+- Sampled, by a rule that holds drafts against the target's draws: likewise. Drafts are guessed with the numbers that the target
+  drew with; these follow from the seed, which every trace of ours keeps. Texts that were drawn in another way, by versions
+  before there was a race, keep fewer tokens here than they did.
+- Sampled by other rules, or with numbers that nobody kept: drafts are drawn, slot by slot from q. Given that the text x was
+  said, at least i of them stand with probability s_i = s_(i-1) min(1, q_i / (p_i w_(i-1))), q_i and p_i being the drafter's and
+  the target's probability of x_i behind those before it; w is 1 for `rejection`, for `block` w_i = min(1, w_(i-1) p_i / q_i),
+  w_0 = 1: by Bayes, from P(the first i stand and are x) = q_1..q_i w_i (Sun et al. 2403.10444, section 4). How many stand is
+  then drawn with the request's own numbers: a sample as good as one that is served.
+
+Every round checks all that the drafter may draft, as with `--plan fixed`; with `fixed:K` give the drafter K (`num_drafted`). A
+planner that follows the clock checks fewer where that is faster: then `survival` says what any width would bring (`gate.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.draft.base import Drafter, Observed
+from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.engine.grammar import Grammars, within_grammars
+from paceline.engine.llm import LLM
+from paceline.engine.shape import forbidden_ids, shape
+from paceline.errors import ConfigError
+from paceline.loop.adapt.traffic.stored import Request
+from paceline.model.sampling.logits import penalise, target_probs
+from paceline.model.target import ForwardBatch, Target
+from paceline.report.statistics import Rounds
+from paceline.rng import ACCEPT, uniform
+from paceline.types import Batch, Round, Sequence
+from paceline.verify.rules import RULES, drafted_probs
+
+CHUNK = 256
+"""Positions of a pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One request, as this drafter would have served it."""
+
+    request: Request
+    rounds: tuple[Round, ...]
+
+    @property
+    def figures(self) -> Rounds:
+        return Rounds.counted(self.rounds)
+
+
+@dataclass(slots=True)
+class _Answer:
+    """A stored answer on its way through the rounds."""
+
+    request: Request
+    seq: Sequence
+    taps_TF: Tensor | None
+    logits_TV: Tensor | None
+    """Of the answer: row j is what follows token j of it; None where nothing is drawn."""
+    rounds: list[Round] = field(default_factory=list)
+
+    @property
+    def at(self) -> int:
+        """Place of the anchor in the answer."""
+        return self.seq.num_output - 1
+
+    @property
+    def rest(self) -> list[int]:
+        return self.request.answer_ids[self.seq.num_output :]
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether the numbers that its tokens were drawn with are known: of answers of others they are not."""
+        return self.request.params.seed is not None or self.request.seed != 0
+
+
+class Scorer:
+    """Scores requests for one drafter over one target, some at a time."""
+
+    def __init__(self, llm: LLM, drafter: Drafter, rule: str = "auto") -> None:
+        """The target's cache must be free: nothing else may run on `llm` meanwhile. Raises DrafterMismatchError."""
+        self._target: Target = llm.target
+        self._drafter, self._rule = drafter, RULES[rule]
+        self._tokenizer, self._eos = llm.tokenizer, llm.tokenizer.eos_token_ids
+        self._grammars = Grammars(llm.tokenizer, llm.target.vocab_size, self._eos)
+        drafter.bind(llm.target)
+        llm.target.set_taps(drafter.tap_layers)
+
+    @torch.inference_mode()
+    def score(self, requests: Rows[Request]) -> list[Scored]:
+        """In the order given. Raises ConfigError for a request that is too long for the cache, or cannot be scored."""
+        scored: list[Scored] = []
+        size = self._target.cache.num_rows
+        for begin in range(0, len(requests), size):
+            answers = [self._begin(number, each) for number, each in enumerate(requests[begin : begin + size])]
+            running = [each for each in answers if each.rest]
+            while running:
+                for is_known in (True, False):
+                    if some := [each for each in running if each.has_numbers is is_known]:
+                        self._round(some, foresees=is_known and self._rule.draws)
+                running = [each for each in running if each.rest]
+            for each in answers:
+                self._drafter.drop(each.seq)
+                self._target.cache.free(each.seq.row)
+                scored.append(Scored(each.request, tuple(each.rounds)))
+        return scored
+
+    def _begin(self, number: int, request: Request) -> _Answer:
+        """Read prompt and answer; the drafter gets the prompt, the first answer token is the first anchor."""
+        params, prompt_len = request.params, len(request.prompt_ids)
+        tokens = request.prompt_ids + request.answer_ids
+        if len(tokens) > self._target.cache.max_len:
+            raise ConfigError(f"request {request.key} has {len(tokens)} tokens: raise max_len, or leave it out")
+        if max(tokens) >= self._target.vocab_size or min(tokens) < 0:
+            raise ConfigError(f"request {request.key} holds tokens that this model does not have: it is another's trace")
+        ignores_eos = params.ignore_eos and not params.grammar
+        _, stop_tokens = self._tokenizer.split_stop(params.stop, are_hidden=False)
+        ends = (*(() if ignores_eos else self._eos), *params.stop_token_ids, *stop_tokens)
+        seq = Sequence(number, tokens[: prompt_len + 1], prompt_len, params, eos_token_ids=ends)
+        seq.forbidden = forbidden_ids(self._tokenizer, params)
+        seq.seed, seq.cached_len = request.seed, prompt_len
+        if params.grammar:
+            seq.constraint = self._grammars.compile(params.grammar)
+        if params.has_penalties:
+            seq.counts.update(request.answer_ids[:1])
+        row = self._target.cache.allocate()
+        assert row is not None, "the cache is not free"
+        seq.row = row
+        taps_TF, logits_TV = self._read(row, tokens[:-1], prompt_len, seq.kind == "sampled")
+        self._drafter.start(seq)
+        for start in range(0, prompt_len, CHUNK):
+            self._observe(seq, start, min(CHUNK, prompt_len - start), taps_TF)
+        return _Answer(request, seq, taps_TF, logits_TV)
+
+    def _read(self, row: int, tokens: list[int], prompt_len: int, with_logits: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Taps of all positions; with logits those of the answer's, float32."""
+        taps: list[Tensor] = []
+        logits: list[Tensor] = []
+        for start in range(0, len(tokens), CHUNK):
+            part = tokens[start : start + CHUNK]
+            wanted = with_logits and start + len(part) > prompt_len
+            out = self._target.forward(ForwardBatch([row], [start], [len(part)], part, "all" if wanted else "none"))
+            if out.taps_TF is not None:
+                taps.append(out.taps_TF.clone())
+            if wanted and out.logits_TV is not None:
+                logits.append(out.logits_TV[max(prompt_len - start, 0) :].clone())
+        return torch.cat(taps) if taps else None, torch.cat(logits) if logits else None
+
+    def _observe(self, seq: Sequence, start: int, count: int, taps_TF: Tensor | None) -> None:
+        self._drafter.observe([Observed(seq, start, count, taps_TF, start)])
+
+    def _round(self, running: list[_Answer], *, foresees: bool) -> None:
+        """One round of every answer: draft, see how many of it stand in the stored text, go on behind them."""
+        batch = Batch([each.seq for each in running], foresees=foresees)
+        proposed = self._drafter.propose(batch)
+        draft = within_grammars(batch, proposed)
+        for answer, asked, tokens, probs_KV in zip(running, proposed.tokens_B, draft.tokens_B, draft.probs_B, strict=True):
+            seq = answer.seq
+            if probs_KV is None or not self._rule.needs_probs:
+                stand = _num_same(tokens, answer.rest)
+            else:
+                stand = self._num_drawn(answer, tokens, probs_KV)
+            gained = answer.rest[: stand + 1]
+            answer.rounds.append(Round(len(asked), len(gained) - 1, self._drafter.name if asked else "none"))
+            first = seq.cached_len
+            seq.tokens += gained
+            seq.cached_len = len(seq.tokens) - 1
+            if seq.params.has_penalties:
+                seq.counts.update(gained)
+            if answer.rest:
+                self._observe(seq, first, len(gained), answer.taps_TF)
+
+    def _num_drawn(self, answer: _Answer, tokens: list[int], draft_probs_KV: Tensor) -> int:
+        """How many of these drawn drafts stand, given what the text says there: the module's s_i against one number."""
+        if not isinstance(self._drafter, DFlashDrafter):
+            raise ConfigError(
+                f"drafts of {self._drafter.name} depend on those before them: score requests at temperature 0 or with a seed"
+            )
+        said = answer.rest[: len(tokens)]
+        targets, drafts = self._chances(answer, said), self._drafter.chances_of(answer.seq, said, draft_probs_KV)
+        drawn = uniform(answer.seq.seed, ACCEPT, answer.seq.cached_len)
+        survival, weight = 1.0, 1.0
+        for place, (target, draft) in enumerate(zip(targets, drafts, strict=True)):
+            survival *= min(1.0, draft / (target * weight)) if target > 0 else 0.0
+            if not drawn < survival:
+                return place
+            if self._rule.name != "rejection":
+                weight = min(1.0, weight * target / draft)
+        return len(said)
+
+    def _chances(self, answer: _Answer, said: list[int]) -> list[float]:
+        """The target's probability of each token of the text behind the anchor, each after those before it."""
+        seq = answer.seq
+        assert answer.logits_TV is not None
+        logits_JV = answer.logits_TV[answer.at : answer.at + len(said)].float()
+        logits_JV = shape(seq, penalise(logits_JV, seq.params, seq.tokens, seq.counts, said[:-1]), said[:-1])
+        if seq.constraint is not None:
+            seq.constraint.follow(seq, said)
+            logits_JV = seq.constraint.mask(seq, torch.cat([logits_JV, logits_JV[-1:]]))[: len(said)]
+        return drafted_probs(said, target_probs(logits_JV, seq.params))
+
+
+def score(llm: LLM, drafter: str | Drafter, requests: Rows[Request], *, num_drafted: int | None = None) -> list[Scored]:
+    """What `drafter` would have brought, request by request; those that do not fit the cache are left out.
+
+    The engine of `llm` must be idle; it is as before afterwards. Raises what making and binding a drafter raises.
+    """
+    made = llm.make_drafter(drafter, num_drafted=num_drafted) if isinstance(drafter, str) else drafter
+    fitting = [each for each in requests if len(each.prompt_ids) + len(each.answer_ids) <= llm.target.cache.max_len]
+    try:
+        return Scorer(llm, made, llm.config.rule).score(fitting)
+    finally:
+        llm.renew()
+
+
+def _num_same(ours: list[int], theirs: list[int]) -> int:
+    return next(
+        (place for place, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), min(len(ours), len(theirs))
+    )
+
+
+def summary(scored: Rows[Scored]) -> dict[str, Any]:
+    """Figures of some requests together."""
+    rounds = Rounds.sum(each.figures for each in scored)
+    return {"requests": len(scored), "rounds": rounds.num_rounds, "tokens_per_round": rounds.tokens_per_round}

@@ -1,0 +1,60 @@
+"""What the daemon shows to Prometheus (`paceline adapt watch --metrics-port`); clusters are bounded, so are the series."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from paceline.loop.adapt.decide.policy import SeasonalPolicy
+from paceline.loop.adapt.traffic.hours import HOUR_S
+
+STATES = {"learning": -1, "calm": 0, "raised": 1, "held": 2}
+EVENTS = (
+    *("training", "scored", "swapped", "routed", "kept", "rolled back", "refused", "failed", "told"),
+    *("waiting", "answers"),
+)
+"""Events of the log; the last two: something waits for a server that does not answer, and the server answers again."""
+PREFIX = "paceline:adapt_"
+
+
+class AdaptMetrics(Collector):
+    """Reads the policy at each scrape."""
+
+    def __init__(self, policy: SeasonalPolicy) -> None:
+        self.registry = CollectorRegistry()
+        self.policy, self.stage, self.hour, self.is_reached = policy, "", 0, True
+        """`stage`: what is under way; `hour`: the last one that was decided about; `is_reached`: the server answers."""
+        self.events: Counter[str] = Counter()
+        self.registry.register(self)
+
+    def serve(self, port: int) -> None:
+        """On loopback, from a thread of its own. Raises OSError when the port is taken."""
+        start_http_server(port, addr="127.0.0.1", registry=self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        now = GaugeMetricFamily(
+            PREFIX + "tokens_per_round", "Tokens a round over the last day with traffic", labels=["cluster"]
+        )
+        usual = GaugeMetricFamily(PREFIX + "usual_tokens_per_round", "What the baseline has learned", labels=["cluster"])
+        state = GaugeMetricFamily(PREFIX + "alarm", "-1 learning, 0 calm, 1 raised, 2 held", labels=["cluster"])
+        loss = GaugeMetricFamily(PREFIX + "loss", "Fall of tokens a round while an alarm lasts, a share", labels=["cluster"])
+        for name, cluster in list(self.policy.clusters.items()):
+            now.add_metric([name], cluster.last_day.tokens_per_round)
+            usual.add_metric([name], math.exp(cluster.usual))
+            state.add_metric([name], STATES[cluster.series.state])
+            loss.add_metric([name], cluster.series.loss)
+        state.add_metric(["(mix)"], STATES[self.policy.mix.state])
+        yield from (now, usual, state, loss)
+        yield GaugeMetricFamily(PREFIX + "training", "1 while a training, its gate or a probation runs", value=bool(self.stage))
+        yield GaugeMetricFamily(PREFIX + "server_up", "0 while the server does not answer", value=self.is_reached)
+        told = "End of the hour that was last decided about, seconds since 1970"
+        yield GaugeMetricFamily(PREFIX + "last_decision_seconds", told, value=(self.hour + 1) * HOUR_S)
+        events = CounterMetricFamily(PREFIX + "events", "What was done", labels=["event"])
+        for name in EVENTS:
+            events.add_metric([name], self.events[name])
+        yield events

@@ -1,0 +1,1 @@
+"""A candidate on a server: canary, probation, rollback."""

@@ -1,0 +1,333 @@
+"""Steps of the daemon's work: trainings and gates as jobs, then what is done on the server.
+
+A step that fails, on a full disk or with a server that does not answer, is made again at a later look: it has left the
+stage as it was, or brought it to where it goes on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.config import EngineConfig
+from paceline.errors import CacheError, DeployError, DownloadError, UnreachableError
+from paceline.loop.adapt.config import CandidateConfig, RetrainConfig, StoreConfig, WatchConfig
+from paceline.loop.adapt.decide.policy import SeasonalPolicy
+from paceline.loop.adapt.gate.lineage import Lineage
+from paceline.loop.adapt.gate.retrain import Job, command_of, unjudged, verdict_of
+from paceline.loop.adapt.log import AdaptLog, apply, event_line
+from paceline.loop.adapt.metrics import AdaptMetrics
+from paceline.loop.adapt.rollout.canary import Canary
+from paceline.loop.adapt.rollout.stage import AWAY_S, LONGEST_WAIT_S, ON_SERVER, Stage
+from paceline.loop.adapt.servers.counted_hours import CountedHours
+from paceline.loop.adapt.servers.counters import Counts
+from paceline.loop.adapt.servers.deploy import Deployment
+from paceline.loop.adapt.traffic.hours import HOUR_S
+
+Start = Callable[[list[str], Path], Job]
+
+
+@dataclass(slots=True)
+class Steps:
+    """Holds all that the daemon has, and makes the steps of its stages."""
+
+    store: StoreConfig
+    engine: EngineConfig
+    deployment: Deployment | None
+    """None: decide and say, touch no server."""
+    policy: SeasonalPolicy
+    candidate: CandidateConfig
+    retrain: RetrainConfig
+    watch: WatchConfig
+    say: Callable[[str], None] = lambda text: None
+    start: Start = Job
+    metrics: AdaptMetrics | None = None
+    log: AdaptLog = field(init=False)
+    lineage: Lineage = field(init=False)
+    stage: Stage | None = field(init=False, default=None)
+    by_hand: Stage | None = field(init=False, default=None)
+    """Probation of a drafter that somebody loaded by hand; a training may run meanwhile."""
+    incumbent: str = field(init=False)
+    _job: Job | None = field(init=False, default=None)
+    _next: int | None = field(init=False, default=None)
+    """The next hour to decide about."""
+    _canary: Canary | None = field(init=False, default=None)
+    _counted: CountedHours | None = field(init=False, default=None)
+    """Hours of servers whose rounds are in no trace."""
+    _is_unsaved: bool = field(init=False, default=False)
+    _earlier: list[Counts] = field(init=False, default_factory=list)
+    """As it was saved."""
+    _scored: dict[str, Any] = field(init=False, default_factory=dict)
+    """By cluster: the hour in which its other members were judged, and the verdicts of those that passed."""
+
+    def _event(self, hour: int, event: str, **figures: Any) -> None:
+        line = event_line(hour, event, **figures)
+        apply(self.policy, line)
+        if self.metrics is not None:
+            self.metrics.events[event] += 1
+        self.say(f"adapt: {event} {figures.get('why', '')}".rstrip())
+        self._write(line)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        """Log a line; a full disk changes nothing of what is done."""
+        try:
+            self.log.append(dict(line))
+        except CacheError as error:
+            self.say(f"adapt: {error}; the line is written with the next one")
+
+    def _advance(self, now: float) -> None:
+        if self.by_hand is not None:
+            self._on_server(self.by_hand, now)
+        stage = self.stage
+        if stage is None or (self.by_hand is not None and stage.name in ON_SERVER):
+            return
+        if stage.name == "choose":
+            self._choose(stage, now)
+        elif stage.name in ON_SERVER:
+            self._on_server(stage, now)
+        elif self._job is None:
+            out = self.store.state / "jobs" / f"{stage.kind}-{stage.name}-{stage.hour}-{stage.at}"
+            self._job = self.start(command_of(stage, self.store, self.engine, self.candidate, self.retrain), out)
+            stage.began, stage.skew = now, 0.0
+            if isinstance(self._job, Job) and self._job.is_waiting:
+                self.say(f"adapt: a {stage.name} of an earlier daemon goes on here: it is waited for, then taken up")
+        elif (status := self._job.poll()) is not None:
+            job, self._job, self._is_unsaved = self._job, None, True
+            (self._trained if stage.name == "training" else self._judged)(stage, job, status, now)
+
+    def _trained(self, stage: Stage, job: Job, status: int, now: float) -> None:
+        stage.seconds += stage.lasted(now)
+        if status == 0:
+            stage.name = "gate"
+            return
+        self.say(f"adapt: candidate {stage.at} was not trained ({job.last_words})")
+        stage.verdicts.append(unjudged(f"its training ended with status {status}: {job.last_words}"))
+        self._next_candidate(stage, now)
+
+    def _judged(self, stage: Stage, job: Job, status: int, now: float) -> None:
+        verdict = verdict_of(job, status)
+        stage.verdicts.append(verdict)
+        if stage.kind != "score":
+            stage.candidates[stage.at] = verdict.get("drafter") or stage.candidates[stage.at]
+        self._next_candidate(stage, now)
+
+    def _next_candidate(self, stage: Stage, now: float) -> None:
+        """Train or judge another, or decide between those that were."""
+        stage.at += 1
+        if stage.at < len(stage.candidates):
+            stage.name = "gate" if stage.kind == "score" else "training"
+        else:
+            stage.name = "choose"
+            self._choose(stage, now)
+
+    def _scored_all(self, stage: Stage, now: float) -> None:
+        """Keep the verdicts for the policy, which asks again."""
+        verdicts = dict(zip(stage.names, stage.verdicts, strict=True))
+        passed = {name: verdict for name, verdict in verdicts.items() if verdict["passed"]}
+        self._scored[stage.clusters[0]] = {"hour": hour_of(now), "members": passed}
+        self._end(stage)
+        why = "; ".join(f"{name}: {verdict['reason']}" for name, verdict in verdicts.items())
+        self._event(hour_of(now), "scored", clusters=stage.clusters, why=why)
+
+    def _choose(self, stage: Stage, now: float) -> None:
+        """The best of those that were trained, if one passed. Raises CacheError on a full disk, and is called again."""
+        if stage.kind == "score":
+            self._scored_all(stage, now)
+            return
+        passed = []
+        for at, (drafter, verdict) in enumerate(zip(stage.candidates, stage.verdicts, strict=True)):
+            if verdict["passed"] and (before := self.lineage.is_known_bad(Path(drafter))):
+                verdict |= {"passed": False, "reason": f"the very same weights were turned away before: {before}"}
+            passed += [at] if verdict["passed"] else []
+        self.lineage.add_all(_entries(stage))
+        if not passed:
+            self._refused(stage, now, "; ".join(each["reason"] for each in stage.verdicts))
+            return
+        stage.at = max(passed, key=lambda at: stage.verdicts[at]["gains"]["drifted"]["low"])
+        stage.drafter, stage.why, stage.name = stage.candidates[stage.at], stage.verdicts[stage.at]["reason"], "swap"
+        self._is_unsaved = True
+        if self.by_hand is None:
+            self._on_server(stage, now)
+
+    def _refused(self, stage: Stage, now: float, why: str, event: str = "refused") -> None:
+        self._end(stage)
+        self._event(hour_of(now), event, clusters=stage.clusters, why=why, cost_hours=self._cost(stage))
+
+    def _cost(self, stage: Stage) -> float:
+        """Core-hours of its trainings."""
+        return stage.seconds / HOUR_S * (self.retrain.train_threads or os.cpu_count() or 1)
+
+    def _end(self, stage: Stage) -> None:
+        self._is_unsaved = True
+        if stage is self.by_hand:
+            self.by_hand = None
+        else:
+            self.stage = None
+
+    # On the server
+
+    def _save_now(self) -> None:
+        """Write the state down. Raises CacheError."""
+        raise NotImplementedError
+
+    def _on_server(self, stage: Stage, now: float) -> None:
+        """The next step of a stage that needs the server; later again when it does not answer."""
+        if 0 < stage.wait_until - now <= LONGEST_WAIT_S:  # after a clock that went back it would be for ever
+            return
+        try:
+            {"swap": self._swap, "probation": self._probation, "undo": self._undo}[stage.name](stage, now)
+        except DownloadError as error:
+            self._wait(stage, now, error)
+            return
+        if self.deployment is not None:
+            self._reached()
+        if stage.away_since:
+            stage.reached()
+            self._is_unsaved = True
+            why = "the server answers again"
+            self._event(hour_of(now), "answers", clusters=stage.clusters, drafter=stage.drafter, why=why)
+
+    def _reached(self) -> None:
+        if self.metrics is not None:
+            self.metrics.is_reached = True
+
+    def _wait(self, stage: Stage, now: float, error: DownloadError) -> None:
+        """Try again later: a server that does not answer has refused nothing. A roll-back is never given up."""
+        if self.metrics is not None:
+            self.metrics.is_reached = False
+        self._is_unsaved, is_first = True, not stage.away_since
+        stage.wait(now)
+        away_s = now - stage.away_since
+        if is_first:
+            why = f"{stage.name} waits for the server: {error}"
+            self._event(hour_of(now), "waiting", clusters=stage.clusters, drafter=stage.drafter, why=why)
+        if stage.name == "swap" and away_s >= self.watch.most_wait_hours * HOUR_S:
+            why = f"given up after {away_s / HOUR_S:.3g} hours: {error}; {stage.drafter} is ready"
+            self._to_undo(stage, "failed", why)
+        elif stage.name == "probation" and away_s >= AWAY_S:
+            self._to_undo(stage, "unproven", f"the server has not answered for {away_s:.0f} s: {error}")
+
+    def _swap(self, stage: Stage, now: float) -> None:
+        """Put the drafter where the old one is, or beside it for its cluster alone, or send its cluster to it."""
+        if self._canary is None:
+            self._refused(stage, now, f"no server was named; {stage.drafter} is ready: {stage.why}")
+            return
+        try:
+            self._canary.put_in(stage, now, self._save_now)
+        except UnreachableError:
+            raise
+        except DeployError as error:
+            self._to_undo(stage, "failed", f"not put in: {error}; {stage.drafter} is ready")
+            self._undo(stage, now)
+            return
+        except DownloadError as error:
+            self._to_undo(stage, "refused", f"the server refused it: {error}")
+            self._undo(stage, now)
+            return
+        self._is_unsaved = True
+        figures = {"clusters": stage.clusters, "drafter": stage.drafter, "member": stage.member, "why": stage.why}
+        if stage.kind == "route":
+            verdict = self._scored.get(stage.clusters[0], {}).get("members", {}).get(stage.member)
+            self._event(hour_of(now), "routed", **figures)
+            entry = {"drafter": stage.drafter, "parents": [], "state": "routed", "reason": stage.why}
+            stage.pending.append(entry | {"member": stage.member, "clusters": list(stage.clusters), "gate": verdict})
+        else:
+            self._event(hour_of(now), "swapped", **figures, cost_hours=self._cost(stage))
+            stage.pending.append({"drafter": stage.drafter, "state": "serving", "reason": stage.why})
+        self._write_pending_or_say(stage)
+
+    def _write_pending(self, stage: Stage) -> None:
+        """Bring the lineage up to date. Raises CacheError, and is called again."""
+        while stage.pending:
+            entry = stage.pending[0]
+            (self.lineage.add if "parents" in entry else self.lineage.mark)(**entry)
+            stage.pending.pop(0)
+            self._is_unsaved = True
+
+    def _write_pending_or_say(self, stage: Stage) -> None:
+        """A full disk keeps nobody from looking after a drafter that serves."""
+        try:
+            self._write_pending(stage)
+        except CacheError as error:
+            self.say(f"adapt: {error}; what was done is written later")
+
+    def _save_or_say(self) -> None:
+        """A full disk keeps no bad drafter at work."""
+        try:
+            if self._is_unsaved:
+                self._save_now()
+        except CacheError as error:
+            self.say(f"adapt: {error}; the state is written later")
+
+    def _probation(self, stage: Stage, now: float) -> None:
+        """Keep the drafter, or take it back: requests fail, acceptance fell, or there is not enough to judge it by."""
+        assert self._canary is not None
+        self._write_pending_or_say(stage)
+        ended = self._canary.judge(stage, now, self.watch)
+        self._is_unsaved = True  # the reading: a restart of daemon and server together would lose what it counted
+        if ended is None:
+            return
+        ending, why = ended
+        if ending == "kept":
+            self._kept(stage, now, why)
+        elif ending == "gone":
+            self._canary.let_go(stage)
+            self._taken_back(stage, now, "unproven", why)
+        else:
+            self._to_undo(stage, ending, why)
+            self._undo(stage, now)
+
+    def _kept(self, stage: Stage, now: float, why: str) -> None:
+        assert self._canary is not None
+        self._write_pending(stage)
+        was_ours = ["drafter", stage.member, self.incumbent] in stage.undo
+        if (stage.kind == "retrain" and stage.incumbent == self.incumbent) or (stage.kind == "found" and was_ours):
+            self.incumbent = stage.drafter
+        self._canary.keep()
+        self._canary.deployment.serves(self.incumbent)
+        self._end(stage)
+        self._event(hour_of(now), "kept", clusters=stage.clusters, drafter=stage.drafter, why=why)
+
+    def _to_undo(self, stage: Stage, ending: str, why: str) -> None:
+        stage.name, stage.ending, stage.why = "undo", ending, why
+        stage.num_tries, stage.wait_until = 0, 0.0
+        self._is_unsaved = True
+
+    def _undo(self, stage: Stage, now: float) -> None:
+        """Take back what was put in. Raises DownloadError and CacheError, and is called again."""
+        assert self._canary is not None
+        self._save_or_say()  # why it is taken back: after a kill the server alone does not tell
+        self._canary.take_back(stage)
+        self._taken_back(stage, now, stage.ending, stage.why)
+
+    def _taken_back(self, stage: Stage, now: float, ending: str, why: str) -> None:
+        """Only what was judged and failed is turned away for ever."""
+        self._write_pending(stage)
+        if stage.kind == "route":
+            self._scored.get(stage.clusters[0], {}).get("members", {}).pop(stage.member, None)
+        state = "routed back" if stage.kind == "route" and ending == "rolled back" else ending
+        self.lineage.mark(stage.drafter, "passed" if ending == "failed" else state, why)
+        if ending in ("refused", "failed"):
+            event = "told" if stage.kind == "route" else ending
+            self._refused(stage, now, why, event)
+        else:
+            self._end(stage)
+            self._event(hour_of(now), "rolled back", clusters=stage.clusters, drafter=stage.drafter, why=why)
+
+
+def _entries(stage: Stage) -> list[dict[str, Any]]:
+    """Builds the candidates' entries in the lineage. One that was not judged is not refused."""
+    window = {key: value for key, value in stage.window.items() if key != "folder"}
+    entries = []
+    for drafter, verdict in zip(stage.candidates, stage.verdicts, strict=True):
+        state = "passed" if verdict["passed"] else "refused" if verdict.get("is_judged", True) else "not judged"
+        figures = {"reason": verdict["reason"], "window": window, "gate": verdict}
+        entries.append({"drafter": drafter, "parents": [stage.incumbent], "state": state, **figures})
+    return entries
+
+
+def hour_of(now: float) -> int:
+    return int(now // HOUR_S)

@@ -1,0 +1,84 @@
+"""The process of `paceline adapt watch`: signals, the clock, the port for Prometheus, and nothing else."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config import EngineConfig
+from paceline.errors import CacheError, ConfigError, refuse, reraised
+from paceline.loop.adapt.config import (
+    CandidateConfig,
+    DeployConfig,
+    PolicyConfig,
+    PriceConfig,
+    RetrainConfig,
+    StoreConfig,
+    WatchConfig,
+)
+from paceline.loop.adapt.decide.policy import SeasonalPolicy
+from paceline.loop.adapt.metrics import AdaptMetrics
+from paceline.loop.adapt.servers.deploy import open_deployment
+from paceline.loop.adapt.servers.restarted import NO_INCUMBENT
+from paceline.loop.adapt.watch import Watcher
+from paceline.runs.ranks import Ranks, only_run
+
+LEAST_MOVE_S = 30.0
+"""A clock that is set by less changes nothing here: time servers do so all the time."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """Tells when the clock on the wall was set: it is held against one that nobody sets. Seconds."""
+
+    wall: float
+    steady: float
+
+    def moved(self, wall: float, steady: float) -> float:
+        """By how much it was set forward since the last look, or back; 0 if it was not."""
+        by = (wall - self.wall) - (steady - self.steady)
+        self.wall, self.steady = wall, steady
+        return by if abs(by) >= LEAST_MOVE_S else 0.0
+
+
+def run(
+    engine: EngineConfig,
+    store: StoreConfig,
+    policy: PolicyConfig,
+    prices: PriceConfig,
+    candidate: CandidateConfig,
+    retrain: RetrainConfig,
+    deploy: DeployConfig,
+    watch: WatchConfig,
+    say: Callable[[str], None],
+) -> None:
+    """Until SIGTERM or Ctrl-C. Raises ConfigError when another daemon has the folder, CacheError when it cannot be written."""
+    with reraised(CacheError, f"cannot write {store.state}", "choose another --state", OSError):
+        store.state.mkdir(parents=True, exist_ok=True)
+    incumbent = Path(candidate.incumbent)
+    is_blind = bool(deploy.servers) and deploy.engine != "paceline" and not incumbent.is_dir() and not watch.dry_run
+    text = f"{deploy.engine} does not say what it drafts with, so nothing could be rolled back: {NO_INCUMBENT}"
+    refuse(ConfigError, (is_blind, text))
+    deployment = open_deployment(deploy, incumbent if incumbent.is_dir() else None) if deploy.servers else None
+    decides = SeasonalPolicy(policy, prices)
+    metrics = AdaptMetrics(decides)
+    if watch.metrics_port is not None:
+        with reraised(ConfigError, f"port {watch.metrics_port} cannot be opened", "choose another --metrics-port", OSError):
+            metrics.serve(watch.metrics_port)
+    ended = threading.Event()
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, lambda *_: ended.set())
+    with only_run(store.state, "adapting", Ranks(), say):
+        watcher = Watcher(store, engine, deployment, decides, candidate, retrain, watch, say, metrics=metrics)
+        clock = Clock(time.time(), time.monotonic())
+        say(f"adapt: watching {store.traces}; a line an hour in {watcher.log.file}")
+        while not ended.is_set():
+            if by := clock.moved(time.time(), time.monotonic()):
+                watcher.clock_moved(by)
+            watcher.tick(time.time())
+            ended.wait(watch.every_s)
+        watcher.stop()

@@ -1,0 +1,1 @@
+"""The servers that a drafter is put on: ours, vLLM and SGLang."""

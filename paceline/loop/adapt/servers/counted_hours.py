@@ -1,0 +1,60 @@
+"""Hours as a server counts them, for servers whose rounds no trace tells: vLLM and SGLang behind `paceline record`.
+
+Each pair of readings of the counters stands for a request in `Sums`; all traffic is one cluster, ALL. An hour that is over is a
+line in `counted.jsonl`, so that a daemon that was stopped knows it again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import CacheError, reraised
+from paceline.loop.adapt.servers.counters import Counts
+from paceline.loop.adapt.traffic.hours import HOUR_S, Sums
+from paceline.runs.folder import RunFolder, append_lines
+
+ALL = "all"
+"""The cluster of traffic that is not told apart."""
+
+
+@dataclass(slots=True)
+class CountedHours:
+    """Readings go in, hours come out."""
+
+    folder: Path
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Lines of the file that were not used at the latest reading, by reason."""
+    _before: tuple[float, Counts] | None = None
+    _pairs: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+
+    def read(self, now: float, counts: Counts) -> None:
+        """Note a reading of the counters, as a `Meter` sums them over restarts of the server."""
+        if self._before is not None:
+            rounds, accepted = counts.rounds - self._before[1].rounds, counts.accepted - self._before[1].accepted
+            if rounds > 0 and accepted >= 0:
+                self._pairs[int(self._before[0] // HOUR_S)].append((rounds + accepted, rounds))
+        self._before = now, counts
+
+    def hours(self, until: int, since: int = 0) -> dict[int, dict[str, Sums]]:
+        """{hour: {ALL: sums}} of the hours [since, until), which are over and are written down. Raises CacheError."""
+        file, self.left_out = self.folder / "counted.jsonl", Counter()
+        with reraised(CacheError, f"cannot write {file}", "free space, or choose another --state", OSError):
+            for hour in sorted(each for each in self._pairs if each < until):
+                append_lines(file, [{"hour": hour, "sums": astuple(Sums.of(self._pairs[hour]))}])
+                del self._pairs[hour]
+            found: dict[int, dict[str, Sums]] = {}
+            for line in RunFolder(self.folder).lines(file.name):
+                if not _is_hour(line):
+                    self.left_out["damaged hour"] += 1
+                elif since <= line["hour"] < until:
+                    found[line["hour"]] = {ALL: found.get(line["hour"], {}).get(ALL, Sums()) + Sums(*line["sums"])}
+            return found
+
+
+def _is_hour(line: dict[str, Any]) -> bool:
+    sums = line.get("sums")
+    is_whole = isinstance(sums, list) and len(sums) == len(astuple(Sums()))
+    return type(line.get("hour")) is int and is_whole and all(type(each) in (int, float) for each in sums or ())

@@ -1,0 +1,276 @@
+"""What a server says of itself: counters by which acceptance and pace are read, its health, and answers in JSON.
+
+vLLM's names, which paceline's own server has too, or SGLang's. What goes wrong is a DownloadError in one line:
+UnreachableError where the server does not answer or is busy, so that the same call may be tried again; DeployError
+where it has not looked at the drafter.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, field, fields
+from typing import Any
+
+from paceline.errors import ConfigError, DeployError, DownloadError, UnreachableError
+from paceline.net.prometheus import engines_of, totals
+from paceline.net.streaming import Client
+from paceline.plan.clusters import OTHER
+
+log = logging.getLogger("paceline.loop.adapt")
+COUNTERS = {
+    "rounds": "vllm:spec_decode_num_drafts_total",
+    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+    "tokens": "vllm:generation_tokens_total",
+    "errors": "vllm:request_success_total{error}",
+    "steps": "paceline:rounds_total",
+}
+"""vLLM's names, which paceline's server has too; of requests those that ended in an error. `steps`: rounds of a batch."""
+SGLANG_LENGTH, SGLANG_TOKENS = "sglang:spec_accept_length", "sglang:generation_tokens_total"
+REQUESTS = "vllm:request_success_total"
+BUSY = ("paceline:draft_seconds_total", "paceline:verify_seconds_total", "paceline:host_seconds_total")
+DRAFTS = "paceline:drafter_drafts_total"
+"""Rounds with drafts of each member of a pool, by its label `drafter`."""
+NOT_NOW = (408, 409, 425, 429, 502, 503, 504)
+"""Statuses of a server that is busy, loads, or is behind a proxy that does not reach it."""
+NOT_JUDGED = (401, 403, 404, 405, 507)
+"""Statuses of a server that has not tried the drafter: a wrong key, another version, no memory."""
+LEAST_STEPS = 100
+"""Rounds whose time says something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a server's metrics say so far; of several servers their sum."""
+
+    tokens: float = 0.0
+    rounds: float = 0.0
+    accepted: float = 0.0
+    errors: float = 0.0
+    steps: float = 0.0
+    busy_s: float = 0.0
+    requests: float = 0.0
+    """Requests that ended, those that ended in an error included."""
+
+    def __add__(self, other: Counts) -> Counts:
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Counts(*(ours + theirs for ours, theirs in pairs))
+
+
+@dataclass(slots=True)
+class Meter:
+    """Sums the counters of one engine over its restarts, each of which sets them back to 0."""
+
+    earlier: Counts = field(default_factory=Counts)
+    """Counted before the latest restart that was seen."""
+    last: Counts = field(default_factory=Counts)
+    """The latest reading."""
+
+    @property
+    def total(self) -> Counts:
+        return self.earlier + self.last
+
+    def read(self, raw: Counts, length: float | None = None) -> Counts:
+        """Returns what was counted in all; `raw` is what the engine says now.
+
+        `length`: mean tokens a round of late, where that is told and the rounds are not: they follow from the tokens
+        since the last reading."""
+        if _is_partial(self.last, raw):
+            return self.total
+        before = self.total.tokens
+        if is_restarted(self.last, raw):
+            self.earlier += self.last
+        self.last = raw
+        if length is not None and length >= 1:
+            gained = self.total.tokens - before
+            self.earlier += Counts(rounds=gained / length, accepted=gained - gained / length)
+        return self.total
+
+    def saved(self) -> list[list[float]]:
+        """As JSON; `Meter.of` reads it."""
+        return [list(astuple(self.earlier)), list(astuple(self.last))]
+
+    @classmethod
+    def of(cls, saved: list[list[float]]) -> Meter:
+        """Raises ValueError or TypeError on what `saved` has not written."""
+        earlier, last = saved
+        for counts in (earlier, last):
+            is_sound = isinstance(counts, list) and len(counts) == len(fields(Counts))
+            if not is_sound or not all(type(each) in (int, float) and math.isfinite(each) for each in counts):
+                raise ValueError("impossible meters")
+        return cls(Counts(*earlier), Counts(*last))
+
+
+@dataclass(slots=True)
+class Meters:
+    """Meters by server and engine: each counts for itself, so that the restart of one moves nothing."""
+
+    of: dict[str, dict[str, Meter]]
+
+    def read(self, clients: Iterable[Client], model: str | None) -> Counts:
+        """Returns what all servers counted, without those whose page cannot be read now, and without engines that do not
+        report their tokens now: these add nothing until they can be read again. Raises DownloadError where no page can
+        be read."""
+        pages, errors = dict[str, dict[str, dict[str, float]]](), list[DownloadError]()
+        for client in clients:
+            try:
+                pages[client.url] = metrics_of(client, model)
+            except (UnreachableError, DeployError):
+                raise
+            except DownloadError as error:
+                log.warning("%s: left out of this reading", error)
+                errors.append(error)
+        if not pages:
+            raise errors[0]
+        is_begun = any(self.of.values())
+        for server, engines in pages.items():
+            for engine, (raw, length) in _readings(engines).items():
+                # What an engine counted before it was first seen beside others is no gain since the last reading.
+                missed = Counts(*(-value for value in astuple(raw))) if is_begun else Counts()
+                self.of[server].setdefault(engine, Meter(missed, raw)).read(raw, length)
+        return sum((meter.total for meter in self.all()), Counts())
+
+    def all(self) -> list[Meter]:
+        return [meter for engines in self.of.values() for meter in engines.values()]
+
+    def saved(self) -> dict[str, Any]:
+        """As JSON; `restore` reads it."""
+        return {server: {engine: meter.saved() for engine, meter in each.items()} for server, each in self.of.items()}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go on from what was saved of these servers."""
+        for server in self.of.keys() & saved.keys():
+            self.of[server] = {engine: Meter.of(each) for engine, each in saved[server].items()}
+
+
+def is_restarted(before: Counts, after: Counts) -> bool:
+    """True if the tokens fell, or every counter above 0 did: the server was started again between two readings.
+
+    Other counters alone also fall where a part of the page is missing, such as one reason of the finished requests."""
+    pairs = _counters(before, after)
+    return after.tokens < before.tokens or (bool(pairs) and all(value < then for then, value in pairs))
+
+
+def tokens_per_round(before: Counts, after: Counts) -> float | None:
+    """Between two readings; None when no round was, or when a restart set the counters back."""
+    rounds, accepted = after.rounds - before.rounds, after.accepted - before.accepted
+    return 1.0 + accepted / rounds if rounds > 0 and accepted >= 0 else None
+
+
+def pace(before: Counts, after: Counts) -> tuple[float, float] | None:
+    """(rows of a round, seconds of a round) between two readings; None where a server does not tell, or has done little."""
+    steps, busy_s = after.steps - before.steps, after.busy_s - before.busy_s
+    return ((after.rounds - before.rounds) / steps, busy_s / steps) if steps >= LEAST_STEPS and busy_s > 0 else None
+
+
+def _readings(engines: dict[str, dict[str, float]]) -> dict[str, tuple[Counts, float | None]]:
+    """Returns by engine its counters and, of SGLang, its mean acceptance length; without engines that report no tokens.
+
+    With data parallelism SGLang labels the length with `dp_rank`, the tokens not: these get the mean of all lengths."""
+    mean_length, found = totals(engines).get(SGLANG_LENGTH, 0.0), dict[str, tuple[Counts, float | None]]()
+    for engine, values in engines.items():
+        reading = _reading(values)
+        if reading is not None:
+            is_sglang = SGLANG_TOKENS in values
+            found[engine] = reading, values.get(SGLANG_LENGTH, mean_length) if is_sglang else None
+    return found
+
+
+def _reading(values: dict[str, float]) -> Counts | None:
+    """Returns an engine's counters; None where its tokens are missing, so that the others may be, too."""
+    if SGLANG_TOKENS in values:
+        return Counts(values[SGLANG_TOKENS])
+    if COUNTERS["tokens"] not in values:
+        return None
+    counted = {name: values.get(metric, 0.0) for name, metric in COUNTERS.items()}
+    busy_s = sum(values.get(name, 0.0) for name in BUSY)
+    return Counts(**counted, busy_s=busy_s, requests=values.get(REQUESTS, 0.0))
+
+
+def _is_partial(before: Counts, now: Counts) -> bool:
+    """True where some counters fell but the tokens did not, nor all others: a part of the page is missing."""
+    return not is_restarted(before, now) and any(value < then for then, value in _counters(before, now))
+
+
+def _counters(before: Counts, now: Counts) -> list[tuple[float, float]]:
+    """Pairs (before, now) of the counters that were above 0. Errors are a part of the requests."""
+    names = ("tokens", "rounds", "accepted", "requests")
+    return [(getattr(before, name), getattr(now, name)) for name in names if getattr(before, name) > 0]
+
+
+def drafts_of(client: Client, member: str) -> float | None:
+    """Rounds in which this member of a pool has drafted; None where the server does not count them by member.
+
+    A server counts a bounded number of names: a later one is a part of OTHER, as far as can be known from outside."""
+    values = totals(metrics_of(client, by=("drafter",)))
+    is_counted = any(name.startswith(DRAFTS) for name in values)
+    unknown = None if f"{DRAFTS}{{{OTHER}}}" in values or not is_counted else 0.0
+    return values.get(f"{DRAFTS}{{{member}}}", unknown)
+
+
+def metrics_of(client: Client, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
+    """Engine -> name -> value, of series with a label of `by`, or `finished_reason`, also under NAME{VALUE}; as
+    `engines_of`.
+
+    Raises DownloadError when the server does not answer, or with what is none of a server's metrics; DeployError where
+    they tell of several models, and `model` names none."""
+    text = answer_of(client, "GET", "/metrics").decode("utf-8", "replace")
+    try:
+        found = engines_of(text, model, ("finished_reason", *by))
+    except ConfigError as error:
+        raise DeployError(f"{client.url}/metrics: {error}") from error
+    if not found:
+        raise DownloadError(f"{client.url}/metrics has no known metric in Prometheus' format: is it the server?")
+    return found
+
+
+def is_well(client: Client) -> bool:
+    """True if the server says that it is well. Raises UnreachableError when it does not answer."""
+    try:
+        return client.get("/health").status == 200
+    except OSError as error:
+        raise _silent(client, error) from error
+
+
+def is_up(client: Client) -> bool:
+    """True if the server answers and says that it is well: while one starts, silence is no error."""
+    try:
+        return is_well(client)
+    except UnreachableError:
+        return False
+
+
+def ask(client: Client, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    data = answer_of(client, method, path, body)
+    try:
+        found = json.loads(data or b"{}")
+    except ValueError as error:
+        raise DownloadError(f"{client.url}{path} did not answer with JSON: is it the server?") from error
+    return found if isinstance(found, dict) else {}
+
+
+def answer_of(client: Client, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+    try:
+        if method == "GET":
+            stream = client.get(path)
+        else:
+            stream = client.ask(method, path, None if method == "DELETE" else json.dumps(body or {}).encode())
+    except OSError as error:
+        raise _silent(client, error) from error
+    if stream.failure:
+        raise _silent(client, stream.failure)
+    if not 200 <= stream.status < 300:
+        said = stream.body.decode("utf-8", "replace").strip()[:300]
+        raise _refusal(stream.status)(f"{client.url}{path} answered {stream.status} ({said})")
+    return stream.body
+
+
+def _refusal(status: int) -> type[DownloadError]:
+    """The error that an answer with this status is."""
+    return UnreachableError if status in NOT_NOW else DeployError if status in NOT_JUDGED else DownloadError
+
+
+def _silent(client: Client, why: object) -> UnreachableError:
+    return UnreachableError(f"{client.url} does not answer ({why}): start it, or check its address")

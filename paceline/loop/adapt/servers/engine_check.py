@@ -1,0 +1,102 @@
+"""Does another engine draft with a drafter as it was trained? Its tokens a round on twenty prompts, held against ours.
+
+    prompts = prompt_ids(model)
+    ours = brings(model, given.folder, given.num_drafted, prompts)       # in a process of its own, which gives its memory back
+    Comparison(ours, served("vllm", client, name, prompts)).is_low
+
+The prompts are those of `paceline inspect`, greedy, one after the other. Ours counts the drafts of the very folder that the
+engine gets, with as many drafts a round. Theirs is what it counts itself: vLLM's counters before and after, and the rounds that
+SGLang tells of each answer. A layer, mask token or slot that an engine reads otherwise raises no error there: drafts are then
+refused, and this is where it shows.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from paceline.config import EngineConfig
+from paceline.engine.llm import LLM
+from paceline.errors import ConfigError, DownloadError, reraised
+from paceline.loop.adapt.servers.counters import Meters, ask, tokens_per_round
+from paceline.loop.adapt.servers.mismatch import PROMPTS, encode, measure
+from paceline.loop.adapt.servers.mismatch import ask as ask_target
+from paceline.model.embedding_and_head import light_folder
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.net.streaming import Client
+
+NUM_PROMPTS, MAX_TOKENS = 20, 48
+LEAST_SHARE, LEAST_LOSS = 0.85, 0.15
+"""An engine brings clearly less below this share of our tokens a round, when it is also this much less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    ours: float
+    theirs: float
+
+    @property
+    def is_low(self) -> bool:
+        return self.theirs < min(self.ours * LEAST_SHARE, self.ours - LEAST_LOSS)
+
+    @property
+    def told(self) -> str:
+        share = f"{self.theirs:.2f} tokens a round on {NUM_PROMPTS} prompts, {self.ours:.2f} expected"
+        return f"{share}: clearly less" if self.is_low else f"{share}: as it should be"
+
+
+def prompt_ids(model: str) -> list[list[int]]:
+    """The prompts as tokens of this target, whose tokenizer alone is read."""
+    tokenizer = Tokenizer.from_path(light_folder(model))
+    return [encode(tokenizer, prompt) for prompt in PROMPTS[:NUM_PROMPTS]]
+
+
+def brings(model: str, folder: Path, num_drafted: int, prompts: list[list[int]], dtype: str = "auto") -> float:
+    """Tokens a round that the drafter in `folder` brings for this target here, measured in another process. Raises what loading
+    either does, and ConfigError when that process dies or the target says nothing."""
+    with (
+        reraised(ConfigError, "measuring here was killed", "give --expected, or --no-check", BrokenProcessPool),
+        ProcessPoolExecutor(1, get_context("spawn")) as other,
+    ):
+        return other.submit(_measured, model, str(folder), num_drafted, prompts, dtype).result()
+
+
+def _measured(model: str, folder: str, num_drafted: int, prompts: list[list[int]], dtype: str) -> float:
+    llm = LLM.of(EngineConfig(model=model, drafter="none", dtype=dtype))
+    requests = ask_target(llm, prompts, MAX_TOKENS)
+    if not requests:
+        raise ConfigError("the target's answers are empty, so nothing can be compared: give --no-check")
+    return measure(llm, llm.make_drafter(folder, num_drafted=num_drafted), requests)
+
+
+def served(engine: str, client: Client, name: str, prompts: list[list[int]]) -> float:
+    """Tokens a round of these prompts on the running engine, which should have no other traffic meanwhile.
+
+    Raises DownloadError where it does not answer, or counts no round with drafts.
+    """
+    found = _on_vllm(client, name, prompts) if engine == "vllm" else _on_sglang(client, prompts)
+    if found is None:
+        raise DownloadError(f"{client.url} counts no round with drafts: is speculation on? See what it said when it started")
+    return found
+
+
+def _on_vllm(client: Client, name: str, prompts: list[list[int]]) -> float | None:
+    meters = Meters({client.url: {}})
+    before = meters.read([client], None)
+    for prompt in prompts:
+        ask(client, "POST", "/v1/completions", {"model": name, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0})
+    return tokens_per_round(before, meters.read([client], None))
+
+
+def _on_sglang(client: Client, prompts: list[list[int]]) -> float | None:
+    """Each answer tells its rounds; its first token comes of the prompt's own pass."""
+    tokens = rounds = 0
+    for prompt in prompts:
+        sampling = {"temperature": 0, "max_new_tokens": MAX_TOKENS}
+        told = ask(client, "POST", "/generate", {"input_ids": prompt, "sampling_params": sampling}).get("meta_info") or {}
+        rounds += int(told.get("spec_verify_ct") or 0)
+        tokens += max(int(told.get("completion_tokens") or 0) - 1, 0)
+    return tokens / rounds if rounds else None

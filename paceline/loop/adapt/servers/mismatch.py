@@ -1,0 +1,320 @@
+"""Why a drafter drafts badly for a target that it should fit: its settings varied one at a time, ranked by tokens a round.
+
+    requests = ask(llm, prompts)
+    ranked = rank(llm, stored, requests)        # the first is the drafter as it is
+
+A drafter that reads the wrong layer, mask token or slot raises no error anywhere: it only drafts badly. Which setting it is
+shows when each is put as it could have been meant. Answers are the target's own, greedy, so that they are the same whatever
+drafts; `score` says what each variation would have brought, exactly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.bench.config import BUILTIN_PROMPTS
+from paceline.draft.base import Drafter
+from paceline.draft.dflash.checkpoint import DFlashConfig, StoredDrafter
+from paceline.draft.dflash2.drafter import drafter_from
+from paceline.draft.eagle3.checkpoint import Eagle3Checkpoint
+from paceline.draft.eagle3.drafter import Eagle3Drafter, Eagle3Network
+from paceline.draft.vocabulary import Vocabulary
+from paceline.engine.llm import LLM
+from paceline.errors import PacelineError
+from paceline.loop.adapt.gate.score import score
+from paceline.loop.adapt.servers.mismatch_eagle3 import changes
+from paceline.loop.adapt.traffic.stored import Request
+from paceline.model.target import Target
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.report.statistics import Rounds, bootstrap, ratio_of_sums
+from paceline.types import SamplingParams
+
+LOW = 2.0
+"""Tokens a round below which something may be wrong."""
+LEAST_GAIN, LEAST_FACTOR = 0.2, 1.15
+"""What a variation must bring more, in tokens a round and as a factor, to be named."""
+LEAST_SURE = 1.05
+"""The factor where it brings more whichever of the prompts were taken."""
+FIRST_LOOK, FINALISTS = 6, 4
+"""Prompts that all variations are tried on, and variations that get all prompts."""
+THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
+"""Published values of rope_theta."""
+
+
+MORE_PROMPTS = (
+    "Write a Python function that merges two sorted lists.",
+    "A train leaves at 9:40 and arrives at 13:05. How long is the journey?",
+    "Summarise in two sentences why the Roman Empire fell.",
+    "List five vegetables that grow in winter.",
+)
+PROMPTS = (*(json.loads(line)["prompt"] for line in BUILTIN_PROMPTS.read_text(encoding="utf-8").splitlines()), *MORE_PROMPTS)
+"""What a drafter is tried on: questions, stories, code and sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variation:
+    """A drafter with one setting as it could have been meant."""
+
+    kind: str
+    """The mismatch that it would mend."""
+    change: str
+    """What was put where."""
+    stored: StoredDrafter | Eagle3Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    kind: str
+    change: str
+    tokens_per_round: float
+    num_prompts: int
+    is_sure: bool = False
+    """Whether it brings more than the drafter as it is in 97.5% of the draws of as many of the prompts; of finalists alone."""
+
+
+def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """As a chat, where the target has a template for one."""
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(prompt)
+    return tokenizer.encode_chat([{"role": "user", "content": prompt}])
+
+
+def ask(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = 48) -> list[Request]:
+    """The target's greedy answers to these prompts, as requests for `rank`; answers of fewer than two tokens are left out."""
+    params = SamplingParams(max_tokens=max_tokens)
+    answers = llm.generate_ids(list(prompts), params)
+    return [
+        Request(f"prompt-{number}", "", 0, list(prompt), list(answer.token_ids), params, 0, "length", 0, 0)
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        if len(answer.token_ids) > 1
+    ]
+
+
+def measure(llm: LLM, drafter: Drafter, requests: Sequence[Request]) -> float:
+    """Tokens a round over these requests, all drafts checked in every round."""
+    return Rounds.sum(_rounds(llm, drafter, requests)).tokens_per_round
+
+
+def _rounds(llm: LLM, drafter: Drafter, requests: Sequence[Request]) -> list[Rounds]:
+    """Of each request."""
+    return [each.figures for each in score(llm, drafter, requests)]
+
+
+def made_of(stored: StoredDrafter | Eagle3Checkpoint) -> Drafter:
+    """The drafter that a folder holds, changed or not."""
+    if isinstance(stored, StoredDrafter):
+        return drafter_from(stored)
+    return Eagle3Drafter(Eagle3Network.of(stored.config, stored.tensors), ids=stored.ids)
+
+
+def rank(
+    llm: LLM,
+    stored: StoredDrafter | Eagle3Checkpoint,
+    requests: Sequence[Request],
+    tell: Callable[[str], None] = lambda text: None,
+) -> list[Ranked]:
+    """The drafter as it is, then every variation that can be run, the best first. Raises DrafterMismatchError when the drafter
+    as it is cannot be bound to the target."""
+    few = list(requests)[:FIRST_LOOK]
+    own = _rounds(llm, made_of(stored), requests)
+    as_is = Ranked("as it is", "", Rounds.sum(own).tokens_per_round, len(requests))
+    tried: list[tuple[list[Rounds], Variation]] = []
+    for each in variations(stored, llm.target, _special_tokens(llm)):
+        tell(each.change)
+        try:
+            tried.append((_rounds(llm, made_of(each.stored), few), each))
+        except PacelineError:
+            continue  # a network of another shape, or a layer that the target has not
+    tried.sort(key=lambda pair: -Rounds.sum(pair[0]).tokens_per_round)
+    ranked = []
+    for place, (rounds, each) in enumerate(tried):
+        is_finalist = place < FINALISTS
+        if is_finalist and len(few) < len(requests):
+            rounds = _rounds(llm, made_of(each.stored), requests)
+        figure, num_prompts = Rounds.sum(rounds).tokens_per_round, len(requests if is_finalist else few)
+        is_sure = is_finalist and _is_surely_more(rounds, own)
+        ranked.append(Ranked(each.kind, each.change, figure, num_prompts, is_sure))
+    return [as_is, *sorted(ranked, key=lambda one: -one.tokens_per_round)]
+
+
+def _is_surely_more(ours: Sequence[Rounds], theirs: Sequence[Rounds]) -> bool:
+    """More tokens a round than `theirs`, request by request the same ones, whichever of the requests were drawn."""
+
+    def gain(items: list[tuple[float, ...]]) -> float:
+        return ratio_of_sums([item[:2] for item in items]) - ratio_of_sums([item[2:] for item in items])
+
+    pairs = zip(ours, theirs, strict=True)
+    items = [(one.num_accepted, one.num_rounds, other.num_accepted, other.num_rounds) for one, other in pairs]
+    low, _ = bootstrap(items, gain)
+    return low is not None and low > 0
+
+
+def named(ranked: Sequence[Ranked]) -> Ranked | None:
+    """The variation that mends the drafter, or None when none brings enough."""
+    as_is, *others = ranked
+    if not others:
+        return None
+    best, least = others[0], max(as_is.tokens_per_round * LEAST_FACTOR, as_is.tokens_per_round + LEAST_GAIN)
+    if best.is_sure:
+        least = min(least, as_is.tokens_per_round * LEAST_SURE)
+    return best if best.tokens_per_round >= least else None
+
+
+def variations(
+    stored: StoredDrafter | Eagle3Checkpoint, target: Target, special_tokens: Sequence[int] = ()
+) -> Iterator[Variation]:
+    """Every variation that the file and the target leave open; each changes one setting."""
+    if isinstance(stored, Eagle3Checkpoint):
+        theta = getattr(getattr(target, "config", None), "rope_theta", None)
+        thetas = [theta, *THETAS] if isinstance(theta, float) and theta not in THETAS else THETAS
+        yield from (Variation(*each) for each in changes(stored, target, thetas))
+        return
+    for make in (_layer_ids, _rotary, _windows, _norms, _heads, _second):
+        yield from make(stored, target)
+    yield from _mask_tokens(stored, target, special_tokens)
+    config = stored.config
+    is_so = config.from_anchor
+    said = "slot k says the token at its place" if is_so else "slot k says the token behind its place"
+    yield _with(stored, "anchor slot", f"sample_from_anchor {str(not is_so).lower()}: {said}", sample_from_anchor=not is_so)
+    for scale in {1.0, target.hidden_size**0.5} - {config.input_embedding_scale}:
+        yield _with(stored, "embedding scale", f"input_embedding_scale {scale:g}", input_embedding_scale=scale)
+
+
+def _layer_ids(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
+    for step, how in ((-1, "counted from 1"), (1, "counted from -1, or shifted twice")):
+        ids = [layer + step for layer in stored.config.target_layer_ids]
+        if min(ids) >= 0 and max(ids) < target.num_layers:
+            shown = ", ".join(map(str, ids))
+            yield _with(stored, "layer ids off by one", f"target_layer_ids {shown}: they were {how}", target_layer_ids=ids)
+    num_taps = len(stored.config.target_layer_ids)
+    if num_taps > 1 and (fc := stored.tensors.get("fc.weight")) is not None:
+        turned = fc.unflatten(1, (num_taps, -1)).flip(1).flatten(1)
+        tensors = {**stored.tensors, "fc.weight": turned}
+        yield Variation("layer order", "the last layer's features come first", replace(stored, tensors=tensors))
+
+
+def _mask_tokens(stored: StoredDrafter, target: Target, special_tokens: Sequence[int]) -> Iterator[Variation]:
+    own = stored.config.mask_token_id
+    for token in dict.fromkeys((target.vocab_size - 1, *special_tokens, own - 1, own + 1)):
+        if token != own and 0 <= token < target.vocab_size:
+            yield _with(stored, "mask token", f"mask_token_id {token}", mask_token_id=token)
+
+
+def _rotary(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
+    shape, of_target = stored.config.shape, getattr(target, "config", None)
+    theta = getattr(of_target, "rope_theta", None)
+    own = [theta] if isinstance(theta, float) else []
+    for each in dict.fromkeys((*own, *THETAS)):
+        if each != shape.rope_theta:
+            yield _rope(stored, f"rope_theta {each:g}", each, shape.rope_scaling)
+    scaling = getattr(of_target, "rope_scaling", None)
+    if scaling and scaling["rope_type"] == "longrope":  # for the target's lengths, and maybe a part of its heads
+        scaling = shape.rope_scaling
+    for each, said in ((None, "no rope_scaling"), (scaling, "the target's rope_scaling")):
+        if each != shape.rope_scaling:
+            yield _rope(stored, said, shape.rope_theta, each)
+    order = torch.cat([torch.arange(0, shape.head_dim, 2), torch.arange(1, shape.head_dim, 2)])
+    for each, said in ((order, "pairs of neighbours are rotated"), (order.argsort(), "halves are rotated, twice permuted")):
+        tensors = {name: _permuted(name, tensor, each) for name, tensor in stored.tensors.items()}
+        yield Variation("rotary style", f"weights as where {said}", replace(stored, tensors=tensors))
+
+
+def _rope(stored: StoredDrafter, said: str, theta: float, scaling: dict[str, Any] | None) -> Variation:
+    kept = {"rope_parameters": None, "rope_theta": theta, "rope_scaling": scaling}
+    return _with(stored, "rotary length", said, **kept)
+
+
+def _permuted(name: str, tensor: Tensor, order: Tensor) -> Tensor:
+    """Channels of queries and keys within each head in another order."""
+    if not any(f".{which}." in name for which in ("q_proj", "k_proj", "q_norm", "k_norm")):
+        return tensor
+    return tensor.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+
+
+def _windows(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
+    raw, num_layers = stored.config.raw, stored.config.shape.num_layers
+    is_used, types = raw.get("use_sliding_window") is True, raw.get("layer_types")
+    if raw.get("sliding_window"):
+        yield _with(stored, "window flag", f"use_sliding_window {str(not is_used).lower()}", use_sliding_window=not is_used)
+        if types:
+            kinds = ["sliding_attention"] * num_layers
+            if types != kinds:
+                yield _with(stored, "window flag", "layer_types all sliding", layer_types=kinds, use_sliding_window=True)
+    for causal in (False, True):
+        if set(stored.config.is_causal) != {causal}:
+            yield _with(stored, "window flag", f"is_causal {str(causal).lower()} on all layers", is_causal=causal)
+
+
+def _norms(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
+    for step in (1, -1):
+        tensors = {name: tensor + step if name.endswith("norm.weight") else tensor for name, tensor in stored.tensors.items()}
+        said = "1 is added to the norms' weights" if step > 0 else "1 is taken from the norms' weights: it was added already"
+        yield Variation("norm flags", said, replace(stored, tensors=tensors))
+
+
+def _heads(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
+    ids, head_VD = stored.vocabulary
+    if head_VD is not None:
+        yield Variation("head", "the target's head in place of its own", replace(stored, vocabulary=Vocabulary(ids, None)))
+    if ids is None:
+        return
+    yield Variation("head", "all tokens, with the target's head", replace(stored, vocabulary=Vocabulary()))
+    offsets = ids - torch.arange(len(ids))
+    if bool((offsets[1:] > offsets[:-1]).all()):
+        said = "d2t holds token ids in place of offsets"
+        yield Variation("head", said, replace(stored, vocabulary=Vocabulary(offsets, head_VD)))
+
+
+def _second(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
+    """What DFlash 2 adds, as it could lie in a file: taps and sides of its convolutions, and its two codebooks."""
+    sizes = stored.config.second
+    if sizes is None:
+        return
+    for axis, said in (
+        (1, "taps of the convolutions in the other order"),
+        (0, "input and output side of the convolutions exchanged"),
+    ):
+        tensors = {name: _turned(name, tensor, axis, sizes.conv_kernel_size) for name, tensor in stored.tensors.items()}
+        yield Variation("convolution", said, replace(stored, tensors=tensors))
+    before, behind = (f"candidate_selector.{which}_codebook" for which in ("predecessor", "successor"))
+    exchanged = {**stored.tensors, before: stored.tensors[behind], behind: stored.tensors[before]}
+    yield Variation("selector", "its two codebooks exchanged", replace(stored, tensors=exchanged))
+
+
+def _turned(name: str, tensor: Tensor, axis: int, num_taps: int) -> Tensor:
+    """A kernel [2 sides, taps, channels] or what projects to one [2 sides * taps * groups, D], turned around along an axis."""
+    if name.endswith("_conv.base_kernel"):
+        return tensor.flip(axis)
+    if name.endswith("_conv.kernel_projection.weight"):
+        return tensor.unflatten(0, (2, num_taps, -1)).flip(axis).flatten(0, 2)
+    return tensor
+
+
+def _with(stored: StoredDrafter, kind: str, change: str, **keys: Any) -> Variation:
+    """The drafter with other keys in its config, within dflash_config where that has them; None takes one out."""
+    raw = {**stored.config.raw}
+    nested = {**(raw.get("dflash_config") or {})}
+    for name, value in keys.items():
+        place = nested if name in nested or name in ("target_layer_ids", "mask_token_id") else raw
+        place.pop(name, None)
+        if value is not None:
+            place[name] = value
+    raw["dflash_config"] = nested
+    if "sample_from_anchor" in keys:
+        raw.pop("shift_label", None)
+        nested.pop("shift_label", None)
+    return Variation(kind, change, replace(stored, config=DFlashConfig.from_json(raw)))
+
+
+def _special_tokens(llm: LLM) -> list[int]:
+    """Tokens that others use as a mask: ends, names with "mask" or "pad", and the first id that has no text."""
+    tokenizer = llm.tokenizer
+    texts = tokenizer.backend.get_added_tokens_decoder()
+    named = [token for token, text in texts.items() if any(word in str(text).lower() for word in ("mask", "pad", "fim"))]
+    return [*tokenizer.eos_token_ids, tokenizer.vocab_size, *named]

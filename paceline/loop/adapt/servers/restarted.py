@@ -1,0 +1,170 @@
+"""vLLM or SGLang: servers with one drafter each, which do not say which it is, and get another one after the other.
+
+As of `deploy.Deployment`. Weights are replaced while a server runs where it can, else by a command that restarts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.errors import DeployError, DownloadError, PacelineError, UnreachableError
+from paceline.loop.adapt.config import DeployConfig
+from paceline.loop.adapt.servers.counters import NOT_NOW, Counts, Meters, ask, is_up, is_well
+from paceline.net.streaming import Client
+from paceline.report.tables import ignore
+
+POLL_S = 0.5
+NO_INCUMBENT = "give --incumbent the folder of the drafter that these servers have now"
+ONLY = "drafter"
+"""What the one drafter of a server is called that has no pool."""
+
+
+class _Restarted:
+    """Servers with one drafter each, which is replaced server by server."""
+
+    traces_rounds = False
+
+    def __init__(self, config: DeployConfig, incumbent: Path | None) -> None:
+        self.config, self._serving = config, incumbent
+        self.undo = list[list[str | None]]()
+        """The folder from before, if one is known."""
+        self._clients = [Client(url, config.admin_key, config.patience_s) for url in config.servers]
+        self.meters = Meters({client.url: {} for client in self._clients})
+
+    def serves(self, drafter: str) -> None:
+        self._serving = Path(drafter) if Path(drafter).is_dir() else self._serving
+
+    def members(self) -> dict[str, str]:
+        return {} if self._serving is None else {ONLY: str(self._serving)}
+
+    def place_of(self, drafter: str) -> str:
+        self._serving = self._serving or (Path(drafter) if Path(drafter).is_dir() else None)
+        return ONLY
+
+    def pinned(self, cluster: str) -> str | None:
+        raise DeployError("these servers have one drafter each, for all of their traffic")
+
+    def route(self, cluster: str, name: str, noted: Callable[[], None] = ignore) -> None:
+        self.pinned(cluster)
+
+    def load(self, name: str, folder: Path, noted: Callable[[], None] = ignore) -> None:
+        """Noted before the first server gets it: a request whose answer was lost may have been carried out."""
+        if self._serving is None:
+            raise DeployError(f"nothing is known to go back to: {NO_INCUMBENT}")
+        before = str(self._serving)
+        is_noted = [before] in self.undo  # it is tried again
+        if not is_noted:
+            self.undo.append([before])
+        done = list[Client]()
+        try:
+            noted()
+            for client in self._clients:
+                done.append(client)
+                self._replace(client, folder)
+        except UnreachableError:
+            raise
+        except PacelineError:
+            if not is_noted:
+                for client in done:
+                    self._replace(client, self._serving)
+                self.undo.pop()
+            raise
+        self._serving = folder
+
+    def found(self, name: str, before: str | None) -> None:
+        if before is not None:
+            self.undo.append([before])
+
+    def keep(self) -> None:
+        self.undo = []
+
+    def roll_back(self) -> None:
+        for (before,) in self.undo[:1]:
+            assert before is not None
+            for client in self._clients:
+                self._replace(client, Path(before))
+            self._serving, self.undo = Path(before), []
+
+    def counts(self) -> Counts:
+        return self.meters.read(self._clients, self.config.served_name)
+
+    def drafts(self, name: str) -> float | None:
+        return None
+
+    def holds(self, name: str, drafter: str) -> bool:
+        return True  # these servers do not say what they draft with
+
+    def is_well(self) -> bool:
+        return all(is_well(client) for client in self._clients)
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+    def _replace(self, client: Client, folder: Path) -> None:
+        """Give one server the drafter, and wait until it is well."""
+        assert self.config.restart is not None
+        self._command(self.config.restart, client, folder)
+        until = time.monotonic() + self.config.patience_s
+        while not is_up(client):
+            if time.monotonic() > until:
+                raise DeployError(f"{client.url} is not well {self.config.patience_s:g} s after its restart with {folder}")
+            time.sleep(POLL_S)
+
+    def _command(self, command: str, client: Client, folder: Path) -> None:
+        speculative = {"method": self.config.method, "model": str(folder), "num_speculative_tokens": self.config.num_drafted}
+        added = {"PACELINE_SERVER": client.url, "PACELINE_DRAFTER": str(folder)}
+        added["PACELINE_SPECULATIVE_CONFIG"] = json.dumps(speculative)
+        try:
+            limit = self.config.patience_s
+            done = subprocess.run(shlex.split(command), env=os.environ | added, capture_output=True, text=True, timeout=limit)
+        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            raise DeployError(f"{command!r} did not run for {client.url} ({error}): correct it") from error
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["it said nothing"]
+            raise DeployError(f"{command!r} failed for {client.url} ({said[0]}): correct it")
+
+
+class VllmServers(_Restarted):
+    """Weights while it runs where that is possible, else a rolling restart."""
+
+    def _replace(self, client: Client, folder: Path) -> None:
+        if self.config.publish is not None and _takes_weights(client):
+            self._command(self.config.publish, client, folder)
+            ask(client, "POST", "/finish_weight_update", {})
+            if not is_well(client):
+                raise DeployError(f"{client.url} is not well with the weights of {folder}")
+        elif self.config.restart is not None:
+            super()._replace(client, folder)
+        else:
+            raise DeployError(f"{client.url} takes no draft weights while it runs: give --restart")
+
+
+class SglangServers(_Restarted):
+    """Weights from disk where this build knows a drafter's, else a rolling restart."""
+
+    def _replace(self, client: Client, folder: Path) -> None:
+        if self.config.draft_field is None:
+            return super()._replace(client, folder)
+        told = ask(
+            client, "POST", "/update_weights_from_disk", {"model_path": str(folder.absolute()), self.config.draft_field: True}
+        )
+        if not told.get("success", False):
+            raise DownloadError(f"{client.url} refused the weights ({told.get('message', 'no reason given')})")
+        return None
+
+
+def _takes_weights(client: Client) -> bool:
+    """True if this vLLM has begun an update of its draft weights. Raises UnreachableError, also when it is busy."""
+    stream = client.post("/start_draft_weight_update", b"{}")
+    if stream.failure:
+        raise UnreachableError(f"{client.url} does not answer ({stream.failure}): start it, or check its address")
+    if stream.status in NOT_NOW:
+        raise UnreachableError(f"{client.url} begins no update of its draft weights now: it answered {stream.status}")
+    return stream.status == 200

@@ -1,0 +1,1 @@
+"""Traffic by the hour: stored or made, its season, and drift."""

@@ -1,0 +1,185 @@
+"""A policy on a virtual clock: fortnights of made traffic whose truth is known, or last month's traces. Nothing is trained.
+
+    paceline adapt replay --scenario two-bases --policy seasonal --seeds 200
+    paceline adapt replay --traces traces --policy seasonal
+
+A training takes `world.TRAINING_HOURS` and changes the made traffic, a member that is proposed is trained and serves its
+cluster; stored traffic stays as it is, whatever is decided. Ours learns from what it has seen since an alarm was raised, the
+naive one from what it serves while it trains. Trainings are not free: `net_tokens_per_round` spreads their hours, on a machine
+like the server's, over what was served.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from paceline.loop.adapt.config import PolicyConfig, PriceConfig, ReplayConfig
+from paceline.loop.adapt.decide.policy import Line, NaivePolicy, Policy, SeasonalPolicy
+from paceline.loop.adapt.log import told
+from paceline.loop.adapt.traffic.hours import DAY
+from paceline.loop.adapt.traffic.world import TRAINING_HOURS, World, make_world
+from paceline.report.tables import Progress
+from paceline.runs.folder import write_whole
+
+FOUR_WEEKS = 28 * DAY
+GRACE = 2 * DAY
+"""An alarm so many hours after a drift ended is still about it. One that was raised in the day before is, too: it held because
+of that day's hours after the drift began, without which it would have lapsed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One repetition."""
+
+    retrains: int
+    false_alarms: int
+    suspicions: int
+    """Alarms that a detector raised, those that did not last included."""
+    proposed: int
+    hours: int
+    detected_after: int | None = None
+    """Hours from the onset of the true drift to the alarm that held; 0 if it was raised before the onset."""
+    decided_after: int | None = None
+    """To the training that followed."""
+    is_missed: bool = False
+    tokens_per_round: float = 0.0
+    trainings: int = 0
+    """Of drafters in service and of members."""
+
+    @property
+    def net_tokens_per_round(self) -> float:
+        """Tokens per machine hour, as a multiple of what plain decoding gives: hours of training serve nothing."""
+        return self.tokens_per_round * self.hours / (self.hours + TRAINING_HOURS * self.trainings)
+
+
+def run(
+    config: ReplayConfig,
+    policy: PolicyConfig | None = None,
+    prices: PriceConfig | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """As `paceline adapt replay`; its JSON object."""
+    make = _maker(config, policy or PolicyConfig(), prices or PriceConfig())
+    if config.traces is not None:
+        return _stored(config, make)
+    outcomes = []
+    with (progress or Progress()).bar(config.scenario, config.seeds) as advance:
+        for seed in range(config.first_seed, config.first_seed + config.seeds):
+            lines: list[Line] = []
+            outcomes.append(fortnight(make_world(config.scenario, seed, config.days), make(), lines.append))
+            advance(config.scenario)
+            if seed == config.first_seed:
+                _write(config.out, lines)
+    return {"scenario": config.scenario, "policy": config.policy, "seeds": config.seeds, **summary(outcomes)}
+
+
+def _maker(config: ReplayConfig, policy: PolicyConfig, prices: PriceConfig) -> Callable[[], Policy]:
+    return NaivePolicy if config.policy == "naive" else lambda: SeasonalPolicy(policy, prices)
+
+
+def fortnight(world: World, policy: Policy, tell: Callable[[Line], Any] = lambda line: None) -> Outcome:
+    """Run a policy through a world; `tell` gets every hour's line."""
+    keeps, ends, is_member, clusters = isinstance(policy, SeasonalPolicy), 0, False, tuple[str, ...]()
+    window, trainings, alarms, proposed = None, list[int](), list[int](), 0
+    for at in range(world.num_hours):
+        if window is not None and at >= ends:
+            if is_member:
+                world.train_member(clusters[0], *window)
+            else:
+                world.knowledge = world.train(*window, with_replay=keeps)
+            window = None
+            policy.trained(world.first + at - 1, clusters, float(TRAINING_HOURS))
+        line = policy.hour(world.first + at, world.traffic(at))
+        tell(line)
+        alarms += [raised - world.first for _, raised in line.raised]
+        proposed += (is_proposed := line.decision.action == "propose")
+        if line.decision.action in ("retrain", "propose"):
+            trainings += [] if is_proposed else [at]
+            ends, clusters, is_member = at + 1 + TRAINING_HOURS, line.decision.clusters, is_proposed
+            begin = min([at - DAY, *(raised - world.first for _, raised in line.raised)])
+            window = (max(begin, 0), at + 1) if keeps else (at, ends)  # the naive one learns from what it serves meanwhile
+            policy.training(world.first + at)
+    return _outcome(world, policy, trainings, alarms, proposed)
+
+
+def _outcome(world: World, policy: Policy, trainings: list[int], alarms: list[int], proposed: int) -> Outcome:
+    drift = world.drift
+    true = [at for at in alarms if drift and drift.begins - DAY < at <= drift.ends + GRACE]
+    after = [at for at in trainings if drift and at >= drift.begins]
+    suspicions = len(alarms)
+    if isinstance(policy, SeasonalPolicy):
+        suspicions = sum(each.series.num_raised for each in policy.clusters.values()) + policy.mix.num_raised
+    return Outcome(
+        len(trainings),
+        len(alarms) - len(true),
+        suspicions,
+        proposed,
+        world.num_hours,
+        max(0, min(true) - drift.onset) if drift and true else None,
+        max(0, min(after) - drift.onset) if drift and after else None,
+        is_missed=drift is not None and not true,
+        tokens_per_round=world.tokens / world.rounds,
+        trainings=len(trainings) + proposed,
+    )
+
+
+def summary(outcomes: list[Outcome]) -> dict[str, Any]:
+    """Means over repetitions, and the largest number of trainings in one."""
+    per_4_weeks = FOUR_WEEKS / fmean(each.hours for each in outcomes)
+    return {
+        "retrains": fmean(each.retrains for each in outcomes),
+        "most_retrains": max(each.retrains for each in outcomes),
+        "false_alarms_per_4_weeks": per_4_weeks * fmean(each.false_alarms for each in outcomes),
+        "suspicions_per_4_weeks": per_4_weeks * fmean(each.suspicions for each in outcomes),
+        "detection_periods": _mean_days(each.detected_after for each in outcomes),
+        "most_detection_periods": _most_days(each.detected_after for each in outcomes),
+        "decision_periods": _mean_days(each.decided_after for each in outcomes),
+        "missed": fmean(each.is_missed for each in outcomes),
+        "second_member_proposed": fmean(each.proposed for each in outcomes),
+        "tokens_per_round": fmean(each.tokens_per_round for each in outcomes),
+        "net_tokens_per_round": fmean(each.net_tokens_per_round for each in outcomes),
+    }
+
+
+def _mean_days(hours: Iterable[int | None]) -> float | None:
+    known = [each for each in hours if each is not None]
+    return fmean(known) / DAY if known else None
+
+
+def _most_days(hours: Iterable[int | None]) -> float | None:
+    return max((each / DAY for each in hours if each is not None), default=None)
+
+
+def _stored(config: ReplayConfig, make: Callable[[], Policy]) -> dict[str, Any]:
+    from paceline.loop.adapt.traffic.stored import hours_of
+
+    assert config.traces is not None
+    policy, lines, ends = make(), list[Line](), None
+    for number, seen in hours_of(config.traces):
+        if ends is not None and number >= ends:
+            policy.trained(number - 1, ())
+            ends = None
+        line = policy.hour(number, seen)
+        lines.append(line)
+        if line.decision.action == "retrain":
+            policy.training(number)
+            ends = number + 1 + TRAINING_HOURS
+    _write(config.out, lines)
+    actions = [line.decision.action for line in lines]
+    return {
+        "policy": config.policy,
+        "hours": len(lines),
+        "retrains": actions.count("retrain"),
+        "alarms": sum(len(line.raised) for line in lines),
+        "second_member_proposed": actions.count("propose"),
+    }
+
+
+def _write(out: Path | None, lines: list[Line]) -> None:
+    if out is not None:
+        write_whole(out, "".join(json.dumps(told(line)) + "\n" for line in lines))

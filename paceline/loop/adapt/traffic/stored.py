@@ -1,0 +1,274 @@
+"""Stored traces as hours for a policy, and as requests for `score`; what is no honest traffic is left out, and counted.
+
+    hours, left_out = read_hours(Path("traces"))
+    requests = read_requests(Path("traces"), cluster="tickets", since=hour)
+
+A cluster is the trace's `cluster`, else its tag, else "default". Only rounds in which drafts were checked count: whether any
+are is the planner's choice. One prompt counts MOST_REPEATS times an hour at most, so that no client moves anything by repeating
+itself.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import ConfigError, PacelineError, needing
+from paceline.loop.adapt.traffic.hours import HOUR_S, Sums
+from paceline.types import GrammarSpec, SamplingParams
+
+with needing(ConfigError, "traces are Parquet, which needs pyarrow: pip install 'paceline[adapt]'"):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+MOST_REPEATS = 3
+"""Answers to one prompt that count within an hour."""
+DEFAULT = "default"
+_NEEDED = ("key", "ended", "drafted", "accepted")
+_OPTIONAL = ("cluster", "tag")
+_REQUEST = ("temperature", "prompt_ids", "answer_ids", "sampling", "seed", "finish_reason")
+FIRST_YEAR, _AHEAD_S = 1_577_836_800, 3600.0
+"""A trace from before 2020, or from more than an hour ahead, was stamped by a clock that was wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A finished request as its trace has it."""
+
+    key: str
+    cluster: str
+    hour: int
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    params: SamplingParams
+    seed: int
+    finish_reason: str
+    tokens: int
+    """Brought by rounds with drafts, as it was served, and the number of these; none where another server answered."""
+    rounds: int
+    knows_temperature: bool = True
+    """Whether `params` has it: another server may take its own where the client gave none."""
+
+    @property
+    def prompt(self) -> str:
+        """Names its prompt: the same for everybody who asks the same."""
+        return _prompt_of(self.key)
+
+
+def hours_of(folder: Path) -> Iterator[tuple[int, dict[str, Sums]]]:
+    """Every hour from the first with traffic to the last, those without any too."""
+    hours, _ = read_hours(folder)
+    for number in range(min(hours), max(hours) + 1) if hours else ():
+        yield number, hours.get(number, {})
+
+
+def read_hours(folder: Path, since: int = 0, now: float | None = None) -> tuple[dict[int, dict[str, Sums]], Counter[str]]:
+    """{hour: {cluster: sums}} of hours from `since` on, and how many traces were left out, by reason.
+
+    Raises ConfigError when there is no such folder; a damaged shard is left out, not an error.
+    """
+    found: dict[int, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    left_out, seen = Counter[str](), Counter[tuple[int, str]]()
+    for row in _rows(folder, (), left_out, since * HOUR_S):
+        if (place := _place(row, since, now, seen, left_out)) is not None:
+            found[place][_cluster(row)].append(_figures(row))
+    return {hour: {name: Sums.of(each) for name, each in by.items()} for hour, by in found.items()}, left_out
+
+
+def read_span(folder: Path, begin_s: float, end_s: float) -> dict[str, Sums]:
+    """{cluster: sums} of requests that ended in [begin_s, end_s), seconds since 1970."""
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    left_out, seen = Counter[str](), Counter[tuple[int, str]]()
+    for row in _rows(folder, (), left_out, begin_s):
+        within = row["ended"] is not None and begin_s <= row["ended"] < end_s
+        if within and _place(row, 0, end_s, seen, left_out) is not None:
+            found[_cluster(row)].append(_figures(row))
+    return {name: Sums.of(each) for name, each in found.items()}
+
+
+def read_requests(
+    folder: Path,
+    cluster: str | None = None,
+    since: int = 0,
+    until: int | None = None,
+    now: float | None = None,
+    *,
+    exact: bool = True,
+    usual: Mapping[str, Any] | None = None,
+) -> tuple[list[Request], Counter[str]]:
+    """Requests of hours [since, until), of one cluster or of all; what cannot be scored is left out and counted.
+
+    A request whose client gave no temperature gets the server's default settings `usual` ({"temperature": 0.6, "top_p":
+    0.95}), so far as it says nothing else; without them it is left out, but without `exact` stays: it can be learned
+    from."""
+    found: list[Request] = []
+    left_out, seen = Counter[str](), Counter[tuple[int, str]]()
+    for row in _rows(folder, _REQUEST, left_out, since * HOUR_S):
+        hour = _place(row, since, now, seen, left_out, needs_rounds=False)
+        if hour is None or (until is not None and hour >= until) or cluster not in (None, _cluster(row)):
+            continue
+        try:
+            params = params_of(row["sampling"], usual if row["temperature"] is None else None)
+        except (PacelineError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
+            left_out["unknown sampling"] += 1
+            continue
+        if exact and row["temperature"] is None and usual is None:
+            left_out["unknown temperature"] += 1
+            continue
+        if not row["answer_ids"] or not row["prompt_ids"] or row["finish_reason"] not in ("stop", "length"):
+            left_out["cut short"] += 1
+            continue
+        tokens, rounds = _figures(row)
+        found.append(
+            Request(
+                row["key"],
+                _cluster(row),
+                hour,
+                row["prompt_ids"],
+                row["answer_ids"],
+                params,
+                row["seed"] or 0,
+                row["finish_reason"],
+                int(tokens),
+                int(rounds),
+                row["temperature"] is not None,
+            )
+        )
+    return found, left_out
+
+
+def params_of(text: str | None, usual: Mapping[str, Any] | None = None) -> SamplingParams:
+    """What `serve/admin/traces.py` wrote as `sampling`: whatever differed from the defaults, or from the `usual` settings."""
+    values: dict[str, Any] = {**(usual or {}), **json.loads(text or "{}")}
+    if bias := values.get("logit_bias"):
+        values["logit_bias"] = {int(token): float(number) for token, number in bias.items()}
+    if grammar := values.get("grammar"):
+        values["grammar"] = GrammarSpec(**grammar)
+    return SamplingParams(**values)
+
+
+def _rows(folder: Path, more: tuple[str, ...], left_out: Counter[str], since_s: float) -> Iterator[dict[str, Any]]:
+    """Rows of every shard that can be read and was not written before `since_s`, oldest shard first.
+
+    `ended` is in seconds since 1970. What is damaged, or written by another program in its own way, is left out and counted."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder of traces at {folder}: keep some with paceline serve --traces")
+    for path in sorted(folder.glob("traces-*.parquet")):
+        try:
+            if path.stat().st_mtime < since_s:
+                continue
+            file = parquet.ParquetFile(path)
+            names = file.schema_arrow.names
+            wanted = [name for name in (*_NEEDED, *more, *_OPTIONAL) if name in names]
+            if not {*_NEEDED, *more} <= set(wanted):
+                left_out["shard without the columns of traces"] += 1
+                continue
+            if not all(_TYPES[name](file.schema_arrow.field(name).type) for name in wanted):
+                left_out["shard whose columns have other types"] += 1
+                continue
+            rows = _rows_of(file.read(wanted))
+        except (pa.ArrowException, OSError, ValueError, OverflowError):
+            left_out["damaged shard"] += 1
+            continue
+        for row in rows:
+            if _is_sound(row):
+                yield row
+            else:
+                left_out["damaged row"] += 1
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return pa.types.is_null(kind) or (is_list and (pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type)))
+
+
+_TYPES: Mapping[str, Callable[[pa.DataType], bool]] = {
+    **dict.fromkeys(("key", "cluster", "tag", "sampling", "finish_reason"), _is_text),
+    **dict.fromkeys(("drafted", "accepted", "prompt_ids", "answer_ids"), _is_list),
+    "ended": lambda kind: pa.types.is_timestamp(kind) or pa.types.is_null(kind),
+    "seed": lambda kind: pa.types.is_integer(kind) or pa.types.is_null(kind),
+    "temperature": lambda kind: pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind),
+}
+
+
+def _rows_of(table: pa.Table) -> list[dict[str, Any]]:
+    """Rows with `ended` in seconds: no date has the year 292,277,026, which a column may hold."""
+    at, kind = table.schema.get_field_index("ended"), table.schema.field("ended").type
+    if not pa.types.is_timestamp(kind):
+        return table.to_pylist()
+    rows = table.set_column(at, "ended", table["ended"].cast(pa.int64())).to_pylist()
+    return [row | {"ended": None if row["ended"] is None else row["ended"] / _PER_S[kind.unit]} for row in rows]
+
+
+_PER_S = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+
+
+def _is_sound(row: Mapping[str, Any]) -> bool:
+    """Whether a row is what its columns say: no null among numbers, no more drafts accepted than there were."""
+    lists = [row[name] for name in ("drafted", "accepted", "prompt_ids", "answer_ids") if row.get(name) is not None]
+    if row["key"] is None or any(number is None or number < 0 for each in lists for number in each):
+        return False
+    return not _has_rounds(row) or all(map(operator.le, row["accepted"], row["drafted"]))
+
+
+def _place(
+    row: Mapping[str, Any],
+    since: int,
+    now: float | None,
+    seen: Counter[tuple[int, str]],
+    left_out: Counter[str],
+    *,
+    needs_rounds: bool = True,
+) -> int | None:
+    """The hour of a row that counts; None of one that does not."""
+    stamp = row["ended"] if row["ended"] is not None else 0.0
+    if not FIRST_YEAR <= stamp <= (time.time() if now is None else now) + _AHEAD_S:
+        left_out["impossible time"] += 1
+        return None
+    hour = int(stamp // HOUR_S)
+    if hour < since:
+        return None
+    if needs_rounds and not _has_rounds(row):
+        left_out["no rounds"] += 1
+        return None
+    mark = hour, _prompt_of(row["key"])
+    seen[mark] += 1
+    if seen[mark] > MOST_REPEATS:
+        left_out["repeats itself"] += 1
+        return None
+    return hour
+
+
+def _cluster(row: Mapping[str, Any]) -> str:
+    return row.get("cluster") or row.get("tag") or DEFAULT
+
+
+def _has_rounds(row: Mapping[str, Any]) -> bool:
+    return bool(row["drafted"]) and row["accepted"] is not None and len(row["drafted"]) == len(row["accepted"])
+
+
+def _figures(row: Mapping[str, Any]) -> tuple[float, float]:
+    """(tokens, rounds) of the rounds that checked drafts; zeros where nobody knows."""
+    if not _has_rounds(row):
+        return 0.0, 0.0
+    drafted, accepted = np.array(row["drafted"]), np.array(row["accepted"])
+    checked = drafted > 0
+    rounds = int(checked.sum())
+    return float(accepted[checked].sum() + rounds), float(rounds)
+
+
+def _prompt_of(key: str) -> str:
+    return key.rsplit("@", 1)[0]

@@ -1,0 +1,257 @@
+"""Made traffic with a known truth, for `paceline adapt replay`. A policy sees sums of tokens and rounds, never the truth.
+
+Every request has an answer length and a chance of its own that a draft stands; its rounds are binomial. The numbers:
+
+    requests an hour      Poisson; rate x day's curve x weekday x AR(1) of log-sd 0.15
+    answer length         log-normal, median 120 tokens, log-sd 0.7, 8 to 1,024
+    chance of a request   the cluster's, with sd 0.06 over requests; the cluster's own moves by AR(1), log-sd 0.015 an hour
+    tokens a round        (1 - chance^8) / (1 - chance): blocks of 7 drafts; 1.5 at chance 0.35, 4.8 at 0.85
+    rounds of an answer   1 + binomial(length - 1, 1 / tokens a round)
+
+What a drafter knows of a cluster is its fit, from 0 to 1; chance = 0.35 + 0.5 x fit. Content has a place that may
+move: fit falls with exp(-distance) from where the drafter was trained. A cluster with a member of its own is drafted
+by that. A training takes two hours; with a replay of general answers it keeps what the drafter knew elsewhere, without
+it only the window counts. Fortnights begin on any day of the week.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import ConfigError
+from paceline.loop.adapt.config import SCENARIOS
+from paceline.loop.adapt.traffic.hours import DAY, Sums
+
+LEAST_CHANCE, MOST_CHANCE, NUM_DRAFTED = 0.35, 0.85, 7
+TRAINED_FIT, ENOUGH_SHARE, KEPT = 0.85, 0.1, 0.97
+"""Fit on a cluster with share s of a training's data: TRAINED_FIT s / (s + ENOUGH_SHARE). A replay keeps KEPT of the old."""
+TRAINING_HOURS = 2
+MATERIAL = 0.05
+"""A drift counts as there from the hour on at which tokens a round have truly fallen by this share."""
+EPOCH = 20_454 * DAY
+"""Hour number of a Thursday in January 2026; a seed's first day is up to six days later."""
+Curve = Callable[[int], float]
+
+
+@dataclass(slots=True)
+class Source:
+    """One cluster of traffic; its functions take hours since the beginning of the fortnight."""
+
+    name: str
+    rate: float
+    fit: float
+    """Of the drafter that the fortnight begins with."""
+    curve: Curve = lambda at: 1.0
+    """Factor on the rate."""
+    place: Curve = lambda at: 0.0
+    """Where its content is."""
+    bend: Curve = lambda at: 1.0
+    """Factor on tokens a round that no drafter can help: harder text at some hours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """What truly happens: content begins to move at `begins`, has cost MATERIAL at `onset`, and stops at `ends`."""
+
+    begins: int
+    onset: int
+    ends: int
+
+
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    """What the drafter in service knows of a cluster."""
+
+    fit: float
+    place: float = 0.0
+
+
+@dataclass(slots=True)
+class World:
+    """One fortnight of one seed, hour by hour; it answers to trainings."""
+
+    sources: list[Source]
+    first: int
+    """Hour number of its beginning."""
+    num_hours: int
+    seed: int
+    content_sd: float = 0.015
+    shocks: float = 0.0
+    """Share of hours in which one cluster's tokens a round are cut by a third."""
+    drift: Drift | None = None
+    knowledge: dict[str, Knowledge] = field(default_factory=dict)
+    members: dict[str, Knowledge] = field(default_factory=dict)
+    """Cluster -> what the member knows that drafts for it alone."""
+    tokens: float = 0.0
+    rounds: float = 0.0
+    _tokens: dict[tuple[str, int], float] = field(default_factory=dict)
+    _state: dict[str, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.knowledge = {source.name: Knowledge(source.fit) for source in self.sources}
+        self._state = {source.name: [0.0, 0.0] for source in self.sources}
+
+    def traffic(self, at: int) -> dict[str, Sums]:
+        """The requests of hour `at` since the beginning, by cluster."""
+        found = {}
+        for source in self.sources:
+            draw = np.random.default_rng((self.seed, at, zlib.crc32(source.name.encode())))
+            sums = self._requests(source, at, draw)
+            self._tokens[source.name, at] = sums.tokens
+            if sums.requests:
+                found[source.name] = sums
+            self.tokens += sums.tokens
+            self.rounds += sums.rounds
+        return found
+
+    def _requests(self, source: Source, at: int, draw: np.random.Generator) -> Sums:
+        state = self._state[source.name]
+        state[0] = 0.8 * state[0] + 0.6 * draw.normal(0, 0.15)
+        state[1] = 0.8 * state[1] + 0.6 * draw.normal(0, self.content_sd)
+        rate = source.rate * source.curve(at) * math.exp(state[0])
+        number = int(draw.poisson(rate))
+        if not number:
+            return Sums()
+        lengths = np.clip(np.rint(draw.lognormal(math.log(120), 0.7, number)), 8, 1024).astype(np.int64)
+        chances = np.clip(self.chance(source, at) + draw.normal(0, 0.06, number), 0.02, 0.98)
+        factor = source.bend(at) * math.exp(state[1]) * (2 / 3 if draw.random() < self.shocks else 1.0)
+        per_round = np.maximum(tokens_per_round(chances) * factor, 1.0)
+        rounds = 1.0 + draw.binomial(lengths - 1, 1.0 / per_round)
+        tokens = lengths.astype(float)
+        return Sums(
+            number,
+            float(tokens.sum()),
+            float(rounds.sum()),
+            float(tokens @ tokens),
+            float(tokens @ rounds),
+            float(rounds @ rounds),
+        )
+
+    def chance(self, source: Source, at: int) -> float:
+        """That a draft stands, on average."""
+        known = self.members.get(source.name) or self.knowledge[source.name]
+        fit = known.fit * math.exp(-abs(source.place(at) - known.place))
+        return LEAST_CHANCE + (MOST_CHANCE - LEAST_CHANCE) * fit
+
+    def train_member(self, cluster: str, begin: int, end: int) -> None:
+        """Give a cluster a drafter of its own, trained on its traffic of hours [begin, end) alone; none without traffic."""
+        source = next((each for each in self.sources if each.name == cluster), None)
+        weights = [self._tokens.get((cluster, at), 0.0) for at in range(begin, end)]
+        if source is not None and sum(weights):
+            place = float(np.average([source.place(at) for at in range(begin, end)], weights=weights))
+            self.members[cluster] = Knowledge(TRAINED_FIT / (1 + ENOUGH_SHARE), place)
+
+    def train(self, begin: int, end: int, *, with_replay: bool) -> dict[str, Knowledge]:
+        """What a drafter trained on the traffic of hours [begin, end) knows."""
+        tokens = {
+            source.name: sum(self._tokens.get((source.name, at), 0.0) for at in range(begin, end)) for source in self.sources
+        }
+        whole = sum(tokens.values())
+        learned = {}
+        for source in self.sources:
+            old, share = self.knowledge[source.name], tokens[source.name] / whole if whole else 0.0
+            fit = TRAINED_FIT * share / (share + ENOUGH_SHARE)
+            if with_replay and fit < KEPT * old.fit:
+                learned[source.name] = Knowledge(KEPT * old.fit, old.place)
+            else:
+                weights = [self._tokens.get((source.name, at), 0.0) for at in range(begin, end)]
+                places = [source.place(at) for at in range(begin, end)]
+                learned[source.name] = Knowledge(fit, float(np.average(places, weights=weights)) if sum(weights) else old.place)
+        return learned
+
+
+def tokens_per_round(chance: np.ndarray) -> np.ndarray:
+    """Expected, for blocks of NUM_DRAFTED drafts that each stand with this chance if those before do."""
+    return (1 - chance ** (NUM_DRAFTED + 1)) / (1 - chance)
+
+
+def make_world(scenario: str, seed: int, days: int) -> World:
+    """The fortnight of a seed; what may vary with the seed does: the weekday it begins on, when and how the drift comes."""
+    draw = np.random.default_rng((seed, zlib.crc32(scenario.encode())))
+    first = EPOCH + DAY * int(draw.integers(7))
+    options: dict[str, Any] = {"first": first, "num_hours": days * DAY, "seed": seed}
+    steady = Source("chat", 150, 0.6, _day_curve(first, 0.5))
+    begins = int(DAY * (days / 2 + 1 + draw.integers(3)) + 2)
+    if scenario in ("two-bases", "two-bases-drift"):
+        east = Source("east", 220, 0.7, lambda at: 1.0 if at % DAY < 12 else 0.05)
+        west = Source("west", 220, 0.25, lambda at: 0.05 if at % DAY < 12 else 1.0)
+        if scenario == "two-bases":
+            return World([east, west], **options)
+        east.place = _step(begins, 1.2)
+        return _with_drift(World([east, west], **options), begins, begins)
+    if scenario == "slow-drift":
+        ends = begins + 4 * DAY
+        moving = Source("tickets", 150, 0.7, _day_curve(first, 0.5), _ramp(begins, ends, 1.2))
+        return _with_drift(World([steady, moving], **options), begins, ends)
+    if scenario == "new-schema":
+        return _new_schema(seed, steady, begins, options)
+    if scenario == "weekend":
+        sign = -1 if draw.random() < 0.5 else 1
+        work = Source("work", 200, 0.65, _day_curve(first, 0.7, weekend=0.3), bend=_on_weekends(first, 1 + 0.12 * sign))
+        home = Source("home", 60, 0.4, _day_curve(first, 0.4, weekend=1.8))
+        return World([work, home], **options)
+    if scenario == "noise":
+        sources = [Source(name, 25, fit, _day_curve(first, 0.6)) for name, fit in (("one", 0.7), ("two", 0.5), ("three", 0.3))]
+        return World(sources, content_sd=0.06, shocks=0.01, **options)
+    if scenario != "empty-day":
+        raise ConfigError(f"there is no scenario {scenario!r}: there are {', '.join(SCENARIOS)}")
+    empty = DAY * int(draw.integers(days // 2, days - 2))
+    daily = _day_curve(first, 0.9)
+    shop = Source("shop", 120, 0.6, lambda at: 0.0 if empty <= at < empty + DAY else daily(at))
+    return World([shop], **options)
+
+
+def _new_schema(seed: int, steady: Source, begins: int, options: dict[str, Any]) -> World:
+    """Overnight the tickets get another schema: under the same tag, or (odd seeds) under a new one."""
+    curve = _day_curve(options["first"], 0.5)
+    if seed % 2 == 0:
+        tickets = Source("tickets", 150, 0.7, curve, _step(begins, 1.5))
+        return _with_drift(World([steady, tickets], **options), begins, begins)
+    before = Source("tickets", 150, 0.7, lambda at: curve(at) * (1.0 if at < begins else 0.2))
+    after = Source("schema", 150, 0.15, lambda at: curve(at) * (0.0 if at < begins else 0.8))
+    return World([steady, before, after], drift=Drift(begins, begins, begins), **options)
+
+
+def _with_drift(world: World, begins: int, ends: int) -> World:
+    """Finds the hour from which on the moving cluster has lost MATERIAL."""
+
+    def loss(source: Source, at: int) -> float:
+        now, before = (tokens_per_round(np.array(world.chance(source, each))) for each in (at, begins - 1))
+        return float(1 - now / before)
+
+    hours = range(begins, world.num_hours)
+    onset = next((at for at in hours if any(loss(source, at) >= MATERIAL for source in world.sources)), world.num_hours)
+    world.drift = Drift(begins, onset, ends)
+    return world
+
+
+def _day_curve(first: int, depth: float, weekend: float = 1.0) -> Curve:
+    """Busiest at 14 h UTC; nights have 1 - depth of that."""
+
+    def factor(at: int) -> float:
+        of_day = 1 - depth * (0.5 - 0.5 * math.cos(2 * math.pi * ((at % DAY) - 14) / DAY))
+        return of_day * (weekend if _is_weekend(first + at) else 1.0)
+
+    return factor
+
+
+def _is_weekend(hour: int) -> bool:
+    return (hour // DAY + 3) % 7 >= 5
+
+
+def _on_weekends(first: int, factor: float) -> Curve:
+    return lambda at: factor if _is_weekend(first + at) else 1.0
+
+
+def _step(begins: int, distance: float) -> Curve:
+    return lambda at: distance if at >= begins else 0.0
+
+
+def _ramp(begins: int, ends: int, distance: float) -> Curve:
+    return lambda at: distance * min(max((at - begins) / (ends - begins), 0.0), 1.0)

@@ -1,0 +1,247 @@
+"""The daemon beside a server: reads traces, decides every hour, trains, gates, swaps, watches, rolls back.
+
+    watcher = Watcher(...)
+    while True: watcher.tick(time.time()); time.sleep(60)
+
+One thing is under way at a time, a `Stage`, and it is written down (`state.json`) before it begins: a daemon that was
+killed goes on with it. Beside it a drafter that somebody loaded by hand may be on probation; nothing of ours is put in
+meanwhile. The server is changed by the `Canary` alone, after a verdict that passed, and to take back what was put in.
+What goes wrong anywhere else is a line in the log, and the server goes on as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import CacheError, ConfigError, DownloadError, PacelineError, UnreachableError, reraised
+from paceline.loop.adapt.decide.decide import Decision
+from paceline.loop.adapt.decide.members import others, scores, serving
+from paceline.loop.adapt.gate.lineage import Lineage
+from paceline.loop.adapt.gate.retrain import write_window
+from paceline.loop.adapt.log import AdaptLog, rebuilt, told
+from paceline.loop.adapt.rollout.canary import Canary
+from paceline.loop.adapt.rollout.stage import ON_SERVER, Stage, read_stage, word_of
+from paceline.loop.adapt.rollout.steps import Steps
+from paceline.loop.adapt.servers.counted_hours import CountedHours
+from paceline.loop.adapt.servers.counters import Counts, Meters
+from paceline.loop.adapt.traffic.hours import HOUR_S, Sums
+from paceline.loop.adapt.traffic.stored import read_hours
+from paceline.runs.folder import plain, write_whole
+
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+"""What a state.json raises that no daemon has written."""
+
+
+@dataclass(slots=True)
+class Watcher(Steps):
+    """All it knows is in `store.state` and in the traces."""
+
+    def __post_init__(self) -> None:
+        self.log, self.lineage = AdaptLog(self.store.state), Lineage(self.store.state / "lineage.json")
+        incumbent = Path(self.candidate.incumbent)
+        self.incumbent = str(incumbent.resolve()) if incumbent.is_dir() else self.candidate.incumbent
+        if self.deployment is not None and not self.deployment.traces_rounds:
+            self._counted = CountedHours(self.store.state)
+        if self.deployment is not None:
+            self._canary = Canary(self.deployment, self.store.traces, self._counted)
+        self._read_state()
+        if self.deployment is not None:
+            self.deployment.serves(self.incumbent)
+        self._earlier = self._counted_earlier()
+        self.policy.scores = self._scores
+
+    def tick(self, now: float) -> None:
+        """One look at everything; `now` in seconds since 1970. Raises nothing of ours: what goes wrong is said and logged."""
+        for part in (self._hours, self._look, self._save, self._advance, self._save):
+            try:
+                part(now)
+            except (PacelineError, OSError) as error:
+                if self.metrics is not None and isinstance(error, UnreachableError):
+                    self.metrics.is_reached = False
+                self.say(f"adapt: {error}")
+        if self.metrics is not None:
+            self.metrics.stage = (self.by_hand or self.stage or Stage("", "", 0, ())).name
+            self.metrics.hour = (self._next or 1) - 1
+
+    def _hours(self, now: float) -> None:
+        """Decide about every hour that is over, but not about the last few minutes: traces are written late."""
+        over = int((now - 120) // HOUR_S)
+        if self._next is not None and over < self._next - 1:
+            self.say(f"adapt: the clock went back {self._next - over} hours: what was decided for these is left out")
+            self.policy.reset()
+            self._next = None
+        if self._next is None:
+            hours, _ = self._seen(over, 0, now)
+            if num_odd := self.log.num_odd():
+                self.say(f"adapt: left out {num_odd} events of {self.log.file} that have no hour since 2020, or are damaged")
+            rebuilt(self.policy, hours, self.log, over)
+            self.policy.is_training = self.stage is not None and self.stage.trains
+            self._next = over
+        if over > self._next:
+            hours, left_out = self._seen(over, self._next, now)
+            for number in range(max(self._next, over - 7 * 24), over):
+                self._next = number + 1  # whatever goes wrong: the policy knows the hour by then
+                self._hour(number, hours.get(number, {}), left_out, now)
+
+    def _seen(self, over: int, since: int, now: float) -> tuple[Mapping[int, Mapping[str, Sums]], Mapping[str, int]]:
+        """Hours from `since` on, of which all is known, and what was left out."""
+        if self._counted is None:
+            return read_hours(self.store.traces, since, now)
+        return self._counted.hours(over, since), self._counted.left_out
+
+    def _hour(self, number: int, seen: Mapping[str, Sums], left_out: Mapping[str, int], now: float) -> None:
+        line = self.policy.hour(number, seen)
+        self._write(told(line))
+        decision = line.decision
+        if left_out:
+            self.say(f"adapt: left out {dict(left_out)}")
+        if decision.is_idle:
+            return
+        if self.stage is not None or self.by_hand is not None:
+            self.policy.proposed -= set(decision.clusters)  # it will be decided again
+        elif self.watch.dry_run or (self.deployment is None and decision.action != "retrain"):
+            self._event(number, "told", clusters=decision.clusters, action=decision.action, why=decision.why)
+        else:
+            try:
+                self._begin(number, decision, now)
+            except (PacelineError, OSError) as error:
+                self.policy.proposed -= set(decision.clusters)
+                why = f"{decision.why}; not done: {error}"
+                self._event(number, "told", clusters=decision.clusters, action=decision.action, why=why)
+
+    def _scores(self, cluster: str) -> Mapping[str, float] | None:
+        """Tokens a round that the other members of the pool would bring on a cluster; None when that is to be found out."""
+        if self._next is None or self.deployment is None or self.watch.dry_run:
+            return {}
+        watched = self.policy.clusters[cluster]
+        raised, now = watched.series.raised_at or self.policy.mix.raised_at or 0, watched.last_day.tokens_per_round
+        return scores(self.deployment, cluster, self.incumbent, self._scored.get(cluster), raised, now)
+
+    def _begin(self, number: int, decision: Decision, now: float) -> None:
+        """Carry a decision out, or its first step. Raises DownloadError when the server is not as it must be for that."""
+        stage = Stage(decision.action, "gate", number, decision.clusters, incumbent=self.incumbent, began=now)
+        if decision.action == "route":
+            self._to_route(stage, decision)
+        elif decision.action == "score":
+            assert self.deployment is not None
+            stage.incumbent, members = others(self.deployment, decision.clusters[0], self.incumbent)
+            stage.names, stage.candidates = list(members), list(members.values())
+            stage.window = {"since": self._since(number, decision.clusters)}
+        else:
+            if decision.action == "propose" and self.deployment is not None:
+                stage.incumbent = others(self.deployment, decision.clusters[0], self.incumbent)[0]
+                stage.member = f"{word_of(decision.clusters)[:24]}-{number}"
+            elif self.deployment is not None:
+                stage.member, stage.incumbent = serving(self.deployment, decision.clusters[0], self.incumbent)
+            if not self._prepared(stage):
+                return
+        self.stage, self._is_unsaved = stage, True
+
+    def _since(self, number: int, clusters: Sequence[str]) -> int:
+        """The first hour of the traffic that is looked at: at the latest where an alarm was raised."""
+        raised = [each.series.raised_at for key, each in self.policy.clusters.items() if key in clusters]
+        return min([number + 1 - self.retrain.window_hours, *(each for each in raised if each is not None)])
+
+    def _prepared(self, stage: Stage) -> bool:
+        """Write the window of a training down."""
+        name, clusters = f"{stage.hour}-{word_of(stage.clusters)}", stage.clusters
+        since = self._since(stage.hour, clusters)
+        try:
+            window = write_window(self.store.traces, clusters, since, stage.hour + 1, self.store.state / "windows" / name)
+        except CacheError:
+            raise  # a full disk says nothing about the window: it is decided again
+        except PacelineError as error:
+            self._event(stage.hour, "failed", clusters=clusters, why=str(error))
+            return False
+        outs = (self.store.state.resolve() / "trainings" / f"{name}-{at}" for at in range(len(self.retrain.learning_rates)))
+        stage.name, stage.window, stage.candidates = "training", plain(asdict(window)), [str(out / "drafter") for out in outs]
+        stage.rates = list(self.retrain.learning_rates)
+        self._event(stage.hour, "training", clusters=clusters, window=asdict(window))
+        return True
+
+    def _to_route(self, stage: Stage, decision: Decision) -> None:
+        """Prepare to send a cluster to a member that passed the gate. Raises DownloadError when one of them is gone."""
+        assert self.deployment is not None and decision.member is not None
+        self.deployment.pinned(decision.clusters[0])
+        stage.member, stage.why, stage.name = decision.member, decision.why, "swap"
+        stage.drafter = self.deployment.members().get(stage.member, "")
+        if not stage.drafter:
+            raise DownloadError(f"the server has no member {stage.member!r} any more")
+
+    def _look(self, now: float) -> None:
+        """Read the server's counters, but while something of ours is put in or watched, which does so itself."""
+        is_watching = self.by_hand is not None or (self.stage is not None and self.stage.name in ON_SERVER)
+        if self._canary is None or is_watching:
+            return
+        probation = self._canary.look(now)
+        self._reached()
+        if probation is not None:
+            probation.incumbent, self.by_hand, self._is_unsaved = self.incumbent, probation, True
+            why = f"{probation.member} was loaded by hand: it is watched"
+            self._event(probation.hour, "told", drafter=probation.drafter, why=why)
+
+    def clock_moved(self, by: float) -> None:
+        """Note that the clock was set forward by so many seconds, or back: nothing has lasted longer for that."""
+        self.say(f"adapt: the clock was set {'forward' if by > 0 else 'back'} by {abs(by):.0f} s")
+        for stage in (self.stage, self.by_hand):
+            if stage is not None:
+                stage.clock_moved(by)
+        self._is_unsaved = True
+
+    # Written down
+
+    def _save(self, now: float) -> None:
+        """Write the state down if it has changed. Raises CacheError, and is called again."""
+        if self._is_unsaved or self._earlier != self._counted_earlier():
+            self._save_now()
+
+    def _save_now(self) -> None:
+        stages = {name: each and asdict(each) for name, each in (("stage", self.stage), ("by_hand", self.by_hand))}
+        known = self._canary.known if self._canary else None
+        state = {"incumbent": self.incumbent, **stages, "scored": self._scored, "known": known}
+        state["meters"] = self._meters().saved()
+        write_whole(self.store.state / "state.json", json.dumps(plain(state), indent=1) + "\n")
+        self._is_unsaved, self._earlier = False, self._counted_earlier()
+
+    def _meters(self) -> Meters:
+        return self.deployment.meters if self.deployment is not None else Meters({})
+
+    def _counted_earlier(self) -> list[Counts]:
+        """What servers had counted before their latest restarts: a daemon that goes on must know it."""
+        return [meter.earlier for meter in self._meters().all()]
+
+    def _read_state(self) -> None:
+        file = self.store.state / "state.json"
+        if not file.exists():
+            return
+        with reraised(ConfigError, f"{file} is damaged", "move it away", *DAMAGED):
+            state = json.loads(file.read_text(encoding="utf-8"))
+            self.incumbent, self._scored = str(state["incumbent"]), dict(state["scored"])
+            if not all(type(each["hour"]) is int and _has_gains(each["members"]) for each in self._scored.values()):
+                raise ValueError("impossible scored")
+            stages = (state["stage"], state.get("by_hand"))
+            self.stage, self.by_hand = (None if each is None else read_stage(each) for each in stages)
+            known = state.get("known")
+            if self._canary is not None and self._canary.deployment.traces_rounds and known is not None:
+                self._canary.known = dict(known)  # other servers do not list what they draft with
+            self._meters().restore(state.get("meters", {}))
+        changed = self.by_hand or self.stage
+        if self.deployment is not None and changed is not None:
+            self.deployment.undo = changed.undo
+
+    def stop(self) -> None:
+        """End what is under way; it goes on when the daemon is started again."""
+        if self._job is not None:
+            self._job.stop()
+        if self.deployment is not None:
+            self.deployment.close()
+
+
+def _has_gains(members: Mapping[str, Any]) -> bool:
+    """Whether these are verdicts of members that passed, as `members.scores` reads them."""
+    gains = [verdict["gains"]["drifted"] for verdict in members.values()]
+    return all(type(each[name]) in (int, float) and each[name] > 0 for each in gains for name in ("candidate", "incumbent"))

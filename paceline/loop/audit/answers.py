@@ -1,0 +1,119 @@
+"""What a server told, as tokens: ids where it gives them, else those that its log-probabilities name, else the text encoded.
+
+A text alone may have been written with other tokens than the tokenizer makes of it. Such an answer counts only when the server
+counted as many tokens; an answer whose tokens cannot be known is left out, and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.model.text.tokenizer import REPLACEMENT, Tokenizer
+from paceline.train.answers.remote_target import end_token
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One answer as the server told it."""
+
+    text: str
+    finish_reason: str
+    token_ids: list[int] | None
+    """None where they cannot be known."""
+    logprobs: list[float] | None
+    """One for each token that the server named; of a text completion or a chat answer."""
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    prompt_ids: list[int] | None = None
+    """The prompt's tokens as the server made them, if it says so."""
+    has_ids: bool = False
+    """Whether the server gave the ids themselves."""
+    is_lossy: bool = False
+    """Whether it says of itself that the answer is not lossless."""
+
+
+class AnswerReader:
+    """Reads answers with a model's tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._end = tokenizer, end_token(tokenizer)
+        self._ids: dict[str, list[int]] | None = None
+
+    def read(self, told: Any, has_stop: bool) -> Told | None:
+        """None when it is no answer of the API. `has_stop`: the request named a stop string."""
+        try:
+            choice = told["choices"][0]
+            message, usage = choice.get("message") or {}, told.get("usage") or {}
+            text, reason = choice.get("text", message.get("content")) or "", str(choice.get("finish_reason"))
+            names, logprobs = _named(choice.get("logprobs"))
+            counted, asked = usage.get("completion_tokens"), usage.get("prompt_tokens")
+            ids, prompt_ids = choice.get("token_ids"), choice.get("prompt_token_ids") or told.get("prompt_token_ids")
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+            return None
+        if not isinstance(text, str) or not all(value is None or type(value) is int for value in (counted, asked)):
+            return None
+        tokens = self._tokens(text, reason == "stop" and not has_stop, ids, names, counted)
+        is_lossy, has_ids = told.get("lossless") is False, _all_ids(ids) is not None
+        return Told(text, reason, tokens, logprobs, asked, counted, _all_ids(prompt_ids), has_ids, is_lossy)
+
+    def _tokens(self, text: str, is_ended: bool, ids: Any, names: list[str] | None, counted: int | None) -> list[int] | None:
+        size = self._tokenizer.vocab_size
+        given = _all_ids(ids)
+        if given is not None:
+            return given if given and max(given) < size else None
+        encoded = self._tokenizer.encode(text, add_special_tokens=False) if text else []
+        if names is not None:
+            found = self._named_ids(names, encoded)
+        else:
+            found = encoded if self._tokenizer.decode(encoded, skip_special=False) == text else None
+            if found is not None and counted not in (None, len(found), len(found) + is_ended):
+                found = None
+        if found is None or not is_ended or (found and found[-1] in self._tokenizer.eos_token_ids):
+            return found or None
+        return None if self._end is None else [*found, self._end]
+
+    def _named_ids(self, names: Sequence[str], encoded: list[int]) -> list[int] | None:
+        """Ids of tokens that are told by their text. Where one text belongs to several tokens, the encoded text decides."""
+        if self._ids is None:
+            self._ids = self._texts()
+        choices = [self._ids.get(name, []) for name in names]
+        if all(len(each) == 1 for each in choices):
+            return [each[0] for each in choices]
+        ends = self._tokenizer.eos_token_ids
+        whole = [*encoded, *(each[0] for each in choices[len(encoded) :] if each and each[0] in ends)]
+        fits = len(whole) == len(names)
+        return whole if fits and all(id in each for id, each in zip(whole, choices, strict=True)) else None
+
+    def _texts(self) -> dict[str, list[int]]:
+        """Every text that a server may name a token by -> the tokens it may be."""
+        found: dict[str, list[int]] = {}
+        for token in range(self._tokenizer.vocab_size):
+            own = self._tokenizer.backend.id_to_token(token) or ""
+            text = self._tokenizer.decode([token], skip_special=False)
+            names = {text, f"token_id:{token}"}
+            if own.startswith("\u2581"):  # SentencePiece drops a first space when a token is decoded alone
+                names.add(own.replace("\u2581", " "))
+            if REPLACEMENT in text:
+                names.add(REPLACEMENT)
+            for name in names:
+                found.setdefault(name, []).append(token)
+        return found
+
+
+def _named(logprobs: Any) -> tuple[list[str] | None, list[float] | None]:
+    """Texts and log-probabilities of the tokens, of a text completion or of a chat answer."""
+    if not isinstance(logprobs, dict):
+        return None, None
+    if isinstance(content := logprobs.get("content"), list):
+        return [each["token"] for each in content], [float(each["logprob"]) for each in content]
+    names, values = logprobs.get("tokens"), logprobs.get("token_logprobs")
+    if not isinstance(names, list) or not isinstance(values, list) or len(names) != len(values):
+        return None, None
+    return [str(name) for name in names], [float(value) for value in values]
+
+
+def _all_ids(ids: Any) -> list[int] | None:
+    is_list = isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids)
+    return list(ids) if is_list else None

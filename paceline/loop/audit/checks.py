@@ -1,0 +1,242 @@
+"""What the evidence says, check by check, and the verdict. Pure; texts are for people."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from paceline.loop.audit.config import Tolerance
+from paceline.loop.audit.evidence import Draw, Group, Trial, detectable
+
+Outcome = Literal["passed", "fault", "note", "not offered", "not judged"]
+Verdict = Literal["honest", "faulty", "unsure"]
+MOST_LOST = 0.2
+"""Share of answers with unknown tokens from which on those that are known say little about the others."""
+NEEDED = ("sampled", "greedy")
+"""A server whose answers of these kinds cannot be judged is not called honest."""
+MEANINGS = {
+    "surprisal": "the tokens are {more} surprising than the model's own draws, by {difference:.3f} nats on average",
+    "likeliest": "the likeliest token comes {seen:.1%} of the time, the model has it at {expected:.1%}",
+    "rare": "tokens of a probability below 0.001 come {seen:.2%} of the time, the model has them at {expected:.2%}",
+    "cut": "the last part of the nucleus comes {seen:.1%} of the time, the model has it at {expected:.1%}",
+    "equal answers": "{seen:.2%} of pairs of answers are equal, {expected:.2%} would be",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check."""
+
+    check: str
+    outcome: Outcome
+    text: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a server counted of an answer, beside what it was."""
+
+    prompt: int
+    prompt_told: int | None
+    answer: int | None
+    """None where its tokens are not known."""
+    answer_told: int | None
+    limit: int
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """An answer that was to end before `stop`, beside the same without."""
+
+    stop: str
+    whole: str
+    text: str
+    finish_reason: str
+
+
+def verdict_of(findings: Iterable[Finding]) -> Verdict:
+    outcomes = {(each.check, each.outcome) for each in findings}
+    if any(outcome == "fault" for _, outcome in outcomes):
+        return "faulty"
+    is_known = ("sampled", "passed") in outcomes and not any((name, "not judged") in outcomes for name in NEEDED)
+    return "honest" if is_known else "unsure"
+
+
+def sampled(groups: Sequence[Group], tests: Sequence[Trial], false_alarms: float, tolerance: float = 0.0) -> list[Finding]:
+    """One finding for each way of asking; `tolerance` as of the tests."""
+    found = []
+    for group in groups:
+        own = [test for test in tests if test.group == group.name]
+        faults = sorted((test for test in own if test.is_fault), key=lambda test: -test.log_evidence)
+        figures = {"group": group.name, "answers": len(group.draws), "tokens": group.num_tokens, "lost": group.num_lost}
+        if faults:
+            what = "; ".join(_meaning(test) for test in faults[:3])
+            text = f"{group.name}: {what} (an honest server would show this with a chance of at most {faults[0].chance:.1g})"
+            found.append(Finding("sampled", "fault", text, figures))
+        elif not own or group.lost_share > MOST_LOST:
+            text = f"{group.name}: the tokens of {group.num_lost} of {group.num_lost + len(group.draws)} answers are not known"
+            found.append(Finding("sampled", "not judged", text, figures))
+        else:
+            first = own[0]
+            least = detectable(first, len(tests), tolerance + group.lost_share, false_alarms)
+            figures["detectable_nats"] = least
+            text = (
+                f"{group.name}: surprisal minus entropy {first.difference:+.3f} nats "
+                f"[{first.low:+.3f}, {first.high:+.3f}] over {group.num_tokens:,} tokens; {len(own)} tests, none beyond a "
+                f"rate of {false_alarms:g} false alarms for all; a shift of {least:.2f} nats would have been found"
+            )
+            found.append(Finding("sampled", "passed", text, figures))
+    return found
+
+
+def _meaning(test: Trial) -> str:
+    more = "more" if test.difference > 0 else "less"
+    words = {"more": more, "difference": abs(test.difference), "seen": test.seen, "expected": test.expected}
+    where = "" if test.positions in ("all", "pairs") else f" at positions {test.positions}"
+    return MEANINGS[test.statistic].format(**words) + where
+
+
+def nucleus(groups: Sequence[Group], allowed: Tolerance) -> list[Finding]:
+    """Tokens that top-p leaves out. A token counts as outside when those that are surely likelier reach top-p without it."""
+    found = []
+    for group in (each for each in groups if each.top_p < 1 and each.draws):
+        before_N = np.concatenate([draw.scores.before_T for draw in group.draws])
+        num_outside = int((before_N >= group.top_p + allowed.mass).sum())
+        figures = {"group": group.name, "outside": num_outside, "tokens": len(before_N)}
+        share = f"{num_outside:,} of {len(before_N):,} tokens"
+        if num_outside:
+            worst = float(before_N.max())
+            text = f"{group.name}: {share} are outside the nucleus; tokens likelier than one of them have {worst:.3f} already"
+        else:
+            text = f"{group.name}: {share} are outside the nucleus"
+        found.append(Finding("nucleus", "fault" if num_outside else "passed", text, figures))
+    return found
+
+
+def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
+    """Is each token the likeliest one, given the server's own text before it? Near ties are told, and are no fault."""
+    draws = [draw for draw in draws if draw.tokens]
+    if not draws:
+        return Finding("greedy", "not judged", f"the tokens of all {num_lost} greedy answers are unknown")
+    other = [(float(gap), draw.prompt, place) for draw in draws for place, gap in enumerate(draw.scores.gap_T) if gap > 0]
+    num_tokens = sum(len(draw.tokens) for draw in draws)
+    far = [each for each in other if each[0] > tie]
+    num_same = len(draws) - len({prompt for _, prompt, _ in other})
+    figures: dict[str, Any] = {"answers": len(draws), "identical": num_same, "tokens": num_tokens, "lost": num_lost}
+    figures |= {"near_ties": len(other) - len(far), "differences": len(far), "largest_gap": max(other, default=(0.0,))[0]}
+    figures["first"] = [{"prompt": prompt, "position": place + 1, "gap": gap} for gap, prompt, place in _firsts(other)]
+    text = f"{num_same} of {len(draws)} answers identical; of {num_tokens:,} tokens {len(other)} are not our likeliest"
+    if other and not far:
+        text += f", all at near ties (logits at most {figures['largest_gap']:.3f} apart; up to {tie:g} is rounding)"
+    if far:
+        gap, prompt, place = next(each for each in sorted(far, key=lambda each: (each[1], each[2])))
+        text += (
+            f", {len(far)} of them by more than a near tie; first in prompt {prompt + 1} at token {place + 1}, where the "
+            f"likeliest token's logit is {gap:.2f} larger"
+        )
+    return Finding("greedy", "fault" if far else "passed", text, figures)
+
+
+def _firsts(other: Sequence[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
+    """Of each answer the first difference."""
+    firsts: dict[int, tuple[float, int, int]] = {}
+    for each in other:
+        firsts.setdefault(each[1], each)
+    return list(firsts.values())
+
+
+def seeds(pairs: Sequence[tuple[str, str]]) -> Finding:
+    """`pairs`: answers to one prompt with one seed, asked twice. That other seeds give other texts is tested with the sampled
+    answers."""
+    num_same = sum(one == other for one, other in pairs)
+    figures = {"pairs": len(pairs), "same": num_same}
+    if not pairs:
+        return Finding("seeds", "not offered", "the server takes no seed", figures)
+    if num_same == len(pairs):
+        return Finding("seeds", "passed", f"the same seed gave the same text {num_same} times of {len(pairs)}", figures)
+    if not num_same:
+        return Finding("seeds", "not offered", "a seed changes nothing: the same seed never gave the same text", figures)
+    text = f"the same seed gave the same text {num_same} times of {len(pairs)}: batches, or rounding, decide the rest"
+    return Finding("seeds", "note", text, figures)
+
+
+def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
+    """`pairs`: a token's log-probability as the server told it, and ours."""
+    if not pairs:
+        return Finding("logprobs", "not offered", "the server tells no log-probabilities")
+    apart = [abs(told - own) for told, own in pairs]
+    middle, largest = statistics.median(apart), max(apart)
+    text = f"log-probabilities of {len(pairs):,} tokens differ from ours by {middle:.4f} (median), at most {largest:.3f}"
+    figures = {"tokens": len(pairs), "median": middle, "largest": largest}
+    if middle > allowed:
+        return Finding("logprobs", "fault", f"{text}; rounding explains a median of {allowed:g}", figures)
+    return Finding("logprobs", "passed", text, figures)
+
+
+def stops(tried: Sequence[Stop]) -> Finding:
+    """Greedy answers once more, with a stop string that stands in them. An answer that took another way before its stop string
+    says nothing."""
+    wrong, num_kept = [], 0
+    for each in tried:
+        if each.stop in each.text:
+            wrong.append(f"{each.stop!r} stands in an answer that was to end before it")
+        elif each.text == each.whole[: each.whole.index(each.stop)]:
+            num_kept += 1
+            if each.finish_reason != "stop":
+                wrong.append(f"an answer that ended before {each.stop!r} says it ended by {each.finish_reason!r}")
+    figures = {"tried": len(tried), "kept": num_kept}
+    if not tried:
+        return Finding("stop", "not judged", "no greedy answer was long enough to be stopped", figures)
+    if wrong:
+        return Finding("stop", "fault", wrong[0], figures)
+    if not num_kept:
+        return Finding("stop", "not judged", "answers with a stop string took another way before it", figures)
+    return Finding("stop", "passed", f"{num_kept} of {len(tried)} answers ended right before their stop string", figures)
+
+
+def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
+    """Tokens as the server counts them. `is_rendered_there`: the server made the prompt's tokens itself."""
+    told = [each for each in counted if each.prompt_told is not None and each.answer_told is not None]
+    figures = {"answers": len(told)}
+    if not told:
+        return Finding("usage", "not offered", "the server counts no tokens", figures)
+    prompts = [each for each in told if each.prompt_told != each.prompt]
+    if prompts:
+        first = prompts[0]
+        text = (
+            f"{len(prompts)} of {len(told)} prompts have other counts: {first.prompt_told} tokens where we have {first.prompt}"
+        )
+        if is_rendered_there:
+            text += "; the server's template or tokenizer is another, so nothing else can be compared"
+        return Finding("usage", "not judged" if is_rendered_there else "fault", text, figures)
+    answers = [each for each in told if not _counts_right(each)]
+    if answers:
+        first = answers[0]
+        own = f"at most {first.limit}" if first.answer is None else str(first.answer)
+        text = f"{len(answers)} of {len(told)} answers have other counts: {first.answer_told} tokens where we have {own}"
+        return Finding("usage", "fault", text, figures)
+    return Finding("usage", "passed", f"prompt and answer tokens of {len(told)} answers are counted as ours", figures)
+
+
+def own_words(num_lossy: int) -> list[Finding]:
+    """What a server says of itself."""
+    if not num_lossy:
+        return []
+    text = f"the server itself says of {num_lossy} answers that they are not lossless"
+    return [Finding("own words", "fault", text, {"answers": num_lossy})]
+
+
+def _counts_right(each: Usage) -> bool:
+    """The token that ended an answer may be counted or not."""
+    assert each.answer_told is not None
+    if each.answer_told > each.limit:
+        return False
+    if each.finish_reason == "length":
+        return each.answer_told == each.limit
+    return each.answer is None or each.answer_told in (each.answer, each.answer - 1)

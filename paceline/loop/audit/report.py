@@ -1,0 +1,87 @@
+"""The folder of an audit: results.json, report.md and report.html, the verdict first, then what it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError
+from paceline.loop.audit.checks import Finding, Verdict
+from paceline.loop.audit.evidence import Group, Trial
+from paceline.report.pages import Plot, ranges, render
+from paceline.report.statistics import Tone
+from paceline.report.tables import Column, Progress, Table, flat
+from paceline.runs.folder import RunFolder
+
+SENTENCES = {
+    "honest": "No fault found: {url} answers as {model} would, as far as these checks see.",
+    "faulty": "FAULT: {url} does not answer as {model} would.",
+    "unsure": "Not decided: what {url} tells is not enough to judge whether it answers as {model} would.",
+}
+TONES: dict[Verdict, Tone] = {"honest": "good", "faulty": "bad", "unsure": ""}
+FINDINGS = (
+    Column("check", lambda each: each.check),
+    Column("outcome", lambda each: each.outcome.upper() if each.outcome == "fault" else each.outcome),
+    Column("what was seen", lambda each: each.text),
+)
+TESTS = (
+    Column("asked", lambda each: each.group),
+    Column("statistic", lambda each: each.statistic),
+    Column("positions", lambda each: each.positions),
+    Column("tokens", lambda each: each.num_tokens, "{:,}", "right"),
+    Column("expected", lambda each: each.expected, "{:.4f}", "right"),
+    Column("seen", lambda each: each.seen, "{:.4f}", "right"),
+    Column("difference [95%]", lambda each: f"{each.difference:+.4f} [{each.low:+.4f}, {each.high:+.4f}]", cut=" ["),
+    Column("chance if honest, at most", lambda each: each.chance, "{:.2g}", "right"),
+    Column("", lambda each: "FAULT" if each.is_fault else ""),
+)
+
+
+def sentence(verdict: Verdict, settings: dict[str, Any]) -> str:
+    return SENTENCES[verdict].format(**settings)
+
+
+def write_report(
+    verdict: Verdict,
+    findings: Sequence[Finding],
+    groups: Sequence[Group],
+    tests: Sequence[Trial],
+    settings: dict[str, Any],
+    key: str | None,
+    out: str | Path | None,
+    progress: Progress,
+) -> RunFolder:
+    """Write the run's folder, and show the findings. The API key, which may stand in the command line, is left out of it."""
+    run = RunFolder.create("audit", settings, out)
+    if key:
+        for name in ("config.json", "command.txt"):
+            run.write(name, (run.path / name).read_text(encoding="utf-8").replace(key, "***"))
+    said, found = sentence(verdict, settings), Table(FINDINGS, list(findings))
+    drawn_tests = Table(TESTS, list(tests))
+    asked = {each.name: {"answers": len(each.draws), "tokens": each.num_tokens, "lost": each.num_lost} for each in groups}
+    figures = {"verdict": verdict, "findings": findings, "asked": asked}
+    run.write_json("results.json", figures | {"tests": [asdict(test) | _derived(test) for test in tests]})
+    values: dict[str, Any] = {"title": "Audit", "verdict": said, "tone": TONES[verdict], "found": found, "tests": drawn_tests}
+    run.write("report.md", render("audit.md", **values))
+    progress.table(found)
+    progress.say(said)
+    try:
+        drawn = [_plot(group, tests) for group in groups]
+    except ConfigError as error:
+        progress.say(f"no plots in report.html: {error}")
+        drawn = []
+    run.write("report.html", render("audit.html", drawn=drawn, settings=flat(settings), **values))
+    progress.say(f"report: {run.path / 'report.html'}")
+    return run
+
+
+def _derived(test: Trial) -> dict[str, float]:
+    return {"difference": test.difference, "chance": test.chance}
+
+
+def _plot(group: Group, tests: Sequence[Trial]) -> Plot:
+    own = [test for test in tests if test.group == group.name and test.statistic == "surprisal"]
+    rows = [(test.positions, test.difference, (test.low, test.high), int(test.is_fault)) for test in own]
+    return ranges(f"{group.name}: surprisal minus entropy, by position", rows, "nats", mark=0.0)

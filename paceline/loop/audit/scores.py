@@ -1,0 +1,133 @@
+"""Teacher forcing: the target reads what a server said, and says how likely each token was.
+
+`Reader(llm).read(prompt_ids, answers)` gives logits of every answer of a prompt, which is read once; `scores_of` makes the
+`Scores` of an answer from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.engine.llm import LLM
+from paceline.loop.audit.evidence import RARE, SLOPES, Scores
+from paceline.model.sampling.logits import target_probs
+from paceline.model.target import ForwardBatch
+from paceline.types import SamplingParams
+
+ARRAYS = tuple(each.name for each in fields(Scores) if each.name != "yes")
+CHUNK = 256
+"""Positions of a pass."""
+LOGITS = 2**19
+"""So many are scored at once, some positions of a large vocabulary: whole answers would take hundreds of megabytes."""
+LAST_PART = 0.7
+"""The cut's part of a nucleus: tokens behind this share of top-p."""
+
+
+class Reader:
+    """Reads texts with the target of an engine that is idle."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._target = llm.target
+        llm.target.set_taps(())
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of prompt and answer together."""
+        return self._target.cache.max_len
+
+    @torch.inference_mode()
+    def read(self, prompt_ids: Sequence[int], answers: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        """Of each answer of T tokens the logits [T, V] that each of them was to be drawn from."""
+        target, prompt = self._target, list(prompt_ids)
+        row = target.cache.allocate()
+        assert row is not None, "the engine is not idle"
+        try:
+            for start in range(0, len(prompt) - 1, CHUNK):
+                part = prompt[start : min(start + CHUNK, len(prompt) - 1)]
+                target.forward(ForwardBatch([row], [start], [len(part)], part, "none"))
+            for answer in answers:
+                yield self._logits(row, [prompt[-1], *answer[:-1]], len(prompt) - 1)
+                target.cache.rollback([row], [len(prompt) - 1])
+        finally:
+            target.cache.rollback([row], [0])
+            target.cache.free(row)
+
+    def _logits(self, row: int, tokens: list[int], first: int) -> Tensor:
+        found: list[Tensor] = []
+        for start in range(0, len(tokens), CHUNK):
+            part = tokens[start : start + CHUNK]
+            out = self._target.forward(ForwardBatch([row], [first + start], [len(part)], part))
+            assert out.logits_TV is not None
+            found.append(out.logits_TV.float().clone())
+        return torch.cat(found)
+
+
+@torch.inference_mode()
+def scores_of(logits_TV: Tensor, tokens: Sequence[int], temperature: float, top_p: float = 1.0, tie: float = 0.0) -> Scores:
+    """Of an answer whose tokens were to be drawn from these logits [T, V]; logits that differ by less than `tie` count as
+    equal where order decides. At temperature 0 only `gap_T` and `logprob_T` mean something."""
+    rows = max(1, LOGITS // logits_TV.shape[1])
+    parts = [
+        _scores_of(logits_TV[start : start + rows], tokens[start : start + rows], temperature, top_p, tie)
+        for start in range(0, max(1, len(tokens)), rows)
+    ]
+    arrays = {name: np.concatenate([getattr(each, name) for each in parts]) for name in ARRAYS}
+    yes = {
+        name: (np.concatenate([each.yes[name][0] for each in parts]), np.concatenate([each.yes[name][1] for each in parts]))
+        for name in parts[0].yes
+    }
+    return Scores(**arrays, yes=yes)
+
+
+def _scores_of(logits_TV: Tensor, tokens: Sequence[int], temperature: float, top_p: float, tie: float) -> Scores:
+    ids_T1 = torch.tensor(list(tokens), device=logits_TV.device).unsqueeze(-1)
+    logits_TV = logits_TV.float()
+    own_T1 = logits_TV.gather(-1, ids_T1)
+    gap_T = (logits_TV.amax(-1, keepdim=True) - own_T1).squeeze(-1)
+    logprob_T = (own_T1 - logits_TV.logsumexp(-1, keepdim=True)).squeeze(-1)
+    heat = temperature or 1.0
+    logp_TV = torch.log_softmax(logits_TV / heat, -1)
+    probs_TV = logp_TV.exp()
+    is_before_TV = logits_TV > own_T1 + tie
+    before_T = (probs_TV * is_before_TV).sum(-1)
+    yes: dict[str, Tensor] = {}
+    if top_p < 1:
+        kept_TV = target_probs(logits_TV, SamplingParams(temperature=heat, top_p=top_p))
+        yes["cut"] = (kept_TV > 0) & (_mass_before(probs_TV) >= LAST_PART * top_p)
+        probs_TV, logp_TV = kept_TV, kept_TV.log()
+    yes["likeliest"] = torch.zeros_like(is_before_TV).scatter_(-1, logits_TV.argmax(-1, keepdim=True), True)
+    yes["rare"] = (probs_TV < RARE) & (probs_TV > 0)
+    safe_TV = logp_TV.masked_fill(probs_TV <= 0, 0.0)
+    entropy_T1 = -(probs_TV * safe_TV).sum(-1, keepdim=True)
+    variance_T = (probs_TV * (safe_TV + entropy_T1).square()).sum(-1)
+    cgf_TL = torch.stack(
+        [((1 - slope) * safe_TV).masked_fill_(probs_TV <= 0, -torch.inf).logsumexp(-1) for slope in SLOPES], -1
+    )
+    return Scores(
+        nll_T=_plain(-logp_TV.gather(-1, ids_T1).squeeze(-1)),
+        entropy_T=_plain(entropy_T1.squeeze(-1)),
+        variance_T=_plain(variance_T),
+        cgf_TL=_plain(cgf_TL),
+        yes={
+            name: (_plain(is_so_TV.gather(-1, ids_T1).squeeze(-1)), _plain((probs_TV * is_so_TV).sum(-1)))
+            for name, is_so_TV in yes.items()
+        },
+        before_T=_plain(before_T),
+        gap_T=_plain(gap_T),
+        logprob_T=_plain(logprob_T),
+    )
+
+
+def _mass_before(probs_TV: Tensor) -> Tensor:
+    """Of each token the probability of all that stand before it in descending order; [T, V]."""
+    values_TV, order_TV = probs_TV.sort(dim=-1, descending=True)
+    return torch.zeros_like(probs_TV).scatter_(-1, order_TV, values_TV.cumsum(-1) - values_TV)
+
+
+def _plain(values: Tensor) -> np.ndarray:
+    return values.to("cpu", torch.float64).numpy()

@@ -1,0 +1,146 @@
+"""Models read along the teacher's answers: log-probabilities of each token, and the likeliest ones, kept on disk.
+
+    top-k/train-00003.safetensors     ids [N, K], logprobs [N, K], own [N], counts [D] of 128 documents' answers
+
+`Reader(llm, k).read(document)` is one document; what it shares with the one before, such as a system message, is not computed
+again. The native pass computes what the engine serves, so a teacher in quantised blocks is read as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from paceline.engine.llm import LLM
+from paceline.errors import CacheError, NumericsError, reraised
+from paceline.model.target import ForwardBatch
+from paceline.report.tables import Progress
+from paceline.runs.folder import whole_file
+from paceline.train.documents.dataset import Document
+
+CHUNK = 256
+"""Positions of a pass."""
+AT_ONCE = 128
+"""Documents of a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a model says along an answer of N tokens."""
+
+    ids_NK: NDArray[np.int32]
+    """The likeliest tokens first."""
+    logprobs_NK: NDArray[np.float32]
+    own_N: NDArray[np.float32]
+    """Log-probability of the answer's own token."""
+
+
+class Reader:
+    """Reads documents with the target of an engine that is idle."""
+
+    def __init__(self, llm: LLM, top_k: int) -> None:
+        self._target, self._top_k = llm.target, min(top_k, llm.target.vocab_size)
+        llm.target.set_taps(())
+        row = llm.target.cache.allocate()
+        assert row is not None, "the engine is not idle"
+        self._row, self._cached = row, list[int]()
+
+    def close(self) -> None:
+        """Give the cache's row back."""
+        self._target.cache.rollback([self._row], [0])
+        self._target.cache.free(self._row)
+
+    @torch.inference_mode()
+    def read(self, document: Document) -> Told:
+        """Raises NumericsError where the model's numbers are not finite."""
+        tokens, first = document.tokens.tolist(), max(1, document.answer_start)
+        common = _num_common(self._cached, tokens[: first - 1])
+        self._target.cache.rollback([self._row], [common])
+        for start in range(common, first - 1, CHUNK):
+            part = tokens[start : min(start + CHUNK, first - 1)]
+            self._target.forward(ForwardBatch([self._row], [start], [len(part)], part, "none"))
+        told = [self._answer(tokens, start) for start in range(first - 1, len(tokens) - 1, CHUNK)]
+        self._cached = tokens[:-1]
+        made = Told(*(np.concatenate(each) for each in zip(*told, strict=True)))
+        if not np.isfinite(made.own_N).all():
+            raise NumericsError(f"the model's numbers are not finite at {document.key}: use another checkpoint")
+        return made
+
+    def _answer(self, tokens: list[int], start: int) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
+        part = tokens[start : min(start + CHUNK, len(tokens) - 1)]
+        out = self._target.forward(ForwardBatch([self._row], [start], [len(part)], part))
+        assert out.logits_TV is not None
+        logprobs_TV = out.logits_TV.float().log_softmax(-1)
+        own_T = logprobs_TV.gather(-1, torch.tensor(tokens[start + 1 : start + 1 + len(part)])[:, None].to(logprobs_TV.device))
+        top = logprobs_TV.topk(self._top_k, dim=-1)
+        return top.indices.int().cpu().numpy(), top.values.cpu().numpy(), own_T[:, 0].cpu().numpy()
+
+
+def _num_common(before: list[int], now: list[int]) -> int:
+    most = min(len(before), len(now))
+    differs = np.flatnonzero(np.array(before[:most]) != np.array(now[:most]))
+    return int(differs[0]) if len(differs) else most
+
+
+def read_all(reader: Reader, documents: Sequence[Document], what: str, progress: Progress) -> list[Told]:
+    """Of every document, in order."""
+    found: list[Told] = []
+    with progress.bar(what, len(documents)) as advance:
+        for document in documents:
+            found.append(reader.read(document))
+            advance(what)
+    return found
+
+
+class Stored:
+    """What a teacher said along documents, in files of a folder; those that are there are not read again."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+
+    def missing(self, documents: Sequence[Document]) -> list[int]:
+        """First documents of the files that are not there."""
+        return [start for start in range(0, len(documents), AT_ONCE) if not self._file(start).is_file()]
+
+    def write(self, reader: Reader, documents: Sequence[Document], progress: Progress) -> None:
+        """Read what is missing. Raises CacheError when the disk refuses."""
+        starts, what = self.missing(documents), "the teacher reads its answers"
+        with progress.bar(what, sum(len(documents[start : start + AT_ONCE]) for start in starts)) as advance:
+            for start in starts:
+                told: list[Told] = []
+                for document in documents[start : start + AT_ONCE]:
+                    told.append(reader.read(document))
+                    advance(what)
+                arrays = {
+                    "ids": np.concatenate([each.ids_NK for each in told]),
+                    "logprobs": np.concatenate([each.logprobs_NK for each in told]),
+                    "own": np.concatenate([each.own_N for each in told]),
+                    "counts": np.array([len(each.own_N) for each in told], dtype=np.int64),
+                }
+                with whole_file(self._file(start), "free space, then run the same command") as scratch:
+                    save_file(arrays, scratch)
+
+    def load(self, documents: Sequence[Document]) -> list[Told]:
+        """Of every document, in order. Raises CacheError where files are damaged or of other documents."""
+        found: list[Told] = []
+        caught = (OSError, SafetensorError, KeyError)
+        for start in range(0, len(documents), AT_ONCE):
+            with reraised(CacheError, f"{self._file(start)} cannot be read", "delete it, then run the same command", *caught):
+                arrays = load_file(self._file(start))
+                ends = np.cumsum(arrays["counts"])
+            expected = [len(each) - max(1, each.answer_start) for each in documents[start : start + AT_ONCE]]
+            if arrays["counts"].tolist() != expected:
+                raise CacheError(f"{self._file(start)} is of other answers: delete {self._folder}, then run the same command")
+            for first, end in zip([0, *ends[:-1]], ends, strict=True):
+                found.append(Told(arrays["ids"][first:end], arrays["logprobs"][first:end], arrays["own"][first:end]))
+        return found
+
+    def _file(self, start: int) -> Path:
+        return self._folder / f"{self._name}-{start // AT_ONCE:05d}.safetensors"

@@ -1,0 +1,33 @@
+"""Cases that a store trains on: an eval of what was learned by heart says nothing.
+
+leaking(suite, Store.open("store"))          # ids of cases that are nearly the same as a prompt on the training side
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+
+import numpy as np
+
+from paceline.data.near_copies import Near, common_pieces, pieces_of
+from paceline.loop.evals.suite import Suite
+from paceline.loop.store.folder import Store
+
+WORD = re.compile(r"\w+|[^\w\s]")
+
+
+def leaking(suite: Suite, store: Store, overlap: float | None = None) -> list[str]:
+    """By runs of five words, whatever the tokens; what stands in more than a tenth of all texts is a form and not compared.
+    `overlap`: the share in common from which on [default: the store's `related`]."""
+    prompts = [_words(row["prompt"]) for row in store.rows("train")]
+    cases = [_words(case.question) for case in suite]
+    near = Near(store.split.related if overlap is None else overlap, common_pieces(prompts + cases))
+    for number, pieces in enumerate(prompts):
+        near.add(number, pieces)
+    return [case.id for case, pieces in zip(suite, cases, strict=True) if any(True for _ in near.like(pieces))]
+
+
+def _words(text: str) -> np.ndarray:
+    found = [zlib.crc32(word.encode()) for word in WORD.findall(text.lower())]
+    return pieces_of(found or [0])

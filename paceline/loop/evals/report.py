@@ -1,0 +1,110 @@
+"""The folder of a run of evals: results.json, report.md, report.html; what it means first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError
+from paceline.loop.evals.compare import Comparison
+from paceline.loop.evals.scores import Scored, Scores
+from paceline.report.pages import Plot, ranges, render, short
+from paceline.report.statistics import Interval, Tone
+from paceline.report.tables import Column, Progress, Table, flat
+from paceline.runs.folder import RunFolder
+
+SHOWN, LONGEST = 20, 1500
+"""Answers that the page shows, those that score lowest first, and letters of each."""
+
+
+def _interval(interval: Interval, form: str = "{:.3f}") -> str:
+    low, high = interval
+    return "" if low is None or high is None else f" [{form.format(low)}, {form.format(high)}]"
+
+
+FIGURES = (
+    Column("who", lambda each: each.name),
+    Column("cases", lambda each: len(each.cases), "{:,}", "right"),
+    Column("score [95%]", lambda each: f"{each.mean:.3f}{_interval(each.interval)}", align="right", cut=" ["),
+    Column("p50 s", lambda each: each.latency.p50, "{:.2f}", "right"),
+    Column("p90 s", lambda each: each.latency.p90, "{:.2f}", "right"),
+    Column("tokens/s", lambda each: each.num_tokens / each.wall_s if each.wall_s else None, "{:.1f}", "right"),
+    Column("core-s for 1,000", lambda each: each.as_line()["core_s_per_1000"], "{:,.0f}", "right"),
+    Column("price of 1,000", lambda each: each.price_per_1000, "{:,.4f}", "right"),
+    Column("cut", lambda each: each.num_cut, "{:,}", "right"),
+)
+PAIRS = (
+    Column("beside", lambda each: each.before),
+    Column("who", lambda each: each.after),
+    Column("difference [95%]", lambda each: f"{each.difference:+.3f}{_interval(each.interval, '{:+.3f}')}", cut=" ["),
+    Column("by chance", lambda each: each.chance, "{:.2g}", "right"),
+    Column("verdict", lambda each: each.verdict),
+    Column("gained / lost", lambda each: f"{each.gained} / {each.lost}", align="right"),
+    Column("same text", lambda each: f"{each.same_text} of {each.cases}", align="right"),
+    Column("would be found", lambda each: each.smallest, "{:.3f}", "right"),
+    Column("x p50", lambda each: each.times_p50, "{:.2f}", "right"),
+    Column("x price", lambda each: each.price_ratio, "{:.2f}", "right"),
+)
+
+
+def sentence(scores: Scores, found: Sequence[Comparison], refusals: Sequence[str]) -> str:
+    """What it means, in a line or two."""
+    said = f"{scores.name} scores {scores.mean:.3f}{_interval(scores.interval)} on {scores.suite} ({len(scores.cases)} cases)."
+    for each in found:
+        said += f" Beside {each.before}: {each.verdict} ({each.difference:+.3f}{_interval(each.interval, '{:+.3f}')})."
+    return said + (f" REFUSED: {'; '.join(refusals)}." if refusals else "")
+
+
+def _tone(found: Sequence[Comparison], refusals: Sequence[str]) -> Tone:
+    """Red if refused; else of the comparisons: amber for a worse score, green for a better one."""
+    verdicts = {each.verdict for each in found}
+    return "bad" if refusals else "cost" if "worse" in verdicts else "good" if "better" in verdicts else ""
+
+
+def write_report(
+    scores: Sequence[Scores],
+    found: Sequence[Comparison],
+    refusals: Sequence[str],
+    settings: dict[str, Any],
+    out: str | Path | None,
+    progress: Progress,
+) -> RunFolder:
+    """Write the run's folder, and show the figures. The last of `scores` is the one that is judged."""
+    run, last = RunFolder.create("evals", settings, out), scores[-1]
+    lines = {"scores": [each.as_line() for each in scores], "comparisons": [each.as_line() for each in found]}
+    run.results({**lines, "refusals": list(refusals), "passed": not refusals})
+    said, figures, pairs = sentence(last, found, refusals), Table(FIGURES, list(scores)), Table(PAIRS, list(found))
+    values: dict[str, Any] = {
+        "title": f"Evals: {last.suite}",
+        "verdict": said,
+        "tone": _tone(found, refusals),
+        "figures": figures,
+        "beside": pairs,
+    }
+    run.write("report.md", render("evals.md", **values))
+    for table in (figures, pairs) if found else (figures,):
+        progress.table(table)
+    progress.say(said)
+    try:
+        drawn = _plots(scores, found)
+    except ConfigError as error:
+        progress.say(f"no plots in report.html: {error}")
+        drawn = []
+    texts = [(case, case.texts[0][:LONGEST], case.why[0]) for case in _worst(last)]
+    run.write("report.html", render("evals.html", drawn=drawn, texts=texts, settings=flat(settings), **values))
+    progress.say(f"report: {run.path / 'report.html'}")
+    return run
+
+
+def _worst(scores: Scores) -> list[Scored]:
+    return sorted((case for case in scores.cases if case.score < 1), key=lambda case: case.score)[:SHOWN]
+
+
+def _plots(scores: Sequence[Scores], found: Sequence[Comparison]) -> list[Plot]:
+    rows = [(short(each.name), each.mean, each.interval, number) for number, each in enumerate(scores)]
+    plots = [ranges("Score, with 95% intervals over cases", rows, "score")]
+    if found:
+        pairs = [(short(f"beside {each.before}"), each.difference, each.interval, n) for n, each in enumerate(found)]
+        plots.append(ranges("Difference, case by case, with 95% intervals", pairs, "difference of scores", mark=0.0))
+    return plots

@@ -1,0 +1,145 @@
+"""`paceline evals run` and `compare` as library calls: who is asked, the gate, and the run's folder.
+
+done = evaluate("suite.jsonl", EngineConfig(model="smollm2-135m"), Asked(endpoint=EndpointConfig()))
+done.refusals, done.scores, done.comparison
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.config import BASELINE
+from paceline.config import EngineConfig, read_api_keys
+from paceline.engine.llm import LLM
+from paceline.errors import ConfigError, refuse
+from paceline.loop.audit.endpoint import served_name
+from paceline.loop.evals.answerers import EndpointAnswerer, LLMAnswerer, named
+from paceline.loop.evals.compare import Comparison, Gate, compare
+from paceline.loop.evals.config import EndpointConfig, EvalSampling, JudgeConfig, PricesConfig
+from paceline.loop.evals.judge import Judge
+from paceline.loop.evals.report import write_report
+from paceline.loop.evals.sandbox.run import Limits, Sandbox
+from paceline.loop.evals.scores import Answerer, Scores, read_scores, run_suite
+from paceline.loop.evals.suite import Suite, read_suite
+from paceline.net.streaming import Client
+from paceline.report.tables import SILENT, Progress
+from paceline.runs.folder import RunFolder, plain
+
+JUDGE_KEY = "PACELINE_JUDGE_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a run of evals is asked, beside the suite and the model."""
+
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    sampling: EvalSampling = field(default_factory=EvalSampling)
+    prices: PricesConfig = field(default_factory=PricesConfig)
+    limits: Limits = field(default_factory=Limits)
+    gate: Gate = field(default_factory=Gate)
+    samples: int = 1
+    limit: int | None = None
+    name: str | None = None
+    check_drafter: bool = True
+    """A drafter must change nothing: the model alone is asked, too, and greedy answers must be the same."""
+    unsafe_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What came of it."""
+
+    scores: Scores
+    run: RunFolder
+    refusals: list[str]
+    """Why the gate is shut; empty when it is open."""
+    comparison: Comparison | None = None
+    drafter_check: Comparison | None = None
+    """Beside the model without its drafter."""
+
+    def as_line(self) -> dict[str, Any]:
+        found = {"comparison": self.comparison, "drafter_check": self.drafter_check}
+        line = {name: each and each.as_line() for name, each in found.items()}
+        return {**self.scores.as_line(), **line, "passed": not self.refusals, "refusals": self.refusals, "run": self.run.path}
+
+
+def evaluate(
+    suite_file: str | Path, engine: EngineConfig, asked: Asked, *, out: str | Path | None = None, progress: Progress = SILENT
+) -> Evaluated:
+    """Ask, score, hold against another run, judge the gate, write the folder.
+
+    Raises PromptError and ConfigError on suites and settings that cannot be used, DownloadError, JudgeError and SandboxError
+    where something that is needed does not answer, and what loading the model raises.
+    """
+    suite = read_suite(suite_file).first(asked.limit)
+    other = read_scores(asked.gate.no_worse_than) if asked.gate.no_worse_than else None
+    refuse(
+        ConfigError,
+        (
+            other is not None and other.digest != suite.digest,
+            f"{asked.gate.no_worse_than} answered another suite than {suite_file}: run both on the same one",
+        ),
+    )
+    needs_other = (asked.gate.margin is not None or asked.gate.same_text) and other is None
+    refuse(ConfigError, (needs_other, "margin and same_text need another run: name it with no_worse_than"))
+    settings = {"engine": engine, "asked": asked, "suite_file": str(suite_file), "samples": asked.samples}
+    options: dict[str, Any] = {"samples": asked.samples, "prices": asked.prices, "settings": plain(settings)}
+    options |= {"sandbox": Sandbox(asked.limits, unsafe=asked.unsafe_code), "progress": progress}
+    with contextlib.ExitStack() as stack:
+        options["judge"] = stack.enter_context(_judge(suite, asked.judge))
+        answerer, alone_scores = _answerer(engine, asked, stack, progress), None
+        if isinstance(answerer, LLMAnswerer) and _is_to_check(engine, asked):
+            drafter = answerer.llm.drafter
+            answerer.llm.use_drafter(None)
+            alone = LLMAnswerer(answerer.llm, asked.sampling, f"{named(engine.model)} alone")
+            alone_scores = run_suite(suite, alone, **options)
+            answerer.llm.use_drafter(drafter)
+        scores = run_suite(suite, answerer, **options)
+    found = compare(other, scores) if other else None
+    check = compare(alone_scores, scores) if alone_scores else None
+    refusals = asked.gate.refusals(scores, found) + (Gate(same_text=True).refusals(scores, check) if check else [])
+    run = write_report([scores], [each for each in (found, check) if each], refusals, plain(settings), out, progress)
+    scores.write(run.path / "scores.json")
+    return Evaluated(scores, run, refusals, found, check)
+
+
+def beside(
+    before: str | Path, after: str | Path, gate: Gate, *, out: str | Path | None = None, progress: Progress = SILENT
+) -> tuple[Comparison, list[str], RunFolder]:
+    """Two finished runs. Raises ConfigError when they are of different suites."""
+    one, two = read_scores(before), read_scores(after)
+    found = compare(one, two)
+    refusals = gate.refusals(two, found)
+    settings = {"before": str(before), "after": str(after), **asdict(gate)}
+    return found, refusals, write_report([one, two], [found], refusals, settings, out, progress)
+
+
+def _is_to_check(engine: EngineConfig, asked: Asked) -> bool:
+    return asked.check_drafter and engine.drafter != BASELINE and asked.sampling.temperature == 0
+
+
+def _answerer(engine: EngineConfig, asked: Asked, stack: contextlib.ExitStack, progress: Progress) -> Answerer:
+    where = asked.endpoint
+    if where.url is None:
+        llm = LLM.of(replace(engine, max_batch=asked.sampling.at_once))
+        progress.loaded(llm)
+        return LLMAnswerer(llm, asked.sampling, asked.name)
+    key = next(iter(read_api_keys((), where.key_file)), None)
+    client = stack.enter_context(contextlib.closing(Client(where.url, key, where.timeout_s)))
+    return EndpointAnswerer(client, served_name(client, where.served_name), asked.sampling, asked.name)
+
+
+@contextlib.contextmanager
+def _judge(suite: Suite, config: JudgeConfig) -> Iterator[Judge | None]:
+    """None where the suite needs none, or none is named: `run_suite` refuses a suite that needs one."""
+    if config.url is None or not suite.needs_judge:
+        yield None
+        return
+    key = next(iter(read_api_keys((), config.key_file, JUDGE_KEY)), None)
+    with contextlib.closing(Client(config.url, key, 600.0, "--judge")) as client:
+        yield Judge(client, served_name(client, config.served_name))

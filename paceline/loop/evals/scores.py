@@ -1,0 +1,265 @@
+"""A suite asked of an answerer: replies, scores and what they cost.
+
+    scores = run_suite(suite, answerer)          scores.mean, scores.interval, scores.write(folder / "scores.json")
+
+Case by case, `samples` answers each; a case's score is the mean over its samples, and cases are what intervals resample.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from paceline.errors import ConfigError, PromptError, refuse, reraised
+from paceline.loop.evals.config import PricesConfig
+from paceline.loop.evals.scorers import SCORERS, score_code
+from paceline.loop.evals.suite import Case, Suite
+from paceline.report.statistics import Interval, Spread
+from paceline.report.tables import SILENT, Advance, Progress
+from paceline.runs.folder import record_of, write_whole
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from paceline.loop.evals.sandbox.run import Sandbox
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What an answerer said to one case."""
+
+    text: str
+    seconds: float
+    """From the request to the last token."""
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    finish_reason: str = "stop"
+    lossless: bool = True
+    """False where a lossy rule or mocked acceptance had a part in it."""
+
+
+class Answerer(Protocol):
+    """A model, a model with a drafter, an endpoint, or a double in a test."""
+
+    name: str
+
+    def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
+        """`samples` replies to each case, in order; `advance` is called once a case. Raises rather than leaves one out."""
+        ...
+
+
+class Judge(Protocol):
+    """Who says how an answer stands beside a reference: `judge.Judge`, or a double."""
+
+    def score(self, case: Case, text: str) -> tuple[float, str]:
+        """From 0 to 1, and why it is not 1. Raises JudgeError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One case with its answers."""
+
+    id: str
+    kind: str
+    scores: tuple[float, ...]
+    """Of each sample."""
+    texts: tuple[str, ...]
+    why: tuple[str, ...]
+    """Of each sample: "" or what is wrong."""
+    seconds: tuple[float, ...]
+    prompt_tokens: int
+    answer_tokens: tuple[int, ...]
+    cut: int = 0
+    """Answers that ran into their limit of tokens."""
+
+    @property
+    def score(self) -> float:
+        return statistics.fmean(self.scores)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What came of one suite and one answerer."""
+
+    name: str
+    """The answerer's."""
+    suite: str
+    digest: str
+    """The suite's: only scores of the same suite are compared."""
+    cases: tuple[Scored, ...]
+    wall_s: float
+    core_s: float | None = None
+    """Processor seconds of this process while it answered; None for an endpoint, where they are somebody else's."""
+    price_per_1000: float | None = None
+    """Of 1,000 answers, in the currency of the prices that were given."""
+    lossless: bool = True
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(case.score for case in self.cases)
+
+    @property
+    def interval(self) -> Interval:
+        """95%, over cases."""
+        import numpy as np
+
+        return resampled(np.array([case.score for case in self.cases])) if len(self.cases) > 1 else (None, None)
+
+    @property
+    def latency(self) -> Spread:
+        """Seconds of answers."""
+        return Spread.of([each for case in self.cases for each in case.seconds])
+
+    @property
+    def num_answers(self) -> int:
+        return sum(len(case.scores) for case in self.cases)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sum(case.answer_tokens) for case in self.cases)
+
+    @property
+    def num_cut(self) -> int:
+        return sum(case.cut for case in self.cases)
+
+    def as_line(self) -> dict[str, Any]:
+        """The figures, without the answers."""
+        low, high = self.interval
+        return {
+            "name": self.name,
+            "suite": self.suite,
+            "digest": self.digest,
+            "cases": len(self.cases),
+            "score": self.mean,
+            "interval": [low, high],
+            "p50_s": self.latency.p50,
+            "p90_s": self.latency.p90,
+            "answer_tokens": self.num_tokens,
+            "tokens_per_s": self.num_tokens / self.wall_s if self.wall_s else None,
+            "core_s_per_1000": None if self.core_s is None else 1000 * self.core_s / self.num_answers,
+            "price_per_1000": self.price_per_1000,
+            "cut": self.num_cut,
+            "lossless": self.lossless,
+        }
+
+    def write(self, file: str | Path) -> Path:
+        """Raises CacheError when the disk refuses."""
+        write_whole(Path(file), json.dumps(record_of({"scores": asdict(self)})) + "\n")
+        return Path(file)
+
+
+def resampled(values: np.ndarray, seed: int = 0, draws: int = 4000) -> tuple[float, float]:
+    """95% percentile interval of the mean of values [cases]: how often each is drawn is multinomial."""
+    import numpy as np
+
+    unique, counts = np.unique(values, return_counts=True)
+    generator, size = np.random.default_rng(seed), len(values)
+    means = [generator.multinomial(size, counts / size, number) @ unique / size for number in parts_of(draws)]
+    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def parts_of(draws: int, most: int = 500) -> list[int]:
+    """Draws in parts: all at once would need their number times the number of values in memory."""
+    return [min(most, draws - begin) for begin in range(0, draws, most)]
+
+
+def read_scores(file: str | Path) -> Scores:
+    """Of a file that `Scores.write` made, or of the run folder that holds one. Raises ConfigError."""
+    path = Path(file) / "scores.json" if Path(file).is_dir() else Path(file)
+    remedy = "give the folder of an evals run"
+    caught = (OSError, ValueError, TypeError, LookupError, AttributeError)
+    with reraised(ConfigError, f"{path} holds no scores", remedy, *caught):
+        told = json.loads(path.read_text(encoding="utf-8"))["scores"]
+        return Scores(**{**told, "cases": tuple(map(_read_case, told["cases"]))})
+
+
+def _read_case(told: dict[str, Any]) -> Scored:
+    """JSON knows lists only."""
+    read: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
+    return Scored(**read)
+
+
+def run_suite(
+    suite: Suite,
+    answerer: Answerer,
+    *,
+    samples: int = 1,
+    sandbox: Sandbox | None = None,
+    judge: Judge | None = None,
+    prices: PricesConfig | None = None,
+    settings: dict[str, Any] | None = None,
+    progress: Progress = SILENT,
+) -> Scores:
+    """Ask, then score. Nothing is asked when something could not be scored.
+
+    Raises ConfigError when code has no sandbox, or a judge is missing; SandboxError, JudgeError; and what the answerer raises.
+    """
+    refuse(
+        ConfigError,
+        (samples < 1, f"samples must be at least 1, not {samples}"),
+        (suite.needs_judge and judge is None, "this suite is scored by a judge: name one with --judge URL"),
+    )
+    if suite.runs_code:
+        if sandbox is None:
+            from paceline.loop.evals.sandbox.run import Sandbox as Default
+
+            sandbox = Default()
+        sandbox.check()
+    began, core_began = time.perf_counter(), time.process_time()
+    with progress.bar(f"{answerer.name} answers", len(suite)) as advance:
+        replies = answerer.answers(suite.cases, samples, advance)
+    wall_s, core_s = time.perf_counter() - began, time.process_time() - core_began
+    if len(replies) != len(suite) or any(len(each) != samples for each in replies):
+        raise PromptError(f"{answerer.name} left cases without an answer: an eval needs them all")
+    with progress.bar("scoring", len(suite)) as advance:
+        cases = []
+        for case, said in zip(suite.cases, replies, strict=True):
+            cases.append(_scored(case, said, sandbox, judge))
+            advance("scoring")
+    num_in = sum(each.prompt_tokens for said in replies for each in said)
+    num_out = sum(each.answer_tokens for said in replies for each in said)
+    return Scores(
+        name=answerer.name,
+        suite=suite.name,
+        digest=suite.digest,
+        cases=tuple(cases),
+        wall_s=wall_s,
+        core_s=None if getattr(answerer, "is_remote", False) else core_s,
+        price_per_1000=(prices or PricesConfig()).of_1000(wall_s, len(suite) * samples, num_in, num_out),
+        lossless=all(each.lossless for said in replies for each in said),
+        settings={"samples": samples, **(settings or {})},
+    )
+
+
+def _scored(case: Case, replies: Sequence[Reply], sandbox: Sandbox | None, judge: Judge | None) -> Scored:
+    verdicts = [_verdict(case, reply.text, sandbox, judge) for reply in replies]
+    return Scored(
+        id=case.id,
+        kind=case.scorer["kind"],
+        scores=tuple(score for score, _ in verdicts),
+        texts=tuple(reply.text for reply in replies),
+        why=tuple(why for _, why in verdicts),
+        seconds=tuple(reply.seconds for reply in replies),
+        prompt_tokens=replies[0].prompt_tokens,
+        answer_tokens=tuple(reply.answer_tokens for reply in replies),
+        cut=sum(reply.finish_reason == "length" for reply in replies),
+    )
+
+
+def _verdict(case: Case, text: str, sandbox: Sandbox | None, judge: Judge | None) -> tuple[float, str]:
+    kind = case.scorer["kind"]
+    if kind == "code":
+        assert sandbox is not None, "checked before anything was asked"
+        return score_code(case.scorer, text, sandbox)
+    if kind == "judge":
+        assert judge is not None, "checked before anything was asked"
+        return judge.score(case, text)
+    return SCORERS[kind](case.scorer, text)

@@ -1,0 +1,150 @@
+"""OpenTelemetry's spans of calls of models (GenAI semantic conventions), as exchanges.
+
+The file is OTLP JSON, an object of `resourceSpans` a line, as the collector's file exporter writes it. A span is of use when it
+holds what was said: `gen_ai.input.messages`, `gen_ai.output.messages`, `gen_ai.system_instructions`, `gen_ai.tool.definitions`,
+each structured or as JSON text. Instrumented clients write them when they are told to; vLLM's own spans hold no text at all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PromptError, reraised
+from paceline.loop.record.exchange import Exchange
+
+OPERATIONS = ("chat", "generate_content")
+FAILED = 2
+"""status.code of a span that failed."""
+REQUEST = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "max_tokens": "max_tokens",
+    "seed": "seed",
+    "stop_sequences": "stop",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "choice.count": "n",
+    "model": "model",
+}
+"""gen_ai.request.* and OpenAI's name of it."""
+USAGE = {"prompt_tokens": ("input_tokens", "prompt_tokens"), "completion_tokens": ("output_tokens", "completion_tokens")}
+"""OpenAI's name, and those of gen_ai.usage.*, the newer first."""
+FINISHED = {"tool_call": "tool_calls"}
+
+
+def exchanges(path: Path) -> Iterator[Exchange]:
+    """What the spans of a file hold. Raises PromptError naming the line that is damaged, or when no span holds text."""
+    num_spans = num_found = 0
+    with reraised(PromptError, f"cannot read {path}", "check --import", OSError), path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            caught = (ValueError, RecursionError, TypeError, AttributeError, KeyError)
+            with reraised(PromptError, where, "this is no OTLP JSON of spans, an object of resourceSpans a line", *caught):
+                spans = list(_spans(json.loads(line)))
+                found = [exchange for span in spans if (exchange := _exchange(span))]
+            num_spans, num_found = num_spans + len(spans), num_found + len(found)
+            yield from found
+    if not num_found:
+        raise PromptError(
+            f"{path} holds {num_spans} spans, none of an answered request with its text (gen_ai.input.messages and "
+            "gen_ai.output.messages): vLLM's own have none; let the client's instrumentation record contents"
+        )
+
+
+def _spans(line: Any) -> Iterator[dict[str, Any]]:
+    if "resourceSpans" not in line:
+        raise ValueError(f"no resourceSpans but {', '.join(map(str, line))[:80] or 'nothing'}")
+    for resource in line["resourceSpans"]:
+        for scope in resource.get("scopeSpans", ()):
+            yield from scope.get("spans", ())
+
+
+def _exchange(span: dict[str, Any]) -> Exchange | None:
+    """None for a span that failed, is of something else, or holds no text."""
+    told = {each["key"]: _value(each["value"]) for each in span.get("attributes", ())}
+    asked, said = _structured(told.get("gen_ai.input.messages")), _structured(told.get("gen_ai.output.messages"))
+    is_wrong = told.get("gen_ai.operation.name", "chat") not in OPERATIONS or "error.type" in told
+    if is_wrong or not asked or not said or (span.get("status") or {}).get("code") in (FAILED, "STATUS_CODE_ERROR"):
+        return None
+    system = _structured(told.get("gen_ai.system_instructions"))
+    messages = [_message({"role": "system", "parts": system})] if system else []
+    messages += [_message(each) for each in asked]
+    request = {ours: told[f"gen_ai.request.{name}"] for name, ours in REQUEST.items() if f"gen_ai.request.{name}" in told}
+    if tools := _structured(told.get("gen_ai.tool.definitions")):
+        request["tools"] = [_tool(each) for each in tools]
+    usage = {
+        ours: int(told[f"gen_ai.usage.{name}"])
+        for ours, names in USAGE.items()
+        for name in reversed(names)
+        if f"gen_ai.usage.{name}" in told
+    }
+    model = told.get("gen_ai.response.model") or told.get("gen_ai.request.model")
+    ids = span.get("traceId"), span.get("spanId")
+    began, ended = (int(span.get(f"{name}TimeUnixNano") or 0) / 1e9 for name in ("start", "end"))
+    return Exchange(
+        is_chat=True,
+        asked={**request, "messages": messages},
+        said=[{"model": model, "choices": [_choice(*each) for each in enumerate(said)], "usage": usage}],
+        ended=ended or None,
+        seconds={"total": ended - began if began and ended else None},
+        logged_as=" ".join(map(str, ids)) if all(ids) else json.dumps(span, sort_keys=True),
+    )
+
+
+def _choice(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    reason = message.get("finish_reason") or "unknown"
+    return {"index": index, "message": _message(message), "finish_reason": FINISHED.get(reason, reason)}
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's form. What is neither text nor a call becomes a part that no reader of text takes."""
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    more: dict[str, Any] = {}
+    role = message["role"]
+    for part in message.get("parts") or ():
+        kind = part["type"]
+        if kind == "text":
+            texts.append(part["content"])
+        elif kind == "tool_call":
+            arguments = part.get("arguments")
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+            function = {"name": part["name"], "arguments": text}
+            calls.append({"id": part.get("id"), "type": "function", "function": function})
+        elif kind == "tool_call_response":
+            result = part.get("response", part.get("result"))
+            texts.append(result if isinstance(result, str) else json.dumps(result, ensure_ascii=False))
+            more["tool_call_id"] = part.get("id")
+        elif kind == "reasoning":
+            more["reasoning"] = part.get("content") or True
+        else:
+            more["audio"] = kind
+    return {"role": role, "content": "\n".join(texts) or None, **({"tool_calls": calls} if calls else {}), **more}
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if "function" in tool:
+        return tool
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _structured(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _value(value: dict[str, Any]) -> Any:
+    """An AnyValue of OTLP: 64-bit numbers are written as text."""
+    if not value:
+        return None
+    ((kind, held),) = value.items()
+    if kind == "arrayValue":
+        return [_value(each) for each in held.get("values", ())]
+    if kind == "kvlistValue":
+        return {each["key"]: _value(each["value"]) for each in held.get("values", ())}
+    return int(held) if kind == "intValue" else held

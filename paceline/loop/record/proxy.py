@@ -1,0 +1,144 @@
+"""The proxy: every request goes to the server behind it, every answer comes back, byte for byte and as it arrives.
+
+Nothing is parsed on the way. When an answer to a completion has ended well, its bytes and its request's are handed over
+(`keep`), to be read elsewhere (`exchange.py`). Headers are passed on and forgotten; only X-Paceline-Tag, which is there to be
+kept, and the encoding of the bodies are looked at.
+
+What a client would see of the server it sees here: errors with their status, an answer cut off where it was cut off, slowness
+in both directions (a client that does not read is not read for). When it hangs up, the server is hung up on. Only headers that
+belong to one connection (RFC 9110, 7.6.1) are not passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from urllib.parse import urlsplit
+
+import httpcore2
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
+
+from paceline.loop.record.exchange import Kept, Observed
+from paceline.serve.http.failures import ApiError, RequestRefused, error_response
+from paceline.serve.http.security import allowed_hosts, host_name
+from paceline.serve.replies.events import unless_gone
+from paceline.serve.settings import ServeConfig
+
+OF_ONE_CONNECTION = frozenset(
+    (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect")
+)
+CONNECT_S = 10.0
+IDLE_S = 2.0
+"""A connection to the server is used again for so long: less than the 5 s after which uvicorn, vLLM's too, closes one."""
+log = logging.getLogger("paceline.loop.record")
+RawHeaders = list[tuple[bytes, bytes]]
+
+
+class Proxy:
+    """The application, for uvicorn. `keep` gets each answer that may become a trace, and must not wait."""
+
+    def __init__(self, upstream: str, config: ServeConfig, keep: Callable[[Observed], None]) -> None:
+        parts = urlsplit(upstream)
+        self._scheme, self._port, self._base = parts.scheme.encode(), parts.port, parts.path.rstrip("/").encode()
+        self._host = (parts.hostname or "").encode("idna")
+        self._authority = parts.netloc.encode("idna")
+        self._hosts = allowed_hosts(config)
+        self._keep = keep
+        self._pool = httpcore2.AsyncConnectionPool(max_connections=None, keepalive_expiry=IDLE_S)
+
+    async def close(self) -> None:
+        await self._pool.aclose()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        body = _Body(receive)
+        try:
+            self._check(Headers(scope=scope))
+            # The body and the client's leaving come by the same way, one after the other.
+            await unless_gone(body.gone, self._pass_on(scope, body, send))
+        except ClientDisconnect:
+            return
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+        except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException) as error:
+            log.warning("an answer was cut off: %s", error)  # uvicorn closes the connection of an answer that has no end
+
+    def _check(self, headers: Headers) -> None:
+        """As the server itself would: the name that it is called by here is not passed on."""
+        if "transfer-encoding" in headers and "content-length" in headers:
+            raise RequestRefused("a request has either Content-Length or Transfer-Encoding: leave one out", code="invalid_http")
+        name = host_name(headers.get("host", ""))
+        if self._hosts is not None and name and name not in self._hosts:
+            raise ApiError.known("host_not_allowed", name=name[:100])
+
+    async def _pass_on(self, scope: Scope, body: _Body, send: Send) -> None:
+        observed = Observed.of(scope)
+        body.seen = observed and observed.asked
+        try:
+            response = await self._pool.handle_async_request(self._request(scope, body))
+        except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException) as error:
+            log.warning("no answer from upstream: %s", error or type(error).__name__)
+            raise ApiError.known("upstream_unreachable") from error
+        try:
+            headers = _passed_on(response.headers)
+            if observed:
+                observed.begins(response.status, headers)
+            await send({"type": "http.response.start", "status": response.status, "headers": headers})
+            async for piece in response.stream:  # pyright: ignore[reportGeneralTypeIssues]  # both kinds have one type
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                if observed:
+                    observed.take(piece)
+        finally:
+            await response.aclose()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if observed and observed.is_answered:
+            observed.ends()
+            self._keep(observed)
+
+    def _request(self, scope: Scope, body: _Body) -> httpcore2.Request:
+        raw: RawHeaders = scope["headers"]
+        headers = [(b"host", self._authority), *(pair for pair in _passed_on(raw) if pair[0] != b"host")]
+        if any(name == b"transfer-encoding" for name, _ in raw):
+            headers.append((b"transfer-encoding", b"chunked"))
+        query = scope["query_string"]
+        target = self._base + (scope.get("raw_path") or scope["path"].encode()) + (b"?" + query if query else b"")
+        url = httpcore2.URL(scheme=self._scheme, host=self._host, port=self._port, target=target)
+        timeout = {"timeout": {"connect": CONNECT_S}}
+        return httpcore2.Request(scope["method"], url, headers=headers, content=body, extensions=timeout)
+
+
+class _Body:
+    """A request's body as it comes, piece by piece, then the client's leaving."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._is_whole = asyncio.Event()
+        self.seen: Kept | None = None
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            more = message.get("more_body", False)
+            if piece := message.get("body", b""):
+                if self.seen:
+                    self.seen.take(piece)
+                yield piece
+        self._is_whole.set()
+
+    async def gone(self) -> Message:
+        """A `receive` for what follows the body."""
+        await self._is_whole.wait()
+        return await self._receive()
+
+
+def _passed_on(headers: RawHeaders) -> RawHeaders:
+    """Without those that belong to one connection, and those that Connection names."""
+    named = {name.strip().lower() for key, value in headers if key.lower() == b"connection" for name in value.split(b",")}
+    left_out = OF_ONE_CONNECTION | named
+    return [pair for pair in headers if pair[0].lower() not in left_out]

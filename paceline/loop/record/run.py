@@ -1,0 +1,154 @@
+"""The proxy as a process, and files read into the same store; the library calls of `paceline.loop.record`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from socket import socket
+from types import FrameType
+
+from paceline.errors import CacheError, ConfigError, PromptError, needing, reraised
+from paceline.hub import resolve
+from paceline.loop.record import otlp, vllm_log
+from paceline.loop.record.config import RecordConfig
+from paceline.loop.record.exchange import Observed
+from paceline.loop.record.reader import Reader
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.report.tables import Progress
+from paceline.serve.admin.traces import Trace, TraceWriter
+from paceline.serve.settings import ServeConfig, TraceConfig
+
+with needing(ConfigError, "recording needs the libraries of a server: pip install 'paceline[serve,data]'"):
+    import uvicorn
+    from pyarrow import parquet
+
+    from paceline.loop.record.proxy import Proxy
+    from paceline.serve.run import SWITCH_SECONDS, listen, settings_of
+
+MAX_WAITING_BYTES = 256 * 2**20
+"""Of exchanges that wait to be read; what comes then is lost."""
+CLOSE_S = 600.0
+"""Longest time to write what was imported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What came of it."""
+
+    folder: Path
+    num_written: int
+    num_answers: int = 0
+    """Of these, traces that have their answer: of the others the prompt alone is known."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """What is in no file, by reason."""
+
+
+class Recorder:
+    """Takes exchanges from the proxy, and has them read in the thread of the writer. Nothing here waits or raises."""
+
+    def __init__(self, reader: Reader, writer: TraceWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._num_taken = self._num_read = 0
+        """Bytes; each is counted by one thread only."""
+
+    def keep(self, observed: Observed) -> None:
+        is_full = self._num_taken - self._num_read > MAX_WAITING_BYTES
+        if self._writer.put(partial(self._traces, observed), is_full=is_full):  # what it does not take is never read
+            self._num_taken += observed.num_bytes
+
+    def _traces(self, observed: Observed) -> Iterator[Trace]:
+        self._num_read += observed.num_bytes
+        yield from self._reader.traces(observed.exchange())
+
+
+class Server(uvicorn.Server):
+    """Ends when answers under way have come to their end, or at once with a second signal; the traces are then written."""
+
+    def __init__(self, upstream: str, serving: ServeConfig, keep: Callable[[Observed], None]) -> None:
+        self._proxy = Proxy(upstream, serving, keep)
+        super().__init__(settings_of(self._proxy, serving, close_seconds=serving.drain_seconds, dated=False))
+
+    async def run_on(self, bound: socket) -> None:
+        """Serve until a signal comes."""
+        try:
+            await self.serve(sockets=[bound])
+        finally:
+            await self._proxy.close()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit, self.should_exit = self.should_exit, True
+
+
+def run(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, progress: Progress) -> Recorded:
+    """As `paceline.loop.record.proxy`."""
+    assert config.upstream is not None
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # an answer that was cut off is no fault of this program
+    sys.setswitchinterval(SWITCH_SECONDS)
+    with listen(serving) as bound:
+        writer, reader = _store(config, tracing)
+        host, port = bound.getsockname()[:2]
+        progress.say(f"recording: ask http://{f'[{host}]' if ':' in host else host}:{port} in place of {config.upstream}")
+        try:
+            asyncio.run(Server(config.upstream, serving, Recorder(reader, writer).keep).run_on(bound))
+        finally:
+            writer.close()
+    return _done(writer)
+
+
+def run_imports(config: RecordConfig, tracing: TraceConfig, progress: Progress) -> Recorded:
+    """As `paceline.loop.record.read`."""
+    writer, reader = _store(config, tracing)
+    known = _known(writer.folder)
+    try:
+        for path in config.imports:
+            read = otlp.exchanges if _is_json(path) else partial(vllm_log.exchanges, tokenizer=reader.tokenizer)
+            deque(read(path), maxlen=0)  # all of it is sound, or nothing of it is kept
+            progress.say(f"reading {path}")
+            for exchange in read(path):
+                if exchange.mark in known:
+                    writer.lose("known")
+                    continue
+                known.add(str(exchange.mark))
+                writer.put(partial(reader.traces, exchange), wait=True)
+    finally:
+        writer.close(CLOSE_S)
+    return _done(writer)
+
+
+def _store(config: RecordConfig, tracing: TraceConfig) -> tuple[TraceWriter, Reader]:
+    if tracing.folder is None:
+        raise ConfigError("give the folder that keeps the traces: --out STORE")
+    with reraised(CacheError, f"cannot write {tracing.folder}", "choose another --out", OSError):
+        tracing.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    tokenizer = Tokenizer.from_path(resolve(config.model))
+    writer = TraceWriter(tracing, config.served_names[0] if config.served_names else Path(config.model).name)
+    writer.begin(tokenizer)
+    return writer, Reader(tokenizer, config.served_names)
+
+
+def _known(folder: Path) -> set[str]:
+    """Marks of the exchanges that the store has traces of; a shard that cannot be read has none."""
+    found = set[str]()
+    for path in folder.glob("traces-*.parquet"):
+        with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
+            keys = parquet.ParquetFile(path).read(["key"])["key"].to_pylist()
+            found.update(key.rpartition("#")[2].rpartition("-")[0] for key in keys if key)
+    return found
+
+
+def _done(writer: TraceWriter) -> Recorded:
+    dropped = {reason: number for reason, number in writer.dropped.items() if number}
+    return Recorded(writer.folder, writer.written, writer.num_answers, dropped)
+
+
+def _is_json(path: Path) -> bool:
+    """Whether a file is JSON lines rather than a log: by the first sign in it."""
+    with reraised(PromptError, f"cannot read {path}", "check --import", OSError), path.open("rb") as file:
+        return file.read(4096).lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"{")

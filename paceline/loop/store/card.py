@@ -1,0 +1,78 @@
+"""What is in a store: `card.md`, written with every version, and the same as values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.loop.store.config import SplitConfig
+from paceline.loop.store.split import SIDES
+from paceline.report.pages import render
+from paceline.report.statistics import is_loop, quantile
+from paceline.runs.folder import write_whole
+
+MOST_NAMED = 12
+
+
+class Described(Protocol):
+    """What a card needs to know of a `folder.Store`."""
+
+    path: Path
+    model: str
+    split: SplitConfig
+    version: int
+    forgotten: set[str]
+
+    def rows(self, side: str, version: int | None = None) -> Iterator[dict[str, Any]]: ...
+    def versions(self) -> list[dict[str, Any]]: ...
+    def labels(self) -> list[dict[str, Any]]: ...
+
+
+def card_of(store: Described) -> dict[str, Any]:
+    """Counts by side, where rows come from, what they are, what was left out, what was forgotten."""
+    counted: dict[str, Any] = {}
+    sources, tags, reasons, models = (Counter[str]() for _ in range(4))
+    talks: dict[str, set[str]] = {}
+    for side in SIDES:
+        rows = list(store.rows(side))
+        lengths = [len(row["answer_ids"]) for row in rows]
+        talks[side] = {row["conversation"] for row in rows}
+        counted[side] = {
+            "rows": len(rows),
+            "conversations": len(talks[side]),
+            "answer_tokens": sum(lengths),
+            "median_answer": quantile(lengths, 0.5) if lengths else None,
+            "longest_prompt": max((len(row["prompt_ids"]) for row in rows), default=None),
+            "with_top": sum(row["top_ids"] is not None for row in rows),
+            "loops": sum(is_loop(row["answer_ids"]) for row in rows),
+        }
+        for row in rows:
+            sources[str(row["source"])] += 1
+            models[str(row["model"] or "not told")] += 1
+            tags[row["tag"] or "none"] += 1
+            reasons[str(row["finish_reason"])] += 1
+    versions = store.versions()
+    left_out = Counter[str]()
+    for line in versions:
+        left_out.update(line.get("left_out", {}))
+    return {
+        "model": store.model,
+        "version": store.version,
+        "split": {"evals_share": store.split.evals_share, "seed": store.split.split_seed},
+        "sides": counted,
+        "on_both_sides": len(talks["train"] & talks["evals"]),
+        "sources": dict(sources.most_common(MOST_NAMED)),
+        "models": dict(models.most_common(MOST_NAMED)),
+        "tags": dict(tags.most_common(MOST_NAMED)),
+        "finish_reasons": dict(reasons),
+        "left_out": dict(left_out),
+        "labels": len(store.labels()),
+        "forgotten": len(store.forgotten),
+        "versions": [{name: line.get(name, "") for name in ("version", "time", "what", "rows")} for line in versions],
+    }
+
+
+def write_card(store: Described) -> None:
+    write_whole(store.path / "card.md", render("store.md", path=store.path.name, **card_of(store)))

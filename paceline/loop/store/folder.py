@@ -1,0 +1,348 @@
+"""A store on disk, version by version.
+
+    store/store.json            the model whose tokens these are, how it is split, which version it is
+    store/versions.jsonl        a line for each change: when, what, how many rows, which files with their SHA-256
+    store/train/*.parquet       what may be trained on: `paceline train --answers store/train`
+    store/evals/*.parquet       what may not: `paceline evals make --from store`
+    store/labels.jsonl          scores of answers, beside them
+    store/card.md               what is in it
+    store/unfinished/           shards of changes that were killed, which nothing reads
+
+A version adds files and changes none; rows say since which one they are there, so that an earlier version can be read again.
+Only `forget` and `split` change what is there. The next change settles one that was killed: it is finished where its line and
+its files are whole, else taken back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import re
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.data.near_copies import Near, common_pieces, pieces_of
+from paceline.errors import CacheError, ConfigError, PromptError, refuse, reraised
+from paceline.hub import resolve
+from paceline.loop.store.card import write_card
+from paceline.loop.store.config import SplitConfig
+from paceline.loop.store.incoming import STORED, Incoming, Row, pa, parquet, read_shard
+from paceline.loop.store.split import BETWEEN, SIDES, sides
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.report.tables import SILENT, Progress
+from paceline.runs.folder import append_lines, plain, whole_file, write_whole
+from paceline.runs.ranks import Ranks, only_run
+
+FORMAT = 1
+ROWS_PER_SHARD = 2048
+ELSEWHERE = "free space, or make it writable"
+UNFINISHED = "unfinished"
+SHARD = re.compile(r"answers-v(\d+)-\d+\.parquet")
+log = logging.getLogger("paceline.loop.store")
+
+
+@dataclass(slots=True)
+class Store:
+    """One store. Made by `create` and `open`."""
+
+    path: Path
+    model: str
+    split: SplitConfig
+    version: int
+    salt: str
+    """Of the digests of what was forgotten."""
+    suites: list[str] = field(default_factory=list)
+    """Files of suites that were made from it: `forget` reaches them."""
+    forgotten: set[str] = field(default_factory=set)
+    """Salted digests of rows that must not come back."""
+
+    @classmethod
+    def create(cls, path: str | Path, model: str, split: SplitConfig | None = None) -> Store:
+        """An empty store for tokens of this model. Raises ConfigError when there is one already."""
+        folder = Path(path)
+        is_left = (folder / "versions.jsonl").exists() or any(any((folder / side).glob("answers-*.parquet")) for side in SIDES)
+        refuse(
+            ConfigError,
+            ((folder / "store.json").exists(), f"{folder} is a store already: open it"),
+            (is_left, f"{folder} holds a store's files without its store.json: restore that, or choose another folder"),
+        )
+        with reraised(CacheError, f"cannot write {folder}", ELSEWHERE, OSError):
+            for each in (folder, *(folder / side for side in SIDES)):
+                each.mkdir(mode=0o700, parents=True, exist_ok=True)  # what users said is for the owner alone
+        made = cls(folder, model, split or SplitConfig(), 0, secrets.token_hex(8))
+        made.save()
+        return made
+
+    @classmethod
+    def open(cls, path: str | Path) -> Store:
+        """Raises ConfigError when there is none, or one of another format."""
+        file = Path(path) / "store.json"
+        refuse(
+            ConfigError, (not file.is_file(), f"{path} is no store: make one with paceline store add {path} TRACES --model M")
+        )
+        with reraised(ConfigError, f"{file} cannot be read", "restore it", OSError, ValueError, TypeError, KeyError):
+            told = json.loads(file.read_text(encoding="utf-8"))
+            if told["format"] != FORMAT:
+                raise ConfigError(f"{path} is a store of format {told['format']}: this paceline reads {FORMAT}")
+            split, forgotten = SplitConfig(**told["split"]), set(told["forgotten"])
+            return cls(Path(path), told["model"], split, told["version"], told["salt"], told["suites"], forgotten)
+
+    def save(self) -> None:
+        told = {name: getattr(self, name) for name in ("model", "version", "salt", "suites")}
+        told |= {"format": FORMAT, "split": asdict(self.split), "forgotten": sorted(self.forgotten)}
+        write_whole(self.path / "store.json", json.dumps(told, indent=1) + "\n")
+
+    def tokenizer(self) -> Tokenizer:
+        """Raises what `Tokenizer.from_path` does."""
+        return Tokenizer.from_path(resolve(self.model))
+
+    def shards(self, side: str) -> list[Path]:
+        return sorted((self.path / side).glob("answers-*.parquet"))
+
+    def rows(self, side: str, version: int | None = None) -> Iterator[Row]:
+        """Rows of a side, as they were at a version. Raises PromptError on a damaged shard, and what `versions` does."""
+        last = self.version if version is None else version
+        named = {name for line in self.versions()[-1:] for name in line["files"]}  # others are of a change that was killed
+        for file in self.shards(side):
+            if f"{side}/{file.name}" not in named:
+                continue
+            for row in read_shard(file):
+                if row["version"] <= last:
+                    yield row
+
+    @contextlib.contextmanager
+    def changing(self, doing: str) -> Iterator[dict[str, Any] | None]:
+        """Within, nobody else changes it. Yields the line of a version that was finished first, after a kill.
+
+        Raises ConfigError when somebody else does, and where store.json and versions.jsonl are not of the same time."""
+        with only_run(self.path, doing, Ranks(), SILENT.say):
+            fresh = Store.open(self.path)
+            self.version, self.suites, self.forgotten = fresh.version, fresh.suites, fresh.forgotten
+            self.split = fresh.split
+            yield self._settle()
+
+    def _settle(self) -> dict[str, Any] | None:
+        """Finish a change that was killed where its files and its line are whole, and return the line; else take it back."""
+        lines, finished = self._version_lines(), None
+        newest, highest = max(lines, default=0), max(map(_version_of, self._all_shards()), default=0)
+        if newest > self.version + 1:
+            raise self._mismatch(newest)
+        if highest > self.version + 1:
+            raise ConfigError(
+                f"{self.path}: store.json is at version {self.version}, but there are shards of version {highest}: restore "
+                "the whole folder from one copy; nothing was changed"
+            )
+        if self._is_whole(lines.get(self.version + 1)):
+            finished = lines[self.version + 1]
+            self.version, self.split = newest, SplitConfig(**finished["split"]) if "split" in finished else self.split
+            self.save()
+        whole = lines[self.version]["files"] if self.version else {}
+        earlier = {name for number, line in lines.items() if number < self.version for name in line["files"]}
+        for file in self._all_shards():
+            name = f"{file.parent.name}/{file.name}"
+            if name in earlier - whole.keys():
+                file.unlink()  # replaced by a later version
+            elif name not in whole:
+                self._set_aside(file)
+        return finished
+
+    def _set_aside(self, file: Path) -> None:
+        """Move a shard that no version names into UNFINISHED: after a partial restore it may be of a later version."""
+        folder, number = self.path / UNFINISHED, 0
+        with reraised(CacheError, f"cannot write {folder}", ELSEWHERE, OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            while (aside := folder / f"{file.parent.name}-{file.stem}-{number}.parquet").exists():
+                number += 1
+            file.replace(aside)
+        log.warning("%s is of no version, as a change that was killed leaves it: moved to %s", file, aside)
+
+    def unfinished(self) -> list[Path]:
+        """Returns the shards of changes that were killed."""
+        return sorted((self.path / UNFINISHED).glob("*.parquet"))
+
+    def _all_shards(self) -> list[Path]:
+        return [file for side in SIDES for file in self.shards(side)]
+
+    def _is_whole(self, line: dict[str, Any] | None) -> bool:
+        """Whether there is such a line and every file that it names is there as it says."""
+        files = {self.path / name: mark for name, mark in line["files"].items()} if line else {}
+        return bool(files) and all(file.is_file() and sha256_of(file) == mark for file, mark in files.items())
+
+    def add(
+        self, sources: Iterable[str | Path], tokenizer: Tokenizer | None = None, progress: Progress = SILENT
+    ) -> dict[str, Any]:
+        """Take in answers, once each. Returns the version's line. Raises PromptError on what is no source, or holds nothing new
+        that can be used and never was there; ConfigError, CacheError."""
+        paths = [Path(each) for each in sources]
+        incoming = Incoming(tokenizer or self.tokenizer(), Counter())
+        with self.changing("adding to the store") as finished:
+            fresh = list(incoming.rows(paths))
+            stored = [(side, row) for side in SIDES for row in self.rows(side)]
+            refuse(
+                PromptError,
+                (not fresh and not stored, f"nothing in {', '.join(map(str, paths))} can be used: {_told(incoming)}"),
+            )
+            left_out, added = incoming.left_out, dict.fromkeys(SIDES, 0)
+            kept = self._new(stored, fresh, left_out)
+            read = [str(path.resolve()) for path in paths]
+            if finished and not kept and finished.get("sources") == read:
+                progress.say(f"version {self.version} was written by the same command, which was stopped: it is whole now")
+                return finished
+            version = self.version + 1
+            for side in SIDES:
+                mine = [{**row, "version": version} for where, row in kept if where == side]
+                self.write(side, mine, version)
+                added[side] = len(mine)
+            line = self.commit("add", {"added": added, "left_out": dict(left_out), "sources": read})
+        progress.say(
+            f"version {self.version}: {added['train']} rows to train on, {added['evals']} for evals; {_told(incoming)}"
+        )
+        return line
+
+    def _new(self, stored: Sequence[tuple[str, Row]], fresh: Sequence[Row], left_out: Counter[str]) -> list[tuple[str, Row]]:
+        """Those that are not there yet, with their sides; counts the others."""
+        seen = {row["digest"] for _, row in stored}
+        unique: list[Row] = []
+        for row in fresh:
+            if row["digest"] in seen:
+                left_out["there already"] += 1
+            elif self.salted(row["digest"]) in self.forgotten:
+                left_out["forgotten"] += 1
+            else:
+                seen.add(row["digest"])
+                unique.append(row)
+        every = [row for _, row in stored] + unique
+        known = [side for side, _ in stored] + [None] * len(unique)
+        conversations, chosen, _ = sides([tuple(row["prompt_ids"]) for row in every], known, self.split)
+        pieces = [pieces_of([*row["prompt_ids"], *row["answer_ids"]]) for row in every]
+        near, kept = Near(self.split.max_overlap, common_pieces(pieces)), list[tuple[str, Row]]()
+        for number, (row, side) in enumerate(zip(every, chosen, strict=True)):
+            if number >= len(stored):
+                row["conversation"] = conversations[number]
+                is_copy = any(conversations[other] != conversations[number] for other in near.like(pieces[number]))
+                if is_copy or side == BETWEEN:
+                    left_out["near-copy" if is_copy else "between training and evals"] += 1
+                    continue
+                kept.append((side, row))
+            near.add(number, pieces[number])
+        return kept
+
+    def salted(self, digest: str) -> str:
+        return hashlib.blake2b(f"{self.salt}/{digest}".encode(), digest_size=12).hexdigest()
+
+    def write(self, side: str, rows: Sequence[Row], version: int) -> None:
+        """New shards of a version."""
+        for number, begin in enumerate(range(0, len(rows), ROWS_PER_SHARD)):
+            write_shard(self.path / side / f"answers-v{version:05d}-{number:05d}.parquet", rows[begin : begin + ROWS_PER_SHARD])
+
+    def resplit(self, split: SplitConfig) -> dict[str, Any]:
+        """Share all conversations out anew. What was trained on an earlier version may have seen what is now kept for evals."""
+        with self.changing("splitting the store") as finished:
+            if finished and finished.get("split") == asdict(split):
+                return finished
+            old = [file for side in SIDES for file in self.shards(side)]
+            rows = [row for side in SIDES for row in self.rows(side)]
+            refuse(PromptError, (not rows, f"{self.path} is empty: add answers first"))
+            _, chosen, _ = sides([tuple(row["prompt_ids"]) for row in rows], [None] * len(rows), split)
+            for side in SIDES:
+                self.write(side, [row for row, where in zip(rows, chosen, strict=True) if where == side], self.version + 1)
+            self.split = split
+            return self.commit("split", {"split": asdict(split)}, old)
+
+    def commit(self, what: str, told: dict[str, Any], replaced: Sequence[Path] = ()) -> dict[str, Any]:
+        """The files are there: this makes them a version, and deletes those that they replace."""
+        left = {side: [file for file in self.shards(side) if file not in replaced] for side in SIDES}
+        files = {f"{side}/{file.name}": sha256_of(file) for side in SIDES for file in left[side]}
+        rows = {side: sum(parquet.read_metadata(file).num_rows for file in left[side]) for side in SIDES}
+        line = plain({"version": self.version + 1, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "what": what, **told})
+        line |= {"rows": rows, "files": files}
+        self._append("versions.jsonl", [line])
+        self.version += 1
+        self.save()
+        for file in replaced:
+            file.unlink(missing_ok=True)
+        write_card(self)
+        return line
+
+    def versions(self) -> list[dict[str, Any]]:
+        """Lines of all versions; one that was killed before it was one is left out.
+
+        Raises ConfigError on a damaged line, and where the line of the newest version is missing."""
+        return [line for number, line in self._version_lines().items() if number <= self.version]
+
+    def _version_lines(self) -> dict[int, dict[str, Any]]:
+        """Returns the lines by version. Raises ConfigError as `versions` does."""
+        lines = self._lines("versions.jsonl", {"version": int, "what": str, "rows": dict, "files": dict})
+        found = {line["version"]: line for line in lines}
+        if self.version and self.version not in found:
+            raise self._mismatch(max(found, default=0))
+        return found
+
+    def _mismatch(self, newest: int) -> ConfigError:
+        return ConfigError(
+            f"{self.path}: store.json is at version {self.version}, versions.jsonl ends with {newest}: restore the whole "
+            "folder from one copy; nothing was changed"
+        )
+
+    def note_suite(self, file: str | Path) -> None:
+        """A suite was made from it: `forget` will reach that file."""
+        with self.changing("noting a suite"):
+            self.suites = list(dict.fromkeys([*self.suites, str(Path(file).resolve())]))
+            self.save()
+
+    def label(self, labels: Iterable[dict[str, Any]]) -> int:
+        """Keep scores beside the rows that they are of, by `digest`. Raises CacheError."""
+        known = {row["digest"] for side in SIDES for row in self.rows(side)}
+        mine = [each for each in labels if each.get("digest") in known]
+        with self.changing("labelling"):
+            self._append("labels.jsonl", mine)
+        return len(mine)
+
+    def _append(self, name: str, lines: Iterable[dict[str, Any]]) -> None:
+        with reraised(CacheError, f"cannot write {self.path}", ELSEWHERE, OSError):
+            append_lines(self.path / name, map(plain, lines), is_synced=True)
+
+    def labels(self) -> list[dict[str, Any]]:
+        """Raises ConfigError on a damaged line."""
+        return self._lines("labels.jsonl")
+
+    def _lines(self, name: str, keys: dict[str, type] | None = None) -> list[dict[str, Any]]:
+        """Objects of a file of JSON Lines, with values of these types; a last line that was cut is left out."""
+        file, remedy = self.path / name, "restore it from a copy, or delete the line that is damaged"
+        with reraised(ConfigError, f"{file} is damaged", remedy, OSError, ValueError, RecursionError):
+            whole = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+            found = [json.loads(line) for line in whole if line.strip()]
+            for line in found:
+                if not isinstance(line, dict) or not all(type(line.get(key)) is kind for key, kind in (keys or {}).items()):
+                    raise ValueError(f"{str(line)[:80]} is no line of it")
+            return found
+
+
+def _version_of(shard: Path) -> int:
+    """Returns the version that wrote the shard; 0 for other names."""
+    found = SHARD.fullmatch(shard.name)
+    return int(found[1]) if found else 0
+
+
+def _told(incoming: Incoming) -> str:
+    told = ", ".join(f"{count} {reason}" for reason, count in incoming.left_out.most_common())
+    return f"left out: {told}" if told else "nothing left out"
+
+
+def write_shard(file: Path, rows: Sequence[Row]) -> None:
+    """Whole or not at all; for the owner alone. Raises CacheError."""
+    table = pa.Table.from_pylist([{name: row.get(name) for name in STORED.names} for row in rows], STORED)
+    with whole_file(file, ELSEWHERE, mode=0o600) as scratch:
+        parquet.write_table(table, scratch, compression="zstd")
+
+
+def sha256_of(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

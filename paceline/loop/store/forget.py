@@ -1,0 +1,176 @@
+"""Deletion on request, in every file that a store knows of: its shards, its labels, suites made from it, and its sources.
+
+forget(store, "Jane Doe")            # every conversation that says so, whole
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError, PromptError, refuse
+from paceline.loop.store.folder import Store, parquet, write_shard
+from paceline.loop.store.incoming import Row, digest_of, pa, read_shard, shards_of
+from paceline.loop.store.split import SIDES
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.runs.folder import whole_file, write_whole
+
+DAMAGED = "damaged line"
+
+
+@dataclass(slots=True)
+class Forgotten:
+    """What was deleted, and what still has it."""
+
+    rows: int = 0
+    conversations: int = 0
+    labels: int = 0
+    cases: int = 0
+    """Of suites that were made from the store."""
+    source_rows: int = 0
+    suites_gone: list[str] = field(default_factory=list)
+    """Suites that are no longer where they were written: copies of them are not reached."""
+    sources_with_it: list[str] = field(default_factory=list)
+    """Sources that still have such rows."""
+    version: int = 0
+
+
+def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
+    """Delete every conversation of which a prompt, an answer or a tag matches the pattern; what was deleted does not come back
+    from the same answers. `in_sources` deletes the rows from the files that the store was made of, too.
+
+    Raises ConfigError on a pattern that is none or matches everything, CacheError when a file cannot be written, and what
+    reading the model's tokenizer raises, before anything is changed.
+    """
+    pattern = pattern_of(match)
+    done, tokenizer = Forgotten(), store.tokenizer()
+    with store.changing("forgetting"):
+        rows = [row for side in SIDES for row in store.rows(side)]
+        talks = {row["conversation"] for row in rows if has(row, pattern)}
+        half = {row["digest"] for row in rows if store.salted(row["digest"]) in store.forgotten}  # of a run that was killed
+        gone = {row["digest"] for row in rows if row["conversation"] in talks} | half
+        done.conversations, done.rows = len(talks), len(gone)
+        store.forgotten |= {store.salted(digest) for digest in gone}
+        store.save()  # first: what is killed on the way is finished by the same command
+        for file in [file for side in SIDES for file in store.shards(side)]:
+            without(file, lambda row: row["digest"] in gone)
+        for file in store.unfinished():
+            _without_unfinished(file, gone, talks, pattern)
+        labels = store.path / "labels.jsonl"
+        done.labels = _without_lines(labels, lambda each: DAMAGED in each or each.get("digest") in gone)
+        for name in store.suites:
+            if not Path(name).is_file():
+                done.suites_gone.append(name)
+                continue
+            done.cases += _without_lines(Path(name), lambda each: _is_of(each, gone) or bool(pattern.search(_text(each))))
+        _sources(store, tokenizer, pattern, in_sources, done)
+        told = {"forgot": {"rows": done.rows, "conversations": done.conversations, "labels": done.labels, "cases": done.cases}}
+        done.version = store.commit("forget", told)["version"]
+    return done
+
+
+def pattern_of(match: str) -> re.Pattern[str]:
+    """Raises ConfigError on a pattern that is none, or that also matches nothing at all and so everything."""
+    try:
+        pattern = re.compile(match)
+    except re.error as error:
+        raise ConfigError(f"--match {match!r} is no regular expression ({error}): correct it") from error
+    refuse(ConfigError, (bool(pattern.search("")), f"--match {match!r} matches everything: say what is to be forgotten"))
+    return pattern
+
+
+def has(row: Row, pattern: re.Pattern[str]) -> bool:
+    """True if one of the row's texts matches; of `sampling`, which is JSON, with its escapes decoded."""
+    texts = [str(row[name]) for name in ("prompt", "text", "tag", "source", "sampling") if row.get(name)]
+    if row.get("sampling"):
+        texts.append(_text(_parsed(str(row["sampling"]))))
+    return any(pattern.search(text) for text in texts)
+
+
+def without(file: Path, is_gone: Callable[[Row], bool]) -> int:
+    """Write a shard again without these rows, or delete it when none is left; how many they were."""
+    rows = read_shard(file)
+    left = [row for row in rows if not is_gone(row)]
+    if not left:
+        file.unlink()
+    elif len(left) < len(rows):
+        write_shard(file, left)
+    return len(rows) - len(left)
+
+
+def _without_unfinished(file: Path, gone: set[str], talks: set[str], pattern: re.Pattern[str]) -> None:
+    """As `without`, of a shard that no version names; one that cannot be read is deleted: nobody knows whom it tells of."""
+    try:
+        rows = read_shard(file)
+    except PromptError:
+        file.unlink()
+        return
+    its_talks = talks | {row["conversation"] for row in rows if has(row, pattern)}
+    without(file, lambda row: row["digest"] in gone or row["conversation"] in its_talks)
+
+
+def _without_lines(file: Path, is_gone: Callable[[dict[str, Any]], bool]) -> int:
+    if not file.exists():
+        return 0
+    lines = [line for line in file.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
+    left = [line for line in lines if not is_gone(_parsed(line))]
+    if len(left) < len(lines):
+        write_whole(file, "".join(f"{line}\n" for line in left))
+    return len(lines) - len(left)
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """Its object; a damaged line, which must not keep anything from being forgotten, under DAMAGED."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return {DAMAGED: line}
+    return value if isinstance(value, dict) else {DAMAGED: line}
+
+
+def _text(value: dict[str, Any]) -> str:
+    """Returns the object as JSON, as people write it: a pattern has the letters themselves, no \\u escapes."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _is_of(case: dict[str, Any], gone: set[str]) -> bool:
+    return (case.get("origin") or {}).get("digest") in gone
+
+
+def _sources(store: Store, tokenizer: Tokenizer, pattern: re.Pattern[str], in_sources: bool, done: Forgotten) -> None:
+    """In the files that were read: count such rows, or delete them, all other columns kept."""
+    for name in dict.fromkeys(name for line in store.versions() for name in line.get("sources", ())):
+        if not Path(name).exists():
+            continue
+        for file in shards_of(Path(name)) if Path(name).is_file() or any(Path(name).rglob("*.parquet")) else ():
+            try:
+                table = parquet.read_table(file)
+                rows = table.select(["prompt_ids", "answer_ids", "text"]).to_pylist()
+            except (pa.ArrowException, OSError, ValueError, KeyError):
+                done.sources_with_it.append(f"{file}, which cannot be read")
+                continue
+            keep = []
+            for row in rows:
+                prompt_ids, answer_ids = row["prompt_ids"] or [], row["answer_ids"] or []
+                told = {"prompt": tokenizer.decode(prompt_ids, False), "text": row["text"]}
+                is_known = store.salted(digest_of(prompt_ids, answer_ids)) in store.forgotten
+                keep.append(not is_known and not has(told, pattern))
+            num_gone = len(keep) - sum(keep)
+            if num_gone and in_sources:
+                _rewrite(file, table.filter(pa.array(keep)))
+                done.source_rows += num_gone
+            elif num_gone:
+                done.sources_with_it.append(str(file))
+
+
+def _rewrite(file: Path, table: pa.Table) -> None:
+    if not table.num_rows:
+        file.unlink()
+        return
+    with whole_file(file, "make it writable") as scratch:
+        parquet.write_table(table, scratch, compression="zstd")
+        scratch.chmod(file.stat().st_mode & 0o777)

@@ -1,0 +1,1 @@
+"""Training data for an application without traffic."""

@@ -1,0 +1,82 @@
+"""Blanks in the beginnings of users' turns: values that the schema of the answers tells, such as the number of an order.
+
+    Has my order {order_id}      ->      Has my order KT4821
+
+A target that writes its own users has them name the same few numbers, or none, and so its answers do: a drafter learns those by
+heart, and not to copy what stands in the request.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from paceline.errors import ConfigError, needing
+from paceline.loop.synthesize.coverage import MAX_DEPTH, Schema, branches_of, object_or_empty, resolved
+
+BLANK = re.compile(r"\{(\w+)\}")
+
+
+class Blanks:
+    """Fills blanks with values of the properties of their names: of an enum, a pattern, or whole numbers with limits."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._nodes: dict[str, list[Schema]] = defaultdict(list)
+        self._collect(schema, schema, 0)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all blanks that can be filled."""
+        return sorted(self._nodes)
+
+    def check(self, openers: Iterable[str]) -> list[str]:
+        """Raises ConfigError for a blank that cannot be filled; returns the properties with a pattern that no opener names."""
+        named = {name for opener in openers for name in BLANK.findall(opener)}
+        if unknown := sorted(named - set(self._nodes)):
+            raise ConfigError(
+                f"openers name {{{unknown[0]}}}, which the schema does not tell: write values out, or name one of "
+                f"{', '.join(self.names) or 'none'} (properties with an enum, a pattern, or whole numbers with limits)"
+            )
+        return [name for name in self.names if name not in named and any("pattern" in node for node in self._nodes[name])]
+
+    def fill(self, opener: str, seed: int) -> str:
+        """The opener with a value in each blank; the same for the same seed."""
+        generator = random.Random(seed)
+        return BLANK.sub(lambda found: _drawn(generator.choice(self._nodes[found[1]]), generator), opener)
+
+    def _collect(self, root: Schema, node: Any, depth: int) -> None:
+        node = resolved(root, node)
+        if depth > MAX_DEPTH:
+            return
+        for name, inner in object_or_empty(node.get("properties")).items():
+            found = resolved(root, inner)
+            if _can_be_drawn(found):
+                self._nodes[name].append(found)
+            self._collect(root, inner, depth + 1)
+        for inner in [*branches_of(node), *([node["items"]] if "items" in node else [])]:
+            self._collect(root, inner, depth + 1)
+
+
+def _can_be_drawn(node: Schema) -> bool:
+    if isinstance(node.get("enum"), list):
+        return any(isinstance(value, str | int) for value in node["enum"])
+    limits = (node.get("minimum"), node.get("maximum"))
+    return isinstance(node.get("pattern"), str) or (node.get("type") == "integer" and all(isinstance(at, int) for at in limits))
+
+
+def _drawn(node: Schema, generator: random.Random) -> str:
+    if isinstance(node.get("enum"), list):
+        return str(generator.choice([value for value in node["enum"] if isinstance(value, str | int)]))
+    if isinstance(node.get("pattern"), str):
+        with needing(ConfigError, "values of a pattern are drawn with rstr: pip install 'paceline[adapt]'"):
+            from rstr import Rstr
+        try:
+            return Rstr(generator).xeger(node["pattern"])
+        except (re.error, KeyError, IndexError) as error:
+            raise ConfigError(
+                f"no value can be drawn of the pattern {node['pattern']!r} ({error}): write values out"
+            ) from error
+    return str(generator.randint(node["minimum"], node["maximum"]))

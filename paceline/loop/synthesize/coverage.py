@@ -1,0 +1,267 @@
+"""How much of a schema the answers use: values of enums, kinds of branches, lengths of texts, and how evenly.
+
+A *choice* is a place of the schema where the answer takes one of a few values: an enum, a boolean, or one of several schemas
+(`anyOf`, `oneOf`), such as which tool is called. Its *evenness* is the entropy of what was taken, over the entropy of an even
+choice: 1 is even, 0 is always the same. `narrowed` gives the schema with one choice made, which is how rare values are asked
+for. Texts are counted by place: lengths, and the entropy of their words.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.report.statistics import quantile
+
+Schema = dict[str, Any]
+Step = tuple[str, Any]
+"""("properties", name), ("items", None), or ("anyOf", place)."""
+BRANCHES = ("anyOf", "oneOf")
+MAX_DEPTH = 12
+"""Schemas may hold themselves."""
+TYPES: dict[str, type | tuple[type, ...]] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "integer": int,
+    "number": (int, float),
+    "null": type(None),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A place where the answer takes one of `values`; places of a branch's schemas where `is_branch`."""
+
+    path: tuple[Step, ...]
+    values: tuple[Any, ...]
+    is_branch: bool = False
+
+    @property
+    def name(self) -> str:
+        """As action, or items[].kind."""
+        parts = (f".{key}" if kind == "properties" else "[]" if kind == "items" else f"({key})" for kind, key in self.path)
+        return "".join(parts).removeprefix(".") or "answer"
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What the answers took of a choice."""
+
+    name: str
+    counts: dict[str, int]
+    evenness: float
+    unused: tuple[str, ...]
+
+
+class Coverage:
+    """Counts answers of a schema; `add` takes a parsed one."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self.choices = [choice for choice in _choices(schema, schema, (), 0) if len(choice.values) > 1]
+        self.counts: dict[Choice, Counter[int]] = {choice: Counter() for choice in self.choices}
+        self._texts: dict[str, list[int]] = defaultdict(list)
+        self._words: dict[str, Counter[str]] = defaultdict(Counter)
+        self.num_answers = 0
+
+    def add(self, answer: Any) -> None:
+        self.num_answers += 1
+        for choice, counts in self.counts.items():
+            for value in _found(self.schema, self.schema, answer, choice.path, 0):
+                place = self._place(choice, value)
+                if place is not None:
+                    counts[place] += 1
+        fixed = {choice.name for choice in self.choices}
+        for name, text in _texts(answer, ""):
+            if name not in fixed:
+                self._texts[name].append(len(text))
+                self._words[name].update(re.findall(r"\w+", text.lower()))
+
+    def rarest(self, generator: random.Random) -> tuple[Choice, int] | None:
+        """A choice to make, the less even the likelier, and its rarest value, which counts as taken; None without choices."""
+        if not self.choices:
+            return None
+        weights = [1.05 - evenness(counts, len(choice.values)) for choice, counts in self.counts.items()]
+        choice = generator.choices(self.choices, weights)[0]
+        counts = self.counts[choice]
+        place = min(range(len(choice.values)), key=lambda place: (counts[place], place))
+        counts[place] += 1
+        return choice, place
+
+    def taken(self) -> list[Taken]:
+        """By choice."""
+        return [
+            Taken(
+                choice.name,
+                {_named(value): counts[place] for place, value in enumerate(choice.values)},
+                evenness(counts, len(choice.values)),
+                tuple(_named(value) for place, value in enumerate(choice.values) if not counts[place]),
+            )
+            for choice, counts in self.counts.items()
+        ]
+
+    def texts(self) -> list[dict[str, Any]]:
+        """By place of free text: how many, how long in characters, and bits of entropy a word."""
+        return [
+            {
+                "name": name or "answer",
+                "number": len(lengths),
+                "characters": {f"p{at}": quantile(lengths, at / 100) for at in (5, 50, 95)},
+                "words": len(self._words[name]),
+                "bits_per_word": entropy(self._words[name].values()),
+            }
+            for name, lengths in sorted(self._texts.items())
+        ]
+
+    def _place(self, choice: Choice, value: Any) -> int | None:
+        if choice.is_branch:
+            return _branch_of(self.schema, branches_of(_at(self.schema, choice.path)), value)
+        same = (place for place, each in enumerate(choice.values) if each == value and type(each) is type(value))
+        return next(same, None)
+
+
+def narrowed(schema: Schema, choice: Choice, place: int) -> Schema:
+    """The schema with this choice made: properties on its way become required, arrays get an item."""
+    return _narrowed(schema, schema, choice.path, choice, place)
+
+
+def entropy(counts: Iterable[int]) -> float:
+    """Shannon's, in bits."""
+    found = [count for count in counts if count]
+    total = sum(found)
+    return -sum(count / total * math.log2(count / total) for count in found) if total else 0.0
+
+
+def evenness(counts: Counter[int], number: int) -> float:
+    """Of `number` values that could be taken; 0 before any was."""
+    return entropy(counts.values()) / math.log2(number)
+
+
+def _narrowed(root: Schema, node: Schema, path: tuple[Step, ...], choice: Choice, place: int) -> Schema:
+    node = resolved(root, node)
+    if not path:
+        if choice.is_branch:
+            kind = _branch_kind(node)
+            return {**node, kind: [node[kind][place]]}
+        return {**{key: value for key, value in node.items() if key != "type"}, "enum": [choice.values[place]]}
+    (kind, key), rest = path[0], path[1:]
+    if kind == "properties":
+        inner = _narrowed(root, node["properties"][key], rest, choice, place)
+        required = [*dict.fromkeys([*node.get("required", ()), key])]
+        return {**node, "properties": {**node["properties"], key: inner}, "required": required}
+    if kind == "items":
+        inner = _narrowed(root, node["items"], rest, choice, place)
+        return {**node, "items": inner, "minItems": max(1, node.get("minItems", 0))}
+    return {**node, kind: [_narrowed(root, node[kind][key], rest, choice, place)]}
+
+
+def _choices(root: Schema, node: Any, path: tuple[Step, ...], depth: int) -> Iterator[Choice]:
+    node = resolved(root, node)
+    if depth > MAX_DEPTH:
+        return
+    if isinstance(node.get("enum"), list):
+        if not any(isinstance(value, dict | list) for value in node["enum"]):
+            yield Choice(path, tuple(node["enum"]))
+    elif node.get("type") == "boolean":
+        yield Choice(path, (False, True))
+    branches = branches_of(node)
+    if branches:
+        yield Choice(path, tuple(range(len(branches))), is_branch=True)
+    kind = _branch_kind(node)
+    for place, branch in enumerate(branches):
+        yield from _choices(root, branch, (*path, (kind, place)), depth + 1)
+    for key, inner in object_or_empty(node.get("properties")).items():
+        yield from _choices(root, inner, (*path, ("properties", key)), depth + 1)
+    if isinstance(node.get("items"), dict):
+        yield from _choices(root, node["items"], (*path, ("items", None)), depth + 1)
+
+
+def _found(root: Schema, node: Any, value: Any, path: tuple[Step, ...], depth: int) -> Iterator[Any]:
+    """What an answer holds at a place of the schema."""
+    if not path:
+        yield value
+        return
+    node, (kind, key), rest = resolved(root, node), path[0], path[1:]
+    if kind == "properties" and isinstance(value, dict) and key in value:
+        yield from _found(root, node["properties"][key], value[key], rest, depth + 1)
+    elif kind == "items" and isinstance(value, list):
+        for each in value:
+            yield from _found(root, node["items"], each, rest, depth + 1)
+    elif kind in BRANCHES and _branch_of(root, node[kind], value) == key:
+        yield from _found(root, node[kind][key], value, rest, depth + 1)
+
+
+def _at(root: Schema, path: tuple[Step, ...]) -> Schema:
+    node = resolved(root, root)
+    for kind, key in path:
+        node = resolved(root, node[kind] if kind == "items" else node[kind][key])
+    return node
+
+
+def _branch_of(root: Schema, branches: list[Any], value: Any) -> int | None:
+    """The first schema that the value looks like: by its type, its keys, and its constants."""
+    return next((place for place, branch in enumerate(branches) if _looks_like(resolved(root, branch), value)), None)
+
+
+def _looks_like(schema: Schema, value: Any) -> bool:
+    if "const" in schema:
+        return value == schema["const"]
+    if isinstance(schema.get("enum"), list):
+        return value in schema["enum"]
+    kinds = schema.get("type")
+    names = [kinds] if isinstance(kinds, str) else kinds or []
+    if names and not any(isinstance(value, TYPES.get(name, object)) for name in names):
+        return False
+    if not isinstance(value, dict):
+        return True
+    properties = object_or_empty(schema.get("properties"))
+    fixed = {key: each["const"] for key, each in properties.items() if isinstance(each, dict) and "const" in each}
+    return set(schema.get("required", ())) <= set(value) and all(value.get(key) == const for key, const in fixed.items())
+
+
+def resolved(root: Schema, node: Any) -> Schema:
+    """Follows `$ref` within the document; a schema that is no object says nothing."""
+    for _ in range(MAX_DEPTH):
+        if not isinstance(node, dict) or "$ref" not in node:
+            break
+        target: Any = root
+        for part in str(node["$ref"]).removeprefix("#").strip("/").split("/"):
+            part = part.replace("~1", "/").replace("~0", "~")
+            target = target.get(part) if part and isinstance(target, dict) else target
+        node = {**object_or_empty(target), **{key: value for key, value in node.items() if key != "$ref"}}
+    return object_or_empty(node)
+
+
+def branches_of(node: Schema) -> list[Any]:
+    found = node.get(_branch_kind(node))
+    return found if isinstance(found, list) else []
+
+
+def _branch_kind(node: Schema) -> str:
+    return next((kind for kind in BRANCHES if kind in node), BRANCHES[0])
+
+
+def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _texts(each, f"{name}.{key}".removeprefix("."))
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each, f"{name}[]")
+
+
+def object_or_empty(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _named(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)

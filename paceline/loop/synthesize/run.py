@@ -1,0 +1,263 @@
+"""Synthesize: training data for an application whose traffic does not exist yet, or that nobody may look at.
+
+The target answers prompts that are public, or that it writes itself as the application's users, in the application's own form:
+its system message and worked examples before, its tools, its schema as a grammar. The first part of the answers is free. What
+they leave rare in the schema is then asked for: the grammar of each further answer is narrowed to a rare value (`coverage.py`).
+Answers that did not come to their end or do not parse, and near-copies of earlier ones, are left out.
+
+    runs/x/raw/         every answer, as `regenerate` writes them: a killed run goes on
+    runs/x/answers/     those that are kept: paceline train --answers runs/x/answers
+    runs/x/card.json, README.md     what they are, and that no production text is among them (`card.py`)
+
+    paceline synthesize --schema ticket.json --system "Answer each ticket." --self-written 2000 --out runs/x
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.data.answers import Answer, AnswerShards
+from paceline.data.prompts import Prompt, digest
+from paceline.data.rows import Dropped, RowError
+from paceline.errors import ConfigError, PromptError, needing, refuse, reraised
+from paceline.loop.synthesize.blanks import Blanks
+from paceline.loop.synthesize.card import write_card
+from paceline.loop.synthesize.config import SynthesizeConfig, Synthesized
+from paceline.loop.synthesize.coverage import Coverage, narrowed
+from paceline.model.text.tools import CLOSE, OPEN, call_schema, json_or
+from paceline.report.statistics import num_common
+from paceline.report.tables import Progress
+from paceline.train.answers.regenerate import Regenerator, prepared
+from paceline.train.answers.self_written import read_openers
+from paceline.train.config import RegenerateConfig
+from paceline.types import GrammarSpec
+
+if TYPE_CHECKING:
+    from datasketch import MinHash
+
+SHINGLE = 5
+"""Tokens of the pieces that two answers are compared by."""
+NUM_HASHES = 128
+STEERED = "+steered"
+"""Ends the source of an answer that had to take a rare value."""
+ROWS_PER_SHARD = 512
+
+
+def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
+    """As `paceline.loop.adapt.synthesize`."""
+    form = Form.of(config)
+    answering = replace(config.answering, grammar=form.grammar)
+    asked = RegenerateConfig(config.out, config.target, config.asked, answering, config.max_batch)
+    kept_out = _digests(config.not_in)
+    more = {"tool_choice": config.tool_choice, "steered": config.steered, "not_in": config.not_in}
+    with prepared(asked, progress, "synthesize", more, _filled(form, config, progress)) as job:
+        if job.ranks.world > 1:
+            raise ConfigError("synthesize runs in one process, since what is rare depends on all answers: leave torchrun out")
+        raw = AnswerShards(config.out / "raw")
+        work = Regenerator(job.llm, raw, answering)
+        done = Synthesized(config.out / "answers", num_compared=len(kept_out))
+        prompts = [prompt for prompt in job.prompts if not _stands_in(work, prompt, kept_out)]
+        done.num_in_store = len(job.prompts) - len(prompts)
+        if not prompts:
+            raise PromptError("every prompt stands in the store of --not-in: give others with --prompts, or --self-written")
+        num_free = round(len(prompts) * (1 - config.steered)) if form.schema else len(prompts)
+        parts = [work.run(prompts[:num_free], job.bars)]
+        if steered := list(_steered(form, prompts[num_free:], raw, config.answering.seed)):
+            parts.append(work.run(steered, job.bars))
+        done.wall_s = sum(part.wall_s for part in parts)
+        coverage, left_out = _keep(form, raw, done, config.max_overlap)
+        refused = Dropped()
+        for part in parts:
+            refused.update(part.refused)
+        if refused:
+            progress.say(str(refused))
+        too_long = Counter({"prompt too long": sum(part.num_too_long for part in parts)})
+        done.dropped = dict(left_out + too_long + refused.counts)
+        if not done.num_answers:
+            raise PromptError(f"no answer can be kept ({done.dropped}): raise max_tokens, or correct what is asked")
+        read_back = list(AnswerShards(done.answers))
+        done.num_steered = sum(map(_is_steered, read_back))
+        done.parsed = sum(form.read(answer)[0] is None for answer in read_back) / len(read_back)
+        job.folder.log(stage="synthesize", **{name: getattr(done, name) for name in ("num_answers", "num_tokens", "dropped")})
+        write_card(job.folder, config, form.schema, coverage, done)
+    told = ", ".join(f"{number} {reason}" for reason, number in done.dropped.items()) or "none"
+    progress.say(f"{done.num_answers} answers, {done.num_tokens} tokens in {done.answers}; left out: {told}")
+    return done
+
+
+def _stands_in(work: Regenerator, prompt: Prompt, kept_out: Container[str]) -> bool:
+    """True if the prompt is one of `kept_out`. One that cannot be asked is not: the regenerator counts it."""
+    try:
+        return digest(work.first_ids(prompt)) in kept_out
+    except RowError:
+        return False
+
+
+def _filled(form: Form, config: SynthesizeConfig, progress: Progress) -> Callable[[str, int], str]:
+    """What fills the blanks of openers. Raises ConfigError for one that cannot be filled."""
+    if form.schema is None:
+        return lambda opener, seed: opener
+    blanks = Blanks(form.schema)
+    left_out = blanks.check(read_openers(config.asked.openers) if config.asked.openers else ())
+    if config.asked.num_self_written and left_out:
+        progress.say(
+            f"note: no opener names {{{left_out[0]}}}, a property with a pattern: users that the target writes will name few "
+            f"different ones; write --openers such as: Please look at {{{left_out[0]}}}"
+        )
+    return blanks.fill
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the application's answers look like."""
+
+    grammar: GrammarSpec | None
+    schema: dict[str, Any] | None
+    """Of the JSON that an answer is, where it is some."""
+    tool_names: frozenset[str] = frozenset()
+    """Of tools that a free answer may call."""
+
+    @classmethod
+    def of(cls, config: SynthesizeConfig) -> Form:
+        """Raises PromptError on tools or ConfigError on a schema that cannot be read."""
+        grammar, tools = config.answering.grammar, config.answering.read_tools()
+        refuse(
+            ConfigError,
+            (
+                bool(grammar and tools and config.tool_choice == "required"),
+                "an answer is either a call or of a schema: leave --tools or --schema out, or give --tool-choice auto",
+            ),
+            (
+                not (grammar or tools or config.answering.read_opening()),
+                "say what the application answers: give --schema, --regex, --tools, --system or --before",
+            ),
+        )
+        if tools and config.tool_choice == "auto":
+            return cls(grammar, None, frozenset(tool["function"]["name"] for tool in tools))
+        if tools:
+            grammar = GrammarSpec("json_schema", call_schema(tools))
+        if grammar is None or grammar.kind != "json_schema":
+            return cls(grammar, None)
+        with reraised(ConfigError, "--schema is no JSON", "correct it", ValueError):
+            schema = json.loads(grammar.text)
+        if not isinstance(schema, dict):
+            raise ConfigError("--schema is no object: give a JSON schema")
+        return cls(grammar, schema)
+
+    def read(self, answer: Answer) -> tuple[str | None, Any]:
+        """(why it cannot be kept, or None; what its JSON says)."""
+        if answer.finish_reason != "stop":
+            return "unfinished", None
+        if self.tool_names:
+            calls = answer.text.split(OPEN)[1:] or [answer.text]
+            found = [json_or(call.split(CLOSE)[0].strip(), None) for call in calls]
+            is_call = all(isinstance(call, dict) and call.get("name") in self.tool_names for call in found)
+            return (None if is_call else "no call"), None
+        if self.grammar is None or self.grammar.kind == "regex":
+            return None, None
+        try:
+            return None, json.loads(answer.text)
+        except ValueError:
+            return "unparsed", None
+
+
+def _digests(stores: Iterable[Path]) -> frozenset[str]:
+    """Of every prompt in these stores. Raises PromptError where there is no store."""
+    found: set[str] = set()
+    for store in stores:
+        if not store.is_dir():
+            raise PromptError(f"there is no store of traces at {store}: check --not-in")
+        found |= {digest(answer.prompt_ids) for answer in AnswerShards(store)}
+    return frozenset(found)
+
+
+def _steered(form: Form, prompts: list[Prompt], shards: AnswerShards, seed: int) -> Iterator[Prompt]:
+    """The prompts with a grammar each: the schema with one choice made, of those that are rare in the free answers."""
+    if form.schema is None:
+        yield from prompts
+        return
+    coverage, generator = Coverage(form.schema), random.Random(seed)
+    for answer in shards:
+        if not _is_steered(answer):
+            reason, value = form.read(answer)
+            if reason is None:
+                coverage.add(value)
+    for prompt in prompts:
+        chosen = coverage.rarest(generator)
+        if chosen is None:
+            yield prompt
+        else:
+            schema = narrowed(form.schema, *chosen)
+            yield replace(prompt, grammar=GrammarSpec("json_schema", json.dumps(schema)), source=f"{prompt.source}{STEERED}")
+
+
+def _is_steered(answer: Answer) -> bool:
+    return answer.source.endswith(STEERED)
+
+
+def _keep(form: Form, raw: AnswerShards, done: Synthesized, max_overlap: float) -> tuple[Coverage | None, Counter[str]]:
+    """Write what is kept, and measure it and what is not; replaces what an earlier run kept."""
+    shutil.rmtree(done.answers, ignore_errors=True)
+    kept, coverage, dropped = AnswerShards(done.answers), Coverage(form.schema) if form.schema else None, Counter[str]()
+    copies, rows = Copies(max_overlap), list[Answer]()
+    answers = sorted(raw, key=lambda answer: answer.key)
+    prompts = [answer.prompt_ids for answer in answers]
+    opening = num_common(min(prompts), max(prompts)) if prompts else 0
+    for answer in answers:
+        reason, value = form.read(answer)
+        if reason is None and copies.has(answer.prompt_ids[opening:] + answer.answer_ids):
+            reason = "near-copy"
+        if reason is not None:
+            dropped[reason] += 1
+            continue
+        if coverage:
+            coverage.add(value)
+        rows.append(answer)
+        done.num_tokens += len(answer.answer_ids)
+        if len(rows) == ROWS_PER_SHARD:
+            kept.write(rows)
+            rows = []
+        done.num_answers += 1
+    if rows:
+        kept.write(rows)
+    return coverage, dropped
+
+
+class Copies:
+    """Prompts with their answers so far, by MinHash (Broder 1997): which pieces of five tokens they have, and so the share that
+    two of them have in common (Jaccard's)."""
+
+    def __init__(self, max_overlap: float) -> None:
+        with needing(ConfigError, "near-copies are found with datasketch: pip install 'paceline[adapt]'"):
+            from datasketch import MinHashLSH
+        self._max_overlap = max_overlap
+        self._seen: set[tuple[int, ...]] = set()
+        self._hashes: dict[Hashable, MinHash] = {}
+        # A low threshold, since the index misses some of what is just above it: what it finds is compared.
+        self._index = MinHashLSH(threshold=0.75 * max_overlap, num_perm=NUM_HASHES) if max_overlap < 1 else None
+
+    def has(self, token_ids: list[int]) -> bool:
+        """Whether an earlier one is nearly the same; else remembers this one."""
+        from datasketch import MinHash
+
+        name = tuple(token_ids)
+        if name in self._seen:
+            return True
+        self._seen.add(name)
+        if self._index is None:
+            return False
+        pieces = {bytes(str(name[at : at + SHINGLE]), "ascii") for at in range(max(1, len(name) - SHINGLE + 1))}
+        hashes = MinHash(num_perm=NUM_HASHES)
+        hashes.update_batch(list(pieces))
+        if any(self._hashes[other].jaccard(hashes) > self._max_overlap for other in self._index.query(hashes)):
+            return True
+        self._hashes[len(self._seen)] = hashes
+        self._index.insert(len(self._seen), hashes)
+        return False

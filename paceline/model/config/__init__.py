@@ -1,0 +1,1 @@
+"""What a decoder looks like, read from a Hugging Face config.json."""

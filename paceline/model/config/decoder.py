@@ -1,0 +1,393 @@
+"""What a decoder looks like, as numbers: of a config.json here, of a GGUF file in `gguf/metadata.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.errors import ModelFileError, UnsupportedModelError
+from paceline.model.config.values import LARGEST, MAX_EXPERTS, TABLES, fraction, is_whole, short, text_part, whole
+
+FAMILIES, ROPE_KEYS = TABLES["families"], TABLES["rope"]
+ROPE_LISTS = ("factors", "short_factor", "long_factor")
+"""Keys of a rope that hold a number for each frequency."""
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+"""What `layer_types` calls layers."""
+
+RopeKind = Literal["main", "local", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """Sizes of gated delta net layers (arXiv 2412.06464), alike in all of them."""
+
+    num_key_heads: int
+    num_value_heads: int
+    """A multiple of the key heads: neighbours share one."""
+    key_dim: int
+    value_dim: int
+    """Of one head."""
+    kernel: int
+    """Positions that the short convolution sees."""
+
+    @property
+    def keys(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Shape of a decoder, and what its layers compute; the defaults are Llama's."""
+
+    family: str
+    """A name of families.json, such as "llama" or "qwen3": for messages only, what differs between families is said below."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    """Longest context the model was made for, in tokens."""
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    """The config's rope_scaling / rope_parameters with a "rope_type" (default, linear, llama3, yarn, ...), or None."""
+    tie_embeddings: bool = False
+    """The head is the embedding; no lm_head.weight in the checkpoint."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Bias on the attention's output projection."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm of each query and key head before rope (Qwen3)."""
+    is_qk_norm_whole: bool = False
+    """That norm is over all query heads together, and all key heads (OLMo 2)."""
+    windows: tuple[int | None, ...] = ()
+    """Per layer the sliding window in tokens, or None for full attention; empty means all full."""
+
+    norms: Literal["before", "after", "around"] = "before"
+    """Where RMSNorms stand: before each sublayer, behind it (OLMo 2), or both (Gemma 2)."""
+    norm_offset: float = 0.0
+    """Added to the weights of all norms (Gemma: 1)."""
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    """What the gate goes through, before it is multiplied with the other half."""
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    """Of clamped_swiglu (gpt-oss): a factor within its sigmoid, and the largest number that goes in."""
+    num_experts: int = 0
+    """0: every layer has one MLP."""
+    experts_per_token: int = 0
+    expert_size: int = 0
+    """Inner width of an expert."""
+    normed_experts: bool = True
+    """The weights of a token's experts add up to one."""
+    has_expert_biases: bool = False
+    """Of router and experts."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have one MLP all the same."""
+    shared_expert_size: int = 0
+    """Inner width of an expert that every token gets, weighed by a gate of its own; 0 is none."""
+    delta: DeltaShape | None = None
+    linear_layers: tuple[int, ...] = ()
+    """Layers with a gated delta net of these sizes in the place of attention."""
+    has_mixed_delta: bool = False
+    """Its projections are two matrices, each with the rows of a key head together (Qwen3-Next)."""
+    output_gate: bool = False
+    """What attention puts out is multiplied by sigmoids of as many numbers, which stand behind each head's queries."""
+    has_sinks: bool = False
+    """Each head has a score for a key that is always seen and has no value (gpt-oss)."""
+    num_mtp_layers: int = 0
+    """Layers behind the others that a file has for drafting (`draft/mtp/drafter.py`); no part of the model."""
+    embedding_scale: float = 1.0
+    """Embeddings are multiplied by it before the first layer."""
+    residual_scale: float = 1.0
+    """What sublayers put out is multiplied by it before it is added."""
+    attention_scale: float | None = None
+    """Of queries times keys; None: one over the root of the head size."""
+    attention_cap: float = 0.0
+    """Queries times keys are kept within it, by tanh; 0 is off (Gemma 2)."""
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
+    """Logits are kept within it, by tanh; 0 is off."""
+    rotary_dim: int | None = None
+    """How many numbers of each head are rotated, from the first on; None: all (Phi-4-mini: three quarters)."""
+    ropes: tuple[RopeKind, ...] = ()
+    """Per layer its rotary positions: main, local (the two fields below) or none; empty means all main."""
+    local_rope_theta: float = 10000.0
+    local_rope_scaling: dict[str, Any] | None = None
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+    def is_linear(self, layer: int) -> bool:
+        return layer in self.linear_layers
+
+    def has_experts(self, layer: int) -> bool:
+        return self.num_experts > 0 and layer not in self.dense_layers
+
+    def rope(self, layer: int) -> RopeKind:
+        return self.ropes[layer] if self.ropes else "main"
+
+
+def has_llama_layers(family: str) -> bool:
+    """Whether layers of this family have the sublayers, norms and factors of Llama's, with biases and norms of heads at most:
+    then a draft layer may begin as a copy of one."""
+    traits = next(told["traits"] for told in FAMILIES.values() if told["family"] == family)
+    return "numbers" not in traits and traits.get("fields", {}).keys() <= {"qkv_bias", "qk_norm"}
+
+
+def decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
+    """What a config.json says. Raises UnsupportedModelError (architecture or option not implemented), ModelFileError (a key
+    missing or impossible)."""
+    raw = text_part(raw, path)
+    architecture = _architecture(raw, path)
+    defaults = FAMILIES[architecture]
+    values = defaults | raw | {"family": defaults["family"]}
+    traits: dict[str, Any] = defaults["traits"]
+    sizes = {field: whole(values, key, path) for field, key in TABLES["sizes"].items()}
+    num_heads = sizes["num_heads"]
+    head_dim = whole(values, "head_dim", path, sizes["hidden_size"] // num_heads)
+    num_kv_heads = whole(values, "num_key_value_heads", path, num_heads)
+    biased, mlp_bias = (key in traits.get("biases", ()) and values.get(key) is True for key in ("attention_bias", "mlp_bias"))
+    if num_heads % num_kv_heads or head_dim % 2 or not head_dim:
+        raise ModelFileError(
+            f"{path}: {num_heads} heads of {head_dim} over {num_kv_heads} key heads do not divide evenly: "
+            "correct the config, or fetch the model again"
+        )
+    windows = _windows(values, traits, path)
+    fields: dict[str, Any] = {
+        "head_dim": head_dim,
+        "rms_norm_eps": fraction(values, "rms_norm_eps", 1e-6, path),
+        "tie_embeddings": values.get("tie_word_embeddings") is True,
+        "qkv_bias": biased,
+        "output_bias": values.get("output_bias", biased) is True,
+        "mlp_bias": mlp_bias,
+        "num_mtp_layers": whole(values, "num_nextn_predict_layers", path, 0, least=0),
+        "windows": windows,
+        "ropes": _rope_kinds(values, traits, windows, path),
+    }
+    fields |= _ropes(values, traits, sizes["max_position"], head_dim, path)
+    fields |= (
+        traits.get("fields", {})
+        | _numbers(values, traits, path)
+        | _experts(values, traits, path)
+        | _delta(values, traits, path)
+    )
+    return DecoderConfig(family=values["family"], **sizes, num_kv_heads=num_kv_heads, **fields)
+
+
+def _numbers(values: dict[str, Any], traits: dict[str, Any], path: Path) -> dict[str, float]:
+    """Fields that are a key's value raised to a power, of the keys that are there."""
+    named: dict[str, tuple[str, float]] = traits.get("numbers", {})
+    given = {field: (key, power) for field, (key, power) in named.items() if values.get(key) is not None}
+    return {field: fraction(values, key, 1.0, path, 1 / LARGEST) ** power for field, (key, power) in given.items()}
+
+
+def _experts(values: dict[str, Any], traits: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The fields of experts, where the family has some."""
+    told = traits.get("experts")
+    if told is None:
+        return {}
+    count_key = next((key for key in told["count"] if values.get(key) is not None), told["count"][0])
+    count, per_token = whole(values, count_key, path), whole(values, "num_experts_per_tok", path)
+    if per_token > count or count * values["num_hidden_layers"] > MAX_EXPERTS:
+        raise ModelFileError(f"{path}: {per_token} of {count} experts for each token are not possible: correct config.json")
+    step, dense = whole(values, "decoder_sparse_step", path, 1), values.get("mlp_only_layers") or ()
+    if not isinstance(dense, (list, tuple)) or not all(map(is_whole, dense)):
+        raise ModelFileError(f"{path}: mlp_only_layers must be a list of layers (got {short(dense)}): correct config.json")
+    layers = range(values["num_hidden_layers"])
+    return {
+        "num_experts": count,
+        "experts_per_token": per_token,
+        "expert_size": whole(values, told["size"], path),
+        "normed_experts": "norm" not in told or values.get(told["norm"]) is True,
+        "dense_layers": tuple(layer for layer in layers if layer in dense or (layer + 1) % step),
+        "shared_expert_size": whole(values, told["shared"], path) if "shared" in told else 0,
+    }
+
+
+def _delta(values: dict[str, Any], traits: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The fields of gated delta nets, where the family has some."""
+    if not traits.get("delta"):
+        return {}
+    num_layers, every = values["num_hidden_layers"], whole(values, "full_attention_interval", path, 4)
+    types = values.get("layer_types") or [FULL if (layer + 1) % every == 0 else LINEAR for layer in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in (LINEAR, FULL) for kind in types):
+        raise UnsupportedModelError(f"{path}: layer_types {short(types)} is not implemented: use the Transformers fallback")
+    shape = DeltaShape(**{field: whole(values, key, path) for field, key in TABLES["delta"].items()})
+    if shape.num_value_heads % shape.num_key_heads or FULL not in types:
+        raise ModelFileError(
+            f"{path}: {shape.num_value_heads} value heads over {shape.num_key_heads} key heads do not divide evenly, "
+            "or no layer has full attention: correct the config, or fetch the model again"
+        )
+    linear = tuple(layer for layer, kind in enumerate(types) if kind == LINEAR)
+    return {"delta": shape, "linear_layers": linear} if linear else {}
+
+
+def _ropes(values: dict[str, Any], traits: dict[str, Any], max_position: int, head_dim: int, path: Path) -> dict[str, Any]:
+    """The fields of rotary positions, from `rope_parameters` (Transformers 5; of each kind of layer where they differ) or
+    `rope_theta` and `rope_scaling` (before)."""
+    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise ModelFileError(f"{path}: rope parameters must be an object (got {short(given)}): correct config.json")
+    by_kind, local_key = any(isinstance(value, dict) for value in given.values()), traits.get("local_rope")
+    kinds = [given.get(kind) or {} for kind in (FULL, SLIDING)] if by_kind else [given, {}]
+    part = kinds[0].get("partial_rotary_factor") if isinstance(kinds[0], dict) else None
+    part = values.get("partial_rotary_factor") if part is None else part
+    is_unknown = (by_kind and local_key is None) or not all(isinstance(kind, dict) for kind in kinds)
+    if is_unknown or (part not in (None, 1.0) and not traits.get("partial_rotary")):
+        raise UnsupportedModelError(f"{path}: partial or per-layer rope is not implemented: use the Transformers fallback")
+    fields: dict[str, Any] = {}
+    if part not in (None, 1.0):
+        part = fraction({"partial_rotary_factor": part}, "partial_rotary_factor", 1.0, path)
+        fields["rotary_dim"] = int(head_dim * part)
+        if not 2 <= fields["rotary_dim"] <= head_dim or fields["rotary_dim"] % 2:
+            raise ModelFileError(f"{path}: {short(part)} of heads of {head_dim} cannot be rotated: correct config.json")
+    theta, scaling = _rope(kinds[0], values, traits, max_position, path)
+    if scaling and scaling["rope_type"] == "longrope":
+        expected = fields.get("rotary_dim", head_dim) // 2
+        for key in ("short_factor", "long_factor"):
+            if len(scaling[key]) != expected:
+                raise ModelFileError(f"{path}: {key} has {len(scaling[key])} numbers, not {expected}: correct config.json")
+    fields |= {"rope_theta": theta, "rope_scaling": scaling}
+    if local_key is not None:
+        own = values if by_kind else {**values, "rope_theta": values.get(local_key)}
+        theta, scaling = _rope(kinds[1], own, traits, max_position, path)
+        fields |= {"local_rope_theta": theta, "local_rope_scaling": scaling}
+    return fields
+
+
+def _rope(
+    given: dict[str, Any], values: dict[str, Any], traits: dict[str, Any], max_position: int, path: Path
+) -> tuple[float, dict[str, Any] | None]:
+    """Theta and scaling of one kind of layer, `given` its own keys."""
+    scaling = {key: value for key, value in given.items() if key not in ("type", "rope_theta", "partial_rotary_factor")}
+    scaling.setdefault("rope_type", given.get("type", "default"))
+    if not isinstance(scaling["rope_type"], str):
+        raise ModelFileError(f"{path}: rope_type must be a name (got {short(scaling['rope_type'])}): correct config.json")
+    scaling["rope_type"] = traits.get("rope_names", {}).get(scaling["rope_type"], scaling["rope_type"])
+    if scaling["rope_type"] in ("llama3", "yarn", "longrope"):
+        scaling.setdefault("original_max_position_embeddings", values.get("original_max_position_embeddings", max_position))
+    if scaling["rope_type"] in ("yarn", "longrope") and scaling.get("factor") is None:
+        original = scaling["original_max_position_embeddings"]
+        scaling["factor"] = max_position / original if is_whole(original) and original > 0 else None
+    check_rope(scaling)
+    theta = fraction(given if given.get("rope_theta") is not None else values, "rope_theta", 10000.0, path)
+    if theta <= 1:
+        raise ModelFileError(f"{path}: rope_theta must be larger than 1 (got {theta}): correct config.json")
+    return theta, None if scaling["rope_type"] == "default" else scaling
+
+
+def _rope_kinds(
+    values: dict[str, Any], traits: dict[str, Any], windows: tuple[int | None, ...], path: Path
+) -> tuple[RopeKind, ...]:
+    """`DecoderConfig.ropes`."""
+    if traits.get("unrotated"):
+        has_rope = _rotated(values, path)
+        return () if all(has_rope) else tuple("main" if rotated else "none" for rotated in has_rope)
+    if traits.get("local_rope") and windows:
+        return tuple("main" if window is None else "local" for window in windows)
+    return ()
+
+
+def _rotated(values: dict[str, Any], path: Path) -> list[bool]:
+    """Per layer whether it has rotary positions: `no_rope_layers` has a 1 for one that has (SmolLM3)."""
+    num_layers, given = values["num_hidden_layers"], values.get("no_rope_layers")
+    if given is None:
+        every = whole(values, "no_rope_layer_interval", path, 4)
+        return [(layer + 1) % every != 0 for layer in range(num_layers)]
+    if not isinstance(given, list) or len(given) < num_layers or any(value not in (0, 1) for value in given):
+        raise ModelFileError(
+            f"{path}: no_rope_layers needs a 0 or a 1 for each layer (got {short(given)}): correct config.json"
+        )
+    return [value == 1 for value in given[:num_layers]]
+
+
+def _windows(values: dict[str, Any], traits: dict[str, Any], path: Path) -> tuple[int | None, ...]:
+    """`DecoderConfig.windows`, by the family's rule for windows or by layer_types."""
+    num_layers, rule = values["num_hidden_layers"], traits.get("windows")
+    is_off = traits.get("window_flag") and values.get("use_sliding_window") is not True
+    if rule is None or is_off or values.get("sliding_window") is None:
+        return ()
+    window = whole(values, "sliding_window", path)
+    if rule == "all":
+        return (window,) * num_layers
+    types = values.get("layer_types") or [SLIDING if slides else FULL for slides in _sliding(values, rule, path)]
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in (SLIDING, FULL) for kind in types):
+        raise UnsupportedModelError(f"{path}: layer_types {short(types)} is not implemented: use the Transformers fallback")
+    windows = tuple(window if kind == SLIDING else None for kind in types)
+    return windows if any(windows) else ()
+
+
+def _sliding(values: dict[str, Any], rule: str | int, path: Path) -> list[bool]:
+    """Which layers slide when layer_types does not say it."""
+    layers = range(values["num_hidden_layers"])
+    if rule == "unrotated":
+        return [not rotated for rotated in _rotated(values, path)]
+    if rule == "last":
+        first = whole(values, "max_window_layers", path, 28, least=0)
+        return [layer >= first for layer in layers]
+    every = whole(values, "sliding_window_pattern", path, int(rule))
+    return [(layer + 1) % every != 0 for layer in layers]
+
+
+def _architecture(raw: dict[str, Any], path: Path) -> str:
+    """Raises UnsupportedModelError for one that is not among FAMILIES, or that a key changes."""
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else f"model_type {raw.get('model_type')!r}"
+    if not isinstance(name, str) or name not in FAMILIES:
+        known = ", ".join(told["family"] for told in FAMILIES.values())
+        raise UnsupportedModelError(
+            f"{path}: architecture {name!s:.80} is not implemented (known: {known}): "
+            "the Transformers fallback runs it from a safetensors folder"
+        )
+    traits = FAMILIES[name]["traits"]
+    own = traits.get("allowed", {})
+    keys = {key: [*plain, *own.get(key, ())] for key, plain in TABLES["allowed"].items()}
+    for key, plain in (keys | {key: plain for key, plain in own.items() if key not in keys}).items():
+        is_read = key == "partial_rotary_factor" and traits.get("partial_rotary")
+        if is_read or (key == "quantization_config" and _is_quantised_as(raw.get(key), traits.get("quantised"))):
+            continue
+        if raw.get(key) not in plain:
+            raise UnsupportedModelError(
+                f"{path}: {key} {short(raw[key])} is not implemented: "
+                "use an unquantised, unmodified checkpoint, or the Transformers fallback"
+            )
+    return name
+
+
+def _is_quantised_as(config: object, method: str | None) -> bool:
+    return method is not None and isinstance(config, dict) and config.get("quant_method") == method
+
+
+def check_rope(scaling: dict[str, Any]) -> None:
+    """Raise when this rope scaling cannot be computed: unknown type, or a number missing or not positive."""
+    rope_type = scaling.get("rope_type", "default")
+    if rope_type not in ROPE_KEYS:
+        raise UnsupportedModelError(
+            f"rope type {rope_type!r} is not implemented (known: default, linear, llama3, longrope, yarn): "
+            "the Transformers fallback runs such a safetensors folder"
+        )
+    for key in (*ROPE_KEYS[rope_type], *(key for key in TABLES["rope_optional"] if scaling.get(key) is not None)):
+        values: Any = scaling.get(key)
+        if key in ROPE_LISTS and not (isinstance(values, (list, tuple)) and values):
+            raise ModelFileError(
+                f"rope type {rope_type!r} needs a list of numbers {key!r} in the model's config (got {short(values)})"
+            )
+        for value in values if key in ROPE_LISTS else [values]:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
+                raise ModelFileError(
+                    f"rope type {rope_type!r} needs a positive {key!r} in the model's config (got {short(value)})"
+                )

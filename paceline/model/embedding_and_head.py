@@ -1,0 +1,127 @@
+"""The two ends of a target that runs elsewhere: embedding and head, which a drafter shares with it. Layers are not loaded.
+
+Read from the checkpoint's safetensors: of a folder, those files that hold the two matrices suffice; of a hub id, only those
+are fetched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.config import EngineConfig
+from paceline.errors import DownloadError, ModelFileError, UnsupportedModelError, reraised
+from paceline.hub import HUB_ID, resolve
+from paceline.model.backends import keep_sums_in_float32, load_target
+from paceline.model.checkpoint import check_header, load_config, read_json
+from paceline.model.config.decoder import DecoderConfig
+from paceline.model.gguf.container import is_gguf
+from paceline.model.target import ForwardBatch, ForwardOutput, Target
+from paceline.model.torch.decoder import end_scales
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+SCALED = ("embedding_multiplier", "scale_emb", "logits_scaling", "logit_scale", "final_logit_softcapping")
+"""Keys of configs whose ends are more than two matrices: of families that our decoder does not run nobody here knows how."""
+LIGHT = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+
+
+class Ends(Target):
+    """What training needs of a target whose hidden states come from elsewhere. It runs nothing."""
+
+    def __init__(self, raw: dict[str, Any], embedding_VD: Tensor, head_VD: Tensor, max_position: int) -> None:
+        self.embedding, self._head = embedding_VD, head_VD
+        self.device, self.dtype = embedding_VD.device, embedding_VD.dtype
+        self.vocab_size, self.hidden_size = embedding_VD.shape
+        self.num_layers, self.max_position = int(raw["num_hidden_layers"]), max_position
+        self.weight_bytes = embedding_VD.nbytes + (0 if head_VD is embedding_VD else head_VD.nbytes)
+
+    def allocate_cache(self, num_rows: int, max_len: int) -> None:
+        """There is none."""
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        """Raises UnsupportedModelError."""
+        raise UnsupportedModelError("this target runs elsewhere: only its embedding and head are here")
+
+    def matrix_embed(self, tokens_T: Tensor) -> Tensor:
+        return F.embedding(tokens_T, self.embedding)
+
+    def matrix_head(self, hidden_TD: Tensor) -> Tensor:
+        return F.linear(hidden_TD, self._head)
+
+
+def light_folder(model: str) -> Path:
+    """Where config and tokenizer of a model lie; of a hub id without its weights. Raises as `hub.resolve`."""
+    if Path(model).expanduser().exists() or not HUB_ID.fullmatch(model):
+        return resolve(model)
+    return _fetched(model, LIGHT)
+
+
+def _fetched(repo_id: str, patterns: tuple[str, ...]) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    unreached = (errors.HTTPError, errors.HFValidationError, errors.LocalEntryNotFoundError, ConnectionError, TimeoutError)
+    with reraised(DownloadError, f"{repo_id} cannot be fetched", "check the network, or give a local folder", *unreached):
+        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=list(patterns)))
+
+
+def load_ends(settings: EngineConfig) -> Target:
+    """Embedding and head of a target, in the dtype of the settings, which are settled; a GGUF file is loaded whole.
+
+    Raises ModelFileError when they are not to be found, UnsupportedModelError when they are more than two matrices.
+    """
+    folder = light_folder(settings.model)
+    if is_gguf(folder):
+        return load_target(settings)
+    raw = read_json(folder / "config.json")
+    raw = raw.get("text_config", raw)
+    config: DecoderConfig | None = None
+    with contextlib.suppress(UnsupportedModelError):  # of an architecture that we do not run, the drafter gets its usual shape
+        config = load_config(folder)
+    scaled = [key for key in SCALED if raw.get(key) not in (None, 1, 1.0)]
+    if config is None and (scaled or str(raw.get("model_type", "")).startswith("gemma")):
+        what = scaled[0] if scaled else str(raw["model_type"])
+        raise UnsupportedModelError(f"a target elsewhere with {what} is not implemented: its embedding or head is scaled")
+    if HUB_ID.fullmatch(settings.model) and not Path(settings.model).exists():
+        folder = _fetched(settings.model, (*LIGHT, *_files_of_ends(folder)))
+    is_tied = bool(raw.get("tie_word_embeddings", False)) if config is None else config.tie_embeddings
+    found = dict(_read(folder, (EMBEDDING,) if is_tied else (EMBEDDING, HEAD)))
+    if EMBEDDING not in found:
+        raise ModelFileError(f"{folder} holds no tensor that ends in {EMBEDDING}: give the target's own folder")
+    device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
+    keep_sums_in_float32(device)
+    embedding = found[EMBEDDING].to(device, dtype)
+    head = found[HEAD].to(device, dtype) if HEAD in found else embedding
+    ends = Ends(raw, embedding, head, int(raw.get("max_position_embeddings", 2**31)))
+    if config is not None:
+        ends.config, ends.ends = config, end_scales(config, dtype)  # type: ignore[attr-defined]
+    return ends
+
+
+def _files_of_ends(folder: Path) -> tuple[str, ...]:
+    """Files of a checkpoint that hold the two matrices."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return ("model.safetensors",)
+    with reraised(ModelFileError, f"{index} cannot be read", "fetch it again", OSError, ValueError, KeyError):
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return tuple({file for name, file in names.items() if name.endswith((EMBEDDING, HEAD))})
+
+
+def _read(folder: Path, wanted: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    for file in sorted(folder.glob("*.safetensors")):
+        refused = reraised(ModelFileError, f"{file} cannot be read", "fetch it again", OSError, SafetensorError)
+        check_header(file)
+        with refused, safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (it is no dictionary)
+                for ending in wanted:
+                    if name.endswith(ending) and "visual" not in name:
+                        yield ending, tensors.get_tensor(name)

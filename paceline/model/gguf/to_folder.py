@@ -1,0 +1,102 @@
+"""A GGUF file as an ordinary Transformers folder: config, tokenizer, and weights equal to the dequantised blocks.
+
+    write_folder(resolve("smollm2-135m"), Path("smollm2"))
+
+For programs that read a folder and no GGUF file (Transformers, TRL, vLLM), and for training, which needs weights as numbers.
+`writer.py` goes the other way.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.errors import CacheError, UnsupportedModelError, reraised
+from paceline.model import checkpoint
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.runs.folder import sync_folder, write_whole
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+OTHER_NAMES = ("phi3",)
+"""Families whose tensors have other names in a folder than those we read them by; so have experts."""
+LAST_FILE = "generation_config.json"
+"""Of a folder that is whole."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def write_folder(source: Path, folder: Path, dtype: str = "float32") -> Path:
+    """Write a new folder of a GGUF file; returns it. In float32 the numbers are the blocks' own, in bfloat16 they are rounded.
+
+    Raises ModelFileError or UnsupportedModelError on a bad file, CacheError when `folder` is there or cannot be written.
+    """
+    config = checkpoint.load_config(source)
+    if config.num_experts or config.family in OTHER_NAMES:
+        raise UnsupportedModelError(
+            f"{source}: a folder of a {config.family} model holds several matrices as one, and is not written: "
+            "fetch the model's own folder"
+        )
+    tensors = checkpoint.check_tensors(config, checkpoint.load_tensors(source), source)
+    return write_model(folder, config_json_of(source), tensors, source, dtype)
+
+
+def config_json_of(source: Path) -> dict[str, Any]:
+    """What the config.json of a model in a GGUF file or a folder says, special tokens included."""
+    shape = checkpoint.config_json(source)
+    if source.is_dir():
+        return shape
+    tokenizer = Tokenizer.from_path(source)
+    names, ends = tokenizer.special_tokens, list(tokenizer.eos_token_ids)
+    ids = {f"{name}_id": tokenizer.backend.token_to_id(names.get(name, "")) for name in ("bos_token", "pad_token")}
+    return shape | ids | {"eos_token_id": ends[0] if len(ends) == 1 else ends}
+
+
+def write_model(
+    folder: Path, shape: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], words: Path, dtype: str = "float32"
+) -> Path:
+    """Write a folder of this config.json and these weights, with the tokenizer of `words` (a GGUF file or folder).
+
+    Raises CacheError when `folder` is there or cannot be written.
+    """
+    weights = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in tensors}
+    special = {name: shape[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in shape}
+    refused = reraised(CacheError, f"cannot write {folder}", "choose another folder", OSError, SafetensorError)
+    with refused:
+        folder.mkdir(parents=True)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        write_tokenizer(words, folder)
+        (folder / "config.json").write_text(_json(dict(shape) | {"torch_dtype": dtype}), encoding="utf-8")
+        sync_folder(folder)  # the last file says that the others are whole
+        write_whole(folder / LAST_FILE, _json(_generation(words, special)))
+    return folder
+
+
+def write_tokenizer(words: Path, folder: Path) -> None:
+    """The tokenizer's files of a GGUF file or folder."""
+    if words.is_dir():
+        for name in TOKENIZER_FILES:
+            if (words / name).is_file():
+                shutil.copyfile(words / name, folder / name)
+        return
+    tokenizer = Tokenizer.from_path(words)
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    # Not the model's own class of tokenizer: Transformers 5 rebuilds such classes with their default word splitting.
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **tokenizer.special_tokens}
+    told |= {"chat_template": tokenizer.chat_template} if tokenizer.chat_template else {}
+    (folder / "tokenizer_config.json").write_text(_json(told), encoding="utf-8")
+
+
+def _generation(words: Path, special: dict[str, Any]) -> dict[str, Any]:
+    file = words / LAST_FILE
+    return checkpoint.read_json(file) if words.is_dir() and file.is_file() else special
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

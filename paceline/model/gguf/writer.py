@@ -1,0 +1,162 @@
+"""A Transformers folder as a GGUF file with quantised blocks, by the `gguf` package's own quantisation and writer.
+
+    write_gguf(Path("student"), resolve("smollm2-135m"), Path("student-q4_1.gguf"), "q4_1")
+
+Everything that is no weight (tokenizer, chat template, rope, head counts) is copied from a GGUF file of the same family, such
+as the model that a student was made of; only the number of layers is the folder's. A weight that is still the one of that
+file keeps its very blocks, unless another format is asked for it. `to_folder.py` goes the other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.errors import ModelFileError, UnsupportedModelError
+from paceline.model import checkpoint
+from paceline.model.gguf.container import is_gguf
+from paceline.model.gguf.metadata import LAYER_NAMES, NAMES
+from paceline.model.gguf.package import gguf_package
+from paceline.runs.folder import whole_file
+
+if TYPE_CHECKING:
+    import gguf
+    from gguf import GGMLQuantizationType as Quant
+
+FORMATS = {"q8_0": "MOSTLY_Q8_0", "q4_1": "MOSTLY_Q4_1", "bf16": "MOSTLY_BF16", "f32": "ALL_F32"}
+"""Weight format -> llama.cpp's file type."""
+Format = Annotated[str, tuple(FORMATS)]
+WRITTEN = ("llama", "qwen2", "qwen3")
+"""llama.cpp's names of the families whose files are written."""
+OWN_KEYS = ("general.architecture", "general.file_type", "general.quantization_version", "general.name")
+_TOP = {ours: theirs for theirs, ours in NAMES.items()}
+_LAYER = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
+
+
+def write_gguf(folder: Path, like: Path, target: Path, form: str = "q8_0", embedding: str | None = None) -> Path:
+    """Write the model of `folder` to `target`, with matrices in `form`, and what is no weight as in the GGUF file `like`.
+
+    `embedding`: format of the embedding and the head, which is `form` where nothing is said and they are not those of `like`.
+
+    Raises UnsupportedModelError where `like` is no GGUF file, has another architecture or other sizes, or the rows of a matrix
+    are no whole blocks; CacheError when the disk refuses.
+    """
+    for each in (form, embedding or form):
+        if each not in FORMATS:
+            raise UnsupportedModelError(f"GGUF format {each!r} is not written: choose one of {', '.join(FORMATS)}")
+    if not is_gguf(like):
+        raise UnsupportedModelError(
+            f"{like} is no GGUF file whose tokenizer could be copied: convert {folder} with llama.cpp's convert_hf_to_gguf.py"
+        )
+    config = _same_model(folder, like)
+    ggml = gguf_package()
+    reader = ggml.GGUFReader(like)
+    arch = reader.fields["general.architecture"].contents()
+    if arch not in WRITTEN:
+        raise UnsupportedModelError(
+            f"GGUF files of {arch} models are read, not written ({', '.join(WRITTEN)} are): "
+            f"convert {folder} with llama.cpp's convert_hf_to_gguf.py"
+        )
+    with whole_file(target, "free space or choose another --out") as scratch:
+        writer = ggml.GGUFWriter(scratch, arch)
+        _copy_keys(reader, writer, {f"{arch}.block_count": config.num_layers})
+        writer.add_name(target.stem)
+        writer.add_file_type(ggml.LlamaFileType[FORMATS[form]])
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if arch == "llama" else {}
+        of_ends = _quant(embedding) if embedding else None
+        kinds = {"embed_tokens": of_ends, "lm_head": of_ends}
+        for stored_name, values, kind in _stored(folder, reader, _quant(form), kinds, heads):
+            writer.add_tensor(stored_name, values, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return target
+
+
+def _quant(form: str) -> Quant:
+    return gguf_package().GGMLQuantizationType[form.upper()]
+
+
+def _same_model(folder: Path, like: Path) -> Any:
+    """The folder's config. Raises UnsupportedModelError where more than its number of layers is another than the file's."""
+    ours, theirs = checkpoint.load_config(folder), checkpoint.load_config(like)
+    for name in ("family", "hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+        if getattr(ours, name) != getattr(theirs, name):
+            raise UnsupportedModelError(
+                f"{folder} has {name} {getattr(ours, name)}, {like} has {getattr(theirs, name)}: give a GGUF file of the same "
+                "model, or convert the folder with llama.cpp's convert_hf_to_gguf.py"
+            )
+    return ours
+
+
+def _copy_keys(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, changed: dict[str, int]) -> None:
+    for key, entry in reader.fields.items():
+        if key.startswith("GGUF.") or key in OWN_KEYS:
+            continue
+        inner = entry.types[1] if entry.types[0] == gguf_package().GGUFValueType.ARRAY else None
+        writer.add_key_value(key, changed.get(key, entry.contents()), entry.types[0], sub_type=inner)
+
+
+def _stored(
+    folder: Path, reader: gguf.GGUFReader, form: Quant, kinds: dict[str, Quant | None], heads: dict[str, int]
+) -> Iterator[tuple[str, np.ndarray[Any, Any], Quant]]:
+    """Name, data and kind of every tensor of the file."""
+    ggml, before = gguf_package(), {stored.name: stored for stored in reader.tensors}
+    config = checkpoint.load_config(folder)
+    for name, tensor in checkpoint.check_tensors(config, checkpoint.load_tensors(folder), folder):
+        stored_name, own = gguf_name(name), name.split(".")[-2]
+        rows = interleaved_rows(tensor, heads[own]) if own in heads else tensor
+        values = np.ascontiguousarray(rows.float().numpy())
+        old = before.get(stored_name)
+        asked = kinds.get(own)
+        if old is not None and own not in heads and asked in (None, old.tensor_type) and _is_same(old, values):
+            yield stored_name, old.data, old.tensor_type
+            continue
+        own_kind = _quant("f32") if values.ndim == 1 else asked or form
+        block = ggml.GGML_QUANT_SIZES[own_kind][0]
+        if values.shape[-1] % block:
+            raise UnsupportedModelError(
+                f"rows of {name} hold {values.shape[-1]} numbers, no whole blocks of {block}: write this model as bf16"
+            )
+        yield stored_name, ggml.quantize(values, own_kind), own_kind
+    factors = before.get("rope_freqs.weight")
+    if factors is not None:
+        yield factors.name, factors.data, factors.tensor_type
+
+
+def _is_same(stored: Any, values: np.ndarray[Any, Any]) -> bool:
+    """Whether a stored tensor holds these numbers; bfloat16 copies of them count."""
+    shape = tuple(int(size) for size in reversed(stored.shape))
+    if shape != values.shape:
+        return False
+    old = gguf_package().dequantize(stored.data, stored.tensor_type).reshape(shape)
+    if np.array_equal(old, values):
+        return True
+    rounded = torch.from_numpy(np.array(old)).bfloat16().float().numpy()
+    return bool(np.array_equal(rounded, values))
+
+
+def gguf_name(name: str) -> str:
+    """llama.cpp's name of a tensor. Raises UnsupportedModelError for one that it has not."""
+    base, _, kind = name.rpartition(".")
+    if base in _TOP:
+        return f"{_TOP[base]}.{kind}"
+    parts = base.split(".")
+    rest = ".".join(parts[3:])
+    if parts[:2] == ["model", "layers"] and rest in _LAYER:
+        return f"blk.{parts[2]}.{_LAYER[rest]}.{kind}"
+    raise UnsupportedModelError(f"tensor {name!r} has no name in GGUF ({', '.join(WRITTEN)} models are written)")
+
+
+def interleaved_rows(tensor: Tensor, num_heads: int) -> Tensor:
+    """llama.cpp's order of the rows of q and k: the inverse of `gguf.half_split_rows`."""
+    if tensor.shape[0] % (2 * num_heads):
+        raise ModelFileError(f"{tensor.shape[0]} rows are no {num_heads} heads: is config.json the right one?")
+    halves = tensor.reshape(num_heads, 2, tensor.shape[0] // num_heads // 2, *tensor.shape[1:])
+    return halves.transpose(1, 2).reshape(tensor.shape).contiguous()

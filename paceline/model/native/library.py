@@ -1,0 +1,400 @@
+"""The native CPU library through ctypes: matrices, models and passes of `native/api.h`, with Python's errors.
+
+A call holds no Python lock while it computes. The library is found beside this file, where the installation puts it, or under
+PACELINE_NATIVE_LIBRARY; PACELINE_NATIVE=0 switches it off. `load()` is None without it: PyTorch then does the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+import warnings
+import weakref
+from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from paceline.errors import NativeError
+from paceline.types import SamplingParams
+
+ABI_VERSION = 7
+FORMAT_NAMES: list[str] = ["float32", "bfloat16", "Q8_0", "Q4_1", "float16", "Q4_0", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+FORMAT_NAMES += ["IQ4_NL", "IQ4_XS"]
+"""In the order of the library's PnFormat."""
+FORMATS = {getattr(torch, name): FORMAT_NAMES.index(name) for name in ("float32", "bfloat16")}
+"""Of inputs, caches and taps."""
+STAGES = ("embed", "norm", "qkv", "rope", "attend", "output", "gate_up", "down", "head")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+ROPES = ("main", "local", "none")
+GROUP = 16
+"""Matrices of a stack begin at multiples of so many rows."""
+KEYS = 16
+"""A row of the cache holds a multiple of so many positions."""
+MAX_HEAD_DIM, MAX_TAPS, MAX_THREADS = 1024, 64, 256
+
+
+class CExpert(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias")),
+        ("inner_size", c_int32),
+    ]
+
+
+class CLayer(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("input_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("sinks", "qkv", "output", "gate_up", "down")),
+        *((name, c_void_p) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
+        *((name, c_int32) for name in ("window", "rope", "is_causal")),
+        *((name, c_void_p) for name in ("attention_mix", "mlp_mix", "attention_base", "mlp_base")),
+        ("mix_taps", c_int32),
+        ("experts", POINTER(CExpert)),
+        *((name, c_void_p) for name in ("router", "router_bias")),
+        *((name, c_int32) for name in ("num_experts", "has_shared")),
+        *((name, c_void_p) for name in ("delta_kernel", "delta_rate", "delta_step", "delta_norm")),
+    ]
+
+
+class CConfig(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("num_layers", "hidden_size", "inner_size", "num_heads", "num_kv_heads", "head_dim")),
+        ("dtype", c_int32),
+        ("eps", c_float),
+        ("layers", POINTER(CLayer)),
+        ("embedding", c_void_p),
+        ("embedding_scale", c_float),
+        *((name, c_void_p) for name in ("head", "final_norm", "cos", "sin", "local_cos", "local_sin")),
+        *((name, c_int32) for name in ("rotary_dim", "is_norm_whole")),
+        *((name, c_float) for name in ("attention_scale", "attention_cap", "residual_scale", "logit_scale", "logit_cap")),
+        ("activation", c_int32),
+        *((name, c_float) for name in ("swiglu_alpha", "swiglu_limit")),
+        *((name, c_int32) for name in ("experts_per_token", "are_experts_normed", "has_output_gate")),
+        *(
+            (name, c_int32)
+            for name in ("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_taps")
+        ),
+        ("beside_norm", c_void_p),
+        ("adds_to_normed", c_int32),
+        *((name, c_void_p) for name in ("fc", "hidden_norm", "context_kv", "context_bias")),
+    ]
+
+
+class CMemory(Structure):
+    _fields_ = [(name, c_void_p) for name in ("states", "windows", "inputs", "keys", "changes", "decays")]
+
+
+class CCache(Structure):
+    _fields_ = [
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        *((name, c_int64) for name in ("layer_stride", "row_stride", "head_stride")),
+        ("max_len", c_int32),
+        ("num_rows", c_int32),
+        ("memories", POINTER(CMemory)),
+        ("room", c_int32),
+    ]
+
+
+class CPass(Structure):
+    _fields_ = [
+        ("num_rows", c_int32),
+        *((name, c_void_p) for name in ("rows", "starts", "counts", "tokens", "hidden")),
+        ("num_taps", c_int32),
+        *((name, c_void_p) for name in ("tap_layers", "taps")),
+        ("num_logit_rows", c_int32),
+        *((name, c_void_p) for name in ("logit_rows", "logits")),
+        ("logits_stride", c_int64),
+        *((name, c_void_p) for name in ("argmax", "stage_s", "parents", "held")),
+        ("num_settles", c_int32),
+        *((name, c_void_p) for name in ("settle_rows", "settle_before", "settle_counts", "hidden_out", "experts_read")),
+    ]
+
+
+class CPick(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("rows", "size", "count", "slots", "dtype", "vocabulary", "rank", "book_dtype")),
+        *((name, c_void_p) for name in ("predecessors", "successors", "gate", "token_of", "logits", "anchors", "hidden")),
+        ("hidden_stride", c_int64),
+        *((name, c_void_p) for name in ("chosen", "tokens", "scores")),
+    ]
+
+
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "pn_last_error": (c_char_p, ()),
+    "pn_available": (c_char_p, ()),
+    "pn_use": (c_int32, (c_char_p,)),
+    "pn_in_use": (c_char_p, ()),
+    "pn_set_threads": (c_int32, (c_int32,)),
+    "pn_num_threads": (c_int32, ()),
+    "pn_padded_head_dim": (c_int32, (c_int32,)),
+    "pn_matrix_new": (c_void_p, (c_int32, c_void_p, c_void_p, c_int32)),
+    "pn_matrix_free": (None, (c_void_p,)),
+    "pn_matrix_bytes": (c_int64, (c_void_p,)),
+    "pn_matrix_fill": (c_int32, (c_void_p, c_int32, c_int32, c_int32, c_void_p)),
+    "pn_matrix_rows": (c_int32, (c_void_p, c_void_p, c_int32, c_int32, c_void_p)),
+    "pn_matrix_select": (c_void_p, (c_void_p, c_void_p, c_int32)),
+    "pn_matrix_multiply": (c_int32, (c_void_p, c_int32, c_void_p, c_int32, c_void_p)),
+    "pn_draw": (c_int32, (c_void_p, c_int32, c_float, c_float, c_int32, c_float, c_double)),
+    "pn_likeliest": (c_int32, (c_void_p, c_int32, c_int32, c_int32, c_float, c_void_p, c_void_p)),
+    "pn_pick": (c_int32, (POINTER(CPick),)),
+    "pn_walk": (c_int32, (c_void_p, c_int32, c_int32, c_double, c_void_p, c_void_p)),
+    "pn_model_new": (c_void_p, (POINTER(CConfig),)),
+    "pn_model_free": (None, (c_void_p,)),
+    "pn_forward": (c_int32, (c_void_p, POINTER(CCache), POINTER(CPass))),
+    "pn_keep": (c_int32, (c_void_p, POINTER(CCache), c_int32, c_void_p, c_void_p, c_void_p, c_void_p)),
+    "pn_inject": (c_int32, (c_void_p, POINTER(CCache), c_int32, c_void_p, c_void_p, c_void_p, c_void_p)),
+}
+
+
+def library_path() -> Path:
+    given = os.environ.get("PACELINE_NATIVE_LIBRARY")
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    return Path(given) if given else Path(__file__).parent / f"libpaceline_native{suffix}"
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The library, or None when it is not there or switched off. Warns when it is there and cannot be used."""
+    path = library_path()
+    if os.environ.get("PACELINE_NATIVE") == "0" or not path.is_file():
+        return None
+    try:
+        library = ctypes.CDLL(str(path))
+        version = library.pn_abi_version()
+        if version != ABI_VERSION:
+            raise OSError(f"it is version {version}, this paceline needs {ABI_VERSION}")
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        warnings.warn(f"{path} cannot be used ({error}): running on PyTorch, slower; reinstall paceline", stacklevel=2)
+        return None
+    return library
+
+
+def require() -> ctypes.CDLL:
+    """The library. Raises NativeError without it."""
+    library = load()
+    if library is None:
+        raise NativeError("the native library is not there: install a C++ compiler and reinstall paceline, or use PyTorch")
+    return library
+
+
+def multiplies_blocks(dtype: torch.dtype) -> bool:
+    """Whether quantised blocks make faster products than a dense copy: float32 expands them, portable code emulates."""
+    return dtype == torch.bfloat16 and require().pn_in_use() != b"portable"
+
+
+def check(status: int) -> None:
+    """Raise NativeError with the library's own words when a call failed."""
+    if status != 0:
+        raise NativeError(f"native pass: {require().pn_last_error().decode()}")
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """The address of a contiguous CPU tensor; None stays null."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    return tensor.data_ptr()
+
+
+AnyStructure = TypeVar("AnyStructure", bound=Structure)
+
+
+def filled(struct: AnyStructure, parts: dict[str, Any]) -> AnyStructure:
+    """The struct with matrices, float32 vectors and numbers put into the fields of these names."""
+    for name, part in parts.items():
+        setattr(struct, name, part.handle if isinstance(part, Matrix) else pointer(part) if isinstance(part, Tensor) else part)
+    return struct
+
+
+def int32s(values: list[int]) -> Any:
+    return (c_int32 * len(values))(*values)
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows that so many take in a stack."""
+    return -(-num_rows // GROUP) * GROUP
+
+
+class Matrix:
+    """A packed weight matrix [rows, cols] of parts below one another, each in a format of its own (`FORMAT_NAMES`)."""
+
+    def __init__(self, parts: list[tuple[int, str]], cols: int) -> None:
+        """`parts`: rows and format of each; all but the last have whole groups of 16 rows."""
+        rows, self.formats = [rows for rows, _ in parts], [name for _, name in parts]
+        numbers = int32s([FORMAT_NAMES.index(name) for name in self.formats])
+        self._adopt(require().pn_matrix_new(len(parts), int32s(rows), numbers, cols), sum(rows), cols)
+
+    def _adopt(self, handle: int | None, rows: int, cols: int) -> None:
+        library = require()
+        if not handle:
+            raise NativeError(f"matrix of {rows} x {cols}: {library.pn_last_error().decode()}")
+        self.handle, self.rows, self.cols = handle, rows, cols
+        self.num_bytes: int = library.pn_matrix_bytes(handle)
+        weakref.finalize(self, library.pn_matrix_free, handle)
+
+    def fill(self, first_row: int, source: Tensor, format: str | None = None) -> None:
+        """Put rows of one part at `first_row` and behind: dense [n, cols], or uint8 blocks [n, bytes] in the part's format."""
+        source = source.contiguous()
+        given = FORMAT_NAMES.index(format or str(source.dtype).removeprefix("torch."))
+        check(require().pn_matrix_fill(self.handle, first_row, source.shape[0], given, source.data_ptr()))
+
+    def rows_of(self, ids: list[int], dtype: torch.dtype) -> Tensor:
+        """Rows [n, cols] in `dtype`: an embedding."""
+        out = torch.empty(len(ids), self.cols)
+        check(require().pn_matrix_rows(self.handle, int32s(ids), len(ids), FORMATS[dtype], out.data_ptr()))
+        return out.to(dtype)
+
+    def select(self, ids: list[int]) -> Matrix:
+        """A matrix of these rows, in the same format."""
+        part = Matrix.__new__(Matrix)
+        part.formats = self.formats
+        part._adopt(require().pn_matrix_select(self.handle, int32s(ids), len(ids)), len(ids), self.cols)
+        return part
+
+    def multiply(self, x_TD: Tensor, dtype: torch.dtype) -> Tensor:
+        """x W^T as float32 [T, rows], x rounded to `dtype` first."""
+        x_TD = x_TD.float().contiguous()
+        out = torch.empty(x_TD.shape[0], self.rows)
+        arguments = (self.handle, FORMATS[dtype], x_TD.data_ptr(), x_TD.shape[0], out.data_ptr())
+        check(require().pn_matrix_multiply(*arguments))
+        return out
+
+
+class Model:
+    """A model of the library and everything it borrows. `config.layers` and its arrays must be set; see `native/api.h`."""
+
+    def __init__(self, config: CConfig, keep: list[object]) -> None:
+        library = require()
+        handle = library.pn_model_new(byref(config))
+        if not handle:
+            raise NativeError(f"native model: {library.pn_last_error().decode()}")
+        self.handle, self._keep = handle, keep
+        self._forward = library.pn_forward
+        weakref.finalize(self, library.pn_model_free, handle)
+
+    def forward(self, cache: CCache, work: CPass) -> None:
+        check(self._forward(self.handle, byref(cache), byref(work)))
+
+    def keep(self, cache: CCache, row: int, start: int, slots: list[int]) -> None:
+        """Position start + i of the row becomes what stands at start + slots[i], in all layers."""
+        check(
+            require().pn_keep(self.handle, byref(cache), 1, int32s([row]), int32s([start]), int32s([len(slots)]), int32s(slots))
+        )
+
+    def inject(self, cache: CCache, rows: list[int], starts: list[int], counts: list[int], features: Tensor) -> None:
+        """Keys and values of all layers from features [T, F] in the model's dtype, behind `starts`."""
+        arrays = (int32s(rows), int32s(starts), int32s(counts))
+        check(require().pn_inject(self.handle, byref(cache), len(rows), *arrays, pointer(features)))
+
+
+class Buffers:
+    """A pass and the arrays it points to, kept from one pass to the next: to make them anew takes longer than to fill them."""
+
+    def __init__(self) -> None:
+        self.work = CPass()
+        self._arrays: dict[str, Any] = {}
+
+    def room(self, name: str, size: int) -> Any:
+        """The array behind this field, for at least `size` numbers."""
+        array = self._arrays.get(name)
+        if array is None or len(array) < size:
+            array = self._arrays[name] = (c_int32 * max(size, 64))()
+            setattr(self.work, name, ctypes.addressof(array))
+        return array
+
+    def fill(self, **values: list[int]) -> None:
+        for name, numbers in values.items():
+            self.room(name, len(numbers))[: len(numbers)] = numbers
+
+    def fill_or_null(self, name: str, numbers: list[int] | None) -> None:
+        """As `fill`; the library sees null in place of None."""
+        if numbers is None:
+            setattr(self.work, name, None)
+            return
+        self.fill(**{name: numbers})
+        setattr(self.work, name, ctypes.addressof(self._arrays[name]))
+
+
+def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
+    """The token that `uniform` in [0, 1) chooses of a request's distribution; float32 [V], contiguous, on the CPU."""
+    given = (params.temperature, params.min_p, params.top_k, params.top_p, uniform)
+    token = require().pn_draw(pointer(logits_V), len(logits_V), *given)
+    check(min(token, 0))
+    return token
+
+
+def likeliest(logits_KV: Tensor, count: int, inverse_temperature: float) -> tuple[list[list[int]], list[list[float]]]:
+    """The `count` likeliest tokens of each row and their log-probabilities; float32 [K, V], contiguous, on the CPU."""
+    rows, size = logits_KV.shape
+    ids, logprobs = (c_int32 * (rows * count))(), (c_float * (rows * count))()
+    check(require().pn_likeliest(pointer(logits_KV), rows, size, count, inverse_temperature, ids, logprobs))
+    places = range(0, rows * count, count)
+    return [ids[at : at + count] for at in places], [logprobs[at : at + count] for at in places]
+
+
+class Picker:
+    """DFlash 2's selector in one call: a drafter's codebooks and gate, and what they make of a pass."""
+
+    def __init__(
+        self, count: int, books: tuple[Tensor, Tensor], gate: Matrix, dtype: torch.dtype, ids_V: Tensor | None
+    ) -> None:
+        """`count` candidates a slot. Codebooks of predecessors and successors [vocabulary, rank], both float32 or bfloat16.
+        `gate` [rank, D] in `dtype`. ids_V int32: the token of each column of the logits; None: they are the columns."""
+        self.count, self._keep = count, (books, gate, ids_V)
+        (vocabulary, rank), predecessors, successors = books[0].shape, pointer(books[0]), pointer(books[1])
+        self._call, self._pick = require().pn_pick, CPick(vocabulary=vocabulary, rank=rank, dtype=FORMATS[dtype])
+        numbers = {"book_dtype": FORMATS[books[0].dtype], "predecessors": predecessors, "successors": successors}
+        filled(self._pick, {"gate": gate, "token_of": ids_V, **numbers})
+
+    def pick(self, anchors: list[int], logits_BKV: Tensor, hidden_BKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each slot the `count` likeliest columns and their tokens, int32 [B, K, M], and their scores behind each candidate
+        of the slot before, or behind the anchor in the first, [B, K, M, M].
+
+        logits_BKV float32, contiguous; hidden_BKD in the gate's dtype, the slots of a row side by side.
+        """
+        num_rows, slots, size = logits_BKV.shape
+        assert hidden_BKD.stride()[1:] == (hidden_BKD.shape[2], 1)
+        count, work = min(self.count, size), self._pick
+        chosen, tokens = torch.empty(2, num_rows, slots, count, dtype=torch.int32)
+        scores = torch.empty(num_rows, slots, count, count)
+        before = int32s(anchors)
+        work.rows, work.size, work.count, work.slots = num_rows * slots, size, count, slots
+        work.logits, work.anchors = pointer(logits_BKV), ctypes.addressof(before)
+        work.hidden, work.hidden_stride = hidden_BKD.data_ptr(), hidden_BKD.stride(0)
+        work.chosen, work.tokens, work.scores = chosen.data_ptr(), tokens.data_ptr(), scores.data_ptr()
+        check(self._call(byref(work)))
+        return chosen, tokens, scores
+
+
+def walk(scores_KMM: Tensor, inverse_temperature: float) -> tuple[list[int], list[float]]:
+    """Places of the largest scores, each behind the one before it, and their log-probabilities in
+    softmax(scores * inverse_temperature); a score that is not finite ends them. float32, contiguous, on the CPU."""
+    slots, count, _ = scores_KMM.shape
+    places, logprobs = (c_int32 * slots)(), (c_double * slots)()
+    found = require().pn_walk(pointer(scores_KMM), slots, count, inverse_temperature, places, logprobs)
+    return places[:found], logprobs[:found]
+
+
+def use(isa: str) -> None:
+    """Run on this instruction set from here on. Raises NativeError when library or processor lack it."""
+    library = require()
+    if library.pn_use(isa.encode()) != 0:
+        known = ", ".join(each for each in library.pn_available().decode().split(",") if "emulated" not in each)
+        raise NativeError(f"the native pass cannot run on {isa} here: choose --isa from {known}, or leave it out")
+
+
+def set_threads(num_threads: int) -> None:
+    """Threads of the library's pool, the caller's included."""
+    check(require().pn_set_threads(num_threads))
+
+
+def follow_torch() -> None:
+    set_threads(min(torch.get_num_threads(), MAX_THREADS))

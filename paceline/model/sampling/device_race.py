@@ -1,0 +1,150 @@
+"""`race.py` in tensor operations of fixed shape, so that a recorded round draws its tokens on the device.
+
+The numbers are those of `rng.py`: 64-bit integers that wrap. Exponentials and sums of probabilities may differ from
+Python's in their last bits (2.2e-16 relative), and so may a token where two lie so close.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.model.sampling.race import FIELD, FILTERED
+from paceline.rng import OTHERS, RACE
+
+FAILED, WHOLE = -1, -2
+"""In the place of a token: logits that are no distribution; a draw that needs the whole distribution."""
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+class Draws(NamedTuple):
+    """How each row's tokens are drawn, [B] each."""
+
+    seed_B: Tensor
+    top_k_B: Tensor
+    """0: off."""
+    inverse_temperature_B: Tensor
+    """Float64; 0 of greedy rows."""
+    min_p_B: Tensor
+    top_p_B: Tensor
+
+    @property
+    def is_greedy_B(self) -> Tensor:
+        return self.inverse_temperature_B == 0
+
+
+def signed(number: int) -> int:
+    """The number as 64 bits with a sign."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _shifted(state: Tensor, count: int) -> Tensor:
+    """Logical shift to the right of 64-bit integers."""
+    return (state >> count) & ((1 << (64 - count)) - 1)
+
+
+def mixed(state: Tensor) -> Tensor:
+    """`rng._mix` of int64."""
+    state = state + signed(_GOLDEN)
+    state = (state ^ _shifted(state, 30)) * signed(_FIRST)
+    state = (state ^ _shifted(state, 27)) * signed(_SECOND)
+    return state ^ _shifted(state, 31)
+
+
+def exponentials(seed: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
+    """`rng.Noise.exponentials` in float64, of tensors that broadcast."""
+    state = mixed(mixed(seed ^ (RACE << 56)) ^ position)
+    return -torch.log1p(-(_shifted(mixed(state ^ (tokens << 32)), 11).double() + 0.5) * 2.0**-53)
+
+
+def likeliest(logits_BJV: Tensor, inverse_temperature_B: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest tokens of each position, best first, and their log-probabilities [B, J, count]; those are
+    NaN where the largest logit is not finite. A row with inverse temperature 0 has its logits as they are."""
+    scale_B = inverse_temperature_B.masked_fill(inverse_temperature_B == 0, 1.0).float()
+    scaled_BJV = logits_BJV.float() * scale_B[:, None, None]
+    values_BJM, ids_BJM = scaled_BJV.topk(min(count, logits_BJV.shape[-1]))
+    logprobs_BJM = values_BJM - scaled_BJV.logsumexp(-1, keepdim=True)
+    return ids_BJM, logprobs_BJM.masked_fill(~values_BJM[..., :1].isfinite(), math.nan)
+
+
+def race(logits_BJV: Tensor, draws: Draws, position_BJ: Tensor) -> Tensor:
+    """The token of each position [B, J] as `race.race` draws it; FAILED or WHOLE where there is none. Those of greedy
+    rows mean nothing."""
+    num_vocab = logits_BJV.shape[-1]
+    _, top_k_B, _, min_p_B, top_p_B = draws
+    ids_BJM, logprobs_BJM = likeliest(logits_BJV, draws.inverse_temperature_B, FILTERED)
+    weights_BJM = logprobs_BJM.double().exp()
+    place_M = torch.arange(ids_BJM.shape[-1], device=ids_BJM.device)
+    is_filtered_B = (min_p_B > 0) | (top_k_B > 0) | (top_p_B < 1)
+    most_B = torch.full_like(top_k_B, min(FIELD, num_vocab)).masked_fill(is_filtered_B, min(FILTERED, num_vocab))
+    kept_BJ, is_whole_BJ, is_unknown_BJ = _kept(weights_BJM, draws, most_B, num_vocab)
+    # Beside all others together no more than FIELD race for themselves.
+    kept_BJ = torch.where(is_whole_BJ, kept_BJ, kept_BJ.clamp(max=FIELD))
+    is_racing_BJM = (place_M < kept_BJ[..., None]) & (weights_BJM > 0)
+    names_BJN = torch.cat([ids_BJM, torch.full_like(ids_BJM[..., :1], OTHERS)], -1)
+    numbers_BJN = exponentials(draws.seed_B[:, None, None], position_BJ[..., None], names_BJN)
+    times_BJM = (numbers_BJN[..., :-1] / weights_BJM).masked_fill(~is_racing_BJM, math.inf)
+    time_BJ, winner_BJ = times_BJM.min(-1)
+    tokens_BJ = ids_BJM.gather(-1, winner_BJ[..., None])[..., 0]
+    rest_BJ = 1.0 - weights_BJM.masked_fill(place_M >= kept_BJ[..., None], 0.0).sum(-1)
+    is_others_BJ = ~is_whole_BJ & (rest_BJ > 0) & (numbers_BJN[..., -1] / rest_BJ < time_BJ)
+    tokens_BJ = tokens_BJ.masked_fill(is_unknown_BJ | is_others_BJ, WHOLE)
+    return tokens_BJ.masked_fill(~logprobs_BJM[..., 0].isfinite(), FAILED)
+
+
+def _kept(weights_BJM: Tensor, draws: Draws, most_B: Tensor, num_vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`race._kept`: how many of the likeliest tokens race, whether these are all that may win, and where only the
+    whole distribution tells."""
+    _, top_k_B, _, min_p_B, top_p_B = draws
+    size = weights_BJM.shape[-1]
+    place_M = torch.arange(size, device=weights_BJM.device)
+    own_BJM = (place_M < most_B[:, None, None]) & torch.ones_like(weights_BJM, dtype=torch.bool)
+    count_BJ, is_whole_BJ = own_BJM.sum(-1), (most_B == num_vocab)[:, None].expand(weights_BJM.shape[:2])
+    is_unknown_BJ = torch.zeros_like(is_whole_BJ)
+    # min-p
+    has_BJ = (min_p_B > 0)[:, None].expand_as(is_whole_BJ)
+    above_BJ = (own_BJM & (weights_BJM >= min_p_B[:, None, None] * weights_BJM[..., :1])).sum(-1)
+    is_unknown_BJ = is_unknown_BJ | (has_BJ & (above_BJ == count_BJ) & ~is_whole_BJ)
+    count_BJ, is_whole_BJ = torch.where(has_BJ, above_BJ, count_BJ), is_whole_BJ | has_BJ
+    # top-k
+    has_BJ = ((top_k_B > 0) & (top_k_B < num_vocab))[:, None].expand_as(is_whole_BJ)
+    is_unknown_BJ = is_unknown_BJ | (has_BJ & (top_k_B[:, None] >= count_BJ) & ~is_whole_BJ)
+    count_BJ = torch.where(has_BJ, torch.minimum(count_BJ, top_k_B[:, None]), count_BJ)
+    is_whole_BJ = is_whole_BJ | has_BJ
+    # top-p
+    has_BJ = (top_p_B < 1)[:, None].expand_as(is_whole_BJ)
+    mass_BJM = weights_BJM.masked_fill(place_M >= count_BJ[..., None], 0.0).cumsum(-1)
+    wanted_BJ = top_p_B[:, None] * mass_BJM[..., -1].masked_fill(~is_whole_BJ, 1.0)
+    reached_BJ = (mass_BJM < wanted_BJ[..., None]).sum(-1) + 1
+    is_beyond_BJ = reached_BJ > count_BJ
+    is_unknown_BJ = is_unknown_BJ | (has_BJ & is_beyond_BJ & ~is_whole_BJ)
+    count_BJ = torch.where(has_BJ, torch.minimum(reached_BJ, count_BJ), count_BJ)
+    is_whole_BJ = is_whole_BJ | has_BJ
+    last_BJ1 = (count_BJ - 1).clamp(min=0)[..., None]
+    after_BJ1 = count_BJ.clamp(max=size - 1)[..., None]
+    is_cut_BJ = count_BJ < most_B[:, None]
+    is_tied_BJ = is_cut_BJ & (weights_BJM.gather(-1, last_BJ1) == weights_BJM.gather(-1, after_BJ1))[..., 0]
+    return count_BJ, is_whole_BJ, is_unknown_BJ | is_tied_BJ
+
+
+def foreseen(
+    logits_BKV: Tensor,
+    draws: Draws,
+    position_BK: Tensor,
+    scale: float,
+    spread: float,
+    draft_ids: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The token that the target will most likely draw at each position, and the logarithm of its chance [B, K], as
+    `draft/foresight.py` has them: draft tokens, FAILED where the logits are not finite."""
+    ids_BKM, logprobs_BKM = likeliest(logits_BKV, draws.inverse_temperature_B, FIELD)
+    tokens_BKM = ids_BKM if draft_ids is None else draft_ids[ids_BKM]
+    times_BKM = exponentials(draws.seed_B[:, None, None], position_BK[..., None], tokens_BKM)
+    scores_BKM = (scale * logprobs_BKM.double() - times_BKM.log()) / spread
+    best_BK, place_BK = scores_BKM.max(-1)
+    tokens_BK = tokens_BKM.gather(-1, place_BK[..., None])[..., 0]
+    failed_BK = ~logprobs_BKM[..., 0].isfinite()
+    return tokens_BK.masked_fill(failed_BK, FAILED), best_BK - scores_BKM.logsumexp(-1)

@@ -1,0 +1,222 @@
+"""A model's logits turned into the distribution a request asked for; drafters and the engine share it.
+
+The order is vLLM's: logit bias, penalties (`penalise`), then temperature, min-p, top-k, top-p (`target_probs`), each filter
+seeing what the one before it left: top-p counts mass among the tokens that min-p and top-k kept. (Hugging Face applies
+top-k and top-p before min-p.) `sample` draws from the result, `draw` does both; `logprobs_of` reports from unmodified logits.
+
+Penalties depend on the tokens before a position, so row j of the J = K+1 checked positions is treated as if draft[:j]
+already stood in the answer: speculation stays exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.errors import NativeError, NumericsError
+from paceline.model.native import library as native_lib
+from paceline.types import SamplingParams, TokenLogprob
+
+_TOP_P_SIZES = (64, 1024, 8192)
+"""How many of the most likely tokens top-p looks at before it sorts the vocabulary."""
+MIN_TEMPERATURE = 1e-10
+"""Below this a division would overflow float32, and the distribution is one-hot long before."""
+
+
+def penalise(
+    logits_JV: Tensor, params: SamplingParams, context: Iterable[int], counts: Mapping[int, int], draft_tokens: list[int]
+) -> Tensor:
+    """Add the logit bias, then the repetition, frequency and presence penalties; [J, V] -> [J, V], J = len(draft_tokens) + 1.
+
+    `context` is prompt and answer, `counts` how often each token stands in the answer. Repetition divides positive and
+    multiplies negative logits of every token in context + draft[:j] (CTRL, 1909.05858, section 4.1, with the sign rule of
+    Transformers and vLLM); then `frequency * count + presence * (count > 0)` over answer + draft[:j] is subtracted (OpenAI).
+    Returns a float32 copy, or `logits_JV` itself when the request asks for none of it.
+    """
+    if not params.logit_bias and not params.has_penalties:
+        return logits_JV
+    logits_JV = logits_JV.to(torch.float32, copy=True)
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias), device=logits_JV.device)
+        logits_JV[:, ids] += torch.tensor(list(params.logit_bias.values()), device=logits_JV.device)
+    if params.has_penalties:
+        _subtract_penalties(logits_JV, params, context, counts, draft_tokens)
+    return logits_JV
+
+
+def _subtract_penalties(
+    logits_JV: Tensor, params: SamplingParams, context: Iterable[int], counts: Mapping[int, int], draft_tokens: list[int]
+) -> None:
+    # Only the N touched columns, each by one formula: a row of the checked block is bit-equal to plain decoding's.
+    num_rows, device = len(draft_tokens) + 1, logits_JV.device
+    seen = set(context) if params.repetition_penalty != 1.0 else set[int]()
+    ids = [*seen, *(set(draft_tokens).union(counts) - seen)]
+    if not ids:
+        return
+    column = {token: index for index, token in enumerate(ids)}
+    seen_JN = (torch.arange(len(ids)) < len(seen)).repeat(num_rows, 1)
+    count_JN = torch.zeros(num_rows, len(ids))
+    count_JN[:, [column[token] for token in counts]] = torch.tensor(list(counts.values()), dtype=torch.float32)
+    for j, token in enumerate(draft_tokens, start=1):
+        seen_JN[j:, column[token]] = True
+        count_JN[j:, column[token]] += 1
+    ids_N = torch.tensor(ids, device=device)
+    part_JN = logits_JV.index_select(-1, ids_N)
+    if params.repetition_penalty != 1.0:
+        factor = params.repetition_penalty
+        part_JN = torch.where(seen_JN.to(device), torch.where(part_JN > 0, part_JN / factor, part_JN * factor), part_JN)
+    penalty_JN = params.frequency_penalty * count_JN + params.presence_penalty * (count_JN > 0)
+    logits_JV.index_copy_(-1, ids_N, part_JN.sub_(penalty_JN.to(device)))
+
+
+def target_probs(logits_JV: Tensor, params: SamplingParams) -> Tensor:
+    """The distribution a request samples from: temperature, min-p, top-k, top-p; [J, V] -> float32 [J, V], input untouched.
+
+    Temperature must be above 0 (greedy requests take the argmax). Exactly top_k tokens stay, and the fewest that reach
+    top_p (Holtzman et al. 1904.09751, section 3.1); of equally likely tokens the lowest id stays, as argmax has it.
+    """
+    assert params.temperature > 0, "greedy requests take the argmax of their logits"
+    if params.temperature != 1.0:
+        logits_JV = logits_JV.to(torch.float32, copy=True).div_(max(params.temperature, MIN_TEMPERATURE))
+    probs_JV = torch.softmax(logits_JV, dim=-1, dtype=torch.float32)
+    num_vocab = probs_JV.shape[-1]
+    if params.min_p > 0:
+        probs_JV.masked_fill_(probs_JV < params.min_p * probs_JV.amax(-1, keepdim=True), 0.0)
+        probs_JV.div_(probs_JV.sum(-1, keepdim=True, dtype=torch.float64))
+    if 0 < params.top_k < num_vocab:
+        _keep_top(probs_JV, params.top_k, params.top_p, (params.top_k + 1,))  # one more, to see a tie
+    elif params.top_p < 1:
+        sizes = [size for size in _TOP_P_SIZES if size < num_vocab]
+        _keep_top(probs_JV, 0, params.top_p, (*sizes, num_vocab))
+    return probs_JV
+
+
+def _keep_top(probs_JV: Tensor, top_k: int, top_p: float, sizes: tuple[int, ...]) -> None:
+    """Keep the top_k (0: all), then of these the fewest that reach top_p; a row for which sizes[i] is too few tries the next.
+
+    What stays is a prefix of the row in descending order, and its sums run left to right in float64, so that the size at
+    which a row is settled does not change a bit. Edits `probs_JV`, the rows of which sum to 1.
+    """
+    num_vocab = probs_JV.shape[-1]
+    rows_R = torch.arange(len(probs_JV), device=probs_JV.device)
+    for size in sizes:
+        probs_RV = probs_JV if len(rows_R) == len(probs_JV) else probs_JV[rows_R]
+        values_RM, ids_RM = probs_RV.topk(size) if size < num_vocab else probs_RV.sort(dim=-1, descending=True)
+        mass_RM = values_RM.cumsum(-1, dtype=torch.float64)
+        num_kept_R = _num_kept(mass_RM, top_k, top_p)
+        _keep_lowest_of_ties(probs_RV, values_RM, ids_RM, num_kept_R)
+        last_R1 = (num_kept_R.clamp(max=size) - 1).unsqueeze(-1)
+        values_RM = (values_RM / mass_RM.gather(-1, last_R1)).float()
+        values_RM.masked_fill_(torch.arange(size, device=probs_JV.device) > last_R1, 0.0)
+        settled_R = (num_kept_R < size) | (size == num_vocab)
+        done_S = rows_R[settled_R]
+        probs_JV[done_S] = 0.0
+        # Added, not set: an id may stand a second time behind the cut, with weight 0.
+        probs_JV.index_put_((done_S.unsqueeze(-1), ids_RM[settled_R]), values_RM[settled_R], accumulate=True)
+        rows_R = rows_R[~settled_R]
+        if not len(rows_R):
+            return
+
+
+def _num_kept(mass_RM: Tensor, top_k: int, top_p: float) -> Tensor:
+    """How long a prefix of the sorted row stays; the size M or more where the row must be looked at further."""
+    if not top_k:
+        return (mass_RM < top_p).sum(-1) + 1
+    mass_RK = mass_RM[:, :top_k]
+    if top_p == 1:
+        return torch.full((len(mass_RK),), top_k, device=mass_RM.device)
+    return (mass_RK < top_p * mass_RK[:, -1:]).sum(-1) + 1
+
+
+def _keep_lowest_of_ties(probs_RV: Tensor, values_RM: Tensor, ids_RM: Tensor, num_kept_R: Tensor) -> None:
+    """Where equally likely tokens stand on both sides of the cut, put those with the lowest ids in front; edits `ids_RM`."""
+    size = values_RM.shape[-1]
+    after_R1 = num_kept_R.clamp(max=size - 1).unsqueeze(-1)
+    last_R1 = (after_R1 - 1).clamp_(min=0)
+    tied_R = (values_RM.gather(-1, last_R1) == values_RM.gather(-1, after_R1)).squeeze(-1) & (num_kept_R < size)
+    for row in tied_R.nonzero().flatten().tolist():
+        num_kept = int(num_kept_R[row])
+        cut = values_RM[row, num_kept - 1]
+        num_above = int((values_RM[row] > cut).sum())
+        ids_RM[row, num_above:num_kept] = (probs_RV[row] == cut).nonzero().flatten()[: num_kept - num_above]
+
+
+def likeliest(logits_KV: Tensor, count: int, inverse_temperature: float = 1.0) -> tuple[list[list[int]], list[list[float]]]:
+    """Of each row the `count` likeliest tokens, best first, of equals the lowest ids, and their log-probabilities.
+
+    A row that holds NaN, or whose largest logit is not finite, has NaN for all of them.
+    """
+    count = min(count, logits_KV.shape[-1])
+    if logits_KV.device.type == "cpu" and logits_KV.dtype == torch.float32 and native_lib.load() is not None:
+        return native_lib.likeliest(logits_KV.contiguous(), count, inverse_temperature)
+    scaled_KV = logits_KV.float() * inverse_temperature
+    values_KM, ids_KM = scaled_KV.topk(count, dim=-1)
+    logprobs_KM = values_KM - scaled_KV.logsumexp(-1, keepdim=True)
+    logprobs_KM = logprobs_KM.masked_fill(~values_KM[:, :1].isfinite(), math.nan)
+    return ids_KM.tolist(), logprobs_KM.tolist()
+
+
+def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
+    """The token that `uniform` in [0, 1) chooses of `target_probs`, as `sample` would but for rounding; float logits [V].
+
+    One native call where there is the library: nothing but the logits is as long as the vocabulary and read twice.
+    Raises NumericsError when the largest logit is not a finite number, or one is NaN.
+    """
+    if logits_V.device.type == "cpu" and logits_V.dtype == torch.float32 and native_lib.load() is not None:
+        try:
+            return native_lib.draw(logits_V.contiguous(), params, uniform)
+        except NativeError as error:
+            raise error if torch.isfinite(logits_V.max()) else NumericsError(_NOT_FINITE) from error
+    return sample(target_probs(logits_V.unsqueeze(0), params)[0], uniform)
+
+
+def sample(weights_V: Tensor, draw: float) -> int:
+    """The token where the running sum of `weights_V` passes `draw` (in [0, 1)) of the whole: inverse transform sampling.
+
+    Weights are probabilities or any non-negative numbers with a positive sum; a token of weight 0 is never returned, not even
+    where rounding puts `draw` times the sum onto the sum. Raises NumericsError when the sum is not a positive, finite number.
+    """
+    num_blocks = -(-len(weights_V) // _BLOCK)
+    padded_NB = F.pad(weights_V, (0, num_blocks * _BLOCK - len(weights_V))).view(num_blocks, _BLOCK)
+    mass_N = padded_NB.sum(1, dtype=torch.float64).cumsum(0)  # a running sum over the whole takes fifty times as long
+    whole = float(mass_N[-1])
+    if not 0 < whole < math.inf:
+        raise NumericsError(_NOT_FINITE)
+    block = _passes(mass_N, draw * whole)
+    before = float(mass_N[block - 1]) if block else 0.0
+    return block * _BLOCK + _passes(padded_NB[block].cumsum(0, dtype=torch.float64), draw * whole - before)
+
+
+_BLOCK = 256
+_NOT_FINITE = "this is no distribution: its numbers are not finite, or all of them are zero"
+
+
+def _passes(mass_N: Tensor, wanted: float) -> int:
+    """Where a running sum first passes `wanted`, or, where rounding keeps it from that, where it reaches its end."""
+    index = int(torch.searchsorted(mass_N, wanted, right=True))
+    return index if index < len(mass_N) else int(torch.searchsorted(mass_N, mass_N[-1]))
+
+
+def logprobs_of(logits_V: Tensor, token: int, num_top: int, temperature: float = 1.0) -> TokenLogprob:
+    """Log-probability of `token` and the `num_top` most likely tokens, best first, of the target's logits [V], unmodified but
+    for the temperature."""
+    return logprobs_of_rows(logits_V[None], [token], num_top, temperature)[0]
+
+
+def logprobs_of_rows(logits_TV: Tensor, tokens: list[int], num_top: int, temperature: float = 1.0) -> list[TokenLogprob]:
+    """`logprobs_of` for each row of the logits [T, V] and its token, in one pass over all rows."""
+    logits_TV = logits_TV.float()
+    if temperature != 1.0:
+        logits_TV = logits_TV / max(temperature, MIN_TEMPERATURE)
+    log_sums = torch.logsumexp(logits_TV, -1).tolist()
+    tokens_T = torch.tensor(tokens, dtype=torch.long, device=logits_TV.device)
+    own = logits_TV.gather(-1, tokens_T[:, None])[:, 0].tolist()
+    values_TN, ids_TN = (each.tolist() for each in logits_TV.topk(min(num_top, logits_TV.shape[-1]), -1))
+    return [
+        TokenLogprob(token, value - log_sum, tuple((other, score - log_sum) for other, score in zip(ids, scores, strict=True)))
+        for token, value, log_sum, scores, ids in zip(tokens, own, log_sums, values_TN, ids_TN, strict=True)
+    ]

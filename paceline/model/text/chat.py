@@ -1,0 +1,74 @@
+"""The one way from a conversation to a prompt: for server, library, training rows, proxy and evals.
+
+`chat_text` brings messages and tools into normal form, puts calls and results as the model's template has them, and
+renders.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from paceline.data.messages import MessageError, normalised, normalised_tools
+from paceline.errors import PromptError
+from paceline.model.text.tools import with_tools
+
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+"""Variables of a template that the conversation itself fills."""
+
+
+class Templated(Protocol):
+    """A tokenizer with a chat template."""
+
+    def apply_chat_template(
+        self, messages: Any, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
+    ) -> str: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+
+def chat_text(
+    tokenizer: Templated,
+    messages: Any,
+    tools: Iterable[Any] = (),
+    variables: Mapping[str, Any] | None = None,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+) -> str:
+    """The prompt text of a conversation; `variables` reach the template too.
+
+    With `continue_final_message` the text ends with the last message's content, so that the answer goes on with it; no
+    turn is opened then. Raises PromptError on malformed messages and RESERVED variables (MessageError names the field), or
+    when the template refuses.
+    """
+    if taken := RESERVED & (variables or {}).keys():
+        name = min(taken)
+        raise MessageError(f"chat_template_kwargs.{name}", "this is a field of the request itself: leave it out here")
+    normal = normalised(messages)
+    mark = f"[{secrets.token_hex(8)}]" if continue_final_message else ""
+    if mark:
+        _check_final(normal)
+        normal[-1]["content"] += mark
+    rendered, more = with_tools(normal, normalised_tools(tools), getattr(tokenizer, "chat_template", None))
+    text = tokenizer.apply_chat_template(rendered, add_generation_prompt and not mark, {**(variables or {}), **more})
+    if not mark:
+        return text
+    before, found, _ = text.rpartition(mark)
+    if not found:
+        raise PromptError("this model's chat template hides the last message, so it cannot be continued")
+    return before
+
+
+def _check_final(messages: list[dict[str, Any]]) -> None:
+    if not messages or not messages[-1]["content"] or "tool_calls" in messages[-1]:
+        field = f"messages[{max(len(messages) - 1, 0)}]"
+        raise MessageError(field, "continue_final_message needs a last message with a content and without tool_calls")
+
+
+def chat_ids(
+    tokenizer: Templated, messages: Any, tools: Iterable[Any] = (), variables: Mapping[str, Any] | None = None, **options: bool
+) -> list[int]:
+    """Token ids of `chat_text`; the template brings its own special tokens. Raises as it does."""
+    return tokenizer.encode(chat_text(tokenizer, messages, tools, variables, **options), add_special_tokens=False)

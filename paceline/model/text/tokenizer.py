@@ -1,0 +1,346 @@
+"""Text to token ids and back: the model's own tokenizer, its chat template, and answers as they grow.
+
+Comes from a folder's tokenizer.json (the `tokenizers` library) or from GGUF metadata; prompts go to the engine as ids, answers
+come back through `stream()` piece by piece.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from paceline.errors import ModelFileError, PromptError, SamplingError, TemplateError, reraised
+from paceline.model.checkpoint import eos_token_ids, existing, read_json
+from paceline.model.gguf import container as gguf_file
+from paceline.model.gguf import metadata as gguf
+from paceline.model.text.chat import chat_ids
+
+if TYPE_CHECKING:
+    from paceline.model.text.chat_template import ChatTemplate
+
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: [{"role": "user", "content": "..."}, ...]."""
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+REPLACEMENT = "\ufffd"
+STAND_IN_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+"""SentencePiece's tokens of single bytes."""
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_OTHERS = sorted(set(range(256)) - {*_PRINTABLE})
+BYTES_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
+"""Letter of a byte-level vocabulary -> byte (GPT-2's table)."""
+
+_LONG_TEXT = 4096
+"""Characters from which on a text is encoded as a batch of one: only that lets other threads run meanwhile."""
+
+
+class Tokenizer:
+    """A model's tokenizer. Made by `from_path`."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        self.backend = backend
+        self.eos_token_ids = eos_token_ids
+        self.chat_template = chat_template
+        self.special_tokens = dict(special_tokens or {})
+        """bos_token, eos_token, unk_token and pad_token as text, those the model has; chat templates read them."""
+        self._compiled: ChatTemplate | None = None
+
+    @classmethod
+    def from_path(cls, path: Path | str) -> Tokenizer:
+        """The tokenizer of a Hugging Face folder or GGUF file.
+
+        Raises ModelNotFoundError, ModelFileError (damaged or missing files), UnsupportedModelError (unknown GGUF tokenizer).
+        """
+        path = existing(path)
+        return _from_gguf(path) if gguf_file.is_gguf(path) else _from_folder(path)
+
+    @classmethod
+    def stand_in(cls, vocab_size: int) -> Tokenizer:
+        """For a model without one, whose weights are random: a token for each byte, a made-up word for every other id."""
+        bytes_first = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab_size]
+        words = [*bytes_first, *(f"\u0120t{token}" for token in range(len(bytes_first), vocab_size))]
+        vocabulary = {word: token for token, word in enumerate(words)}
+        backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=words[0]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        return cls(backend, chat_template=STAND_IN_TEMPLATE)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids, added ones included; a model's embedding may be padded beyond it."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of raw text, with the tokenizer's own bos or eos if it adds any. Raises PromptError on bad Unicode."""
+        with reraised(
+            PromptError, "the prompt is no valid Unicode text", "re-encode it as UTF-8", UnicodeEncodeError, TypeError
+        ):
+            if len(text) > _LONG_TEXT:
+                return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def apply_chat_template(
+        self, messages: Messages, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
+    ) -> str:
+        """Renders messages as they are; `model.chat.chat_text` makes prompts. `variables` reach the template too.
+
+        Raises PromptError when the model has no template, or its template refuses the messages, is broken or misbehaves.
+        """
+        _check_messages(messages)
+        if self.chat_template is None:
+            raise TemplateError("this model has no chat template", "choose a model that has one")
+        if self._compiled is None:
+            from paceline.model.text.chat_template import ChatTemplate  # only here: most commands render no template
+
+            self._compiled = ChatTemplate(self.chat_template)
+        context = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
+        return self._compiled.render({"tools": None, "documents": None} | self.special_tokens | context | dict(variables or {}))
+
+    def encode_chat(
+        self, messages: Messages, variables: Mapping[str, Any] | None = None, tools: Iterable[Any] = ()
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the answer, as `model.chat` makes them. Raises PromptError."""
+        return chat_ids(self, messages, tools, variables)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token adds to a text, also where it is a piece of a character."""
+        piece = self.backend.id_to_token(token) or ""
+        if BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        is_added = token in self.backend.get_added_tokens_decoder()
+        if self._is_byte_level and not is_added and set(piece) <= BYTES_OF.keys():
+            return bytes(BYTES_OF[letter] for letter in piece)
+        return self.decode([token], skip_special=False).encode()
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return b'"ByteLevel"' in self.backend.decoder.__getstate__() if self.backend.decoder else False
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Ids of the special tokens by their spelling; texts of answers leave them out."""
+        return {each.content: token for token, each in self.backend.get_added_tokens_decoder().items() if each.special}
+
+    def split_stop(self, stop: tuple[str, ...], *, are_hidden: bool) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """(stop strings that a text can hold, ids of those that are special tokens).
+
+        Raises SamplingError when a special token is spelled among other text of a stop string and texts leave them out.
+        """
+        texts, tokens = list[str](), list[int]()
+        for each in stop:
+            if each.strip() in self.special_ids:
+                tokens.append(self.special_ids[each.strip()])
+            elif are_hidden and (spelled := next((name for name in self.special_ids if name in each), None)):
+                message = f"stop: {each!r:.80} holds the special token {spelled!r}, which no text shows: give it alone"
+                raise SamplingError(message, "stop")
+            else:
+                texts.append(each)
+        return tuple(texts), tuple(tokens)
+
+    def stream(self, skip_special: bool = True) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(self, skip_special)
+
+
+class IncrementalDetokenizer:
+    """Token ids in, final text out: what `push` returns never changes, and a character split over tokens waits for its rest.
+
+    Joined, the pieces equal `decode` of all ids. A token's text may depend on the one before it (SentencePiece drops a first
+    space), so the last finished group stays as context; nothing older is decoded again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._context: list[int] = []
+        self._pending: list[int] = []
+
+    def push(self, ids: list[int]) -> str:
+        """Add token ids; returns the text that became final, often one word, sometimes nothing."""
+        self._pending += ids
+        text = self._decode(self._context + self._pending)
+        if text.endswith(REPLACEMENT):
+            return self._finish(self._last_boundary(text))
+        return self._finish(len(self._pending), text)
+
+    def flush(self) -> str:
+        """The end of the answer: returns what was held back, an unfinished character as U+FFFD."""
+        return self._finish(len(self._pending))
+
+    def _last_boundary(self, text: str) -> int:
+        """Number of pending tokens that surely end before the unfinished character at the end of `text`.
+
+        A boundary is sure when the two sides, decoded apart, give the same text as together and the right side is not empty.
+        The unfinished character is at most three bytes long, so eight tokens back is far enough; otherwise all wait.
+        """
+        for end in range(len(self._pending) - 1, max(len(self._pending) - 9, 0), -1):
+            if self._in_byte_run(end):
+                continue
+            right = self._decode(self._pending[end:])
+            if right and self._decode(self._context + self._pending[:end]) + right == text:
+                return end
+        return 0
+
+    def _in_byte_run(self, end: int) -> bool:
+        """Whether a boundary would part SentencePiece byte tokens (<0xE4>), which are text or U+FFFD as a whole run.
+
+        No character has more than four bytes: a longer run that is still no text never will be, and may be parted.
+        """
+        hopeless = len(self._pending) >= 8 and all(map(self._is_byte, self._pending[-8:]))
+        return not hopeless and all(map(self._is_byte, self._pending[end - 1 : end + 1]))
+
+    def _is_byte(self, token: int) -> bool:
+        name = self._tokenizer.backend.id_to_token(token) or ""
+        return len(name) == 6 and name.startswith("<0x")
+
+    def _finish(self, num_tokens: int, whole: str | None = None) -> str:
+        """The text of the first pending tokens; `whole` is theirs and the context's, where it is known."""
+        group, self._pending = self._pending[:num_tokens], self._pending[num_tokens:]
+        if not group:
+            return ""
+        before = self._decode(self._context)
+        if whole is None:
+            whole = self._decode(self._context + group)
+        # A broken byte run can garble the context it follows; what was returned stays, the group then stands alone.
+        text = whole[len(before) :] if whole.startswith(before) else self._decode(group)
+        if text or not self._context:
+            self._context = group
+        return text
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip_special) if ids else ""
+
+
+class TextStream:
+    """The text of one answer as it grows, stopped at the first stop string.
+
+    Text that might still turn out to be the beginning of a stop string is held back until the next tokens decide.
+    """
+
+    def __init__(self, detokenizer: IncrementalDetokenizer, stop: tuple[str, ...], min_tokens: int = 0) -> None:
+        """The text of the first `min_tokens` tokens is no part of a stop string."""
+        self._detokenizer = detokenizer
+        self._stop, self._num_free = stop, min_tokens
+        self._held = ""
+        self.stopped_by = ""
+        """The stop string that ended the text."""
+
+    def push(self, tokens: list[int]) -> tuple[str, int | None]:
+        """Feed tokens; returns the text now final, and how many of the tokens stand when a stop string ended it."""
+        if not self._stop:
+            return self._detokenizer.push(tokens), None
+        shown = ""
+        for taken, token in enumerate(tokens, start=1):
+            if self._num_free:
+                self._num_free -= 1
+                shown += self._detokenizer.push([token])
+                continue
+            self._held += self._detokenizer.push([token])
+            at, stop = self._first_stop()
+            if stop:
+                shown, self._held, self.stopped_by = shown + self._held[:at], "", stop
+                return shown, taken
+            safe = len(self._held) - num_undecided(self._held, self._stop)
+            shown, self._held = shown + self._held[:safe], self._held[safe:]
+        return shown, None
+
+    def finish(self) -> str:
+        """No more tokens: whatever was held back is text after all."""
+        self._held += self._detokenizer.flush()
+        at, self.stopped_by = self._first_stop()
+        return self._held[:at]
+
+    def _first_stop(self) -> tuple[int, str]:
+        """Returns where the first stop string begins, and which it is; the text's end and "" when there is none."""
+        ends = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        return min(ends, default=(len(self._held), ""))
+
+
+def num_undecided(text: str, wanted: tuple[str, ...]) -> int:
+    """Length of the longest tail of the text that may become one of these: the beginning of one, not the whole."""
+    sizes = range(min(max(map(len, wanted)) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if any(each.startswith(text[-size:]) for each in wanted)), 0)
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ModelFileError(f"{file} is missing: save the model's fast tokenizer there (AutoTokenizer...save_pretrained)")
+    # The library raises plain Exception on a file it cannot parse.
+    with reraised(ModelFileError, f"{file} is damaged", "delete it and fetch the model again", Exception):
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    backend.no_padding()
+    backend.no_truncation()
+    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    if (folder / "special_tokens_map.json").is_file():
+        config = read_json(folder / "special_tokens_map.json") | config
+    special = {name: text for name in SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
+    eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    ids = eos_token_ids(folder) + (() if eos is None else (eos,))
+    return Tokenizer(
+        backend,
+        eos_token_ids=tuple(dict.fromkeys(ids)),
+        chat_template=_folder_template(folder, config),
+        special_tokens=special,
+    )
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    file = gguf_file.open_gguf(path)
+    backend, ends = gguf.build_tokenizer(file)
+    special = {}
+    for name, kind in zip(SPECIAL_TOKENS, ("bos", "eos", "unknown", "padding"), strict=True):
+        token = gguf.special_token(file, kind)
+        if token is not None and (text := backend.id_to_token(token)) is not None:
+            special[name] = text
+    template = file.get("tokenizer.chat_template", str)
+    return Tokenizer(backend, eos_token_ids=ends, chat_template=template, special_tokens=special)
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token as text; configs hold it plain or as an AddedToken object."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else None
+
+
+def _folder_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """chat_template.jinja, else the config's; where it has several, the one named default."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        with reraised(ModelFileError, f"{file} cannot be read", "fetch the model again", OSError, UnicodeDecodeError):
+            return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
+        template = next(named, {}).get("template")
+    return template if isinstance(template, str) else None
+
+
+def _check_messages(messages: Messages) -> None:
+    if not messages:
+        raise PromptError("the conversation is empty: give at least one message with a role and a content")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise PromptError(
+                f"each message needs a role and a content, as in {{'role': 'user', 'content': '...'}} (got {message!r:.80})"
+            )

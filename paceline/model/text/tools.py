@@ -1,0 +1,123 @@
+"""Tools in prompts, and calls of them as a schema: through the model's template, or as Hermes has it.
+
+A template that knows `tools` gets them. For any other a system message describes them, earlier calls and their results become
+text, and the model is asked for `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Messages and tools are in
+normal form (`paceline.data.messages`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.data.messages import parsed_object
+from paceline.errors import PromptError
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+ROLES = {"developer": "system", "function": "tool"}
+"""What templates call these."""
+Said = Mapping[str, Any]
+
+
+def with_tools(
+    messages: Sequence[Said], tools: Sequence[dict[str, Any]], template: str | None
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Messages and variables for the chat template. Raises PromptError on JSON that is nested beyond reason."""
+    is_native = bool(template and re.search(r"\btools\b", template))
+    plain = [_native(message) if is_native else _as_text(message) for message in messages]
+    if not tools:
+        return plain, {}
+    if is_native:
+        return plain, {"tools": [*tools]}
+    text = _description(tools)
+    if plain and plain[0]["role"] == "system":
+        text = f"{plain.pop(0)['content']}\n\n{text}"
+    return [{"role": "system", "content": text}, *plain], {}
+
+
+def call_schema(tools: Sequence[dict[str, Any]]) -> str:
+    """JSON schema of one call of one of these tools. Raises PromptError when two of them contradict each other."""
+    definitions: dict[str, dict[str, Any]] = {}
+    calls = [_call_schema(tool["function"], definitions) for tool in tools]
+    return compact((calls[0] if len(calls) == 1 else {"anyOf": calls}) | definitions)
+
+
+def compact(value: Any) -> str:
+    """JSON as text. Raises PromptError when it is nested beyond reason."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise PromptError("the JSON is nested too deeply: flatten it") from None
+
+
+def json_or(text: str, otherwise: Any) -> Any:
+    """What the JSON says; `otherwise` where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return otherwise
+
+
+def _call_schema(function: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """Definitions move to the root of the document, which `$ref` counts from."""
+    arguments = _closed(function.get("parameters") or {})
+    for key in ("$defs", "definitions"):
+        found = arguments.pop(key, None)
+        for name, value in found.items() if isinstance(found, dict) else ():
+            if definitions.setdefault(key, {}).setdefault(name, value) != value:
+                raise PromptError(f"two tools define {name!r} differently: rename one of them")
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, "arguments": arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a call's arguments; of a tool without parameters only {}."""
+    if {key for key, value in parameters.items() if value} <= {"type", "title", "description", "$schema"}:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return dict(parameters)
+
+
+def _native(message: Said) -> dict[str, Any]:
+    """Templates expect arguments as an object; reasoning has either name in them."""
+    native = {**message, "role": _role(message)}
+    if "reasoning_content" in message:
+        native["reasoning"] = message["reasoning_content"]
+    if "tool_calls" in message:
+        native["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": parsed_object(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+    return native
+
+
+def _as_text(message: Said) -> dict[str, Any]:
+    text, calls = message["content"], message.get("tool_calls", ())
+    if _role(message) == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
+    for call in calls:
+        arguments = parsed_object(call["function"]["arguments"])
+        text += f"\n{OPEN}\n{compact({'name': call['function']['name'], 'arguments': arguments})}\n{CLOSE}"
+    more = _native({key: value for key, value in message.items() if key != "tool_calls"})
+    return {**more, "content": text.lstrip("\n") if calls else text}
+
+
+def _role(message: Said) -> str:
+    role: str = message["role"]
+    return ROLES.get(role, role)
+
+
+def _description(tools: Sequence[dict[str, Any]]) -> str:
+    """The wording of Hermes 2 Pro, which many models were trained on."""
+    lines = "\n".join(compact(tool) for tool in tools)
+    return (
+        "You are a function calling AI model. You may call one or more functions to assist with the user query.\n"
+        f"Here are the available tools:\n<tools>\n{lines}\n</tools>\n"
+        "For each function call return a JSON object with the function's name and arguments within tool_call tags:\n"
+        f'{OPEN}\n{{"name": <function-name>, "arguments": <args-object>}}\n{CLOSE}'
+    )

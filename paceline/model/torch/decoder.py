@@ -1,0 +1,310 @@
+"""Our own decoder for the families of families.json, written for the decode step.
+
+Weights are fused (q, k, v in one matrix; gate and up in one) and packed for the device; keys and values go into a static
+cache; one call runs a ragged batch and hands out taps on the way. Plain functions on tensors rather than modules: at one
+row the time is in the calls, not in the arithmetic. `model/checkpoint.py` brings the tensors; what families do differently are
+fields of DecoderConfig. `tests/families/` compares every family with Transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.model.checkpoint import check_tensors
+from paceline.model.config.decoder import DecoderConfig, RopeKind
+from paceline.model.gguf.blocks import AnyWeight
+from paceline.model.kv_cache import StaticKVCache
+from paceline.model.layout import NORMS, gate_apart, layer_shapes
+from paceline.model.target import EndScales, ForwardBatch, ForwardOutput, Target
+from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, Scores, rope_tables
+from paceline.model.torch.delta_cache import DeltaCache, FixedStage, Stage
+from paceline.model.torch.delta_net import DeltaLayer
+from paceline.model.torch.experts import Experts
+from paceline.model.torch.heads import Tables, split_heads
+from paceline.model.torch.parts import (
+    GatedMLP,
+    NoNorm,
+    Norm,
+    PackedLinear,
+    Residual,
+    RMSNorm,
+    WholeNorm,
+    fuse,
+    make_experts,
+    run_mlp,
+)
+from paceline.model.torch.recorded import Recorder
+from paceline.model.torch.sdpa import chosen_kernels
+
+
+@dataclass(slots=True)
+class Layer:
+    config: DecoderConfig
+    input_norm: Norm
+    qkv: PackedLinear
+    qk_norm: RMSNorm | WholeNorm | None
+    """Of heads by themselves with one weight row per query and key head, so that both are normed at once."""
+    output: PackedLinear
+    attention_out_norm: Norm
+    mlp_norm: Norm
+    mlp: GatedMLP | Experts
+    mlp_out_norm: Norm
+    window: int | None
+    rope: RopeKind
+    scores: Scores
+
+    @classmethod
+    def of(cls, config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> Layer:
+        """Norms, and the projections that have the same input as one matrix. Takes the weights out of `parts`."""
+        names, dtype = NORMS[config.norms], next(iter(parts.values())).dtype
+        norms: dict[str, Norm] = {
+            field: RMSNorm(parts[f"{names[field]}.weight"], config.rms_norm_eps, config.norm_offset)
+            if field in names
+            else NoNorm(dtype)
+            for field in ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+        }
+        sinks = parts["self_attn.sinks"].float() if config.has_sinks else None
+        gate = ["self_attn.gate"] if config.output_gate else []
+        if gate:
+            gate_apart(config, parts)
+        return cls(
+            config,
+            qkv=fuse(parts, *(f"self_attn.{which}_proj" for which in "qkv"), *gate),
+            qk_norm=_qk_norm(config, parts) if config.qk_norm else None,
+            output=fuse(parts, "self_attn.o_proj"),
+            mlp=make_experts(config, parts) if config.has_experts(index) else GatedMLP.of(config, parts, "mlp"),
+            window=config.window(index),
+            rope=config.rope(index),
+            scores=Scores(config.attention_scale, config.attention_cap, sinks),
+            **norms,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of matrices that a pass of one position reads."""
+        return self.qkv.num_bytes + self.output.num_bytes + self.mlp.num_bytes
+
+    def run(
+        self,
+        residual: Residual,
+        keys: Tensor,
+        values: Tensor,
+        plan: AttentionPlan,
+        writer: CacheWriter,
+        rope: Rope | None,
+        tables: Tables | None,
+    ) -> None:
+        """Add to the residual stream what attention and MLP make of it; keys and values are the layer's part of the cache."""
+        scale = self.config.residual_scale
+        attended_TD = self.attend(residual.normed(self.input_norm), keys, values, plan, writer, rope, tables)
+        residual.add(attended_TD, self.attention_out_norm, scale)
+        residual.add(run_mlp(self.mlp, residual.normed(self.mlp_norm), plan.live_T), self.mlp_out_norm, scale)
+
+    def attend(
+        self,
+        normed_TD: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: AttentionPlan,
+        writer: CacheWriter,
+        rope: Rope | None,
+        tables: Tables | None,
+    ) -> Tensor:
+        """What attention makes of normed hidden states. Without `rope` nothing is rotated."""
+        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
+        fused_TX = self.qkv(normed_TD)
+        query_THD = split_heads(fused_TX, num_heads, keys, values, writer, self.qk_norm, rope, tables)
+        attended_TX = plan.attend(query_THD, keys, values, self.scores)
+        if self.config.output_gate:
+            gates_TX = fused_TX[:, (num_heads + 2 * num_kv_heads) * self.config.head_dim :]
+            attended_TX = attended_TX * torch.sigmoid(gates_TX)
+        return self.output(attended_TX)
+
+
+def _qk_norm(config: DecoderConfig, parts: dict[str, Tensor]) -> RMSNorm | WholeNorm:
+    query, key = (parts[f"self_attn.{which}_norm.weight"] for which in "qk")
+    eps, offset = config.rms_norm_eps, config.norm_offset
+    if config.is_qk_norm_whole:
+        return WholeNorm(RMSNorm(query, eps, offset), RMSNorm(key, eps, offset), config.num_heads)
+    heads = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
+    return RMSNorm(heads, eps, offset)
+
+
+class Decoder(Target):
+    """Target of a known family with a static KV cache of `num_rows` rows of `max_len` tokens."""
+
+    kv: StaticKVCache
+    """`cache`, by its own type."""
+    takes_trees = True
+    slack = 0
+    """Spare positions behind each row of the cache."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        num_rows: int = 1,
+        max_len: int = 2048,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device(device)
+        # Drafters record their passes also beside a target that cannot.
+        self.recorder = Recorder(self.device) if self.device.type == "cuda" else None
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.num_layers, self.max_position = config.num_layers, config.max_position
+        self.group = config.num_heads // config.num_kv_heads
+        self._residual_dtype = torch.float32 if self.device.type == "cpu" else dtype
+        self.ends = end_scales(config, dtype)
+        self._take(tensors)
+        self.allocate_cache(num_rows, max_len)
+        windows = {layer.window for layer in self.layers if isinstance(layer, Layer)}
+        self.windows = sorted(windows, key=lambda window: window or 0)
+
+    def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        config = self.config
+        # Copies, so that the checkpoint's file does not stay mapped for the sake of one tensor.
+        copies = ((name, tensor.to(self.device, self.dtype, copy=True)) for name, tensor in tensors)
+        layers, rest = build_layers(self.config, copies, self._layer, make_other=lambda name, tensor: tensor)
+        self.layers = layers
+        self.embedding = rest["model.embed_tokens.weight"]
+        self.final_norm = RMSNorm(rest["model.norm.weight"], config.rms_norm_eps, config.norm_offset)
+        self._head = PackedLinear(self.embedding if config.tie_embeddings else rest["lm_head.weight"])
+        self.weight_bytes = sum(layer.num_bytes for layer in self.layers) + self._head.num_bytes
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """As Target.load_weights."""
+        self._take(check_tensors(self.config, tensors, "the new weights"))
+        self.allocate_cache(self.cache.num_rows, self.cache.max_len)
+
+    def _layer(self, index: int, parts: dict[str, Tensor]) -> Layer | DeltaLayer:
+        return (DeltaLayer if self.config.is_linear(index) else Layer).of(self.config, index, parts)
+
+    def allocate_cache(self, num_rows: int, max_len: int) -> None:
+        config = self.config
+        self.check_len(max_len)
+        kinds: set[RopeKind] = {config.rope(layer) for layer in range(config.num_layers)}
+        self.ropes: dict[RopeKind, Rope] = {kind: self._rope(kind, max_len) for kind in kinds if kind != "none"}
+        if config.delta is not None:
+            self.kv = self.cache = DeltaCache(config, num_rows, max_len, self.dtype, self.device, slack=self.slack)
+            return
+        shape = (config.num_layers, num_rows, config.num_kv_heads, max_len, config.head_dim)
+        self.kv = self.cache = StaticKVCache(*shape, self.dtype, self.device, slack=self.slack)
+
+    def _rope(self, kind: RopeKind, max_len: int) -> Rope:
+        tables = rope_tables(self.config, max_len + self.slack, kind, longest=max_len)
+        return Rope(*(table.to(self.device, self.dtype) for table in tables))
+
+    def matrix_embed(self, tokens_T: Tensor) -> Tensor:
+        return F.embedding(tokens_T, self.embedding)
+
+    def matrix_head(self, hidden_TD: Tensor) -> Tensor:
+        return self._head(hidden_TD)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        stages = self._stages(batch)
+        rows = (batch.rows, batch.starts, batch.counts)
+        kind: dict[str, Any] = {"group": self.group, "dtype": self.dtype, "device": self.device, "parents": batch.parents}
+        plans = {window: AttentionPlan(*rows, window=window, **kind) for window in self.windows}
+        writer = CacheWriter(*rows, self.device)
+        positions = batch.positions
+        tables: dict[RopeKind, Tables] = {kind: rope.tables(positions) for kind, rope in self.ropes.items()}
+        hidden_TD, taps_TF = self.run_layers(torch.tensor(batch.tokens, device=self.device), plans, writer, tables, stages)
+        self.cache.append(batch.rows, batch.counts)
+        self.experts_read = self.chosen_experts()
+        if batch.logits == "none":
+            return ForwardOutput(None, taps_TF)
+        if batch.logits == "last" and batch.num_tokens > len(batch.rows):
+            hidden_TD = hidden_TD[torch.tensor(batch.logit_rows, device=self.device)]
+        return ForwardOutput(self.head(self.final_norm(hidden_TD)), taps_TF)
+
+    def _stages(self, batch: ForwardBatch) -> list[Stage]:
+        """Of the layers with a state."""
+        self._read_again(batch)
+        return self.kv.stages(batch) if isinstance(self.kv, DeltaCache) else []
+
+    def _read_again(self, batch: ForwardBatch) -> None:
+        """What the rows of a pass have lost of their states."""
+        for again in self.kv.lost(batch.rows) if isinstance(self.kv, DeltaCache) else ():
+            self.forward(again)
+
+    @property
+    def num_mixtures(self) -> int:
+        """Layers that have experts."""
+        return sum(isinstance(layer.mlp, Experts) for layer in self.layers)
+
+    def chosen_experts(self) -> Tensor | None:
+        """Experts of each token of the last pass [L, T, K], of the L layers that have some; None without any."""
+        chosen = [layer.mlp.chosen_TK for layer in self.layers if isinstance(layer.mlp, Experts)]
+        return torch.stack([each for each in chosen if each is not None]) if chosen else None
+
+    def run_layers(
+        self,
+        tokens_T: Tensor,
+        plans: Mapping[int | None, AttentionPlan],
+        writer: CacheWriter,
+        tables: Mapping[RopeKind, Tables],
+        stages: Sequence[Stage] | FixedStage = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """Embedding and all layers: hidden states [T, D] before the final norm, and taps [T, F].
+
+        plans by the windows of layers, tables by their kinds of rotary positions; stages as `DeltaCache.stages` gives them.
+        """
+        taps_TLD = torch.empty(len(tokens_T), len(self.tap_layers), self.hidden_size, dtype=self.dtype, device=self.device)
+        residual = Residual(self.embed(tokens_T).to(self._residual_dtype))
+        memories = iter(self.kv.memories if isinstance(self.kv, DeltaCache) else ())
+        caches = zip(self.kv.keys, self.kv.values, strict=True)
+        with chosen_kernels(self.device):
+            for index, layer in enumerate(self.layers):
+                if isinstance(layer, DeltaLayer):
+                    layer.run(residual, next(memories), stages)
+                else:
+                    rope = self.ropes.get(layer.rope)
+                    layer.run(residual, *next(caches), plans[layer.window], writer, rope, tables.get(layer.rope))
+                if index in self.tap_layers:
+                    # The last layer is tapped after the final norm, as Transformers' hidden_states[-1].
+                    tapped_TD = residual.normed(self.final_norm) if index == self.num_layers - 1 else residual.hidden_TD
+                    taps_TLD[:, self.tap_layers.index(index)] = tapped_TD
+        return residual.hidden_TD, taps_TLD.flatten(1) if self.tap_layers else None
+
+
+def end_scales(config: DecoderConfig, dtype: torch.dtype) -> EndScales:
+    """The factor of embeddings is rounded to the model's dtype, as Gemma does."""
+    return EndScales(float(torch.tensor(config.embedding_scale, dtype=dtype)), config.logit_scale, config.logit_cap)
+
+
+AnyLayer = TypeVar("AnyLayer")
+
+
+def build_layers(
+    config: DecoderConfig,
+    tensors: Iterable[tuple[str, AnyWeight]],
+    make_layer: Callable[[int, dict[str, AnyWeight]], AnyLayer],
+    make_other: Callable[[str, AnyWeight], Any],
+) -> tuple[list[AnyLayer], dict[str, Any]]:
+    """Layers, each made of its tensors by their names within it as soon as they are all there, so that nothing is held twice;
+    and what is made of every other tensor, by its name."""
+    sizes = [len(layer_shapes(config, index)) for index in range(config.num_layers)]
+    waiting: dict[int, dict[str, AnyWeight]] = {}
+    layers: dict[int, AnyLayer] = {}
+    others: dict[str, Any] = {}
+    for name, tensor in tensors:
+        number, _, own_name = name.removeprefix("model.").removeprefix("layers.").partition(".")
+        if not number.isdecimal():
+            others[name] = make_other(name, tensor)
+            continue
+        parts = waiting.setdefault(int(number), {})
+        parts[own_name] = tensor
+        if len(parts) == sizes[int(number)]:
+            layers[int(number)] = make_layer(int(number), waiting.pop(int(number)))
+    return [layers[index] for index in range(config.num_layers)], others

@@ -1,0 +1,109 @@
+"""What stands within an MLP: the product of its two halves, and the choice among several of them for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.model.config.decoder import DecoderConfig
+from paceline.model.torch.kernels import experts as kernels
+from paceline.model.torch.kernels.experts import ExpertStack
+from paceline.model.torch.kernels.layer import can_run
+
+MOST_FIXED = 1024
+"""Pairs of a token and an expert up to which a GPU computes an ordinary pass as a recorded one: without waiting."""
+
+
+def gating(config: DecoderConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    """What comes of gate and up [T, inner], by `DecoderConfig.activation`."""
+
+    def silu(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate).mul_(up)
+
+    def gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.clamp(max=config.swiglu_limit), up.clamp(-config.swiglu_limit, config.swiglu_limit)
+        return gate * torch.sigmoid(gate * config.swiglu_alpha) * (up + 1)
+
+    return {"silu": silu, "gelu_tanh": gelu_tanh, "clamped_swiglu": clamped_swiglu}[config.activation]
+
+
+class Part(Protocol):
+    """A function of hidden states [T, D] with weights of its own."""
+
+    num_bytes: int
+
+    def __call__(self, inputs: Tensor, /) -> Tensor: ...
+
+
+class Experts:
+    """A few of many MLPs for each token, those with the largest scores of a router; their outputs are added by its weights.
+
+    On the CPU, and for many tokens, they are sorted by expert: each one that is chosen at all runs once a pass, over all
+    of its tokens. In passes of fixed shape nothing is read on the host (`kernels/experts.py`).
+    """
+
+    def __init__(
+        self,
+        router: Part,
+        experts: Sequence[Part],
+        per_token: int,
+        is_normed: bool,
+        shared: tuple[Part, Part] | None = None,
+        stack: ExpertStack | None = None,
+    ) -> None:
+        """is_normed: the weights of a token's experts are divided by their sum. shared: an expert that every token gets, and
+        the gate whose sigmoid it is multiplied by. stack: the matrices of all experts, for kernels; None on the CPU."""
+        self._router, self._experts, self._stack = router, experts, stack
+        self._per_token, self._is_normed, self._shared = per_token, is_normed, shared
+        read = sum(expert.num_bytes for expert in experts) * per_token // len(experts)
+        self.num_bytes = router.num_bytes + read + sum(part.num_bytes for part in shared or ())
+        """Of what one token reads."""
+        self.chosen_TK: Tensor | None = None
+        """Experts of each token of the last pass, ascending; -1 where a token does not count."""
+
+    def __call__(self, normed_TD: Tensor, live_T: Tensor | None = None) -> Tensor:
+        """live_T: in a pass of fixed shape, which tokens count; the others get zeros and read no expert."""
+        logits_TE, has_kernels = self._router(normed_TD), self._stack is not None and can_run(normed_TD)
+        route = kernels.route if has_kernels else kernels.route_twin
+        weights_TK, self.chosen_TK = route(logits_TE, self._per_token, self._is_normed, live_T)
+        is_fixed = live_T is not None or (has_kernels and self.chosen_TK.numel() <= MOST_FIXED)
+        shared = None if self._shared is None else (self._shared[0](normed_TD), self._shared[1](normed_TD))
+        if self._stack is not None and has_kernels and is_fixed:
+            return kernels.mix(normed_TD, self._stack, weights_TK, self.chosen_TK, shared)
+        if is_fixed:
+            summed_TD = kernels.mix_twin(normed_TD, self._experts, weights_TK, self.chosen_TK)
+        else:
+            summed_TD = self._sorted(normed_TD, weights_TK, self.chosen_TK.long())
+        if shared is not None:
+            expert_TD, gate_T1 = shared
+            summed_TD += expert_TD * torch.sigmoid(gate_T1)
+        return summed_TD
+
+    def _sorted(self, normed_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
+        """Weighted sums [T, D] by one call of each expert that is chosen; reads how many tokens each has."""
+        order_S = chosen_TK.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen_TK.flatten(), minlength=len(self._experts)).tolist()
+        shares = zip(self._experts, normed_TD[order_S // self._per_token].split(counts), strict=True)
+        outputs_SD = torch.cat([expert(inputs) for expert, inputs in shares if len(inputs)])
+        outputs_SD = outputs_SD.float().mul_(weights_TK.flatten()[order_S, None])
+        return _summed(outputs_SD, order_S.argsort().view(chosen_TK.shape)).to(normed_TD.dtype)
+
+
+def _summed(weighted_SD: Tensor, place_TK: Tensor) -> Tensor:
+    """The sum [T, D] of each token's outputs, which stand at these places, from the first expert to the last.
+
+    One addition after another: `index_add_` adds by atomic operations on CUDA, in another order every run, so that no
+    text would be repeated bit by bit.
+    """
+    first_T, *others = place_TK.unbind(1)
+    summed_TD = weighted_SD[first_T]
+    for place_T in others:
+        summed_TD += weighted_SD[place_T]
+    return summed_TD

@@ -1,0 +1,56 @@
+"""Queries, keys and values of a fused product: norms, rotary positions, and the writing of keys and values."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paceline.model.torch.attention import CacheWriter, Rope
+from paceline.model.torch.kernels import layer as kernels
+from paceline.model.torch.parts import RMSNorm, WholeNorm
+
+Tables = tuple[Tensor, Tensor]
+"""Cosines and signed sines of a pass's positions, as `Rope.tables` gives them."""
+
+
+def split_heads(
+    fused_TX: Tensor,
+    num_heads: int,
+    keys: Tensor,
+    values: Tensor,
+    writer: CacheWriter,
+    norm: RMSNorm | WholeNorm | None,
+    rope: Rope | None,
+    tables: Tables | None,
+) -> Tensor:
+    """Queries [T, num_heads, head_dim] of a fused product; keys and values are written into the cache.
+
+    fused_TX: heads of queries, keys and values side by side, and what else is behind them. keys, values: a layer of the
+    cache [rows, kv_heads, positions, head_dim]. norm: of queries and keys; without `rope` nothing is rotated.
+    """
+    if not kernels.can_run(fused_TX):
+        return heads_twin(fused_TX, num_heads, keys, values, writer, norm, rope, tables)
+    weight = None if norm is None else norm.for_kernel
+    is_whole, rotated = isinstance(norm, WholeNorm), None if rope is None else tables
+    return kernels.heads(fused_TX, num_heads, keys, values, writer.places, weight, rotated, is_whole)
+
+
+def heads_twin(
+    fused_TX: Tensor,
+    num_heads: int,
+    keys: Tensor,
+    values: Tensor,
+    writer: CacheWriter,
+    norm: RMSNorm | WholeNorm | None,
+    rope: Rope | None,
+    tables: Tables | None,
+) -> Tensor:
+    """`split_heads` in PyTorch: the twin of `kernels.layer.heads`."""
+    num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
+    num_qk_heads = num_heads + num_kv_heads
+    heads = fused_TX.unflatten(-1, (-1, head_dim))
+    qk_heads = heads[:, :num_qk_heads] if norm is None else norm.of_first(heads, num_qk_heads)
+    if rope is not None and tables is not None:
+        qk_heads = rope.rotate(qk_heads, tables)
+    writer.write(keys, qk_heads[:, num_heads:])
+    writer.write(values, heads[:, num_qk_heads : num_qk_heads + num_kv_heads])
+    return qk_heads[:, :num_heads]

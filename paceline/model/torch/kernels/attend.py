@@ -1,0 +1,164 @@
+"""Attention of recorded passes over the cache's own lengths: a Triton kernel on CUDA, and its PyTorch twin.
+
+A pass brings J tokens to each of the cache rows 0..B-1. Lengths, and which of its row's new tokens each token sees, are
+read on the device, so that one recorded pass serves every length and the work follows the real one. The kernel splits
+the positions of each row among programs and adds up their parts (Flash-Decoding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.model.torch.attention import PLAIN, Scores, attend_rows
+from paceline.model.torch.kernels import available
+
+MOST_BITS = 32
+"""Most tokens of a row whose relation is given as bits."""
+PROGRAMS = 264
+"""Programs to make at least: two for each multiprocessor of an H100."""
+H100_SHARED = 227 * 1024
+MOST_POSITIONS = 2048
+"""Positions of a row that one program walks at most, however many rows there are."""
+CHUNK = 32
+"""Splits that are added up at a time."""
+_LOADED = 64 * 128
+"""Elements of a block of keys, and of one of values."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sight:
+    """Which cache positions the tokens of a pass see, on the device: all before their row's start, and of the J new
+    ones those that `bits_BJ` names, else those up to themselves, else all. Nobody sees new tokens behind the row's
+    own count."""
+
+    starts_B: Tensor
+    counts_B: Tensor
+    count: int
+    """J, tokens of each row with those that pad it."""
+    window: int | None = None
+    """Positions that a token sees, itself included, back from its own; the other way too where it sees that far."""
+    is_causal: bool = True
+    depths_BJ: Tensor | None = None
+    """Positions of the new tokens behind their row's start; None: one behind another."""
+    bits_BJ: Tensor | None = None
+    """Bit i: the token sees new token i of its row. With `depths_BJ`, for up to MOST_BITS tokens."""
+
+    def mask(self, length: int) -> Tensor:
+        """Which of the first `length` positions each token sees, bool [B, J, length]."""
+        slot_J = torch.arange(self.count, device=self.starts_B.device)
+        place_BS = torch.arange(length, device=self.starts_B.device) - self.starts_B[:, None]
+        at_BS = place_BS.clamp(0, self.count - 1)
+        if self.bits_BJ is not None:
+            own = (self.bits_BJ[:, :, None] >> at_BS[:, None]) & 1 != 0
+        else:
+            own = place_BS[:, None] <= (slot_J if self.is_causal else torch.full_like(slot_J, self.count))[:, None]
+        seen_BJS = (own & (place_BS < self.counts_B[:, None])[:, None]) | (place_BS < 0)[:, None]
+        if self.window is not None:
+            depths_BJ = slot_J.expand(len(self.starts_B), -1) if self.depths_BJ is None else self.depths_BJ
+            depths_BS = torch.where(place_BS < 0, place_BS, depths_BJ.gather(1, at_BS))
+            distance = depths_BJ[:, :, None] - depths_BS[:, None]
+            seen_BJS = seen_BJS & (distance < self.window) & (distance > -self.window)
+        return seen_BJS
+
+
+def twin(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores = PLAIN) -> Tensor:
+    """As `attend`, by masked products over all positions of the cache."""
+    seen_BJS = sight.mask(keys.shape[2])
+    mask = torch.zeros(seen_BJS.shape, dtype=keys.dtype, device=keys.device).masked_fill_(~seen_BJS, float("-inf"))
+    mask_B1TS = mask.repeat(1, query_THD.shape[1] // keys.shape[1], 1)[:, None]
+    # Where dead positions hold NaN, masks do not hide it; and a token that sees nothing is 0 / 0.
+    dead_B1S1 = ~seen_BJS.any(1)[:, None, :, None]
+    keys, values = (cache[: len(mask)].masked_fill(dead_B1S1, 0.0) for cache in (keys, values))
+    out_TX = attend_rows(query_THD, keys, values, mask_B1TS, scores)
+    return out_TX.masked_fill(~seen_BJS.any(2).view(-1, 1), 0.0)
+
+
+def attend(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores = PLAIN) -> Tensor:
+    """Attention output [B * J, heads * head_dim] of queries [B * J, heads, head_dim], row after row.
+
+    keys, values: one layer of the cache, [rows, kv_heads, positions, head_dim], new tokens already written; rows 0..B-1
+    are read. A token that sees no position gives zeros.
+    """
+    if not available.can_use(query_THD.device):
+        return twin(query_THD, keys, values, sight, scores)
+    return run_kernels(query_THD, keys, values, sight, scores)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Sizes of the kernel's blocks, for one shape of a pass."""
+
+    members: int
+    """Stacked queries of a program: BLOCK_M."""
+    keys: int
+    channels: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, group: int, count: int, head_dim: int, dtype: torch.dtype, shared: int = H100_SHARED) -> Tiles:
+        """`shared`: bytes of shared memory that a program may use."""
+        channels, stacked = max(16, _power_of_2(head_dim)), max(16, _power_of_2(group * count))
+        if dtype.itemsize > 2:  # products of float32 run without tensor cores, from registers
+            return cls(min(stacked, 32), 32, channels, warps=4, stages=1)
+        keys = min(64, max(32, _LOADED // channels))
+        sizes = [(members, stages) for members in (128, 64, 32, 16) for stages in (3, 2)]
+        fitting = [size for size in sizes if 2 * channels * (min(stacked, size[0]) + 2 * size[1] * keys) <= shared]
+        most, stages = fitting[0] if fitting else (16, 1)
+        members = min(stacked, most)
+        return cls(members, keys, channels, warps=8 if members > 64 else 4, stages=stages)
+
+    def splits(self, pairs: int, stacked: int, positions: int) -> int:
+        """How many programs share the positions of one row and key head, of `pairs` of them."""
+        programs = pairs * -(-stacked // self.members)
+        # Not all rows of many are long, or in use: none should wait for one that a single program walks.
+        wanted = max(PROGRAMS // programs, -(-positions // MOST_POSITIONS))
+        return max(1, min(wanted, -(-positions // self.keys)))
+
+
+def _power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that a program may use; an H100's where there is no card, as under Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else H100_SHARED
+
+
+def run_kernels(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores) -> Tensor:
+    """As `attend`, by the kernels."""
+    from paceline.model.torch.kernels.triton import attend as attend_triton
+
+    launched: Any = attend_triton
+    (tokens, heads, head_dim), kv_heads, positions = query_THD.shape, *keys.shape[1:3]
+    assert all(tensor.stride(-1) == 1 for tensor in (query_THD, keys, values))
+    count, num_rows, group = sight.count, tokens // sight.count, heads // kv_heads
+    pairs, stacked = num_rows * kv_heads, group * count
+    tiles = Tiles.of(group, count, head_dim, keys.dtype, _shared_bytes(keys.device))
+    splits = tiles.splits(pairs, stacked, positions)
+    one = {"dtype": torch.float32, "device": query_THD.device}
+    sums = torch.empty(pairs, splits, stacked, head_dim, **one)
+    weights, maxima = (torch.empty(pairs, stacked, splits, **one) for _ in range(2))
+    out_TX = torch.empty(tokens, heads * head_dim, dtype=query_THD.dtype, device=query_THD.device)
+    shape = {"GROUP": group, "HEAD": head_dim, "BLOCK_D": tiles.channels, **available.overlap_options(query_THD.device)}
+    with torch.cuda.device_of(query_THD):
+        launched.attend_split[-(-stacked // tiles.members), splits, pairs](
+            query_THD, keys, values, sight.starts_B, sight.counts_B, sight.depths_BJ, sight.bits_BJ, sums, weights, maxima,
+            count, kv_heads, *query_THD.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+            head_dim**-0.5 if scores.scale is None else scores.scale, scores.cap, sight.window or 0,
+            **shape, BLOCK_M=tiles.members, BLOCK_N=tiles.keys, HAS_BITS=sight.bits_BJ is not None,
+            IS_CAUSAL=sight.is_causal, HAS_WINDOW=sight.window is not None, HAS_CAP=scores.cap != 0.0,
+            PRECISION="ieee", STAGES=tiles.stages, num_warps=tiles.warps,
+        )  # fmt: skip
+        launched.combine_splits[stacked, pairs](
+            sums, weights, maxima, scores.sinks_H, out_TX, count, kv_heads, splits,
+            **shape, CHUNK=CHUNK, HAS_SINKS=scores.sinks_H is not None,
+            num_warps=4,
+        )  # fmt: skip
+    return out_TX

@@ -1,0 +1,50 @@
+"""Tells where the Triton kernels run: on NVIDIA cards of Ampere or later, where Triton can compile and start one."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+log = logging.getLogger("paceline.model")
+LEAST_CAPABILITY = (8, 0)
+"""Older cards have no products in bfloat16."""
+OVERLAPPING_CAPABILITY = (9, 0)
+"""From Hopper on a kernel's programs may start before the kernel before has ended."""
+
+
+def can_use(device: torch.device | str) -> bool:
+    """True if tensors on `device` can be given to the Triton kernels. Elsewhere PyTorch's operations run."""
+    device = torch.device(device)
+    if device.type != "cuda" or torch.version.hip or find_spec("triton") is None:
+        return False
+    return _starts_kernels(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def overlap_options(device: torch.device) -> dict[str, bool]:
+    """Options of every launch on `device`: whether kernels start beside the one before (`triton/overlap.py`)."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < OVERLAPPING_CAPABILITY:
+        return {"OVERLAPS": False}
+    return {"OVERLAPS": True, "launch_pdl": True}
+
+
+@cache
+def _starts_kernels(index: int) -> bool:
+    """True if Triton compiles and starts a kernel on this card. It comes with PyTorch's builds for CUDA, but needs a C
+    compiler, Python's headers and a folder for its cache beside it."""
+    if torch.cuda.get_device_capability(index) < LEAST_CAPABILITY:
+        return False
+    try:
+        from paceline.model.torch.kernels.triton.probe import starts
+
+        return starts(index)
+    except Exception as error:  # noqa: BLE001 Triton raises what its compiler, its driver and the C compiler raise
+        log.warning(
+            "Triton starts no kernel on cuda:%d (%s: %s): PyTorch's operations run in their place, slower. Most often a C "
+            "compiler (gcc) or Python's headers (python3-dev) are missing",
+            index, type(error).__name__, error,
+        )  # fmt: skip
+        return False

@@ -1,0 +1,123 @@
+"""Gated delta nets in passes of fixed shape: Triton kernels that read lengths on the device.
+
+The twin is `paceline.model.torch.delta_net.DeltaNet` itself, over a stage of the greatest lengths (`FixedStage.whole`). Kernels
+add up in another order; they compute in float32 and round to the dtype where the twin does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.model.config.decoder import DeltaShape
+from paceline.model.torch.delta_cache import DeltaMemory, FixedStage
+from paceline.model.torch.kernels.layer import check_contiguous, next_power
+
+_TILE = 32
+"""Values of a head that one program computes."""
+_KEYS = 16
+"""Numbers of keys that `recur` multiplies at a time."""
+
+
+class DeltaWeights(NamedTuple):
+    """Small weights of a layer, float32."""
+
+    kernel_KX: Tensor
+    """Of the convolution, the newest input last."""
+    rate_H: Tensor
+    step_H: Tensor
+    norm_V: Tensor
+
+
+def recur(
+    fused_TX: Tensor,
+    memory: DeltaMemory,
+    stage: FixedStage,
+    weights: DeltaWeights,
+    shape: DeltaShape,
+    eps: float,
+    unit_eps: float,
+) -> Tensor:
+    """Gated outputs [T, values] of the fused product of a layer's inputs, in four launches; state and trail go on.
+
+    fused_TX: inputs of the convolution, gates, and each head's logits of beta and steps of decay, side by side. eps: of the
+    output's norm; unit_eps: of the length of queries and keys. Tokens that do not count get zeros.
+    """
+    check_contiguous(fused_TX, *weights, *memory.tensors(), stage.bits_BJ, stage.depths_BJ)
+    num_rows, count = stage.bits_BJ.shape
+    heads, key_heads, room = shape.num_value_heads, shape.num_key_heads, memory.decays_BNH.shape[1]
+    tiles, columns = -(-shape.value_dim // _TILE), fused_TX.shape[1]
+    kind = {"dtype": torch.float32, "device": fused_TX.device}
+    query = torch.empty(len(fused_TX), shape.keys, **kind)
+    value = torch.empty(len(fused_TX), shape.values, **kind)
+    found = torch.empty(len(fused_TX), shape.values, dtype=fused_TX.dtype, device=fused_TX.device)
+    sizes, tile, slots = _constants(shape, room, count)
+    trail = memory.keys_BNK, memory.changes_BNHV, memory.decays_BNH
+    lengths = stage.gone_B, stage.held_B
+    _launch("settle", (tiles, heads, num_rows), [memory.states_BHKV, *trail, *lengths], **sizes, **tile, num_warps=4)
+    _launch(
+        "convolve",
+        (num_rows, 2 * key_heads + heads),
+        [
+            *(fused_TX, weights.kernel_KX, memory.windows_BWX, memory.inputs_BNX, memory.keys_BNK, memory.decays_BNH),
+            *(query, value, *lengths, stage.counts_B, stage.depths_BJ, stage.bits_BJ, columns, unit_eps),
+        ],
+        **sizes,
+        **slots,
+        BLOCK=next_power(max(shape.key_dim, shape.value_dim)),
+        TAPS=shape.kernel,
+        BLOCK_W=next_power(max(shape.kernel - 1, 1)),
+        num_warps=4 if slots["BLOCK_J"] == 16 else 8,
+    )
+    _launch(
+        "recur",
+        (tiles, heads, num_rows),
+        [
+            *(fused_TX, weights.rate_H, weights.step_H, memory.states_BHKV, *trail, query, value, found),
+            *(stage.held_B, stage.counts_B, stage.bits_BJ, columns),
+        ],
+        **sizes,
+        **tile | {"BLOCK_K": min(tile["BLOCK_K"], _KEYS)},
+        **slots,
+        num_warps=4,
+    )
+    return _gated_norm(found, fused_TX, weights.norm_V, shape, eps)
+
+
+def _gated_norm(found: Tensor, fused_TX: Tensor, norm_V: Tensor, shape: DeltaShape, eps: float) -> Tensor:
+    """Norms of the heads of `found` [T, values], times the activated gates of the fused product."""
+    heads, out = shape.num_value_heads, torch.empty_like(found)
+    _launch(
+        "gated_norm",
+        (len(fused_TX), heads),
+        [found, fused_TX, norm_V, out, fused_TX.shape[1], shape.channels, eps],
+        NUM_HEADS=heads,
+        VALUE=shape.value_dim,
+        BLOCK=next_power(shape.value_dim),
+        num_warps=1,
+    )
+    return out
+
+
+def _constants(shape: DeltaShape, room: int, count: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Sizes that all kernels know, those of one tile of a state, and those of the pass."""
+    sizes = {
+        "ROOM": room, "BLOCK_R": max(16, next_power(room)), "NUM_KEY_HEADS": shape.num_key_heads,
+        "NUM_HEADS": shape.num_value_heads, "KEY": shape.key_dim, "VALUE": shape.value_dim,
+    }  # fmt: skip
+    tile = {"BLOCK_K": max(16, next_power(shape.key_dim)), "BLOCK_V": _TILE}
+    return sizes, tile, {"COUNT": count, "BLOCK_J": max(16, next_power(count))}
+
+
+def _launch(kernel: str, grid: tuple[int, ...], args: list[Tensor | float], **constants: int) -> None:
+    """Launches a kernel of `delta_triton` on the device of its first argument; a grid without programs is none."""
+    from paceline.model.torch.kernels.triton import delta as delta_triton
+
+    first = args[0]
+    assert isinstance(first, Tensor)
+    if 0 in grid:
+        return
+    with torch.cuda.device_of(first):
+        getattr(delta_triton, kernel)[grid](*args, **constants)

@@ -1,0 +1,201 @@
+"""Small operations of a decoder layer in one launch each, on CUDA: residual addition and norms, heads, gated product.
+
+Each function launches a kernel of `model/torch/kernels/triton/layer.py`. Its PyTorch twin beside it is the reference.
+Kernels round to the tensors' dtype where the twin does; sums of squares are added in another order, and exponentials
+differ in the last bits of float32. They have no gradients.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.model.torch.kernels import available
+
+GATED = ("silu", "gelu_tanh")
+"""Activations that `gated` has."""
+_BLOCK = 1024
+"""Columns of one program of the gated product."""
+
+
+class NormWeight(NamedTuple):
+    """An RMS norm over the last dimension."""
+
+    weight: Tensor
+    eps: float
+    is_wide: bool = False
+    """True if the normed values are multiplied by the weight in float32, before they are rounded to the dtype."""
+
+
+class Places(NamedTuple):
+    """Cache rows and positions of a pass's tokens, int64 [T] each."""
+
+    rows_T: Tensor
+    slots_T: Tensor
+
+
+def can_run(tensor: Tensor) -> bool:
+    """True if the kernels take this tensor: on CUDA with Triton, and no gradient is wanted."""
+    return available.can_use(tensor.device) and not (tensor.requires_grad and torch.is_grad_enabled())
+
+
+def rms_norm_twin(inputs: Tensor, norm: NormWeight, dtype: torch.dtype) -> Tensor:
+    """RMS norm in PyTorch, in `dtype`."""
+    return weighted(normed(inputs, norm), norm, dtype)
+
+
+def normed(inputs: Tensor, norm: NormWeight) -> Tensor:
+    """`rms_norm_twin` before the product with the weight: in float32 if the norm is wide."""
+    return F.rms_norm(inputs.float() if norm.is_wide else inputs, inputs.shape[-1:], eps=norm.eps)
+
+
+def weighted(normed: Tensor, norm: NormWeight, dtype: torch.dtype) -> Tensor:
+    """Product of normed values with the norm's weight, in `dtype`."""
+    return (normed * norm.weight).to(dtype) if norm.is_wide else normed.to(dtype) * norm.weight
+
+
+def rms_norm(inputs: Tensor, norm: NormWeight, dtype: torch.dtype) -> Tensor:
+    """`rms_norm_twin` in one launch."""
+    inputs = inputs.contiguous()
+    out = torch.empty_like(inputs, dtype=dtype)
+    _launch_norm(inputs, inputs, out, None, norm, 1.0)
+    return out
+
+
+def add_norm_twin(
+    hidden_TD: Tensor, update_TD: Tensor, update_norm: NormWeight | None, norm: NormWeight | None, scale: float
+) -> Tensor | None:
+    """Adds scale * update_norm(update) to `hidden_TD` in place; returns norm(hidden), both without a norm that is None."""
+    normed_TD = update_TD if update_norm is None else rms_norm_twin(update_TD, update_norm, update_TD.dtype)
+    hidden_TD.add_(normed_TD, alpha=scale)
+    return None if norm is None else rms_norm_twin(hidden_TD, norm, update_TD.dtype)
+
+
+def add_norm(
+    hidden_TD: Tensor, update_TD: Tensor, update_norm: NormWeight | None, norm: NormWeight | None, scale: float
+) -> Tensor | None:
+    """`add_norm_twin` in one launch."""
+    update_TD = update_TD.contiguous()
+    out_TD = None if norm is None else torch.empty_like(update_TD)
+    _launch_norm(hidden_TD, update_TD, out_TD, update_norm, norm, scale, has_update=True)
+    return out_TD
+
+
+def _launch_norm(
+    hidden: Tensor,
+    update: Tensor,
+    out: Tensor | None,
+    update_norm: NormWeight | None,
+    norm: NormWeight | None,
+    scale: float,
+    has_update: bool = False,
+) -> None:
+    """Pointers that are not needed are those of `hidden`."""
+    size = hidden.shape[-1]
+    check_contiguous(hidden)
+    unused = NormWeight(hidden, 0.0)
+    first, second = update_norm or unused, norm or unused
+    block = next_power(size)
+    _launch(
+        "add_norm",
+        (hidden.numel() // size,),
+        [hidden, update, hidden if out is None else out, first.weight, second.weight, first.eps, second.eps, scale],
+        SIZE=size,
+        BLOCK=block,
+        HAS_UPDATE=has_update,
+        HAS_UPDATE_NORM=update_norm is not None,
+        HAS_NORM=norm is not None,
+        IS_UPDATE_WIDE=first.is_wide,
+        IS_WIDE=second.is_wide,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+
+
+def heads(
+    fused_TX: Tensor,
+    num_heads: int,
+    keys: Tensor,
+    values: Tensor,
+    places: Places,
+    norm: NormWeight | None,
+    tables: tuple[Tensor, Tensor] | None,
+    is_whole: bool = False,
+) -> Tensor:
+    """Queries [T, num_heads, size] of a fused product, normed and rotated; keys and values go into the cache.
+
+    fused_TX: heads of queries, keys and values side by side, and what else is behind them. keys, values: a layer of the
+    cache [rows, kv_heads, positions, size]. norm: one weight row for each query and key head; `is_whole`: over all queries
+    together, and over all keys. tables: cosines and signed sines of the tokens' positions (`Rope.tables`).
+    The twin is `paceline.model.torch.heads.heads_twin`.
+    """
+    _, num_kv_heads, _, size = keys.shape
+    rotary = 0 if tables is None else tables[0].shape[-1]
+    cos, sin = (fused_TX, fused_TX) if tables is None else tables
+    check_contiguous(fused_TX, cos, sin, *places)
+    if keys.stride() != values.stride() or keys.stride(3) != 1:
+        raise ValueError(f"keys and values must lie alike, heads in one piece, not {keys.stride()} and {values.stride()}")
+    query_THD = fused_TX.new_empty(len(fused_TX), num_heads, size)
+    whole_block = next_power(max(num_heads, num_kv_heads) * size) if is_whole else 1
+    _launch(
+        "heads",
+        (len(fused_TX), num_heads + 2 * num_kv_heads),
+        [
+            *(fused_TX, query_THD, keys, values, *places, cos, sin, fused_TX if norm is None else norm.weight),
+            *(0.0 if norm is None else norm.eps, fused_TX.stride(0), *keys.stride()[:3]),
+        ],
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        SIZE=size,
+        BLOCK=next_power(size),
+        ROTARY=rotary,
+        HAS_NORM=norm is not None,
+        IS_WIDE=norm is not None and norm.is_wide,
+        IS_WHOLE=is_whole,
+        WHOLE_BLOCK=whole_block,
+        num_warps=min(max(whole_block // 1024, 1), 8),
+    )
+    return query_THD
+
+
+def gated_twin(gate_up_TX: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up of [T, 2 * inner] -> [T, inner]; `activation` is one of GATED."""
+    gate, up = gate_up_TX.chunk(2, dim=-1)
+    activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return activated.mul_(up)
+
+
+def gated(gate_up_TX: Tensor, activation: str) -> Tensor:
+    """`gated_twin` in one launch."""
+    check_contiguous(gate_up_TX)
+    size = gate_up_TX.shape[-1] // 2
+    out = gate_up_TX.new_empty(*gate_up_TX.shape[:-1], size)
+    grid = (out.numel() // size, -(-size // _BLOCK))
+    _launch("gated", grid, [gate_up_TX, out], SIZE=size, BLOCK=_BLOCK, IS_GELU=activation == "gelu_tanh", num_warps=4)
+    return out
+
+
+def check_contiguous(*tensors: Tensor) -> None:
+    """Raises ValueError for a tensor that kernels would read in the wrong order."""
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise ValueError(f"a kernel's input must be contiguous, not {tuple(tensor.shape)} with strides {tensor.stride()}")
+
+
+def next_power(size: int) -> int:
+    """The least power of two that is at least `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+def _launch(kernel: str, grid: tuple[int, ...], args: list[Tensor | float], **constants: int) -> None:
+    """Launches a kernel of `layer_triton` on the device of its first argument; a grid without programs is none."""
+    from paceline.model.torch.kernels.triton import layer as layer_triton
+
+    first = args[0]
+    assert isinstance(first, Tensor)
+    if 0 in grid:
+        return
+    with torch.cuda.device_of(first):
+        getattr(layer_triton, kernel)[grid](*args, **constants, **available.overlap_options(first.device))

@@ -1,0 +1,87 @@
+"""Products of a few tokens with a matrix, on CUDA: as fast as the memory gives the matrix, where cuBLAS is not.
+
+Each function launches the kernel of `model/torch/kernels/triton/skinny.py`; its twin is PyTorch's product. Sums have
+another order, so that results differ from the twin's in the last bits, and one token's from those of several.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.model.torch.kernels import available
+from paceline.model.torch.kernels.layer import GATED, gated_twin
+
+MOST_TOKENS = 16
+"""With more a product has enough work for cuBLAS to win."""
+
+
+class Tile(NamedTuple):
+    """What one program reads at a time, of a matrix [rows, columns]."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+TILES = {
+    (True, False): Tile(4, 1024, 4, 4),
+    (True, True): Tile(8, 256, 4, 5),
+    (False, False): Tile(16, 256, 2, 4),
+    (False, True): Tile(16, 256, 4, 4),
+}
+"""By whether there is one token, and whether the product is gated; the best of five to seven each on an H100 (docs/LOG.md)."""
+
+
+def tile_of(num_tokens: int, size: int, inner: int, is_gated: bool) -> Tile | None:
+    """The tile for a matrix [size, inner] (twice as many rows if gated); None where none divides it."""
+    tile = TILES[num_tokens == 1, is_gated]
+    columns = tile.columns
+    while columns >= 64 and inner % columns:
+        columns //= 2
+    return None if columns < 64 or size % tile.rows else tile._replace(columns=columns)
+
+
+def can_run(inputs_TD: Tensor, weight: Tensor, is_gated: bool = False) -> bool:
+    """True if `skinny` takes these: few tokens, on CUDA with Triton, of one dtype, and no gradient is wanted."""
+    num_tokens, (size, inner) = inputs_TD.numel() // inputs_TD.shape[-1], weight.shape
+    return (
+        0 < num_tokens <= MOST_TOKENS
+        and inputs_TD.dtype == weight.dtype == torch.bfloat16
+        and available.can_use(inputs_TD.device)
+        and not (inputs_TD.requires_grad and torch.is_grad_enabled())
+        and tile_of(num_tokens, size // 2 if is_gated else size, inner, is_gated) is not None
+    )
+
+
+def product_twin(inputs_TD: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
+    """inputs [..., D] times the matrix [N, D], and its bias. With `activation`, one of GATED: activation(gate) * partner of
+    both halves of the product."""
+    product = F.linear(inputs_TD, weight, bias)
+    return product if activation is None else gated_twin(product, activation)
+
+
+def product(inputs_TD: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
+    """`product_twin` in one launch, where `can_run` allows."""
+    inputs_TD = inputs_TD.contiguous()
+    num_tokens, (size, inner) = inputs_TD.numel() // inputs_TD.shape[-1], weight.shape
+    size = size if activation is None else size // 2
+    tile = tile_of(num_tokens, size, inner, activation is not None)
+    if tile is None:
+        raise ValueError(f"no tile divides a matrix of {size} x {inner}")
+    from paceline.model.torch.kernels.triton import skinny as skinny_triton
+
+    launched: Any = skinny_triton
+    out = inputs_TD.new_empty(*inputs_TD.shape[:-1], size)
+    with torch.cuda.device_of(inputs_TD):
+        launched.skinny[(size // tile.rows,)](
+            inputs_TD, weight, weight if bias is None else bias, out, num_tokens, size,
+            INNER=inner, TOKENS=1 if num_tokens == 1 else MOST_TOKENS, ROWS=tile.rows, COLUMNS=tile.columns,
+            HAS_BIAS=bias is not None, GATE=0 if activation is None else 1 + GATED.index(activation), PRECISION="ieee",
+            STAGES=tile.stages, num_warps=tile.warps, **available.overlap_options(inputs_TD.device),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,1 @@
+"""The Triton kernels. Imported only where they run."""

@@ -1,0 +1,227 @@
+"""Triton kernels of gated delta nets. `model/torch/kernels/delta.py` launches them; this module is imported only for that.
+
+A row's trail holds its positions behind the state (`delta_cache.py`). Of these the first `gone` go into the state, `held`
+are left, and `count` new ones come behind them. Layouts are those of `DeltaMemory`, with one row after another.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def settle(
+    states_ptr, keys_ptr, changes_ptr, decays_ptr, gone_ptr, held_ptr,
+    ROOM: tl.constexpr, BLOCK_R: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One row, value head and tile of values: the state takes up positions; changes behind them move to the front.
+    Everything else that moves is left to `convolve`."""
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    gone = tl.load(gone_ptr + row).to(tl.int32)
+    if gone > 0:
+        held = tl.load(held_ptr + row).to(tl.int32)
+        place, key = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+        value = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+        is_value, goes = value < VALUE, place < gone
+        trail = row * ROOM + place
+        decays = tl.load(decays_ptr + trail * NUM_HEADS + head, mask=goes, other=0.0)
+        total = tl.sum(decays, 0)
+        rest = tl.exp(total - tl.cumsum(decays, 0))
+        key_head = head // (NUM_HEADS // NUM_KEY_HEADS)
+        key_at = (trail * NUM_KEY_HEADS + key_head)[:, None] * KEY + key
+        keys_RK = tl.load(keys_ptr + key_at, mask=goes[:, None] & (key < KEY), other=0.0) * rest[:, None]
+        change_at = (trail * NUM_HEADS + head)[:, None] * VALUE + value
+        changes_RV = tl.load(changes_ptr + change_at, mask=goes[:, None] & is_value, other=0.0)
+        stays = (place < held)[:, None] & is_value
+        moved_RV = tl.load(changes_ptr + change_at + gone * NUM_HEADS * VALUE, mask=stays, other=0.0)
+        state_at = states_ptr + ((row * NUM_HEADS + head) * KEY + key)[:, None] * VALUE + value
+        mask_KV = (key < KEY)[:, None] & is_value
+        state_KV = tl.load(state_at, mask=mask_KV, other=0.0) * tl.exp(total)
+        state_KV += tl.dot(tl.trans(keys_RK), changes_RV, input_precision="tf32x3")
+        tl.store(state_at, state_KV, mask=mask_KV)
+        tl.debug_barrier()  # all threads have read what is written now
+        tl.store(changes_ptr + change_at, moved_RV, mask=stays)
+
+
+@triton.jit(do_not_specialize=["num_columns"])
+def convolve(
+    fused_ptr, kernel_ptr, windows_ptr, inputs_ptr, keys_ptr, decays_ptr, query_ptr, value_ptr,
+    gone_ptr, held_ptr, counts_ptr, depths_ptr, bits_ptr, num_columns, eps,
+    ROOM: tl.constexpr, BLOCK_R: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr, BLOCK_W: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """One head's channels of one row: what `settle` left moves to the front; then SiLU of the convolution, unit queries and
+    keys. New inputs and keys go into the trail."""
+    head, row = tl.program_id(1), tl.program_id(0).to(tl.int64)
+    channels: tl.constexpr = 2 * NUM_KEY_HEADS * KEY + NUM_HEADS * VALUE
+    width: tl.constexpr = TAPS - 1
+    is_key = (head >= NUM_KEY_HEADS) & (head < 2 * NUM_KEY_HEADS)
+    is_value = head >= 2 * NUM_KEY_HEADS
+    key_head, value_head = head - NUM_KEY_HEADS, head - 2 * NUM_KEY_HEADS
+    size = tl.where(is_value, VALUE, KEY)
+    at = tl.arange(0, BLOCK)
+    is_own = at < size
+    channel = tl.where(is_value, 2 * NUM_KEY_HEADS * KEY + value_head * VALUE, head * KEY) + at
+    gone, held = tl.load(gone_ptr + row).to(tl.int32), tl.load(held_ptr + row).to(tl.int32)
+    count = tl.load(counts_ptr + row).to(tl.int32)
+    inputs_at, windows_at = inputs_ptr + row * ROOM * channels + channel, windows_ptr + row * width * channels + channel
+    key_at = keys_ptr + (row * ROOM * NUM_KEY_HEADS + key_head) * KEY + at
+    if gone > 0:
+        place, tap = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_W)
+        stays = place < held
+        stays_RX = stays[:, None] & is_own
+        moved_RX = tl.load(inputs_at + (place + gone)[:, None] * channels, mask=stays_RX, other=0.0)
+        keys_RK = tl.load(
+            key_at + (place + gone)[:, None] * (NUM_KEY_HEADS * KEY), mask=stays_RX & is_key, other=0.0
+        )  # fmt: skip
+        decay_at = decays_ptr + (row * ROOM + place) * NUM_HEADS + value_head
+        decays = tl.load(decay_at + gone * NUM_HEADS, mask=stays & is_value, other=0.0)
+        source = tap + gone  # of the window and the trail, one behind the other
+        is_tap = (tap < width)[:, None] & is_own
+        old_WX = tl.load(windows_at + source[:, None] * channels, mask=is_tap & (source < width)[:, None], other=0.0)
+        new_WX = tl.load(
+            inputs_at + (source - width)[:, None] * channels, mask=is_tap & (source >= width)[:, None], other=0.0
+        )  # fmt: skip
+        tl.debug_barrier()  # all threads have read what is written now
+        tl.store(inputs_at + place[:, None] * channels, moved_RX, mask=stays_RX)
+        tl.store(key_at + place[:, None] * (NUM_KEY_HEADS * KEY), keys_RK, mask=stays_RX & is_key)
+        tl.store(decay_at, decays, mask=stays & is_value)
+        tl.store(windows_at + tap[:, None] * channels, tl.where((source < width)[:, None], old_WX, new_WX), mask=is_tap)
+        tl.debug_barrier()
+    slot = tl.arange(0, BLOCK_J)
+    is_live = slot < count
+    depth = tl.load(depths_ptr + row * COUNT + slot, mask=slot < COUNT, other=0).to(tl.int32)
+    bits = tl.load(bits_ptr + row * COUNT + slot, mask=slot < COUNT, other=0).to(tl.int32)
+    is_seen = ((bits[:, None] >> slot) & 1) != 0
+    fused_at = fused_ptr + row * COUNT * num_columns + channel
+    sum_JX = tl.zeros([BLOCK_J, BLOCK], tl.float32)
+    mask_JX = is_live[:, None] & is_own
+    for back in tl.static_range(TAPS):
+        wanted = depth - back
+        ancestor = tl.sum(tl.where(is_seen & (depth == wanted[:, None]), slot, 0), 1)
+        before = held + wanted
+        is_before = wanted < 0
+        own_JX = tl.load(fused_at + ancestor[:, None] * num_columns, mask=mask_JX & (~is_before)[:, None], other=0.0)
+        trail_mask = mask_JX & (is_before & (before >= 0))[:, None]
+        trail_JX = tl.load(inputs_at + before[:, None] * channels, mask=trail_mask, other=0.0)
+        window_mask = mask_JX & (is_before & (before < 0))[:, None]
+        window_JX = tl.load(windows_at + (width + before)[:, None] * channels, mask=window_mask, other=0.0)
+        weight = tl.load(kernel_ptr + (width - back) * channels + channel, mask=is_own, other=0.0)
+        sum_JX += (own_JX + trail_JX + window_JX).to(tl.float32) * weight
+        if back == 0:
+            tl.store(inputs_at + (held + slot)[:, None] * channels, own_JX, mask=mask_JX)
+    dtype: tl.constexpr = fused_ptr.dtype.element_ty
+    sum_JX = sum_JX.to(dtype).to(tl.float32)
+    out_JX = (sum_JX / (1.0 + tl.exp(-sum_JX))).to(dtype).to(tl.float32)
+    token = row * COUNT + slot
+    if is_value:
+        tl.store(value_ptr + (token * NUM_HEADS + value_head)[:, None] * VALUE + at, out_JX, mask=mask_JX)
+    else:
+        out_JX *= tl.rsqrt(tl.sum(out_JX * out_JX, 1) + eps)[:, None]
+        if is_key:
+            tl.store(key_at + (held + slot)[:, None] * (NUM_KEY_HEADS * KEY), out_JX, mask=mask_JX)
+        else:
+            scale: tl.constexpr = KEY**-0.5
+            tl.store(query_ptr + (token * NUM_KEY_HEADS + head)[:, None] * KEY + at, out_JX * scale, mask=mask_JX)
+
+
+@triton.jit(do_not_specialize=["num_columns"])
+def recur(
+    fused_ptr, rate_ptr, step_ptr, states_ptr, keys_ptr, changes_ptr, decays_ptr, query_ptr, value_ptr, out_ptr,
+    held_ptr, counts_ptr, bits_ptr, num_columns,
+    ROOM: tl.constexpr, BLOCK_R: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """One row, value head and tile of values: outputs of the new tokens; their changes and decays go into the trail.
+
+    Zeros for tokens that do not count.
+    """
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    held, count = tl.load(held_ptr + row).to(tl.int32), tl.load(counts_ptr + row).to(tl.int32)
+    slot, place = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_R)
+    value = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_live, is_value, is_held = slot < count, value < VALUE, (place < held) & (count > 0)
+    token, key_head = row * COUNT + slot, head // (NUM_HEADS // NUM_KEY_HEADS)
+
+    first: tl.constexpr = 2 * NUM_KEY_HEADS * KEY + 2 * NUM_HEADS * VALUE
+    raw_at = fused_ptr + token * num_columns + first + head
+    raw = tl.load(raw_at, mask=is_live, other=0.0).to(tl.float32)
+    beta = (1.0 / (1.0 + tl.exp(-raw))).to(fused_ptr.dtype.element_ty).to(tl.float32)
+    step = tl.load(raw_at + NUM_HEADS, mask=is_live, other=0.0).to(tl.float32) + tl.load(step_ptr + head)
+    softplus = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+    decay = tl.where(is_live, tl.load(rate_ptr + head) * softplus, 0.0)
+    bits = tl.load(bits_ptr + token, mask=is_live, other=0).to(tl.int32)
+    is_seen = (((bits[:, None] >> slot) & 1) != 0) & is_live[:, None] & is_live
+
+    trail = row * ROOM + place
+    old_decays = tl.load(decays_ptr + trail * NUM_HEADS + head, mask=is_held, other=0.0)
+    old_sums, total = tl.cumsum(old_decays, 0), tl.sum(old_decays, 0)
+    sums = total + tl.sum(tl.where(is_seen, decay[None, :], 0.0), 1)
+
+    own_trail = row * ROOM + held + slot
+    old_change_at = (trail * NUM_HEADS + head)[:, None] * VALUE + value
+    old_RV = tl.load(changes_ptr + old_change_at, mask=is_held[:, None] & is_value, other=0.0)
+    known_JV = tl.zeros([BLOCK_J, BLOCK_V], tl.float32)
+    found_JV = tl.zeros([BLOCK_J, BLOCK_V], tl.float32)
+    known_JR = tl.zeros([BLOCK_J, BLOCK_R], tl.float32)
+    found_JR = tl.zeros([BLOCK_J, BLOCK_R], tl.float32)
+    known_JJ = tl.zeros([BLOCK_J, BLOCK_J], tl.float32)
+    found_JJ = tl.zeros([BLOCK_J, BLOCK_J], tl.float32)
+    for begin in range(0, KEY, BLOCK_K):  # at once it is too much code for ptxas to keep values in registers
+        key = begin + tl.arange(0, BLOCK_K)
+        is_key = key < KEY
+        query_at = (token * NUM_KEY_HEADS + key_head)[:, None] * KEY + key
+        query_JK = tl.load(query_ptr + query_at, mask=is_live[:, None] & is_key, other=0.0)
+        key_at = (own_trail * NUM_KEY_HEADS + key_head)[:, None] * KEY + key
+        key_JK = tl.load(keys_ptr + key_at, mask=is_live[:, None] & is_key, other=0.0)
+        state_at = ((row * NUM_HEADS + head) * KEY + key)[:, None] * VALUE + value
+        state_KV = tl.load(states_ptr + state_at, mask=is_key[:, None] & is_value & (count > 0), other=0.0)
+        old_key_at = (trail * NUM_KEY_HEADS + key_head)[:, None] * KEY + key
+        old_RK = tl.load(keys_ptr + old_key_at, mask=is_held[:, None] & is_key, other=0.0)
+        known_JV += tl.dot(key_JK, state_KV, input_precision="tf32x3")
+        found_JV += tl.dot(query_JK, state_KV, input_precision="tf32x3")
+        known_JR += tl.dot(key_JK, tl.trans(old_RK), input_precision="tf32x3")
+        found_JR += tl.dot(query_JK, tl.trans(old_RK), input_precision="tf32x3")
+        known_JJ += tl.dot(key_JK, tl.trans(key_JK), input_precision="tf32x3")
+        found_JJ += tl.dot(query_JK, tl.trans(key_JK), input_precision="tf32x3")
+    fade_J1 = tl.exp(sums)[:, None]
+    fade_JR = tl.where(is_held[None, :], tl.exp(sums[:, None] - old_sums), 0.0)
+    known_JV = known_JV * fade_J1 + tl.dot(known_JR * fade_JR, old_RV, input_precision="tf32x3")
+    found_JV = found_JV * fade_J1 + tl.dot(found_JR * fade_JR, old_RV, input_precision="tf32x3")
+
+    fade_JJ = tl.where(is_seen, tl.exp(tl.where(is_seen, sums[:, None] - sums, 0.0)), 0.0)
+    system_JJ = known_JJ * fade_JJ * beta[:, None]
+    system_JJ = tl.where(slot[:, None] == slot, 0.0, system_JJ)
+    value_at = (token * NUM_HEADS + head)[:, None] * VALUE + value
+    mask_JV = is_live[:, None] & is_value
+    change_JV = beta[:, None] * (tl.load(value_ptr + value_at, mask=mask_JV, other=0.0) - known_JV)
+    for solved in range(1, count):  # forward substitution: a token follows only earlier ones
+        factors = tl.sum(tl.where((slot == solved)[:, None], system_JJ, 0.0), 0)
+        correction = tl.sum(factors[:, None] * change_JV, 0)
+        change_JV = tl.where((slot == solved)[:, None], change_JV - correction, change_JV)
+    found_JV += tl.dot(found_JJ * fade_JJ, change_JV, input_precision="tf32x3")
+
+    found_JV = tl.where(is_live[:, None], found_JV, 0.0)
+    tl.store(out_ptr + value_at, found_JV.to(out_ptr.dtype.element_ty), mask=(slot < COUNT)[:, None] & is_value)
+    tl.store(changes_ptr + (own_trail * NUM_HEADS + head)[:, None] * VALUE + value, change_JV, mask=mask_JV)
+    tl.store(decays_ptr + own_trail * NUM_HEADS + head, decay, mask=is_live & (tl.program_id(0) == 0))
+
+
+@triton.jit(do_not_specialize=["num_columns"])
+def gated_norm(
+    found_ptr, fused_ptr, weight_ptr, out_ptr, num_columns, first, eps,
+    NUM_HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token and head: norm(found) * weight * silu(gate), the gates from column `first` on."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    mask = at < VALUE
+    own = (token * NUM_HEADS + head) * VALUE + at
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    found = tl.load(found_ptr + own, mask=mask, other=0.0).to(tl.float32)
+    normed = (found * tl.rsqrt(tl.sum(found * found, 0) / VALUE + eps)).to(dtype).to(tl.float32)
+    gate = tl.load(fused_ptr + token * num_columns + first + head * VALUE + at, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + at, mask=mask, other=0.0)
+    tl.store(out_ptr + own, (normed * weight * gate / (1.0 + tl.exp(-gate))).to(dtype), mask=mask)

@@ -1,0 +1,81 @@
+"""The Triton kernel of `model/torch/kernels/skinny.py`: a product of few tokens with a matrix, which takes as long as
+reading the matrix does.
+
+A program multiplies all tokens with ROWS rows of the matrix, along their whole length. It asks for its first rows before it
+waits for the kernel before it (`overlap`), as the matrix does not depend on that.
+"""
+
+import triton
+import triton.language as tl
+
+from paceline.model.torch.kernels.triton.overlap import overlap
+
+
+@triton.jit
+def _product(
+    inputs_ptr, at_T, is_token, weight_RC, at, INNER: tl.constexpr, IS_ONE: tl.constexpr, PRECISION: tl.constexpr, sums
+):
+    """Adds the product of a tile of the matrix with the same columns of the inputs to `sums`."""
+    if IS_ONE:
+        input_C = tl.load(inputs_ptr + at).to(tl.float32)
+        sums += weight_RC.to(tl.float32) * input_C[None, :]
+    else:
+        input_TC = tl.load(inputs_ptr + at_T[:, None] * INNER + at[None, :], mask=is_token[:, None], other=0.0)
+        sums = tl.dot(input_TC, tl.trans(weight_RC), sums, input_precision=PRECISION)
+    return sums
+
+
+@triton.jit
+def _rounded(sums, bias_ptr, row, IS_ONE: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
+    """What a product of matrices returns: [1, rows] or [tokens, rows], rounded to `dtype`, then in float32 again."""
+    result = tl.sum(sums, 1)[None, :] if IS_ONE else sums
+    if HAS_BIAS:
+        result += tl.load(bias_ptr + row).to(tl.float32)[None, :]
+    return result.to(dtype).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def skinny(
+    inputs_ptr, weight_ptr, bias_ptr, out_ptr, num_tokens, size,
+    INNER: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """out [tokens, size] = inputs [tokens, INNER] times the matrix [size, INNER], and its bias.
+
+    TOKENS: 1, or the least power of two from 16 on that holds them. COLUMNS divides INNER, ROWS divides size. GATE: 0, or the
+    matrix has `size` rows of a gate and behind them as many of its partner, and out = activation(gate) * partner: 1 SiLU,
+    2 GELU by tanh.
+    """
+    IS_ONE: tl.constexpr = TOKENS == 1
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    at_T = tl.arange(0, TOKENS)
+    is_token = at_T < num_tokens
+    weight_at = weight_ptr + row.to(tl.int64)[:, None] * INNER + column[None, :]
+    partner_at = weight_at + size.to(tl.int64) * INNER
+    weight_RC = tl.load(weight_at)
+    if GATE > 0:
+        partner_RC = tl.load(partner_at)
+    overlap(OVERLAPS)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    sums = tl.zeros([ROWS, COLUMNS] if IS_ONE else [TOKENS, ROWS], tl.float32)
+    sums = _product(inputs_ptr, at_T, is_token, weight_RC, column, INNER, IS_ONE, PRECISION, sums)
+    if GATE > 0:
+        partner_sums = tl.zeros([ROWS, COLUMNS] if IS_ONE else [TOKENS, ROWS], tl.float32)
+        partner_sums = _product(inputs_ptr, at_T, is_token, partner_RC, column, INNER, IS_ONE, PRECISION, partner_sums)
+    for first in tl.range(COLUMNS, INNER, COLUMNS, num_stages=STAGES):
+        at = first + column
+        weight_RC = tl.load(weight_at + first)
+        sums = _product(inputs_ptr, at_T, is_token, weight_RC, at, INNER, IS_ONE, PRECISION, sums)
+        if GATE > 0:
+            partner_RC = tl.load(partner_at + first)
+            partner_sums = _product(inputs_ptr, at_T, is_token, partner_RC, at, INNER, IS_ONE, PRECISION, partner_sums)
+    result = _rounded(sums, bias_ptr, row, IS_ONE, HAS_BIAS, dtype)
+    if GATE > 0:
+        partner = _rounded(partner_sums, bias_ptr + size, row, IS_ONE, HAS_BIAS, dtype)
+        slope = result
+        if GATE == 2:  # 0.5 x (1 + tanh(z)) = x sigmoid(2 z)
+            slope = 1.5957691216057308 * (result + 0.044715 * result * result * result)
+        result = (result / (1.0 + tl.exp(-slope))).to(dtype).to(tl.float32) * partner
+    out_at = out_ptr + at_T[:, None] * size + row[None, :]
+    tl.store(out_at, result.to(dtype), mask=is_token[:, None])

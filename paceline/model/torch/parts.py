@@ -1,0 +1,255 @@
+"""What layers of our decoder are made of: packed matrices, norms, gated MLPs, experts."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from paceline.model.config.decoder import DecoderConfig
+from paceline.model.torch.experts import Experts, gating
+from paceline.model.torch.kernels import layer as kernels
+from paceline.model.torch.kernels import skinny
+from paceline.model.torch.kernels.experts import ExpertStack
+from paceline.model.torch.kernels.layer import NormWeight
+
+_DECODE_ROWS = 8
+"""Row count oneDNN is told to expect when it chooses the blocked layout; measured to suit 1 to 32."""
+
+
+class PackedLinear:
+    """y = x W^T + b for x [T, in] -> [T, out], the weight packed once for its device; the original is not kept.
+
+    On CPU the weight is reordered into oneDNN's blocked layout, which at 1 to 16 rows is 1.4 times as fast as `F.linear` in
+    bfloat16 and two to three times in float32 (docs/LOG.md). Elsewhere, and where oneDNN lacks the dtype, it is `F.linear`.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.num_bytes = weight.numel() * weight.element_size()
+        self._bias = bias
+        self._is_packed = can_pack(weight)
+        if self._is_packed:
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _DECODE_ROWS)
+            self._multiply = torch.ops.mkldnn._linear_pointwise.default
+        else:
+            self._weight = weight.contiguous()
+
+    def __call__(self, inputs_TD: Tensor) -> Tensor:
+        if self._is_packed:
+            return self._multiply(inputs_TD, self._weight, self._bias, "none", [], "")
+        compute = skinny.product if skinny.can_run(inputs_TD, self._weight) else skinny.product_twin
+        return compute(inputs_TD, self._weight, self._bias)
+
+    def gated(self, inputs_TD: Tensor, activation: str) -> Tensor | None:
+        """activation(gate) * partner of both halves of the product, in one launch; None where that is not to be had."""
+        if self._is_packed or activation not in kernels.GATED or not skinny.can_run(inputs_TD, self._weight, is_gated=True):
+            return None
+        return skinny.product(inputs_TD, self._weight, self._bias, activation)
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN can take this weight: on CPU, float32, or bfloat16 on a processor that multiplies it."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
+
+class RMSNorm:
+    """x / sqrt(mean(x^2) + eps) * (w + offset) over the last dimension, result in the weight's dtype.
+
+    On CPU it is computed by vector_norm and hypot, exactly and in half the time of `F.rms_norm` at one row; on CUDA by a
+    kernel of `kernels/layer.py`.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, offset: float = 0.0) -> None:
+        self._dtype = weight.dtype
+        self._eps = eps
+        self._is_cpu = weight.device.type == "cpu"
+        self._is_wide = self._is_cpu or bool(offset)
+        """Whether it multiplies by the weight in float32, as Transformers does where there is an offset."""
+        size = weight.shape[-1]
+        self._weight = weight.float() + offset if self._is_wide else weight
+        if self._is_cpu:
+            self._weight = self._weight * size**0.5
+        self._floor = torch.tensor((size * eps) ** 0.5, device=weight.device)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        if not self._is_cpu:
+            compute = kernels.rms_norm if self._weight.ndim == 1 and kernels.can_run(inputs) else kernels.rms_norm_twin
+            return compute(inputs, self.for_kernel, self._dtype)
+        scale = torch.hypot(torch.linalg.vector_norm(inputs, dim=-1, keepdim=True, dtype=torch.float32), self._floor)
+        return inputs.div(scale).mul_(self._weight).to(self._dtype)
+
+    def of_first(self, heads_THD: Tensor, num_heads: int) -> Tensor:
+        """Norms of the first heads of a fused product. On a GPU all heads are normed: PyTorch's kernel would copy a slice."""
+        if self._is_cpu:
+            return self(heads_THD[:, :num_heads])
+        normed_THD = kernels.normed(heads_THD, self.for_kernel)[:, :num_heads]
+        return kernels.weighted(normed_THD, self.for_kernel, self._dtype)
+
+    @property
+    def for_kernel(self) -> NormWeight:
+        """The norm as kernels take it; not on CPU."""
+        assert not self._is_cpu
+        return NormWeight(self._weight, self._eps, self._is_wide)
+
+
+class NoNorm:
+    """In the place of a norm that a layer does not have: only the dtype changes."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return inputs.to(self._dtype)
+
+
+class WholeNorm:
+    """Norms of all queries of a token together, and of all its keys: heads [T, num_heads + num_kv_heads, head_dim]."""
+
+    def __init__(self, query_norm: RMSNorm, key_norm: RMSNorm, num_heads: int) -> None:
+        self._query_norm, self._key_norm, self._num_heads = query_norm, key_norm, num_heads
+
+    def __call__(self, heads_THD: Tensor) -> Tensor:
+        query_THD, key_THD = heads_THD.tensor_split([self._num_heads], dim=1)
+        queries, keys = self._query_norm(query_THD.flatten(1)), self._key_norm(key_THD.flatten(1))
+        return torch.cat([queries, keys], dim=1).view(heads_THD.shape)
+
+    def of_first(self, heads_THD: Tensor, num_heads: int) -> Tensor:
+        """Norms of the first heads, which are cut out: more heads together would have another norm."""
+        return self(heads_THD[:, :num_heads])
+
+    @cached_property
+    def for_kernel(self) -> NormWeight:
+        """Both norms side by side, as kernels take them; not on CPU."""
+        query, key = self._query_norm.for_kernel, self._key_norm.for_kernel
+        return query._replace(weight=torch.cat([query.weight, key.weight]))
+
+
+Norm = RMSNorm | NoNorm
+
+
+class Residual:
+    """The residual stream of a pass. On CUDA an addition waits for the norm behind it: both are one kernel."""
+
+    def __init__(self, hidden_TD: Tensor) -> None:
+        """`hidden_TD` [T, D] itself is added to."""
+        self._hidden_TD = hidden_TD
+        self._waiting: tuple[Tensor, NormWeight | None, float] | None = None
+
+    def add(self, update_TD: Tensor, norm: Norm | None = None, scale: float = 1.0) -> None:
+        """Add scale * norm(update)."""
+        if kernels.can_run(update_TD):
+            self._complete(None)
+            self._waiting = update_TD, norm.for_kernel if isinstance(norm, RMSNorm) else None, scale
+        else:
+            self._hidden_TD.add_(update_TD if norm is None else norm(update_TD), alpha=scale)
+
+    def normed(self, norm: Norm) -> Tensor:
+        """Norm of the hidden states."""
+        if self._waiting is None or not isinstance(norm, RMSNorm):
+            return norm(self.hidden_TD)
+        normed_TD = self._complete(norm.for_kernel)
+        assert normed_TD is not None
+        return normed_TD
+
+    @property
+    def hidden_TD(self) -> Tensor:
+        """Hidden states [T, D] with all that was added."""
+        self._complete(None)
+        return self._hidden_TD
+
+    def _complete(self, norm: NormWeight | None) -> Tensor | None:
+        """Carry out the addition that waits; returns the norm of the sum."""
+        if self._waiting is None:
+            return None
+        (update_TD, update_norm, scale), self._waiting = self._waiting, None
+        return kernels.add_norm(self._hidden_TD, update_TD, update_norm, norm, scale)
+
+
+class GatedMLP:
+    """down(activation(gate(x)) * up(x)), or what the config has in the place of that product."""
+
+    def __init__(self, config: DecoderConfig, gate_up: PackedLinear, down: PackedLinear) -> None:
+        """gate_up: outputs of the gate before those of the other half."""
+        self._gate_up, self._down = gate_up, down
+        self._multiply, self._activation = gating(config), config.activation
+        self.num_bytes = self._gate_up.num_bytes + self._down.num_bytes
+
+    @classmethod
+    def of(cls, config: DecoderConfig, parts: dict[str, Tensor], name: str) -> GatedMLP:
+        """Takes the weights called `name` out of `parts`."""
+        gate_up = fuse(parts, f"{name}.gate_proj", f"{name}.up_proj")
+        return cls(config, gate_up, fuse(parts, f"{name}.down_proj"))
+
+    def __call__(self, normed_TD: Tensor) -> Tensor:
+        gated_TX = self._gate_up.gated(normed_TD, self._activation)
+        if gated_TX is not None:
+            return self._down(gated_TX)
+        gate_up_TX = self._gate_up(normed_TD)
+        if self._activation in kernels.GATED and kernels.can_run(gate_up_TX):
+            return self._down(kernels.gated(gate_up_TX, self._activation))
+        gate, up = gate_up_TX.chunk(2, dim=-1)
+        return self._down(self._multiply(gate, up))
+
+
+def run_mlp(mlp: GatedMLP | Experts, normed_TD: Tensor, live_T: Tensor | None) -> Tensor:
+    """live_T: in a pass of fixed shape, which tokens count."""
+    return mlp(normed_TD, live_T) if isinstance(mlp, Experts) else mlp(normed_TD)
+
+
+def fuse(weights: dict[str, Tensor], *names: str) -> PackedLinear:
+    """One matrix product for several projections of the same input, stacked in this order. Takes them out of `weights`."""
+    biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
+    weight = torch.cat([weights.pop(f"{name}.weight") for name in names])
+    return PackedLinear(weight, torch.cat(biases) if biases else None)
+
+
+def make_experts(config: DecoderConfig, parts: dict[str, Tensor]) -> Experts:
+    """Takes the weights of a layer's experts out of `parts`. Where kernels may run, their matrices are stacked."""
+    stack, names = None, [f"mlp.experts.{expert}" for expert in range(config.num_experts)]
+    if not has_stacks(parts["mlp.gate.weight"]):
+        experts = [GatedMLP.of(config, parts, name) for name in names]
+    else:
+        gate_ups = [[f"{name}.gate_proj", f"{name}.up_proj"] for name in names]
+        gate_up, gate_up_bias = _stacked(parts, gate_ups)
+        down, down_bias = _stacked(parts, [[f"{name}.down_proj"] for name in names])
+        rest = config.activation, config.swiglu_limit, config.swiglu_alpha
+        stack = ExpertStack(gate_up, down, gate_up_bias, down_bias, *rest)
+        experts = [
+            GatedMLP(config, PackedLinear(*_one(gate_up, gate_up_bias, expert)), PackedLinear(*_one(down, down_bias, expert)))
+            for expert in range(config.num_experts)
+        ]
+    shared = None
+    if config.shared_expert_size:
+        shared = GatedMLP.of(config, parts, "mlp.shared_expert"), fuse(parts, "mlp.shared_expert_gate")
+    return Experts(fuse(parts, "mlp.gate"), experts, config.experts_per_token, config.normed_experts, shared, stack)
+
+
+def has_stacks(weight: Tensor) -> bool:
+    """True if a layer's experts are stacked; on the CPU each one's matrices are packed for oneDNN."""
+    return weight.device.type != "cpu"
+
+
+def _stacked(parts: dict[str, Tensor], names: list[list[str]]) -> tuple[Tensor, Tensor | None]:
+    """Matrices [E, out, in] and biases [E, out] of experts, those of each under several names one below another. Takes them
+    out of `parts` one by one, so that no more than one is held twice."""
+    stacks: list[Tensor | None] = [None, None]
+    for place, kind in enumerate(("weight", "bias")):
+        if f"{names[0][0]}.{kind}" not in parts:
+            continue
+        first = [parts[f"{name}.{kind}"] for name in names[0]]
+        stack = first[0].new_empty(len(names), sum(map(len, first)), *first[0].shape[1:])
+        for own, each in zip(stack, names, strict=True):
+            torch.cat([parts.pop(f"{name}.{kind}") for name in each], out=own)
+        stacks[place] = stack
+    matrices, biases = stacks
+    assert matrices is not None
+    return matrices, biases
+
+
+def _one(matrices: Tensor, biases: Tensor | None, expert: int) -> tuple[Tensor, Tensor | None]:
+    return matrices[expert], None if biases is None else biases[expert]

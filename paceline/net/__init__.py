@@ -1,0 +1,1 @@
+"""Requests to HTTP servers, and their metrics."""

@@ -1,0 +1,1 @@
+"""The folder of a run: what was asked, the lock, SIGTERM, and where curves are sent."""

@@ -1,0 +1,63 @@
+"""Curves for TensorBoard, Weights & Biases or MLflow while a drafter learns (`train --log-to`); off by default.
+
+Each is a package of its own, imported when it is asked for. Where its server or account is, its own environment says
+(WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError, needing
+from paceline.report.tables import ignore
+
+AddScalars = Callable[[dict[str, float], int], Any]
+PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+
+
+def check_tracker(name: str) -> None:
+    """Raises ConfigError when the package of this tracker is missing: before hours are spent."""
+    if name != "none":
+        with needing(ConfigError, f"log_to {name} needs its package: pip install {name}, or leave it out"):
+            importlib.import_module(PACKAGES[name])
+
+
+@contextlib.contextmanager
+def tracker(name: str, run: Path) -> Iterator[AddScalars]:
+    """A function that takes the scalars of a step; values that are no finite numbers are left out."""
+    if name == "none":
+        yield ignore
+        return
+    check_tracker(name)
+    module: Any = importlib.import_module(PACKAGES[name])
+    opened = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}[name]
+    with opened(module, run) as add:
+        yield lambda scalars, step: add({key: value for key, value in scalars.items() if math.isfinite(value)}, step)
+
+
+@contextlib.contextmanager
+def _tensorboard(module: Any, run: Path) -> Iterator[AddScalars]:
+    with module.SummaryWriter(str(run / "tensorboard")) as board:
+
+        def add(scalars: dict[str, float], step: int) -> None:
+            for key, value in scalars.items():
+                board.add_scalar(key, value, step)
+
+        yield add
+
+
+@contextlib.contextmanager
+def _wandb(module: Any, run: Path) -> Iterator[AddScalars]:
+    with module.init(project="paceline", name=run.name, dir=str(run), resume="allow") as session:
+        yield lambda scalars, step: session.log(scalars, step=step)
+
+
+@contextlib.contextmanager
+def _mlflow(module: Any, run: Path) -> Iterator[AddScalars]:
+    with module.start_run(run_name=run.name):
+        yield lambda scalars, step: module.log_metrics(scalars, step=step)

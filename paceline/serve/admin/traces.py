@@ -1,0 +1,386 @@
+"""Traces: what was asked and answered, token by token, as Parquet that `paceline train` reads as it is.
+
+    traces/traces-20261103T101112-5f0c22d1-00000.parquet     columns: SCHEMA; one row per answer
+
+    paceline train --init default --answers traces     learn from the answers themselves
+    paceline train --init default --prompts traces     ask the target the same prompts again, and learn from that
+
+A `Trace` is an answer, whoever gave it: the server's engine (`offer`), or another server whose answers `paceline record` sees.
+`put` costs the caller microseconds: it drops a reference into a bounded queue, or counts a loss when that is full. A thread of
+the writer's own makes the traces, redacts (`redaction.py`) and writes. A disk that refuses loses traces, never requests. No
+API key and no address of a client ever comes here. The first columns are those of `data/answers.py`; neither part imports the
+other, a test compares. An answer that is not known token by token is left out: what remains is one more prompt for
+`paceline train --prompts`, which asks the target anew, and no answer for `--answers`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+import numpy as np
+
+from paceline.data.prompts import digest
+from paceline.errors import ConfigError, needing
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.plan.clusters import label
+from paceline.runs.folder import whole_file
+from paceline.serve.admin.redaction import Redactor
+from paceline.serve.settings import TraceConfig
+from paceline.types import SamplingParams, Sequence
+
+with needing(ConfigError, "traces are kept as Parquet, which needs pyarrow: pip install 'paceline[data]'"):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+TIMES = ("queue", "prefill", "first_token", "draft", "verify", "host", "total")
+_IDS, _TEXT, _SECONDS = pa.list_(pa.int32()), pa.string(), pa.float32()
+SCHEMA = pa.schema(
+    [
+        ("key", _TEXT),
+        ("source", _TEXT),
+        ("turn", pa.int32()),
+        ("temperature", pa.float32()),
+        ("prompt_ids", _IDS),
+        ("answer_ids", _IDS),
+        ("finish_reason", _TEXT),
+        ("text", _TEXT),
+        # what regenerated answers do not have
+        ("model", _TEXT),
+        ("tag", _TEXT),
+        ("ended", pa.timestamp("ms", "UTC")),
+        ("sampling", _TEXT),
+        ("seed", pa.int64()),
+        ("drafted", _IDS),
+        ("accepted", _IDS),
+        ("num_reused", pa.int32()),
+        ("drafter", _TEXT),
+        ("cluster", _TEXT),
+        *((f"{name}_s", _SECONDS) for name in TIMES),
+    ]
+)
+"""`sampling` is JSON of the parameters that differ from their defaults; `drafted` and `accepted` are by round, whole even where
+redaction cut the answer; times are seconds, `first_token_s` and `total_s` from arrival. What is not known is null: of another
+server's answers the rounds and most times, and the temperature where the client left it to the server."""
+SOURCE = "traces"
+OURS = re.compile(r"traces-\d{8}T\d{6}-[0-9a-f]{8}-\d{5,}\.parquet(\.[0-9a-f]{16}\.part)?")
+"""Names of shards, and of what a killed writer left of one: other files in the folder are somebody's own."""
+log = logging.getLogger("paceline.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One answer to one prompt. None is what nobody knows."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    """None of them when they are not known."""
+    finish_reason: str
+    ended: float | None
+    """Seconds since 1970."""
+    temperature: float | None
+    sampling: dict[str, Any]
+    """As of `given`."""
+    eos_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    tag: str | None = None
+    model: str | None = None
+    """The name that the writer was given, if None."""
+    drafted: list[int] | None = None
+    accepted: list[int] | None = None
+    num_reused: int | None = None
+    drafter: str | None = None
+    """The member of the pool that drafted."""
+    cluster: str | None = None
+    """As of `clusters.label`."""
+    seconds: dict[str, float | None] = field(default_factory=dict)
+    """By the names of TIMES."""
+    mark: str | None = None
+    """The end of its key, by which it is known when it is read again; None: one that nothing else has."""
+
+
+class Lost(Exception):
+    """Raised while a trace is made that cannot be kept; counted under the reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+Maker = Callable[[], Iterable[Trace]]
+"""Makes traces, in the writer's thread."""
+
+
+class TraceWriter:
+    """Writes shards of traces into a folder, from a thread of its own that ends with `close`.
+
+    The folder may be used by several writers, and by readers, at the same time.
+    """
+
+    def __init__(
+        self,
+        config: TraceConfig,
+        model: str,
+        *,
+        queue_size: int = 1024,
+        rows_per_file: int = 512,
+        flush_s: float = 30.0,
+    ) -> None:
+        """Writes when `begin` has been called. A folder that cannot be written only costs traces."""
+        assert config.folder is not None
+        self.folder = config.folder
+        self.written = self.num_answers = 0
+        """Traces in files, and those of them that have their answer: others are a prompt alone."""
+        self.dropped = {"queue": 0, "disk": 0, "redaction": 0, "error": 0, "lossy": 0}
+        """Traces lost, by what lost them: a full queue, a disk that refused, a match that could not be taken out, an error, a
+        lossy rule; and the reasons of `Lost`."""
+        self._config, self._model = config, model
+        self._rows_per_file, self._flush_s = rows_per_file, flush_s
+        self._random = random.Random()
+        self._run_id = os.urandom(4).hex()
+        self._num_rows = self._num_shards = 0
+        self._is_failing = self._is_closing = False
+        self._is_pruned = True
+        self._queue: queue.Queue[Maker | None] = queue.Queue(queue_size)
+        self._thread: threading.Thread | None = None
+
+    def begin(self, tokenizer: Tokenizer) -> None:
+        """Start writing, once. Raises ConfigError on patterns that cannot be used."""
+        if self._thread is None:
+            self._tokenizer = tokenizer
+            self._redactor = Redactor(self._config.redact, tokenizer) if self._config.redact else None
+            self._thread = threading.Thread(target=self._run, name="paceline-traces", daemon=True)
+            self._thread.start()
+
+    def offer(self, sequence: Sequence, outcome: str, tag: str | None = None) -> None:
+        """Trace a finished request, whose sequence changes no more; never waits, never raises.
+
+        Requests with mocked acceptance are left out: nobody would say such a text. So are those of lossy rules, and counted: a
+        drafter would learn from them what it drafted itself.
+        """
+        if sequence.ledger:
+            self.lose("lossy")
+        elif sequence.lossless:
+            ended, total_s = time.time(), time.perf_counter() - sequence.timings.arrival_s
+            self.put(lambda: [_served(sequence, outcome, tag, ended, total_s)])
+
+    def put(self, maker: Maker, *, wait: bool = False, is_full: bool = False) -> bool:
+        """Keep what `maker` makes, if it is in the sample; without `wait` it is lost when the queue is full, or has no room for
+        its bytes (`is_full`). Returns whether it was taken. Never raises."""
+        if self._random.random() >= self._config.sample:
+            return False
+        try:
+            if self._is_closing or is_full:
+                raise queue.Full
+            self._queue.put(maker, block=wait)
+        except queue.Full:
+            self.lose("queue")
+            return False
+        return True
+
+    def lose(self, reason: str) -> None:
+        """Count a trace that is lost."""
+        if reason == "queue" and not self.dropped.get(reason):
+            log.warning("traces are lost: answers come faster than they can be read")
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Write what is queued and end the thread; gives up after `timeout_s` on a disk that hangs."""
+        self._is_closing = True
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)  # wakes it; a full queue does, too
+        if self._thread:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        rows: list[dict[str, Any]] = []
+        due = time.monotonic()
+        while not (self._is_closing and self._queue.empty()):
+            with contextlib.suppress(queue.Empty):
+                maker = self._queue.get(timeout=max(0.0, due - time.monotonic()))
+                rows += self._rows(maker) if maker else []
+            if len(rows) >= self._rows_per_file or time.monotonic() >= due:
+                self._flush(rows)
+                rows, due = [], time.monotonic() + self._flush_s
+        self._flush(rows)
+
+    def _rows(self, maker: Maker) -> list[dict[str, Any]]:
+        """What can be kept, as rows; the rest is counted."""
+        rows: list[dict[str, Any]] = []
+        try:
+            for trace in maker():
+                if row := self._row(trace):
+                    rows.append(row)
+                else:
+                    self.lose("redaction")
+        except Lost as lost:
+            self.lose(lost.reason)
+        except Exception:  # whatever is odd about one request must not end the tracing of all others
+            log.exception("a trace is lost")
+            self.lose("error")
+        return rows
+
+    def _row(self, trace: Trace) -> dict[str, Any] | None:
+        """None when what should be redacted cannot be taken out."""
+        prompt_ids, answer_ids, outcome = trace.prompt_ids, trace.answer_ids, trace.finish_reason
+        tag, sampling = trace.tag, trace.sampling
+        if redactor := self._redactor:
+            redacted = redactor.tokens(prompt_ids, answer_ids)
+            if redacted is None:
+                return None
+            outcome = outcome if len(redacted[1]) == len(answer_ids) else "redacted"
+            prompt_ids, answer_ids = redacted
+            tag, sampling = redactor.value(tag), redactor.value(sampling)
+        self._num_rows += 1
+        is_ended = bool(answer_ids) and answer_ids[-1] in trace.eos_token_ids
+        temperature = "unknown" if trace.temperature is None else f"{trace.temperature:g}"
+        return {
+            # Up to the @ it names the prompt: what is asked twice is held out twice, or not at all.
+            "key": f"{SOURCE}/{digest(prompt_ids)}@{temperature}#{trace.mark or f'{self._run_id}-{self._num_rows}'}",
+            "source": SOURCE,
+            "turn": 0,
+            "temperature": trace.temperature,
+            "prompt_ids": np.array(prompt_ids, np.int32),
+            "answer_ids": np.array(answer_ids, np.int32),
+            "finish_reason": outcome,
+            "text": self._tokenizer.decode(answer_ids[:-1] if is_ended else answer_ids),  # the end token is no text
+            "model": trace.model or self._model,
+            "tag": tag and tag.encode(errors="replace").decode(),
+            "ended": None if trace.ended is None else int(trace.ended * 1000),
+            "sampling": json.dumps(sampling),
+            "seed": trace.seed,
+            "drafted": trace.drafted,
+            "accepted": trace.accepted,
+            "num_reused": trace.num_reused,
+            "drafter": trace.drafter,
+            "cluster": trace.cluster if tag == trace.tag else None,  # a digest tells of a tag, too
+            **{f"{name}_s": trace.seconds.get(name) for name in TIMES},
+        }
+
+    def _flush(self, rows: list[dict[str, Any]]) -> None:
+        """Write one shard, whole or not at all, and keep to the limits. What cannot be written is counted, not kept."""
+        try:
+            if rows:
+                self._write(rows)
+        except (OSError, pa.ArrowException, MemoryError) as error:
+            self.dropped["disk"] += len(rows)
+            if not self._is_failing:
+                log.warning("traces are lost, %s", error)
+            self._is_failing = True
+            return
+        if self._is_failing and rows:
+            log.warning("traces are written again; %d were lost", self.dropped["disk"])
+            self._is_failing = False
+        try:
+            self._prune()
+            self._is_pruned = True
+        except OSError as error:
+            if self._is_pruned:
+                log.warning("old traces are not deleted, %s: delete them, or give them to this user", error)
+            self._is_pruned = False
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        path = self.folder / f"traces-{stamp}-{self._run_id}-{self._num_shards:05d}.parquet"
+        table, rows = self._table(rows)
+        if not rows:
+            return
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what users said is for the owner alone
+        with (
+            whole_file(path, "free space, or make it writable", mode=0o600) as scratch,
+            scratch.open("wb") as file,
+        ):
+            parquet.write_table(table, file, compression="zstd")
+        self._num_shards += 1
+        self.written += len(rows)
+        self.num_answers += sum(len(row["answer_ids"]) > 0 for row in rows)
+
+    def _table(self, rows: list[dict[str, Any]]) -> tuple[pa.Table, list[dict[str, Any]]]:
+        """The rows as a table, and those that are in it: one that no column holds must not take the others with it."""
+        odd = (pa.ArrowException, OverflowError, TypeError, ValueError)
+        with contextlib.suppress(*odd):
+            return pa.Table.from_pylist(rows, SCHEMA), rows
+        kept: list[dict[str, Any]] = []
+        for row in rows:
+            try:
+                pa.Table.from_pylist([row], SCHEMA)
+                kept.append(row)
+            except odd as error:
+                log.warning("a trace is lost, as it fits no column: %s", " ".join(str(error).split()))
+                self.lose("error")
+        return pa.Table.from_pylist(kept, SCHEMA), kept
+
+    def _prune(self) -> None:
+        """Delete the oldest shards, and what killed writers left, until age and size are within their limits.
+
+        A shard that cannot be deleted keeps no other from it; the first such OSError is raised at the end."""
+        ours = (path for path in self.folder.glob("traces-*") if OURS.fullmatch(path.name))
+        found = sorted(filter(None, map(_aged, ours)))
+        num_bytes, oldest = sum(size for _, _, size in found), time.time() - 86400 * self._config.max_days
+        refusals = list[OSError]()
+        for changed, path, size in found:
+            if num_bytes <= self._config.max_bytes and changed >= oldest:
+                break
+            try:
+                path.unlink(missing_ok=True)  # another writer may have just deleted it
+                num_bytes -= size
+            except OSError as error:
+                refusals.append(error)
+        if refusals:
+            raise refusals[0]
+
+
+def _served(seq: Sequence, outcome: str, tag: str | None, ended: float, total_s: float) -> Trace:
+    """A request that the engine answered."""
+    times = seq.timings
+    seconds: dict[str, float | None] = {name: getattr(times, f"{name}_s") for name in TIMES if name != "total"}
+    seconds |= {"first_token": times.first_token_s - times.arrival_s if times.first_token_s else None, "total": total_s}
+    return Trace(
+        prompt_ids=seq.tokens[: seq.prompt_len],
+        answer_ids=seq.output_ids,
+        finish_reason=outcome,
+        ended=ended,
+        temperature=seq.params.temperature,
+        sampling=given(seq.params),
+        eos_token_ids=tuple(seq.eos_token_ids),
+        seed=seq.seed,
+        tag=tag,
+        drafted=[one[0] for one in seq.rounds],
+        accepted=[one[1] for one in seq.rounds],
+        num_reused=seq.num_reused,
+        drafter=seq.drafter or None,
+        cluster=label(seq.cluster) if seq.cluster else None,
+        seconds=seconds,
+    )
+
+
+def given(params: SamplingParams) -> dict[str, Any]:
+    """What differs from the defaults; -inf of a bias as JSON's readers take it."""
+    defaults = asdict(SamplingParams())
+    values = {name: value for name, value in asdict(params).items() if value != defaults[name]}
+    if bias := values.get("logit_bias"):
+        values["logit_bias"] = {str(token): str(number) for token, number in bias.items()}
+    return values
+
+
+def _aged(path: Path) -> tuple[float, Path, int] | None:
+    """(last change, path, bytes); None for a folder, or when another writer has just deleted it."""
+    try:
+        stat = path.lstat()
+    except FileNotFoundError:
+        return None
+    if not S_ISREG(stat.st_mode):
+        return None
+    return stat.st_mtime, path, stat.st_size

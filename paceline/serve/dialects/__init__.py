@@ -1,0 +1,1 @@
+"""The APIs of Anthropic (Messages) and OpenAI (Responses), as chats."""

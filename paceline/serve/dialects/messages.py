@@ -1,0 +1,247 @@
+"""Anthropic's Messages API: its requests, which become chats. `message_replies.py` has the answers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+
+from paceline.serve.dialects import fields
+from paceline.serve.dialects.base import STREAM, check_keys, renamed
+from paceline.serve.dialects.message_replies import MessageExchange
+from paceline.serve.http.failures import ANTHROPIC, RequestRefused, json_response
+from paceline.serve.requests.chats import Drafter, Tag, answer_chat, count_chat
+from paceline.serve.requests.fields import Refused
+from paceline.serve.requests.protocol import ChatRequest, Closed, Flag, Float, Int
+from paceline.serve.worker.worker import EngineWorker
+
+KEYS = {
+    "text": {"text"},
+    "thinking": {"thinking"},
+    "tool_result": {"tool_use_id", "content"},
+    "tool_use": {"id", "name", "input"},
+}
+"""Type of a content block -> its fields."""
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+"""Type of a tool choice -> a chat's."""
+NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": "output_config.effort"}
+"""Field of a chat -> field of a request, where they differ."""
+
+
+class TextBlock(Closed):
+    unused: ClassVar[dict[str, str]] = fields.MESSAGES_NESTED_UNUSED["content"]
+
+    type: Literal["text"] = "text"
+    text: str
+
+
+class ContentBlock(Closed):
+    """A text, an assistant's call (tool_use) or thinking, or a call's result (tool_result)."""
+
+    unused: ClassVar[dict[str, str]] = fields.MESSAGES_NESTED_UNUSED["content"]
+
+    type: Literal["text", "thinking", "tool_use", "tool_result"]
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = Field(None, description="Of a tool_use: what its result names.")
+    name: str | None = Field(None, description="Of a tool_use: the tool.")
+    input: dict[str, Any] | None = Field(None, description="Of a tool_use: its arguments.")
+    tool_use_id: str | None = Field(None, description="Of a tool_result: the call.")
+    content: str | list[TextBlock] | None = Field(None, description="Of a tool_result: text.")
+
+
+class MessageTurn(Closed):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant", "system"] = Field(description="Who speaks.")
+    content: str | list[ContentBlock] = Field(description="What was said: text, or blocks.")
+
+
+class MessageTool(Closed):
+    """A function that the model may call."""
+
+    refused: ClassVar[dict[str, Refused]] = fields.MESSAGES_NESTED_REFUSED["tools"]
+    unused: ClassVar[dict[str, str]] = fields.MESSAGES_NESTED_UNUSED["tools"]
+
+    type: Literal["custom"] | None = Field(None, description="This server runs no tools of its own.")
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = Field(None, description="What the tool is for, in words for the model.")
+    input_schema: dict[str, Any] = Field(description="JSON schema of its arguments.")
+    strict: Flag | None = Field(None, description="In the prompt only: a forced call always keeps to its schema.")
+
+
+class MessageToolChoice(Closed):
+    """auto, any (some call), tool (the one of this name) or none."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = Field(None, description="Of type tool.")
+    disable_parallel_tool_use: Flag | None = Field(None, description="true: an answer has at most one call.")
+
+
+class MessageFormat(Closed):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema", description="What the answer has to be.")
+
+
+class OutputConfig(Closed):
+    """How the answer is to be."""
+
+    effort: str | None = Field(None, description="For the chat template, which must read reasoning_effort.")
+    format: MessageFormat | None = Field(None, description="The answer keeps to this JSON schema.")
+
+
+class Thinking(Closed):
+    """disabled sets the chat template's variable enable_thinking to false, all others to true."""
+
+    unused: ClassVar[dict[str, str]] = fields.MESSAGES_NESTED_UNUSED["thinking"]
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+
+
+class CountTokensRequest(Closed):
+    """What becomes a prompt."""
+
+    refused: ClassVar[dict[str, Refused]] = fields.COUNT_REFUSED
+    unused: ClassVar[dict[str, str]] = fields.MESSAGES_UNUSED
+    nested: ClassVar[dict[str, dict[str, Refused]]] = fields.MESSAGES_NESTED_REFUSED
+
+    model: str | None = Field(None, description="The model's name, as of /v1/models; there is only one.")
+    messages: list[MessageTurn] = Field(
+        min_length=1, description="The conversation; an answer goes on with a last assistant's."
+    )
+    system: str | list[TextBlock] | None = Field(None, description="What the model is told before the conversation.")
+    tools: list[MessageTool] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    refused: ClassVar[dict[str, Refused]] = fields.MESSAGES_REFUSED
+
+    max_tokens: Int = Field(ge=1, description="Longest answer, in tokens.")
+    stop_sequences: Annotated[list[str], Field(max_length=16)] | None = Field(None, description="Texts that end the answer.")
+    stream: Flag | None = Field(False, description="Send the answer as it grows, as server-sent events.")
+    temperature: Float | None = Field(None, ge=0, le=2, description="1.0 when left out; 0 is greedy.")
+    top_p: Float | None = Field(None, ge=0, le=1, description="Keep the most likely tokens that together reach this.")
+    top_k: Int | None = Field(None, ge=-1, description="Keep so many of the most likely tokens; 0 and -1 keep all.")
+
+
+class CountTokensAnswer(BaseModel):
+    input_tokens: int
+
+
+class AnthropicErrorBody(BaseModel):
+    type: str
+    message: str = Field(description="Names the field that is at fault.")
+
+
+class AnthropicError(BaseModel):
+    """Every error has this shape."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorBody
+
+
+def add_messages(app: FastAPI, worker: EngineWorker) -> None:
+    """Adds the endpoints to the application."""
+    failures: dict[int | str, dict[str, Any]] = {
+        status: {"model": AnthropicError} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503, 504)
+    }
+
+    @app.post(ANTHROPIC, summary="Answer a conversation", tags=["Anthropic"], responses=failures)
+    async def messages(body: MessagesRequest, http: Request, tag: Tag = None, drafter: Drafter = None) -> Response:
+        chat, names = chat_of(body)
+        exchange = partial(MessageExchange, is_stream=bool(body.stream))
+        with renamed(names):
+            return await answer_chat(chat, http, tag, worker, exchange, drafter)
+
+    @app.post(
+        f"{ANTHROPIC}/count_tokens",
+        summary="Count the tokens of a conversation",
+        tags=["Anthropic"],
+        responses=failures,
+        response_model=CountTokensAnswer,
+    )
+    async def count(body: CountTokensRequest) -> Response:
+        chat, names = chat_of(body)
+        with renamed(names):
+            return json_response({"input_tokens": await count_chat(chat, worker)})
+
+
+def chat_of(body: CountTokensRequest) -> tuple[ChatRequest, dict[str, str]]:
+    """The chat that a request means, and the client's names of its fields. Raises RequestRefused."""
+    said = [("system", {"role": "system", "content": _text(body.system)})] if body.system else []
+    for place, turn in enumerate(body.messages):
+        said += _messages(turn, f"messages[{place}]")
+    names = NAMES | {f"messages[{place}]": origin for place, (origin, _) in enumerate(said)}
+    choice, config = body.tool_choice, body.output_config or OutputConfig.model_validate({})
+    same = {"model", "max_tokens", "temperature", "top_p", "top_k"} & body.model_fields_set
+    chat = {name: getattr(body, name) for name in same} | STREAM | {"messages": [message for _, message in said]}
+    last = said[-1][1]
+    if last["role"] == "assistant":
+        if not last["content"] or "tool_calls" in last:
+            where = f"messages[{len(body.messages) - 1}]"
+            raise RequestRefused(f"{where}: an answer goes on with the text of a last assistant's message only", param=where)
+        chat["continue_final_message"] = True
+    if isinstance(body, MessagesRequest):
+        chat["stop"] = body.stop_sequences
+    if body.tools:
+        chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in body.tools]
+    if choice:
+        chat["tool_choice"] = CHOICES.get(choice.type) or _chosen(choice)
+        chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if body.thinking:
+        chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    chat["reasoning_effort"] = config.effort
+    if config.format:
+        chat["response_format"] = {"type": "json_schema", "schema": config.format.schema_}
+    return ChatRequest.model_validate(chat), names
+
+
+def _text(content: str | list[TextBlock] | None) -> str:
+    """Blocks are joined by line breaks, as the parts of a chat's contents are."""
+    return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
+
+
+def _function(tool: MessageTool) -> dict[str, Any]:
+    told = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def _chosen(choice: MessageToolChoice) -> dict[str, Any]:
+    if choice.name is None:
+        raise RequestRefused("tool_choice.name: the type tool needs it", param="tool_choice.name")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _messages(turn: MessageTurn, where: str) -> list[tuple[str, dict[str, Any]]]:
+    """A turn as messages of a chat, each with where it comes from: a result of a call is a message of its own."""
+    if isinstance(turn.content, str):
+        return [(where, {"role": turn.role, "content": turn.content})]
+    said: list[tuple[str, dict[str, Any]]] = []
+    texts: list[str] = []
+    more: dict[str, Any] = {}
+    for place, block in enumerate(turn.content):
+        at = f"{where}.content[{place}]"
+        check_keys(block, block.type, KEYS[block.type], at, optional=("content",))
+        if block.type == "tool_result" and turn.role == "user":
+            if texts:
+                said.append((where, {"role": "user", "content": "\n".join(texts)}))
+                texts = []
+            said.append((at, {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}))
+        elif block.type == "text":
+            texts.append(block.text or "")
+        elif block.type == "tool_use" and turn.role == "assistant":
+            function = {"name": block.name, "arguments": block.input}
+            more.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
+        elif block.type == "thinking" and turn.role == "assistant":
+            more["reasoning_content"] = "\n".join(filter(None, (more.get("reasoning_content"), block.thinking)))
+        else:
+            raise RequestRefused(f"{at}: a {block.type} is no part of a message of the {turn.role}", param=at)
+    if texts or more or not said:
+        said.append((where, {"role": turn.role, "content": "\n".join(texts)} | more))
+    return said

@@ -1,0 +1,237 @@
+"""OpenAI's Responses API: its requests, which become chats. `response_replies.py` has the answers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+from fastapi import FastAPI, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from paceline.serve.dialects import fields
+from paceline.serve.dialects.base import STREAM, check_keys, renamed
+from paceline.serve.dialects.response_replies import ResponseExchange
+from paceline.serve.http.failures import RequestRefused
+from paceline.serve.requests.chats import Drafter, Tag, answer_chat
+from paceline.serve.requests.fields import Refused
+from paceline.serve.requests.protocol import ChatRequest, Closed, Flag, Float, Int
+from paceline.serve.worker.worker import EngineWorker
+
+LOGPROBS = "message.output_text.logprobs"
+KEYS = {
+    "message": {"role", "content"},
+    "function_call": {"call_id", "name", "arguments"},
+    "function_call_output": {"call_id", "output"},
+    "reasoning": {"summary", "content"},
+}
+"""Type of an item -> its fields."""
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Field of a chat -> field of a request, where they differ."""
+
+
+class ResponsePart(Closed):
+    """A text of an item."""
+
+    unused: ClassVar[dict[str, str]] = fields.RESPONSES_NESTED_UNUSED["content"]
+
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"]
+    text: str | None = None
+    refusal: str | None = Field(None, description="Of a part of type refusal.")
+
+
+class ResponseItem(Closed):
+    """A message, an assistant's reasoning or call, or a call's output."""
+
+    unused: ClassVar[dict[str, str]] = fields.RESPONSES_NESTED_UNUSED["input"]
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = Field(None, description="Of a message: who speaks.")
+    content: str | list[ResponsePart] | None = Field(None, description="Of a message or of reasoning.")
+    call_id: str | None = Field(None, description="Names a call, and the call of an output.")
+    name: str | None = Field(None, description="Of a function_call.")
+    arguments: str | None = Field(None, description="Of a function_call: the text of a JSON object.")
+    output: str | list[ResponsePart] | None = Field(None, description="Of a function_call_output.")
+    summary: list[ResponsePart] | None = Field(None, description="Of reasoning: read where it has no content.")
+
+
+class ResponseTool(Closed):
+    """A function that the model may call."""
+
+    refused: ClassVar[dict[str, Refused]] = fields.RESPONSES_NESTED_REFUSED["tools"]
+
+    type: Literal["function"] = Field(description="This server runs no tools of its own.")
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = Field(None, description="What the function is for, in words for the model.")
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
+    strict: Flag | None = Field(None, description="In the prompt only: a forced call always keeps to its schema.")
+
+
+class ResponseToolChoice(Closed):
+    """The one function that the answer must call."""
+
+    type: Literal["function"] = "function"
+    name: str
+
+
+class TextFormat(Closed):
+    """text; json_object; or json_schema, of `schema`."""
+
+    unused: ClassVar[dict[str, str]] = fields.RESPONSES_NESTED_UNUSED["format"]
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = Field(None, description="Not read.")
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="What the answer has to be.")
+    strict: Flag | None = Field(None, description="Not read: an answer always keeps to its schema.")
+
+
+class TextConfig(Closed):
+    """How the text is to be."""
+
+    refused: ClassVar[dict[str, Refused]] = fields.RESPONSES_NESTED_REFUSED["text"]
+
+    format: TextFormat | None = None
+
+
+class Reasoning(Closed):
+    """How much the model reasons."""
+
+    refused: ClassVar[dict[str, Refused]] = fields.RESPONSES_NESTED_REFUSED["reasoning"]
+    unused: ClassVar[dict[str, str]] = fields.RESPONSES_NESTED_UNUSED["reasoning"]
+
+    effort: str | None = Field(None, description="For the chat template, which must read reasoning_effort.")
+
+
+class ResponseStreamOptions(Closed):
+    """Nothing that this server could change."""
+
+    unused: ClassVar[dict[str, str]] = fields.RESPONSES_NESTED_UNUSED["stream_options"]
+
+
+class ResponsesRequest(Closed):
+    refused: ClassVar[dict[str, Refused]] = fields.RESPONSES_REFUSED
+    unused: ClassVar[dict[str, str]] = fields.RESPONSES_UNUSED
+    nested: ClassVar[dict[str, dict[str, Refused]]] = fields.RESPONSES_NESTED_REFUSED
+
+    model: str | None = Field(None, description="The model's name, as of /v1/models; there is only one.")
+    input: str | list[ResponseItem] = Field(min_length=1, description="A question, or the conversation so far.")
+    instructions: str | None = Field(None, description="What the model is told before the conversation.")
+    max_output_tokens: Int | None = Field(None, ge=1, description="Longest answer, in tokens.")
+    stream: Flag | None = Field(False, description="Send the answer as it grows, as server-sent events.")
+    stream_options: ResponseStreamOptions | None = None
+    temperature: Float | None = Field(None, ge=0, le=2, description="1.0 when left out; 0 is greedy.")
+    top_p: Float | None = Field(None, ge=0, le=1, description="Keep the most likely tokens that together reach this.")
+    include: (
+        list[
+            Literal[
+                "message.output_text.logprobs",
+                "reasoning.encrypted_content",
+                "web_search_call.action.sources",
+                "web_search_call.results",
+                "code_interpreter_call.outputs",
+                "computer_call_output.output.image_url",
+                "file_search_call.results",
+                "message.input_image.image_url",
+            ]
+        ]
+        | None
+    ) = Field(None, description="message.output_text.logprobs; answers here have nothing of the others.")
+    top_logprobs: Int | None = Field(None, ge=0, le=20, description="So many other tokens beside each log-probability.")
+    tools: list[ResponseTool] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    """auto lets the model decide; required, or a function by name, makes the answer a call."""
+    parallel_tool_calls: Flag | None = Field(True, description="false: an answer has at most one call.")
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+
+
+def add_responses(app: FastAPI, worker: EngineWorker) -> None:
+    """Adds the endpoint to the application."""
+
+    @app.post("/v1/responses", summary="Answer a conversation", tags=["OpenAI"])
+    async def responses(body: ResponsesRequest, http: Request, tag: Tag = None, drafter: Drafter = None) -> Response:
+        chat, names = chat_of(body)
+        with renamed(names):
+            return await answer_chat(chat, http, tag, worker, partial(ResponseExchange, asked=body), drafter)
+
+
+def chat_of(body: ResponsesRequest) -> tuple[ChatRequest, dict[str, str]]:
+    """The chat that a request means, and the client's names of its fields. Raises RequestRefused."""
+    said, names = _messages(body)
+    same = {"model", "temperature", "top_p", "parallel_tool_calls"} & body.model_fields_set
+    chat = {name: getattr(body, name) for name in same} | STREAM | {"messages": said, "max_tokens": body.max_output_tokens}
+    chat["logprobs"] = LOGPROBS in (body.include or ())
+    if body.top_logprobs is not None and not chat["logprobs"]:
+        raise RequestRefused(f'top_logprobs needs include: ["{LOGPROBS}"]', param="top_logprobs")
+    chat["top_logprobs"] = body.top_logprobs
+    if body.tools:
+        functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools]
+        chat["tools"] = [{"type": "function", "function": function} for function in functions]
+    chat["tool_choice"] = body.tool_choice
+    if isinstance(body.tool_choice, ResponseToolChoice):
+        chat["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
+    if body.text and (form := body.text.format):
+        if form.type == "json_schema" and form.schema_ is None:
+            raise RequestRefused("text.format.schema: the type json_schema needs it", param="text.format.schema")
+        chat["response_format"] = {"type": form.type} | ({} if form.schema_ is None else {"schema": form.schema_})
+    chat["reasoning_effort"] = body.reasoning.effort if body.reasoning else None
+    return ChatRequest.model_validate(chat), names
+
+
+def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The conversation as messages of a chat, and the items that they come from.
+
+    Reasoning, text and calls that follow one another are one message of the assistant, as they were one answer.
+    """
+    said: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    names = NAMES | ({"messages[0]": "instructions"} if said else {})
+    items = (
+        [ResponseItem.model_validate({"role": "user", "content": body.input})] if isinstance(body.input, str) else body.input
+    )
+    for place, item in enumerate(items):
+        where = "input" if isinstance(body.input, str) else f"input[{place}]"
+        check_keys(item, item.type, KEYS[item.type], where, optional=("summary", "content") if item.type == "reasoning" else ())
+        if item.type == "function_call_output":
+            said.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output, f"{where}.output")})
+        elif item.type == "message" and item.role != "assistant":
+            said.append({"role": item.role, "content": _text(item.content, f"{where}.content")})
+        else:
+            if not said or said[-1]["role"] != "assistant" or _begins(item, said[-1]):
+                said.append({"role": "assistant", "content": ""})
+            _add(said[-1], item, where)
+            if item.type == "function_call":
+                names[f"messages[{len(said) - 1}].tool_calls[{len(said[-1]['tool_calls']) - 1}].function"] = where
+        names.setdefault(f"messages[{len(said) - 1}]", where)
+    return said, names
+
+
+def _begins(item: ResponseItem, message: dict[str, Any]) -> bool:
+    """True if an item of the assistant's cannot be a part of its latest message, which has reasoning, text, then calls."""
+    return item.type != "function_call" and bool(message["content"] or "tool_calls" in message)
+
+
+def _add(message: dict[str, Any], item: ResponseItem, where: str) -> None:
+    """Add an item of the assistant's to its message."""
+    if item.type == "function_call":
+        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+        message.setdefault("tool_calls", []).append(call)
+    elif item.type == "message":
+        message["content"] = _text(item.content, f"{where}.content")
+    else:
+        part = "content" if item.content else "summary"
+        texts = (message.get("reasoning_content"), _text(getattr(item, part), f"{where}.{part}"))
+        message["reasoning_content"] = "\n".join(filter(None, texts))
+
+
+def _text(content: str | list[ResponsePart] | None, where: str) -> str:
+    """Parts are joined by line breaks, as those of a chat's contents are."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for place, part in enumerate(content):
+        check_keys(part, part.type, {"refusal" if part.type == "refusal" else "text"}, f"{where}[{place}]")
+    return "\n".join(part.text or part.refusal or "" for part in content)

@@ -1,0 +1,201 @@
+"""The web application: OpenAI's endpoints over one EngineWorker."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import FileResponse, Response
+
+import paceline
+from paceline.report.look import LOOK
+from paceline.serve.admin.api import add_admin
+from paceline.serve.dialects.messages import add_messages
+from paceline.serve.dialects.responses import add_responses
+from paceline.serve.http.clock import Clock
+from paceline.serve.http.failures import ApiError, RequestRefused, error_response, json_response
+from paceline.serve.http.features import add_features
+from paceline.serve.http.security import Gate
+from paceline.serve.http.validation import invalid as invalid_body
+from paceline.serve.replies.choices import TextReply
+from paceline.serve.replies.events import Exchange
+from paceline.serve.requests.chats import Drafter, Tag, answer_chat, asked_route, check_model, compiled, names_of, respond
+from paceline.serve.requests.completions import completion_jobs
+from paceline.serve.requests.prompts import check_ids, tokenize_ids
+from paceline.serve.requests.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    ErrorAnswer,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
+from paceline.serve.worker.worker import EngineWorker
+
+FOLDER = Path(__file__).parents[1] / "page"
+API_PAGE = FOLDER / "api.html"
+MEDIA = {".css": "text/css", ".js": "text/javascript", ".LICENSE": "text/plain"}
+PAGES = {"/": FOLDER / "index.html", "/docs": API_PAGE, "/page/look.css": LOOK}
+PAGES |= {f"/page/{part.relative_to(FOLDER).as_posix()}": part for part in FOLDER.rglob("*.*") if part.suffix in MEDIA}
+PAGE_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": "frame-ancestors 'none'",  # each page's own policy stands in the page
+    "x-content-type-options": "nosniff",
+}
+
+
+def create_app(worker: EngineWorker) -> FastAPI:
+    """The application. The worker is started and drained by whoever runs it (`serve/run.py`)."""
+    config = worker.config
+    middleware = [Middleware(Gate, config=config, refused=worker.metrics.refused)]
+    if config.cors_origins:
+        # Outermost: a browser asks first, without the key.
+        cors = Middleware(
+            CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+        middleware.insert(0, cors)
+    app = FastAPI(
+        title="paceline",
+        version=paceline.__version__,
+        summary="An OpenAI-compatible endpoint with lossless speculative decoding.",
+        middleware=middleware,
+        docs_url=None,  # FastAPI's loads scripts from elsewhere
+        redoc_url=None,
+        responses={status: {"model": ErrorAnswer} for status in (400, 401, 403, 404, 408, 409, 413, 421, 429, 500, 503, 504)},
+    )
+    _add_failures(app)
+    _add_system(app, worker)
+    _add_tokens(app, worker)
+    _add_answers(app, worker)
+    add_messages(app, worker)
+    add_responses(app, worker)
+    add_admin(app, worker)
+    add_features(app, worker)
+    return app
+
+
+def _add_failures(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        return error_response(error, request.url.path)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        path = request.url.path
+        return error_response(invalid_body(error, request.headers.get("content-type", ""), path), path)
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        messages = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not for {request.url.path}"}
+        message, code = messages.get(error.status_code, str(error.detail)), "not_found" if error.status_code == 404 else None
+        told = ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
+        return error_response(told, request.url.path)
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return error_response(ApiError.known("request_failed"), request.url.path)
+
+
+def _add_system(app: FastAPI, worker: EngineWorker) -> None:
+    @app.get("/health", summary="The process lives", tags=["system"])
+    async def health() -> Response:
+        if worker.state == "failed":
+            raise ApiError.known("failed")
+        return json_response({"status": "ok"})
+
+    @app.get("/ready", summary="Requests are taken", tags=["system"])
+    async def ready() -> Response:
+        worker.serving()
+        return json_response({"status": worker.state})
+
+    @app.get("/version", summary="The version of paceline", tags=["system"])
+    async def version() -> Response:
+        return json_response({"version": paceline.__version__})
+
+    @app.get("/metrics", summary="Figures for Prometheus", tags=["system"])
+    async def show_metrics() -> Response:
+        body, content_type = worker.metrics.render()
+        return Response(body, headers={"content-type": content_type})
+
+    @app.get("/steps", summary="Seconds of the parts of the engine's steps, by size", tags=["system"])
+    async def steps() -> Response:
+        told = [[*key, *spent] for key, spent in worker.metrics.step_times.copy().items()]
+        return json_response({"steps": told} | ({} if worker.metrics.lossless else {"lossless": False}))
+
+    for path, file in PAGES.items():
+        app.add_route(path, partial(_show, file), include_in_schema=False)
+
+
+async def _show(file: Path, request: Request) -> Response:
+    return FileResponse(file, media_type=MEDIA.get(file.suffix, "text/html"), headers=PAGE_HEADERS)
+
+
+def _add_tokens(app: FastAPI, worker: EngineWorker) -> None:
+    @app.get("/v1/models", summary="The models that answer here, and their drafters", tags=["OpenAI"])
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [_described(name, worker) for name in names_of(worker)]})
+
+    @app.get("/v1/models/{name:path}", summary="One of them", tags=["OpenAI"])
+    async def model(name: str) -> Response:
+        return json_response(_described(check_model(name, worker)[0], worker))
+
+    @app.post("/tokenize", summary="The tokens of a text", tags=["tokens"], response_model=TokenizeAnswer)
+    async def tokenize(body: TokenizeRequest) -> Response:
+        _, model = check_model(body.model, worker)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestRefused("give either prompt or messages", param="prompt")
+        tokens = await asyncio.to_thread(tokenize_ids, body, model)
+        told: dict[str, object] = {"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens}
+        if body.return_token_strs:
+            told["token_strs"] = [model.tokenizer.decode([token], skip_special=False) for token in tokens]
+        return json_response(told)
+
+    @app.post("/detokenize", summary="The text of tokens", tags=["tokens"], response_model=DetokenizeAnswer)
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        _, model = check_model(body.model, worker)
+        ids = check_ids(body.tokens, model, "tokens")
+        return json_response({"prompt": await asyncio.to_thread(model.tokenizer.decode, ids, False)})
+
+
+def _described(name: str, worker: EngineWorker) -> dict[str, object]:
+    model = worker.serving()
+    told = {"id": name, "object": "model", "created": 0, "owned_by": "paceline"}
+    mocked = {"lossless": False, "mocked": model.mocked} if model.mocked else {}
+    drafters = {"drafters": model.drafters} if len(model.drafters) > 1 else {}
+    return told | {"max_model_len": model.max_len, "drafter": model.drafter} | drafters | mocked
+
+
+def _add_answers(app: FastAPI, worker: EngineWorker) -> None:
+    @app.post("/v1/chat/completions", summary="Answer a conversation", tags=["OpenAI"])
+    async def chat(body: ChatRequest, http: Request, tag: Tag = None, drafter: Drafter = None) -> Response:
+        return await answer_chat(body, http, tag, worker, partial(Exchange, "chat.completion", "chatcmpl"), drafter)
+
+    @app.post("/v1/completions", summary="Continue a text", tags=["OpenAI"])
+    async def complete(body: CompletionRequest, http: Request, tag: Tag = None, drafter: Drafter = None) -> Response:
+        name, model = check_model(body.model, worker)
+        route = asked_route(body, http, tag, drafter, worker, model)
+        clock = Clock(http.scope)
+        jobs, echoes = await asyncio.to_thread(completion_jobs, body, model, worker.config, clock)
+        jobs = await compiled(jobs, worker, clock)
+        replies = [TextReply(index, model.tokenizer, body, echo) for index, echo in enumerate(echoes)]
+        num_prompts = len(jobs) // (body.n or 1)
+        ticket = worker.submit(jobs, tag, route)
+        answering = Exchange("text_completion", "cmpl", name, body, ticket, [*replies], num_prompts, model.lossless)
+        return await respond(http, answering)
+
+    @app.post("/v1/embeddings", summary="Refused: this server generates text", tags=["OpenAI"], status_code=400)
+    async def embeddings() -> Response:
+        message = "this server has no embeddings: it generates text, at /v1/chat/completions and /v1/completions"
+        raise RequestRefused(message, code="unsupported_endpoint")

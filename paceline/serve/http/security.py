@@ -1,0 +1,177 @@
+"""Who may call, by which name, and how much they may send: before anything of a request is parsed.
+
+Names, since a page of another site whose name was pointed at this address (DNS rebinding) would count as this server's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import time
+from collections.abc import Callable
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paceline.serve.http.clock import ARRIVED
+from paceline.serve.http.failures import ApiError, RequestRefused, error_response
+from paceline.serve.settings import ServeConfig
+
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"})
+"""Need no key: probes, scrapers and the page, which asks for the key itself; as little do its parts, under /page/."""
+ADMIN = "/admin/"
+"""Paths of their own key, for who runs the server."""
+FORWARDED = ("origin", "forwarded", "via", "x-forwarded-for", "x-real-ip")
+"""Headers of a request that was not made by a program on this machine."""
+DISCARD_BYTES = 64 * 2**20
+"""How much of a refused request's body is read and thrown away before its connection is closed."""
+DISCARD_PAUSE_S = 2.0
+"""A client that sends nothing for so long has seen that it was refused."""
+
+
+class Gate:
+    """Lets a request through when its host and key are right and its body arrives whole, in time and within the limit."""
+
+    def __init__(self, app: ASGIApp, config: ServeConfig, refused: Callable[[str], None]) -> None:
+        self._app, self._config, self._refused = app, config, refused
+        self._hosts = allowed_hosts(config)
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]
+        self._admin_digests = [hashlib.sha256(key.encode()).digest() for key in config.admin_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = Body(receive, self._config)
+        try:
+            headers = Headers(scope=scope)
+            if "transfer-encoding" in headers and "content-length" in headers:
+                # A proxy before this server may see the body end elsewhere and take its rest for a request of its own.
+                message = "a request has either Content-Length or Transfer-Encoding: leave one out"
+                raise RequestRefused(message, code="invalid_http")
+            self._check_host(headers)
+            if scope["path"].startswith(ADMIN):
+                self._check_admin(scope, headers)
+            elif self._digests and scope["path"] not in OPEN_PATHS and not scope["path"].startswith("/page/"):
+                self._check_key(headers, self._digests, "invalid_api_key", headers.get("x-api-key"))
+            if scope["method"] in ("POST", "PUT", "PATCH"):
+                await body.read(headers.get("content-length", "0"))
+        except ClientDisconnect:
+            return
+        except ApiError as error:
+            self._refused(error.code or "limit")
+            await _refuse(error, scope["path"], body, send)
+            return
+        scope[ARRIVED] = time.perf_counter()
+        await self._app(scope, body.replay, send)
+
+    def _check_host(self, headers: Headers) -> None:
+        name = host_name(headers.get("host", ""))
+        if self._hosts is not None and name and name not in self._hosts:
+            raise ApiError.known("host_not_allowed", name=name[:100])
+
+    def _check_admin(self, scope: Scope, headers: Headers) -> None:
+        """Who has the admin key; without one, who is on this machine, which no page of a browser and no proxy is."""
+        if self._admin_digests:
+            self._check_key(headers, self._admin_digests, "invalid_admin_key")
+            return
+        address = (scope.get("client") or ("", 0))[0]
+        is_near = _is_loopback(address) and _is_loopback(host_name(headers.get("host", "")))
+        if self._digests or not is_near or any(name in headers for name in FORWARDED):
+            raise ApiError.known("admin_closed")
+
+    def _check_key(self, headers: Headers, digests: list[bytes], code: str, bare: str | None = None) -> None:
+        """Compares with every key, each in the same time, so that nothing is learned from how long it took. A `bare` key,
+        as Anthropic's clients send it, takes the place of a missing Authorization."""
+        default = "" if bare is None else f"Bearer {bare}"
+        scheme, _, key = headers.get("authorization", default).partition(" ")
+        given = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
+        matches = [hmac.compare_digest(given, digest) for digest in digests]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise ApiError.known(code)
+
+
+class Body:
+    """A request's body as it arrives: read whole within its limits, or discarded after an answer that did not wait for it."""
+
+    def __init__(self, receive: Receive, config: ServeConfig) -> None:
+        self._receive, self._config = receive, config
+        self._due = asyncio.get_running_loop().time() + config.body_seconds
+        self._data = bytearray()
+        self._is_whole = self._is_replayed = False
+
+    async def read(self, length: str) -> None:
+        """Read it; `length` is the header's.
+
+        Raises ApiError when it is too long or too slow, ClientDisconnect when the client left.
+        """
+        most = self._config.max_body_bytes
+        if not length.isdecimal() or int(length[:19]) > most:
+            raise ApiError.known("body_too_large", most=most)
+        try:
+            async with asyncio.timeout_at(self._due):
+                while not self._is_whole:
+                    self._data += await self._next()
+                    if len(self._data) > most:
+                        raise ApiError.known("body_too_large", most=most)
+        except TimeoutError:
+            raise ApiError.known("body_timeout", seconds=self._config.body_seconds) from None
+
+    async def discard(self) -> None:
+        """Take the rest and forget it: a client that is still sending reads no answer, and a connection that is closed under it
+        is reset. Ends after `DISCARD_BYTES`, when nothing has come for `DISCARD_PAUSE_S`, and when the body is overdue."""
+        num_bytes = 0
+        with contextlib.suppress(TimeoutError, ClientDisconnect):
+            async with asyncio.timeout_at(self._due):
+                while not self._is_whole and num_bytes < DISCARD_BYTES:
+                    num_bytes += len(await asyncio.wait_for(self._next(), DISCARD_PAUSE_S))
+
+    async def replay(self) -> Message:
+        """A `receive` that gives the body once, then whatever follows: the client's leaving."""
+        if self._is_replayed:
+            return await self._receive()
+        self._is_replayed = True
+        return {"type": "http.request", "body": bytes(self._data), "more_body": False}
+
+    async def _next(self) -> bytes:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        self._is_whole = not message.get("more_body", False)
+        return message.get("body", b"")
+
+
+async def _refuse(error: ApiError, path: str, body: Body, send: Send) -> None:
+    """The whole answer at once; the connection is closed when the client has sent what it had to send."""
+    response = error_response(error, path)
+    response.headers["connection"] = "close"
+    await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    await body.discard()
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def allowed_hosts(config: ServeConfig) -> frozenset[str] | None:
+    """The names that may stand in a request's Host header, without ports; None for any."""
+    names = config.allowed_hosts
+    if not names and _is_loopback(config.host):
+        names = (config.host, "localhost", "127.0.0.1", "::1")
+    return None if not names or "*" in names else frozenset(map(host_name, names))
+
+
+def host_name(host: str) -> str:
+    """A Host header without its port, in lower case; IPv6 addresses without brackets."""
+    host = host.strip().lower()
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0] if host.count(":") == 1 else host
+    return name.rstrip(".")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

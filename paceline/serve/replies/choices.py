@@ -1,0 +1,104 @@
+"""Answers to choices in OpenAI's words, of chats and of legacy completions."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+from typing import Any
+
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.serve.replies.events import Reply, finite
+from paceline.serve.replies.tool_calls import Call, CallParser
+from paceline.serve.requests.protocol import ChatRequest, CompletionRequest
+from paceline.serve.requests.tools import forced_schema, tools_of
+from paceline.serve.worker.ticket import Event
+from paceline.types import TokenLogprob
+
+
+class ChatReply(Reply):
+    """One choice of a chat completion."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, request: ChatRequest) -> None:
+        super().__init__(index, tokenizer, request, has_logprobs=bool(request.logprobs))
+        tools, is_forced = tools_of(request), forced_schema(request) is not None
+        names, most = [tool.function.name for tool in tools], 1 if request.parallel_tool_calls is False else None
+        self._parser = CallParser(names, is_whole=is_forced, most=most) if tools else None
+        self._num_calls = 0
+        self._is_begun = False
+
+    def _shown(self, text: str, is_stream: bool) -> dict[str, Any] | None:
+        calls: list[Call] = []
+        if self._parser:
+            text, calls = self._parser.push(text)
+            if self.sequence:
+                rest, more = self._parser.finish()
+                text, calls = text + rest, calls + more
+        if not text and not calls and self.sequence is None:
+            return None
+        numbered = [
+            call.as_json() | ({"index": self._num_calls + place} if is_stream else {}) for place, call in enumerate(calls)
+        ]
+        self._num_calls += len(calls)
+        called = {"tool_calls": numbered} if calls else {}
+        if not is_stream:
+            return {"message": {"role": "assistant", "content": None if calls and not text else text, "refusal": None} | called}
+        delta: dict[str, Any] = {} if self._is_begun else {"role": "assistant", "content": ""}
+        self._is_begun = True
+        return {"delta": delta | ({"content": text} if text else {}) | called}
+
+    def _reason(self) -> str | None:
+        reason = super()._reason()
+        return "tool_calls" if reason == "stop" and self._num_calls else reason
+
+    def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        shown = [
+            self._token(each.token_id, each.logprob) | {"top_logprobs": [self._token(*pair) for pair in each.top]}
+            for each in logprobs
+        ]
+        return {"content": shown, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self.token_text(token),
+            "logprob": finite(logprob),
+            "bytes": list(self.tokenizer.token_bytes(token)),
+        }
+
+
+class TextReply(Reply):
+    """One choice of a completion."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, request: CompletionRequest, echo: str) -> None:
+        super().__init__(index, tokenizer, request, has_logprobs=request.logprobs is not None)
+        self._unsent_echo, self._offset = echo, 0
+        self._scores_prompt = bool(request.echo and request.logprobs is not None)
+
+    def take(self, event: Event) -> None:
+        if self._scores_prompt:  # all of them are known when the first token comes
+            first, *_ = event.chunk.sequence.tokens
+            self._logprobs += [TokenLogprob(first, math.nan), *event.chunk.sequence.prompt_logprobs]
+            self._scores_prompt = False
+        super().take(event)
+
+    def _shown(self, text: str, is_stream: bool) -> dict[str, Any] | None:
+        if not text and self.sequence is None and not self._unsent_echo:
+            return None
+        echo, self._unsent_echo = self._unsent_echo, ""
+        return {"text": echo + text}
+
+    def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        """The first token of a prompt has no log-probability: its place holds null."""
+        *offsets, self._offset = accumulate((len(self.token_text(each.token_id)) for each in logprobs), initial=self._offset)
+        is_first = [math.isnan(each.logprob) for each in logprobs]
+        tops = [{self._name(token): finite(value) for token, value in each.top} for each in logprobs]
+        return {
+            "tokens": [self._name(each.token_id) for each in logprobs],
+            "token_logprobs": [None if first else finite(each.logprob) for each, first in zip(logprobs, is_first, strict=True)],
+            "top_logprobs": [None if first else top for top, first in zip(tops, is_first, strict=True)],
+            "text_offset": offsets,
+        }
+
+    def _name(self, token: int) -> str:
+        """A token's text, or its bytes where it is a piece of a character: such pieces look alike as text."""
+        text = self.token_text(token)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.tokenizer.token_bytes(token)) if "\ufffd" in text else text

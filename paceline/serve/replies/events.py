@@ -1,0 +1,339 @@
+"""From the worker's events to what a client reads: one JSON object, or server-sent events as the tokens come.
+
+An `Exchange` holds one API request: its ticket and a `Reply` for each answer, which speaks the words of its endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from paceline.engine.completion import GenerationStats
+from paceline.model.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from paceline.report.statistics import Rounds
+from paceline.serve.http.clock import Clock
+from paceline.serve.http.failures import ApiError, dump
+from paceline.serve.requests.protocol import Sampling
+from paceline.serve.worker.ticket import Event, Ticket
+from paceline.types import Round, Sequence, TokenLogprob
+
+DONE = b"data: [DONE]\n\n"
+LEAST_LOGPROB = -9999.0
+"""What OpenAI writes for a token that cannot be; JSON has no infinity."""
+T = TypeVar("T")
+log = logging.getLogger("paceline.serve")
+
+
+class Reply(ABC):
+    """One answer as it grows: events are taken, and what they brought is shown as a choice, piece by piece or all at once."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, request: Sampling, *, has_logprobs: bool) -> None:
+        self.index, self.tokenizer = index, tokenizer
+        self.sequence: Sequence | None = None
+        """Set when the answer is complete."""
+        self._text = ""
+        self._logprobs: list[TokenLogprob] = []
+        self.pieces: list[dict[str, Any]] = []
+        """Text and origin of each token that was not sent yet, when these are asked for."""
+        self._has_logprobs, self._has_ids = has_logprobs, bool(request.return_token_ids)
+        self._ids: list[int] = []
+        """Tokens that were not sent yet."""
+        self.prompt_ids: list[int] | None = None
+        """The prompt's tokens, until they are sent."""
+        self.num_output = 0
+        """Tokens of the answer so far."""
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if request.paceline_timings and request.stream:
+            self._detokenizer = tokenizer.stream(request.skip_special_tokens is not False)
+
+    def take(self, event: Event) -> None:
+        """Add an event."""
+        chunk = event.chunk
+        self._text += chunk.text
+        self._logprobs += event.logprobs
+        self.num_output += len(chunk.token_ids)
+        if self._has_ids:
+            self._ids += chunk.token_ids
+        if chunk.finish_reason is not None:
+            self.sequence = chunk.sequence
+        if self._detokenizer:
+            texts = [self._detokenizer.push([token]) for token in chunk.token_ids]
+            self.pieces += [{"text": text, "drafted": place < event.num_accepted} for place, text in enumerate(texts)]
+
+    def choice(self, *, is_stream: bool) -> dict[str, Any] | None:
+        """What came since the last call, in the words of the endpoint; None when there is nothing to show yet."""
+        text, self._text = self._text, ""
+        choice = self._shown(text, is_stream)
+        if choice is None:
+            return None
+        logprobs, self._logprobs = self._logprobs, []
+        told = self._shown_logprobs(logprobs) if self._has_logprobs else None
+        shown = {"index": self.index, **choice, "logprobs": told, "finish_reason": self._reason()}
+        if not self._has_ids:
+            return shown
+        prompt, self.prompt_ids = self.prompt_ids, None
+        ids, self._ids = self._ids, []
+        return shown | {"token_ids": ids} | ({} if prompt is None else {"prompt_token_ids": prompt})
+
+    def token_text(self, token: int) -> str:
+        return self.tokenizer.decode([token], skip_special=False)
+
+    def _reason(self) -> str | None:
+        return self.sequence.finish_reason if self.sequence else None
+
+    @abstractmethod
+    def _shown(self, text: str, is_stream: bool) -> dict[str, Any] | None:
+        """The part of a choice that holds its text; None when there is nothing to show yet."""
+
+    @abstractmethod
+    def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]: ...
+
+
+class Exchange:
+    """One API request and its answers."""
+
+    end = DONE
+    """What follows the last event of a stream."""
+
+    def __init__(
+        self,
+        kind: str,
+        prefix: str,
+        model: str,
+        request: Sampling,
+        ticket: Ticket,
+        replies: list[Reply],
+        num_prompts: int = 1,
+        lossless: bool = True,
+    ) -> None:
+        """`kind` is the object's type in OpenAI's words, `prefix` begins its id. What is not `lossless` says so."""
+        self._ticket, self._replies, self._request = ticket, replies, request
+        self.is_stream = bool(request.stream)
+        self._with_each = bool(request.stream_options and request.stream_options.continuous_usage_stats)
+        self._num_each = len(replies) // num_prompts
+        for reply, job in zip(replies, ticket.jobs, strict=True):
+            reply.prompt_ids = job.prompt_ids
+        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+        if not lossless or any(job.params.lossy for job in ticket.jobs):
+            self._head["lossless"] = False
+        self._first: list[Event] = []
+
+    @property
+    def _clock(self) -> Clock:
+        return self._ticket.jobs[0].clock
+
+    def close(self) -> None:
+        """Abort what is unfinished."""
+        self._ticket.close()
+
+    async def begin(self) -> None:
+        """Wait for the first tokens, so that what is wrong with a request becomes the status of its response."""
+        self._first = await self._ticket.read()
+        self._clock.answered()
+
+    async def whole(self) -> dict[str, Any]:
+        """The finished answers as one object."""
+        try:
+            while events := await self._ticket.read():
+                for event in events:
+                    self._replies[event.index].take(event)
+            body = self._head | {"choices": [reply.choice(is_stream=False) for reply in self._replies], "usage": self._usage()}
+            if prices := [_price(seq) for seq in self._sequences if seq.ledger]:
+                body["lossy"] = prices[0] if len(prices) == 1 else prices
+            if self._request.return_metrics:
+                body["metrics"] = self._metrics()
+            if self._request.return_timings:
+                body["timings"] = self._clock.timings(self._sequences)
+            if self._request.paceline_timings:
+                told = [
+                    {"drafted": Rounds.counted(seq.rounds).num_accepted, "tokens": seq.num_output} | _timings(seq)
+                    for seq in self._sequences
+                ]
+                body["paceline"] = told[0] if len(told) == 1 else told
+            return body
+        finally:
+            self.close()
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """Server-sent events, several in one piece when they came together."""
+        try:
+            async for chunks in self.chunks():
+                if piece := b"".join(map(self.written, chunks)):
+                    yield piece
+        except ApiError as error:
+            yield self.failed(error)
+        except Exception:
+            log.exception("a stream failed")
+            yield self.failed(ApiError.known("request_failed"))
+        finally:
+            self.close()
+        if self.end:
+            yield self.end
+
+    async def chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
+        """The chunks of a stream, those together that came together."""
+        options = self._request.stream_options
+        with_usage = bool(options and options.include_usage)
+        head = self._head | {"object": self._head["object"] + (".chunk" if self._head["object"] == "chat.completion" else "")}
+        events = self._first
+        while events:
+            yield [chunk for event in events if (chunk := self._chunk(head, event, with_usage))]
+            events = await self._ticket.read()
+        if more := self._last(with_usage):
+            yield [head | {"choices": []} | more]
+
+    def written(self, chunk: dict[str, Any]) -> bytes:
+        """A chunk as server-sent events."""
+        return sse(chunk)
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that an error ends."""
+        return sse(error.body)
+
+    def _last(self, with_usage: bool) -> dict[str, Any]:
+        """What was asked for beside the answer."""
+        told = {"usage": self._usage()} if with_usage else {}
+        if self._request.return_metrics:
+            told["metrics"] = self._metrics()
+        if self._request.return_timings and self._sequences:
+            told["timings"] = self._clock.timings(self._sequences)
+        return told
+
+    def _chunk(self, head: dict[str, Any], event: Event, with_usage: bool) -> dict[str, Any] | None:
+        reply = self._replies[event.index]
+        reply.take(event)
+        choice = reply.choice(is_stream=True)
+        if choice is None:
+            return None
+        chunk = head | {"choices": [choice]}
+        if self._with_each:
+            chunk["usage"] = self._num_tokens()
+        elif with_usage:
+            chunk["usage"] = None
+        if reply.sequence and reply.sequence.ledger:
+            chunk["lossy"] = _price(reply.sequence)
+        if self._request.paceline_timings:
+            pieces, reply.pieces = reply.pieces, []
+            told = {"drafted": sum(piece["drafted"] for piece in pieces), "tokens": pieces}
+            chunk["paceline"] = told | (_timings(reply.sequence) if reply.sequence else {})
+        return chunk
+
+    @property
+    def _sequences(self) -> list[Sequence]:
+        return [reply.sequence for reply in self._replies if reply.sequence]
+
+    @property
+    def _rounds(self) -> list[Round]:
+        return [each for seq in self._sequences for each in seq.rounds]
+
+    def _num_tokens(self) -> dict[str, int]:
+        """Tokens so far. The prompt counts once, however many answers it got."""
+        num_prompt = sum(len(job.prompt_ids) for job in self._ticket.jobs[:: self._num_each])
+        num_output = sum(reply.num_output for reply in self._replies)
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+
+    def _usage(self) -> dict[str, Any]:
+        """Tokens of the whole request, and which of them were cached or drafted."""
+        firsts = self._sequences[:: self._num_each]
+        rounds = Rounds.counted(self._rounds)
+        drafted = {
+            "accepted_prediction_tokens": rounds.num_accepted,
+            "rejected_prediction_tokens": rounds.num_drafted - rounds.num_accepted,
+        }
+        return {
+            **self._num_tokens(),
+            "prompt_tokens_details": {"cached_tokens": sum(seq.num_reused for seq in firsts)},
+            "completion_tokens_details": drafted,
+        }
+
+    def _metrics(self) -> dict[str, Any]:
+        """vLLM's block of speculation figures, over all answers of the request."""
+        rounds = Rounds.counted(self._rounds)
+        drafted = [each.num_drafted for each in self._rounds if each.num_drafted]
+        figures = {
+            "mean_acceptance_length": rounds.tokens_per_round,
+            "draft_acceptance_rate": rounds.acceptance_rate,
+            "acceptance_histogram": list(rounds.accepted_histogram),
+            "num_spec_steps": len(drafted),
+            "num_accepted_draft_tokens": rounds.num_accepted,
+            "num_draft_tokens": rounds.num_drafted,
+            "num_spec_tokens": max(drafted, default=0),
+            "drafter": ", ".join(sorted({seq.drafter for seq in self._sequences})),
+            "rounds_by_source": {source: asdict(each) for source, each in Rounds.by_source(self._rounds).items()},
+        }
+        return {"speculative_decoding": figures}
+
+
+def _timings(seq: Sequence) -> dict[str, Any]:
+    """Where an answer's time went. Seconds; `first_token_s` counts from the request's arrival at the engine."""
+    stats, total_s = GenerationStats.of(seq), max(seq.timings.token_s, default=seq.timings.arrival_s) - seq.timings.arrival_s
+    shown = ("queue_s", "prefill_s", "draft_s", "verify_s", "host_s", "plain_s", "num_plain")
+    return {
+        **{name: getattr(seq.timings, name) for name in shown},
+        "first_token_s": stats.time_to_first_token_s,
+        "total_s": total_s,
+        "tokens_per_s": stats.tokens_per_s,
+        "tokens_per_round": stats.tokens_per_round,
+        "lossless": stats.lossless,
+        "drafter": seq.drafter,
+    }
+
+
+def _price(seq: Sequence) -> dict[str, Any] | None:
+    """What the lossy rule of an answer cost."""
+    price = GenerationStats.of(seq).lossy
+    return asdict(price) if price else None
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+def sse(value: dict[str, Any], name: str = "") -> bytes:
+    """A server-sent event."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + dump(value) + b"\n\n"
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`; it is cancelled and ClientDisconnect raised when the client hangs up first."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_hung_up(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """A response of server-sent events that ends when the client hangs up."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(exchange.stream(), headers=headers, media_type="text/event-stream")
+        self._close = exchange.close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()

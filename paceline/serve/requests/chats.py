@@ -1,0 +1,112 @@
+"""The one way of a request through the server: model, jobs, grammar, ticket, response.
+
+Every endpoint of chats comes here: OpenAI's own, and those whose requests are translated into a ChatRequest
+(`serve/dialects/base.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Header, Request
+from starlette.responses import Response
+
+from paceline.serve.http.clock import Clock
+from paceline.serve.http.failures import RequestRefused, json_response
+from paceline.serve.replies.choices import ChatReply
+from paceline.serve.replies.events import EventStream, Exchange, unless_gone
+from paceline.serve.requests.completions import chat_jobs
+from paceline.serve.requests.prompts import chat_ids
+from paceline.serve.requests.protocol import ChatRequest, CompletionRequest
+from paceline.serve.requests.routing import DRAFTER, chosen_route, route_of
+from paceline.serve.worker.engine import ModelInfo
+from paceline.serve.worker.ticket import Job
+from paceline.serve.worker.worker import EngineWorker
+from paceline.types import Route
+
+Tag = Annotated[
+    str | None,
+    Header(
+        alias="x-paceline-tag",
+        description="What kind of request it is: kept with its trace, and chooses among several drafters.",
+    ),
+]
+Drafter = Annotated[
+    str | None,
+    Header(alias=DRAFTER, description="Whose drafts are checked: a drafter's name, as of /v1/models, or none."),
+]
+
+
+def names_of(worker: EngineWorker) -> tuple[str, ...]:
+    """Names that clients may call the model by; without its folder's path."""
+    return worker.config.served_names or (Path(worker.serving().name).name,)
+
+
+def check_model(name: str | None, worker: EngineWorker) -> tuple[str, ModelInfo]:
+    """The served name that a request means, and the model. Raises ApiError."""
+    names = names_of(worker)
+    if name is not None and name not in names:
+        message = f"there is no model {name!r:.100} here: this server has {', '.join(names)}"
+        raise RequestRefused(message, param="model", code="model_not_found", status=404)
+    return name or names[0], worker.serving()
+
+
+async def answer_chat(
+    body: ChatRequest,
+    http: Request,
+    tag: str | None,
+    worker: EngineWorker,
+    exchange: Callable[..., Exchange],
+    drafter: str | None = None,
+) -> Response:
+    """Answers a chat. `exchange` is called with the model's name, the body, its ticket and its replies."""
+    name, model = check_model(body.model, worker)
+    clock = Clock(http.scope)
+    jobs = await asyncio.to_thread(chat_jobs, body, model, worker.config, clock)
+    jobs = await compiled(jobs, worker, clock)
+    replies: list[Any] = [ChatReply(index, model.tokenizer, body) for index in range(len(jobs))]
+    ticket = worker.submit(jobs, tag, asked_route(body, http, tag, drafter, worker, model))
+    return await respond(http, exchange(name, body, ticket, replies, lossless=model.lossless))
+
+
+def asked_route(
+    body: ChatRequest | CompletionRequest,
+    http: Request,
+    tag: str | None,
+    drafter: str | None,
+    worker: EngineWorker,
+    model: ModelInfo,
+) -> Route | None:
+    """The route of a request: the drafter that a header names, or as the server is set up. Raises RequestRefused."""
+    asked = drafter and drafter.strip()
+    return chosen_route(asked, model.drafters) if asked else route_of(worker.config.route, body, http.headers, tag)
+
+
+async def count_chat(body: ChatRequest, worker: EngineWorker) -> int:
+    """Tokens of a chat's prompt."""
+    _, model = check_model(body.model, worker)
+    return len(await asyncio.to_thread(chat_ids, body, model))
+
+
+async def compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[Job]:
+    """The jobs with their grammars compiled."""
+    clock.mark("dispatch")
+    jobs = await worker.compiled(jobs)
+    clock.mark("grammar")
+    return [replace(job, clock=clock) for job in jobs]
+
+
+async def respond(http: Request, exchange: Exchange) -> Response:
+    """Answer at once or as it grows; what the client does not wait for is aborted."""
+    try:
+        if not exchange.is_stream:
+            return json_response(await unless_gone(http.receive, exchange.whole()))
+        await unless_gone(http.receive, exchange.begin())
+    except BaseException:
+        exchange.close()
+        raise
+    return EventStream(exchange)

@@ -1,0 +1,191 @@
+"""Chat and legacy completions: requests to jobs.
+
+Their fields become the engine's SamplingParams: defaults of OpenAI, limits of this server, grammars.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from paceline.errors import PacelineError
+from paceline.lossy import Lossy
+from paceline.serve.http.clock import Clock
+from paceline.serve.http.failures import RequestRefused
+from paceline.serve.requests.grammars import GRAMMAR_FIELDS, grammar_of
+from paceline.serve.requests.prompts import chat_ids, completion_ids
+from paceline.serve.requests.protocol import ChatRequest, CompletionRequest, Sampling
+from paceline.serve.requests.tools import forced_schema
+from paceline.serve.settings import ServeConfig
+from paceline.serve.worker.engine import ModelInfo
+from paceline.serve.worker.ticket import Job
+from paceline.types import GrammarSpec, SamplingParams
+
+MAX_TOKENS = 16
+"""Of a legacy completion that says nothing: OpenAI's default."""
+MIN_TEMPERATURE = 1e-4
+"""Below this sampling is greedy but for rounding."""
+MAX_STOP_CHARACTERS = 1024
+SAME = {"top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+SAME |= {"stop_token_ids", "ignore_eos", "skip_special_tokens"}
+"""Fields that mean the same in SamplingParams, whose defaults hold where they are left out."""
+LOSSY_IS_OFF = (
+    "lossy rules change what the model says, and this server does not allow them: leave lossy out, or let its owner "
+    "start it with --allow-lossy"
+)
+TOKEN_KEY = re.compile("0|[1-9][0-9]{0,18}", re.ASCII)
+
+
+def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock: Clock | None = None) -> list[Job]:
+    """A conversation as jobs; renders and encodes, so it belongs in a thread; `clock` is told what that takes. Raises
+    RequestRefused."""
+    clock = clock or Clock()
+    clock.mark("dispatch")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise RequestRefused("top_logprobs needs logprobs: true", param="top_logprobs")
+    longest = {each for each in (request.max_completion_tokens, request.max_tokens) if each is not None}
+    if len(longest) > 1:
+        message = "max_completion_tokens and max_tokens differ: leave max_tokens, the older name, out"
+        raise RequestRefused(message, param="max_tokens")
+    forced, grammar = forced_schema(request), grammar_of(request)
+    if forced is not None and grammar is not None:
+        raise RequestRefused(f"tool_choice asks for a call, {grammar[0]} for something else", param=grammar[0])
+    return jobs_of(
+        request,
+        [chat_ids(request, model, clock)],
+        model,
+        config,
+        max_tokens=next(iter(longest), None),
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        grammar=grammar if forced is None else ("tool_choice", GrammarSpec("json_schema", forced)),
+    )
+
+
+def completion_jobs(
+    request: CompletionRequest, model: ModelInfo, config: ServeConfig, clock: Clock | None = None
+) -> tuple[list[Job], list[str]]:
+    """Jobs, prompt after prompt, and with `echo` the text to put before each answer. Belongs in a thread.
+
+    Raises RequestRefused.
+    """
+    if request.suffix:
+        raise RequestRefused("suffix is not supported: put it into the prompt", param="suffix")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise RequestRefused("best_of must equal n: answers are not ranked", param="best_of")
+    clock = clock or Clock()
+    clock.mark("dispatch")
+    prompts = completion_ids(request, model)
+    clock.mark("tokenizer")
+    jobs = jobs_of(
+        request,
+        prompts,
+        model,
+        config,
+        max_tokens=request.max_tokens or MAX_TOKENS,
+        logprobs=request.logprobs,
+        grammar=grammar_of(request),
+    )
+    if request.echo and request.logprobs is not None:
+        jobs = [replace(job, params=replace(job.params, prompt_logprobs=job.params.logprobs)) for job in jobs]
+    echoes = [model.tokenizer.decode(prompt) if request.echo else "" for prompt in prompts]
+    return jobs, [echo for echo in echoes for _ in range(request.n or 1)]
+
+
+def jobs_of(
+    request: Sampling,
+    prompts: list[list[int]],
+    model: ModelInfo,
+    config: ServeConfig,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    grammar: tuple[str, GrammarSpec] | None,
+) -> list[Job]:
+    """`n` jobs for each prompt, prompt after prompt. Without `max_tokens` an answer has `config.default_max_tokens`, or what is
+    left of the context.
+
+    Raises RequestRefused on values that are impossible or beyond this server's limits.
+    """
+    field, spec = grammar or (None, None)
+    if spec is not None and model.mocked:
+        message = (
+            f"this server mocks acceptance ({model.mocked}), which looks at no token and so keeps to no grammar: leave out "
+            f"{', '.join(GRAMMAR_FIELDS)} and a forced tool_choice"
+        )
+        raise RequestRefused(message, param=field, code="mocked_acceptance")
+    if request.stream_options is not None and not request.stream:
+        raise RequestRefused("stream_options goes with stream: true only: leave it out", param="stream_options")
+    n = request.n or 1
+    if n > config.max_n:
+        raise RequestRefused(f"n must be at most {config.max_n} on this server, not {n}", param="n")
+    if (request.seed or 0) + n > 2**63:
+        raise RequestRefused(f"seed: the seeds of {n} answers, one after the other, must stay below 2**63", param="seed")
+    common, jobs = params_of(request, model.vocab_size, logprobs, spec), list[Job]()
+    if common.lossy and not config.allow_lossy:
+        raise RequestRefused(LOSSY_IS_OFF, param="lossy", code="lossy_not_allowed", status=403)
+    if wrong := next((token for token in common.logit_bias or {} if token >= model.vocab_size), None):
+        message = f"logit_bias names token {wrong}, outside the vocabulary of {model.vocab_size}: remove it"
+        raise RequestRefused(message, param="logit_bias")
+    prompt_field = "messages" if isinstance(request, ChatRequest) else "prompt"
+    most = min(model.max_len - 1, config.max_prompt_tokens or model.max_len)
+    for prompt in prompts:
+        if len(prompt) > most:
+            message = f"the prompt has {len(prompt)} tokens, this server takes at most {most}: shorten it"
+            raise RequestRefused(message, param=prompt_field, code="context_length_exceeded")
+        room = model.max_len - len(prompt)
+        longest = max_tokens or min(room, config.default_max_tokens)
+        if (least := request.min_tokens or 0) > longest:
+            message = f"min_tokens must be at most max_tokens, {longest} here, not {least}"
+            raise RequestRefused(message, param="min_tokens")
+        each = replace(common, max_tokens=longest, min_tokens=least)
+        seeds = [None if each.seed is None else each.seed + index for index in range(n)]
+        jobs += [Job(prompt, replace(each, seed=seed), grammar_field=field) for seed in seeds]
+    if len(jobs) > model.num_rows + config.max_queue:
+        raise RequestRefused(f"{len(jobs)} answers in one request are more than this server queues: send fewer prompts")
+    return jobs
+
+
+def params_of(request: Sampling, vocab_size: int, logprobs: int | None, grammar: GrammarSpec | None) -> SamplingParams:
+    """How the request wants its tokens chosen. Raises RequestRefused on impossible values."""
+    temperature = 1.0 if request.temperature is None else request.temperature
+    is_greedy = temperature < MIN_TEMPERATURE or request.top_p == 0  # top_p always keeps the most likely token
+    try:
+        return SamplingParams(
+            temperature=0.0 if is_greedy else temperature,
+            top_k=min(max(request.top_k or 0, 0), vocab_size),
+            logit_bias=_logit_bias(request.logit_bias),
+            seed=None if request.seed == -1 else request.seed,
+            stop=_texts("stop", [request.stop] if isinstance(request.stop, str) else request.stop),
+            bad_words=_texts("bad_words", request.bad_words),
+            logprobs=None if logprobs is None else min(logprobs, vocab_size),
+            grammar=grammar,
+            lossy=_lossy(request.lossy),
+            max_drafted=0 if request.speculate == "off" else request.speculate if isinstance(request.speculate, int) else None,
+            **request.model_dump(include=SAME if request.top_p else SAME - {"top_p"}, exclude_none=True),
+        )
+    except PacelineError as error:
+        raise RequestRefused.of(error) from error
+
+
+def _lossy(rule: str | dict[str, str | float] | None) -> Lossy | None:
+    try:
+        return None if rule is None else Lossy.of(rule)
+    except PacelineError as error:  # which names the rule's own values
+        raise RequestRefused(str(error), param="lossy") from error
+
+
+def _texts(field: str, texts: list[str] | None) -> tuple[str, ...]:
+    if sum(map(len, texts or ())) > MAX_STOP_CHARACTERS:
+        raise RequestRefused(f"{field} must not be longer than {MAX_STOP_CHARACTERS} characters", param=field)
+    if "" in (texts or ()):
+        raise RequestRefused(f"{field} must hold no empty string", param=field)
+    return tuple(texts or ())
+
+
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
+    """Keys must be plain decimal numbers: Python's int() would also take " 5", "+5", "1_0" and digits of other scripts."""
+    wrong = next((token for token in bias or {} if not TOKEN_KEY.fullmatch(token)), None)
+    if wrong is not None:
+        message = f'logit_bias names tokens by their number, as in {{"42": -1}}: {wrong!r:.40} is none'
+        raise RequestRefused(message, param="logit_bias")
+    return {int(token): value for token, value in bias.items()} if bias else None

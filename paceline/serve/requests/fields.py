@@ -1,0 +1,212 @@
+"""What becomes of every request field of OpenAI's, vLLM's and llama.cpp's servers that this server has no model of.
+
+A field of `protocol.py`'s models is held. `UNUSED` ones are accepted and change nothing: docs/serving.md lists them.
+`REFUSED` ones get a 400 that names them, unless their value asks for what happens anyway; so do all other names.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.data.messages import UNUSED_CALL_KEYS, UNUSED_CALLED_KEYS, UNUSED_KEYS, UNUSED_PART_KEYS
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A field that this server does not hold."""
+
+    advice: str
+    neutral: tuple[Any, ...] = ()
+    """Values that ask for what happens anyway."""
+
+    def holds(self, value: Any) -> bool:
+        return any(type(value) is type(each) and value == each for each in self.neutral)
+
+
+OFF = (False,)
+NONE_OF_IT = ([], {}, "")
+NO_PARTS = Refused("this server reads and writes text only", NONE_OF_IT)
+NO_GRAMMAR = Refused("give a JSON schema, a regex or a list of choices: structured_outputs has json, regex and choice")
+NO_BUDGET = Refused("reasoning has no budget of its own here: use max_tokens", (-1,))
+NO_SAMPLER = Refused("no such sampler here: leave it out, or use temperature, top_p, top_k and min_p", (0, 0.0))
+NO_TRANSFER = Refused("this server runs on its own: leave it out", NONE_OF_IT)
+
+UNUSED: dict[str, str] = {
+    "background": "an answer comes with its request",
+    "backend_sampling": "where llama.cpp samples",
+    "cache_prompt": "prefixes are always reused where that changes no bit",
+    "dry_allowed_length": "only with dry_multiplier",
+    "dry_base": "only with dry_multiplier",
+    "dry_penalty_last_n": "only with dry_multiplier",
+    "dry_sequence_breakers": "only with dry_multiplier",
+    "dynatemp_exponent": "only with dynatemp_range",
+    "adaptive_decay": "only with adaptive_target",
+    "guided_decoding_backend": "there is one",
+    "metadata": "answers are not stored",
+    "mirostat_eta": "only with mirostat",
+    "mirostat_tau": "only with mirostat",
+    "n_cache_reuse": "prefixes are always reused",
+    "prediction": "drafts come from the server's drafter; the answer is the same",
+    "prompt_cache_key": "prefixes are always reused",
+    "prompt_cache_options": "prefixes are always reused",
+    "prompt_cache_retention": "prefixes are reused while a row holds them",
+    "reasoning_budget_end_tag": "only with reasoning_budget_tokens",
+    "reasoning_budget_message": "only with reasoning_budget_tokens",
+    "reasoning_budget_start_tag": "only with reasoning_budget_tokens",
+    "repeat_last_n": "only with repeat_penalty",
+    "request_id": "answers have ids of their own",
+    "return_mm_kwargs": "of vLLM's render endpoints",
+    "safety_identifier": "no user is known here",
+    "service_tier": "all requests are served alike",
+    "session_id": "routing is by drafter and kind of request",
+    "spaces_between_special_tokens": "only with vLLM's slow tokenizers",
+    "store": "answers are not stored for clients",
+    "stream_interval": "--stream-interval-ms of the server; the text is the same",
+    "user": "no user is known here",
+    "xtc_threshold": "only with xtc_probability",
+}
+"""Name -> why it changes nothing."""
+
+REFUSED: dict[str, Refused] = {
+    # OpenAI
+    "audio": NO_PARTS,
+    "function_call": Refused("use tool_choice", ("auto", "none")),
+    "functions": Refused("use tools", ([],)),
+    "modalities": Refused(NO_PARTS.advice, (["text"], [])),
+    "moderation": Refused("this server moderates nothing"),
+    "verbosity": Refused("say it in the prompt", ("medium",)),
+    "web_search_options": Refused("this server searches nothing: give it a tool that does"),
+    # vLLM
+    "allowed_token_ids": Refused("use logit_bias, or a regex in structured_outputs", ([],)),
+    "cache_salt": Refused("prefixes of all requests are shared: run a server of your own"),
+    "chat_template": Refused("the server's own template is used: see chat_template_kwargs"),
+    "ec_transfer_params": NO_TRANSFER,
+    "guided_grammar": NO_GRAMMAR,
+    "guided_whitespace_pattern": Refused("white space is bounded instead: see docs/serving.md"),
+    "include_reasoning": Refused("reasoning is part of the text here", (True,)),
+    "include_stop_str_in_output": Refused("the text ends before the stop string", OFF),
+    "kv_transfer_params": NO_TRANSFER,
+    "length_penalty": Refused("only beam search has one", (1, 1.0)),
+    "logprob_token_ids": Refused("use logprobs with more alternatives"),
+    "media_io_kwargs": NO_PARTS,
+    "mm_processor_kwargs": NO_PARTS,
+    "priority": Refused("requests are served in their order", (0,)),
+    "prompt_embeds": NO_PARTS,
+    "prompt_logprobs": Refused("use echo with logprobs, at /v1/completions"),
+    "repetition_detection": Refused("use frequency_penalty or max_tokens"),
+    "return_prompt_text": Refused("use return_token_ids and /detokenize", OFF),
+    "return_token_offsets": Refused("use echo with logprobs: text_offset", OFF),
+    "return_tokens_as_token_ids": Refused("use return_token_ids", OFF),
+    "routed_experts_prompt_start": Refused("routing of experts is not reported", (0,)),
+    "thinking_token_budget": NO_BUDGET,
+    "truncate_prompt_tokens": Refused("shorten the prompt yourself: nothing is cut in silence", (-1,)),
+    "truncation_side": Refused("shorten the prompt yourself: nothing is cut in silence"),
+    "use_beam_search": Refused("answers are sampled or greedy: use n", OFF),
+    "vllm_xargs": NO_TRANSFER,
+    "watermarking": Refused("answers have no watermark", OFF),
+    # llama.cpp
+    "adaptive_target": Refused(NO_SAMPLER.advice, (-1, -1.0)),
+    "chat_format": Refused("the model's own template decides"),
+    "chat_parser": Refused("calls are read as docs/serving.md says"),
+    "dry_multiplier": NO_SAMPLER,
+    "dynatemp_range": NO_SAMPLER,
+    "generation_prompt": Refused("the model's own template decides: see add_generation_prompt"),
+    "grammar": NO_GRAMMAR,
+    "grammar_lazy": Refused(NO_GRAMMAR.advice, OFF),
+    "grammar_triggers": Refused(NO_GRAMMAR.advice, ([],)),
+    "grammar_type": NO_GRAMMAR,
+    "id_slot": Refused("the server chooses a row itself", (-1,)),
+    "image_data": NO_PARTS,
+    "json_schema": Refused('use response_format: {"type": "json_schema", "json_schema": {"schema": ...}}'),
+    "lora": Refused("there are no adapters here", ([],)),
+    "min_keep": Refused("samplers keep what they keep", (0,)),
+    "mirostat": NO_SAMPLER,
+    "n_cmpl": Refused("use n", (1,)),
+    "n_discard": Refused("a context is never shifted", (0,)),
+    "n_indent": Refused("use a regex in structured_outputs", (0,)),
+    "n_keep": Refused("a context is never shifted", (0, -1)),
+    "n_predict": Refused("use max_tokens", (-1,)),
+    "n_probs": Refused("use logprobs", (0,)),
+    "parse_tool_calls": Refused("leave tools out, or use tool_choice none", (True,)),
+    "penalize_nl": Refused("use logit_bias", OFF),
+    "post_sampling_probs": Refused("log-probabilities are the model's own", OFF),
+    "preserved_tokens": Refused("special tokens are no part of the text", ([],)),
+    "reasoning_budget_tokens": NO_BUDGET,
+    "reasoning_control": Refused(NO_BUDGET.advice, OFF),
+    "reasoning_format": Refused("reasoning is part of the text here", ("none",)),
+    "repeat_penalty": Refused("use repetition_penalty", (1, 1.0)),
+    "response_fields": Refused("answers have all their fields", ([],)),
+    "return_progress": Refused("use return_timings", OFF),
+    "return_tokens": Refused("use return_token_ids", OFF),
+    "samplers": Refused("the order is: bias, penalties, temperature, min_p, top_k, top_p"),
+    "t_max_predict_ms": Refused("use max_tokens; the server has --deadline", (0, -1)),
+    "timings_per_token": Refused("use return_timings or paceline_timings", OFF),
+    "top_n_sigma": Refused(NO_SAMPLER.advice, (-1, -1.0, 0, 0.0)),
+    "typical_p": Refused(NO_SAMPLER.advice, (1, 1.0)),
+    "verbose": Refused("use return_metrics and return_timings", OFF),
+    "xtc_probability": NO_SAMPLER,
+}
+"""Name -> what to do instead."""
+
+CHAT_REFUSED = REFUSED | {"echo": Refused("use continue_final_message", OFF)}
+"""Of /v1/chat/completions; echo is held at /v1/completions."""
+TEXT_REFUSED = REFUSED | {
+    name: Refused("only chats have it: use /v1/chat/completions", neutral)
+    for name, neutral in {"messages": ([],), "tools": ([],), "tool_choice": ("none", "auto"), "top_logprobs": ()}.items()
+}
+TOKENIZE_REFUSED = {name: REFUSED[name] for name in ("chat_template", "media_io_kwargs", "mm_processor_kwargs")}
+ALL_TOOLS = Refused("all tools go into the prompt", OFF)
+WHITE_SPACE = Refused("white space is bounded instead: see docs/serving.md", OFF)
+NESTED_REFUSED: dict[str, dict[str, Refused]] = {
+    "structured_outputs": {
+        "grammar": NO_GRAMMAR,
+        "structural_tag": NO_GRAMMAR,
+        "disable_additional_properties": Refused("write additionalProperties into the schema", OFF),
+        "disable_any_whitespace": WHITE_SPACE,
+        "disable_fallback": Refused("there is one backend", (False, True)),
+        "whitespace_pattern": WHITE_SPACE,
+    },
+    "function": {"defer_loading": ALL_TOOLS},
+    "tools": {"defer_loading": ALL_TOOLS},
+}
+"""Object of a request -> its fields that are refused."""
+NESTED_UNUSED: dict[str, dict[str, str]] = {
+    "messages": UNUSED_KEYS,
+    "content": UNUSED_PART_KEYS,
+    "tool_calls": UNUSED_CALL_KEYS,
+    "tool_calls.function": UNUSED_CALLED_KEYS,
+    "stream_options": {"include_obfuscation": "streams are not padded"},
+    "json_schema": {"description": "for people"},
+    "tools": {"cache_control": "prefixes are always reused"},
+}
+"""Object of a request -> its fields that change nothing, and why."""
+
+
+def is_left_out(name: str, value: Any, refused: Mapping[str, Refused], unused: Mapping[str, str]) -> bool:
+    """True if an unknown field changes nothing: null, unused, or of a value that asks for what happens anyway."""
+    return value is None or name in unused or (name in refused and refused[name].holds(value))
+
+
+def why_refused(
+    path: Sequence[str],
+    refused: Mapping[str, Refused],
+    known: Iterable[str],
+    elsewhere: Iterable[str] = (),
+    nested: Mapping[str, Mapping[str, Refused]] = NESTED_REFUSED,
+) -> str:
+    """What a 400 says of a field that is not held.
+
+    `path` are the names that lead to it, `refused` the endpoint's own table, `nested` those of its objects, `known` the names
+    that may have been meant, `elsewhere` the endpoints that hold it.
+    """
+    *parents, name = path
+    table = nested.get(parents[-1], {}) if parents else refused
+    if name in table:
+        return f"this server does not hold it: {table[name].advice}"
+    if paths := " and ".join(elsewhere):
+        return f"no such field here, only at {paths}: leave it out"
+    near = difflib.get_close_matches(name, [each for each in known if each != name], 2, 0.6)
+    return "no such field" + (f": did you mean {' or '.join(near)}?" if near else ": leave it out")

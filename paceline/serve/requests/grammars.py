@@ -1,0 +1,80 @@
+"""What an answer has to be: the grammar that a request asks for, in OpenAI's, vLLM's or our own words."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from paceline.serve.http.failures import RequestRefused, compact
+from paceline.serve.requests.protocol import ResponseFormat, Sampling, StructuredOutputs
+from paceline.types import GrammarSpec
+
+META = re.compile(r"[\\.+*?()|\[\]{}^$]")
+GRAMMAR_FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
+
+
+def grammar_of(request: Sampling) -> tuple[str, GrammarSpec] | None:
+    """The field that says what the answer has to be, and what it says. Raises RequestRefused when there are two such fields, or
+    one is incomplete."""
+    specs = {
+        "response_format": _format(request.response_format),
+        "structured_outputs": _structured(request.structured_outputs),
+        "guided_json": None if request.guided_json is None else _schema(request.guided_json),
+        "guided_regex": None if request.guided_regex is None else GrammarSpec("regex", request.guided_regex),
+        "guided_choice": None if request.guided_choice is None else _choice(request.guided_choice),
+    }
+    given = {name: spec for name, spec in specs.items() if spec}
+    if len(given) > 1:
+        raise RequestRefused(f"only one of {', '.join(given)} can hold", param=list(given)[-1])
+    for name, spec in given.items():
+        try:
+            spec.text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestRefused("the grammar is no valid Unicode text", param=name) from error
+        return name, spec
+    return None
+
+
+def _schema(schema: dict[str, Any] | bool | str) -> GrammarSpec:
+    return GrammarSpec("json_schema", schema if isinstance(schema, str) else compact(schema))
+
+
+def _choice(choices: list[str]) -> GrammarSpec:
+    return GrammarSpec("regex", "|".join(META.sub(r"\\\g<0>", choice) for choice in choices))
+
+
+def _structured(asked: StructuredOutputs | None) -> GrammarSpec | None:
+    if asked is None:
+        return None
+    specs = [
+        None if asked.json_ is None else _schema(asked.json_),
+        None if asked.regex is None else GrammarSpec("regex", asked.regex),
+        None if asked.choice is None else _choice(asked.choice),
+        GrammarSpec("json_object") if asked.json_object else None,
+    ]
+    given = [spec for spec in specs if spec]
+    if len(given) != 1:
+        raise RequestRefused("structured_outputs needs one of json, regex, choice, json_object", param="structured_outputs")
+    return given[0]
+
+
+def _format(form: ResponseFormat | None) -> GrammarSpec | None:
+    if form is None:
+        return None
+    takes = {"text": (), "json_object": ("schema_",), "json_schema": ("json_schema", "schema_"), "regex": ("regex",)}[form.type]
+    given = [name for name in ("json_schema", "schema_", "regex") if getattr(form, name) is not None]
+    names = [name.rstrip("_") for name in given]
+    if wrong := next((name for name in given if name not in takes), None):
+        param = f"response_format.{wrong.rstrip('_')}"
+        raise RequestRefused(f"{param} does not go with the type {form.type!r}: leave it out", param=param)
+    if len(given) > 1:
+        raise RequestRefused(f"response_format needs one of {' and '.join(names)}, not both", param="response_format")
+    if form.type in ("json_schema", "regex") and not given:
+        raise RequestRefused(f'response_format of type "{form.type}" needs the field {form.type}', param="response_format")
+    if form.regex is not None:
+        return GrammarSpec("regex", form.regex)
+    if form.json_schema is not None:
+        return _schema(form.json_schema.schema_)
+    if form.schema_ is not None:
+        return _schema(form.schema_)
+    return GrammarSpec("json_object") if form.type == "json_object" else None

@@ -1,0 +1,147 @@
+"""Prompts of requests as token ids: conversations through `model.chat`, texts and ids as they are.
+
+Renders and encodes, so it belongs in a thread. Everything here raises RequestRefused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
+
+from paceline.errors import PacelineError
+from paceline.model.text.chat import chat_text
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.serve.http.clock import Clock
+from paceline.serve.http.failures import RequestRefused, compact
+from paceline.serve.requests.protocol import ChatRequest, CompletionRequest, Message, TokenizeRequest, Tool
+from paceline.serve.requests.tools import plain_tools, text_of, tools_of
+from paceline.serve.worker.engine import ModelInfo
+
+MAX_TOKEN_CHARACTERS = 64
+"""No prompt's tokens have so many characters on average: what is longer is refused without being encoded."""
+TEMPLATE_FIELDS = ("reasoning_effort", "documents")
+"""Fields of a chat that only its template can hold."""
+CHAT_ONLY = (
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+    *TEMPLATE_FIELDS,
+    "add_generation_prompt",
+    "continue_final_message",
+)
+"""Fields of /tokenize that go with messages."""
+
+
+def chat_ids(request: ChatRequest, model: ModelInfo, clock: Clock | None = None) -> list[int]:
+    """Token ids of a chat request; `clock` is told what the parts take."""
+    check_characters(_texts(request), model, "messages")
+    return encode_request(request, model.tokenizer, clock)
+
+
+def _texts(request: ChatRequest) -> Iterator[str]:
+    """All that goes into the prompt, about as long as it is there."""
+    for place, message in enumerate(request.messages):
+        yield text_of(message, f"messages[{place}]")
+        sent = message.as_sent()
+        yield from (text for name in ("reasoning_content", "reasoning", "refusal") if isinstance(text := sent.get(name), str))
+        yield from (compact(sent[name]) for name in ("tool_calls", "function_call") if sent.get(name))
+    yield from (compact(each) for each in (plain_tools(tools_of(request)), request.documents) if each)
+
+
+def encode_request(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, clock: Clock | None = None) -> list[int]:
+    """Token ids of a request's conversation, with all that its fields give to the template."""
+    variables = dict(request.chat_template_kwargs or {})
+    for name in TEMPLATE_FIELDS:
+        value = getattr(request, name)
+        if value is None:
+            continue
+        if not re.search(rf"\b{name}\b", getattr(tokenizer, "chat_template", None) or ""):
+            raise RequestRefused(f"{name}: this model's chat template does not read it: leave it out", param=name)
+        variables.setdefault(name, value)
+    return encode_chat(request.messages or [], tokenizer, tools_of(request), variables, clock, **turn_options(request))
+
+
+def turn_options(request: ChatRequest | TokenizeRequest) -> dict[str, bool]:
+    """How the rendered conversation ends."""
+    if request.continue_final_message and request.add_generation_prompt:
+        message = "continue_final_message goes on with the last message, add_generation_prompt opens a new one: choose"
+        raise RequestRefused(message, param="continue_final_message")
+    return {
+        "add_generation_prompt": request.add_generation_prompt is not False,
+        "continue_final_message": bool(request.continue_final_message),
+    }
+
+
+def encode_chat(
+    messages: list[Message],
+    tokenizer: Tokenizer,
+    tools: Sequence[Tool] = (),
+    variables: dict[str, Any] | None = None,
+    clock: Clock | None = None,
+    **options: bool,
+) -> list[int]:
+    """Token ids of a conversation as `model.chat` makes them, with its options; `clock` is told how long the template
+    took, and the tokenizer. Raises RequestRefused on malformed messages, or when the template refuses."""
+    clock = clock or Clock()
+    try:
+        plain = [message.as_sent() for message in messages]
+        text = chat_text(tokenizer, plain, plain_tools(tools), variables, **options)
+        clock.mark("template")
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        clock.mark("tokenizer")
+        return token_ids
+    except PacelineError as error:
+        raise RequestRefused.of(error, param="messages") from error
+
+
+def tokenize_ids(request: TokenizeRequest, model: ModelInfo) -> list[int]:
+    """Token ids as the endpoints of answers make them."""
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestRefused("give either prompt or messages", param="prompt")
+    if request.messages is None:
+        wrong = next((name for name in CHAT_ONLY if getattr(request, name) is not None), None)
+        if wrong:
+            raise RequestRefused(f"{wrong}: a prompt is no chat: give messages", param=wrong)
+        return encode_text(request.prompt or "", model.tokenizer, request.add_special_tokens is not False)
+    if request.add_special_tokens:
+        raise RequestRefused("add_special_tokens: a chat template brings its own", param="add_special_tokens")
+    return encode_request(request, model.tokenizer)
+
+
+def completion_ids(request: CompletionRequest, model: ModelInfo) -> list[list[int]]:
+    """Token ids of each prompt. Raises RequestRefused when there is none, or when one is empty, too long or no text."""
+    prompt, with_special = request.prompt, request.add_special_tokens is not False
+    is_one = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))
+    prompts, encoded = cast("list[str | list[int]]", [prompt] if is_one else prompt), list[list[int]]()
+    for each in prompts:
+        check_characters([each] if isinstance(each, str) else [], model, "prompt")
+        ids = encode_text(each, model.tokenizer, with_special) if isinstance(each, str) else each
+        encoded.append(check_ids(ids, model, "prompt"))
+    if not encoded or not all(encoded):
+        raise RequestRefused("the prompt is empty: give some text", param="prompt")
+    return encoded
+
+
+def encode_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a raw prompt. Raises RequestRefused when the tokenizer refuses."""
+    try:
+        return tokenizer.encode(text, add_special_tokens)
+    except PacelineError as error:
+        raise RequestRefused.of(error, param="prompt") from error
+
+
+def check_ids(ids: list[int], model: ModelInfo, field: str) -> list[int]:
+    """The ids of this field. Raises RequestRefused on a token that the model does not have."""
+    wrong = next((token for token in ids if not 0 <= token < model.vocab_size), None)
+    if wrong is not None:
+        raise RequestRefused(f"token {wrong} is outside the model's vocabulary of {model.vocab_size}", param=field)
+    return ids
+
+
+def check_characters(texts: Iterable[str], model: ModelInfo, field: str) -> None:
+    """Refuse what cannot fit before time is spent on it. Raises RequestRefused."""
+    num_characters = sum(map(len, texts))
+    if num_characters > MAX_TOKEN_CHARACTERS * model.max_len:
+        message = f"the prompt has {num_characters:,} characters, far more than {model.max_len} tokens hold: shorten it"
+        raise RequestRefused(message, param=field, code="context_length_exceeded")

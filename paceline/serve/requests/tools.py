@@ -1,0 +1,49 @@
+"""The tools of a request, and the schema of a call that it demands. `replies/tool_calls.py` reads calls out of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.data.messages import MessageError, content_text
+from paceline.errors import PromptError
+from paceline.model.text.tools import call_schema
+from paceline.serve.http.failures import RequestRefused
+from paceline.serve.requests.protocol import ChatRequest, ChosenTool, Message, TokenizeRequest, Tool
+
+
+def tools_of(request: ChatRequest | TokenizeRequest) -> list[Tool]:
+    """The tools that this answer may call. Raises RequestRefused when the choice names none of them."""
+    tools, choice = request.tools or [], request.tool_choice
+    if isinstance(choice, ChosenTool) and choice.function.name not in {tool.function.name for tool in tools}:
+        raise RequestRefused(f"tool_choice names {choice.function.name!r}, which is not among the tools", param="tool_choice")
+    if choice == "required" and not tools:
+        raise RequestRefused("tool_choice is required, but there are no tools", param="tool_choice")
+    return [] if choice == "none" else tools
+
+
+def forced_schema(request: ChatRequest) -> str | None:
+    """JSON schema of the one call that the answer must be, or None when it may also be text."""
+    choice = request.tool_choice
+    if choice is None or choice in ("none", "auto"):
+        return None
+    tools = tools_of(request)
+    if isinstance(choice, ChosenTool):
+        tools = [tool for tool in tools if tool.function.name == choice.function.name]
+    try:
+        return call_schema(plain_tools(tools))
+    except PromptError as error:
+        raise RequestRefused.of(error, param="tools") from error
+
+
+def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Tools as they were sent."""
+    return [tool.model_dump(exclude_unset=True) for tool in tools]
+
+
+def text_of(message: Message, field: str = "messages") -> str:
+    """A message's text; `field` is where it stands. Raises RequestRefused on parts that are no text."""
+    try:
+        return content_text(message.content, f"{field}.content")
+    except MessageError as error:
+        raise RequestRefused.of(error) from error

@@ -1,0 +1,324 @@
+"""Fit the roofline's factors and overheads to measured step times, and measure how well it predicts sizes that were left out.
+
+    paceline bench steps --drafter random-dflash --out runs/steps
+    paceline simulate --calibrate runs/steps            ->  runs/steps/calibration.json
+
+For a given ratio of reading to computing the fit is linear: least squares without negative terms. The ratio is searched.
+Errors are shares of each time, so that small passes weigh as much as large ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import ConfigError
+from paceline.hardware import Machine
+from paceline.simulate.answer import deployment_of
+from paceline.simulate.config import CostsConfig
+from paceline.simulate.costs import catalogue
+from paceline.simulate.costs.catalogue import shape_of
+from paceline.simulate.costs.roofline import Deployment, distinct_experts, works_of
+from paceline.simulate.costs.rounds import Calibration, DraftFit, PassFit, RooflineCosts, TimeTable, read_steps, table_of
+from paceline.simulate.costs.shapes import FORMATS, ModelShape, Precisions
+
+HELD_OUT = 3
+"""One size of so many is left out of the fit."""
+FEWEST = 6
+"""Sizes that a fit needs at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A measured time."""
+
+    batch: float
+    width: float
+    """Positions of a pass, or drafts."""
+    context: float
+    seconds: float
+
+    @property
+    def size(self) -> tuple[float, float]:
+        return self.batch, self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The measurements of one or several steps.json."""
+
+    verify: list[Observation]
+    draft: list[Observation]
+    rounds: list[Observation]
+    """Whole rounds of (batch, positions), where they were measured."""
+    host_s: float
+    model: str = ""
+    drafter: str = ""
+    experts: tuple[tuple[float, float, float], ...] = ()
+    """Of a mixture of experts: (batch, positions, experts of a layer that such a pass read)."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """A size that was left out of the fit; tokens per second go with 1 / seconds."""
+
+    batch: float
+    positions: float
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        """Of predicted tokens per second, as a share of the measured."""
+        return self.measured_s / self.predicted_s - 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A calibration, what it was fitted to, and how well sizes are predicted that were left out of the fit."""
+
+    steps: Steps
+    calibration: Calibration
+    costs: RooflineCosts
+    held_out: list[HeldOut]
+
+    @property
+    def mean_error(self) -> float:
+        """Mean of the errors without their signs."""
+        return statistics.fmean(abs(point.error) for point in self.held_out)
+
+    @property
+    def worst_error(self) -> float:
+        return max(abs(point.error) for point in self.held_out)
+
+    def as_json(self) -> dict[str, Any]:
+        points = [{**asdict(point), "error": point.error} for point in self.held_out]
+        told = {"mean_error": self.mean_error, "worst_error": self.worst_error, "points": points}
+        return {**self.calibration.as_json(), "held_out": told}
+
+
+def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
+    """Fit to the step times of runs of `paceline bench steps`. Raises PacelineError."""
+    files = [read_steps(path) for path in paths]
+    steps, shape = steps_of(files), _measured_shape(config, files[0])
+    known, measured = precisions_of(files[0], shape.precisions), machine_of(files[0])
+    deployment = deployment_of(config, known, measured, locality_of(steps, shape))
+    return fitted(steps, shape, deployment)
+
+
+def locality_of(steps: Steps, shape: ModelShape) -> float:
+    """The expert locality that fits the counted experts best, as shares of each count; 0 where none were counted.
+
+    Positions of random weights share more than those of text: what was measured is fitted with what was read.
+    """
+    experts = shape.experts
+    if not experts or not steps.experts:
+        return 0.0
+    routed, chosen = experts.num_routed, experts.per_token
+
+    def error(locality: float) -> float:
+        read = [distinct_experts(routed, chosen, batch, width, locality) / found for batch, width, found in steps.experts]
+        return sum((each - 1) ** 2 for each in read)
+
+    return min((step / 1000 for step in range(1001)), key=error)
+
+
+def _measured_shape(config: CostsConfig, steps: dict[str, Any]) -> ModelShape:
+    """--model, else the config that was measured, else the measured model's name."""
+    if config.model:
+        return catalogue.find(config.model)
+    if isinstance(steps.get("config"), dict):
+        return shape_of(steps["config"], str(steps.get("model", "")))
+    if not steps.get("model"):
+        raise ConfigError("the step times do not say which model they are of: give --model")
+    return catalogue.find(str(steps["model"]))
+
+
+def steps_of(files: Sequence[dict[str, Any]]) -> Steps:
+    """Raises ConfigError for values that are no times, and when there are too few of them to fit."""
+    for steps in files:
+        table_of(steps)  # refuses values that are no times
+        if steps.get("rounds"):
+            TimeTable.of(steps["rounds"], "rounds")
+    verify, draft, rounds = (
+        [
+            Observation(batch, width, float(steps.get("context") or 0), spent)
+            for steps in files
+            for batch, width, spent in steps.get(kind) or []
+        ]
+        for kind in ("verify", "draft", "rounds")
+    )
+    if len({each.size for each in verify}) < FEWEST:
+        raise ConfigError(f"a calibration needs the times of at least {FEWEST} sizes: run paceline bench steps with more")
+    host_s = statistics.median(float(steps.get("host_s") or 0.0) for steps in files)
+    told = [point for steps in files if steps.get("experts") for point in TimeTable.points(steps["experts"], "experts")]
+    return Steps(verify, draft, rounds, host_s, str(files[0].get("model", "")), str(files[0].get("drafter", "")), tuple(told))
+
+
+def machine_of(steps: dict[str, Any]) -> Machine | None:
+    """The machine that a steps.json was measured on, where the file tells."""
+    told = steps.get("machine")
+    known = set(Machine.__dataclass_fields__)
+    return Machine(**told) if isinstance(told, dict) and {*told, "cached_bytes_per_s"} == known else None
+
+
+def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
+    """Those that were measured: weights as stored (a GGUF file's blocks by their first kind), the rest in the run's dtype."""
+    dtype, stored = str(steps.get("dtype", "")), str(steps.get("weight_format", "")).partition("+")[0].lower()
+    rest = dtype if dtype in FORMATS else known.kv
+    weights = stored if stored in FORMATS else rest
+    return replace(known, weights=weights, experts=weights, attention=rest, kv=rest)
+
+
+def fitted(steps: Steps, shape: ModelShape, deployment: Deployment) -> Fitted:
+    """Fit to all sizes, and to two of three to predict the third. Raises ConfigError when nothing is left to predict."""
+    calibration = fit(steps, shape, deployment)
+    return Fitted(steps, calibration, calibration.costs(shape, deployment), predicted(steps, shape, deployment))
+
+
+def fit(steps: Steps, shape: ModelShape, deployment: Deployment) -> Calibration:
+    """All terms, from all sizes."""
+    draft = fit_draft(steps.draft) if steps.draft else None
+    verify = fit_pass(steps.verify, shape, deployment)
+    where = (deployment.machine, deployment.precisions, deployment.expert_locality)
+    return Calibration(verify, draft, steps.host_s, steps.model, steps.drafter, *where)
+
+
+def fit_pass(times: list[Observation], shape: ModelShape, deployment: Deployment) -> PassFit:
+    """The ratio of the factors by search, the rest by least squares."""
+    parts = [_part_seconds(each, shape, deployment) for each in times]
+    others = np.array([[1.0, each.batch * each.width, each.batch * each.context] for each in times])
+
+    def solve(ratio: float) -> tuple[float, np.ndarray]:
+        overlapped = np.array([[sum(max(ratio * read, compute) for read, compute in found)] for found in parts])
+        return _relative(np.hstack([overlapped, others]), times)
+
+    ratio = _searched(solve)
+    computing, fixed_s, token_s, cached_s = solve(ratio)[1].tolist()
+    return PassFit(ratio * computing, computing, fixed_s, token_s, cached_s)
+
+
+def _part_seconds(each: Observation, shape: ModelShape, deployment: Deployment) -> list[tuple[float, float]]:
+    """Reading and arithmetic of each part at the machine's full rates."""
+    return [deployment.seconds(work) for work in works_of(shape, deployment, each.batch, each.width, each.context)]
+
+
+def reached(costs: RooflineCosts, context: float) -> tuple[float, float]:
+    """Share of the machine's bandwidth in a pass of one position, and of its arithmetic from a pass of 64 to one of 128.
+
+    What a pass costs whatever its size lowers the first share, what each position costs lowers the second. The fitted factors
+    alone say little, since sizes of one model seldom tell such overheads from slower reading or computing.
+    """
+
+    def at(positions: float) -> tuple[float, float, float]:
+        parts = _part_seconds(Observation(1, positions, context, 0.0), costs.shape, costs.deployment)
+        return sum(read for read, _ in parts), sum(compute for _, compute in parts), costs.verify_s(1, positions, context)
+
+    read_s, _, plain_s = at(1)
+    (_, compute_64, pass_64), (_, compute_128, pass_128) = at(64), at(128)
+    return read_s / plain_s, (compute_128 - compute_64) / (pass_128 - pass_64) if pass_128 > pass_64 else 1.0
+
+
+def fit_draft(times: list[Observation]) -> DraftFit:
+    """As a block drafter or as one that drafts token by token, whichever fits better."""
+    fits = [_fit_draft(times, is_block) for is_block in (True, False)]
+    return min(fits, key=lambda found: found[0])[1]
+
+
+def _fit_draft(times: list[Observation], is_block: bool) -> tuple[float, DraftFit]:
+    passes = np.array([1.0 if is_block else each.width for each in times])
+    positions = np.array([each.batch * (each.width + 1) if is_block else each.batch for each in times])
+    rows = np.array([each.batch for each in times])
+
+    def solve(floor: float) -> tuple[float, np.ndarray]:
+        return _relative(np.stack([passes, passes * np.maximum(floor, positions), rows], axis=1), times)
+
+    floor = _searched(solve)
+    error, found = solve(floor)
+    fixed_s, position_s, row_s = found.tolist()
+    return error, DraftFit(fixed_s, position_s, floor, row_s, is_block)
+
+
+def _relative(columns: np.ndarray, times: list[Observation]) -> tuple[float, np.ndarray]:
+    """Mean squared error as a share of each time, and the solution."""
+    seconds = np.array([each.seconds for each in times])
+    weighed = columns / seconds[:, None]
+    solution = nnls(weighed, np.ones(len(times)))
+    return float(np.mean((weighed @ solution - 1.0) ** 2)), solution
+
+
+def nnls(columns: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The x >= 0 that makes |columns @ x - wanted| least. `columns` [n, k] with a small k, `wanted` [n]; returns [k].
+
+    It is the best of all sets of columns whose own least squares have no negative term (Lawson and Hanson, "Solving Least
+    Squares Problems", 1974, chapter 23). Columns are scaled to unit length first, so that seconds and counts weigh alike.
+    """
+    lengths = np.linalg.norm(columns, axis=0)
+    scale = np.where(lengths > 0, lengths, 1.0)
+    scaled, best, least = columns / scale, np.zeros_like(scale), np.linalg.norm(wanted)
+    for used in itertools.product((True, False), repeat=len(scale)):
+        solution = np.zeros_like(scale)
+        solution[[*used]] = np.linalg.lstsq(scaled[:, [*used]], wanted, rcond=None)[0]
+        error = np.linalg.norm(scaled @ solution - wanted)
+        if error < least and (solution >= 0).all():
+            best, least = solution, error
+            if all(used):
+                break  # the least of all solutions has no negative term
+    return best / scale
+
+
+def _searched(solve: Callable[[float], tuple[float, np.ndarray]]) -> float:
+    """The value of least error over twelve powers of ten: a grid, then ever finer around the best of it."""
+    low, high, count = -6.0, 6.0, 121
+    best = 0.0
+    for _ in range(8):
+        places = np.linspace(low, high, count)
+        best = float(min(places, key=lambda place: solve(10.0**place)[0]))
+        width = (high - low) / (count - 1)
+        low, high, count = best - width, best + width, 21
+    return 10.0**best
+
+
+def predicted(steps: Steps, shape: ModelShape, deployment: Deployment) -> list[HeldOut]:
+    """Fit to two sizes of three, predict the third: whole rounds of the widths that were drafted, else passes."""
+    held = held_out_sizes(steps)
+    kept = replace(
+        steps,
+        verify=[each for each in steps.verify if each.size not in held],
+        draft=[each for each in steps.draft if (each.batch, each.width + 1) not in held],
+    )
+    costs = fit(kept, shape, deployment).costs(shape, deployment)
+    points = [
+        HeldOut(each.batch, each.width, each.seconds, costs.round_s(each.batch, round(each.width) - 1, each.context))
+        for each in measured_rounds(steps)
+        if each.size in held
+    ]
+    if not points:
+        raise ConfigError("no size was left to predict: measure more sizes with paceline bench steps")
+    return points
+
+
+def held_out_sizes(steps: Steps) -> set[tuple[float, float]]:
+    """One of three (batch, positions), spread over both; the smallest and the largest of all are kept."""
+    batches = sorted({each.batch for each in steps.verify})
+    held = set()
+    for number, batch in enumerate(batches):
+        widths = sorted({each.width for each in steps.verify if each.batch == batch})
+        held |= {(batch, width) for place, width in enumerate(widths) if (place + number) % HELD_OUT == 1}
+    return held - {min(each.size for each in steps.verify), max(each.size for each in steps.verify)}
+
+
+def measured_rounds(steps: Steps) -> list[Observation]:
+    """Rounds of plain decoding and of every width that was drafted."""
+    drafts = {(each.batch, each.width + 1, each.context): each.seconds for each in steps.draft}
+    rounds = steps.rounds or [
+        replace(each, seconds=each.seconds + drafts.get((*each.size, each.context), 0.0) + steps.host_s)
+        for each in steps.verify
+    ]
+    return [each for each in rounds if each.width == 1 or not drafts or (*each.size, each.context) in drafts]

@@ -1,0 +1,384 @@
+"""Known machines (machines.json), and targets: JSON files in `catalogue/`, one for each family; or any config.json by its path.
+
+An entry holds "config" (the keys of its Hugging Face config.json), "shape" (the fields of `shapes.ModelShape`), or
+"unavailable", the reason why nothing can be predicted of it.
+
+`shape_of` reads a config.json: parameters counted from matrix sizes, the attention of each layer. Dense, GQA, MLA, sliding
+windows, sparse and compressed MLA (DeepSeek V3.2, V4), mixtures of experts, gated delta-net hybrids (Qwen3-Next, Qwen3.5).
+Norms, biases, vision towers and extra prediction layers are left out: they are thousandths.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ModelNotFoundError, UnsupportedModelError
+from paceline.hardware import Machine
+from paceline.simulate.costs.gguf_header import read_header
+from paceline.simulate.costs.shapes import FORMATS, Attention, Experts, ModelShape, Precisions, from_json
+from paceline.simulate.files import read_json
+
+HERE = Path(__file__).parent
+KEYS: dict[str, Any] = json.loads((HERE / "config_keys.json").read_text(encoding="utf-8"))
+"""What a config.json calls its keys, families and kinds of layers; the file says what each table is. The page reads it too."""
+_FAMILIES = json.loads((HERE.parents[1] / "model" / "config" / "families.json").read_text(encoding="utf-8"))["families"]
+DECODED = frozenset(each["family"] for each in _FAMILIES.values())
+"""Values of a config's model_type that paceline's own decoder runs."""
+
+
+def entries() -> dict[str, dict[str, Any]]:
+    """Name -> entry, family by family; each with its "source" and its "hub" id, which may be None."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted((HERE / "catalogue").glob("*.json")):
+        family = json.loads(file.read_text(encoding="utf-8"))
+        for entry in family["models"]:
+            hub = f"{family['owner']}/{entry['name']}" if "owner" in family else None
+            found[entry["name"]] = told = {"source": family.get("source", ""), "hub": hub, **entry}
+            if "config" in entry:
+                told["config"] = {**family.get("config", {}), **entry["config"]}
+    return found
+
+
+def machines() -> dict[str, Machine]:
+    """Known machines by their names; the file says where the figures are from."""
+    known = json.loads((HERE / "machines.json").read_text(encoding="utf-8"))["machines"]
+    return {told["name"]: Machine(**told) for told in known}
+
+
+def machine(name: str) -> Machine | None:
+    """The known machine of this name, in any case and with or without spaces, hyphens and the maker's name; or the only one
+    that begins with it. None if there is none."""
+    known, wanted = machines(), re.sub(r"[\s_-]", "", name).lower()
+    names = {each.replace(" ", "").lower(): each for each in known}
+    names |= {each.removeprefix("apple"): full for each, full in names.items()}
+    begun = [each for each in known if each.split()[0].lower() == wanted]
+    found = names.get(wanted) or (begun[0] if len(begun) == 1 else None)
+    return known[found] if found else None
+
+
+def all_shapes() -> dict[str, ModelShape]:
+    """Every target that can be predicted, by its name."""
+    return {name: shape_of_entry(entry) for name, entry in entries().items() if "unavailable" not in entry}
+
+
+def shape_of_entry(entry: dict[str, Any]) -> ModelShape:
+    """Raises UnsupportedModelError with the entry's own reason when its size is not public."""
+    if "unavailable" in entry:
+        raise UnsupportedModelError(f"{entry['name']}: {entry['unavailable']}")
+    if "shape" in entry:
+        told = {"name": entry["name"], "source": entry["source"], "note": entry.get("note", "")}
+        return from_json({**told, **entry["shape"]})
+    return replace(shape_of(entry["config"], entry["name"], entry["source"]), note=entry.get("note", ""))
+
+
+def find(model: str) -> ModelShape:
+    """A catalogue name (case and the owner of a hub id aside), a config.json, a folder with one, a shape's JSON, or a GGUF
+    file, whose header tells its sizes.
+
+    Raises ModelNotFoundError with the nearest names, UnsupportedModelError when what is found cannot be read.
+    """
+    path, is_folder = Path(model).expanduser(), os.path.isdir(Path(model).expanduser())
+    if path.suffix == ".json" or is_folder:
+        return _from_file(path / "config.json" if is_folder else path)
+    if path.suffix.lower() == ".gguf":
+        return _from_gguf(path)
+    return shape_of_entry(_entry(model))
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """The config.json of a catalogue name, as far as the catalogue has it. Raises as `find`."""
+    entry = _entry(model)
+    if "config" not in entry:
+        reason = entry.get("unavailable", "the catalogue knows its size and not its config.json")
+        raise UnsupportedModelError(f"{entry['name']}: {reason}: give the path of its config.json")
+    return entry["config"]
+
+
+def _entry(model: str) -> dict[str, Any]:
+    known, wanted = entries(), model.rpartition("/")[2].lower()
+    by_name = {other.lower(): entry for entry in known.values() for other in entry.get("aliases", ())}
+    by_name |= {name.lower(): entry for name, entry in known.items()}
+    if entry := by_name.get(model.lower()) or by_name.get(wanted):
+        return entry
+    available = [name for name, entry in known.items() if "unavailable" not in entry]
+    near = get_close_matches(wanted, [name.lower() for name in available], n=3, cutoff=0.5)
+    shown = ", ".join([name for name in available if name.lower() in near] or available)
+    raise ModelNotFoundError(f"no model {model!r} in the catalogue: try {shown}, or give the path of a config.json")
+
+
+def has_decoder(model: str) -> bool:
+    """Whether paceline's own decoder runs this model of the catalogue; True for a name that the catalogue does not know."""
+    entry = entries().get(model)
+    return entry is None or entry.get("config", {}).get("model_type") in DECODED
+
+
+def served_name(model: str) -> str:
+    """What a server is told to load: the hub id of a catalogue name, anything else as it is."""
+    entry = entries().get(model)
+    return str(entry["hub"]) if entry and entry["hub"] else model
+
+
+def _from_file(file: Path) -> ModelShape:
+    remedy = "give a config.json, a folder with one, or a catalogue name"
+    config = read_json(file, remedy, ModelNotFoundError, UnsupportedModelError)
+    if not isinstance(config, dict):
+        raise UnsupportedModelError(f"{file} is no JSON object: give the model's config.json")
+    if "attention" in config and "dense" in config:
+        return from_json({"name": file.stem, "source": str(file), **config})
+    return shape_of(config, str(config.get("_name_or_path") or file.parent.name or file.stem), str(file))
+
+
+def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelShape:
+    """Read a config. Raises UnsupportedModelError naming what is missing or not known."""
+    read = ConfigReader(config)
+    layers, hidden, vocab = range(read.whole("num_hidden_layers")), read.whole("hidden_size"), read.whole("vocab_size")
+    found = [attention_of(read, layer) for layer in layers]
+    groups = Counter(group for group, _ in found)
+    dense = hidden * vocab + sum(parameters for _, parameters in found)
+    return ModelShape(
+        name=name or read.family,
+        num_layers=len(layers),
+        hidden_size=hidden,
+        dense=float(dense + sum(feed_forward_parameters(read, layer) for layer in layers)),
+        attention=tuple(replace(group, layers=count) for group, count in groups.items()),
+        precisions=read.precisions,
+        experts=experts_of(read),
+        embedding=0.0 if read.is_tied else float(hidden * vocab),
+        vocab_size=vocab,
+        max_context=read.whole("max_position_embeddings", 0),
+        source=source or "its config.json",
+    )
+
+
+def _from_gguf(file: Path) -> ModelShape:
+    """Weights have the format that is nearest to the file's mean bytes of a weight."""
+    if not file.is_file():
+        raise ModelNotFoundError(f"there is no file {file}: check the path")
+    config, num_bytes = read_header(file)
+    nearest = min(FORMATS, key=lambda name: abs(FORMATS[name].num_bytes - num_bytes))
+    shape = shape_of(config, file.stem, f"the header of {file.name}")
+    return replace(shape, precisions=replace(shape.precisions, weights=nearest, experts=nearest))
+
+
+class ConfigReader:
+    """The keys of a config.json under their many names; of the language model's part where there are several.
+
+    Raises UnsupportedModelError, which names a key that is missing or no number.
+    """
+
+    def __init__(self, whole_config: dict[str, Any]) -> None:
+        inner = whole_config.get("text_config") or whole_config.get("llm_config") or whole_config
+        if not isinstance(inner, dict):
+            raise UnsupportedModelError(
+                "this is no config.json of a model: it must be a JSON object with hidden_size and so on"
+            )
+        self.whole_config, self.config = whole_config, inner
+        for family, reason in KEYS["not_read"].items():
+            if self.family.startswith(family):
+                raise UnsupportedModelError(
+                    f"{self.family} has {reason}, which is not read: describe the model as a shape (docs/simulate.md)"
+                )
+
+    @property
+    def family(self) -> str:
+        return str(self.config.get("model_type", self.whole_config.get("model_type", "model")))
+
+    def has(self, name: str) -> bool:
+        return bool(self.config.get(name))
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A whole number of 0 or more; a key that is null counts as missing."""
+        keys = (name, *KEYS["other_names"].get(name, ()))
+        value = next((self.config[key] for key in keys if self.config.get(key) is not None), None)
+        if value is None:
+            if default is None:
+                raise UnsupportedModelError(
+                    f"{self.family}: the config has no {name}, which a prediction needs: give a complete config.json"
+                )
+            return default
+        is_whole = isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
+        if not is_whole or value < (1 if default is None else 0):
+            raise UnsupportedModelError(f"{self.family}: {name} is {value!r}, which is no size: check the config.json")
+        return int(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.config.get(name)
+        return default if value is None else bool(value)
+
+    @property
+    def head_dim(self) -> int:
+        return self.whole("head_dim", self.whole("hidden_size") // self.whole("num_attention_heads"))
+
+    @property
+    def is_tied(self) -> bool:
+        """The default of a few families is tied, others' is not."""
+        value = self.config.get("tie_word_embeddings", self.whole_config.get("tie_word_embeddings"))
+        return self.family.startswith(tuple(KEYS["tied"])) if value is None else bool(value)
+
+    @property
+    def num_experts(self) -> int:
+        return next((self.whole(name) for name in KEYS["experts"] if self.has(name)), 0)
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.whole(next(filter(self.has, KEYS["per_token"]), KEYS["per_token"][0]))
+
+    def layer_kind(self, layer: int) -> str:
+        """Without layer types: Gemma 3 slides but for each sixth, others by their patterns, Mistral and its kin all or none."""
+        kinds = self.config.get("layer_types")
+        if isinstance(kinds, list) and len(kinds) > layer:
+            kind, known = str(kinds[layer]), KEYS["layer_kinds"]
+            if kind not in known and not self.has("compress_ratios"):
+                raise UnsupportedModelError(f"{self.family}: layer type {kind!r} is not known: choose from {', '.join(known)}")
+            return kind if kind in known else "full_attention"
+        if self.has("linear_num_value_heads"):
+            return "full_attention" if (layer + 1) % self.whole("full_attention_interval", 4) == 0 else "linear_attention"
+        slides = self.has("sliding_window") and self.flag("use_sliding_window", True)
+        pattern = next((every for family, every in KEYS["patterns"].items() if self.family.startswith(family)), None)
+        if slides and pattern is not None:
+            slides = (layer + 1) % self.whole("sliding_window_pattern", pattern) != 0
+        elif slides and self.family.startswith("qwen"):
+            slides = layer >= self.whole("max_window_layers", 0)
+        return "sliding_attention" if slides else "full_attention"
+
+    def compress_ratio(self, layer: int) -> int:
+        """DeepSeek V4's, of a layer."""
+        values, num_layers = self.config.get("compress_ratios"), self.whole("num_hidden_layers")
+        if not isinstance(values, list) or len(values) < num_layers or not all(isinstance(value, int) for value in values):
+            raise UnsupportedModelError(
+                f"{self.family}: compress_ratios must list a whole number for each of {num_layers} layers"
+            )
+        return values[layer]
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer's feed-forward part is a mixture of experts."""
+        if not self.num_experts or layer < self.whole("first_k_dense_replace", 0):
+            return False
+        if layer in (self.config.get("mlp_only_layers") or ()):
+            return False
+        step = self.whole("decoder_sparse_step", 0) or self.whole("interleave_moe_layer_step", 0) or 1
+        return (layer + 1) % step == 0
+
+    @property
+    def precisions(self) -> Precisions:
+        """From the stored dtype and the quantisation; attention and cache stay at 16 bits unless a server is told otherwise.
+
+        Experts may be stored otherwise than the rest: MXFP4 of gpt-oss, fp4 of DeepSeek V4.
+        """
+        told = self.whole_config.get("quantization_config") or self.config.get("quantization_config")
+        told = told if isinstance(told, dict) else {}
+        method, dtype = told.get("quant_method"), self.config.get("dtype", self.config.get("torch_dtype"))
+        if method == "mxfp4":
+            weights = "bfloat16"
+        elif method in ("fp8", "fbgemm_fp8", "modelopt") or "fp8" in str(told.get("quant_algo", "")).lower():
+            weights = "float8"
+        elif method in ("gptq", "awq") or told.get("load_in_4bit"):
+            weights = "int8" if told.get("bits") == 8 else "int4"
+        else:
+            weights = "float16" if (dtype or self.whole_config.get("torch_dtype")) == "float16" else "bfloat16"
+        experts = "float4" if method == "mxfp4" or self.config.get("expert_dtype") == "fp4" else weights
+        return Precisions(weights, experts, kv="float8" if self.has("compress_ratios") else "bfloat16")
+
+
+def attention_of(read: ConfigReader, layer: int) -> tuple[Attention, int]:
+    """The attention of one layer, as a group of one, and the parameters of its matrices."""
+    kind = read.layer_kind(layer)
+    if kind == "linear_attention":
+        return _linear(read)
+    if read.has("compress_ratios"):
+        return _compressed(read, layer)
+    if read.has("kv_lora_rank"):
+        return _latent(read)
+    heads, head_dim = read.whole("num_attention_heads"), read.head_dim
+    width, kv_heads = heads * head_dim, read.whole("num_key_value_heads", heads)
+    queries = 2 * width if read.flag("attn_output_gate", read.family.removesuffix("_text") in KEYS["gated"]) else width
+    window = read.whole("sliding_window") if kind == "sliding_attention" else None
+    parameters = read.whole("hidden_size") * (queries + 2 * kv_heads * head_dim + width)
+    return Attention("gqa", 1, heads, kv_heads, head_dim, window=window), parameters
+
+
+def _linear(read: ConfigReader) -> tuple[Attention, int]:
+    """Gated delta net: a key x value matrix for each value head and the last inputs of the convolution, in 16 bits."""
+    key_dim, heads = read.whole("linear_key_head_dim"), read.whole("linear_num_value_heads")
+    keys, values = read.whole("linear_num_key_heads") * key_dim, heads * read.whole("linear_value_head_dim")
+    convolution = (2 * keys + values) * read.whole("linear_conv_kernel_dim")
+    parameters = read.whole("hidden_size") * (2 * keys + 3 * values + 2 * heads) + convolution
+    return Attention("linear", 1, state_bytes=float(2 * (values * key_dim + convolution))), parameters
+
+
+def _latent(read: ConfigReader) -> tuple[Attention, int]:
+    """MLA; with an indexer (DeepSeek V3.2) it reads the positions that this chooses."""
+    hidden, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
+    latent, rope = read.whole("kv_lora_rank"), read.whole("qk_rope_head_dim")
+    plain, value = read.whole("qk_nope_head_dim"), read.whole("v_head_dim")
+    rank = read.whole("q_lora_rank", 0)
+    queries = hidden * rank + rank * heads * (plain + rope) if rank else hidden * heads * (plain + rope)
+    parameters = queries + hidden * (latent + rope) + latent * heads * (plain + value) + heads * value * hidden
+    if index := read.whole("index_n_heads", 0):
+        width = read.whole("index_head_dim")
+        parameters += (rank or hidden) * index * width + hidden * (width + index)
+    group = Attention("mla", 1, heads, latent=latent, rope=rope)
+    if read.has("index_topk"):
+        group = replace(group, window=0, ratio=1, topk=read.whole("index_topk"), **_indexer(read))
+    return group, parameters
+
+
+def _compressed(read: ConfigReader, layer: int) -> tuple[Attention, int]:
+    """DeepSeek V4: a window, and behind it one entry for `ratio` positions; ratio 4 chooses among them, 128 reads all.
+
+    Low-rank queries and grouped low-rank output, one key that is the value too, the compressor, the indexer.
+    """
+    ratio, width = read.compress_ratio(layer), read.head_dim
+    hidden, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
+    rank, out_rank, groups = read.whole("q_lora_rank"), read.whole("o_lora_rank"), read.whole("o_groups")
+    parameters = hidden * rank + rank * heads * width + hidden * width + heads * width * out_rank + groups * out_rank * hidden
+    rope, window = read.whole("qk_rope_head_dim"), read.whole("sliding_window")
+    group = Attention("mla", 1, heads, latent=width, rope=rope, window=window)
+    if ratio == 0:
+        return group, parameters
+    group = replace(group, ratio=ratio)
+    if ratio > 4:
+        return group, parameters + 2 * hidden * width
+    index = _indexer(read)
+    heads, index_width = index["indexer_heads"], index["indexer_dim"]
+    parameters += 4 * hidden * width + rank * heads * index_width + hidden * heads + 4 * hidden * index_width
+    return replace(group, topk=read.whole("index_topk"), **index), parameters
+
+
+def _indexer(read: ConfigReader) -> dict[str, int]:
+    return {"indexer_heads": read.whole("index_n_heads"), "indexer_dim": read.whole("index_head_dim")}
+
+
+def feed_forward_parameters(read: ConfigReader, layer: int) -> int:
+    """One layer's dense feed-forward part, or the router of its experts."""
+    if not read.is_sparse(layer):
+        return 3 * read.whole("hidden_size") * read.whole("intermediate_size")
+    return read.whole("hidden_size") * (read.num_experts + read.has("shared_expert_intermediate_size"))
+
+
+def experts_of(read: ConfigReader) -> Experts | None:
+    """Over all sparse layers; None for a dense model."""
+    layers = sum(read.is_sparse(layer) for layer in range(read.whole("num_hidden_layers")))
+    if not layers:
+        return None
+    width = read.whole("moe_intermediate_size", read.whole("intermediate_size", 0)) or read.whole("intermediate_size")
+    shared = read.whole("n_shared_experts", 0) * width + read.whole("shared_expert_intermediate_size", 0)
+    each, always = 3 * read.whole("hidden_size") * width, 3 * read.whole("hidden_size") * shared
+    num_routed, per_token = read.num_experts, read.experts_per_token
+    if not 0 < per_token < num_routed:
+        raise UnsupportedModelError(
+            f"{read.family}: {per_token} of {num_routed} experts per token is not possible: check num_experts_per_tok"
+        )
+    return Experts(
+        num_routed=num_routed,
+        per_token=per_token,
+        active=float(layers * (per_token * each + always)),
+        resident=float(layers * (num_routed * each + always)),
+    )

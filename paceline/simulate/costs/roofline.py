@@ -1,0 +1,203 @@
+"""The roofline: seconds of one target pass, each part the larger of its arithmetic and its memory traffic; and what fits.
+
+Formulas: the project's performance model (docs/simulate.md), after Finn's "economics of speculative decoding" and Modal's
+spec-dec roofline. Units: seconds, bytes, FLOP. B sequences, q positions of each (drafts + 1), S tokens of context, t = B*q.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.bounds import Count, Share, check
+from paceline.errors import ConfigError
+from paceline.hardware import Machine
+from paceline.simulate.costs.shapes import Attention, ModelShape, Precisions, arithmetic, num_bytes
+
+COLLECTIVE_LATENCY_S = 5e-6
+MEASURED_LOCALITY = 0.255
+"""Fits the distinct experts measured for 1 to 16 consecutive positions (8 of 256 each) within 2%."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Arithmetic and memory traffic of a part of a pass."""
+
+    part: str
+    flops: float
+    num_bytes: float
+    number_format: str
+    """Decides the arithmetic rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Where and how a target runs. Raises ConfigError on impossible values."""
+
+    machine: Machine
+    precisions: Precisions
+    num_gpus: Count = 1
+    """Tensor parallel: arithmetic and bandwidth add up, each layer pays two all-reduces."""
+    expert_locality: Share = 0.0
+    """0: every position draws its experts anew; 1: the positions of a sequence share theirs."""
+    per_layer: bool = False
+    """Whether attention takes the larger of arithmetic and reading for each kind of layer, not over all layers at once."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.num_gpus > 1 and not self.machine.link_bytes_per_s > 0:
+            raise ConfigError(f"how fast several {self.machine.name} talk to each other is not known: use --gpus 1")
+
+    def flops_per_s(self, number_format: str) -> float:
+        rates = self.machine.flops_per_s
+        return rates[arithmetic(number_format, rates)] * self.num_gpus
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.machine.bytes_per_s * self.num_gpus
+
+    def seconds(self, work: Work) -> tuple[float, float]:
+        """Of reading and of arithmetic, at full rates."""
+        return work.num_bytes / self.bytes_per_s, work.flops / self.flops_per_s(work.number_format)
+
+
+def distinct_experts(num_routed: int, per_token: int, batch: float, positions: float, locality: float = 0.0) -> float:
+    """Expected routed experts that a pass reads, of a layer: E * (1 - (1 - k/E)^(B * q^(1 - locality)))."""
+    tokens = batch * positions ** (1.0 - locality)
+    return num_routed * (1.0 - (1.0 - per_token / num_routed) ** tokens)
+
+
+def attended(group: Attention, context: float) -> float:
+    """Cache entries that one query reads in one layer."""
+    if group.kind == "linear":
+        return 0.0
+    if group.ratio is None:
+        return context if group.window is None else min(context, group.window)
+    history = float(context // group.ratio)
+    return min(context, group.window or 0) + (history if group.topk is None else min(history, group.topk))
+
+
+def attention_work(group: Attention, precisions: Precisions, batch: float, positions: float, context: float) -> Work:
+    """All layers of a group, all sequences: a cache is read once for each, not once for each of its positions."""
+    times, seen = batch * group.layers, attended(group, context)
+    if group.kind == "linear":
+        return Work("attention", 0.0, times * group.state_bytes, precisions.attention)
+    each = 2.0 * (2 * group.latent + group.rope) if group.kind == "mla" else 4.0 * group.head_dim
+    flops = times * each * group.heads * positions * seen
+    return Work("attention", flops, times * group.entry_values * num_bytes(precisions.kv) * seen, precisions.attention)
+
+
+def indexer_work(group: Attention, precisions: Precisions, batch: float, positions: float, context: float) -> Work:
+    """The indexer's scores over the whole compressed history."""
+    times, ratio = batch * group.layers, group.ratio or 1
+    flops = times * 2.0 * group.indexer_heads * group.indexer_dim * (context // ratio) * positions
+    read = times * (context / ratio) * group.indexer_dim * num_bytes(precisions.indexer)
+    return Work("attention", flops, read, precisions.indexer)
+
+
+def works_of(shape: ModelShape, deployment: Deployment, batch: float, positions: float, context: float) -> list[Work]:
+    """Everything a pass has to do. Attention and indexer are one work each over all layers, or one for each group of layers."""
+    precisions, tokens = deployment.precisions, batch * positions
+    works = [Work("projections", 2.0 * shape.dense * tokens, shape.dense * num_bytes(precisions.weights), precisions.weights)]
+    if experts := shape.experts:
+        distinct = distinct_experts(experts.num_routed, experts.per_token, batch, positions, deployment.expert_locality)
+        read = (experts.shared + distinct * experts.each) * num_bytes(precisions.experts)
+        works.append(Work("experts", 2.0 * experts.active * tokens, read, precisions.experts))
+    main = [attention_work(group, precisions, batch, positions, context) for group in shape.attention]
+    indexed = [group for group in shape.attention if group.indexer_heads]
+    index = [indexer_work(group, precisions, batch, positions, context) for group in indexed]
+    if deployment.per_layer:
+        return works + main + index
+    for found in filter(None, (main, index)):
+        flops, read = sum(work.flops for work in found), sum(work.num_bytes for work in found)
+        works.append(Work("attention", flops, read, found[0].number_format))
+    return works
+
+
+def collective_seconds(shape: ModelShape, deployment: Deployment, tokens: float) -> float:
+    """Two ring all-reduces of 16-bit activations a layer; 0 on one GPU."""
+    num_gpus = deployment.num_gpus
+    if num_gpus == 1:
+        return 0.0
+    sent = 2.0 * (num_gpus - 1) / num_gpus * tokens * shape.hidden_size * 2.0
+    return 2.0 * shape.num_layers * (COLLECTIVE_LATENCY_S + sent / deployment.machine.link_bytes_per_s)
+
+
+def pass_seconds(
+    shape: ModelShape,
+    deployment: Deployment,
+    batch: float,
+    positions: float,
+    context: float,
+    reading: float = 1.0,
+    computing: float = 1.0,
+) -> dict[str, float]:
+    """Seconds of one pass by part: projections, experts, attention, collectives.
+
+    `reading` and `computing` are factors on the seconds of reading and of arithmetic at the machine's full rates.
+    """
+    parts = {"projections": 0.0, "experts": 0.0, "attention": 0.0}
+    for work in works_of(shape, deployment, batch, positions, context):
+        read_s, compute_s = deployment.seconds(work)
+        parts[work.part] += max(reading * read_s, computing * compute_s)
+    return {**parts, "collectives": collective_seconds(shape, deployment, batch * positions)}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Bytes asked for and bytes there are."""
+
+    weight_bytes: float
+    cache_bytes: float
+    """Of all sequences."""
+    memory_bytes: float
+    """Of all GPUs; 0 when not known."""
+
+    @property
+    def fits(self) -> bool:
+        return not self.memory_bytes or self.weight_bytes + self.cache_bytes <= self.memory_bytes
+
+
+def memory_need(shape: ModelShape, deployment: Deployment, batch: int, context: int) -> MemoryNeed:
+    """Of weights and caches. Activations, the drafter and what an engine keeps free are not counted."""
+    precisions = deployment.precisions
+    weights = (shape.dense + shape.embedding) * num_bytes(precisions.weights)
+    weights += shape.experts.resident * num_bytes(precisions.experts) if shape.experts else 0.0
+    cache = batch * sum(group.layers * kept_bytes(group, precisions, context) for group in shape.attention)
+    return MemoryNeed(weights, cache, float(deployment.machine.memory_bytes * deployment.num_gpus))
+
+
+def kept_bytes(group: Attention, precisions: Precisions, context: int) -> float:
+    """What one sequence keeps in one layer: a window keeps its own length, a compressed history one entry for `ratio`."""
+    if group.kind == "linear":
+        return group.state_bytes
+    entry_bytes = group.entry_values * num_bytes(precisions.kv)
+    seen = context if group.window is None else min(context, group.window)
+    if group.ratio is None:
+        return entry_bytes * seen
+    history = context / group.ratio
+    index = history * group.indexer_dim * num_bytes(precisions.indexer) if group.indexer_heads else 0.0
+    return entry_bytes * (history if group.window is None else seen + history) + index
+
+
+def shares_evenly(shape: ModelShape) -> list[int]:
+    """Returns the numbers of GPUs that all heads can be shared out to, as vLLM and SGLang ask: query heads are a multiple of
+    it, key heads a multiple or a divisor. Empty for a shape whose heads are not known."""
+    most = max((group.heads for group in shape.attention), default=0)
+    return [number for number in range(1, most + 1) if all(_is_even(group, number) for group in shape.attention)]
+
+
+def check_shares(shape: ModelShape, num_gpus: int) -> None:
+    """Raises ConfigError for a number of GPUs that is not in `shares_evenly`."""
+    fitting = shares_evenly(shape)
+    if fitting and num_gpus not in fitting:
+        group = next(each for each in shape.attention if not _is_even(each, num_gpus))
+        keys = f" over {group.kv_heads} key heads" if group.kind == "gqa" else ""
+        raise ConfigError(
+            f"--gpus {num_gpus}: {shape.name} has {group.heads} heads{keys}, which {num_gpus} GPUs cannot share evenly: "
+            f"choose from {', '.join(map(str, fitting))}"
+        )
+
+
+def _is_even(group: Attention, number: int) -> bool:
+    keys = group.kv_heads if group.kind == "gqa" else 0
+    return not group.heads or (group.heads % number == 0 and not (keys and keys % number and number % keys))

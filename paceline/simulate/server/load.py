@@ -1,0 +1,180 @@
+"""A simulated server under load: requests that come, and its times to the first token, between tokens and of answers;
+throughput, queue, use.
+
+    jobs = workload(400, parse_lengths("--prompt-tokens", "64-512"), parse_lengths("--answer-tokens", "128"), seed=0)
+    rows = sweep(Case(jobs, costs, ServerShape(), survival), policies=("off", "best"), rates=(0.5, 1, 2))
+
+Open loops send at random times (Poisson), whether earlier requests are answered or not; closed loops keep a number in flight.
+The figures are those of `paceline bench serving`, so that the two can be compared. The same seed gives the same requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from paceline.errors import ConfigError
+from paceline.report.statistics import Spread
+from paceline.simulate.server.server import Case, Job, Outcome, SimulatedRequest
+
+LONGEST = 1_000_000
+"""Tokens of a prompt or an answer at most."""
+Lengths = Callable[[random.Random], int]
+"""Draws a number of tokens."""
+
+
+def parse_lengths(option: str, text: str) -> Lengths:
+    """128, 64-512 (each equally likely) or lognormal:MEDIAN,SIGMA (of the logarithm). Raises ConfigError."""
+    kind, _, values = text.strip().rpartition(":")
+    try:
+        if kind == "lognormal":
+            median, sigma = (float(part) for part in values.split(","))
+            if not (1 <= median <= LONGEST and 0 <= sigma <= 5):
+                raise ValueError
+            return lambda source: min(max(round(source.lognormvariate(math.log(median), sigma)), 1), LONGEST)
+        low, _, high = values.partition("-")
+        least, most = int(low), int(high or low)
+        if kind or not 1 <= least <= most <= LONGEST:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            f"{option} {text!r} is no length: write it as 128, 64-512 or lognormal:200,0.7 (1 to {LONGEST:,} tokens)"
+        ) from None
+    return lambda source: source.randint(least, most)
+
+
+def poisson(rate: float, number: int, seed: int) -> list[float]:
+    """Arrival times of a Poisson process of `rate` per second, the very ones that `paceline bench serving` sends at."""
+    source = random.Random(seed)
+    return list(itertools.accumulate(source.expovariate(rate) for _ in range(number)))
+
+
+def workload(number: int, prompt: Lengths, answer: Lengths, seed: int) -> list[Job]:
+    """Requests that are all there at time 0; `arriving` spreads them. The same seed gives the same lengths at every load."""
+    source = random.Random(f"lengths {seed}")
+    return [Job(0.0, prompt(source), answer(source)) for _ in range(number)]
+
+
+def arriving(jobs: Sequence[Job], times: Sequence[float]) -> list[Job]:
+    """The same requests at these times."""
+    return [replace(job, arrives_at=time) for job, time in zip(jobs, times, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """How requests come: so many a second in an open loop, or so many in flight in a closed one."""
+
+    rate: float | None = None
+    concurrency: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.rate:g} per second" if self.rate else f"{self.concurrency} in flight"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFigures:
+    """One load under one policy. Times in seconds."""
+
+    policy: str
+    rate: float | None
+    """Requests per second of an open loop."""
+    concurrency: int | None
+    """Requests in flight of a closed loop."""
+    num_requests: int
+    tokens_per_s: float
+    """Output tokens over the time from the beginning to the last token."""
+    requests_per_s: float
+    first_token: Spread
+    inter_token: Spread
+    """Of each answer's mean time between tokens after the first."""
+    total: Spread
+    """From a request's arrival to its last token."""
+    wait: Spread
+    """From a request's arrival until it has a row."""
+    utilisation: float
+    """Share of the time in which the server worked."""
+    mean_rows: float
+    """Rows of a round, weighted by its time."""
+    mean_queue: float
+    """Requests without a row, averaged over time."""
+    max_queue: int
+    tokens_per_round: float
+    drafted_per_round: float
+    capacity_per_s: float
+    """Requests per second that the server finishes when one is always waiting."""
+    is_saturated: bool
+    """More requests come than the server can finish, so the queue and the waiting times grow for as long as that lasts."""
+
+    @property
+    def load(self) -> str:
+        return str(Arrivals(self.rate, self.concurrency))
+
+
+def figures_of(
+    outcome: Outcome, policy: str, capacity_per_s: float, rate: float | None = None, concurrency: int | None = None
+) -> LoadFigures:
+    """The figures of one simulation."""
+    requests, wall_s = outcome.requests, outcome.wall_s
+    num_rounds = sum(each.num_rounds for each in requests)
+    return LoadFigures(
+        policy=policy,
+        rate=rate,
+        concurrency=concurrency,
+        num_requests=len(requests),
+        tokens_per_s=share(outcome.num_tokens, wall_s),
+        requests_per_s=share(len(requests), wall_s),
+        first_token=Spread.of([each.first_token_s for each in requests]),
+        inter_token=Spread.of([each.inter_token_s for each in requests if each.inter_token_s is not None]),
+        total=Spread.of([each.total_s for each in requests]),
+        wait=Spread.of([each.wait_s for each in requests]),
+        utilisation=share(outcome.busy_s, wall_s),
+        mean_rows=share(outcome.row_seconds, outcome.busy_s - outcome.prefill_s),
+        mean_queue=share(sum(each.wait_s for each in requests), wall_s),
+        max_queue=_longest_queue(requests),
+        tokens_per_round=1 + share(sum(each.num_accepted_total for each in requests), num_rounds),
+        drafted_per_round=share(sum(each.num_drafted_total for each in requests), num_rounds),
+        capacity_per_s=capacity_per_s,
+        is_saturated=rate is not None and rate >= capacity_per_s,
+    )
+
+
+def share(amount: float, of: float) -> float:
+    """amount / of; 0 when there is nothing to divide by."""
+    return amount / of if of > 0 else 0.0
+
+
+def _longest_queue(requests: Sequence[SimulatedRequest]) -> int:
+    """Most requests that waited for a row at once; at equal times those that get their row count as gone."""
+    waited = [each for each in requests if each.wait_s > 0]
+    events = sorted([(each.arrived_at, 1) for each in waited] + [(each.admitted_at, -1) for each in waited])
+    return max(itertools.accumulate(change for _, change in events), default=0)
+
+
+def capacity(case: Case, policy: str) -> float:
+    """Requests per second while one is always waiting: all come at the beginning, and the time after the last one has its row
+    is left out."""
+    outcome = case.run(policy, [replace(job, arrives_at=0.0) for job in case.jobs])
+    full_s = max((each.admitted_at for each in outcome.requests), default=0.0)
+    made = sum(count for each in outcome.requests for when, count in each.chunks if when <= full_s)
+    if not full_s or made < outcome.num_tokens / 2:  # too few requests to fill the rows for long
+        full_s, made = outcome.wall_s, outcome.num_tokens
+    return share(made, full_s) / statistics.fmean(job.answer_tokens for job in case.jobs)
+
+
+def sweep(
+    case: Case, policies: Sequence[str], rates: Sequence[float] = (), concurrencies: Sequence[int] = ()
+) -> list[LoadFigures]:
+    """Every policy at every load, the same requests each time. Raises ConfigError."""
+    if not case.jobs or not policies or not (rates or concurrencies):
+        raise ConfigError("nothing to simulate: give at least one request, one policy, and one --rate or --concurrency")
+    most = {policy: capacity(case, policy) for policy in policies}
+    made = []
+    for rate, concurrency in [*((rate, None) for rate in rates), *((None, number) for number in concurrencies)]:
+        jobs = arriving(case.jobs, poisson(rate, len(case.jobs), case.seed)) if rate else case.jobs
+        for policy in policies:
+            made.append(figures_of(case.run(policy, jobs, concurrency), policy, most[policy], rate, concurrency))
+    return made

@@ -1,0 +1,184 @@
+"""What answers cost: the most requests a second that a machine serves as fast as is asked for, and the price of 1,000 answers.
+
+    found = priced(costs, acceptance, PredictConfig(batch=(8,)), PriceConfig(price_per_hour=2.5, slo="p90-total=2s"))
+    found.rows[0].per_thousand
+
+Each rate is simulated as by `paceline simulate-serving`: requests at random times, a queue, prefill in chunks, rounds of all
+rows. The most requests a second at which the times asked for hold is found by halving; without any it is what the server can
+finish when one is always waiting. Three times over: plainly, with the best draft length for the rows that run, and the same
+with one token more a round.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paceline.errors import ConfigError
+from paceline.report.statistics import Spread
+from paceline.simulate.config import PredictConfig, PriceConfig
+from paceline.simulate.costs.rounds import StepCosts, ToyCosts
+from paceline.simulate.server.load import LoadFigures, arriving, capacity, figures_of, parse_lengths, poisson, workload
+from paceline.simulate.server.server import Case, ServerShape
+from paceline.simulate.speedup import Acceptance, tokens_per_round
+
+MEASURES = {"total": "total", "first-token": "first_token", "inter-token": "inter_token"}
+"""As they are asked for -> the field of LoadFigures."""
+LIMIT = re.compile(r"(mean|p50|p90|p99)-(total|first-token|inter-token)=([0-9.]+)(ms|s)")
+LEAST, HALVINGS = 0.01, 9
+"""The smallest rate that is tried, as a share of what the server can finish; each halving doubles the precision."""
+CHUNK = 2048
+"""Prompt tokens of a step at most, as vLLM and SGLang have it by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A time that must hold: a percentile (or the mean) of all requests."""
+
+    percentile: str
+    measure: str
+    seconds: float
+
+    def holds(self, figures: LoadFigures) -> bool:
+        spread: Spread = getattr(figures, MEASURES[self.measure])
+        value = getattr(spread, self.percentile)
+        return value is None or value <= self.seconds
+
+
+def parse_slo(text: str | None) -> list[Limit]:
+    """p90-total=2s, or several with commas. Raises ConfigError."""
+    limits = []
+    for part in (text or "").split(","):
+        if not part.strip():
+            continue
+        found = LIMIT.fullmatch(part.strip())
+        if not found or not found[3].replace(".", "", 1).isdigit() or float(found[3]) <= 0:
+            raise ConfigError(
+                f"--slo {part.strip()!r} is no limit: write it as p90-total=2s; one of mean, p50, p90, p99, then total, "
+                "first-token or inter-token, then a time above 0 in s or ms"
+            )
+        limits.append(Limit(found[1], found[2], float(found[3]) * (1e-3 if found[4] == "ms" else 1.0)))
+    if text is not None and not limits:
+        raise ConfigError("--slo is empty: write it as p90-total=2s")
+    return limits
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """The most that a server of so many rows serves. Times are those at that rate."""
+
+    rows: int
+    name: str
+    """plain, with drafts, or one more token."""
+    requests_per_s: float
+    """0 when the times asked for cannot be met by a single request either."""
+    tokens_per_s: float
+    per_thousand: float | None
+    """Price of 1,000 answers; None without a price, or when nothing can be served in time."""
+    tokens_per_round: float
+    first_token: Spread
+    inter_token: Spread
+    total: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Three lines for each number of rows, and what follows."""
+
+    title: str
+    rows: list[Priced]
+    sentences: list[str]
+
+
+def priced(costs: StepCosts, acceptance: Acceptance, config: PredictConfig, price: PriceConfig) -> Prices:
+    """Raises ConfigError for a limit, lengths or costs that are none."""
+    limits = parse_slo(price.slo)
+    if isinstance(costs, ToyCosts):
+        raise ConfigError("a price needs costs in seconds, the toy model has none: leave --toy out")
+    answer = parse_lengths("--answer-tokens", price.answer_tokens)
+    jobs = workload(price.requests, parse_lengths("--prompt-tokens", "1"), answer, price.seed)
+    mean = sum(job.answer_tokens for job in jobs) / len(jobs)
+    told = price.prompt_tokens or str(max(round(config.context - mean / 2), 1))
+    jobs = workload(price.requests, parse_lengths("--prompt-tokens", told), answer, price.seed)
+    better = one_more(acceptance, config.max_draft)
+    rows, sentences = list[Priced](), list[str]()
+    for batch in config.batch:
+        server = ServerShape(batch, CHUNK)
+        survival = [tuple(each.survival(config.max_draft)) for each in (acceptance, better)]
+        case = Case(jobs, costs, server, survival[0], price.seed)
+        plain, drafts = (
+            _most(case, policy, name, limits, price) for policy, name in (("off", "plain"), ("best", "with drafts"))
+        )
+        more = _most(replace(case, survival=survival[1]), "best", "one more token", limits, price)
+        rows += [plain, drafts, more]
+        sentences += _sentences(plain, drafts, more, price)
+    wanted = f"so that {price.slo}" if limits else "as many as it can finish"
+    title = (
+        f"Requests/s {wanted}; prompts of {told}, answers of {price.answer_tokens} tokens, {price.requests} simulated requests"
+    )
+    return Prices(title, rows, sentences)
+
+
+def one_more(acceptance: Acceptance, num_drafted: int) -> Acceptance:
+    """The drafts that fail fail less often, all by the same share, so that a round of so many drafts keeps one token more; at
+    most all of them."""
+    wanted = min(tokens_per_round(acceptance, num_drafted) + 1, num_drafted + 1.0)
+    chances = [acceptance.at(place) for place in range(1, max(num_drafted, 1) + 1)]
+
+    def with_failures(share: float) -> Acceptance:
+        return Acceptance(tuple(1 - share * (1 - chance) for chance in chances))
+
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if tokens_per_round(with_failures(middle), num_drafted) < wanted else (middle, high)
+    return with_failures(low)
+
+
+def _most(case: Case, policy: str, name: str, limits: Sequence[Limit], price: PriceConfig) -> Priced:
+    """By halving the logarithm of the rate; the same requests and arrivals at every rate, closer together."""
+    most = capacity(case, policy)
+
+    def at(rate: float) -> LoadFigures:
+        jobs = arriving(case.jobs, poisson(rate, len(case.jobs), case.seed))
+        return figures_of(case.run(policy, jobs), policy, most, rate)
+
+    def holds(figures: LoadFigures) -> bool:
+        return all(limit.holds(figures) for limit in limits)
+
+    rate, figures = most, at(most)
+    if limits and not holds(figures):
+        low, high, figures = math.log(LEAST * most), math.log(most), at(LEAST * most)
+        rate = LEAST * most if holds(figures) else 0.0
+        for _ in range(HALVINGS if rate else 0):
+            middle = (low + high) / 2
+            tried = at(math.exp(middle))
+            if holds(tried):
+                low, figures, rate = middle, tried, math.exp(middle)
+            else:
+                high = middle
+    mean = sum(job.answer_tokens for job in case.jobs) / len(case.jobs)
+    cost = price.price_per_hour / 3600 / rate * 1000 if price.price_per_hour and rate else None
+    return Priced(
+        case.server.max_rows, name, rate, rate * mean, cost, figures.tokens_per_round, figures.first_token,
+        figures.inter_token, figures.total,
+    )  # fmt: skip
+
+
+def _sentences(plain: Priced, drafts: Priced, more: Priced, price: PriceConfig) -> list[str]:
+    rows = f"{plain.rows} rows"
+    if not drafts.requests_per_s:
+        return [f"{rows}: {price.slo} cannot be met, not even by one request at a time"]
+    if not plain.requests_per_s:
+        return [f"{rows}: only drafts meet {price.slo}: {drafts.requests_per_s:.3g} requests/s"]
+    times, better = drafts.requests_per_s / plain.requests_per_s, more.requests_per_s / drafts.requests_per_s
+    told = f"{rows}: drafts serve {times:.2f} times the requests; one more token a round {better - 1:+.0%} requests"
+    if plain.per_thousand and drafts.per_thousand and more.per_thousand:
+        saved = drafts.per_thousand - more.per_thousand
+        told += (
+            f", {saved:,.3f} less for 1,000 answers ({plain.per_thousand:,.3f} plainly, "
+            f"{drafts.per_thousand:,.3f} with drafts, {more.per_thousand:,.3f} with one more)"
+        )
+    return [told]

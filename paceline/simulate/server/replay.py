@@ -1,0 +1,303 @@
+"""A run of `paceline bench serving` replayed in the simulator: the same arrivals, prompts and answers; how far is it off?
+
+    passes = read_passes(Path("runs/bench-serving-..."))
+    rows = compare(passes, costs, ServerShape(), survival)
+
+Taken from the run: when requests were due (open loops) or how many were in flight (closed ones), prompt tokens that had to be
+computed, answer tokens, how many drafts stood, and, unless `costs` come from elsewhere, what a pass of each size took
+(`own_costs`). Predicted: what each step does, how many there are, and so every time that a client sees.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import operator
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError, reraised
+from paceline.plan.planner import Planner
+from paceline.report.statistics import Rounds
+from paceline.simulate.costs.rounds import MeasuredCosts, StepCosts, TimeTable
+from paceline.simulate.files import is_amount, read_objects
+from paceline.simulate.server.drafts import Survival
+from paceline.simulate.server.load import Arrivals, share
+from paceline.simulate.server.server import Case, Job, Lookups, Outcome, ServerShape, Simulation
+from paceline.types import LOOKUP, NONE
+
+THROUGHPUT_WITHIN, FIRST_TOKEN_WITHIN = 0.10, 0.30
+"""Relative errors of tokens per second and of the median time to the first token that count as predicted."""
+NEEDED = ("repetition", "due_s", "first_s", "num_prompt", "num_reused", "num_tokens", "wall_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One pass of the run: the requests of one load to one contender, once."""
+
+    speculate: str
+    load: Arrivals
+    jobs: list[Job]
+    """In the order they were sent, without those that failed."""
+    wall_s: float
+    first_token_s: list[float]
+    """Time to the first token of each job."""
+    rounds: Rounds
+    """Of all jobs."""
+    own: Rounds
+    """Those with the drafter's own drafts; all where the run does not tell the source."""
+    found: Rounds = field(default_factory=Rounds)
+    """Those with drafts found in the text so far, beside a drafter."""
+    steps: list[tuple[str, float, float, float]] = field(default_factory=list)
+    """(kind, size, how often, seconds in all), as of serve's Metrics.step_times; empty where the run does not tell."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(job.answer_tokens for job in self.jobs) / self.wall_s
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A load and contender, simulated and measured: medians over repetitions, first tokens over all their answers."""
+
+    load: str
+    speculate: str
+    policy: str
+    """The simulator's, in place of the server's."""
+    num_requests: int
+    measured_tokens_per_s: float
+    simulated_tokens_per_s: float
+    measured_first_token_s: float
+    simulated_first_token_s: float
+    measured_tokens_per_round: float
+    simulated_tokens_per_round: float
+    measured_tokens_per_s_range: tuple[float, float]
+    errors: list[float]
+    """Of tokens per second, repetition by repetition: 0.1 when the simulator says 10% more than was measured."""
+
+    @property
+    def throughput_error(self) -> float:
+        return statistics.median(self.errors)
+
+    @property
+    def first_token_error(self) -> float:
+        return self.simulated_first_token_s / self.measured_first_token_s - 1
+
+    @property
+    def has_throughput(self) -> bool:
+        return abs(self.throughput_error) <= THROUGHPUT_WITHIN
+
+    @property
+    def is_within(self) -> bool:
+        return self.has_throughput and abs(self.first_token_error) <= FIRST_TOKEN_WITHIN
+
+
+def read_passes(folder: Path) -> list[Recorded]:
+    """The passes of a run folder, in the order they ran. Raises ConfigError when it holds none that can be replayed."""
+    file = folder / "metrics.jsonl"
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for line in read_objects(file, "--against takes the folder of a run of paceline bench serving"):
+        needed = ("repetition", "wall_s") if line.get("error") or "steps" in line else NEEDED
+        if line.get("wall_s") == 0 or not all(isinstance(line.get(name), int | float) for name in needed):
+            raise ConfigError(f"{file} lacks {', '.join(NEEDED)} of each request: run paceline bench serving of this version")
+        key = line.get("rate"), line.get("concurrency"), line.get("speculate"), line.get("repetition")
+        groups.setdefault(key, []).append(line)
+    passes = [each for each in map(_recorded, groups.values()) if each.jobs]
+    if not passes:
+        raise ConfigError(f"{file} holds no answered request: run paceline bench serving again")
+    return passes
+
+
+def _recorded(lines: list[dict[str, Any]]) -> Recorded:
+    first = lines[0]
+    whole = [line for line in lines if not line.get("error") and line.get("num_tokens", 0) > 0]
+    whole.sort(key=lambda line: line["due_s"])
+    sources = [_sources(line) for line in whole]
+    jobs = [
+        Job(
+            arrives_at=max(line["due_s"], 0.0),
+            prompt_tokens=max(line["num_prompt"] - line["num_reused"], 1),
+            answer_tokens=line["num_tokens"],
+        )
+        for line in whole
+    ]
+    return Recorded(
+        speculate=str(first.get("speculate")),
+        load=Arrivals(first.get("rate"), first.get("concurrency")),
+        jobs=jobs,
+        wall_s=first["wall_s"],
+        first_token_s=[line["first_s"] for line in whole],
+        rounds=Rounds.sum(map(_rounds, whole)),
+        own=Rounds.sum(own for own, _ in sources),
+        found=Rounds.sum(found for _, found in sources),
+        steps=_steps([each for line in lines for each in line.get("steps") or ()]),
+    )
+
+
+def _steps(told: list[Any]) -> list[tuple[str, float, float, float]]:
+    with reraised(ConfigError, "the times of a pass cannot be read", "run paceline bench serving again", TypeError, ValueError):
+        return [(str(kind), float(size), float(count), float(seconds)) for kind, size, count, seconds in told]
+
+
+def _rounds(told: dict[str, Any]) -> Rounds:
+    """From num_rounds, num_drafted and accepted_histogram, each of which may be missing. Raises ConfigError."""
+    num_rounds, num_drafted = told.get("num_rounds") or 0, told.get("num_drafted") or 0
+    histogram = told.get("accepted_histogram") or []
+    if not isinstance(histogram, list) or not all(map(is_amount, (num_rounds, num_drafted, *histogram))):
+        raise ConfigError(f"the rounds of a request must be counts, not {told}: run paceline bench serving again")
+    return Rounds(num_rounds, num_drafted, tuple(histogram))
+
+
+def _sources(line: dict[str, Any]) -> tuple[Rounds, Rounds]:
+    """Rounds with the drafter's own drafts, those of lookups only where lookups are the drafter; and those with drafts found in
+    the text so far. All are the drafter's where the run does not tell. Raises ConfigError.
+
+    "rounds_by_source": {"dflash": {"num_rounds": 3, "num_drafted": 45, "accepted_histogram": [1, 0, 2]}, "ngram": ...}
+    """
+    told = line.get("rounds_by_source") or {}
+    if not isinstance(told, dict) or not all(isinstance(each, dict) for each in told.values()):
+        raise ConfigError(f"rounds_by_source must hold the rounds of each source, not {told}: run paceline bench serving again")
+    known = {name: _rounds(each) for name, each in told.items() if name != NONE}
+    found = known.pop(LOOKUP, Rounds())
+    return Rounds.sum(known.values()) if known else found if told else _rounds(line), found
+
+
+def rows_of(folder: Path) -> int | None:
+    """--max-batch of the servers that the run started; None where it does not say."""
+    try:
+        words = json.loads((folder / "config.json").read_text(encoding="utf-8"))["server"]
+        return int(words[words.index("--max-batch") + 1])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def recorded_survival(passes: Sequence[Recorded]) -> Survival:
+    """The drafter's survival curve in the pass whose rounds drafted most; () when it drafted nothing.
+
+    Where the run tells the source of each round's drafts, lookups and rounds without drafts do not count. The curve is exact
+    where every round drafted the same number of tokens. Where the server chose the number, it is not known for a single round:
+    places up to the average number are taken as always drafted, and those beyond it to stand as often as these on average. A
+    run with the contender `full` knows all of them.
+    """
+    drafting = [each for each in passes if each.own.num_drafted and sum(each.own.accepted_histogram)]
+    if not drafting:
+        return ()
+    most = max(drafting, key=lambda each: each.own.drafted_per_round)
+    return _survival(Rounds.sum(each.own for each in drafting if (each.load, each.speculate) == (most.load, most.speculate)))
+
+
+def recorded_lookups(passes: Sequence[Recorded]) -> Lookups | None:
+    """What was found in the text so far in the load whose rounds checked most of it; None where nothing was, or where lookups
+    are the drafter. What the server found and did not check is not known."""
+    groups: dict[tuple[Arrivals, str], list[Recorded]] = {}
+    for each in passes:
+        if each.found.num_drafted and each.found != each.own:
+            groups.setdefault((each.load, each.speculate), []).append(each)
+
+    def part(group: list[Recorded]) -> float:
+        return share(sum(each.found.num_rounds for each in group), sum(each.rounds.num_rounds for each in group))
+
+    most = max(groups.values(), key=part, default=[])
+    return Lookups(min(part(most), 1.0), _survival(Rounds.sum(each.found for each in most))) if most else None
+
+
+def _survival(rounds: Rounds) -> Survival:
+    """As `recorded_survival` has it."""
+    histogram, always = rounds.accepted_histogram, max(round(rounds.drafted_per_round), 1)
+    chances: list[float] = []
+    for place in range(1, max(len(histogram), always + 1)):
+        reached, stood = sum(histogram[place - 1 :]), sum(histogram[place:])
+        chances.append(share(stood, reached) if place <= always else statistics.fmean(chances[:always]))
+    return tuple(itertools.accumulate(chances, operator.mul))
+
+
+def policy_for(speculate: str, most: int) -> str:
+    """The simulator's policy for a contender of the benchmark."""
+    if speculate == "auto":
+        return "adaptive" if most else "off"
+    wanted = most if speculate == "full" else int(speculate) if speculate.isdecimal() else 0
+    return str(min(wanted, most) or "off")
+
+
+def own_costs(passes: Sequence[Recorded]) -> list[MeasuredCosts]:
+    """What the server's steps took in each of the run's passes: the mean of each size over the whole run, at the pace of the
+    pass, so that its own steps take as long as they did all together. Raises ConfigError when the run does not tell."""
+    if not all(each.steps for each in passes):
+        raise ConfigError("the run does not tell what its steps took: run paceline bench serving again, or give --steps")
+    told = [step for each in passes for step in each.steps]
+    means = {kind: _rising([step[1:] for step in told if step[0] == kind]) for kind in ("verify", "prefill", "draft", "step")}
+    fewest = sum(math.ceil(job.prompt_tokens / max(means["prefill"])) for each in passes for job in each.jobs)
+    adapts, made = sum(count for kind, _, count, _ in told if kind == "prefill") > fewest, list[MeasuredCosts]()
+    for each in passes:
+        spent_s, usual_s = defaultdict[str, float](float), defaultdict[str, float](float)
+        for kind, size, count, seconds in each.steps:
+            spent_s[kind] += seconds
+            usual_s[kind] += count * means[kind][size]
+        pace = {kind: spent_s[kind] / usual_s[kind] for kind in usual_s}
+        verify, prefill, *draft = (
+            TimeTable.of([(1.0, size, pace.get(kind, pace["verify"]) * mean_s) for size, mean_s in means[kind].items()])
+            for kind in ("verify", "prefill", "draft")
+            if means[kind]
+        )
+        num_rounds = sum(count for kind, _, count, _ in each.steps if kind == "verify")
+        host_s = (2 * spent_s["step"] - sum(spent_s.values())) / num_rounds
+        made.append(MeasuredCosts(verify, draft[0] if draft else None, prefill, host_s, prefill_adapts=adapts))
+    return made
+
+
+def _rising(told: list[tuple[float, float, float]]) -> dict[float, float]:
+    """Size -> mean seconds, from (size, how often, seconds in all). A larger pass takes no less than a smaller one: where it
+    did, both take their mean (isotonic regression), so that the sum over all stays."""
+    blocks: list[tuple[float, float, list[float]]] = []
+    for size, same in itertools.groupby(sorted(told), key=operator.itemgetter(0)):
+        (_, counts, spent), sizes = zip(*same, strict=True), [size]
+        count, seconds = sum(counts), sum(spent)
+        while blocks and blocks[-1][1] * count > seconds * blocks[-1][0]:
+            more, more_s, smaller = blocks.pop()
+            count, seconds, sizes = count + more, seconds + more_s, smaller + sizes
+        blocks.append((count, seconds, sizes))
+    return {size: seconds / count for count, seconds, sizes in blocks for size in sizes}
+
+
+def compare(
+    passes: Sequence[Recorded], costs: StepCosts | None, server: ServerShape, survival: Survival, *, seed: int = 0
+) -> list[Compared]:
+    """One line for each load and contender; `costs` None: each pass has its own. Raises ConfigError.
+
+    The passes are simulated in the order they ran, and what a contender's planner learned in one it knows in the next.
+    """
+    lookups, planners = recorded_lookups(passes), dict[str, Planner]()
+    groups: dict[tuple[Arrivals, str], list[tuple[Recorded, Outcome]]] = {}
+    for each, own in zip(passes, own_costs(passes) if costs is None else [costs] * len(passes), strict=True):
+        group = groups.setdefault((each.load, each.speculate), [])
+        case = Case(each.jobs, own, server, survival, seed + len(group), lookups)
+        planner = planners.setdefault(each.speculate, case.planner(policy_for(each.speculate, len(survival))))
+        group.append((each, Simulation(case, planner, each.jobs, each.load.concurrency).run()))
+    return [_compared(group, policy_for(speculate, len(survival))) for (_, speculate), group in groups.items()]
+
+
+def _compared(group: list[tuple[Recorded, Outcome]], policy: str) -> Compared:
+    """The repetitions of one load and contender."""
+    recorded = [each for each, _ in group]
+    requests = [request for _, outcome in group for request in outcome.requests]
+    num_rounds = sum(each.num_rounds for each in requests)
+    simulated, measured = [each.num_tokens / each.wall_s for _, each in group], [each.tokens_per_s for each in recorded]
+    return Compared(
+        load=str(recorded[0].load),
+        speculate=recorded[0].speculate,
+        policy=policy,
+        num_requests=len(requests),
+        measured_tokens_per_s=statistics.median(measured),
+        simulated_tokens_per_s=statistics.median(simulated),
+        measured_first_token_s=statistics.median(value for each in recorded for value in each.first_token_s),
+        simulated_first_token_s=statistics.median(each.first_token_s for each in requests),
+        measured_tokens_per_round=Rounds.sum(each.rounds for each in recorded).tokens_per_round,
+        simulated_tokens_per_round=1 + share(sum(each.num_accepted_total for each in requests), num_rounds),
+        measured_tokens_per_s_range=(min(measured), max(measured)),
+        errors=[ours / theirs - 1 for ours, theirs in zip(simulated, measured, strict=True)],
+    )

@@ -1,0 +1,1 @@
+"""The target answers prompts: here, on a Ray cluster, or on a server elsewhere."""

@@ -1,0 +1,128 @@
+"""Prompts as the target gets them: token ids through its chat template, or raw; and which prompts cannot be asked
+of it.
+
+    asker = PromptEncoder(TokenizerOnly(tokenizer), AnswerConfig())
+    asker.first_ids(prompt)                          # raises RowError for a prompt that this target cannot be asked
+    asker.examine(prompts, dropped)                  # token counts; the others are counted in `dropped`
+
+Read by `regenerate` and by the plan of `train`, which needs the tokenizer alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from paceline.data.prompts import Message, Prompt
+from paceline.data.rows import Dropped, RowError
+from paceline.errors import ConfigError, PromptError, refuse, way_out
+from paceline.train.config import AnswerConfig
+
+if TYPE_CHECKING:
+    from paceline.model.text.tokenizer import Tokenizer
+
+REFUSED, TOO_LONG = "refused by the target's template", "longer than max_prompt_tokens"
+NO_TEMPLATE = "the target has no chat template: --raw asks every prompt as it stands, as base models are asked"
+
+
+class ChatEncoder(Protocol):
+    """An LLM, as far as encoding needs one."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def encode_chat(
+        self, messages: list[Message], tools: Iterable[Message] | None = None, variables: Mapping[str, Any] | None = None
+    ) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerOnly:
+    """Encodes conversations as an LLM does, without its weights."""
+
+    tokenizer: Tokenizer
+
+    def encode_chat(
+        self, messages: list[Message], tools: Iterable[Message] | None = None, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """As LLM.encode_chat."""
+        from paceline.engine.llm import LLM  # only here: it imports PyTorch
+
+        return LLM.encode_chat(cast(LLM, self), messages, tools, variables)
+
+
+class PromptEncoder:
+    """Encodes prompts with the opening, tools and template variables of `config`. Raises ConfigError where --raw
+    excludes them."""
+
+    def __init__(self, llm: ChatEncoder, config: AnswerConfig, vocab_size: int | None = None) -> None:
+        """`vocab_size`: rows of the target's embedding, where they are known; else the tokenizer's ids are."""
+        self.llm, self.config = llm, config
+        self._vocab_size = vocab_size
+        self.opening, self.tools, self.variables = config.read_opening(), config.read_tools(), config.template_variables()
+        has_chat = bool(self.opening or self.tools or self.variables)
+        needs_template = "system, before, tools and variables need the chat template: leave --raw out"
+        refuse(ConfigError, (config.raw and has_chat, needs_template))
+
+    def messages_of(self, prompt: Prompt) -> list[Message]:
+        """The prompt's messages behind the opening, unless it has a system message of its own."""
+        is_own = not prompt.messages or prompt.messages[0]["role"] == "system"
+        return prompt.messages if is_own else self.opening + prompt.messages
+
+    def first_ids(self, prompt: Prompt) -> list[int]:
+        """Token ids before the first answer. Raises RowError for a prompt that this target cannot be asked."""
+        return self.encode(prompt, self.messages_of(prompt))
+
+    def encode(self, prompt: Prompt, messages: list[Message]) -> list[int]:
+        """Token ids of a conversation with the tools of its prompt, or of all prompts. Raises RowError."""
+        where = prompt.where or f"{prompt.source}, prompt {prompt.id}"
+        if prompt.token_ids:
+            if max(prompt.token_ids) >= self.vocab_size:
+                raise RowError(
+                    f"{where}: token {max(prompt.token_ids)} is none of the target's {self.vocab_size} tokens",
+                    "with tokens that the target does not have",
+                )
+            return list(prompt.token_ids)
+        try:
+            if self.config.raw:
+                return self._raw_ids(prompt)
+            return self._chat_ids(prompt, messages)
+        except PromptError as error:
+            raise RowError(f"{where}: {error}", REFUSED) from error
+
+    @property
+    def vocab_size(self) -> int:
+        return max(self._vocab_size or 0, self.llm.tokenizer.vocab_size)
+
+    def _raw_ids(self, prompt: Prompt) -> list[int]:
+        if len(prompt.turns) != 1 or [message["role"] for message in prompt.messages] != ["user"] or prompt.tools:
+            raise PromptError("a conversation needs a chat template: leave --raw out, or give one text")
+        return self.llm.tokenizer.encode(prompt.turns[0])
+
+    def _chat_ids(self, prompt: Prompt, messages: list[Message]) -> list[int]:
+        tools = prompt.tools or self.tools
+        variables = self.variables | dict(prompt.variables)
+        with way_out("use --raw to ask prompts as they stand"):
+            return self.llm.encode_chat(messages, tools, variables)
+
+    def examine(self, prompts: Iterable[Prompt], dropped: Dropped) -> list[int]:
+        """Number of tokens of each prompt that will be asked; the others are counted in `dropped`."""
+        counts = list[int]()
+        for prompt in prompts:
+            try:
+                number = len(self.first_ids(prompt))
+            except RowError as error:
+                dropped.add(error.reason, str(error))
+                continue
+            if number > self.config.max_prompt_tokens:
+                dropped.add(TOO_LONG, f"{prompt.where or prompt.id}: {number} tokens")
+            else:
+                counts.append(number)
+        return counts
+
+
+def check_template(tokenizer: Tokenizer, prompts: Iterable[Prompt], config: AnswerConfig) -> None:
+    """Raises ConfigError when prompts need a chat template and the target has none."""
+    needs_one = not config.raw and any(not prompt.token_ids for prompt in prompts)
+    refuse(ConfigError, (needs_one and tokenizer.chat_template is None, NO_TEMPLATE))

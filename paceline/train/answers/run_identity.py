@@ -1,0 +1,78 @@
+"""What decides the answers of a run, and which of it may grow: a run may be extended, but not become another.
+
+More prompts, a higher limit, more self-written prompts, more temperatures or samples add conversations to those that are there.
+Anything else would change what was answered: it is refused, with the differences.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError, reraised
+from paceline.model.backends import settle
+from paceline.runs.folder import RunFolder, plain
+from paceline.runs.ranks import Ranks
+from paceline.train.config import RegenerateConfig
+from paceline.train.learn.checkpoint import check_same
+
+
+def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> dict[str, Any]:
+    """What decides the answers, and so must not change between a run and its resumption."""
+    asked, engine = config.asked, settle(engine)
+    settings = {
+        "target": engine.model,
+        "weights": engine.weights,
+        "dtype": engine.dtype,
+        **asdict(replace(asked, self_written=asked.num_self_written)),
+        **{name: value for name, value in asdict(config.answering).items() if value not in (None, ())},
+    }
+    del settings["strict"]
+    for name, usual in (("samples", 1), ("top_k", 0), ("raw", False)):
+        if settings[name] == usual:
+            del settings[name]  # as runs have it that knew of none
+    if asked.num_self_written:
+        settings["processes"] = ranks.world  # each writes prompts of its own
+    return plain(settings)
+
+
+def check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> bool:
+    """Whether the run in `out` is extended. Raises ConfigError, with the difference, when it was begun with other settings."""
+    file = out / "config.json"
+    if not file.is_file():
+        return False
+    with reraised(ConfigError, f"{file} cannot be read", "choose another --out", OSError, ValueError, AttributeError):
+        config = json.loads(file.read_text(encoding="utf-8"))
+        what, before = config.get("what"), config.get(kind)
+    if what != kind or not isinstance(before, dict) or not before:
+        raise ConfigError(f"{out} is the folder of another run ({what}): choose another --out")
+    grown = {name: settings.get(name) for name, grows in GROWS.items() if grows(before.get(name), settings.get(name))}
+    if "self_written" in grown and "processes" not in before:
+        grown["processes"] = settings["processes"]
+    check_same(out, before | grown, settings)
+    return bool(grown)
+
+
+def extend(folder: RunFolder, kind: str, settings: dict[str, Any]) -> None:
+    """Write down what the run is now."""
+    config = json.loads((folder.path / "config.json").read_text(encoding="utf-8"))
+    folder.write_json("config.json", config | {kind: settings})
+
+
+def _has_more(before: Any, now: Any) -> bool:
+    """Lists: all that was there, and something new."""
+    return isinstance(before, list) and isinstance(now, list) and before != now and all(each in now for each in before)
+
+
+GROWS: dict[str, Callable[[Any, Any], bool]] = {
+    "prompts": _has_more,
+    "temperatures": _has_more,
+    "limit": lambda before, now: before is not None and (now is None or now > before),
+    "self_written": lambda before, now: (now or 0) > (before or 0),
+    "samples": lambda before, now: (now or 1) > (before or 1),
+}
+"""Whether a setting has grown."""

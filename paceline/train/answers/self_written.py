@@ -1,0 +1,189 @@
+"""Prompts the target writes itself: it continues the chat template where the user would speak (Magpie, arXiv 2406.08464).
+
+A drafter for no workload in particular needs prompts of many kinds; the target's own idea of a user is drawn from what it was
+trained on. `openers` (beginnings of a user's turn) steer it to kinds it would seldom think of. Near-duplicates, loops and
+unfinished turns are dropped, and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.data.prompts import Message, read_prompts
+from paceline.engine.llm import LLM
+from paceline.errors import CacheError, PromptError, UnsupportedModelError, reraised
+from paceline.model.text.chat import chat_text
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.runs.folder import drop_cut_line
+from paceline.types import SamplingParams
+
+MARK = "\u2042"
+"""Stands for the user's text while the template is rendered."""
+MIN_WORDS, MAX_TOKENS = 4, 160
+MAX_TRIES_PER_PROMPT = 8
+PATIENCE = 32
+"""Prompts' worth of tries that may fail before the first one succeeds."""
+
+
+@dataclass(slots=True)
+class SelfWritten:
+    """What came of a call; `dropped` counts by reason."""
+
+    prompts: list[str] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class UserTurn:
+    """Where the user speaks in a chat template."""
+
+    prefix: str
+    """The template's text before the user's."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """What ends the user's turn: a string, or a special token, which decoding does not show."""
+
+
+class PromptWriter:
+    """Writes prompts to a JSON lines file, line by line: a killed run goes on after its last whole line.
+
+    Raises UnsupportedModelError or PromptError when the chat template hides the user's turn or is missing.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        file: Path,
+        *,
+        openers: tuple[str, ...] = ("",),
+        seed: int = 0,
+        opening: Sequence[Message] = (),
+        variables: Mapping[str, Any] | None = None,
+        fill: Callable[[str, int], str] = lambda opener, seed: opener,
+    ) -> None:
+        """`opening` is what an application says before its users do, and so makes them its users; `fill` gives an opener its
+        last form, by a number that is another one each time."""
+        self.llm, self.file, self.openers, self.seed = llm, file, openers or ("",), seed
+        self._fill = fill
+        self._turn = user_turn(llm.tokenizer, opening, variables)
+        self._params = SamplingParams(
+            temperature=1.0,
+            top_p=0.98,
+            max_tokens=MAX_TOKENS,
+            seed=seed,
+            stop=self._turn.stop,
+            stop_token_ids=self._turn.stop_token_ids,
+        )
+
+    def write(self, num_prompts: int, on_prompt: Callable[[str], None] = lambda prompt: None) -> SelfWritten:
+        """Until the file holds `num_prompts`; returns all it holds. `on_prompt` hears of each, those of an earlier run too.
+
+        Raises PromptError when the target hardly ever writes a usable one or the file is damaged, CacheError when the disk
+        refuses.
+        """
+        drop_cut_line(self.file)
+        has_some = self.file.exists() and self.file.stat().st_size
+        done = SelfWritten([prompt.turns[0] for prompt in read_prompts(self.file)] if has_some else [])
+        for prompt in done.prompts:
+            on_prompt(prompt)
+        num_found = len(done.prompts)
+        seen = {_normalised(prompt) for prompt in done.prompts}
+        with contextlib.closing(self._tries(num_found * MAX_TRIES_PER_PROMPT)) as tries:
+            while len(done.prompts) < num_prompts:
+                prompt, is_finished = next(tries)
+                if reason := fault(prompt, is_finished, seen):
+                    done.dropped[reason] += 1
+                    self._check_patience(done, num_found, num_prompts)
+                    continue
+                line = {"id": f"self-{len(done.prompts)}", "prompt": prompt}
+                with reraised(CacheError, f"cannot write {self.file}", "free space or choose another --out", OSError):
+                    self.file.parent.mkdir(parents=True, exist_ok=True)
+                    with self.file.open("a", encoding="utf-8") as lines:
+                        lines.write(json.dumps(line, ensure_ascii=False) + "\n")
+                seen.add(_normalised(prompt))
+                done.prompts.append(prompt)
+                on_prompt(prompt)
+        return done
+
+    def _check_patience(self, done: SelfWritten, num_found: int, num_prompts: int) -> None:
+        num_new = len(done.prompts) - num_found
+        if done.dropped.total() > MAX_TRIES_PER_PROMPT * (num_new + PATIENCE):
+            raise PromptError(
+                f"only {num_new} of {num_new + done.dropped.total()} prompts the target wrote were usable, {num_prompts} are "
+                f"wanted ({dict(done.dropped)}): give prompts with --prompts, or openers with --openers"
+            )
+
+    def _tries(self, first: int) -> Generator[tuple[str, bool]]:
+        """Prompts as the target finishes them, and whether it did; every cache row is kept busy."""
+        engine, flying = self.llm.engine, dict[int, str]()
+        numbers = itertools.count(first)
+        try:
+            while True:
+                while len(flying) < self.llm.target.cache.num_rows:
+                    number = next(numbers)
+                    opener = self._fill(self.openers[number % len(self.openers)], self.seed + number)
+                    ids = self.llm.tokenizer.encode(self._turn.prefix + opener, add_special_tokens=False)
+                    flying[engine.add(ids, replace(self._params, seed=self.seed + number))] = opener
+                with engine.whole_chunks():
+                    chunks = engine.step()
+                for chunk in chunks:
+                    request_id = chunk.sequence.request_id
+                    flying[request_id] += chunk.text
+                    if chunk.finish_reason is not None:
+                        yield flying.pop(request_id).strip(), chunk.finish_reason == "stop"
+        finally:
+            for request_id in flying:
+                engine.abort(request_id)
+
+
+def user_turn(tokenizer: Tokenizer, opening: Sequence[Message] = (), variables: Mapping[str, Any] | None = None) -> UserTurn:
+    """Where the user speaks in this tokenizer's chat template, after an opening.
+
+    Raises UnsupportedModelError when the template hides the user's text, PromptError when there is no template.
+    """
+    messages = [*opening, {"role": "user", "content": MARK}]
+    before, found, after = chat_text(tokenizer, messages, variables=variables).partition(MARK)
+    if not found:
+        raise UnsupportedModelError("this model's chat template hides the user's turn: give prompts with --prompts")
+    end = after[: len(after) - len(after.lstrip())] + "".join(after.lstrip().splitlines()[:1]).rstrip()
+    if not end.strip():
+        return UserTurn(before)
+    first = tokenizer.encode(end.lstrip(), add_special_tokens=False)[:1]
+    is_special = not tokenizer.decode(first) and tokenizer.decode(first, skip_special=False).strip()
+    return UserTurn(before, stop_token_ids=tuple(first)) if is_special else UserTurn(before, stop=(end,))
+
+
+def fault(prompt: str, is_finished: bool, seen: set[str]) -> str | None:
+    """Why a prompt is of no use, or None. `seen` holds normalised prompts."""
+    words = prompt.split()
+    checks = (
+        (not is_finished, "unfinished"),
+        ("\ufffd" in prompt, "broken characters"),
+        (len(words) < MIN_WORDS, "too short"),
+        (_normalised(prompt) in seen, "duplicate"),
+        (len(set(words)) < 0.4 * len(words), "repeats itself"),
+        (sum(char.isprintable() or char in "\n\t" for char in prompt) < len(prompt), "control characters"),
+    )
+    return next((reason for is_so, reason in checks if is_so), None)
+
+
+def read_openers(file: Path) -> tuple[str, ...]:
+    """One opener a line. Raises PromptError when there is none."""
+    remedy = "give a text file, one beginning a line"
+    with reraised(PromptError, f"cannot read openers from {file}", remedy, OSError, UnicodeDecodeError):
+        openers = tuple(line.rstrip("\n") for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+    if not openers:
+        raise PromptError(f"{file} holds no openers: write one beginning of a user's turn a line")
+    return openers
+
+
+def _normalised(prompt: str) -> str:
+    return " ".join(re.findall(r"\w+", prompt.lower()))

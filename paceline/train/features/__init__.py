@@ -1,0 +1,1 @@
+"""The target's hidden states, which a drafter learns from."""

@@ -1,0 +1,47 @@
+"""Features in 8 bits: half the disk, memory and network of bfloat16.
+
+Each position's vector of each tapped layer has a scale of its own. Some dimensions of a language model are a hundred times
+louder than the rest, which would leave the rest one or two of the 256 levels: so every feature is first brought to its own
+scale, the powers of two of `features.measure_scale`, and taken back from it afterwards, both exact.
+
+    taps8 [S, F] int8, scales [S, L] float32, final [S, D] as the target gave it (the loss reads probabilities from it)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.train.features.hidden_states import Features, Form
+
+LEVELS = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Int8(Form):
+    """Keeps taps in 8 bits, and gives them back in `dtype`."""
+
+    scale_F: Tensor
+    """As of `measure_scale`: powers of two."""
+    num_taps: int
+    """Tapped layers, F / hidden size."""
+    dtype: torch.dtype
+
+    def encode(self, features: Features) -> dict[str, Tensor]:
+        taps_SLD = (features.taps_SF.cpu().float() * self.scale_F).unflatten(1, (self.num_taps, -1))
+        scales_SL = taps_SLD.abs().amax(-1).clamp(min=1e-30) / LEVELS
+        taps8 = (taps_SLD / scales_SL[..., None]).round().to(torch.int8).flatten(1)
+        tensors = {"taps8": taps8, "scales": scales_SL}
+        return tensors if features.final_SD is None else tensors | {"final": features.final_SD.cpu().clone()}
+
+    def decode(self, tensors: dict[str, Tensor]) -> Features:
+        """As Form.decode."""
+        taps_SLD = tensors["taps8"].float().unflatten(1, (self.num_taps, -1)) * tensors["scales"][..., None]
+        return Features((taps_SLD.flatten(1) / self.scale_F).to(self.dtype), tensors.get("final"))
+
+    def bytes_of(self, num_bytes: int) -> int:
+        """As Form.bytes_of."""
+        taps = len(self.scale_F)
+        return num_bytes - taps * self.dtype.itemsize + taps + 4 * self.num_taps

@@ -1,0 +1,189 @@
+"""Hidden states of a target elsewhere: from vLLM's connector through files, or from `paceline serve --features` over HTTP.
+
+vLLM is started with the speculative method `extract_hidden_states` and `ExampleHiddenStatesConnector` (vLLM 0.18 to 0.23; see
+docs/elsewhere.md). Each request of one token leaves a safetensors file in a folder that both machines see, with a lock beside
+it until it is whole: hidden_states [T, L, D] and token_ids [T]. It is read, checked, and deleted. The layers are those that the
+server was started with: a layer's id there is ours plus one.
+
+What comes from a server is not trusted: the tokens must be those that were sent, shapes those that were asked for, numbers
+finite, sizes bounded, and files in the folder that was named here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file
+from torch import Tensor
+
+from paceline.errors import CacheError, ConfigError, DownloadError, NumericsError, UnsupportedModelError, reraised
+from paceline.model.target import Target
+from paceline.net.patient import Client, Refused
+from paceline.train.config import ElsewhereConfig
+from paceline.train.documents.dataset import Document
+from paceline.train.features.hidden_states import Features
+
+PATH = "/v1/features"
+POLL_S = 0.01
+
+
+class RemoteFeatures:
+    """A feature source that may be asked from several threads."""
+
+    def __init__(
+        self,
+        elsewhere: ElsewhereConfig,
+        target: Target,
+        documents: Sequence[Document],
+        taps: tuple[int, ...],
+        needs_final: bool,
+    ) -> None:
+        """`target`: at least its ends. Raises ConfigError when the server has another target, DownloadError when it is down."""
+        assert elsewhere.features_from
+        self.documents, self._target, self._taps, self._needs_final = documents, target, taps, needs_final
+        self.num_at_once = elsewhere.at_once
+        self._folder, self._patience_s = elsewhere.features_folder, 60 * elsewhere.patience_minutes
+        self._client = Client(elsewhere.features_from, "features_from", self._patience_s)
+        self._name = elsewhere.served_name
+        try:
+            told = self._client.json("GET", PATH)
+        except Refused as error:
+            if error.status in (401, 403):
+                raise ConfigError(f"{self._client.url} wants another key ({error})") from error
+            self._is_ours = False
+            self._check_vllm()
+        else:
+            self._is_ours = True
+            self._check_ours(told)
+
+    @property
+    def bytes_per_position(self) -> int:
+        return (len(self._taps) + self._needs_final) * self._target.hidden_size * self._target.dtype.itemsize
+
+    @property
+    def introduction(self) -> str:
+        """For people: where hidden states come from, and what cannot be checked about it."""
+        if self._is_ours:
+            return f"hidden states of {self._client.url}"
+        ids = [layer + 1 for layer in self._taps]
+        return (
+            f"hidden states of {self._client.url}, vLLM: it must have been started with eagle_aux_hidden_state_layer_ids {ids}"
+        )
+
+    def of(self, number: int) -> Features:
+        """As FeatureSource. Raises DownloadError, CacheError, ConfigError when the server gives something else."""
+        tokens = self.documents[number].tokens.tolist()
+        try:
+            tensors = self._asked(tokens) if self._is_ours else self._extracted(tokens)
+        except Refused as error:
+            raise DownloadError(f"{self._client.url} refuses document {self.documents[number].key}: {error}") from error
+        return self._checked(tensors, tokens)
+
+    def _check_ours(self, told: Any) -> None:
+        target = self._target
+        theirs = (told.get("num_layers"), told.get("hidden_size")) if isinstance(told, dict) else (None, None)
+        if theirs != (target.num_layers, target.hidden_size):
+            raise ConfigError(
+                f"{self._client.url} has a model of {theirs[0]} layers of {theirs[1]}, the target has {target.num_layers} of "
+                f"{target.hidden_size}: start it with the target"
+            )
+
+    def _check_vllm(self) -> None:
+        last = self._target.num_layers - 1
+        if self._folder is None:
+            raise ConfigError("features_folder must be given: the folder in which vLLM's connector writes")
+        if self._needs_final or last in self._taps:
+            raise UnsupportedModelError(
+                "vLLM gives the last layer's output before the final norm: use --loss ce or d-pace and other layers, or "
+                "paceline serve --features"
+            )
+        if self._name is None:
+            with reraised(
+                ConfigError, f"{self._client.url} names no model", "give served_name", KeyError, IndexError, TypeError
+            ):
+                self._name = str(self._client.json("GET", "/v1/models")["data"][0]["id"])
+
+    def _most_bytes(self, num_tokens: int) -> int:
+        return num_tokens * (self.bytes_per_position * 4 + 8) + (1 << 20)
+
+    def _asked(self, tokens: list[int]) -> dict[str, Tensor]:
+        body = {"token_ids": tokens, "layers": list(self._taps), "final": self._needs_final}
+        data = self._client.bytes("POST", PATH, body, self._most_bytes(len(tokens)))
+        with reraised(DownloadError, f"{self._client.url} sends no safetensors", "start it anew", SafetensorError):
+            return load(data)
+
+    def _extracted(self, tokens: list[int]) -> dict[str, Tensor]:
+        body = {"model": self._name, "prompt": tokens, "max_tokens": 1, "temperature": 0}
+        told = self._client.json("POST", "/v1/completions", body)
+        with reraised(
+            ConfigError,
+            f"{self._client.url} tells no path of hidden states",
+            "start vLLM with ExampleHiddenStatesConnector, see docs/elsewhere.md",
+            KeyError,
+            TypeError,
+        ):
+            name = Path(told["kv_transfer_params"]["hidden_states_path"]).name
+        assert self._folder is not None
+        return self._read(self._folder / name, len(tokens))
+
+    def _read(self, path: Path, num_tokens: int) -> dict[str, Tensor]:
+        """The file, when it is whole; it and its lock are deleted."""
+        lock, deadline = path.with_name(path.name + ".lock"), time.monotonic() + self._patience_s
+        while True:
+            with reraised(CacheError, f"{path} cannot be read", "check features_folder", OSError):
+                if _is_free(lock) and path.is_file():
+                    if path.stat().st_size > self._most_bytes(num_tokens):
+                        raise ConfigError(f"{path} is larger than these layers of these tokens: check vLLM's layer ids")
+                    try:
+                        tensors = load_file(path)
+                    except SafetensorError:
+                        pass  # written without a lock, and not whole yet
+                    else:
+                        path.unlink()
+                        lock.unlink(missing_ok=True)
+                        return tensors
+            if time.monotonic() > deadline:
+                raise CacheError(f"{path} does not come: check that features_folder is the server's shared_storage_path")
+            time.sleep(POLL_S)
+
+    def _checked(self, tensors: dict[str, Tensor], tokens: list[int]) -> Features:
+        """Raises ConfigError, NumericsError when these are not the hidden states that were asked for."""
+        states, ids = tensors.get("hidden_states"), tensors.get("token_ids")
+        if ids is None or ids.flatten().tolist()[: len(tokens)] != tokens:
+            raise ConfigError(
+                f"{self._client.url} gives hidden states of other tokens: it must run the target, and add nothing"
+            )
+        shape, size = (len(tokens), len(self._taps), self._target.hidden_size), self._target.hidden_size
+        if states is None or states.ndim != 3 or len(states) < len(tokens) or states.shape[1:] != shape[1:]:
+            found = None if states is None else tuple(states.shape)
+            layers = ", ".join(str(layer + 1) for layer in self._taps)
+            raise ConfigError(
+                f"{self._client.url} gives hidden states of shape {found}, not {shape}: start vLLM with layer ids {layers}"
+            )
+        final = tensors.get("final")
+        if self._needs_final and (final is None or final.shape != (len(tokens), size)):
+            raise ConfigError(f"{self._client.url} gives no final hidden states: use --loss ce or d-pace")
+        taps_SF = self._here(states[: len(tokens)].flatten(1))
+        return Features(taps_SF, self._here(final) if self._needs_final and final is not None else None)
+
+    def _here(self, states: Tensor) -> Tensor:
+        if not states.isfinite().all():
+            raise NumericsError(f"{self._client.url} gives hidden states that are no numbers: look at its precision")
+        return states.to(self._target.device, self._target.dtype)
+
+
+def _is_free(lock: Path) -> bool:
+    """Whether nobody writes the file of this lock; one without a lock was written by a server that has none."""
+    if not lock.is_file():
+        return True
+    with lock.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True

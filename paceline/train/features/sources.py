@@ -1,0 +1,205 @@
+"""Which feature source a run gets: computed as documents come, kept on disk, or produced ahead of the trainer.
+
+| --features | memory | disk | the target runs |
+|---|---|---|---|
+| online | one document's | none | once an epoch, while the trainer waits |
+| cached | one document's | all of them | once |
+| streamed | `--stream-buffer` | those of the held-out documents | once an epoch, while the trainer works |
+
+`auto` is cached where documents are seen again and the disk has room, else online, or streamed from a target elsewhere.
+`--feature-dtype int8` keeps them in 8 bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from paceline.errors import CacheError
+from paceline.model.target import Target
+from paceline.report.tables import Progress
+from paceline.runs.ranks import Ranks
+from paceline.train.config import TrainConfig
+from paceline.train.documents.dataset import Document
+from paceline.train.features.hidden_states import (
+    PLAIN,
+    CachedFeatures,
+    Features,
+    FeatureSource,
+    Form,
+    MeasuredSource,
+    OnlineFeatures,
+    cache_features,
+    check_room,
+    stored_scale,
+)
+from paceline.train.features.on_ray import cache_on_ray, features_folder
+from paceline.train.features.prefetch import packs_ahead
+from paceline.train.features.quantised import Int8
+from paceline.train.features.remote import RemoteFeatures
+from paceline.train.features.stream import StreamedFeatures, upcoming
+from paceline.train.processes.parallel import Replicated
+
+if TYPE_CHECKING:
+    from paceline.train.learn.loop import Trainer
+
+LEARNED = "features"
+"""Name of the features that are learned from; those of held-out documents have others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A source whose features come through a stream."""
+
+    source: MeasuredSource
+    stream: StreamedFeatures
+
+    @property
+    def documents(self) -> Sequence[Document]:
+        return self.source.documents
+
+    @property
+    def bytes_per_position(self) -> int:
+        return self.source.bytes_per_position
+
+    def of(self, number: int) -> Features:
+        return self.stream.of(number)
+
+
+@dataclass(slots=True)
+class Sources:
+    """Feature sources of one process of a run."""
+
+    config: TrainConfig
+    target: Target
+    taps: tuple[int, ...]
+    documents: Sequence[Document]
+    """Those that are learned from."""
+    ranks: Ranks
+    progress: Progress
+    wait: Callable[[], None]
+    """Until all processes are there."""
+    stream: StreamedFeatures | None = None
+    _scale: tuple[Tensor, Tensor] | None = None
+    _is_cached: bool = False
+    """Whether the features that are learned from come from disk."""
+    _made: dict[int, MeasuredSource] = field(default_factory=dict)
+
+    def of(self, documents: Sequence[Document], name: str = LEARNED) -> FeatureSource:
+        """Features of these documents; held-out ones, which are few, are kept where others are streamed."""
+        if self.config.elsewhere.ray:
+            return self._of_ray(documents, name)
+        source, form, kind = self._computed(documents), self._form(), self._kind(documents)
+        self._is_cached = self._is_cached or (kind == "cached" and name == LEARNED)
+        if kind == "online":
+            return source
+        if kind == "streamed" and name == LEARNED:
+            self.stream = self._streamed(source, form)
+            return self.stream
+        return self._cached(documents, source, form, name)
+
+    def scale(self, features: FeatureSource) -> tuple[Tensor, Tensor]:
+        """As `stored_scale`, measured on `features` of the documents that are learned from, unless it is known by now."""
+        if self._scale is None:
+            file = self.config.out / "feature-scale.safetensors"
+            self._scale = stored_scale(file, features, self.documents, self.ranks.is_first)
+            self.wait()
+        return self._scale
+
+    @contextlib.contextmanager
+    def following(self, trainer: Trainer) -> Iterator[None]:
+        """Within, streamed features are produced in the order in which the trainer will ask for them, and packs are made ahead
+        of those that come from disk; for a GPU of streamed ones too, which then wait in pinned memory."""
+        with contextlib.ExitStack() as stack:
+            if self.stream is not None:
+                self.stream.begin(upcoming(trainer))
+                stack.callback(self.stream.close)
+            if self._is_cached or (self.stream is not None and trainer.device.type == "cuda"):
+                stack.enter_context(packs_ahead(trainer))
+            yield
+
+    def _of_ray(self, documents: Sequence[Document], name: str) -> FeatureSource:
+        """The first process has the cluster; the others find the files."""
+        self._is_cached = self._is_cached or name == LEARNED
+        if self.ranks.is_first:
+            cache_on_ray(self.config, self.target, documents, self.taps, name, self.progress)
+        self.wait()
+        return CachedFeatures(features_folder(self.config, self.target, documents, self.taps, name))
+
+    def _computed(self, documents: Sequence[Document]) -> MeasuredSource:
+        elsewhere, needs_final = self.config.elsewhere, self.config.loop.loss.needs_target_probs
+        if id(documents) not in self._made:
+            asked = (self.target, documents, self.taps, needs_final)
+            if elsewhere.features_from:
+                remote = RemoteFeatures(elsewhere, *asked)
+                self._made[id(documents)] = remote
+                self.progress.say(remote.introduction)
+            else:
+                self._made[id(documents)] = OnlineFeatures(*asked)
+        return self._made[id(documents)]
+
+    def _form(self) -> Form:
+        if self.config.feature_dtype == "model":
+            return PLAIN
+        return Int8(self.scale(self._computed(self.documents))[0], len(self.taps), self.target.dtype)
+
+    def _kind(self, documents: Sequence[Document]) -> str:
+        if self.config.features != "auto":
+            return self.config.features
+        return "cached" if self._pays(documents) else "streamed" if self.config.elsewhere.features_from else "online"
+
+    def _pays(self, documents: Sequence[Document]) -> bool:
+        """Whether documents are seen more than once and the disk has room for their features; the same for all processes."""
+        if self.config.loop.epochs <= 1.0 and self.config.loop.max_steps is None:
+            return False
+        lacks_room = False
+        try:
+            check_room(self.config.out, self._num_bytes(documents, self._computed(documents)))
+        except CacheError:
+            lacks_room = True
+        if Replicated(self.ranks, self.target.device).most(float(lacks_room)) > 0:
+            self.progress.say("note: the disk has no room for features: the target computes them anew every epoch")
+            return False
+        return True
+
+    def _num_bytes(self, documents: Sequence[Document], source: MeasuredSource) -> int:
+        return sum(len(document) for document in documents) * self._form().bytes_of(source.bytes_per_position)
+
+    def _streamed(self, source: MeasuredSource, form: Form) -> StreamedFeatures:
+        width, num_threads = form.bytes_of(source.bytes_per_position), getattr(source, "num_at_once", 1)
+        return StreamedFeatures(
+            source,
+            lambda number: width * len(source.documents[number]),
+            self.config.stream_buffer,
+            form=form,
+            num_threads=num_threads,
+        )
+
+    @contextlib.contextmanager
+    def _ahead(self, source: MeasuredSource, folder: CachedFeatures) -> Iterator[MeasuredSource]:
+        """A source elsewhere is asked for several documents at once, those that are missing in the folder."""
+        if not isinstance(source, RemoteFeatures):
+            yield source
+            return
+        stream = self._streamed(source, PLAIN)
+        stream.begin(each for each in self.ranks.share_of(len(source.documents)) if not folder.path(each).exists())
+        try:
+            yield _Ahead(source, stream)
+        finally:
+            stream.close()
+
+    def _cached(self, documents: Sequence[Document], source: MeasuredSource, form: Form, name: str) -> FeatureSource:
+        config = self.config
+        folder = features_folder(config, self.target, documents, self.taps, name, "" if form is PLAIN else "-int8")
+        num_bytes = self._num_bytes(documents, source)
+        self.progress.say(f"features of {len(documents)} documents: {num_bytes / 1e9:.2f} GB in {folder}")
+        bar = self.progress.bar("features", len(self.ranks.share_of(len(documents))))
+        with bar as advance, self._ahead(source, CachedFeatures(folder)) as asked:
+            kept = cache_features(folder, asked, self.ranks, partial(advance, "features"), form)
+        self.wait()
+        return kept

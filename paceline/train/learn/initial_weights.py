@@ -1,0 +1,254 @@
+"""Where a drafter begins: its config for a target, and its first weights.
+
+`--init` continues a drafter. A new one has the target's own widths, heads and rope, and either random layers or copies
+of layers of the target (`start="copied"`, train/methods/copied_layers.py), which already know how to attend. The final
+norm is scaled so that the first loss is about log(vocabulary), not 30.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import gcd, log
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from paceline.draft import shipped
+from paceline.draft.dflash.checkpoint import (
+    DFlashConfig,
+    as_dflash2,
+    check_fit,
+    default_layer_ids,
+    new_config,
+    read_checkpoint,
+    read_draft_ids,
+)
+from paceline.draft.dflash.drafter import DFlashNetwork
+from paceline.draft.dflash2.drafter import DFlash2Network, beginnings, network_of
+from paceline.errors import ConfigError
+from paceline.hub import resolve
+from paceline.model.checkpoint import load_tensors
+from paceline.model.config.decoder import TABLES, DecoderConfig
+from paceline.model.target import Target, head_weight
+from paceline.train.config import DrafterShape
+from paceline.train.documents.dataset import Corpus
+from paceline.train.learn.losses import Head, Slots
+from paceline.train.methods.copied_layers import copy_layers
+
+FIRST_LOGITS_DEVIATION = 1.0
+"""At most: of normal logits that know nothing this alone costs half a nat."""
+FIRST_LOSS_MARGIN = 0.5
+"""Nats above log(vocabulary) that the first loss may be."""
+MEASURED_SLOTS, BISECTIONS = 256, 10
+
+
+def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
+    """config.json of a new drafter for this target."""
+    decoder = getattr(target, "config", None)
+    keys: dict[str, Any] = {}
+    has_bias = shape.attention_bias
+    if isinstance(decoder, DecoderConfig):
+        keys = keys_from(decoder)
+        if has_bias is None:
+            has_bias = shape.is_copied and (decoder.qkv_bias or decoder.output_bias)
+    if has_bias:
+        keys["attention_bias"] = True
+    keys |= own_sizes(shape, keys)
+    if shape.is_causal is not None:
+        keys["is_causal"] = shape.is_causal
+    if shape.sliding_window is not None:
+        keys |= {"sliding_window": shape.sliding_window, "use_sliding_window": True}
+        keys["layer_types"] = ["sliding_attention"] * shape.num_layers
+        keys.setdefault("is_causal", False)
+    raw = new_config(
+        target.hidden_size,
+        target.vocab_size,
+        target.num_layers,
+        num_layers=shape.num_layers,
+        block_size=shape.block_size,
+        mask_token_id=shape.mask_token_id,
+        **{name: value for name, value in keys.items() if value is not None},
+    )
+    raw["dflash_config"]["target_layer_ids"] = list(_tap_layers(target.num_layers, shape))
+    raw["dflash_config"] |= end_keys(target)
+    return raw
+
+
+def keys_from(decoder: DecoderConfig) -> dict[str, Any]:
+    """Keys of a new drafter's config that it has from its target. A drafter rotates whole heads, at plain frequencies where the
+    target has those of LongRoPE, which belong to lengths of its texts."""
+    keys = {key: getattr(decoder, field) for key, field in TABLES["drafter"]["from_target"].items()}
+    scaling = keys["rope_scaling"]
+    if scaling and (decoder.rotary_dim or scaling["rope_type"] == "longrope"):
+        keys["rope_scaling"] = None
+    return keys
+
+
+def end_keys(target: Target) -> dict[str, float]:
+    """What a drafter's config says of the factors that its target has beside embedding and head: it reads the matrices alone,
+    as the authors' `dflash` does."""
+    ends, found = target.ends, dict[str, float]()
+    if ends.embedding != 1.0:
+        found["input_embedding_scale"] = ends.embedding
+    if ends.logits != 1.0:
+        found["output_multiplier"] = ends.logits
+    if ends.cap:
+        found["final_logit_softcapping"] = ends.cap
+    return found
+
+
+def own_sizes(shape: DrafterShape, keys: dict[str, Any]) -> dict[str, int]:
+    """Widths that were asked for in place of the target's. Raises ConfigError for heads that do not divide evenly."""
+    sizes = {"intermediate_size": shape.intermediate_size, "num_attention_heads": shape.num_heads}
+    heads, kv_heads = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
+    group = heads // kv_heads if heads and kv_heads else 1
+    if shape.num_heads and not shape.num_kv_heads:
+        sizes["num_key_value_heads"] = max(1, shape.num_heads // group)
+    else:
+        sizes["num_key_value_heads"] = shape.num_kv_heads
+    chosen = {name: value for name, value in sizes.items() if value is not None}
+    queries, groups = chosen.get("num_attention_heads", heads), chosen.get("num_key_value_heads", kv_heads)
+    if queries and groups and queries % groups:
+        raise ConfigError(
+            f"{queries} query heads over {groups} key heads do not divide evenly: change num_heads or num_kv_heads"
+        )
+    return chosen
+
+
+def _tap_layers(num_layers: int, shape: DrafterShape) -> tuple[int, ...]:
+    if shape.tap_layers is not None:
+        return shape.tap_layers
+    number = min(shape.num_taps or max(5, shape.num_layers), num_layers)
+    ids = default_layer_ids(num_layers, number) if num_layers > 4 else range(number)
+    return tuple(sorted({min(max(layer, 0), num_layers - 1) for layer in ids}))
+
+
+def init_folder(init: str | None, target_name: str) -> Path | None:
+    """Where the drafter to be continued lies; None when a new one is made.
+
+    Raises ConfigError when there is none, DownloadError for one that ships and is missing.
+    """
+    if init is None:
+        return None
+    if init == "default" and target_name not in shipped.SHIPPED:
+        having = ", ".join(sorted(shipped.SHIPPED))
+        raise ConfigError(
+            f"--init default: no drafter ships for {target_name}, only for {having}: give a folder with config.json"
+        )
+    folder = shipped.find(target_name) if init == "default" else Path(init).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"--init {init}: there is no drafter in {folder}: give a folder with config.json")
+    return folder
+
+
+def head_of(target: Target, config: DFlashConfig, draft_ids: Tensor | None, head_VD: Tensor | None = None) -> Head:
+    """The target's head as the drafter uses it, or its rows of `draft_ids`; or a head of the drafter's own."""
+    weight_VD = head_weight(target)
+    if draft_ids is not None:
+        draft_ids = draft_ids.to(weight_VD.device)
+        weight_VD = weight_VD[draft_ids]
+    if head_VD is not None:
+        weight_VD = head_VD.to(weight_VD)
+    return Head(weight_VD, config.output_multiplier, config.final_logit_softcapping, draft_ids, target=target.ends)
+
+
+def most_frequent(number: int | None, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:
+    """Ids of the most frequent tokens, ascending: a new drafter's draft vocabulary; None for all tokens."""
+    if not number or number >= target.vocab_size:
+        return None
+    counts_V = torch.from_numpy(corpus.token_counts(target.vocab_size))
+    chosen = torch.argsort(counts_V, descending=True, stable=True)[:number].sort().values
+    share = float(counts_V[chosen].sum() / counts_V.sum())
+    say(f"drafting among {number} of {target.vocab_size} tokens, {share:.1%} of what the answers hold")
+    return chosen
+
+
+def continued_draft_ids(init: Path | None, corpus: Corpus, target: Target) -> Tensor | None:
+    """The draft vocabulary of a drafter that began as `init`: that of `init`, and every token of the new answers.
+
+    None, all tokens, when `init` drafts among all. The head's rows are the target's: tokens may join at any time.
+    """
+    known = None if init is None else read_draft_ids(init)
+    if known is None:
+        return None
+    new = torch.from_numpy(corpus.token_counts(target.vocab_size)).nonzero().flatten()
+    return torch.cat([known, new.to(known.dtype)]).unique()
+
+
+def network_for(
+    target: Target, target_name: str, shape: DrafterShape, init: Path | None, seed: int
+) -> tuple[dict[str, Any], DFlashNetwork]:
+    """config.json and float32 weights to start from. Raises DrafterMismatchError when `init` is of another target."""
+    if init is not None:
+        config, tensors = read_checkpoint(init)
+        check_fit(config, target)
+        if config.from_anchor:
+            raise ConfigError(
+                f"--init {init}: slots of this drafter say the token behind them: training those is not implemented"
+            )
+        raw = config.raw
+        network = network_of(config, {name: tensor.float().clone() for name, tensor in tensors.items()}, init)
+    else:
+        raw = config_for(target, shape)
+        config = DFlashConfig.from_json(raw)
+        check_fit(config, target)
+        network = DFlashNetwork.random(config, seed)
+        if shape.is_copied:
+            copy_layers(network, load_tensors(resolve(target_name)), getattr(target, "config", None))
+    if shape.kind == "dflash2" and config.second is None:
+        return _with_selector(raw, network, target, shape, seed)
+    return raw, network
+
+
+def _with_selector(
+    raw: dict[str, Any], body: DFlashNetwork, target: Target, shape: DrafterShape, seed: int
+) -> tuple[dict[str, Any], DFlashNetwork]:
+    """A DFlash v1 drafter as one of DFlash 2 that drafts the same tokens yet."""
+    raw = as_dflash2({**raw, "vocab_size": target.vocab_size}, rank=shape.selector_rank)
+    # As many neighbours as in published drafters, or as divide the hidden size.
+    raw["dflash_config"]["conv_group_size"] = gcd(raw["dflash_config"]["conv_group_size"], target.hidden_size)
+    config, is_factored = DFlashConfig.from_json(raw), shape.codebooks == "factored"
+    with torch.device("meta"):
+        network = DFlash2Network(config, is_factored)
+    network.load_state_dict({**body.state_dict(), **beginnings(config, seed, factored=is_factored)}, assign=True)
+    return raw, network
+
+
+class FirstNorm(NamedTuple):
+    """The norm before the head, of a new drafter."""
+
+    weight: Tensor
+    offset: float = 0.0
+    """Added to the weight where it is used (`DecoderConfig.norm_offset`)."""
+
+
+@torch.no_grad()
+def scale_first_logits(norm: FirstNorm, head: Head, hidden_TD: Tensor, slots: Slots) -> float:
+    """Scale this norm so that the first loss is near log(vocabulary); returns the factor.
+
+    hidden_TD [T, D]: hidden states of the first blocks' slots. Logits get a standard deviation of about one. A new drafter says
+    nearly the same in all slots, and what it says is wrong, so even such logits may cost too much: then the factor is the
+    largest, found by bisection, with a loss below the limit (the loss is convex in the factor).
+    """
+    rows_T, reached_T = head.local(slots.labels_AK.flatten())
+    is_learned_T = slots.valid_AK.flatten() & reached_T
+    hidden_TD, labels_T = hidden_TD[is_learned_T][:MEASURED_SLOTS], rows_T[is_learned_T][:MEASURED_SLOTS]
+    deviation = float(head.logits(hidden_TD).float().std(dim=-1).mean())
+    most = log(len(head.weight_VD)) + FIRST_LOSS_MARGIN
+
+    def is_near(factor: float) -> bool:
+        return float(cross_entropy(head.logits(hidden_TD * factor).float(), labels_T)) <= most
+
+    low, high = 0.0, FIRST_LOGITS_DEVIATION / max(deviation, 1e-6)
+    if is_near(high):
+        low = high
+    else:
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if is_near(middle) else (low, middle)
+    factor = low or high
+    norm.weight.add_(norm.offset).mul_(factor).sub_(norm.offset)
+    return factor

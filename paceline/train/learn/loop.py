@@ -1,0 +1,395 @@
+"""The training loop: steps of blocks, forward and backward pack by pack, one process or many, killed and resumed at will.
+
+    chosen blocks -> packs -> network(embedding, features) -> head_loss -> backward ... -> sum over processes -> optimiser
+
+Same data, same steps: a run resumed from a checkpoint, and a run on two processes instead of one, follow the same losses. The
+optimiser is AdamW, or Muon for the matrices with AdamW for the rest; its rate warms up, then follows a cosine.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.errors import ConfigError, TrainingError
+from paceline.report.tables import ignore
+from paceline.runs.ranks import Ranks
+from paceline.train.config import LoopConfig, LossConfig
+from paceline.train.documents.dataset import Corpus, Document, Place, StepPlanner
+from paceline.train.features.hidden_states import FeatureSource
+from paceline.train.learn.checkpoint import check_same, latest_checkpoint, save_best, save_checkpoint
+from paceline.train.learn.losses import Head, LossVocabulary, SlotMetrics, Slots, head_loss
+from paceline.train.learn.optimisers import Optimisers, learning_rate_share
+from paceline.train.learn.packs import Chosen, Pack, PackBudget, Packer, Trainable, heldout_anchors
+from paceline.train.methods.eagle3 import Eagle3Trainable
+from paceline.train.methods.mtp import MtpTrainable
+from paceline.train.methods.selector import BlockSample, DFlash2Trainable
+from paceline.train.processes.parallel import make_parallel, recompute_layers
+
+HELDOUT_ANCHORS = 8
+WHOLE = (DFlash2Trainable, Eagle3Trainable, MtpTrainable)
+"""Kinds that every process must hold whole."""
+REGRESSION = 0.97
+"""An out-of-distribution eal below this share of its best is warned of."""
+ALIKE = 0.97
+"""Tokens a round of few served prompts that are no more apart say nothing: what is expected of all held-out ones decides."""
+
+
+@dataclass(slots=True)
+class _State:
+    step: int = 0
+    place: Place = field(default_factory=Place)
+    seconds: float = 0.0
+    num_blocks: int = 0
+    num_tokens: int = 0
+    best_ood_eal: float = 0.0
+    best_eal: float = 0.0
+    """Of held-out documents, at a step that is kept; teacher-forced."""
+    best_served: float = 0.0
+    """Tokens a round of held-out prompts, served with the weights that are kept."""
+    serving_s: float = 0.0
+    """Seconds that serving them has taken."""
+
+
+class Trainer:
+    """One network on its way; `run` begins or resumes, and returns when the run is over."""
+
+    def __init__(
+        self,
+        drafter: Trainable,
+        corpus: Corpus,
+        features: FeatureSource,
+        embedding_VD: Tensor,
+        head: Head,
+        config: LoopConfig,
+        *,
+        folder: Path,
+        peak_flops: float | None = None,
+        ranks: Ranks | None = None,
+        heldout_head: Head | None = None,
+        wait: Callable[[], None] = ignore,
+    ) -> None:
+        """`heldout_head`: what held-out documents are drafted with, when that is not `head`: a draft vocabulary. `wait`: until
+        all processes are there, however long the first one serves or writes."""
+        self.drafter, self.network, self.config, self.folder = drafter, drafter.network, config, folder
+        self.embedding_VD, self.head, self.ranks = embedding_VD, head, ranks or Ranks()
+        self.heldout_head, self.wait = heldout_head or head, wait
+        self.device = embedding_VD.device
+        self.corpus, self.state = corpus, _State()
+        self.planner = StepPlanner(
+            corpus.train,
+            blocks_per_step=config.blocks_per_step,
+            anchors=config.anchors,
+            block_size=drafter.block_size,
+            seed=config.seed,
+        )
+        window = getattr(drafter, "context_window", None)
+        self.budget = PackBudget(config.blocks_per_pack, config.tokens_per_pack, drafter.block_size, window)
+        self.packer = Packer(drafter.block_size, corpus.train, features, self.device, window)
+        self.parallel = make_parallel(config.parallel, self.ranks, self.device)
+        if config.gradient_checkpointing:
+            recompute_layers(drafter.layers)
+        if config.parallel == "sharded" and self.ranks.world > 1 and isinstance(drafter, WHOLE):
+            raise ConfigError("DFlash 2, EAGLE-3 and MTP drafters are not trained in parts: use --parallel replicated")
+        self.parallel.prepare(drafter, config.autocast)
+        self.optimisers = Optimisers(self.network, config.optim)
+        self.vocabulary = self._loss_vocabulary()
+        self.heldout: dict[str, tuple[Sequence[Document], FeatureSource]] = {}
+        """Name -> documents and features looked at every `heldout_every` steps; `ood` is watched for regressions."""
+        self.peak_flops = peak_flops
+        kept = None if head.columns is None else head.columns.cpu().numpy()
+        self.unigram_entropy = unigram_entropy(corpus.token_counts(int(embedding_VD.shape[0])), kept)
+        """Nats: the loss of knowing word frequencies only."""
+        self.served: Callable[[dict[str, Tensor]], float] | None = None
+        """Tokens a round of held-out prompts in the real engine, with these weights; called by the first process."""
+        self.pack: Callable[[list[Chosen]], Pack] = self.packer.pack
+        """Where the steps' packs come from; `ahead.packs_ahead` has them made beforehand."""
+
+    @property
+    def total_steps(self) -> int:
+        return self.config.max_steps or max(1, round(self.config.epochs * self.planner.steps_per_epoch))
+
+    @property
+    def share_done(self) -> float:
+        """Of the run, by steps or by minutes, whichever is further; 1 at its end."""
+        by_minutes = self.state.seconds / 60 / self.config.max_minutes if self.config.max_minutes else 0.0
+        return min(1.0, max(self.state.step / self.total_steps, by_minutes))
+
+    def resume(self, notice: Callable[[str], None] = ignore) -> bool:
+        """Go on from the newest checkpoint, if there is one. Raises ConfigError when it was begun with other settings, and
+        ProcessesError when processes read different ones."""
+        checkpoint = latest_checkpoint(self.folder)
+        self.parallel.check_alike("the checkpoint it reads", lambda: "none" if checkpoint is None else checkpoint.mark)
+        if checkpoint is None:
+            return False
+        stored = checkpoint.trainer
+        identity, state = _of_now(self.folder, stored, notice)
+        check_same(self.folder, identity, self._identity(), ", or continue from its drafter with --init")
+        self.parallel.load(self.network, checkpoint.weights)
+        self.optimisers.fill(checkpoint.optimisers, self.parallel.laid_out)
+        self.state = _State(**{**state, "place": Place(**state["place"])})
+        return True
+
+    def run(
+        self,
+        on_step: Callable[[dict[str, Any]], None] = ignore,
+        notice: Callable[[str], None] = ignore,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Train to the end, with checkpoints on the way and there. Raises TrainingError on a loss that is no number, and
+        ProcessesError when processes differ in where they begin, or in the weights that a checkpoint is to hold.
+
+        `on_step` gets what metrics.jsonl gets; `heldout` and `ood` only at steps that looked at those documents. `should_stop`
+        is asked after every step: when it says so to one process, all save and return. Returns whether the end was reached.
+        """
+        self.parallel.agree(self.network, self.optimisers.states(), repr(asdict(self.state)))
+        last_saved = time.monotonic()
+        while self.share_done < 1.0:
+            figures = self._step()
+            is_last = self.share_done >= 1.0
+            if self.heldout and (self.state.step % self.config.heldout_every == 0 or is_last):
+                figures |= self._look(notice)
+                self._keep(figures, is_last)
+            on_step(figures)
+            is_stopped = not is_last and self.parallel.most(float(should_stop())) > 0
+            if is_last or is_stopped or self.parallel.most(time.monotonic() - last_saved) > 60 * self.config.checkpoint_minutes:
+                self.save()
+                last_saved = time.monotonic()
+            if is_stopped:
+                return False
+        return True
+
+    def save(self) -> None:
+        """Write a checkpoint (the first process does). Raises CacheError when the disk refuses; the last good one stays."""
+        if not self.state.step:
+            return
+        # All must ask; the first process gets them.
+        weights, optimisers = self.parallel.weights(self.network), self.parallel.whole(self.optimisers.states())
+        if self.ranks.is_first:
+            trainer = {"step": self.state.step, "state": asdict(self.state), "identity": self._identity()}
+            save_checkpoint(self.folder, self.drafter.raw, weights, optimisers, trainer, self.config.keep_last)
+        self.wait()
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            **asdict(self.config),
+            "drafter": self.drafter.raw,
+            "num_documents": len(self.corpus.train),
+            "documents": self._documents,
+            **({"codebooks": self.drafter.codebooks} if isinstance(self.drafter, DFlash2Trainable) else {}),
+        }
+
+    @functools.cached_property
+    def _documents(self) -> str:
+        """A mark of all keys, in their order."""
+        mark = 0
+        for number, document in enumerate(self.corpus.train):
+            mark = zlib.crc32(("\n" * (number > 0) + document.key).encode(), mark)
+        return f"{mark:08x}"
+
+    def _step(self) -> dict[str, Any]:
+        """One optimiser step; returns its figures."""
+        began, state, config = time.perf_counter(), self.state, self.config
+        chosen, num_slots, after = self.planner.step(state.place)
+        head = self._step_head(chosen)
+        own = self.forward_backward(chosen, num_slots, head)
+        self.parallel.sum_gradients(self.network)
+        loss, metrics = self._summed(*own)
+        norm = self.parallel.clip(self.network, config.optim.clip)
+        self._check_finite(loss, norm, chosen)
+        rate = self.optimisers.step(learning_rate_share(self.share_done))
+        num_blocks = sum(len(anchors_A) for _, anchors_A in chosen)
+        num_tokens = sum(len(self.corpus.train[number]) for number, _ in chosen)
+        seconds = self.parallel.most(time.perf_counter() - began)
+        self.state = replace(
+            state,
+            step=state.step + 1,
+            place=after,
+            seconds=state.seconds + seconds,
+            num_blocks=state.num_blocks + num_blocks,
+            num_tokens=state.num_tokens + num_tokens,
+        )
+        flops = self.flops_per_block(head) * num_blocks / seconds
+        return {
+            "step": self.state.step,
+            "epoch": round(after.epoch + after.index / len(self.corpus.train), 4),
+            "blocks": self.state.num_blocks,
+            "tokens": self.state.num_tokens,
+            **metrics.rates(),
+            "unigram_entropy": round(self.unigram_entropy, 4),
+            "objective": loss,
+            "lr": rate,
+            "grad_norm": norm,
+            "tokens_per_s": num_tokens / seconds,
+            "blocks_per_s": num_blocks / seconds,
+            "flops_share": flops / (self.peak_flops * self.ranks.world) if self.peak_flops else None,
+            "seconds": round(self.state.seconds, 3),
+        }
+
+    def forward_backward(self, chosen: list[Chosen], num_slots: int, head: Head) -> tuple[float, SlotMetrics]:
+        """Add the gradients of this process's share of a step of `num_slots` slots, pack by pack; their share of its loss."""
+        metrics, loss = SlotMetrics.zero(self.drafter.block_size - 1), 0.0
+        pieces = self.parallel.pieces(chosen, self.budget)
+        for number, piece in enumerate(pieces):
+            is_measured = number == 0 and piece.weight > 0
+            scalar, measured = self.pack_loss(self.pack(piece.chosen), head, num_slots, is_measured)
+            self.parallel.backward(scalar * piece.weight, is_last=number == len(pieces) - 1)
+            loss += float(scalar.detach()) * piece.weight
+            metrics.flat += measured.flat
+        return loss, metrics
+
+    def pack_loss(self, pack: Pack, head: Head, num_slots: float, is_measured: bool = True) -> tuple[Tensor, SlotMetrics]:
+        """Loss of one pack as its share of a step of `num_slots` slots, and its metrics."""
+        if isinstance(self.drafter, Eagle3Trainable):
+            own = pack, self.embedding_VD, head, self.config.loss, num_slots
+            return self.drafter.loss(*own, is_autocast=self.config.autocast, is_measured=is_measured)
+        hidden_TD, config = self.drafter.hidden(pack, self.embedding_VD, self.config.autocast), self.config
+        loss, metrics = head_loss(hidden_TD, pack.slots, head, config.loss, num_slots, is_measured)
+        if isinstance(self.drafter, DFlash2Trainable):
+            given = hidden_TD, pack, self.heldout_head, self.embedding_VD, config.loss, num_slots
+            is_learning = self.share_done >= config.selector_from
+            sample = BlockSample(config.selector_share, f"{config.seed} {self.state.step}")
+            flags = {"is_measured": is_measured, "is_learning": is_learning}
+            more, walked = self.drafter.selector_loss(*given, **flags, sample=sample)
+            loss, metrics.flat = loss + more, metrics.flat + walked.flat
+        return loss, metrics
+
+    @torch.no_grad()
+    def first_slots(self) -> tuple[Tensor, Slots]:
+        """Hidden states [T, D] and labels of the first document's blocks, before anything is learned."""
+        chosen, _, _ = self.planner.step(Place())
+        pack = self.packer.pack(chosen[:1])
+        return self.drafter.hidden(pack, self.embedding_VD, self.config.autocast), pack.slots
+
+    @torch.no_grad()
+    def evaluate(self, documents: Sequence[Document], features: FeatureSource) -> dict[str, Any]:
+        """Figures over held-out documents, teacher-forced: every process looks at its share."""
+        packer = Packer(self.drafter.block_size, documents, features, self.device, self.budget.window)
+        metrics = SlotMetrics.zero(self.drafter.block_size - 1)
+        for piece in self.parallel.pieces(heldout_anchors(documents, HELDOUT_ANCHORS), self.budget):
+            _, measured = self.pack_loss(packer.pack(piece.chosen), self.heldout_head, 1.0, is_measured=piece.weight > 0)
+            metrics.flat += measured.flat
+        return self._summed(0.0, metrics)[1].rates()
+
+    def _look(self, notice: Callable[[str], None]) -> dict[str, Any]:
+        figures = {name: self.evaluate(documents, features) for name, (documents, features) in self.heldout.items()}
+        if "ood" in figures:
+            eal = figures["ood"]["eal"]
+            if eal < REGRESSION * self.state.best_ood_eal:
+                notice(
+                    f"step {self.state.step}: out of distribution {eal:.2f} tokens a round are expected, "
+                    f"{self.state.best_ood_eal:.2f} were before: the drafter forgets; mix in answers of other kinds"
+                )
+            self.state.best_ood_eal = max(self.state.best_ood_eal, eal)
+        return figures
+
+    def _keep(self, figures: dict[str, Any], is_last: bool) -> None:
+        """Write the weights down that are the best so far on held-out documents, and no worse on others: by tokens a round in
+        the real engine where there is one to serve them, else (`keep` best) by those expected of teacher-forced blocks."""
+        eal = figures.get("heldout", {}).get("eal")
+        is_asked = self.config.keep == "best" or self.served is not None
+        if not is_asked or eal is None or (eal <= self.state.best_eal and not is_last):
+            return
+        if "ood" in figures and figures["ood"]["eal"] < REGRESSION * self.state.best_ood_eal:
+            return
+        if self.served is None:
+            if eal > self.state.best_eal:
+                self.state.best_eal = eal
+                self._save_best(self.parallel.weights(self.network), {"eal": eal})
+        elif is_last or self.state.serving_s <= self.config.serve_share * self.state.seconds:
+            self._serve_and_keep(figures, eal)
+
+    def _serve_and_keep(self, figures: dict[str, Any], eal: float) -> None:
+        weights, began = self.parallel.weights(self.network), time.monotonic()  # all must ask
+        assert self.served is not None
+        rate = self.served(weights) if self.ranks.is_first else 0.0
+        self.wait()
+        rate = self.parallel.most(rate)
+        self.state.serving_s += self.parallel.most(time.monotonic() - began)
+        figures["served"] = {"tokens_per_round": rate}
+        is_alike = eal > self.state.best_eal and rate >= ALIKE * self.state.best_served
+        self.state.best_eal = max(self.state.best_eal, eal)
+        if rate > self.state.best_served or is_alike:
+            self.state.best_served = max(self.state.best_served, rate)
+            self._save_best(weights, {"eal": eal, "served": rate})
+
+    def _save_best(self, weights: dict[str, Tensor], told: dict[str, float]) -> None:
+        if self.ranks.is_first:
+            save_best(self.folder, self.drafter.raw, weights, {"step": self.state.step, **told})
+        self.wait()
+
+    def _loss_vocabulary(self) -> LossVocabulary | None:
+        size = self.config.loss.vocab
+        if not size or size >= len(self.head.weight_VD) or self.head.columns is not None:
+            return None
+        counts_V = torch.from_numpy(self.corpus.token_counts(len(self.head.weight_VD)))
+        return LossVocabulary(self.head.weight_VD, counts_V, size)
+
+    def _step_head(self, chosen: list[Chosen]) -> Head:
+        """The head that this step's losses use: the same on every process."""
+        if self.vocabulary is None:
+            return self.head
+        answers = [self.corpus.train[number].tokens[int(anchors_A[0]) :] for number, anchors_A in chosen]
+        labels = torch.from_numpy(np.concatenate(answers)).long()
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.state.step)
+        return self.vocabulary.head(labels, generator, self.head.scale, self.head.cap)
+
+    def _summed(self, loss: float, metrics: SlotMetrics) -> tuple[float, SlotMetrics]:
+        """Loss and metrics of all processes."""
+        sums = self.parallel.sum(torch.cat([torch.tensor([loss], dtype=torch.float64), metrics.flat]))
+        return float(sums[0]), SlotMetrics(sums[1:])
+
+    def _check_finite(self, loss: float, norm: float, chosen: list[Chosen]) -> None:
+        """The optimiser has not stepped yet: weights and checkpoint are those of the last good step."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        self.save()
+        keys = ", ".join(self.corpus.train[number].key for number, _ in chosen[:3])
+        raise TrainingError(
+            f"loss {loss}, gradient norm {norm} in step {self.state.step + 1} (documents {keys}, ...): the checkpoint of step "
+            f"{self.state.step} stands in {self.folder}; lower --lr, or look at these documents"
+        )
+
+    def flops_per_block(self, head: Head) -> float:
+        """Floating-point operations of forward and backward of one block; attention left out, some 3%."""
+        tensors = [parameter for layer in self.drafter.layers for parameter in layer.parameters()]
+        matrices, size = sum(tensor.numel() for tensor in tensors if tensor.ndim == 2), self.drafter.block_size
+        return 6.0 * matrices * size + 4.0 * (size - 1) * head.weight_VD.numel()
+
+
+def unigram_entropy(counts_V: NDArray[np.int64], kept: NDArray[np.int64] | None = None) -> float:
+    """Nats per token of texts with these token counts; with a draft vocabulary `kept`, of its tokens among all positions, as
+    the loss counts them: a token that cannot be drafted adds nothing to it."""
+    total = counts_V.sum()
+    counts = (counts_V if kept is None else counts_V[kept]).astype(np.float64)
+    counts = counts[counts > 0]
+    return float(-(counts / total * np.log(counts / counts.sum())).sum()) if len(counts) else 0.0
+
+
+def _of_now(folder: Path, stored: dict[str, Any], notice: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Identity and state of a checkpoint, without the settings that only earlier versions had; settings that came later had
+    their defaults. Raises ConfigError where a removed setting has changed what was learned."""
+    identity, state = {"selector_from": LoopConfig().selector_from, **stored["identity"]}, {**stored["state"]}
+    identity["loss"] = {"selector": LossConfig().selector, **identity["loss"]}
+    was_watched = identity.pop("plateau", "off") != "off"
+    identity.pop("plateau_steps", None)
+    used = {"--round-starts": identity.pop("round_starts", 0.0), "--plateau act": state.pop("plateau", {}).get("acted", 0)}
+    if names := " and ".join(name for name, value in used.items() if value):
+        raise ConfigError(
+            f"{folder} was begun with {names}, which this version does not have: go on with the version that began it, or "
+            "continue from its drafter with --init, into another --out"
+        )
+    if was_watched:
+        notice("note: this run was begun by a version that watched for a plateau of the loss (--plateau); this one does not")
+    return identity, state

@@ -1,0 +1,220 @@
+"""A pack: blocks of one or several documents as tensors, ready for one forward and backward of the network; and the network.
+
+Linear layers see all slots of a pack at once; attention knows where documents begin and end. The loop itself knows blocks and
+slots: which document, which anchor, which tokens come behind it. Another kind of drafter (DFlash 2, EAGLE-3) is trained by the
+same loop as soon as one class says for it the five things of `Trainable`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.draft.dflash.drafter import DFlashNetwork
+from paceline.train.documents.dataset import Document, labels_of
+from paceline.train.features.hidden_states import FeatureSource
+from paceline.train.learn.attention import Layout, make_attention
+from paceline.train.learn.losses import Head, Slots
+
+Chosen = tuple[int, NDArray[np.int64]]
+"""A document's number and the anchors of its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Inputs and labels of A blocks from some documents, K = block_size - 1 slots each."""
+
+    layout: Layout
+    anchors_A: Tensor
+    """Token ids of the anchors."""
+    taps_NF: Tensor
+    """Features of all contexts: what the blocks see of each document, up to its last anchor here."""
+    slots: Slots
+    behind_N: Tensor
+    """Token ids behind the contexts' positions: what a drafter is told beside their features that reads embeddings too."""
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Pack:
+        """The same pack of other tensors: those on another device, for one."""
+        slots, final = self.slots, self.slots.final_AKD
+        return Pack(
+            replace(self.layout, anchors=tuple(change(each) for each in self.layout.anchors)),
+            change(self.anchors_A),
+            change(self.taps_NF),
+            Slots(change(slots.labels_AK), change(slots.valid_AK), None if final is None else change(final)),
+            change(self.behind_N),
+        )
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All of them."""
+        slots = self.slots
+        yield from (*self.layout.anchors, self.anchors_A, self.taps_NF, slots.labels_AK, slots.valid_AK, self.behind_N)
+        if slots.final_AKD is not None:
+            yield slots.final_AKD
+
+
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """Makes packs from documents and their features."""
+
+    block_size: int
+    documents: Sequence[Document]
+    features: FeatureSource
+    device: torch.device | str = "cpu"
+    window: int | None = None
+    """Positions before a slot that the network sees at most; None for all."""
+
+    def pack(self, chosen: list[Chosen]) -> Pack:
+        """One pack of these documents and anchors."""
+        size, device, anchors = self.block_size, self.device, [anchors_A for _, anchors_A in chosen]
+        labels, valid, taps, finals, tokens, behind, starts = [], [], [], [], [], [], []
+        for number, anchors_A in chosen:
+            document, features = self.documents[number], self.features.of(number)
+            labels_AK, valid_AK = labels_of(document, anchors_A, size)
+            labels.append(labels_AK)
+            valid.append(valid_AK)
+            context = context_of(anchors_A, self.window)
+            taps.append(features.taps_SF[context.start : context.stop])
+            starts.append(context.start)
+            if features.final_SD is not None:
+                before_AK = np.minimum(anchors_A[:, None] + np.arange(size - 1), len(document) - 1)
+                finals.append(features.final_SD[torch.from_numpy(before_AK)])
+            tokens.append(document.tokens[anchors_A])
+            behind.append(document.tokens[context.start + 1 : context.stop + 1])
+        anchors = tuple(torch.from_numpy(each).to(device) for each in anchors)
+        layout = Layout(tuple(map(len, taps)), anchors, size, tuple(starts) if any(starts) else ())
+        slots = Slots(
+            torch.from_numpy(np.concatenate(labels)).to(device),
+            torch.from_numpy(np.concatenate(valid)).to(device),
+            torch.cat(finals).to(device) if finals else None,
+        )
+        said, told = (torch.from_numpy(np.concatenate(each)).long().to(device) for each in (tokens, behind))
+        return Pack(layout, said, torch.cat(taps).to(device), slots, told)
+
+
+def context_of(anchors_A: NDArray[np.int64], window: int | None) -> range:
+    """The positions of a document that blocks with these anchors see, all of which stand before the last anchor."""
+    return range(0 if window is None else max(0, int(anchors_A.min()) - window + 1), int(anchors_A.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class PackBudget:
+    """How much is computed at once."""
+
+    blocks: int
+    """Blocks of a pack; a single document may have more."""
+    tokens: int | None = None
+    """Context positions and slots of a pack together. A document that is longer, alone, goes in pieces of fewer blocks: each
+    with all of its context, and no more pairs of slots and positions than a pack of this many tokens can have."""
+    block_size: int = 1
+    window: int | None = None
+    """As of Packer."""
+
+    def size(self, anchors_A: NDArray[np.int64]) -> int:
+        """Tokens of blocks of one document with these anchors."""
+        return len(context_of(anchors_A, self.window)) + len(anchors_A) * self.block_size
+
+    def pieces(self, each: Chosen) -> Iterator[Chosen]:
+        """One document's blocks, in as many pieces as it takes; in the order of their anchors where there are several."""
+        number, anchors_A = each
+        if self.tokens is None or self.size(anchors_A) <= self.tokens:
+            yield each
+            return
+        anchors_A, begin = np.sort(anchors_A), 0
+        for end in range(1, len(anchors_A) + 1):
+            if end == len(anchors_A) or not self._fits(anchors_A[begin : end + 1]):
+                yield number, anchors_A[begin:end]
+                begin = end
+
+    def _fits(self, anchors_A: NDArray[np.int64]) -> bool:
+        assert self.tokens is not None
+        pairs = len(anchors_A) * self.block_size * len(context_of(anchors_A, self.window))
+        return self.size(anchors_A) <= self.tokens or pairs <= self.tokens**2 // 4
+
+
+def split_into_packs(chosen: list[Chosen], budget: PackBudget | int) -> Iterator[list[Chosen]]:
+    """Groups of whole documents within the budget (a number: of blocks); a longer document is one or several of its own."""
+    budget = budget if isinstance(budget, PackBudget) else PackBudget(budget)
+    group: list[Chosen] = []
+    num_blocks = num_tokens = 0
+    for each in chosen:
+        for piece in budget.pieces(each):
+            size = budget.size(piece[1])
+            is_over = budget.tokens is not None and num_tokens + size > budget.tokens
+            if group and (is_over or num_blocks + len(piece[1]) > budget.blocks):
+                yield group
+                group, num_blocks, num_tokens = [], 0, 0
+            group.append(piece)
+            num_blocks, num_tokens = num_blocks + len(piece[1]), num_tokens + size
+    if group:
+        yield group
+
+
+def heldout_anchors(documents: Sequence[Document], number: int) -> list[Chosen]:
+    """The same evenly spread anchors of every document each time."""
+    return [
+        (index, np.unique(np.linspace(document.answer_start, len(document) - 2, number).astype(np.int64)))
+        for index, document in enumerate(documents)
+    ]
+
+
+class Trainable(Protocol):
+    """A drafter while it learns."""
+
+    network: nn.Module
+    """The weights that are trained, float32. Its `state_dict` is what a checkpoint holds."""
+    raw: dict[str, Any]
+    """config.json of its checkpoints."""
+    block_size: int
+    """The anchor and the tokens drafted after it, K = block_size - 1 of them."""
+    layers: Iterable[nn.Module]
+    """Modules of `network` that run one after another: each is sharded, or computed again in the backward pass, alone."""
+
+    def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
+        """Hidden states [A * K, D] from which the target's head predicts the slots, block by block; differentiable.
+
+        embedding_VD: the target's, float32 or less. With `is_autocast` products are made in bfloat16.
+        """
+        ...
+
+
+class DFlashTrainable(Trainable):
+    """DFlash: every block is [anchor, MASK, MASK, ...]; the context enters each layer as keys and values of the taps."""
+
+    def __init__(self, network: DFlashNetwork, raw: dict[str, Any], attention: str = "auto") -> None:
+        self.network, self.raw, self.layers = network, raw, network.layers
+        self.block_size = network.config.block_size
+        self._config, self._attention = network.config, attention
+
+    @property
+    def context_window(self) -> int | None:
+        """Positions before a slot that any layer sees; None where one of them sees all. A network without this sees all."""
+        shape = self._config.shape
+        windows = [shape.window(index) for index in range(shape.num_layers)]
+        return None if None in windows else max(window for window in windows if window is not None)
+
+    def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
+        """As Trainable.hidden."""
+        config = self._config
+        tokens_AB = torch.full((len(pack.anchors_A), self.block_size), config.mask_token_id, device=embedding_VD.device)
+        tokens_AB[:, 0] = pack.anchors_A
+        embedded_TD = F.embedding(tokens_AB.flatten(), embedding_VD).float() * config.input_embedding_scale
+        dtype = torch.bfloat16 if is_autocast else torch.float32
+        attend = make_attention(self._attention, config, pack.layout, dtype)
+        with torch.autocast(embedding_VD.device.type, torch.bfloat16, enabled=is_autocast):
+            taps_NF = pack.taps_NF if is_autocast else pack.taps_NF.float()
+            hidden_TD = self.network(embedded_TD, taps_NF, attend)
+        return hidden_TD.unflatten(0, (-1, self.block_size))[:, 1:].flatten(0, 1)
+
+    @torch.no_grad()
+    def right(self, hidden_TD: Tensor, pack: Pack, head: Head, embedding_VD: Tensor) -> Tensor:
+        """Which slots of `hidden`'s blocks draft the target's token, if all before them do; bool [A, K]."""
+        rows_R, reached_R = head.local(pack.slots.labels_AK.flatten())
+        right_R = (head.logits(hidden_TD).argmax(-1) == rows_R) & reached_R
+        return right_R.view(pack.slots.valid_AK.shape) & pack.slots.valid_AK

@@ -1,0 +1,1 @@
+"""What is particular to each kind of drafter in training."""

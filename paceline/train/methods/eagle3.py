@@ -1,0 +1,259 @@
+"""How an EAGLE-3 drafter learns: test-time training over the blocks that every drafter learns from.
+
+A block is an anchor and the K tokens behind it, as elsewhere; its K slots are K steps of one chain. Step 0 reads the features
+of all positions before the anchor, causally; step i is told what step i - 1 found, and the text's own token. It attends to the
+keys of step 0 up to its anchor and to the chain's own keys of steps 1 to i, as drafting does.
+
+    loss = sum over steps i of 0.8^i * CE(head of the drafter, token of the text)      (EAGLE-3, arXiv 2503.01840, section 3)
+
+Losses over the target's distribution compare with it restricted to the draft vocabulary. Slots whose token is not in that
+vocabulary teach nothing, and count as missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.draft.eagle3.checkpoint import Eagle3Config, check_eagle3_fit, default_taps, new_config, read_eagle3
+from paceline.draft.eagle3.drafter import Eagle3Network
+from paceline.errors import ConfigError
+from paceline.model.config.decoder import DecoderConfig
+from paceline.model.target import Target, head_weight
+from paceline.model.torch.attention import PLAIN, Rope, Scores, rope_tables
+from paceline.model.torch.fused import rotate
+from paceline.train.config import DrafterShape, LossConfig
+from paceline.train.documents.dataset import Corpus
+from paceline.train.features.hidden_states import begin_without_mean, train_in_scaled_units
+from paceline.train.learn.attention import Layout
+from paceline.train.learn.initial_weights import keys_from, most_frequent, own_sizes
+from paceline.train.learn.losses import Head, SlotMetrics, distance, measure, slot_weights
+from paceline.train.learn.packs import Pack, Trainable
+
+KeyValue = tuple[Tensor, Tensor]
+DECAY = 0.8
+"""Weight of each step over that of the step before it."""
+
+
+def drafted_ids(shape: DrafterShape, init: Path | None, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor:
+    """The draft vocabulary, ascending: that of `init`, or the most frequent tokens."""
+    if init is not None:
+        return read_eagle3(init).ids.sort().values
+    chosen = most_frequent(shape.draft_vocab, corpus, target, say)
+    return torch.arange(target.vocab_size) if chosen is None else chosen
+
+
+def eagle3_for(
+    target: Target, shape: DrafterShape, init: Path | None, ids: Tensor, seed: int
+) -> tuple[dict[str, Any], Eagle3Network]:
+    """config.json and float32 weights to start from; a new drafter's head is the target's. Raises DrafterMismatchError when
+    `init` is of another target."""
+    if init is not None:
+        found = read_eagle3(init)
+        tensors = {name: tensor.float().clone() for name, tensor in found.tensors.items()}
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][found.ids.argsort()]
+        raw = {**found.config.raw, **({} if found.config.tap_layers else _taps(default_taps(target.num_layers)))}
+        config = Eagle3Config.from_json(raw)
+        network = Eagle3Network.of(config, tensors, init)
+    else:
+        raw = config_for(target, shape, len(ids))
+        config = Eagle3Config.from_json(raw)
+        network = Eagle3Network.random(config, seed)
+        with torch.no_grad():
+            network.lm_head.weight.copy_(head_weight(target)[ids.to(target.device)].float())
+    check_eagle3_fit(config, target, config.tap_layers, has_embedding=False)
+    if hasattr(network, "embed_tokens"):
+        raise ConfigError(f"--init {init}: training a drafter with an embedding of its own is not implemented")
+    return raw, network
+
+
+def _taps(taps: tuple[int, ...]) -> dict[str, Any]:
+    return {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in taps]}
+
+
+def config_for(target: Target, shape: DrafterShape, draft_vocab: int) -> dict[str, Any]:
+    """config.json of a new drafter for this target, SpecForge's style."""
+    decoder, keys = getattr(target, "config", None), dict[str, Any]()
+    if isinstance(decoder, DecoderConfig):
+        keys = keys_from(decoder)
+    keys |= own_sizes(shape, keys)
+    if shape.attention_bias:
+        keys["attention_bias"] = True
+    return new_config(
+        target.hidden_size,
+        target.vocab_size,
+        target.num_layers,
+        draft_vocab_size=draft_vocab,
+        version=shape.eagle_version,
+        num_hidden_layers=shape.num_layers,
+        tap_layers=shape.tap_layers,
+        **{name: value for name, value in keys.items() if value is not None},
+    )
+
+
+@torch.no_grad()
+def settle_eagle3_units(network: Eagle3Network, scale_F: Tensor, mean_F: Tensor, *, is_new: bool) -> Tensor:
+    """Bring features to one scale while it learns, as `train/features/hidden_states.py` says; the scale that they are
+    to be given in.
+
+    Norms before `fc` want features as they are: a new drafter's norms then have the scale as their first weights."""
+    config = network.config
+    if not config.fc_norm and not config.norm_before_fc:
+        train_in_scaled_units(network, scale_F)
+        if is_new:
+            begin_without_mean(network, mean_F)
+        return scale_F
+    if is_new:
+        for norm, part_F in zip(
+            network.fc_norm if config.fc_norm else [network.input_norm],
+            scale_F.chunk(config.num_taps) if config.fc_norm else [scale_F],
+            strict=True,
+        ):
+            # A norm divides by the size of the whole vector: what stands here takes it to the size of each feature.
+            norm.weight.copy_(part_F * part_F.reciprocal().square().mean().sqrt())  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        begin_without_mean(network, mean_F)
+    return torch.ones_like(scale_F)
+
+
+def teacher_of(target: Target, ids: Tensor) -> Head:
+    """The target's own head over the draft vocabulary."""
+    ids = ids.to(target.device)
+    return Head(head_weight(target)[ids], columns=ids, target=target.ends)
+
+
+class ChainAttention:
+    """Who sees whom in one pack: `step` 0 is of all context entries, the later ones of one slot of every block."""
+
+    def __init__(
+        self, shape: DecoderConfig, layout: Layout, dtype: torch.dtype, *, first: int = 1, scores: Scores = PLAIN
+    ) -> None:
+        """`layout`: contexts from position 0 on; entry e has rotary position e + `first`: EAGLE-3's is the next token's."""
+        self._shape, self._layout, self._first, self._scores = shape, layout, first, scores
+        device = layout.anchors[0].device
+        longest = 2 + max(max(layout.context_lens), 1 + max(int(anchors_A.max()) for anchors_A in layout.anchors))
+        tables = rope_tables(shape, longest + layout.block_size)
+        self._rope = Rope(*(table.to(device, dtype) for table in tables))
+        self._anchors_A = torch.cat(layout.anchors)
+        firsts = [sum(layout.context_lens[:number]) for number in range(len(layout.context_lens))]
+        own = zip(firsts, layout.anchors, strict=True)
+        self.entries_A = torch.cat([first + (anchors_A - 1).clamp(min=0) for first, anchors_A in own])
+        """The context entry that each block's chain begins with: of its anchor."""
+        self.step = 0
+        self._context: dict[int, KeyValue] = {}
+        self._own: dict[int, list[KeyValue]] = {}
+
+    def __call__(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> Tensor:
+        entries_T = self._layout.context_positions() if self.step == 0 else self._anchors_A - 1 + self.step
+        tables = self._rope.tables_at(entries_T + self._first)
+        query_THD, key_THD = _rotated(query_THD, tables), _rotated(key_THD, tables)
+        if self.step == 0:
+            self._context[layer] = key_THD, value_THD
+        else:
+            self._own.setdefault(layer, []).append((key_THD, value_THD))
+        parts, first_entry, first_block = [], 0, 0
+        for anchors_A, length in zip(self._layout.anchors, self._layout.context_lens, strict=True):
+            entries = slice(first_entry, first_entry := first_entry + length)
+            blocks = slice(first_block, first_block := first_block + len(anchors_A))
+            query = query_THD[entries if self.step == 0 else blocks]
+            last_Q = torch.arange(length, device=anchors_A.device) if self.step == 0 else anchors_A - 1
+            own = [] if self.step == 0 else [(key[blocks], value[blocks]) for key, value in self._own[layer]]
+            context = tuple(each[entries] for each in self._context[layer])
+            parts.append(self._attend(query, last_Q, (context[0], context[1]), own, self._shape.window(layer)))
+        return torch.cat(parts)
+
+    def _attend(self, query_QHD: Tensor, last_Q: Tensor, context: KeyValue, own: list[KeyValue], window: int | None) -> Tensor:
+        """Of queries that see the context up to entry `last_Q`, and a key each of every list in `own`."""
+        group = query_QHD.shape[1] // context[0].shape[1]
+        grouped = query_QHD.unflatten(1, (-1, group))  # [Q, kv heads, group, head_dim]
+        scores = torch.einsum("qkgd,nkd->kgqn", grouped, context[0]).float()
+        distance = last_Q[:, None] - torch.arange(len(context[0]), device=last_Q.device)
+        seen = distance >= 0
+        if window is not None:
+            seen = seen & (distance + len(own) < window)
+        near = [torch.einsum("qkgd,qkd->kgq", grouped, key).float()[..., None] for key, _ in own]
+        scale, cap = self._scores.scale or query_QHD.shape[-1] ** -0.5, self._scores.cap
+        scores = torch.cat([scores, *near], dim=-1) * scale
+        scores = torch.tanh(scores / cap) * cap if cap else scores
+        seen = F.pad(seen, (0, len(own)), value=True)
+        weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1).to(context[1].dtype)
+        out = torch.einsum("kgqn,nkd->qkgd", weights[..., : len(context[0])], context[1])
+        for number, (_, value) in enumerate(own):
+            out = out + torch.einsum("kgq,qkd->qkgd", weights[..., len(context[0]) + number], value)
+        return out.flatten(1)
+
+
+def _rotated(heads_THD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """As `Rope.rotate`, with a gradient: tables may be of the first numbers of each head only."""
+    size = tables[0].shape[-1]
+    if size == heads_THD.shape[-1]:
+        return rotate(heads_THD, *tables)
+    turned, rest = heads_THD.tensor_split([size], dim=-1)
+    return torch.cat([rotate(turned, *tables), rest], dim=-1)
+
+
+class Eagle3Trainable(Trainable):
+    """An EAGLE-3 drafter while it learns; its head learns too."""
+
+    def __init__(self, network: Eagle3Network, raw: dict[str, Any], block_size: int) -> None:
+        """`block_size`: the anchor and as many drafts as there are steps."""
+        self.network, self.raw, self.layers, self.block_size = network, raw, network.layers, block_size
+        self._own = network
+
+    def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
+        """As Trainable.hidden; the drafter's own head reads them."""
+        attend = ChainAttention(self._own.config.shape, pack.layout, torch.bfloat16 if is_autocast else torch.float32)
+        with torch.autocast(embedding_VD.device.type, torch.bfloat16, enabled=is_autocast):
+            taps_NF = pack.taps_NF if is_autocast else pack.taps_NF.float()
+            features_ND = self._own.features(taps_NF)
+            told_TD, normed_TD = self._own(F.embedding(pack.behind_N, embedding_VD).float(), features_ND, attend)
+            told_AD, found = told_TD[attend.entries_A], [normed_TD[attend.entries_A]]
+            for attend.step in range(1, self.block_size - 1):
+                tokens_A = pack.slots.labels_AK[:, attend.step - 1].long()
+                told_AD, normed_AD = self._own(F.embedding(tokens_A, embedding_VD).float(), told_AD, attend)
+                found.append(normed_AD)
+        return torch.stack([each.float() for each in found], dim=1).flatten(0, 1)
+
+    def loss(
+        self,
+        pack: Pack,
+        embedding_VD: Tensor,
+        head: Head,
+        config: LossConfig,
+        num_slots: float,
+        *,
+        is_autocast: bool,
+        is_measured: bool,
+    ) -> tuple[Tensor, SlotMetrics]:
+        """Its loss as a share of a step of `num_slots` slots, and metrics. `head`: as `teacher_of`."""
+        slots = pack.slots
+        per_block = slots.labels_AK.shape[1]
+        hidden_TD = self.hidden(pack, embedding_VD, is_autocast)
+        rows_AK, reached_AK = head.local(slots.labels_AK)
+        has_features_A = torch.cat(pack.layout.anchors) > 0
+        learned_AK = slots.valid_AK & reached_AK & has_features_A[:, None]
+        with torch.autocast(hidden_TD.device.type, enabled=False):
+            logits_RV = F.linear(hidden_TD, self._own.lm_head.weight).float()
+            label_R1 = rows_AK.flatten()[:, None]
+            log_probs_RV = torch.log_softmax(logits_RV, dim=-1)
+            ce_AK = -log_probs_RV.gather(1, label_R1).view(learned_AK.shape)
+            each_AK = ce_AK
+            if config.needs_target_probs:
+                assert slots.final_AKD is not None
+                with torch.no_grad():
+                    target_RV = torch.log_softmax(head.target_logits(slots.final_AKD.flatten(0, 1)).float(), dim=-1)
+                each_AK = distance(config.name, log_probs_RV, target_RV).view(learned_AK.shape)
+        if config.name == "d-pace":
+            weight_AK = slot_weights(config, ce_AK.detach(), learned_AK)
+        else:
+            weight_AK = DECAY ** torch.arange(per_block, device=each_AK.device) * learned_AK
+        metrics = SlotMetrics.zero(per_block)
+        if is_measured:
+            metrics = measure(logits_RV.detach(), label_R1, learned_AK)
+            metrics.sums_4K[0] = slots.valid_AK.sum(0).cpu()  # a token that the head lacks is missed, not left out
+            metrics.flat[0] = (each_AK.detach() * learned_AK).sum(dtype=torch.float64).cpu()
+        return (each_AK * weight_AK).sum() / num_slots, metrics

@@ -1,0 +1,1 @@
+"""The plan of a training, made without loading a weight."""

@@ -1,0 +1,282 @@
+"""What a plan chooses: the drafter's shape, so that drafting costs little beside the target's pass, and how it learns.
+
+The shape is the first of a list, richest first, whose block costs less than `MOST_SHARE` of the target's pass that checks it.
+Both passes are predicted by the roofline of `simulate`: the larger of reading and multiplying. How it learns follows what has
+worked: the recipe of the default drafter on processors (recipes/default_drafter.sh), the DFlash paper's on GPUs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.errors import ConfigError, refuse
+from paceline.simulate.costs.roofline import Deployment, pass_seconds
+from paceline.simulate.costs.shapes import FORMATS, Precisions
+from paceline.train.config import DrafterShape, TrainConfig
+from paceline.train.plan.target_facts import BLOCK_BYTES, MachineFacts, TargetFacts
+
+MOST_SHARE = 0.15
+"""Of the target's pass, that drafting should cost at most."""
+CONTEXT = 512
+"""Tokens in the cache of the passes that are compared."""
+SMALL_HEAD = 16384
+"""Vocabularies up to this size are drafted whole."""
+RECIPE_SIZE, RECIPE_RATE, LEAST_RATE = 576, 2e-3, 6e-4
+"""Hidden size and learning rate of the default drafter; the paper's rate, for models of 2,560 and 4,096."""
+WIDTHS = (1.0, 0.75, 0.5, 0.25)
+EAGLE3_VOCAB, EAGLE3_TAPS = 32000, 3
+"""What published EAGLE-3 drafters have."""
+OF_BLOCKS = ("is_causal", "sliding_window", "mask_token_id", "num_taps")
+OF_NEW_LAYERS = ("tap_layers", "intermediate_size", "num_heads", "num_kv_heads", "attention_bias", "draft_vocab")
+MEANS_NOTHING = {"eagle3": OF_BLOCKS, "mtp": OF_BLOCKS + OF_NEW_LAYERS}
+"""To drafters of chains, by their kind."""
+MTP_BETA = 0.6
+"""Weight of each step's loss over that of the step before it (FastMTP, arXiv 2509.18362)."""
+MTP_RATE = 5e-5
+"""Peak learning rate of a layer that was trained with its target: it is to be changed, not made."""
+
+
+def for_chains(config: TrainConfig) -> TrainConfig:
+    """With what a drafter of chains has otherwise where nothing was asked for: one layer, blocks of its steps, cross entropy;
+    EAGLE-3 a part of the vocabulary, mtp the decay of its steps and a small learning rate. Raises ConfigError for settings that
+    mean nothing to it."""
+    shape, loop, kind = config.shape, config.loop, config.shape.kind
+    if not shape.is_chained:
+        return config
+    is_eagle3 = kind == "eagle3"
+    meant = {name: getattr(shape, name) is not None for name in MEANS_NOTHING[kind]}
+    num_layers = shape.num_layers if config.is_given("shape.num_layers") else 1
+    refuse(
+        ConfigError,
+        *((is_set, f"{name} means nothing for an {kind} drafter: leave it out") for name, is_set in meant.items()),
+        (num_layers > 1 and not is_eagle3, "num_layers above 1 is not implemented for mtp drafters: leave it out"),
+        (shape.is_copied and is_eagle3, "start copied is not implemented for eagle3 drafters: leave it out"),
+        (
+            loop.loss.vocab is not None and is_eagle3,
+            "the loss vocabulary means nothing for an eagle3 drafter: give draft_vocab",
+        ),
+        (loop.gradient_checkpointing, f"gradient_checkpointing is not implemented for {kind} drafters: leave it out"),
+    )
+    changes: dict[str, Any] = {"block_size": 1 + shape.ttt_steps, "num_layers": num_layers}
+    loss, optim = loop.loss, loop.optim
+    if shape.draft_vocab is None and is_eagle3:
+        changes["draft_vocab"] = EAGLE3_VOCAB
+    if not config.is_given("loop.loss.name"):
+        loss = replace(loss, name="ce")
+    if not is_eagle3 and loss.gamma is None:
+        loss = replace(loss, gamma=-1 / math.log(MTP_BETA))
+    if is_trained_already(shape) and not config.is_given("loop.optim.lr"):
+        optim = replace(optim, lr=MTP_RATE)
+    return replace(config, shape=replace(shape, **changes), loop=replace(loop, loss=loss, optim=optim))
+
+
+def is_trained_already(shape: DrafterShape) -> bool:
+    """Whether what learns came with the target."""
+    return shape.kind == "mtp" and not shape.is_copied
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A drafter's shape, complete."""
+
+    num_layers: int
+    block_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_taps: int
+    draft_vocab: int
+    """Rows of the head that drafting reads."""
+    hidden_size: int
+
+    @property
+    def layer_parameters(self) -> int:
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def parameters(self) -> int:
+        """Of all that is trained."""
+        return self.num_layers * self.layer_parameters + self.num_taps * self.hidden_size**2
+
+    @property
+    def context_parameters(self) -> int:
+        """That every position of the context is multiplied with once."""
+        keys = 2 * self.num_layers * self.hidden_size * self.num_kv_heads * self.head_dim
+        return keys + self.num_taps * self.hidden_size**2
+
+
+def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
+    """The shape of a config, what it leaves to the target filled in; or of the DFlash drafter that --init names.
+
+    Raises ConfigError and ModelFileError when there is no such drafter.
+    """
+    shape, hidden = config.shape, target.shape.hidden_size
+    stored = None if config.init is None else _stored_sizes(config.init, config.target.model, target.shape.vocab_size)
+    if stored is not None:
+        return stored
+    heads, kv_heads, head_dim, inner = _of_target(target)
+    num_heads = shape.num_heads or heads
+    num_kv_heads = shape.num_kv_heads or max(1, num_heads * kv_heads // heads)
+    wanted = {"eagle3": EAGLE3_TAPS, "mtp": 1}.get(shape.kind, shape.num_taps or max(5, shape.num_layers))
+    taps = len(shape.tap_layers) if shape.tap_layers else min(wanted, target.shape.num_layers)
+    vocab = target.shape.vocab_size
+    return Sizes(
+        shape.num_layers, shape.block_size, shape.intermediate_size or inner, num_heads, num_kv_heads, head_dim, taps,
+        min(shape.draft_vocab or vocab, vocab), hidden,
+    )  # fmt: skip
+
+
+def _stored_sizes(init: str, target_name: str, vocab_size: int) -> Sizes | None:
+    """None for a drafter that is no DFlash's. Only here is PyTorch needed: a plan of a new drafter does without."""
+    from paceline.draft.dflash.checkpoint import DFlashConfig, is_dflash, read_draft_ids
+    from paceline.model.checkpoint import read_json
+    from paceline.train.learn.initial_weights import init_folder
+
+    folder = init_folder(init, target_name)
+    if folder is None or not is_dflash(read_json(folder / "config.json")):
+        return None
+    drafter, draft_ids = DFlashConfig.from_json(read_json(folder / "config.json")), read_draft_ids(folder)
+    shape = drafter.shape
+    return Sizes(
+        shape.num_layers, drafter.block_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads, shape.head_dim,
+        len(drafter.target_layer_ids), vocab_size if draft_ids is None else len(draft_ids), shape.hidden_size,
+    )  # fmt: skip
+
+
+def _of_target(target: TargetFacts) -> tuple[int, int, int, int]:
+    """Query heads, key heads, size of a head, width of the MLP: as `start.config_for` takes them."""
+    hidden = target.shape.hidden_size
+    if target.family is None:  # as checkpoint.new_config
+        heads = max(1, hidden // 64)
+        group = next(group for group in (4, 3, 2, 1) if heads % group == 0)
+        return heads, heads // group, 64, -(-hidden * 8 // 3 // 64) * 64
+    heads = target.size("num_attention_heads", 1)
+    return (
+        heads,
+        target.size("num_key_value_heads", heads),
+        target.size("head_dim", hidden // heads),
+        target.size("intermediate_size", 4 * hidden),
+    )
+
+
+def deployment_of(target: TargetFacts, machine: MachineFacts) -> Deployment:
+    """The target on one of the machine's devices, in the number format that its file is nearest to."""
+    precisions = target.shape.precisions
+    if target.is_quantised:
+        near = min(("q4_1", "q8_0", "bfloat16"), key=lambda name: abs(FORMATS[name].num_bytes - target.value_bytes))
+        precisions = Precisions(near, near)
+    elif not machine.is_gpu and "bfloat16" not in machine.machine.flops_per_s:
+        precisions = Precisions("float32", "float32")
+    return Deployment(machine.decoding, precisions)
+
+
+def draft_seconds(sizes: Sizes, deployment: Deployment, value_bytes: float) -> float:
+    """Of drafting one block for one request."""
+    head = sizes.draft_vocab * sizes.hidden_size
+    read = (sizes.parameters + head) * value_bytes / deployment.bytes_per_s
+    products = sizes.num_layers * sizes.layer_parameters * sizes.block_size + head * (sizes.block_size - 1)
+    flops = 2.0 * (products + 2 * sizes.context_parameters)
+    return max(read, flops / deployment.flops_per_s("bfloat16"))
+
+
+def share_of_pass(sizes: Sizes, target: TargetFacts, machine: MachineFacts) -> float:
+    """What drafting a block costs, as a share of the target's pass that checks it."""
+    deployment = deployment_of(target, machine)
+    value_bytes = BLOCK_BYTES if target.is_quantised else FORMATS[deployment.precisions.weights].num_bytes
+    check_s = sum(pass_seconds(target.shape, deployment, 1, sizes.block_size, CONTEXT).values())
+    return draft_seconds(sizes, deployment, value_bytes) / check_s
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One field that a plan chose, and why."""
+
+    name: str
+    """As shape.num_layers."""
+    value: Any
+    why: str
+
+
+def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> Iterator[Choice]:
+    """What is chosen where nothing was asked for. The caller leaves out what was given."""
+    is_chained = config.shape.is_chained  # whose shape is the published one, or the target's own
+    if not is_chained:
+        yield from _shape_choices(config, target, machine)
+    hidden, is_large = target.shape.hidden_size, target.shape.vocab_size > SMALL_HEAD
+    if not is_chained and target.is_copyable and not config.elsewhere.features_at:  # a target elsewhere has no layers here
+        yield Choice("shape.start", "copied", "layers of the target know how to attend already")
+    if config.shape.kind != "eagle3" and is_large and not config.loop.loss.needs_target_probs:
+        why = "a sample of the vocabulary: the whole head would take most of a step"
+        yield Choice("loop.loss.vocab", 8192, why)
+    rate = max(LEAST_RATE, RECIPE_RATE * math.sqrt(RECIPE_SIZE / hidden))
+    if not is_trained_already(config.shape):
+        yield Choice("loop.optim.lr", float(f"{rate:.2g}"), f"falls with the root of the hidden size, {hidden}")
+    if not machine.is_gpu:
+        yield Choice("loop.blocks_per_step", 192, "more and smaller steps: blocks are dear on a processor")
+        yield Choice("loop.anchors", 48, "a third of a usual answer: epochs differ")
+        yield Choice("loop.heldout_every", 250, "a look costs about two steps")
+    yield from machine_choices(machine)
+    if config.minutes is not None:
+        yield Choice("loop.epochs", 100.0, "the minutes end the run")
+    yield Choice("loop.keep", "best", "what served held-out prompts best")
+
+
+def machine_choices(machine: MachineFacts) -> Iterator[Choice]:
+    """What the machine alone decides, also for a drafter that goes on."""
+    if machine.is_slow_in_bfloat16:
+        rates = machine.machine.flops_per_s
+        told = (
+            f"float32 is {rates['float32'] / rates['bfloat16']:.1f} times as fast" if rates.get("bfloat16") else "float32 alone"
+        )
+        yield Choice("loop.autocast", False, f"this processor has no products of bfloat16: {told}")
+
+
+def _shape_choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> Iterator[Choice]:
+    vocab, block = target.shape.vocab_size, 16 if machine.is_gpu else 8
+    if not config.is_given("shape.block_size"):
+        yield Choice("shape.block_size", block, "positions are cheap on a GPU" if machine.is_gpu else "wide passes are dear")
+    else:
+        block = config.shape.block_size
+    layers = (5, 4, 3, 2, 1) if machine.is_gpu else (3, 2, 1)
+    whole = _of_target(target)[3]
+    vocabs = [0] if vocab <= SMALL_HEAD else [min(32768, max(8192, vocab // 4 // 4096 * 4096)), 16384, 12288, 8192]
+    vocabs = [each for index, each in enumerate(vocabs) if each in (0, vocabs[0]) or each < vocabs[index - 1]]
+    free = {
+        "shape.draft_vocab": vocabs,
+        "shape.num_layers": layers,
+        "shape.intermediate_size": [int(share * whole) // 32 * 32 or whole for share in WIDTHS],
+    }
+    given = {name: [_given(config, name)] for name in free if config.is_given(name)}
+    best: tuple[float, dict[str, Any]] | None = None
+    # Fewer tokens to draft among go first, then layers, then width: what costs least acceptance for the time it saves.
+    orders = [(given | {name: each for name, each in free.items() if name not in given})[name] for name in reversed(free)]
+    for inner, number, rows in itertools.product(*orders):
+        chosen = {"shape.draft_vocab": rows, "shape.num_layers": number, "shape.intermediate_size": inner}
+        share = share_of_pass(_with(config, target, chosen, block), target, machine)
+        if best is None or share < best[0]:
+            best = share, chosen
+        if share < MOST_SHARE:
+            best = share, chosen
+            break
+    assert best is not None
+    share, chosen = best
+    why = f"drafting costs {share:.0%} of a target pass" + ("" if share < MOST_SHARE else ", the least that was found")
+    for name, value in chosen.items():
+        if name == "shape.intermediate_size" and value == whole:
+            continue  # the target's, which is the default
+        yield Choice(name, value, why)
+
+
+def _given(config: TrainConfig, name: str) -> Any:
+    return getattr(config.shape, name.rpartition(".")[2])
+
+
+def _with(config: TrainConfig, target: TargetFacts, chosen: dict[str, Any], block: int) -> Sizes:
+    changes = {name.rpartition(".")[2]: value for name, value in chosen.items()}
+    return sizes_of(replace(config, shape=replace(config.shape, **changes, block_size=block)), target)

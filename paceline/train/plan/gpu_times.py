@@ -1,0 +1,40 @@
+"""Times of a training on GPUs that do not grow with its prompts, and how unsure a plan of one is."""
+
+from __future__ import annotations
+
+import math
+
+from paceline.train.config import TrainConfig
+from paceline.train.plan.choices import Sizes
+from paceline.train.plan.target_facts import MachineFacts, TargetFacts
+
+COMPILE_S = 20.0
+"""The first step on a GPU, which compiles: 19 s on one H100."""
+LOADS, LOAD_S, LOAD_BYTES_PER_S = 4, 10.0, 2e9
+"""A run on a GPU loads the target for answers, for steps, for serving beside them and for the last figures: seconds to begin
+with, and bytes per second from the disk. Assumed."""
+SAVE_BYTES_PER_S = 1e9
+UNSURE = (0.7, 2.0)
+"""The range of a GPU's hours, as factors: shares were measured on one GPU and one shape."""
+CHECKPOINT_BYTES = 12.0
+"""Of a parameter and its two moments, float32."""
+
+
+def fixed_seconds(
+    config: TrainConfig, target: TargetFacts, machine: MachineFacts, sizes: Sizes, steps_s: float
+) -> dict[str, float]:
+    """Seconds of what does not grow with the prompts, on GPUs: loading the target, compiling, writing checkpoints."""
+    if not machine.is_gpu:
+        return {}
+    weights = 0.0 if config.elsewhere.features_at else target.weight_bytes or target.shape.num_parameters * target.value_bytes
+    number = 1 + (0.0 if math.isinf(steps_s) else steps_s // (60 * config.loop.checkpoint_minutes))
+    saving_s = number * CHECKPOINT_BYTES * sizes.parameters / SAVE_BYTES_PER_S
+    return {"loading": LOADS * (LOAD_S + weights / LOAD_BYTES_PER_S), "compiling": COMPILE_S, "checkpoints": saving_s}
+
+
+def hours_range(config: TrainConfig, hours: dict[str, float]) -> tuple[float, float]:
+    """Hours at least and at most; minutes that end the steps are no guess."""
+    has_end = config.minutes is not None or config.loop.max_minutes is not None
+    sure = hours["steps"] if has_end else 0.0
+    low, high = ((sum(hours.values()) - sure) * factor + sure for factor in UNSURE)
+    return low, high

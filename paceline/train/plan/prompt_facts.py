@@ -1,0 +1,210 @@
+"""What is known of a run's prompts and answers before a weight is read: how many there are, how long, what is left
+out and why.
+
+The target's tokenizer counts tokens and renders one prompt, where it is on this machine; nothing is fetched for a
+plan. Called by `training_plan.py`; `regenerate` counts the same way when it runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.data.prompts import Prompt
+from paceline.data.rows import Dropped
+from paceline.errors import ConfigError, PromptError
+from paceline.hub import BUILTINS, HUB_ID, cache_home
+from paceline.model.gguf.container import is_gguf
+from paceline.report.tables import ignore
+from paceline.train.answers.mixture import read_mixture, sources_of
+from paceline.train.answers.prompt_tokens import NO_TEMPLATE, PromptEncoder, TokenizerOnly
+from paceline.train.config import PromptsConfig, TrainConfig
+from paceline.train.documents.dataset import Corpus, read_documents
+from paceline.train.run_file import with_value
+
+if TYPE_CHECKING:
+    from paceline.model.text.tokenizer import Tokenizer
+
+LETTERS_PER_TOKEN = 4
+UNKNOWN_PROMPTS = 1000
+MOST_ENCODED = 20_000
+"""Prompts that a plan encodes, a minute's work at most; what is left out of more is estimated from these."""
+MOST_LETTERS = 600
+"""Of the prompt that is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The prompts, as far as they can be counted."""
+
+    prompts: int
+    """Those that will be asked."""
+    prompt_tokens: float
+    """Mean."""
+    is_known: bool
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Rows and prompts that will not be asked, by reason."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """Keys of rows that are not read, and in how many rows they stand."""
+    example: str = ""
+    """The first prompt as the target gets it, its beginning."""
+
+
+@dataclass(slots=True)
+class _Examined:
+    """Prompts of some sources, read and encoded."""
+
+    prompts: list[Prompt]
+    number: int
+    mean_tokens: float | None
+    dropped: Dropped
+    example: str = ""
+
+
+def read_data(config: TrainConfig, notes: list[str], *, reads_answers: bool = False) -> Data:
+    """Counts prompts; `notes` gets what is left out and cannot be known yet. With `reads_answers` those are read
+    and counted too.
+
+    Raises PromptError for a file that cannot be read, with `strict` for a row that cannot be used; a data set that is
+    not here is only noted."""
+    local, own = _local(config, notes)
+    tokenizer = tokenizer_here(config.target.model) if config.scale == "default" else None
+    found = _examined(config, local, tokenizer, notes)
+    for name, prompts in (("held-out", config.heldout), ("ood", config.ood)):
+        here = tuple(each for each in prompts if _is_here(each))
+        if here:
+            others = PromptsConfig(here, config.asked.limit, config.asked.strict)
+            _tell(f"{name} prompts: ", _examined(config, others, tokenizer, notes).dropped, notes)
+    _tell("", found.dropped, notes)
+    if found.prompts and tokenizer is None and config.scale == "default":
+        notes.append(
+            "the target's tokenizer is not on this machine: prompts that are too long, or that its template refuses, are "
+            "counted when the run begins"
+        )
+    if config.answers:
+        told = f": {_answers_text(config)}" if reads_answers else " are read when the run begins"
+        notes.append(f"answers that exist already{told}; they are not in these hours")
+    for what, address in (("answers", config.elsewhere.answers_at), ("hidden states", config.elsewhere.features_at)):
+        if address:
+            notes.append(f"the {what} are of {address}: what they take there is not in these hours")
+    mean = min(60.0 if found.mean_tokens is None else found.mean_tokens, config.answering.max_prompt_tokens)
+    unread = dict(found.dropped.unread)
+    return Data(found.number + own, mean, bool(found.prompts), dict(found.dropped.counts), unread, found.example)
+
+
+def _local(config: TrainConfig, notes: list[str]) -> tuple[PromptsConfig, int]:
+    """The prompts of files that are here, and how many others are assumed."""
+    local: list[str] = []
+    own = config.asked.num_self_written if not config.answers or config.asked.prompts else config.asked.self_written
+    for given, (source, _) in zip(config.asked.prompts, sources_of(config.asked.prompts), strict=True):
+        if _is_here(source):
+            local.append(given)
+        else:
+            number = config.asked.limit or UNKNOWN_PROMPTS
+            notes.append(f"{source} is no file here: {number} prompts are assumed (--limit)")
+            own += number
+    return replace(config.asked, prompts=tuple(local)), own
+
+
+def _is_here(source: str) -> bool:
+    return Path(source).exists() or source.endswith((".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet"))
+
+
+def _examined(config: TrainConfig, asked: PromptsConfig, tokenizer: Tokenizer | None, notes: list[str]) -> _Examined:
+    """Raises PromptError with `strict` for a prompt that the target cannot be asked."""
+    mixture = read_mixture(asked, config.answering.seed, ignore)
+    prompts, dropped = mixture.prompts, mixture.dropped
+    first = next(iter(prompts), None)
+    example = "" if first is None else _plain_text(first)
+    letters = [sum(len(str(message.get("content") or "")) for message in prompt.messages) for prompt in prompts]
+    mean = sum(letters) / len(letters) / LETTERS_PER_TOKEN + 30 if letters else None
+    if tokenizer is None or first is None:
+        return _Examined(prompts, len(prompts), mean, dropped, example)
+    if tokenizer.chat_template is None and not config.answering.raw and not all(prompt.token_ids for prompt in prompts):
+        notes.append(NO_TEMPLATE)
+        return _Examined(prompts, len(prompts), mean, dropped, example)
+    encoder, refused = PromptEncoder(TokenizerOnly(tokenizer), config.answering), Dropped()
+    if asked.strict:
+        for prompt in prompts:
+            encoder.first_ids(prompt)
+    counts = encoder.examine(islice(prompts, MOST_ENCODED), refused)
+    example = _first_text(encoder, prompts) or example
+    number = len(counts) * len(prompts) // min(len(prompts), MOST_ENCODED)
+    if len(prompts) > MOST_ENCODED:
+        notes.append(
+            f"only the first {MOST_ENCODED} prompts were encoded for this plan: what is left out is counted among these"
+        )
+    dropped.update(refused)
+    return _Examined(prompts, number, sum(counts) / len(counts) if counts else None, dropped, example)
+
+
+def _first_text(encoder: PromptEncoder, prompts: list[Prompt]) -> str:
+    """The first prompt that can be asked, as the target gets it; empty where there is none."""
+    for prompt in prompts[:MOST_ENCODED]:
+        try:
+            return encoder.llm.tokenizer.decode(encoder.first_ids(prompt), skip_special=False)[:MOST_LETTERS]
+        except PromptError:  # counted by `examine`
+            continue
+    return ""
+
+
+def _plain_text(prompt: Prompt) -> str:
+    texts: list[Any] = [f"{message['role']}: {message.get('content')}" for message in prompt.messages]
+    return "\n".join(texts)[:MOST_LETTERS] or f"{len(prompt.token_ids)} token ids"
+
+
+def _tell(prefix: str, dropped: Dropped, notes: list[str]) -> None:
+    notes += [prefix + text for text in (str(dropped) if dropped else "", dropped.unread_text) if text]
+
+
+def _answers_text(config: TrainConfig) -> str:
+    """How many documents the answers become, and what of them is left out or cut. Raises PromptError."""
+    counts, dropped, number = Counter[str](), Dropped(), 0
+    for each in read_documents(config.answers, config.max_len, counts, None if config.asked.strict else dropped):
+        counts.update(num_loops_cut=each.has_loop, num_cut=each.is_cut)
+        number += 1
+    told = Corpus([], [], **counts, dropped=dropped).told()
+    return f"{number} documents" + (f", {told}" if told else "")
+
+
+def tokenizer_here(model: str) -> Tokenizer | None:
+    """The target's tokenizer where it is on this machine. Raises ModelFileError when it is damaged."""
+    path = BUILTINS[model].kept_in(cache_home()) if model in BUILTINS else Path(model).expanduser()
+    path = path.parent if path.suffix == ".json" else path
+    if not path.exists() and HUB_ID.fullmatch(model) and "/" in model:
+        import huggingface_hub
+
+        found = huggingface_hub.try_to_load_from_cache(model, "tokenizer.json")
+        path = Path(found).parent if isinstance(found, str) else path
+    if not (is_gguf(path) or (path / "tokenizer.json").is_file()):
+        return None
+    from paceline.model.text.tokenizer import Tokenizer  # here: it imports torch, which a plan needs for nothing else
+
+    return Tokenizer.from_path(path)
+
+
+def fit_lengths(config: TrainConfig) -> tuple[TrainConfig, dict[str, str]]:
+    """The config with room for the longest prompt and its answer in `max_len`, and why what was chosen.
+
+    Raises ConfigError where `max_len` and `max_prompt_tokens` are both given and no answer would be learned from
+    behind the longest prompt."""
+    answering, needed = config.answering, config.answering.max_prompt_tokens + config.answering.max_tokens
+    if needed <= config.max_len or not (config.asked.prompts or config.asked.self_written or not config.answers):
+        return config, {}
+    if not config.is_given("max_len"):
+        return with_value(config, "max_len", needed), {"max_len": "the longest prompt and its answer"}
+    left = config.max_len - min(answering.max_tokens, config.max_len // 2)
+    if not config.is_given("answering.max_prompt_tokens"):
+        if answering.max_prompt_tokens <= left:
+            return config, {}
+        name = "answering.max_prompt_tokens"
+        return with_value(config, name, left), {name: f"max_len {config.max_len} leaves no answer behind longer prompts"}
+    if answering.max_prompt_tokens > left:
+        raise ConfigError(
+            f"max_len {config.max_len} has no room for a prompt of max_prompt_tokens {answering.max_prompt_tokens} and its "
+            f"answer: raise max_len to {needed}, or lower max_prompt_tokens to {left}"
+        )
+    return config, {}

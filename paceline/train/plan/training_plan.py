@@ -1,0 +1,394 @@
+"""The plan of a training run, made and said before it begins, without loading a weight.
+
+    found = make_plan(config)                # choices, hours, disk, memory, what may be expected
+    found.config                             # the run with everything chosen
+    print(found.text)
+
+Who chose what is told: you (typed, or in a file), or the plan. Times come from the roofline of `simulate` and shares
+of the machine's rates that were measured for each stage (`EFFICIENCY`); tokens a round from `expectations`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.simulate.costs.roofline import pass_seconds
+from paceline.train.config import TrainConfig
+from paceline.train.documents.dataset import MAX_HELDOUT, MIN_HELDOUT, num_heldout
+from paceline.train.plan.choices import Sizes, choices, deployment_of, for_chains, machine_choices, share_of_pass, sizes_of
+from paceline.train.plan.expected_acceptance import Learned, expected_lines, expected_of
+from paceline.train.plan.gpu_times import CHECKPOINT_BYTES, fixed_seconds, hours_range
+from paceline.train.plan.prompt_facts import Data, fit_lengths, read_data
+from paceline.train.plan.target_facts import MachineFacts, TargetFacts, machine_of, read_target
+from paceline.train.run_file import value_of, with_value
+
+OPTIONS = {
+    "shape.num_layers": "--layers",
+    "shape.num_heads": "--heads",
+    "shape.num_kv_heads": "--kv-heads",
+    "shape.num_taps": "--taps",
+    "shape.start": "--first-layers",
+    "shape.kind": "--drafter-kind",
+    "shape.mask_token_id": "--mask-token",
+    "loop.loss.name": "--loss",
+    "loop.loss.vocab": "--loss-vocab",
+    "loop.loss.selector": "--selector-weight",
+    "loop.optim.name": "--optimiser",
+}
+"""Fields whose option in `paceline train` has another name."""
+PLANNED = ("shape.", "loop.")
+"""Beginnings of the names of fields that a plan shows."""
+EFFICIENCY = {"cpu": {"answers": 0.35, "features": 0.6, "steps": 0.5}, "gpu": {"answers": 0.4, "features": 0.5, "steps": 0.32}}
+"""Shares of the machine's rates that the stages reach; docs/train.md says from which runs."""
+MEASURED_STEPS = 0.43
+"""The steps' share of a GPU's rate as measured on it: one H100 multiplies 743 of its 989 TFLOP/s, steps reached 310 to 326."""
+MOST_UNUSED = 0.5
+"""A plan that uses less than this share of the given minutes says why."""
+ANSWER_SHARE = 0.75
+"""Of the longest answer, that answers are long on average: an assumption where there are none yet."""
+MOST_ANSWERING = 0.35
+"""Share of the minutes that answers and features may take: steps need the rest."""
+MORE_ANSWERS, LEAST_EPOCHS, WARM = 0.25, 6.0, 0.7
+"""A prompt is answered more than once, at this temperature, while that takes no more than this share of the minutes
+and each answer is still learned from so many times."""
+OPTIMISER_BYTES = 16
+"""A parameter, its gradient and two moments, float32."""
+NOT_KEPT = ("online", "streamed")
+"""Hidden states that are computed in every epoch, and not kept on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run will do, take and bring."""
+
+    target: str
+    target_source: str
+    machine: str
+    config: TrainConfig
+    sizes: Sizes
+    chosen: dict[str, str]
+    """Field -> why: what the plan chose."""
+    share_of_pass: float
+    """Drafting a block over the target's pass that checks it."""
+    parameters: int
+    """Of the drafter."""
+    data: Data
+    hours: dict[str, float]
+    """Of answers, features, steps, and all together; on GPUs also loading, compiling and checkpoints."""
+    hours_range: tuple[float, float] | None
+    """Fewest and most hours that may come of it, on GPUs."""
+    disk_bytes: dict[str, float]
+    memory_bytes: float
+    blocks: float
+    """Learned from in these hours."""
+    expected: dict[str, Any] | None
+    """As of `expectations.expected_of`; None for drafters of chains."""
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        told = {each: getattr(self, each) for each in self.__dataclass_fields__ if each not in ("config", "sizes", "data")}
+        told["values"] = {name: value_of(self.config, name) for name in self.chosen}
+        return {**told, "sizes": asdict(self.sizes), "data": asdict(self.data), "text": self.text}
+
+    @property
+    def text(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def make_plan(config: TrainConfig, device_name: str | None = None, *, reads_answers: bool = False) -> Plan:
+    """`reads_answers`: count also the answers that exist already.
+
+    Raises the errors of reading the target's sizes, ConfigError for an unknown device or lengths that exclude each
+    other, and PromptError for bad prompts."""
+    config = for_chains(config)
+    target, machine = read_target(config.target), machine_of(device_name, config.target.device)
+    notes: list[str] = []
+    if machine.is_busy:
+        notes.append(
+            "other programs kept this machine busy while its speeds were measured: a plan made when it is idle may differ"
+        )
+    chosen: dict[str, str] = {}
+    if config.plan == "auto":
+        wanted = choices(config, target, machine) if config.init is None else machine_choices(machine)
+        for choice in wanted:
+            if not config.is_given(choice.name) and value_of(config, choice.name) != choice.value:
+                config, chosen[choice.name] = with_value(config, choice.name, choice.value), choice.why
+    if config.plan == "auto":
+        config, fitted = fit_lengths(config)
+        chosen |= fitted
+    data = read_data(config, notes, reads_answers=reads_answers)
+    config, limited, data = _limited(config, target, machine, data)
+    chosen |= limited
+    sizes = sizes_of(config, target)
+    config, more = _more_answers(config, target, machine, data, sizes)
+    chosen |= more
+    seconds = _stage_seconds(config, target, machine, data)
+    steps_s, blocks = _steps(config, target, machine, data, sizes, sum(seconds.values()))
+    if config.minutes is not None and config.loop.max_minutes is None:
+        config = with_value(config, "loop.max_minutes", max(steps_s / 60, 0.1))
+        chosen["loop.max_minutes"] = "what answers and features leave of the minutes"
+    seconds["steps"] = steps_s
+    seconds |= fixed_seconds(config, target, machine, sizes, steps_s)
+    hours = {name: value / 3600 for name, value in seconds.items()}
+    if config.minutes and 60 * sum(hours.values()) < MOST_UNUSED * config.minutes:
+        notes.append(
+            f"only {60 * sum(hours.values()):.0f} of {config.minutes:g} minutes are used: by then each answer was learned from "
+            f"{config.loop.epochs:g} times; more prompts would use them"
+        )
+    disk = _disk(config, target, data, sizes)
+    return Plan(
+        target=target.name,
+        target_source=target.source,
+        machine=machine.title,
+        config=config,
+        sizes=sizes,
+        chosen=chosen,
+        share_of_pass=share_of_pass(sizes, target, machine),
+        parameters=sizes.parameters,
+        data=data,
+        hours={**hours, "all": sum(hours.values())},
+        hours_range=hours_range(config, hours) if machine.is_gpu else None,
+        disk_bytes=disk,
+        memory_bytes=_memory(config, target, sizes),
+        blocks=blocks,
+        expected=None if config.shape.is_chained else expected_of(target.name, _learned(config, data, blocks)),
+        notes=notes,
+    )
+
+
+def _limited(
+    config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data
+) -> tuple[TrainConfig, dict[str, str], Data]:
+    """Fewer prompts of each source, where answering all of them would leave too few of the minutes for learning."""
+    if config.minutes is None or config.plan == "off" or config.is_given("asked.limit") or not config.asked.prompts:
+        return config, {}, data
+    needed_s = sum(_stage_seconds(config, target, machine, data).values())
+    share = MOST_ANSWERING * 60 * config.minutes / needed_s if needed_s else 1.0
+    if share >= 1.0:
+        return config, {}, data
+    limit = max(32, math.floor(share * data.prompts / len(config.asked.prompts)))
+    why = f"all {data.prompts} prompts would take {needed_s / 60:.0f} of {config.minutes:g} minutes to answer and read"
+    fewer = replace(data, prompts=min(data.prompts, limit * len(config.asked.prompts)))
+    return with_value(config, "asked.limit", limit), {"asked.limit": why}, fewer
+
+
+def _more_answers(
+    config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data, sizes: Sizes
+) -> tuple[TrainConfig, dict[str, str]]:
+    """Several answers to each prompt, where the minutes would teach the same few of them over and over."""
+    names = ("answering.temperatures", "answering.samples")
+    is_asked = config.minutes is not None and config.plan != "off" and config.asked.prompts
+    if not is_asked or config.elsewhere.answers_at or any(map(config.is_given, names)):
+        return config, {}
+    assert config.minutes is not None
+    epochs = _epochs(config, target, machine, data, sizes)[0]
+    for samples in (3, 2, 1):
+        trial = with_value(with_value(config, names[0], (0.0, WARM)), names[1], samples)
+        each, before_s = _epochs(trial, target, machine, data, sizes)
+        if each >= LEAST_EPOCHS and before_s <= MORE_ANSWERS * 60 * config.minutes:
+            why = f"{data.prompts} answers would be learned from {epochs:.0f} times, {1 + samples} to a prompt {each:.0f} times"
+            return trial, dict.fromkeys(names[: 2 if samples > 1 else 1], why)
+    return config, {}
+
+
+def _epochs(config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data, sizes: Sizes) -> tuple[float, float]:
+    """(how often each answer is learned from, seconds of answers and features)."""
+    before_s = sum(_stage_seconds(config, target, machine, data).values())
+    blocks = _steps(config, target, machine, data, sizes, before_s)[1]
+    each = min(config.loop.anchors, ANSWER_SHARE * config.answering.max_tokens)
+    return blocks / max(each * _num_answers(config, data), 1.0), before_s
+
+
+def _num_answers(config: TrainConfig, data: Data) -> int:
+    return data.prompts * sum(config.answering.samples if each else 1 for each in config.answering.temperatures)
+
+
+def _learned(config: TrainConfig, data: Data, blocks: float) -> Learned:
+    """What the steps learn from: samples of one prompt count once, and what is held out does not count."""
+    each = min(config.loop.anchors, ANSWER_SHARE * config.answering.max_tokens)
+    kept_out = 0 if config.heldout else _num_held_out(config, data)
+    return Learned(blocks, None if config.answers else data.prompts - kept_out, each)
+
+
+def _num_held_out(config: TrainConfig, data: Data) -> int:
+    return num_heldout(data.prompts, config.heldout_share, MAX_HELDOUT, MIN_HELDOUT)
+
+
+def _stage_seconds(config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data) -> dict[str, float]:
+    """Of answers and features: the roofline's time over the share of it that these stages reach; none for those elsewhere."""
+    deployment, reached = deployment_of(target, machine), EFFICIENCY["gpu" if machine.is_gpu else "cpu"]
+    answer, batch = ANSWER_SHARE * config.answering.max_tokens, 32
+    number = _num_answers(config, data) / machine.number
+    context = data.prompt_tokens + answer / 2
+    pass_s = sum(pass_seconds(target.shape, deployment, batch, 1, context).values())
+    prefill_s = sum(pass_seconds(target.shape, deployment, 1, 256, context).values()) / 256
+    documents_s = number * (data.prompt_tokens + answer) * prefill_s
+    answers_s = number * (answer * pass_s / batch + data.prompt_tokens * prefill_s)
+    times = config.loop.epochs if config.features in NOT_KEPT else 1.0
+    return {
+        "answers": 0.0 if config.elsewhere.answers_at else answers_s / reached["answers"],
+        "features": 0.0 if config.elsewhere.features_at else times * documents_s / reached["features"],
+    }
+
+
+def flops_per_block(config: TrainConfig, target: TargetFacts, data: Data, sizes: Sizes) -> float:
+    """Forward and backward of one block, its share of the document's context included."""
+    rows = config.loop.loss.vocab or sizes.draft_vocab
+    layers = 6.0 * sizes.num_layers * sizes.layer_parameters * sizes.block_size
+    head = 4.0 * (sizes.block_size - 1) * min(rows, target.shape.vocab_size) * sizes.hidden_size
+    answer = ANSWER_SHARE * config.answering.max_tokens
+    length = min(data.prompt_tokens + answer, config.max_len)
+    return layers + head + 6.0 * sizes.context_parameters * length / min(config.loop.anchors, answer)
+
+
+def _steps(
+    config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data, sizes: Sizes, before_s: float
+) -> tuple[float, float]:
+    """(seconds, blocks) of the steps: as many as minutes, steps or epochs allow."""
+    loop = config.loop
+    name = "bfloat16" if loop.autocast and "bfloat16" in machine.machine.flops_per_s else "float32"
+    reached = MEASURED_STEPS if machine.is_gpu and machine.is_here else EFFICIENCY["gpu" if machine.is_gpu else "cpu"]["steps"]
+    rate = machine.machine.flops_per_s[name] * machine.number * reached / flops_per_block(config, target, data, sizes)
+    each = min(loop.anchors, ANSWER_SHARE * config.answering.max_tokens)
+    blocks = loop.epochs * each * _num_answers(config, data)
+    if loop.max_steps is not None:
+        blocks = float(loop.max_steps * loop.blocks_per_step)
+    has_end = loop.max_minutes is not None or config.minutes is not None
+    is_counted = loop.max_steps is not None or not config.answers  # answers that are there are counted when the run begins
+    seconds = blocks / rate if is_counted or not has_end else math.inf
+    if loop.max_minutes is not None:
+        seconds = min(seconds, 60 * loop.max_minutes)
+    elif config.minutes is not None:
+        seconds = min(seconds, max(60 * config.minutes - before_s, 0.25 * 60 * config.minutes))
+    return seconds, seconds * rate
+
+
+def _disk(config: TrainConfig, target: TargetFacts, data: Data, sizes: Sizes) -> dict[str, float]:
+    length = data.prompt_tokens + ANSWER_SHARE * config.answering.max_tokens
+    number, value_bytes = _num_answers(config, data), 4 if config.target.dtype == "float32" else 2
+    value_bytes = 1 if config.feature_dtype == "int8" else value_bytes
+    features = number * length * sizes.num_taps * sizes.hidden_size * value_bytes
+    checkpoint = sizes.parameters * CHECKPOINT_BYTES
+    disk = {
+        "answers": 8.0 * number * length,
+        "features": 0.0 if config.features in NOT_KEPT else features,
+        "checkpoints": checkpoint * (config.loop.keep_last + 1) + 6.0 * sizes.parameters,
+    }
+    return {**disk, "all": sum(disk.values())}
+
+
+def _memory(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
+    """At most, in the training stage: target, its embedding and head as matrices, weights with their optimiser, one
+    pack. Of a target elsewhere only these two matrices are here."""
+    is_elsewhere = config.elsewhere.features_at is not None
+    matrix = 2.0 * 4 * target.shape.vocab_size * sizes.hidden_size if target.is_quantised or is_elsewhere else 0.0
+    rows = config.loop.blocks_per_pack * sizes.block_size
+    kept = sizes.num_layers * (30 * sizes.hidden_size + 6 * sizes.intermediate_size) * 4.0 * rows
+    head = 256 * 12.0 * min(config.loop.loss.vocab or sizes.draft_vocab, target.shape.vocab_size)
+    weights = 0.0 if is_elsewhere else target.weight_bytes or target.shape.num_parameters * target.value_bytes
+    return weights + matrix + OPTIMISER_BYTES * sizes.parameters + kept + head
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    sizes, config = plan.sizes, plan.config
+    yield f"plan: a drafter for {plan.target} (sizes from {plan.target_source}), on {plan.machine}"
+    vocab = f"{sizes.draft_vocab} tokens to draft among, " if config.shape.draft_vocab else ""
+    yield (
+        f"  shape      {sizes.num_layers} layers of width {sizes.intermediate_size}, {sizes.num_heads} heads of "
+        f"{sizes.head_dim} over {sizes.num_kv_heads}, {sizes.num_taps} taps, block {sizes.block_size}, {vocab}"
+        f"{plan.parameters / 1e6:.1f} million parameters; drafting costs {plan.share_of_pass:.0%} of a target pass"
+    )
+    yield from _chosen_lines(plan)
+    hours = plan.hours
+    parts = ", ".join(f"{name} {_duration(value)}" for name, value in hours.items() if name != "all")
+    span = "" if plan.hours_range is None else f" ({' to '.join(map(_duration, plan.hours_range))})"
+    kept_out = "" if config.heldout else f", {_num_held_out(config, plan.data)} of them held out"
+    yield (
+        f"  time       {_duration(hours['all'])}{span}: {parts} ({plan.data.prompts} prompts{kept_out}, "
+        f"{_short(plan.blocks)} blocks)"
+    )
+    disk = plan.disk_bytes
+    held = ", ".join(f"{name} {disk[name] / 1e9:.2f}" for name in ("answers", "features", "checkpoints"))
+    yield f"  disk       {disk['all'] / 1e9:.2f} GB: {held}"
+    yield f"  memory     {plan.memory_bytes / 1e9:.1f} GB at most"
+    if plan.expected is None:
+        yield "  expected   no curve for such a drafter: its own held-out figures will say"
+    else:
+        yield from (f"  {line}" for line in expected_lines(plan.target, plan.expected))
+    if plan.data.example:
+        yield f"  prompt     as the target gets it: {plan.data.example!r}"
+    for note in plan.notes:
+        yield f"  note       {note}"
+
+
+def _chosen_lines(plan: Plan) -> Iterator[str]:
+    """The options that the plan chose, those of one reason together; then those that the user gave."""
+    config, by_reason = plan.config, dict[str, list[str]]()
+    for name, why in plan.chosen.items():
+        by_reason.setdefault(why, []).append(_setting(config, name))
+    for why, options in by_reason.items():
+        yield f"  chosen     {', '.join(options)}: {why}"
+    given = config.given if config.given is not None else ()
+    yours = [_setting(config, name) for name in sorted(given) if name.startswith(PLANNED)]
+    if yours:
+        yield f"  yours      {', '.join(yours)}"
+
+
+def option_of(name: str) -> str:
+    """The option of `paceline train` that sets a field: --draft-vocab for shape.draft_vocab."""
+    return OPTIONS.get(name, "--" + name.rpartition(".")[2].replace("_", "-"))
+
+
+def _setting(config: TrainConfig, name: str) -> str:
+    """A field as it is typed, with its value."""
+    value = value_of(config, name)
+    if name == "loop.autocast":
+        return "--autocast" if value else "--full-precision"
+    return f"{option_of(name)} {_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "all" if value == 0 and value is not False else str(value)
+
+
+def _duration(hours: float) -> str:
+    minutes = 60 * hours
+    if minutes < 1.5:
+        return f"{60 * minutes:.0f} s"
+    return f"{minutes:.0f} min" if minutes < 90 else f"{hours:.1f} h"
+
+
+def _short(number: float) -> str:
+    for unit, size in (("million", 1e6), ("thousand", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"
+
+
+def apply_stored(config: TrainConfig, told: dict[str, Any]) -> TrainConfig:
+    """What an earlier start of the same run chose stays chosen; what is asked for now wins.
+
+    `told`: plan.json. A name that no config has any more is left out.
+    """
+    for name, value in (told.get("values") or {}).items():
+        try:
+            before = value_of(config, name)
+        except AttributeError:
+            continue
+        if not config.is_given(name):
+            config = with_value(config, name, tuple(value) if isinstance(before, tuple) else value)
+    return config
+
+
+def stored_plan(out: Path) -> dict[str, Any] | None:
+    """plan.json of a run that has one; None when there is none or it is damaged."""
+    try:
+        told = json.loads((out / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return told if isinstance(told, dict) else None

@@ -1,0 +1,100 @@
+"""`paceline adapt replay`, `check`, `log`: what they print, and how they end."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+
+import pytest
+from adapt_requests import NOON, keyed, store
+
+from paceline.cli import app
+from paceline.errors import ConfigError
+from paceline.loop.adapt.config import PolicyConfig, ReplayConfig
+
+pytestmark = pytest.mark.slow
+
+
+def paceline(*words: object) -> int | None:
+    return app(["adapt", *map(str, words)], prog_name="paceline", standalone_mode=False)
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def fallen(folder: Path) -> Path:
+    """Eleven days of tickets, the last two and a half of them at half of the acceptance."""
+    rows = []
+    for at in range(11 * 24):
+        ended = NOON + datetime.timedelta(hours=at)
+        accepted = [2] * 40 if at < 204 else [0] * 40
+        rows += [keyed(5 * at + each, ended=ended, drafted=[3] * 40, accepted=accepted) for each in range(5)]
+    return store(folder / "traces", rows)
+
+
+def test_replay(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    paceline("replay", "--scenario", "empty-day", "--seeds", 1, "--days", 7, "--out", tmp_path / "lines.jsonl", "--json")
+    line = last_line(capsys)
+    assert {"retrains", "false_alarms_per_4_weeks", "detection_periods", "second_member_proposed"} <= line.keys()
+    assert line["retrains"] == 0
+    assert len((tmp_path / "lines.jsonl").read_text().splitlines()) == 7 * 24
+
+
+def test_replay_of_stored_traffic(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    traces = fallen(tmp_path)
+    paceline("replay", "--traces", traces, "--training-price", "0.0001", "--json")
+    ours = last_line(capsys)
+    assert ours["hours"] == 11 * 24 and ours["retrains"] == 1 and ours["alarms"] == 1
+
+
+def test_check_ends_with_a_status(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    traces = fallen(tmp_path)
+    asked = ("check", "--traces", traces, "--state", tmp_path / "state", "--json")
+    assert paceline(*asked, "--training-price", "0.0001") == 3
+    found = last_line(capsys)
+    assert found["decision"]["action"] == "retrain" and found["seen"]["tickets"]["state"] == "held"
+    assert paceline(*asked) is None
+    assert "cost" in last_line(capsys)["decision"]["declined"]["retrain"]
+
+
+def test_check_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "traces").mkdir()
+    assert paceline("check", "--traces", tmp_path / "traces", "--json") is None
+    assert last_line(capsys)["decision"]["action"] == "too little"
+    with pytest.raises(ConfigError, match="no folder of traces"):
+        paceline("check", "--traces", tmp_path / "none")
+
+
+def test_check_of_ten_requests_says_that_they_are_too_few(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """And not that acceptance is as it usually is: nothing is known of what is usual."""
+    store(tmp_path / "traces", [keyed(number) for number in range(10)])
+    assert paceline("check", "--traces", tmp_path / "traces", "--json") is None
+    shown = capsys.readouterr()
+    line = json.loads(shown.out.splitlines()[-1])
+    assert line["decision"]["action"] == "too little" and line["decision"]["why"].startswith("10 requests, 1 hour; ")
+    assert shown.err.startswith("too little: 10 requests, 1 hour; ") and "usually is" not in shown.out + shown.err
+
+
+def test_log(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    paceline("log", "--state", tmp_path, "--json")
+    assert last_line(capsys) == {"lines": 0, "report": None}
+
+
+def test_check_of_requests_without_rounds_is_not_told_that_there_is_no_traffic(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As `record` writes them for another server: its metrics know the rounds."""
+    store(tmp_path / "traces", [keyed(number, drafted=None, accepted=None, temperature=None) for number in range(40)])
+    assert paceline("check", "--traces", tmp_path / "traces", "--json") is None
+    line = last_line(capsys)
+    assert line["decision"]["why"].startswith("40 requests, none with rounds: adapt watch --server")
+    assert line["left_out"] == {"no rounds": 40}
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigError, match="early_periods"):
+        PolicyConfig(hold_periods=9)
+    with pytest.raises(ConfigError, match="scenario"):
+        ReplayConfig(scenario="storm")

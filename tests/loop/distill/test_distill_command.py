@@ -1,0 +1,60 @@
+"""`paceline distill` as it is typed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from paceline.commands.distill import distill
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError
+from paceline.loop.distill import config as asks
+from paceline.loop.distill.run import DistillResult
+from paceline.train.config import AnswerConfig, PromptsConfig
+
+
+def typed(out: Path, *answers: Path) -> dict[str, Any]:
+    return {
+        "config": asks.DistillConfig(out, answers=answers),
+        "teacher": EngineConfig(),
+        "asked": PromptsConfig(),
+        "answering": AnswerConfig(),
+        "student": asks.StudentConfig(),
+        "teaching": asks.TeachingConfig(),
+        "gate": asks.GateConfig(),
+        "files": asks.FilesConfig(),
+    }
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_the_exit_status_says_whether_it_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = DistillResult(tmp_path, tmp_path / "student", None, passed, "why", (0, 1), 5, 0.1)
+    monkeypatch.setattr("paceline.loop.distill.distill", lambda config, progress: made)
+    if passed:
+        distill(**typed(tmp_path, tmp_path))
+    else:
+        with pytest.raises(typer.Exit) as ended:
+            distill(**typed(tmp_path, tmp_path), as_json=True)
+        assert ended.value.exit_code == 1 and '"reason": "why"' in capsys.readouterr().out
+
+
+def test_without_answers_it_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--answers FOLDER"):
+        distill(**typed(tmp_path))
+    with pytest.raises(ConfigError, match="paceline regenerate"):
+        distill(**typed(tmp_path), dry_run=True)
+
+
+def test_without_trl_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is computed or written."""
+    monkeypatch.delitem(sys.modules, "paceline.loop.distill.teach", raising=False)
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(ConfigError, match=r"pip install 'paceline\[distill\]'"):
+        distill(**typed(tmp_path / "out", tmp_path))
+    assert not (tmp_path / "out").exists()

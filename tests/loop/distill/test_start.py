@@ -1,0 +1,89 @@
+"""What a student is before it has learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf_files import write_gguf
+from small_llm import tiny_model
+from small_teacher import WORDS, untaught, write_untaught
+
+from paceline.engine.llm import LLM
+from paceline.errors import ConfigError
+from paceline.loop.distill.config import StudentConfig, TeachingConfig
+from paceline.loop.distill.influence import influences
+from paceline.loop.distill.start import kept_layers, spread_layers, write_start
+from paceline.model import checkpoint
+from paceline.model.gguf.to_folder import write_folder
+from paceline.train.documents.dataset import Document
+
+
+def test_layers_are_spread_with_both_ends_among_them() -> None:
+    assert spread_layers(30, 12) == (0, 3, 5, 8, 11, 13, 16, 18, 21, 24, 26, 29)
+    assert spread_layers(4, 4) == (0, 1, 2, 3) and spread_layers(4, 1) == (0,)
+    assert len(kept_layers(StudentConfig(), 30)) == 12
+    assert kept_layers(StudentConfig(keep_layers=(0, 2)), 4) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"layers": 5}, "between 1 and the teacher's 4"),
+        ({"keep_layers": (0, 4)}, "the teacher's are 0 to 3"),
+        ({"keep_layers": (2, 1)}, "must rise"),
+        ({"layers": 2, "keep_layers": (0, 1)}, "exclude each other"),
+    ],
+)
+def test_layers_that_are_not_there(asked: dict, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        kept_layers(StudentConfig(**asked), 4)
+
+
+def test_settings_that_do_not_go_together() -> None:
+    with pytest.raises(ConfigError, match="belongs to method gkd"):
+        TeachingConfig(on_policy=0.5)
+    with pytest.raises(ConfigError, match="must divide"):
+        TeachingConfig(batch_size=8, micro_batch=3)
+
+
+def test_a_student_has_the_layers_that_were_asked_for(tmp_path: Path) -> None:
+    teacher = write_untaught(tmp_path / "teacher.gguf")
+    assert write_start(StudentConfig(keep_layers=(0, 3)), teacher, tmp_path / "start") == (0, 3)
+    ours, theirs = dict(checkpoint.load_tensors(tmp_path / "start")), dict(checkpoint.load_tensors(teacher))
+    assert checkpoint.load_config(tmp_path / "start").num_layers == 2
+    name = "self_attn.q_proj.weight"
+    assert torch.equal(ours[f"model.layers.1.{name}"], theirs[f"model.layers.3.{name}"])
+    assert torch.equal(ours["model.embed_tokens.weight"], theirs["model.embed_tokens.weight"])
+
+
+def test_layers_that_change_most_are_taken(tmp_path: Path) -> None:
+    """A layer that adds nothing is the first to go, and its influence is none at all."""
+    model = untaught()
+    with torch.no_grad():
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            model.model.layers[1].get_submodule(name).weight.zero_()
+            model.model.layers[2].get_submodule(name).weight.mul_(20)
+    write_gguf(tmp_path / "teacher.gguf", model, "llama", **WORDS)
+    llm = LLM(str(tmp_path / "teacher.gguf"), drafter="none", dtype="float32", max_len=64, max_batch=1)
+    documents = [Document(f"{place}", np.arange(5 + place, 40, dtype=np.int32), 10) for place in range(3)]
+    found = influences(llm, documents)
+    assert found[0] == found[3] == float("inf") and found[1] == pytest.approx(0, abs=1e-5) and found[2] > 0.01
+    assert kept_layers(StudentConfig(layers=3), 4, found) == (0, 2, 3)
+    asked = StudentConfig(layers=3)
+    assert write_start(asked, tmp_path / "teacher.gguf", tmp_path / "start", lambda: found) == (0, 2, 3)
+    assert write_start(asked, tmp_path / "teacher.gguf", tmp_path / "start") == (0, 2, 3)
+    even = StudentConfig(layers=2, choice="even")
+    assert write_start(even, tmp_path / "teacher.gguf", tmp_path / "even", lambda: found) == (0, 3)
+    assert llm.target.cache.allocate() is not None
+
+
+def test_a_smaller_model_must_speak_in_the_same_tokens(tmp_path: Path) -> None:
+    teacher = write_untaught(tmp_path / "teacher.gguf")
+    small = write_folder(teacher, tmp_path / "small")
+    assert write_start(StudentConfig(student=str(small)), teacher, tmp_path / "start") == ()
+    other = tiny_model(tmp_path / "other")
+    with pytest.raises(ConfigError, match="has other tokens than its teacher"):
+        write_start(StudentConfig(student=str(other)), teacher, tmp_path / "again")

@@ -1,0 +1,84 @@
+"""A suite asked: what is kept, what is refused before anything is asked, and models with a drafter that changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from eval_doubles import Says, suite
+from small_llm import fake_llm
+
+from paceline.data.prompts import read_prompts
+from paceline.errors import ConfigError, ContextLengthError, PromptError
+from paceline.loop.evals import compare, read_scores, read_suite, run_suite
+from paceline.loop.evals.answerers import LLMAnswerer
+from paceline.loop.evals.config import EvalSampling, PricesConfig
+from paceline.loop.evals.suite import Case, Suite
+
+
+def test_scores_costs_and_the_file(tmp_path: Path) -> None:
+    prices = PricesConfig(price_in=10.0, price_out=100.0)
+    done = run_suite(suite(), Says(["0", "1", "2", "no"]), samples=2, prices=prices)
+    assert done.mean == 0.75 and done.num_answers == 8 and done.cases[3].why == ("another text",) * 2
+    assert done.price_per_1000 == pytest.approx(1000 * (5 * 10 + 2 * 100) / 1e6)
+    done.write(tmp_path / "scores.json")
+    assert read_scores(tmp_path) == done
+    (tmp_path / "scores.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds no scores"):
+        read_scores(tmp_path)
+
+
+def test_an_answerer_that_leaves_cases_out_is_refused() -> None:
+    with pytest.raises(PromptError, match="left cases without an answer"):
+        run_suite(suite(), Says(["0"]))
+
+
+def test_a_judge_is_missed_before_anything_is_asked() -> None:
+    judged = Suite("s", (Case("a", {"kind": "judge", "reference": "x"}, ({"role": "user", "content": "?"},)),))
+    with pytest.raises(ConfigError, match="--judge"):
+        run_suite(judged, Says(["never asked"]))
+
+
+def test_suites_there_and_back(tmp_path: Path) -> None:
+    traced = Case("t", {"kind": "exact", "answer": "x"}, token_ids=(5, 6), text="hi", origin={"digest": "d"})
+    written = Suite("s", (*suite(2).cases, traced))
+    found = read_suite(written.write(tmp_path / "s.jsonl"))
+    assert found.cases == written.cases and found.digest == written.digest
+    assert len(read_prompts(tmp_path / "s.jsonl")) == 3
+    assert found.digest != found.first(2).digest
+    (tmp_path / "twice.jsonl").write_text(2 * (json.dumps(traced.as_row()) + "\n"))
+    with pytest.raises(PromptError, match="two cases"):
+        read_suite(tmp_path / "twice.jsonl")
+    (tmp_path / "bad.jsonl").write_text('{"id": "a"}\n')
+    with pytest.raises(PromptError, match="line 1"):
+        read_suite(tmp_path / "bad.jsonl")
+    with pytest.raises(PromptError, match="paceline evals make"):
+        read_suite(tmp_path / "none.jsonl")
+
+
+def test_a_model_answers_and_a_drafter_changes_nothing() -> None:
+    llm, sampling = fake_llm(), EvalSampling(max_tokens=12, seed=3)
+    plain = run_suite(suite(), LLMAnswerer(llm, sampling))
+    llm.use_drafter("ngram")
+    drafted = run_suite(suite(), LLMAnswerer(llm, sampling, "with ngram"))
+    found = compare(plain, drafted)
+    assert found.same_text == 4 and found.verdict == "no difference seen"
+    assert plain.num_tokens == drafted.num_tokens > 0 and plain.core_s is not None and plain.lossless
+
+
+def test_seeds_are_those_of_the_case_and_samples_differ() -> None:
+    llm, sampling = fake_llm(), EvalSampling(max_tokens=12, temperature=1.0, seed=3)
+    both = run_suite(suite(), LLMAnswerer(llm, sampling), samples=2)
+    last = run_suite(Suite("s", suite().cases[3:]), LLMAnswerer(llm, sampling), samples=2)
+    assert last.cases[0].texts == both.cases[3].texts, "its place in the suite does not matter"
+    assert any(case.texts[0] != case.texts[1] for case in both.cases)
+
+
+def test_a_case_that_does_not_fit_and_foreign_tokens() -> None:
+    llm = fake_llm()
+    with pytest.raises(ContextLengthError, match="case c0"):
+        run_suite(suite(), LLMAnswerer(llm, EvalSampling(max_tokens=100_000)))
+    foreign = Suite("s", (Case("a", {"kind": "exact", "answer": "x"}, token_ids=(99_999,)),))
+    with pytest.raises(ConfigError, match="another vocabulary"):
+        run_suite(foreign, LLMAnswerer(llm, EvalSampling(max_tokens=4)))

@@ -1,0 +1,144 @@
+"""Rollouts: exact samples with the policy's log-probabilities, the same with and without drafts, while weights change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_llm import fake_llm, tiny_model
+
+from paceline.draft.dflash.drafter import DFlashDrafter
+from paceline.engine.llm import LLM
+from paceline.errors import ConfigError
+from paceline.loop.rl.follow import DFlashFollower, FollowConfig
+from paceline.loop.rl.rollouts import RolloutConfig, Rollouts, seed_of
+
+PROMPTS = [list(range(40, 60)), list(range(70, 80))]
+SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_batch": 4, "max_len": 128}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("policy"))
+
+
+def rollouts_of(folder: Path, drafter: str = "ngram", **changes: Any) -> Rollouts:
+    config = RolloutConfig(**({"seed": 3, "temperature": 0.7, "max_tokens": 12} | changes))
+    return Rollouts(LLM(str(folder), drafter=drafter, **SETTINGS), config)
+
+
+def moved(folder: Path, share: float) -> dict[str, torch.Tensor]:
+    """The file's weights, a little louder: a policy after an update."""
+    return {name: tensor * (1.0 + share) for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+def test_drafts_change_no_sample(folder: Path) -> None:
+    said = {}
+    for drafter in ("none", "ngram", "random-dflash"):
+        rollouts, told = rollouts_of(folder, drafter), []
+        for step in range(3):
+            rollouts.load_weights(moved(folder, 5.0 * step), step)
+            told += rollouts.sample(PROMPTS, num_each=3)
+        said[drafter] = told
+    for drafter in ("ngram", "random-dflash"):
+        assert [each.completion_ids for each in said[drafter]] == [each.completion_ids for each in said["none"]]
+        for ours, plain in zip(said[drafter], said["none"], strict=True):
+            assert ours.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
+    assert len({tuple(each.completion_ids) for each in said["none"][:6]}) == 6
+
+
+@pytest.mark.slow
+def test_log_probabilities_are_the_policys(folder: Path) -> None:
+    """As Transformers has them of the same weights, over the temperature."""
+    transformers = pytest.importorskip("transformers")
+    rollouts, weights = rollouts_of(folder), moved(folder, 20.0)
+    rollouts.load_weights(weights, 1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.load_state_dict(weights)
+    for sample in rollouts.sample(PROMPTS):
+        ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
+        with torch.no_grad():
+            logprobs_TV = (model(ids).logits[0, len(sample.prompt_ids) - 1 : -1] / 0.7).log_softmax(-1)
+        expected = logprobs_TV.gather(-1, ids[0, len(sample.prompt_ids) :, None])[:, 0].tolist()
+        assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+        assert sample.mask == [1] * len(sample.completion_ids)
+
+
+def test_another_step_another_seed_the_same_seed_the_same_samples(folder: Path) -> None:
+    one, other = rollouts_of(folder), rollouts_of(folder)
+    first, second = one.sample(PROMPTS), one.sample(PROMPTS)
+    assert [each.completion_ids for each in first] != [each.completion_ids for each in second]
+    assert first == other.sample(PROMPTS)
+    one.load_weights(moved(folder, 0.0), 7)
+    other.load_weights(moved(folder, 0.0), 7)
+    assert one.sample(PROMPTS) == other.sample(PROMPTS)
+    assert len({seed_of(1, "0.0", str(place)) for place in range(100)}) == 100
+
+
+def test_figures(folder: Path) -> None:
+    rollouts = rollouts_of(folder)
+    rollouts.load_weights(moved(folder, 0.1), 4)
+    samples = rollouts.sample(PROMPTS, num_each=2)
+    (figures,) = rollouts.figures
+    told = figures.as_json()
+    assert (told["step"], told["num_samples"]) == (4, 4)
+    assert told["num_tokens"] == sum(len(each.completion_ids) for each in samples)
+    assert told["load_s"] > 0 and told["tokens_per_round"] >= 1 and told["tokens_per_s"] > 0
+
+
+@pytest.mark.slow
+def test_the_drafter_follows(folder: Path) -> None:
+    """It learns what the policy says, in the engine's own object, and no sample changes."""
+    drafter = DFlashDrafter.random(LLM(str(folder), drafter="none", **SETTINGS).target, num_layers=1, block_size=4)
+    llm = LLM(str(folder), drafter=drafter, **SETTINGS)
+    follower = DFlashFollower(llm.drafter, FollowConfig(steps=12, anchors=16))
+    rollouts = Rollouts(llm, RolloutConfig(seed=1, temperature=0.2, max_tokens=24), follower=follower)
+    plain = Rollouts(LLM(str(folder), drafter="none", **SETTINGS), rollouts.config)
+    before = {name: tensor.clone() for name, tensor in drafter.network.state_dict().items()}
+    weights = moved(folder, 20.0)
+    for step in range(4):
+        for each in (rollouts, plain):
+            each.load_weights(weights, step)
+        assert [each.completion_ids for each in rollouts.sample(PROMPTS)] == [
+            each.completion_ids for each in plain.sample(PROMPTS)
+        ]
+    assert llm.drafter is drafter
+    told = [each.more for each in rollouts.figures]
+    assert told[0] == {} and told[3]["drafter_loss"] < told[1]["drafter_loss"]
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in drafter.network.state_dict().items())
+    assert rollouts.figures[3].follow_s > 0
+
+
+def test_the_engine_packs_what_the_drafter_has_learned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound drafter holds its weights as it multiplies them: after a lesson it is bound anew."""
+    drafter = DFlashDrafter.random(LLM(str(folder), drafter="none", **SETTINGS).target, num_layers=1, block_size=4)
+    llm, bind, bound = LLM(str(folder), drafter=drafter, **SETTINGS), DFlashDrafter.bind, list[torch.Tensor]()
+
+    def watched(self: DFlashDrafter, *args: Any, **given: Any) -> None:
+        bound.append(next(iter(self.network.state_dict().values())).clone())
+        bind(self, *args, **given)
+
+    monkeypatch.setattr(DFlashDrafter, "bind", watched)
+    rollouts = Rollouts(llm, RolloutConfig(max_tokens=24), follower=DFlashFollower(llm.drafter, FollowConfig(steps=2)))
+    for step in range(2):
+        rollouts.load_weights(moved(folder, 20.0), step)
+        rollouts.sample(PROMPTS)
+    assert torch.equal(bound[-1], next(iter(drafter.network.state_dict().values())))
+    assert not torch.equal(bound[-1], bound[0])
+
+
+def test_what_cannot_follow_says_so(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="lookups"):
+        DFlashFollower(rollouts_of(folder).llm.drafter)
+
+
+def test_answers_that_are_not_the_policys_are_refused() -> None:
+    llm = fake_llm()
+    llm.allow_lossy = True
+    with pytest.raises(ConfigError, match="lossy"):
+        Rollouts(llm)
+    with pytest.raises(ConfigError, match="temperature"):
+        RolloutConfig(temperature=0.0)

@@ -1,0 +1,196 @@
+"""The run folder: whole files, growing metrics, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import CacheError
+from paceline.runs.folder import RunFolder, plain, sync_folder, whole_file, write_results, write_whole
+
+
+def test_a_run_folder_holds_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/usr/bin/paceline", "train", "--target", "a model"])
+    run = RunFolder.create("train", {"target": "a model", "path": tmp_path}, tmp_path / "run")
+    config = json.loads((run.path / "config.json").read_text())
+    assert config["what"] == "train"
+    assert config["path"] == str(tmp_path)
+    assert "python" in config["versions"]
+    assert (run.path / "command.txt").read_text() == "paceline train --target 'a model'\n"
+
+
+def test_a_result_file_says_what_made_it(tmp_path: Path) -> None:
+    """One writer for run folders and scripts; peers add their versions."""
+    run = RunFolder.create("bench", {}, tmp_path / "run")
+    files = [run.results({"rate": 2.5}), write_results(tmp_path / "script.json", {"rate": 2.5}, peers={"peer": "1.2"})]
+    for file in files:
+        record = json.loads(file.read_text())
+        assert record["rate"] == 2.5
+        assert set(record["processor"]) == {"name", "num_cores"} and record["processor"]["num_cores"] >= 1
+        assert {"python", "paceline", "torch"} <= set(record["versions"])
+        assert "commit" in record and record["command"] and record["date"]
+    assert json.loads(files[1].read_text())["versions"]["peer"] == "1.2"
+    assert files[0] == run.path / "results.json"
+
+
+def test_every_result_that_is_kept_says_what_made_it() -> None:
+    files = sorted((Path(__file__).parent.parent.parent / "experiments" / "results").glob("*.json"))
+    assert files
+    for file in files:
+        record = json.loads(file.read_text())
+        assert record["versions"].keys() >= {"python", "torch"} and record["commit"] and record["command"], file.name
+        assert (record.get("processor") or record["machine"])["name"], file.name
+
+
+def test_every_script_that_prints_figures_says_what_made_them() -> None:
+    scripts = Path(__file__).parent.parent.parent / "experiments"
+    for script in scripts.glob("*.py"):
+        text = script.read_text()
+        assert "versions()" not in text and "commit()" not in text, f"{script.name} has a writer of its own"
+
+
+def test_default_folders_never_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = [RunFolder.create("bench", {}) for _ in range(3)]
+    assert len({run.path for run in runs}) == 3
+    assert all(run.path.parent == Path("runs") and run.path.name.startswith("bench-") for run in runs)
+
+
+def test_metrics_grow_and_survive_a_crash(tmp_path: Path) -> None:
+    run = RunFolder.create("train", {}, tmp_path / "run")
+    run.log(step=1, loss=2.5)
+    RunFolder.open(run.path).log(step=2, loss=math.nan)
+    with (run.path / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 3, "lo')
+    assert run.metrics() == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": None}]
+    assert RunFolder.create("train", {}, run.path).metrics() == []
+
+
+def test_a_run_continued_after_a_crash_drops_the_cut_line(tmp_path: Path) -> None:
+    run = RunFolder.create("train", {}, tmp_path / "run")
+    run.log(step=1)
+    for cut in (b'{"step": 2, "lo', '{"text": "né'.encode()[:-1]):
+        with (run.path / "metrics.jsonl").open("ab") as metrics:
+            metrics.write(cut)
+        assert run.metrics()[-1]["step"] in (1, 2)
+        RunFolder.open(run.path).log(step=2)
+    assert run.metrics() == [{"step": 1}, {"step": 2}, {"step": 2}]
+    (run.path / "metrics.jsonl").write_text('{"step"')
+    assert RunFolder.open(run.path).metrics() == []
+    (run.path / "metrics.jsonl").unlink()
+    assert RunFolder.open(run.path).metrics() == []
+
+
+def test_writes_are_whole_and_leave_nothing_behind(tmp_path: Path) -> None:
+    run = RunFolder.create("bench", {}, tmp_path / "run")
+    run.write("report.md", "# one\n")
+    run.write("report.md", "# two\n")
+    assert (run.path / "report.md").read_text() == "# two\n"
+    assert sorted(file.name for file in run.path.iterdir()) == ["command.txt", "config.json", "report.md"]
+
+
+def test_unwritable_folders_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CacheError, match="choose another folder with --out"):
+        RunFolder.create("bench", {}, tmp_path / "file" / "run")
+    with pytest.raises(CacheError, match="not a run folder"):
+        RunFolder.open(tmp_path)
+
+
+def test_plain_values() -> None:
+    numpy = pytest.importorskip("numpy")
+    assert plain({"a": numpy.float32(0.5), 1: (math.inf, True, None), "s": {3}}) == {
+        "a": 0.5,
+        "1": [None, True, None],
+        "s": [3],
+    }
+
+
+class TestWholeFile:
+    def test_files_of_one_stem_are_written_side_by_side(self, tmp_path: Path) -> None:
+        """Two formats of one thing, and two writers of the same file: the last one to end wins."""
+        with whole_file(tmp_path / "a.safetensors") as weights, whole_file(tmp_path / "a.json") as told:
+            weights.write_bytes(b"weights")
+            told.write_text("{}")
+        with whole_file(tmp_path / "b") as first, whole_file(tmp_path / "b") as second:
+            first.write_text("first")
+            second.write_text("second")
+        names = {path.name: path.read_text() for path in tmp_path.iterdir()}
+        assert names == {"a.safetensors": "weights", "a.json": "{}", "b": "first"}
+
+    def test_what_fails_leaves_the_old_file_and_nothing_else(self, tmp_path: Path) -> None:
+        (tmp_path / "a.json").write_text("old")
+
+        def fail() -> None:
+            with whole_file(tmp_path / "a.json") as scratch:
+                scratch.write_text("ne")
+                raise OSError("no space")
+
+        with pytest.raises(CacheError, match="no space"):
+            fail()
+        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.json", "old")]
+
+    def test_it_is_on_the_disk_before_it_has_its_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """File, name, folder: in any other order a power cut may leave a name with half a file."""
+        steps: list[str] = []
+        replace, fsync = Path.replace, os.fsync
+
+        def renamed(scratch: Path, path: Path) -> Path:
+            steps.append("rename")
+            return replace(scratch, path)
+
+        def synced(handle: int) -> None:
+            steps.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
+            fsync(handle)
+
+        monkeypatch.setattr(Path, "replace", renamed)
+        monkeypatch.setattr(os, "fsync", synced)
+        write_whole(tmp_path / "a.json", "{}")
+        assert steps == ["file", "rename", "folder"]
+
+    def test_what_a_killed_writer_left_goes_when_it_is_old(self, tmp_path: Path) -> None:
+        kinds = {"old": f"a.json.{'0' * 16}.part", "young": f"a.json.{'1' * 16}.part", "foreign": "a.part"}
+        for name in kinds.values():
+            (tmp_path / name).write_text("half")
+            os.utime(tmp_path / name, (1, 1))
+        os.utime(tmp_path / kinds["young"])
+        write_whole(tmp_path / "b.json", "{}")
+        assert {path.name for path in tmp_path.iterdir()} == {kinds["young"], kinds["foreign"], "b.json"}
+
+    def test_what_another_user_left_hinders_nobody(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In a folder like /tmp only a file's owner may delete it."""
+        left = tmp_path / f"a.json.{'0' * 16}.part"
+        left.write_text("half")
+        os.utime(left, (1, 1))
+        unlink = Path.unlink
+
+        def guarded(path: Path, missing_ok: bool = False) -> None:
+            if path == left:
+                raise PermissionError(1, "Operation not permitted")
+            unlink(path, missing_ok)
+
+        monkeypatch.setattr(Path, "unlink", guarded)
+        write_whole(tmp_path / "b.json", "{}")
+        assert {path.name for path in tmp_path.iterdir()} == {left.name, "b.json"}
+
+    def test_it_has_the_mode_that_was_wanted(self, tmp_path: Path) -> None:
+        with whole_file(tmp_path / "a", mode=0o600) as scratch:
+            assert stat.S_IMODE(scratch.stat().st_mode) == 0o600
+            scratch.write_text("secret")
+        assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
+
+
+def test_a_folder_is_synced_with_all_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inner").mkdir()
+    for name in ("a", "inner/b"):
+        (tmp_path / name).write_text("text")
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_ino))
+    sync_folder(tmp_path)
+    paths = [tmp_path / "a", tmp_path / "inner" / "b", tmp_path / "inner", tmp_path]
+    assert sorted(synced) == sorted(path.stat().st_ino for path in paths) and synced[-1] == tmp_path.stat().st_ino

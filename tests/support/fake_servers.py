@@ -1,0 +1,110 @@
+"""A server that is paceline's, vLLM's or SGLang's as far as `loop/adapt/servers/deploy.py` can tell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+from loopback import answering
+
+
+class FakeServer:
+    """Counts what is asked of it; tests set what it answers."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, dict[str, Any]]] = []
+        self.members: dict[str, str] = {"general": "default"}
+        """Name -> drafter."""
+        self.drained: set[str] = set()
+        self.clusters: dict[str, str | None] = {"tickets": None}
+        """Label -> the member that it is sent to."""
+        self.refuses: dict[str, tuple[int, dict[str, Any]]] = {}
+        """Path -> status and answer, in place of what is usual."""
+        self.keys: list[str | None] = []
+        self.is_well = True
+        self.is_away = False
+        """Hangs up without an answer."""
+        self.loses: set[str] = set()
+        """Paths whose answer is lost once the request has been carried out."""
+        self.metrics = ""
+        self.url = ""
+
+    def count(self, rounds: int, accepted: int, tokens: int, errors: int = 0, ended: int = 99) -> None:
+        """Set vLLM's counters, and paceline's; `ended`: requests that ended well."""
+        self.metrics = (
+            f'vllm:spec_decode_num_drafts_total{{model_name="m",engine="0"}} {rounds}\n'
+            f'vllm:spec_decode_num_accepted_tokens_total{{model_name="m",engine="0"}} {accepted}\n'
+            f'vllm:generation_tokens_total{{model_name="m",engine="0"}} {tokens}\n'
+            f'vllm:request_success_total{{model_name="m",engine="0",finished_reason="stop"}} {ended}\n'
+            f'vllm:request_success_total{{model_name="m",engine="0",finished_reason="error"}} {errors}\n'
+        )
+
+    def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        self.calls.append((method, path, body))
+        if path in self.refuses:
+            status, told = self.refuses[path]
+            return status, json.dumps(told)
+        if path == "/health":
+            return (200, "") if self.is_well else (503, "")
+        if path == "/metrics":
+            return 200, self.metrics
+        if path.startswith("/admin/"):
+            return self._admin(method, path.split("/")[2:], body)
+        if path == "/update_weights_from_disk":
+            return 200, json.dumps({"success": True})
+        return 200, "{}"
+
+    def _admin(self, method: str, words: list[str], body: dict[str, Any]) -> tuple[int, str]:
+        """`serve/admin/api.py`, as far as it is used."""
+        match method, words:
+            case "GET", ["drafters"]:
+                rows = [
+                    {"name": name, "drafter": made, "state": "draining" if name in self.drained else "ready", "rows": 0}
+                    for name, made in self.members.items()
+                ]
+                clusters = [{"label": label, "pinned": name} for label, name in self.clusters.items()]
+                return 200, json.dumps({"drafters": rows, "clusters": clusters})
+            case "POST", ["drafters", name]:
+                self.members[name] = body["drafter"]
+            case "POST", ["drafters", name, "drain"]:
+                self.drained.add(name)
+            case "DELETE", ["drafters", name]:
+                self.drained.remove(name)
+                del self.members[name]
+            case "POST" | "DELETE", ["clusters", name] if name in self.clusters:
+                self.clusters[name] = body.get("drafter")
+            case _:
+                return 404, "{}"
+        return 200, "{}"
+
+
+@contextmanager
+def serving(fake: FakeServer, port: int = 0) -> Iterator[FakeServer]:
+    """On this port of loopback, or a free one, from a thread."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def _any(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            body = self.rfile.read(length)
+            if fake.is_away:
+                self.close_connection = True
+                return
+            fake.keys.append(self.headers.get("Authorization"))
+            status, text = fake.answer(self.command, self.path, json.loads(body) if body else {})
+            if self.path in fake.loses:
+                self.close_connection = True
+                return
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text.encode())))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        do_GET = do_POST = do_DELETE = _any
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with answering(Handler, port) as fake.url:
+        yield fake

@@ -1,0 +1,153 @@
+"""Servers with a fault each, for tests of `paceline audit`: proxies before an honest server.
+
+honest      nothing is changed
+flattened   temperature times 1.15
+lossy       a lossy rule, which the answers do not tell of
+top-p       0.9 in place of what was asked
+slipped     every hundredth token is another model's
+another     greedy answers come from another model
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from paceline.loop.audit.answers import AnswerReader
+from paceline.model.text.tokenizer import Tokenizer
+from paceline.net.streaming import Client
+
+HOST = "127.0.0.1"
+HEAT, TOP_P, SLIP_EVERY = 1.15, 0.9, 100
+LOSSY = "typical:eps=0.09,delta=0.3"
+JSON = dict[str, Any]
+Ask = Callable[[JSON], JSON]
+"""A request of /v1/completions to its answer."""
+
+
+class Refused(Exception):
+    """The server behind the proxy refused the request."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(status)
+        self.status, self.body = status, body
+
+
+def asking(client: Client) -> Ask:
+    """Pass a request on."""
+
+    def ask(body: JSON) -> JSON:
+        stream = client.post("/v1/completions", json.dumps(body).encode())
+        if stream.status != 200:
+            raise Refused(stream.status, stream.body)
+        return json.loads(stream.body)
+
+    return ask
+
+
+def flattened(ask: Ask) -> Ask:
+    return lambda body: ask(body | {"temperature": min(HEAT * body["temperature"], 2.0)})
+
+
+def wrong_top_p(ask: Ask) -> Ask:
+    return lambda body: ask(body | ({"top_p": TOP_P} if body.get("top_p", 1.0) < 1 else {}))
+
+
+def lossy(ask: Ask, rule: str) -> Ask:
+    def asked(body: JSON) -> JSON:
+        told = ask(body | ({"lossy": rule} if body["temperature"] else {}))
+        return {name: value for name, value in told.items() if name not in ("lossy", "lossless")}
+
+    return asked
+
+
+def another(ask: Ask, other: Ask) -> Ask:
+    return lambda body: ask(body) if body["temperature"] else other({**body, "model": None})
+
+
+class Slipping:
+    """Every hundredth token is the likeliest of another model. Gives token ids, as vLLM does."""
+
+    def __init__(self, ask: Ask, other: Ask, tokenizer: Tokenizer, every: int = SLIP_EVERY) -> None:
+        self._ask, self._other, self._tokenizer, self._every = ask, other, tokenizer, every
+        self._reader, self._numbers, self._lock = AnswerReader(tokenizer), itertools.count(1), threading.Lock()
+
+    def __call__(self, body: JSON) -> JSON:
+        prompt, said, reason = list(body["prompt"]), list[int](), "length"
+        with self._lock:
+            slips = [next(self._numbers) % self._every == 0 for _ in range(body["max_tokens"])]
+        while len(said) < len(slips) and reason == "length":
+            left = slips[len(said) :]
+            if left[0]:
+                more, _ = self._told(self._other, {"temperature": 0.0, "max_tokens": 1}, prompt + said)
+            else:
+                until = left.index(True) if True in left else len(left)
+                more, reason = self._told(self._ask, body | {"max_tokens": until}, prompt + said)
+            said += more
+        if reason == "length" and len(said) < len(slips):
+            reason = "stop"
+        text = self._tokenizer.decode(said)
+        choice = {"index": 0, "text": text, "finish_reason": reason, "token_ids": said, "prompt_token_ids": prompt}
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(said)}
+        return {"object": "text_completion", "choices": [choice], "usage": usage}
+
+    def _told(self, ask: Ask, body: JSON, prompt: list[int]) -> tuple[list[int], str]:
+        told = self._reader.read(ask(body | {"prompt": prompt, "return_token_ids": True}), "stop" in body)
+        assert told is not None and told.token_ids
+        return told.token_ids, told.finish_reason
+
+
+@contextlib.contextmanager
+def proxy(ask: Ask, name: str = "model") -> Iterator[str]:
+    """Its address."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.answer(200, json.dumps({"data": [{"id": name}]}).encode())
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            if not self.path.endswith("/v1/completions"):
+                self.answer(404, b"{}")
+                return
+            try:
+                self.answer(200, json.dumps(ask(body | {"model": None})).encode())
+            except Refused as refused:
+                self.answer(refused.status, refused.body)
+
+        def answer(self, status: int, data: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer((HOST, 0), Handler) as made:
+        made.daemon_threads = True
+        threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        try:
+            yield f"http://{HOST}:{made.server_address[1]}"
+        finally:
+            made.shutdown()
+
+
+def planted(ask: Ask, other: Ask, tokenizer: Tokenizer, rule: str = LOSSY) -> dict[str, Ask]:
+    """Every kind of server, by name; the first one is honest."""
+    return {
+        "honest": ask,
+        "flattened": flattened(ask),
+        "lossy": lossy(ask, rule),
+        "top-p": wrong_top_p(ask),
+        "slipped": Slipping(ask, other, tokenizer),
+        "another": another(ask, other),
+    }

@@ -1,0 +1,97 @@
+"""What tests of training share: a tiny target, documents that it can learn from, and a trainer over them in no time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.draft.dflash.drafter import DFlashNetwork
+from paceline.model.checkpoint import random_tensors
+from paceline.model.config.decoder import DecoderConfig
+from paceline.model.target import Target, head_weight
+from paceline.model.torch.decoder import Decoder
+from paceline.train.config import DrafterShape, LoopConfig, LossConfig, OptimConfig
+from paceline.train.documents.dataset import Corpus, Document
+from paceline.train.features.hidden_states import Features, FeatureSource, OnlineFeatures
+from paceline.train.learn.initial_weights import network_for
+from paceline.train.learn.loop import Trainer
+from paceline.train.learn.losses import Head
+from paceline.train.learn.packs import DFlashTrainable
+
+VOCAB, HIDDEN = 24, 32
+SHAPE = DecoderConfig(
+    "llama", hidden_size=HIDDEN, vocab_size=VOCAB, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2,
+    head_dim=8, rms_norm_eps=1e-6, max_position=256,
+)  # fmt: skip
+
+
+def tiny_decoder(seed: int = 0) -> Decoder:
+    """A random Llama, loud enough that every layer matters."""
+    tensors = [(name, tensor if "norm" in name else 8 * tensor) for name, tensor in random_tensors(SHAPE, seed)]
+    return Decoder(SHAPE, tensors, num_rows=2, max_len=64)
+
+
+def document(number: int, prompt: int = 4, answer: int = 16, **changes: Any) -> Document:
+    """Random prompt, then a cycle through the vocabulary in steps of its own: easy to learn."""
+    generator = np.random.default_rng(number)
+    said = (generator.integers(VOCAB) + (1 + number % 3) * np.arange(answer)) % (VOCAB - 1)
+    tokens = np.concatenate([generator.integers(0, VOCAB - 1, prompt), said]).astype(np.int32)
+    values: dict[str, Any] = {"key": f"doc-{number}@0/0", "tokens": tokens, "answer_start": prompt} | changes
+    return Document(**values)
+
+
+def documents(number: int = 10) -> list[Document]:
+    return [document(index, 3 + index % 4, 10 + index % 7) for index in range(number)]
+
+
+class Poisoned:
+    """Features of which one document's are no numbers."""
+
+    def __init__(self, source: FeatureSource, number: int) -> None:
+        self.source, self.number = source, number
+
+    def of(self, number: int) -> Features:
+        features = self.source.of(number)
+        return Features(features.taps_SF * float("nan"), features.final_SD) if number == self.number else features
+
+
+def config(**changes: Any) -> LoopConfig:
+    """Steps of eight blocks in packs of four, no autocast."""
+    values: dict[str, Any] = {"max_steps": 8, "blocks_per_step": 8, "anchors": 3, "blocks_per_pack": 4, "autocast": False}
+    values |= {"loss": LossConfig("ce"), "optim": OptimConfig(lr=3e-3), "checkpoint_minutes": 1e9} | changes
+    return LoopConfig(**values)
+
+
+def trainer(
+    folder: Path,
+    settings: LoopConfig | None = None,
+    *,
+    poisoned: int | None = None,
+    target: Target | None = None,
+    learned: list[Document] | None = None,
+    **options: Any,
+) -> Trainer:
+    """A new drafter of one layer and blocks of four over ten documents, or those `learned`; `options` as Trainer's."""
+    settings = settings or config()
+    target = target or tiny_decoder()
+    shape = DrafterShape(num_layers=1, block_size=4, num_taps=2)
+    raw, network = network_for(target, "none", shape, None, settings.seed)
+    corpus = Corpus(learned or documents(), [])
+    features: FeatureSource = OnlineFeatures(
+        target, corpus.train, network.config.target_layer_ids, settings.loss.needs_target_probs
+    )
+    if poisoned is not None:
+        features = Poisoned(features, poisoned)
+    drafter = DFlashTrainable(network, raw, settings.attention)
+    return Trainer(drafter, corpus, features, embedding(target), head_of(target, network), settings, folder=folder, **options)
+
+
+def embedding(target: Target) -> torch.Tensor:
+    return target.matrix_embed(torch.arange(target.vocab_size)).clone()
+
+
+def head_of(target: Target, network: DFlashNetwork) -> Head:
+    return Head(head_weight(target), network.config.output_multiplier, network.config.final_logit_softcapping)

@@ -1,0 +1,48 @@
+"""Drafters in folders, and the drafts they make: for tests of formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from round_loop import generate
+from tiny_dflash import MIXED, PROMPT, SLIDING, loud_, network, raw_config
+
+from paceline.draft.base import Drafter
+from paceline.draft.dflash.checkpoint import DFlashConfig, as_dflash2, write_checkpoint
+from paceline.draft.dflash2.drafter import DFlash2Network
+from paceline.types import Batch, DraftBlock
+
+IDS = torch.tensor([1, 4, 5, 9])
+BOTH_WAYS = {**SLIDING, "layer_types": MIXED, "is_causal": False}
+CAUSAL = {**SLIDING, "layer_types": MIXED}
+
+
+def raw_2(**keys: Any) -> dict[str, Any]:
+    raw = as_dflash2(raw_config(**keys), rank=5, top_k=6)
+    raw["dflash_config"]["conv_group_size"] = 4
+    return raw
+
+
+def written(folder: Path, raw: dict[str, Any], ids: torch.Tensor | None = None) -> Path:
+    config = DFlashConfig.from_json(raw)
+    made = network(raw) if config.second is None else DFlash2Network.random(config)
+    if config.second:
+        loud_(made)
+    write_checkpoint(folder, raw, made.of_file(), ids)
+    return folder
+
+
+def drafted(target: Any, drafter: Drafter) -> list[list[int]]:
+    """Every round's drafts."""
+    found, propose = list[list[int]](), drafter.propose
+
+    def recorded(batch: Batch) -> DraftBlock:
+        block = propose(batch)
+        found.append(block.tokens_B[0])
+        return block
+
+    drafter.propose = recorded
+    generate(target, drafter, [PROMPT], 16)
+    return found
