@@ -175,6 +175,7 @@ def test_a_run_leaves_what_others_need(finished: Finished) -> None:
     assert (run / "report.html").is_file()
 
 
+@pytest.mark.nightly  # of the same answers, in 8 bits; a streamed run of the command is killed and goes on below
 def test_streamed_features_give_the_same_curve(finished: Finished, tmp_path: Path) -> None:
     """Within what int8 rounds away; that streaming itself changes no bit stands in test_stream.py."""
     answers = finished[0] / "regenerate" / "answers"
