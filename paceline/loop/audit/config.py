@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 from paceline.bounds import Count, Positive, Rate, Whole, check, within
 
-PRECISIONS = ("float32", "bfloat16", "quantised")
 Precision = Literal["float32", "bfloat16", "quantised"]
 
 

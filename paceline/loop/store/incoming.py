@@ -21,7 +21,6 @@ with needing(ConfigError, "a store is Parquet, which needs pyarrow: pip install 
 Row = dict[str, Any]
 TOLD = ("model", "tag", "ended", "sampling", "seed", "cluster")
 """Columns of traces that a store keeps, beside those of answers."""
-MADE = ("conversation", "prompt", "digest", "version")
 STORED = pa.schema(
     [
         *SCHEMA,

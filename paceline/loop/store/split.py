@@ -49,11 +49,6 @@ def first_prompts(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [first[prompt] for prompt in prompts]
 
 
-def conversations_of(prompts: Sequence[tuple[int, ...]]) -> list[str]:
-    """Names of the conversations that these prompts belong to."""
-    return [digest(first) for first in first_prompts(prompts)]
-
-
 def families(firsts: Sequence[tuple[int, ...]], related: float) -> Groups:
     """Of conversations, by their first prompts."""
     groups, pieces = Groups(len(firsts)), [pieces_of(first) for first in firsts]
