@@ -30,6 +30,7 @@ from paceline.data.prompts import read_prompts
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
+from paceline.figures import Rounds, first_difference
 from paceline.hub import resolve
 from paceline.model.backends import form_of, load_target
 from paceline.model.checkpoint import random_tensors
@@ -71,14 +72,11 @@ def top_two_gap(llm: LLM, tokens: list[int]) -> float:
 
 def differences(llm: LLM, prompts: list[list[int]], expected: list[list[int]], got: list[list[int]]) -> list[dict[str, Any]]:
     """First difference of each prompt that differs, with the logit gap there."""
-    found = []
-    for index, (prompt, want, have) in enumerate(zip(prompts, expected, got, strict=True)):
-        if want == have:
-            continue
-        pairs = zip(want, have, strict=False)
-        at = next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(want), len(have)))
-        found.append({"prompt": index, "token": at, "gap": top_two_gap(llm, prompt + want[:at])})
-    return found
+    return [
+        {"prompt": index, "token": at, "gap": top_two_gap(llm, prompt + want[:at])}
+        for index, (prompt, want, have) in enumerate(zip(prompts, expected, got, strict=True))
+        if (at := first_difference(want, have)) is not None
+    ]
 
 
 @torch.inference_mode()
@@ -127,8 +125,6 @@ def main() -> None:
         got = [answer.token_ids for answer in answers]
         reference = reference or got  # bfloat16: our own plain decoding, which runs first
         found = differences(llm, prompts, reference, got)
-        rounds = sum(answer.stats.num_rounds for answer in answers)
-        accepted = sum(answer.stats.num_accepted for answer in answers)
         results.append(
             {
                 "drafter": name,
@@ -136,21 +132,14 @@ def main() -> None:
                 "tokens": sum(map(len, got)),
                 "different": len(found),
                 "not_near_ties": sum(each["gap"] > NEAR_TIE for each in found),
-                "tokens_per_round": round(1 + accepted / max(rounds, 1), 3),
+                "tokens_per_round": round(Rounds.sum(answer.stats for answer in answers).tokens_per_round, 3),
                 "differences": found,
             }
         )
         log.print(f"{name}: {results[-1]} ({time.perf_counter() - started:.0f} s)")
-    compared = "transformers" if args.dtype == "float32" else "none"
-    figures = {
-        "model": args.model,
-        "dtype": args.dtype,
-        "own_reading": args.own_reading,
-        "form": str(form_of(llm.target)),
-        "reference": compared,
-        "results": results,
-    }
-    print(json.dumps(record_of(figures)))
+    asked = {name: getattr(args, name) for name in ("model", "dtype", "own_reading")}
+    told = {"form": str(form_of(llm.target)), "reference": "transformers" if args.dtype == "float32" else "none"}
+    print(json.dumps(record_of({**asked, **told, "results": results})))
     if args.dtype == "float32" and any(result["not_near_ties"] for result in results):
         raise SystemExit("float32 must give Transformers' text")
     if llm.target.is_width_invariant and args.dtype != "float32" and any(result["different"] for result in results):

@@ -25,9 +25,9 @@ from lossless_greedy import drafters, log
 from scipy.stats import chisquare
 
 from paceline import LLM, SamplingParams
-from paceline.data.prompts import read_prompts
 from paceline.model.sampling.logits import target_probs
 from paceline.model.target import ForwardBatch
+from paceline.report.statistics import Rounds
 from paceline.runs.folder import record_of
 
 NUM_PARTS = 20
@@ -80,18 +80,9 @@ def main() -> None:
     llm = LLM(args.model, drafter="none", dtype=args.dtype, rule=args.rule, plan=args.plan)
     messages = [prompt.messages for path in args.prompts for prompt in read_prompts(path, limit=32)]
     prompts = [llm.encode_chat(list(messages[index % len(messages)])) for index in range(args.completions)]
-    params = [
-        SamplingParams(
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            min_p=args.min_p,
-            max_tokens=args.max_tokens,
-            seed=None if args.no_seed else seed,
-            ignore_eos=True,
-        )
-        for seed in range(args.completions)
-    ]
+    how = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens")}
+    seeds = [None if args.no_seed else seed for seed in range(args.completions)]
+    params = [SamplingParams(**how, seed=seed, ignore_eos=True) for seed in seeds]
     results = []
     for name, make in drafters(llm, args.drafters.split(",")).items():
         llm.use_drafter(make())
@@ -101,8 +92,6 @@ def main() -> None:
         table = torch.tensor([excess for excess, _ in pairs])
         by_position = list(zip(*(points for _, points in pairs), strict=True))
         mean, error = table.mean(0), table.std(0) / len(table) ** 0.5
-        accepted = sum(out.stats.num_accepted for out in answers)
-        rounds = sum(out.stats.num_rounds for out in answers)
         results.append(
             {
                 "drafter": name,
@@ -113,7 +102,7 @@ def main() -> None:
                 "chi_square_p_of_all": p_value([point for points in by_position for point in points]),
                 "is_right": bool(((mean / error).abs() <= MOST_ERRORS).all())
                 and min(p_value(list(points)) for points in by_position) >= LEAST_P,
-                "tokens_per_round": round(1 + accepted / max(rounds, 1), 3),
+                "tokens_per_round": round(Rounds.sum(out.stats for out in answers).tokens_per_round, 3),
             }
         )
         log.print(results[-1])

@@ -85,16 +85,7 @@ class Bench:
         """A whole training, and its figures."""
         name, options = f"{way}-{world}-{precision}", self.options
         words = ["train", *self.target(), "--answers", str(answers), "--out", str(self.out / name), "--plan", "off"]
-        words += [
-            "--parallel",
-            way,
-            "--max-steps",
-            str(options.steps),
-            "--serve-share",
-            "0",
-            "--max-len",
-            "512",
-        ]
+        words += ["--parallel", way, "--max-steps", str(options.steps), "--serve-share", "0", "--max-len", "512"]
         words += ["--full-precision"] if precision == "float32" else []
         words += ["--layers", "2", "--taps", "2", "--blocks-per-step", "128", "--anchors", "16"] if options.tiny else []
         self.run(name, world, words)

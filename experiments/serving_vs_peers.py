@@ -33,11 +33,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gguf
+from gguf import GGMLQuantizationType as Quant
+
 from paceline.bench.serving.load import Answer, read_answer
 from paceline.data.prompts import Prompt, read_prompts
 from paceline.hardware import this_machine
 from paceline.hub import resolve
 from paceline.net.streaming import Client
+from paceline.report.tables import Column, Table
 from paceline.runs.folder import write_results
 
 MODEL, HOST = "smollm2-135m", "127.0.0.1"
@@ -148,6 +152,38 @@ def ask_all(peer: Peer, prompts: list[Prompt], streams: int, max_tokens: int) ->
     return Turn(wall_s, answers)
 
 
+def write_bf16(source: Path, target: Path) -> Path:
+    """The file with every quantised matrix as bfloat16, made when it is not there; what is float32 in it (norms) stays so.
+
+    The numbers are those of our converted folder, rounded once; the rows of q and k stay in llama.cpp's order, and the
+    metadata and the tokenizer as they are.
+    """
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    reader = gguf.GGUFReader(source)
+    draft = target.with_suffix(".part")
+    writer = gguf.GGUFWriter(draft, reader.fields["general.architecture"].contents())
+    for name, entry in reader.fields.items():
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type", "general.quantization_version"):
+            continue
+        inner = entry.types[1] if entry.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, entry.contents(), entry.types[0], sub_type=inner)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    for stored in reader.tensors:
+        values = gguf.dequantize(stored.data, stored.tensor_type).reshape([int(size) for size in reversed(stored.shape)])
+        if stored.tensor_type == Quant.F32:
+            writer.add_tensor(stored.name, values)
+        else:
+            writer.add_tensor(stored.name, gguf.quantize(values, Quant.BF16), raw_dtype=Quant.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    draft.replace(target)
+    return target
+
+
 def peers_of(args: argparse.Namespace) -> Iterator[Peer]:
     """The servers that are asked for and installed."""
     threads, rows = str(args.threads), str(max(args.streams))
@@ -156,8 +192,6 @@ def peers_of(args: argparse.Namespace) -> Iterator[Peer]:
     yield Peer(OURS, [*ours, "--drafter", "default"])
     yield Peer("paceline", [*ours, "--drafter", "none"])
     if "llama-cpp-python" in args.peers:
-        from gguf_to_bf16 import write_bf16
-
         blocks = resolve(MODEL)
         bf16 = write_bf16(blocks, Path(sys.prefix) / "models" / f"{MODEL}-bf16.gguf")
         words = ["--n_threads", threads, "--n_threads_batch", threads, "--n_ctx", str(args.max_len)]
@@ -225,15 +259,19 @@ def results_of(turns: dict[tuple[int, str], list[Turn]]) -> list[dict[str, Any]]
     return made
 
 
-def print_table(results: list[dict[str, Any]]) -> None:
-    print(f"{'streams':>7}  {'server':24} {'tokens/s':>9} {OURS + ' is ahead':>40} {'first token':>12} {'inter-token':>12}")
-    for line in results:
-        ahead = line["ours_ahead"]
-        told = "" if line["server"] == OURS else f"{ahead['median']:.2f}x ({ahead['least']:.2f} to {ahead['most']:.2f})"
-        print(
-            f"{line['streams']:>7}  {line['server']:24} {line['tokens_per_s']:>9.1f} {told:>40} "
-            f"{line['first_token_ms']:>9.0f} ms {line['inter_token_ms']:>9.2f} ms"
-        )
+def told_ahead(line: dict[str, Any]) -> str | None:
+    ahead = line["ours_ahead"]
+    return None if line["server"] == OURS else f"{ahead['median']:.2f}x [{ahead['least']:.2f}, {ahead['most']:.2f}]"
+
+
+COLUMNS = (
+    Column("streams", lambda line: line["streams"], align="right"),
+    Column("server", lambda line: line["server"]),
+    Column("tokens/s", lambda line: line["tokens_per_s"], "{:.1f}", align="right"),
+    Column(f"{OURS} is ahead", told_ahead, align="right"),
+    Column("first token", lambda line: line["first_token_ms"], "{:.0f} ms", align="right"),
+    Column("inter-token", lambda line: line["inter_token_ms"], "{:.2f} ms", align="right"),
+)
 
 
 def arguments() -> argparse.Namespace:
@@ -271,7 +309,7 @@ def main() -> None:
         finally:
             for peer in peers:
                 peer.stop()
-    print_table(results)
+    Table(COLUMNS, results).show()
     settings = {name: Path(value).name if name == "prompts" else value for name, value in vars(args).items()}
     record = {
         "command": shlex.join(["experiments/serving_vs_peers.sh", "--prompts", settings["prompts"]]),

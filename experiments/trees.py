@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from paceline import LLM, SamplingParams
 from paceline.data.prompts import read_prompts
-from paceline.engine.completion import Completion
 from paceline.plan.planner import fixed_planner
-from paceline.runs.folder import record_of
+from paceline.report.statistics import Rounds
+from paceline.runs.folder import write_results
 
 PLANS = "fixed:0,fixed:3,fixed:5,fixed,tree:4,tree:8,tree:12,tree:16,tree:24,tree:32,tree:64,tree:128"
 
@@ -36,13 +37,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", default="", help="a JSON file")
     return parser.parse_args()
-
-
-def figures(answers: list[Completion]) -> dict[str, float]:
-    """Tokens a round, and per second of rounds."""
-    rounds = sum(answer.stats.num_rounds for answer in answers)
-    accepted = sum(answer.stats.num_accepted for answer in answers)
-    return {"tokens_per_round": 1 + accepted / rounds, "num_rounds": rounds}
 
 
 def main() -> None:
@@ -64,17 +58,14 @@ def main() -> None:
                 expected = expected or texts
                 if texts != expected:
                     raise SystemExit(f"{plan} at temperature {temperature:g} changes the text of {file}: this must not happen")
-                results.append({"prompts": file, "temperature": temperature, "plan": plan, **figures(answers)})
-                last = results[-1]
+                rounds = Rounds.sum(answer.stats for answer in answers)
+                told = {"tokens_per_round": rounds.tokens_per_round, "num_rounds": rounds.num_rounds}
+                results.append({"prompts": file, "temperature": temperature, "plan": plan, **told})
                 print(
-                    f"{file} temperature {temperature:g} {plan:>9}: {last['tokens_per_round']:.3f} tokens a round",
-                    file=sys.stderr,
-                    flush=True,
+                    f"{file} temperature {temperature:g} {plan}: {rounds.tokens_per_round:.3f} tokens a round", file=sys.stderr
                 )
-    made = record_of({"what": "chains and trees", "drafter": args.drafter, "results": results})
     if args.out:
-        with open(args.out, "w") as file:
-            json.dump(made, file, indent=1)
+        write_results(Path(args.out), {"what": "chains and trees", "drafter": args.drafter, "results": results})
     print(json.dumps({"results": results}))
 
 
