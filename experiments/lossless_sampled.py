@@ -25,6 +25,7 @@ from lossless_greedy import drafters, log
 from scipy.stats import chisquare
 
 from paceline import LLM, SamplingParams
+from paceline.data.prompts import read_prompts
 from paceline.model.sampling.logits import target_probs
 from paceline.model.target import ForwardBatch
 from paceline.report.statistics import Rounds

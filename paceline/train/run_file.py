@@ -50,15 +50,19 @@ def read_run_file(file: Path, notice: Callable[[str], None] = ignore) -> dict[st
     """Part -> field -> value, names checked; `notice` gets a note on settings that only earlier versions had. Raises
     ConfigError."""
     tree = read_settings_file(file, f"give a {RUN_FILE} that a run has left, or one of that form")
-    loop = tree.get("loop")
-    if isinstance(loop, dict):
-        if loop.pop("round_starts", 0.0) != 0.0:
-            raise ConfigError(f"{file}: this version has no loop.round_starts: remove it, blocks then begin at random places")
-        removed = [f"loop.{name}" for name in REMOVED if loop.pop(name, None) is not None]
-        if removed:
-            notice(f"note: {file}: {' and '.join(removed)} are of an earlier version and have no effect")
+    if isinstance(loop := tree.get("loop"), dict):
+        drop_removed(file, loop, notice)
     _check_names(file, (TrainConfig, TrainConfig), tree, "")
     return tree
+
+
+def drop_removed(file: Path, loop: dict[str, Any], notice: Callable[[str], None]) -> None:
+    """Removes the fields of a stored LoopConfig that only earlier versions had, with a note. Raises ConfigError on one that
+    says where blocks lie."""
+    if loop.pop("round_starts", 0.0) != 0.0:
+        raise ConfigError(f"{file}: this version has no loop.round_starts: remove it, blocks then begin at random places")
+    if removed := [f"loop.{name}" for name in REMOVED if loop.pop(name, None) is not None]:
+        notice(f"note: {file}: {' and '.join(removed)} are of an earlier version and have no effect")
 
 
 def read_settings(file: Path, owner: type, remedy: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
     number = serving.turn + 1
     folder = turn_folder(config, number)
     state = TurnState.read(folder)
-    state.check(config)
+    state.check(config, progress.say)
     told = state.stages.get("store")
     if told and (now := Store.open(told["store"]).version) != told["version"]:
         raise ConfigError(

@@ -11,14 +11,16 @@ runs/flywheel/turn-1/store/ evals/ drafter/ student/ student-drafter/
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError, reraised
 from paceline.loop.flywheel.config import FREE, FlywheelConfig
-from paceline.report.tables import differences
+from paceline.report.tables import differences, ignore
 from paceline.runs.folder import plain, write_whole
+from paceline.train.run_file import drop_removed
 
 SERVING, STATE, TRACES = "serving.json", "turn.json", "traces"
 NO_DRAFTER = "none"
@@ -87,9 +89,12 @@ class TurnState:
         told = {name: getattr(self, name) for name in ("asked", "stages", "spent")}
         write_whole(self.folder / STATE, json.dumps(plain(told), indent=1) + "\n")
 
-    def check(self, config: FlywheelConfig) -> None:
-        """Raises ConfigError naming what differs from the settings that the turn was begun with."""
+    def check(self, config: FlywheelConfig, notice: Callable[[str], None] = ignore) -> None:
+        """Raises ConfigError naming what differs from the settings that the turn was begun with; `notice` gets a note on
+        those that only earlier versions had."""
         now = fixed_of(config)
+        if isinstance(loop := self.asked.get("drafter", {}).get("loop"), dict):
+            drop_removed(self.folder / STATE, loop, notice)
         found = differences(self.asked, now) if self.asked else {}
         if found:
             listed = "; ".join(f"{name}: {old!r} there, {new!r} now" for name, (old, new) in found.items())
