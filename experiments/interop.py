@@ -27,7 +27,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from tiny_dflash import HIDDEN, MIXED, TARGET_LAYERS, VOCAB, loud_, raw_config, target_shape, target_weights
 
-from paceline.draft.dflash.checkpoint import DFlashConfig, as_dflash2, read_stored, write_checkpoint
+from paceline.draft.dflash.checkpoint import read_stored, write_checkpoint
+from paceline.draft.dflash.config import DFlashConfig, as_dflash2
 from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.draft.dflash2.drafter import DFlash2Network, network_of
 from paceline.draft.dflash2.selector import score

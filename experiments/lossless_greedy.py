@@ -30,13 +30,13 @@ from paceline.data.prompts import read_prompts
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.small_model import SmallModelDrafter
-from paceline.figures import Rounds, first_difference
 from paceline.hub import resolve
 from paceline.model.backends import form_of, load_target
 from paceline.model.checkpoint import random_tensors
 from paceline.model.config.decoder import DecoderConfig
 from paceline.model.target import ForwardBatch
 from paceline.model.torch.decoder import Decoder
+from paceline.report.statistics import Rounds, first_difference
 from paceline.runs.folder import record_of
 
 NEAR_TIE = 1e-4

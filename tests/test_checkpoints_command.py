@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.commands.checkpoints import _target
-from paceline.draft.dflash.checkpoint import DFlashConfig, new_config, read_stored
+from paceline.draft.dflash.checkpoint import read_stored
+from paceline.draft.dflash.config import DFlashConfig, new_config
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.draft.eagle3.checkpoint import Eagle3Config, read_eagle3
 from paceline.draft.eagle3.checkpoint import new_config as new_eagle3

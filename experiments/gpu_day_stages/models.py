@@ -17,7 +17,7 @@ from torch import Tensor
 from gpu_day_stages.visit import Visit
 from paceline.bench.passes import mocked_engine, random_prompt
 from paceline.draft.base import Drafter
-from paceline.draft.dflash.checkpoint import DFlashConfig, new_config
+from paceline.draft.dflash.config import DFlashConfig, new_config
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.engine.engine import Engine
 from paceline.model.checkpoint import expected_shapes

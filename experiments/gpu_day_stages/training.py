@@ -19,7 +19,7 @@ from torch import Tensor
 from gpu_day_stages.models import Clock, free_memory, shape_of, summary, weights
 from gpu_day_stages.tiny_models import VOCAB, loud_tensors, tiny_llama
 from gpu_day_stages.visit import Visit
-from paceline.draft.dflash.checkpoint import DFlashConfig, new_config
+from paceline.draft.dflash.config import DFlashConfig, new_config
 from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.model.target import head_weight
 from paceline.model.torch.decoder import Decoder

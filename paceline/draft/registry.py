@@ -10,7 +10,7 @@ from paceline import hub
 from paceline.config import EngineConfig
 from paceline.draft import shipped
 from paceline.draft.base import Drafter, NoDrafter
-from paceline.draft.dflash.checkpoint import is_dflash
+from paceline.draft.dflash.config import is_dflash
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.dflash2.drafter import DFlash2Drafter, read_drafter
 from paceline.draft.eagle3.checkpoint import is_eagle3

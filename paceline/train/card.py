@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline import __version__
-from paceline.draft.dflash.checkpoint import ARCHITECTURE_2
+from paceline.draft.dflash.config import ARCHITECTURE_2
 from paceline.draft.eagle3.checkpoint import LAYER_IDS
 from paceline.draft.eagle3.drafter import DEFAULT_DRAFTED
 from paceline.draft.mtp.checkpoint import MARK, is_mtp

@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.config import EngineConfig
 from paceline.draft import shipped
 from paceline.draft.base import Drafter
-from paceline.draft.dflash.checkpoint import DFlashConfig
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.dflash2.drafter import drafter_of, network_of, read_drafter
 from paceline.draft.eagle3.checkpoint import Eagle3Config, is_eagle3

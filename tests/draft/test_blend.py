@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.draft.dflash.checkpoint import new_config, read_checkpoint, read_draft_ids, write_checkpoint
+from paceline.draft.dflash.checkpoint import read_checkpoint, read_draft_ids, write_checkpoint
+from paceline.draft.dflash.config import new_config
 from paceline.draft.formats.blend import blended
 from paceline.errors import DrafterMismatchError
 

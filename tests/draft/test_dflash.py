@@ -26,7 +26,7 @@ from tiny_dflash import (
 
 from paceline.draft import tapped
 from paceline.draft.base import Observed
-from paceline.draft.dflash.checkpoint import new_config
+from paceline.draft.dflash.config import new_config
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.dflash.reading import scale_logits
 from paceline.engine.round import decode_round

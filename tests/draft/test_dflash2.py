@@ -15,7 +15,7 @@ from tiny_dflash import HIDDEN, KINDS, PROMPT, VARIANTS, VOCAB, loud_, raw_confi
 from tiny_dflash2 import Recording2, network_2, raw_2, reference_of
 
 from paceline.draft.base import NoDrafter
-from paceline.draft.dflash.checkpoint import DFlashConfig
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.draft.dflash2 import selector as dflash2_selector
 from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network, drafter_of, read_drafter

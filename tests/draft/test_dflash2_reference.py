@@ -16,7 +16,7 @@ from tiny_dflash import KINDS, PROMPT, TARGET_LAYERS, VARIANTS, VOCAB, targets, 
 from tiny_dflash2 import Recording2, network_2, raw_2, reference_of
 
 from paceline.draft.base import NoDrafter
-from paceline.draft.dflash.checkpoint import DFlashConfig, as_dflash2, new_config
+from paceline.draft.dflash.config import DFlashConfig, as_dflash2, new_config
 from paceline.draft.dflash2 import selector as dflash2_selector
 from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network
 from paceline.draft.dflash2.selector import WalkedReading

@@ -10,7 +10,8 @@ import pytest
 import torch
 from tiny_dflash import HIDDEN, VOCAB, network, raw_config, tiny_target
 
-from paceline.draft.dflash.checkpoint import DFlashConfig, default_layer_ids, new_config, weights_file
+from paceline.draft.dflash.checkpoint import weights_file
+from paceline.draft.dflash.config import DFlashConfig, default_layer_ids, new_config
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.draft.formats.packed import PACKED
 from paceline.errors import ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError

@@ -12,7 +12,7 @@ import torch
 from round_loop import admit, ready
 from tiny_dflash import PROMPT, network, raw_config, tiny_target
 
-from paceline.draft.dflash.checkpoint import DFlashConfig
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.dflash.reading import Reading
 from paceline.draft.dflash2.selector import Picks, WalkedReading

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from stored_drafters import BOTH_WAYS, CAUSAL, IDS, drafted, raw_2, written
 from tiny_dflash import HIDDEN, KINDS, VOCAB, raw_config, tiny_target
 
-from paceline.draft.dflash.checkpoint import DFlashConfig, read_draft_ids, read_stored
+from paceline.draft.dflash.checkpoint import read_draft_ids, read_stored
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.draft.dflash2.drafter import read_drafter
 from paceline.draft.formats.export import export, rows_of

@@ -13,7 +13,7 @@ import torch
 from tiny_dflash import network, target_shape, target_weights, tiny_target
 
 from paceline.draft.base import Drafter
-from paceline.draft.dflash.checkpoint import new_config
+from paceline.draft.dflash.config import new_config
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.dflash.static import StaticBlock
 from paceline.draft.eagle3.drafter import Eagle3Drafter

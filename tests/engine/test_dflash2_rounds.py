@@ -15,7 +15,7 @@ from scipy.stats import chisquare
 from tiny_dflash import PROMPT, VOCAB, loud_, raw_config, tiny_target
 
 from paceline import types
-from paceline.draft.dflash.checkpoint import DFlashConfig, as_dflash2
+from paceline.draft.dflash.config import DFlashConfig, as_dflash2
 from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network
 from paceline.draft.dflash2.selector import WalkedReading
 from paceline.engine.engine import Engine

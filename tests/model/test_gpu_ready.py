@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.draft.dflash.checkpoint import DFlashConfig, as_dflash2, new_config
+from paceline.draft.dflash.config import DFlashConfig, as_dflash2, new_config
 from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.draft.dflash2.drafter import DFlash2Network
 from paceline.draft.eagle3.checkpoint import Eagle3Config

@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 from tiny_builtin import raising
 
 from paceline.draft import vocabulary
-from paceline.draft.dflash.checkpoint import is_dflash, new_config, read_checkpoint
+from paceline.draft.dflash.checkpoint import read_checkpoint
+from paceline.draft.dflash.config import is_dflash, new_config
 from paceline.draft.formats import packed
 from paceline.draft.mtp import stitch
 from paceline.errors import MemoryBudgetError, ModelFileError, PacelineError

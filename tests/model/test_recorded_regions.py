@@ -16,7 +16,7 @@ from tiny_dflash import VOCAB, network, raw_config, tiny_target
 from tiny_dflash2 import network_2, raw_2
 
 from paceline.draft.dflash import paths as dflash_paths
-from paceline.draft.dflash.checkpoint import DFlashConfig, as_dflash2, new_config
+from paceline.draft.dflash.config import DFlashConfig, as_dflash2, new_config
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.draft.dflash.paths import TorchPath
 from paceline.draft.dflash.static import StaticBlock, StaticForms, StaticInject

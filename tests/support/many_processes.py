@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from paceline.draft.dflash.checkpoint import DFlashConfig, new_config
+from paceline.draft.dflash.config import DFlashConfig, new_config
 from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.errors import ProcessesError
 from paceline.runs.ranks import Ranks

@@ -10,7 +10,8 @@ from round_loop import generate
 from tiny_dflash import MIXED, PROMPT, SLIDING, loud_, network, raw_config
 
 from paceline.draft.base import Drafter
-from paceline.draft.dflash.checkpoint import DFlashConfig, as_dflash2, write_checkpoint
+from paceline.draft.dflash.checkpoint import write_checkpoint
+from paceline.draft.dflash.config import DFlashConfig, as_dflash2
 from paceline.draft.dflash2.drafter import DFlash2Network
 from paceline.types import Batch, DraftBlock
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.draft.dflash.checkpoint import DFlashConfig, new_config
+from paceline.draft.dflash.config import DFlashConfig, new_config
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.draft.dflash.paths import Drafts
 from paceline.draft.dflash.reading import scale_logits

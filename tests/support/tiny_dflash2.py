@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_dflash import loud_, raw_config
 
-from paceline.draft.dflash.checkpoint import DFlashConfig, as_dflash2
+from paceline.draft.dflash.config import DFlashConfig, as_dflash2
 from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network
 from paceline.types import Batch
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.draft.dflash.checkpoint import DFlashConfig, new_config
+from paceline.draft.dflash.config import DFlashConfig, new_config
 from paceline.train.learn.attention import WAYS, FlexAttention, Layout, compiled, make_attention
 
 # On CPU flex attention is spelt out instead of compiled, which is what the test wants.

@@ -11,7 +11,7 @@ from model_folders import SHAPE, write_config
 from safetensors.torch import save_file
 
 from paceline.config import EngineConfig
-from paceline.draft.dflash.checkpoint import DFlashConfig
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError

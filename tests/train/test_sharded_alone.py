@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from paceline.draft.dflash.checkpoint import DFlashConfig, new_config
+from paceline.draft.dflash.config import DFlashConfig, new_config
 from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.runs.ranks import Ranks
 from paceline.train.config import LoopConfig, OptimConfig

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.config import EngineConfig
-from paceline.draft.dflash.checkpoint import DFlashConfig
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.errors import ConfigError, DrafterMismatchError, UnsupportedModelError
 from paceline.model.backends import load_target

@@ -24,7 +24,7 @@ from tiny_runs import TINY, figures, paceline
 
 from paceline.cli import app
 from paceline.config import EngineConfig
-from paceline.draft.dflash.checkpoint import new_config
+from paceline.draft.dflash.config import new_config
 from paceline.draft.dflash.drafter import DFlashConfig, DFlashDrafter, DFlashNetwork
 from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.hardware import Machine

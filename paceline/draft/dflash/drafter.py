@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.draft.base import Observed
-from paceline.draft.dflash.checkpoint import DFlashConfig, check_fit, new_config, read_stored, write_checkpoint
+from paceline.draft.dflash.checkpoint import read_stored, write_checkpoint
+from paceline.draft.dflash.config import DFlashConfig, check_fit, new_config
 from paceline.draft.dflash.paths import Drafts, NativePath, TorchPath
 from paceline.draft.dflash.reading import Reading, num_finite
 from paceline.draft.tapped import TappedDrafter, features_of

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.draft.dflash.checkpoint import DFlashConfig
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.reading import scale_logits, sureness
 from paceline.draft.dflash.static import Kind, StaticForms
 from paceline.model.gguf.blocks import Weight, quantise

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline import rng
-from paceline.draft.dflash.checkpoint import DFlashConfig
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.foresight import Foresight, ranked
 from paceline.model.sampling.logits import MIN_TEMPERATURE, likeliest, sample, target_probs
 from paceline.model.sampling.race import FIELD

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.draft.dflash.checkpoint import DFlashConfig
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope
 from paceline.model.torch.graphs import StaticPlan, StaticWriter

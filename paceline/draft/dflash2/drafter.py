@@ -23,7 +23,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from paceline.draft.dflash.checkpoint import DFlashConfig, StoredDrafter, as_dflash2, new_config, read_stored
+from paceline.draft.dflash.checkpoint import StoredDrafter, read_stored
+from paceline.draft.dflash.config import DFlashConfig, as_dflash2, new_config
 from paceline.draft.dflash.drafter import Attend, DFlashDrafter, DFlashNetwork, DraftLayer
 from paceline.draft.dflash2.paths import SELECTOR, DFlash2NativePath, DFlash2Path, can_mix, convolve
 from paceline.draft.dflash2.selector import BOOKS, Selector, WalkedReading

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.draft.dflash.checkpoint import DFlashConfig
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.paths import LayerAttention, NativePath, TorchPath, rows_of
 from paceline.draft.dflash.reading import scale_logits
 from paceline.draft.dflash2.selector import BOOKS, Picks, Selector, score

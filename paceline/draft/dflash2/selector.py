@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline import rng
-from paceline.draft.dflash.checkpoint import DFlashConfig
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.reading import Reading, inverse_temperature
 from paceline.draft.foresight import Foresight, ranked
 from paceline.model.native import library as native_lib

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from paceline.draft import vocabulary
-from paceline.draft.dflash.checkpoint import DFlashConfig, StoredDrafter, write_checkpoint
+from paceline.draft.dflash.checkpoint import StoredDrafter, write_checkpoint
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.formats import speculators
 from paceline.draft.formats.gguf_writer import write_gguf
 from paceline.errors import ConfigError, UnsupportedModelError

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.draft.dflash.checkpoint import DFlashConfig, StoredDrafter
+from paceline.draft.dflash.checkpoint import StoredDrafter
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.formats.gguf_reader import (
     ARCH,
     CONFIG,

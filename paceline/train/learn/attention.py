@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.draft.dflash.checkpoint import DFlashConfig
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.drafter import Attend, visible
 from paceline.model.torch.attention import Rope, rope_tables
 from paceline.model.torch.fused import rotate

@@ -17,15 +17,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from paceline.draft import shipped
-from paceline.draft.dflash.checkpoint import (
-    DFlashConfig,
-    as_dflash2,
-    check_fit,
-    default_layer_ids,
-    new_config,
-    read_checkpoint,
-    read_draft_ids,
-)
+from paceline.draft.dflash.checkpoint import read_checkpoint, read_draft_ids
+from paceline.draft.dflash.config import DFlashConfig, as_dflash2, check_fit, default_layer_ids, new_config
 from paceline.draft.dflash.drafter import DFlashNetwork
 from paceline.draft.dflash2.drafter import DFlash2Network, beginnings, network_of
 from paceline.errors import ConfigError

@@ -134,7 +134,8 @@ def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
 
 def _stored_sizes(init: str, target_name: str, vocab_size: int) -> Sizes | None:
     """None for a drafter that is no DFlash's. Only here is PyTorch needed: a plan of a new drafter does without."""
-    from paceline.draft.dflash.checkpoint import DFlashConfig, is_dflash, read_draft_ids
+    from paceline.draft.dflash.checkpoint import read_draft_ids
+    from paceline.draft.dflash.config import DFlashConfig, is_dflash
     from paceline.model.checkpoint import read_json
     from paceline.train.learn.initial_weights import init_folder
 

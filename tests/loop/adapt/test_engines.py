@@ -17,7 +17,8 @@ from test_checkpoints_command import made
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from paceline.draft.dflash.checkpoint import DFlashConfig, new_config, read_stored
+from paceline.draft.dflash.checkpoint import read_stored
+from paceline.draft.dflash.config import DFlashConfig, new_config
 from paceline.draft.dflash.drafter import DFlashDrafter, DFlashNetwork
 from paceline.draft.eagle3.drafter import Eagle3Drafter
 from paceline.draft.formats.export import export

@@ -18,7 +18,7 @@ from tiny_builtin import raising
 from paceline.cli import app
 from paceline.config import EngineConfig
 from paceline.data.answers import Answer, AnswerShards
-from paceline.draft.dflash.checkpoint import new_config
+from paceline.draft.dflash.config import new_config
 from paceline.draft.dflash.drafter import DFlashConfig, DFlashDrafter, DFlashNetwork
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError

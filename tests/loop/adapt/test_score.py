@@ -14,7 +14,7 @@ from scored import FASTEST, dflash, prompts, served, tiny_llm
 from small_llm import Talker, fake_llm
 from tiny_dflash import KINDS, loud_, network, raw_config
 
-from paceline.draft.dflash.checkpoint import DFlashConfig, as_dflash2
+from paceline.draft.dflash.config import DFlashConfig, as_dflash2
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network
 from paceline.draft.ngram import NgramDrafter

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import EngineConfig, resolve
-from paceline.draft.dflash.checkpoint import PACKED, StoredDrafter, check_fit, is_dflash, read_stored, weights_file
+from paceline.draft.dflash.checkpoint import PACKED, StoredDrafter, read_stored, weights_file
+from paceline.draft.dflash.config import check_fit, is_dflash
 from paceline.draft.eagle3.checkpoint import check_eagle3_fit, default_taps, is_eagle3, read_eagle3, write_eagle3
 from paceline.draft.formats.export import HeadRows, export, rows_of
 from paceline.draft.formats.gguf_reader import is_gguf_drafter

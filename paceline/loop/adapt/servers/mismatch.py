@@ -20,7 +20,8 @@ from torch import Tensor
 
 from paceline.bench.config import BUILTIN_PROMPTS
 from paceline.draft.base import Drafter
-from paceline.draft.dflash.checkpoint import DFlashConfig, StoredDrafter
+from paceline.draft.dflash.checkpoint import StoredDrafter
+from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash2.drafter import drafter_from
 from paceline.draft.eagle3.checkpoint import Eagle3Checkpoint
 from paceline.draft.eagle3.drafter import Eagle3Drafter, Eagle3Network

@@ -1,0 +1,252 @@
+"""What a DFlash drafter looks like: its config.json in z-lab's words, read, checked and made new.
+
+Defaults are as in the authors' `dflash` package, 0.1.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline.draft.foresight import Foresight
+from paceline.errors import DrafterMismatchError, ModelFileError, UnsupportedModelError
+from paceline.model.config.decoder import (
+    FAMILIES,
+    LARGEST,
+    TABLES,
+    DecoderConfig,
+    decoder_config,
+    fraction,
+    is_whole,
+    short,
+    whole,
+)
+from paceline.model.target import Sizes
+
+ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
+
+
+@dataclass(frozen=True, slots=True)
+class DFlash2Sizes:
+    """What DFlash 2 adds to a DFlash network (`draft/dflash2/drafter.py`)."""
+
+    conv_kernel_size: int
+    """Taps of a convolution: a slot and those before it."""
+    conv_group_size: int
+    """Neighbouring channels that share what a slot adds to the taps."""
+    selector_rank: int
+    selector_top_k: int
+    """Candidates of a slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashConfig:
+    """A DFlash drafter: a Qwen3-shaped decoder without embedding and head, and how it is attached to its target."""
+
+    shape: DecoderConfig
+    """Sizes, rope and windows of the draft layers; its vocabulary is the target's and not meant here."""
+    vocab_size: int | None
+    num_target_layers: int | None
+    target_layer_ids: tuple[int, ...]
+    """Tapped target layers; layer l is Transformers' hidden_states[l + 1]."""
+    block_size: int
+    mask_token_id: int
+    is_causal: tuple[bool, ...]
+    """Per draft layer: whether a slot sees only the slots before it. Without the key, only sliding layers are so."""
+    input_embedding_scale: float
+    output_multiplier: float
+    final_logit_softcapping: float
+    """0 is off."""
+    raw: dict[str, Any]
+    """config.json as it was read."""
+    from_anchor: bool = False
+    """Whether slot k says the token behind its position, so that the anchor's slot drafts too; else the token at it. Files call
+    this sample_from_anchor, or shift_label."""
+    second: DFlash2Sizes | None = None
+    """Of a DFlash 2 drafter; None: DFlash v1."""
+    foresight: Foresight = field(default_factory=Foresight)
+    """How it guesses the target's draws: our own key `paceline`."""
+
+    @property
+    def num_slots(self) -> int:
+        """Drafts of a block."""
+        return self.block_size if self.from_anchor else self.block_size - 1
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], path: Path | str = "config.json") -> DFlashConfig:
+        """Raises UnsupportedModelError for another format or architecture, ModelFileError for a missing or impossible key."""
+        path = Path(path)
+        nested = raw.get("dflash_config") or {}
+        if not isinstance(nested, dict):
+            raise ModelFileError(f"{path}: dflash_config must be an object: correct config.json")
+        own = {**raw, **nested}
+        _check_supported(raw, path)
+        values = FAMILIES["Qwen3ForCausalLM"] | {"vocab_size": 1} | raw | {"architectures": ["Qwen3ForCausalLM"]}
+        shape = decoder_config(values, path)
+        num_target_layers = whole(own, "num_target_layers", path, 0, least=0) or None
+        layer_ids = own.get("target_layer_ids")
+        if layer_ids is None and num_target_layers is not None:
+            layer_ids = default_layer_ids(num_target_layers, shape.num_layers)
+        if not isinstance(layer_ids, list) or not layer_ids or not all(map(is_whole, layer_ids)):
+            needed = "needs num_target_layers, or target_layer_ids as a list of layers"
+            raise ModelFileError(f"{path}: config.json {needed} (got {short(layer_ids)}): correct it")
+        if len(set(layer_ids)) < len(layer_ids):
+            raise ModelFileError(f"{path}: target_layer_ids names a layer twice: correct config.json")
+        return cls(
+            shape=shape,
+            vocab_size=whole(raw, "vocab_size", path, 0, least=0) or None,
+            num_target_layers=num_target_layers,
+            target_layer_ids=tuple(layer_ids),
+            block_size=whole(own, "block_size", path, 16, least=2),
+            mask_token_id=whole(own, "mask_token_id", path, least=0),
+            is_causal=_causal_layers(values, shape.num_layers, path),
+            input_embedding_scale=fraction(own, "input_embedding_scale", 1.0, path, above=-LARGEST),
+            output_multiplier=fraction(own, "output_multiplier", 1.0, path, above=-LARGEST),
+            final_logit_softcapping=max(0.0, fraction(own, "final_logit_softcapping", 0.0, path, above=-LARGEST)),
+            raw=raw,
+            from_anchor=_flag(own, ("sample_from_anchor", "shift_label"), path),
+            second=_second(raw, own, shape, path),
+            foresight=Foresight.of(raw, path),
+        )
+
+
+def default_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
+    """The target layers a drafter of `num_layers` taps when its config names none: spread from layer 1 to the third last."""
+    if num_layers == 1:
+        return [num_target_layers // 2]
+    span = num_target_layers - 4
+    return [round(1 + index * span / (num_layers - 1)) for index in range(num_layers)]
+
+
+def new_config(
+    hidden_size: int,
+    vocab_size: int,
+    num_target_layers: int,
+    *,
+    num_layers: int = 3,
+    block_size: int = 8,
+    head_dim: int = 64,
+    intermediate_size: int | None = None,
+    mask_token_id: int | None = None,
+    **keys: Any,
+) -> dict[str, Any]:
+    """config.json of a new drafter for a target of these sizes; `keys` overrides or adds any key of the format.
+
+    The mask token defaults to the vocabulary's last id; one key head serves at most four query heads.
+    """
+    layer_ids = default_layer_ids(num_target_layers, num_layers)
+    num_heads = max(1, hidden_size // head_dim)
+    group = next(group for group in (4, 3, 2, 1) if num_heads % group == 0)
+    return {
+        "architectures": [ARCHITECTURE],
+        **TABLES["drafter"]["always"],
+        "hidden_size": hidden_size,
+        "vocab_size": vocab_size,
+        "num_hidden_layers": num_layers,
+        "num_target_layers": num_target_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads // group,
+        "head_dim": head_dim,
+        "intermediate_size": intermediate_size or -(-hidden_size * 8 // 3 // 64) * 64,
+        "block_size": block_size,
+        "dflash_config": {
+            "mask_token_id": vocab_size - 1 if mask_token_id is None else mask_token_id,
+            "target_layer_ids": sorted({min(max(layer, 0), num_target_layers - 1) for layer in layer_ids}),
+        },
+        **keys,
+    }
+
+
+def as_dflash2(raw: Mapping[str, Any], *, rank: int = 256, top_k: int = 16) -> dict[str, Any]:
+    """config.json of a DFlash 2 drafter whose body is the DFlash v1 drafter that `raw` describes."""
+    own = raw.get("dflash_config") or {}
+    added = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": rank, "selector_top_k": top_k}
+    return {**raw, "architectures": [ARCHITECTURE_2], "dflash_config": {**own, **added}}
+
+
+def check_fit(config: DFlashConfig, target: Sizes, draft_ids: Tensor | None = None, head_VD: Tensor | None = None) -> None:
+    """Raises DrafterMismatchError naming both values where a drafter and a target differ."""
+    last_id = -1 if draft_ids is None else int(draft_ids.max())
+    wrong_layers = [layer for layer in config.target_layer_ids if not 0 <= layer < target.num_layers]
+    num_layers, vocab_size = target.num_layers, target.vocab_size
+    rows = vocab_size if draft_ids is None else len(draft_ids)
+    head = [rows, target.hidden_size] if head_VD is None else list(head_VD.shape)
+    checks = (
+        (config.shape.hidden_size != target.hidden_size, "hidden size", config.shape.hidden_size, target.hidden_size),
+        (config.vocab_size not in (None, vocab_size), "vocabulary", config.vocab_size, vocab_size),
+        (config.num_target_layers not in (None, num_layers), "target layers", config.num_target_layers, num_layers),
+        (config.mask_token_id >= vocab_size, "mask token", config.mask_token_id, f"{vocab_size} tokens"),
+        (last_id >= vocab_size, "draft vocabulary", f"token {last_id}", f"{vocab_size} tokens"),
+        (head != [rows, target.hidden_size], "head", f"{head[0]} x {head[-1]}", f"{rows} tokens x {target.hidden_size}"),
+        (bool(wrong_layers), "tapped layers", wrong_layers, f"{num_layers} layers"),
+    )
+    for is_wrong, what, drafter_value, target_value in checks:
+        if is_wrong:
+            raise DrafterMismatchError(
+                f"{what}: the drafter says {drafter_value}, the target has {target_value}: "
+                "give a drafter that was trained for this target"
+            )
+
+
+def is_dflash(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a DFlash drafter, in whichever format and version."""
+    names = f"{raw.get('architectures')} {raw.get('speculators_model_type')}"
+    return "dflash_config" in raw or "dflash" in names.lower()
+
+
+def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
+    if "speculators_model_type" in raw:
+        raise UnsupportedModelError(f"{path}: this config is in speculators format: read its folder, which makes it z-lab's")
+    names = raw.get("architectures") or [ARCHITECTURE]
+    if not isinstance(names, list):
+        raise ModelFileError(f"{path}: architectures must be a list: correct config.json")
+    if not {ARCHITECTURE, ARCHITECTURE_2} & set(map(str, names)) or raw.get("model_type", "qwen3") != "qwen3":
+        raise UnsupportedModelError(
+            f"{path}: drafter architecture {names[0]} on model_type {raw.get('model_type')} is not implemented: "
+            f"give a {ARCHITECTURE} or {ARCHITECTURE_2} on qwen3"
+        )
+    types = raw.get("layer_types")
+    known = {"full_attention", "sliding_attention"}
+    is_list = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
+    if types is not None and (not is_list or len(types) != raw.get("num_hidden_layers") or not set(types) <= known):
+        raise ModelFileError(f"{path}: layer_types must name full_attention or sliding_attention once a layer: correct it")
+
+
+def _causal_layers(values: dict[str, Any], num_layers: int, path: Path) -> tuple[bool, ...]:
+    if values.get("is_causal") is not None:
+        return (bool(values["is_causal"]),) * num_layers
+    types = values.get("layer_types")
+    if types is None:
+        has_window = values.get("use_sliding_window") is True and values.get("sliding_window") is not None
+        first = whole(values, "max_window_layers", path, 28, least=0) if has_window else num_layers
+        return tuple(index >= first for index in range(num_layers))
+    return tuple(kind == "sliding_attention" for kind in types)
+
+
+def _flag(own: Mapping[str, Any], names: tuple[str, ...], path: Path) -> bool:
+    values = [own[name] for name in names if own.get(name) is not None]
+    if not all(isinstance(value, bool) for value in values) or len(set(values)) > 1:
+        raise ModelFileError(f"{path}: {' and '.join(names)} must be true or false, and agree: correct config.json")
+    return bool(values and values[0])
+
+
+def _second(raw: Mapping[str, Any], own: dict[str, Any], shape: DecoderConfig, path: Path) -> DFlash2Sizes | None:
+    names = DFlash2Sizes.__slots__
+    if ARCHITECTURE_2 not in (raw.get("architectures") or []):
+        if found := [name for name in names if own.get(name) is not None]:
+            raise ModelFileError(
+                f"{path}: {found[0]} is of DFlash 2, the architecture is {ARCHITECTURE}: without convolution and selector its "
+                f"drafts would be others; write {ARCHITECTURE_2} in config.json"
+            )
+        return None
+    sizes = DFlash2Sizes(*(whole(own, name, path, least=1) for name in names))
+    if shape.hidden_size % sizes.conv_group_size:
+        raise ModelFileError(
+            f"{path}: conv_group_size {sizes.conv_group_size} does not divide hidden_size {shape.hidden_size}: correct them"
+        )
+    whole(dict(raw), "vocab_size", path, least=1)
+    return sizes
