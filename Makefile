@@ -12,10 +12,11 @@ CPP := $(NATIVE_CODE) $(wildcard $(NATIVE)/probes/*.cpp tests/native/*.cpp)
 SANITIZED := $(CURDIR)/build/native/libpaceline_native_sanitize.so
 
 BUILDER := build/wheel
+SITE := build/site
 
 SOURCES := paceline tests experiments deploy docs drafters notebooks setup.py
 
-.PHONY: setup demo test test-quick test-machines test-arm lint check format bench docs native sanitize wheel wheel-drafters clean
+.PHONY: setup demo test test-quick test-machines test-arm lint check format bench docs site native sanitize wheel wheel-drafters clean
 
 # Bytecode is written when a module is first imported: most of what is installed never is.
 $(INSTALLED): requirements.lock pyproject.toml setup.py drafters/pyproject.toml
@@ -71,8 +72,19 @@ format: $(READY)  ## format, and mend what the linter can
 bench: $(READY)  ## plain and speculative speed beside Transformers, one stream
 	bash experiments/decode_vs_transformers.sh
 
-docs: $(READY)  ## docs/cli.md from --help
+docs: $(READY)  ## the pages that are made: the command line, the Python API, predictions beside published figures
 	$(BIN)/python docs/make_cli.py
+	$(BIN)/python docs/make_python.py
+	$(BIN)/python docs/make_landmarks.py
+
+# mkdocs and its theme in an environment of their own: neither setup nor CI needs them.
+$(SITE)/.ready: docs/requirements.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	touch $@
+
+site: $(SITE)/.ready  ## build/html: docs/ as a site; a link or an anchor that leads nowhere is an error
+	$(SITE)/bin/mkdocs build --strict
 
 native:  ## only the native library, from its C++ sources
 	$(PYTHON) $(NATIVE)/build.py

@@ -1,4 +1,4 @@
-"""Write docs/cli.md from the commands' own --help: `python docs/make_cli.py`. A test checks that the file is current."""
+"""Write docs/reference/cli.md from the commands' own --help: `python docs/make_cli.py`. A test checks that it is current."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.commands.catalogue import SECTIONS
 
-TARGET = Path(__file__).parent / "cli.md"
+TARGET = Path(__file__).parent / "reference" / "cli.md"
+
+INTRODUCTION = """# The command line
+
+Every command with its options, as `--help` prints them; made by `python docs/make_cli.py`, do not edit.
+
+```sh
+paceline --help                          # all commands, by section
+paceline generate --help                 # one command
+paceline --version
+```"""
 
 
 def command_words() -> Iterator[tuple[str, ...]]:
@@ -24,7 +34,7 @@ def command_words() -> Iterator[tuple[str, ...]]:
 
 def render() -> str:
     """The whole page."""
-    parts = ["# The command line\n\nMade by `python docs/make_cli.py` from `--help`; do not edit."]
+    parts = [INTRODUCTION]
     os.environ["COLUMNS"] = "100"
     runner = CliRunner()
     for words in command_words():

@@ -1,5 +1,5 @@
-"""Write docs/landmarks.md, predictions beside published figures: `python docs/make_landmarks.py`. A test checks that it is
-current."""
+"""Write docs/explanation/landmarks.md, predictions beside published figures: `python docs/make_landmarks.py`. A test
+checks that it is current."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from typing import Any
 from paceline.simulate import landmarks
 from paceline.simulate.landmarks import TOLD, Served
 
-TARGET = Path(__file__).parent / "landmarks.md"
+TARGET = Path(__file__).parent / "explanation" / "landmarks.md"
 CLOSE = 0.10
 INTRODUCTION = """# Predictions beside published figures
 
-Made by `python docs/make_landmarks.py` from `paceline/simulate/landmarks.json`; do not edit. What `paceline simulate` says of
-systems that others measured, misses included.
+What `paceline simulate` says of systems that others measured, misses included; made by `python docs/make_landmarks.py` from
+`paceline/simulate/landmarks.json`, do not edit.
+
+```sh
+paceline simulate --model Qwen3.5-27B --hardware B200 --plain-rate 75 --acceptance 0.8
+paceline simulate --model DeepSeek-V4-Pro --hardware B200 --batch 1,8,32,128 --acceptance 0.89 --block 16
+python docs/make_landmarks.py            # every prediction below
+```
 
 The roofline counts no launches, no scheduling, no host. **Overhead** is one number for each system, milliseconds added to
 every round; it is solved for from the plain rate of one stream alone (`paceline simulate --plain-rate`), so no speed-up below
-was fitted. *Needs*: the tokens a round that would bring the published speed-up, the overhead counted. A star marks tokens a
-round that follow from an assumed chance, because none were published where we could read them: such a row's error is mostly
-that of the assumption."""
+was fitted. *Needs*: the acceptance length that would bring the published speed-up, the overhead counted. A star marks an
+acceptance length that follows from an assumed chance, because none was published where we could read it: such a row's error
+is mostly that of the assumption."""
 
 
 def render() -> str:
@@ -34,8 +40,8 @@ def _parts() -> Iterator[str]:
     yield INTRODUCTION
     yield _summary(served)
     head = (
-        "system", "setting", "tokens/round", "published", "speed-up", "without overhead", "error", "with overhead", "error",
-        "needs",
+        "system", "setting", "acceptance length", "published", "speed-up", "without overhead", "error", "with overhead",
+        "error", "needs",
     )  # fmt: skip
     yield "## Served systems\n\n" + _table(head, [_served_row(each) for each in served])
     systems = [(each["name"], _overhead(served, each["name"]), each["source"], each["assumed"]) for each in TOLD["systems"]]
@@ -69,10 +75,10 @@ def _summary(served: Sequence[Served]) -> str:
     assumed = [each for each in served if each.is_assumed]
     near = sum(abs(each.error_with) <= CLOSE for each in assumed)
     return (
-        f"Where the tokens a round are known, {close} of {len(known)} speed-ups are within {CLOSE:.0%} with the overhead, "
-        f"{bare} without; of {len(assumed)} with an assumed chance {near} are. The mocked 27B by tokens a round ({found}) is "
-        f"within {CLOSE:.0%} throughout, if its drafts came token by token. One constant overhead is a simplification: the "
-        "published step of 4 tokens a round is hardly longer than that of 2, that of 8 much longer, and no constant says so."
+        f"Where the acceptance length is known, {close} of {len(known)} speed-ups are within {CLOSE:.0%} with the overhead, "
+        f"{bare} without; of {len(assumed)} with an assumed chance {near} are. The mocked 27B by acceptance length ({found}) "
+        f"is within {CLOSE:.0%} throughout, if its drafts came token by token. One constant overhead is a simplification: the "
+        "published step of acceptance length 4 is hardly longer than that of 2, that of 8 much longer: no constant says so."
     )
 
 

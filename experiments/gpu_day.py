@@ -8,7 +8,7 @@ starts within a second, and one that crashes, hangs or spoils its CUDA context e
 SIGTERM, then SIGKILL; the lines that it had reported stay. One that the rest of the day is too short for is skipped.
 
 OUT/day.json has everything; day.md, printed last, is a short table; profile.json is the profile stage's, log.txt what
-stages print, drafters.tar.* what the stage `teach` trained (docs/gpu.md). The exit status is 0 if every stage that ran
+stages print, drafters.tar.* what the stage `teach` trained (docs/how-to/gpu.md). The exit status is 0 if every stage that ran
 passed.
 """
 

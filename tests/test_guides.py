@@ -1,42 +1,141 @@
-"""docs/guides.md and pages like it: every command line of ours in them is one that the commands take, and guides stay short."""
+"""The pages of docs/: links and anchors lead somewhere, commands are ones that we take, every page begins in the same way."""
 
 from __future__ import annotations
 
+import functools
 import re
+import runpy
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from command_lines import in_blocks, parse, words_of
 
-DOCS = Path(__file__).parents[1] / "docs"
-GUIDES = DOCS / "guides.md"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+BESIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+WITHOUT_COMMANDS = {"reference/glossary.md", "project/log/2026-11.md"}
+GUIDES = {
+    "how-to/vllm-sglang.md": "From a vLLM on eight GPUs to a drafter for it",
+    "how-to/gguf.md": "From a GGUF file to a drafter",
+    "how-to/eagle3.md": "From a published EAGLE-3 to one of yours",
+    "how-to/mac.md": "On a MacBook",
+}
 MOST_LINES = 24
 
 
-def guides() -> dict[str, str]:
-    parts = re.split(r"^## (.+)\n", GUIDES.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
+@functools.cache
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^( *)```.*?^\1```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """What GitHub, and mkdocs.yml's slugify, make of a page's headings: a repeated one is numbered."""
+    found: list[str] = []
+    for heading in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        found.append(re.sub(r"[^\w\- ]", "", text).replace(" ", "-"))
+    return {f"{each}-{count}" if (count := found[:place].count(each)) else each for place, each in enumerate(found)}
+
+
+def broken(page: Path) -> list[str]:
+    """Links of a page that lead nowhere: no such file or heading, or, from a page of the site, a file outside docs/."""
+    wrong = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", prose(page))):
+        if re.match(r"https?:|mailto:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        outside = page.is_relative_to(DOCS) and not file.is_relative_to(DOCS)
+        if outside or not file.exists() or (anchor and anchor not in anchors(file)):
+            wrong.append(target)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *BESIDE, *sorted(ROOT.glob("drafters/*/*/README.md"))], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken(page) == []
+
+
+def test_broken_links_would_be_seen(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# A `title`, twice\n\n## Again\n\n## Again\n")
+    page = tmp_path / "page.md"
+    page.write_text("[a](other.md#a-title-twice) [b](other.md#again-1) [c](none.md) [d](other.md#title) [e](#here)\n\n# Here\n")
+    assert broken(page) == ["none.md", "other.md#title"]
+
+
+def test_every_page_is_in_the_site() -> None:
+    class Loader(yaml.SafeLoader):
+        """Reads mkdocs.yml, whose tags name Python functions that are not installed here."""
+
+    Loader.add_multi_constructor("", lambda loader, suffix, node: None)
+    site: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
+
+    def named(entries: Any) -> list[str]:
+        if isinstance(entries, str):
+            return [entries]
+        values = entries.values() if isinstance(entries, dict) else entries
+        return [name for each in values for name in named(each)]
+
+    assert sorted(named(site["nav"])) == [str(page.relative_to(DOCS)) for page in PAGES]
+
+
+def test_the_page_of_the_python_api_is_current() -> None:
+    made = runpy.run_path(str(DOCS / "make_python.py"))["render"]()
+    assert made == (DOCS / "reference" / "python.md").read_text(encoding="utf-8"), "run python docs/make_python.py"
+
+
+def test_pages_that_are_named_elsewhere_exist() -> None:
+    """In code, tests, recipes, messages: every docs/...md is a page."""
+    left_out = (":!docs/project/log", ":!experiments/decode_vs_peers_llama.py")  # names of their time; llama.cpp's own docs
+    search = ["git", "grep", "-IhoE", r"\bdocs/[a-zA-Z0-9/_-]+\.md", "--", *left_out]
+    listed = subprocess.run(search, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {name for name in listed.stdout.split() if not (ROOT / name).exists()} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_a_page_says_what_it_is_for_and_shows_three_commands(page: Path) -> None:
+    title, sentence, *rest = page.read_text(encoding="utf-8").split("\n\n", 3)
+    assert title.startswith("# ") and "\n" not in title and sentence[0].isupper() and sentence.rstrip().endswith((".", ":"))
+    if str(page.relative_to(DOCS)) not in WITHOUT_COMMANDS:
+        block = re.match(r"```(?:sh|python)\n(.*?)```", rest[0] + "\n\n" + rest[1], re.DOTALL)
+        assert block and 3 <= len([line for line in block[1].splitlines() if line.strip()]) <= 6
+
+
+def guide(name: str) -> str:
+    parts = re.split(r"^## (.+)\n", (DOCS / name).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))[GUIDES[name]]
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_a_guide_is_short(name: str) -> None:
+    assert len([line for line in guide(name).splitlines() if line.strip()]) <= MOST_LINES
 
 
 def lines() -> list[str]:
-    """Of the guides, in blocks and, with options, within sentences; of other pages those that are indented."""
-    sentences = re.findall(r"`(paceline \w[^`]* -[^`]*)`", GUIDES.read_text(encoding="utf-8"))
-    indented = re.findall(r"^    (paceline .+)$", (DOCS / "engines.md").read_text(encoding="utf-8"), re.MULTILINE)
-    indented += re.findall(r"^    (paceline .+--ray.*)$", (DOCS / "elsewhere.md").read_text(encoding="utf-8"), re.MULTILINE)
-    return [*in_blocks(GUIDES), *sentences, *indented]
-
-
-def test_there_are_four_of_twenty_lines() -> None:
-    found = guides()
-    assert [name.split()[-1] for name in found] == ["GPUs", "GGUF", "EAGLE-3", "MacBook"]
-    for name, text in found.items():
-        assert len([line for line in text.splitlines() if line.strip()]) <= MOST_LINES, name
-    assert len(lines()) >= 24
+    """Of every page but the log and the commands' own: in blocks and indented; of guides also within sentences."""
+    found = [line for name in GUIDES for line in re.findall(r"`(paceline \w[^`]* -[^`]*)`", guide(name))]
+    for page in [*PAGES, *BESIDE[:2]]:
+        if page.parent.name != "log" and page.name != "cli.md":
+            text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+            found += [*in_blocks(page), *re.findall(r"^    (paceline .+)$", text, re.MULTILINE)]
+    return sorted(set(found))
 
 
 @pytest.mark.parametrize("line", lines())
 def test_a_command_line_is_taken(line: str) -> None:
     parse(words_of(" ".join(line.split())))
+
+
+def test_commands_were_found() -> None:
+    assert len(lines()) > 120
 
 
 def test_a_wrong_one_would_be_seen() -> None:

@@ -68,7 +68,7 @@ def test_imports_point_left() -> None:
         own = part(name_of(path))
         if own in ("__init__", "loop"):
             continue
-        assert own in RANK, f"{own}: give it a place in LAYERS and in docs/structure.md"
+        assert own in RANK, f"{own}: give it a place in LAYERS and in docs/project/structure.md"
         for name in imports_of(path):
             if not name.startswith("paceline."):
                 continue

@@ -1,4 +1,4 @@
-"""Files and functions stay small enough to read in one go (docs/structure.md)."""
+"""Files and functions stay small enough to read in one go (docs/project/structure.md)."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
     python deploy/jobs/render.py sglang --model Qwen/Qwen3-8B --drafter /data/plain --num-drafted 7 > sglang.yaml
 
 Ray, torchrun, Slurm, KubeRay and the engines share the work out; nothing here does. Speculative options are those of
-`paceline serve --engine`. docs/deploy.md says more.
+`paceline serve --engine`. docs/how-to/serve.md says more.
 """
 
 from __future__ import annotations

@@ -299,7 +299,7 @@ class LossyConfig:
     """Tasks whose answers can be checked, as NAME=FILE of JSON lines: tickets, of recipes/support_tickets.py, humaneval,
     gsm8k."""
     settings: str = "typical:eps=0.3,delta=0.3;relaxed:n=2,delta=0.3;threshold:0.3;lenience:0.5;mixture:0.8"
-    """Lossy rules with their values, divided by semicolons (docs/lossy.md)."""
+    """Lossy rules with their values, divided by semicolons (docs/explanation/lossless.md)."""
     max_tv: float | None = None
     """Budget of all settings that name none: most mean total variation of an answer."""
     temperature: Amount = 0.0

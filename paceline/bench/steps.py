@@ -9,7 +9,7 @@ also how many each size reads. Feeds `paceline simulate --table` and `--calibrat
     paceline bench decode --weights random --mock-tokens-per-round 1,2,4,8
 
 `MockBench`: what a drafter would bring that keeps so many tokens per round, beside the roofline. After SGLang's experiment with
-dummy weights (docs/simulate.md): a round's cost is real, what it keeps is set. Prompts are random tokens.
+dummy weights (docs/explanation/prediction.md): a round's cost is real, what it keeps is set. Prompts are random tokens.
 """
 
 from __future__ import annotations

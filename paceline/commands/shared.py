@@ -123,7 +123,7 @@ LossyRule = Annotated[
     typer.Option(
         metavar="RULE:VALUES",
         help="NOT lossless: let drafts stand that the model alone would refuse, by typical:eps=0.09,delta=0.3, "
-        "relaxed:n=10,delta=0.6, threshold:single=0.4, lenience:0.5 or mixture:0.8 (docs/lossy.md).",
+        "relaxed:n=10,delta=0.6, threshold:single=0.4, lenience:0.5 or mixture:0.8 (docs/explanation/lossless.md).",
     ),
 ]
 MaxTV = Annotated[

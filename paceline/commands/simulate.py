@@ -96,7 +96,7 @@ def simulate(
     positions in one target pass; it yields N(g) tokens, more the more drafts are accepted: speed-up(g) = N(g) / (pass
     of g + 1 positions / plain pass + drafting / plain pass). A dense model at a small batch verifies drafts almost
     for nothing. A mixture of experts does not: at batches of 4 to 8 each draft brings new experts to read. Neither a
-    GPU nor weights are needed; each prediction prints its limits. docs/simulate.md has the formulas.
+    GPU nor weights are needed; each prediction prints its limits. docs/explanation/prediction.md has the formulas.
 
     Examples:
       paceline simulate --model DeepSeek-V4-Pro --hardware B200 \\
@@ -214,7 +214,7 @@ def print_notes(setup: Setup, *, stderr: bool) -> None:
     lines = [*filter(None, [setup.assumed]), *(f"warning: {warning}" for warning in setup.warnings)]
     lines += ["Limits:", *(f"- {sentence}" for sentence in setup.limits[:2])]  # the same after each answer: more is not read
     if left := setup.limits[2:]:
-        lines.append(f"- {len(left)} more: with --json under limits; docs/simulate.md, What is left out")
+        lines.append(f"- {len(left)} more: with --json under limits; docs/explanation/prediction.md, What is left out")
     (say if stderr else print)("\n".join(lines))
 
 
@@ -378,7 +378,7 @@ def calculator(
     """Write the predictions as one interactive HTML page.
 
     The page shows the predictions of `paceline simulate` with sliders and charts. It opens from disk, needs no server
-    and no network, and can be hosted as it is. docs/calculator.md describes it.
+    and no network, and can be hosted as it is. docs/explanation/prediction.md describes it.
 
     Examples:
       paceline calculator --out calculator.html --open

@@ -199,8 +199,8 @@ class DeviceRounds:
         can = isinstance(target, GraphDecoder) and can_record(target.config)
         if wanted and not can:
             raise ConfigError(
-                "device_rounds needs a target on CUDA whose passes are recorded, without gated delta nets (docs/gpu.md): "
-                "leave it out"
+                "device_rounds needs a target on CUDA whose passes are recorded, without gated delta nets "
+                "(docs/how-to/gpu.md): leave it out"
             )
         is_on = EVERYWHERE or (can and target.device.type == "cuda") if wanted is None else wanted
         return cls(target, pool, judge) if is_on and can and isinstance(target, GraphDecoder) else None

@@ -189,7 +189,7 @@ class Target(ABC):
         """
         raise UnsupportedModelError(
             f"{type(self).__name__} keeps the weights it was loaded with: new ones go into paceline's own decoder only (its "
-            "families stand in docs/families.md)"
+            "families stand in docs/reference/families.md)"
         )
 
     @abstractmethod

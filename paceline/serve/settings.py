@@ -71,8 +71,8 @@ class ServeConfig:
     drain_seconds: Amount = 30.0
     """Seconds that answers under way may take after SIGTERM."""
     allow_lossy: bool = False
-    """Let requests ask for lossy rules, which change what the model says (docs/lossy.md). Their answers say lossless: false
-    and are never kept as traces."""
+    """Let requests ask for lossy rules, which change what the model says (docs/explanation/lossless.md). Their answers say
+    lossless: false and are never kept as traces."""
     max_tv: Share | None = None
     """Most mean total variation of a lossy answer, at each of its tokens; beyond it drafts are verified losslessly."""
     features: bool = False

@@ -1,1 +1,1 @@
-"""Predict what speculation brings before anything is built: no torch, no GPU, plain numbers (docs/simulate.md)."""
+"""Predict what speculation brings before anything is built: no torch, no GPU (docs/explanation/prediction.md)."""

@@ -4,8 +4,8 @@
         row.published, row.without.speedup, row.within.speedup, row.error_with
 
 `landmarks.json` has what was published, where, and what had to be assumed; `python docs/make_landmarks.py` writes the tables
-into docs/landmarks.md. No number of a point enters its own prediction: an overhead comes from a system's plain rate of one
-stream, and drafter costs, chances and contexts are the published walk-through's.
+into docs/explanation/landmarks.md. No number of a point enters its own prediction: an overhead comes from a system's plain
+rate of one stream, and drafter costs, chances and contexts are the published walk-through's.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def test_slopes_are_those_of_least_squares_through_one_and_one() -> None:
 def test_curve_points_and_slopes(runs: list[Path]) -> None:
     chart = made(ON, ChartConfig(tuple(runs), context=6144))
     assert chart.curve[0] == (1.0, 1.0) and len(chart.curve) == 8
-    assert dict(chart.curve)[4] == pytest.approx(3.49, abs=0.01), "as docs/landmarks.md has it"
+    assert dict(chart.curve)[4] == pytest.approx(3.49, abs=0.01), "as docs/explanation/landmarks.md has it"
     assert [point.is_mocked for point in chart.points] == [True] * 4 + [False]
     assert chart.points[-1] == Point("default (qwen)", 3.0, 2.0, False)
     assert chart.slopes["toy"] == 1.0 and chart.slopes["drafters"] == pytest.approx(0.5)

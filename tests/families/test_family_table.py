@@ -1,4 +1,4 @@
-"""docs/families.md lists the rows that are tested, and says of each what is so."""
+"""docs/reference/families.md lists the rows that are tested, and says of each what is so."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from family_models import FAMILIES
 
 from paceline.model.config import decoder as model_config
 
-PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
 
 
 def rows() -> dict[str, list[str]]:

@@ -131,7 +131,7 @@ def test_larger_shapes_are_recorded_first() -> None:
     [(1, 1, 1), (1, 16, 4), (8, 1, 4), (8, 8, 12), (8, 16, 16), (8, MAX_COUNT, 20), (64, 16, 28)],
 )
 def test_number_of_graphs(num_rows: int, most_count: int, graphs: int) -> None:
-    """The passes that a start on CUDA captures of the target; docs/gpu.md has it."""
+    """The passes that a start on CUDA captures of the target; docs/how-to/gpu.md has it."""
     grid = pass_grid(num_rows, most_count)
     assert len(grid.shapes) == graphs
     assert grid.sizes[1][-1] == most_count and grid.sizes[0][-1] == num_rows

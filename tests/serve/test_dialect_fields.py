@@ -39,7 +39,7 @@ from paceline.serve.dialects.responses import (
 )
 from paceline.serve.requests.protocol import Closed
 
-GUIDE = Path(__file__).parents[2] / "docs" / "clients.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "reference" / "http-api.md"
 
 
 def names(*types: Any) -> set[str]:
@@ -132,7 +132,7 @@ def test_refused_fields_are_refused_and_unused_ones_are_not(model: type[Closed])
 
 
 def listed(heading: str) -> set[str]:
-    section = re.search(rf"^### {heading}$(.*?)(^##|\Z)", GUIDE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    section = re.search(rf"^#### {heading}$(.*?)(^##|\Z)", GUIDE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert section
     return set(re.findall(r"^\| `([\w.]+)` \|", section[1], re.MULTILINE))
 

@@ -12,7 +12,7 @@ from server_fields import LLAMA, OPENAI_CHAT, OPENAI_TEXT, VLLM_CHAT, VLLM_TEXT,
 from paceline.serve.requests.fields import CHAT_REFUSED, NESTED_REFUSED, NESTED_UNUSED, REFUSED, TEXT_REFUSED, UNUSED
 from paceline.serve.requests.protocol import ChatRequest, Closed, CompletionRequest, TokenizeRequest
 
-GUIDE = Path(__file__).parents[2] / "docs" / "serving.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "reference" / "http-api.md"
 NESTED = {
     "StreamOptions": {"include_usage", "continuous_usage_stats", "include_obfuscation"},
     "JsonSchema": {"name", "description", "schema", "strict"},

@@ -1,4 +1,4 @@
-"""docs/landmarks.md is what its script makes, and what it promises holds."""
+"""docs/explanation/landmarks.md is what its script makes, and what it promises holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_page_is_current() -> None:
     made = runpy.run_path(str(ROOT / "docs" / "make_landmarks.py"))["render"]()
-    assert made == (ROOT / "docs" / "landmarks.md").read_text(encoding="utf-8"), "run python docs/make_landmarks.py"
+    assert made == (ROOT / "docs" / "explanation" / "landmarks.md").read_text(encoding="utf-8"), (
+        "run python docs/make_landmarks.py"
+    )
 
 
 def test_speedups_of_the_mocked_model_are_within_ten_percent_from_its_plain_rate_alone() -> None:
@@ -34,7 +36,7 @@ def test_speedups_of_the_mocked_model_are_within_ten_percent_from_its_plain_rate
 def test_misses_are_shown() -> None:
     errors = [abs(each.error_with) for each in landmarks.served()]
     assert max(errors) > 0.3
-    text = (ROOT / "docs" / "landmarks.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "explanation" / "landmarks.md").read_text(encoding="utf-8")
     assert all(f"{each.error_with:+.1%}" in text for each in landmarks.served())
     assert {140, 268, 422, 558, 875, 1000} <= {each.rate for each in landmarks.served()}
 

@@ -1,6 +1,6 @@
 """A tiny random model of every family that our decoder runs, written to a folder by Transformers' own classes.
 
-`FAMILIES` is the table: the tests in `tests/families/` run every cell of it, and docs/families.md lists its names.
+`FAMILIES` is the table: the tests in `tests/families/` run every cell of it, and docs/reference/families.md lists its names.
 """
 
 from __future__ import annotations

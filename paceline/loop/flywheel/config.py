@@ -162,9 +162,9 @@ FREE = ("minutes", "price_per_core_hour", "gates", "student_gate", "given")
 
 def read_config(file: Path) -> FlywheelConfig:
     """Raises ConfigError naming the file where it cannot be read, has an unknown name, or a value that cannot be."""
-    tree = read_settings(file, FlywheelConfig, f"give a {FILE}, as docs/turn.md shows one")
+    tree = read_settings(file, FlywheelConfig, f"give a {FILE}, as docs/how-to/smaller-model.md shows one")
     for name, usual in (("evals", {"limit": 200}), ("sampling", {"at_once": 1})):
         if name in tree:
             tree[name] = usual | tree[name]
-    made = settings_of(FlywheelConfig, tree, file, "docs/turn.md says what it may be")
+    made = settings_of(FlywheelConfig, tree, file, "docs/how-to/smaller-model.md says what it may be")
     return replace(made, given=tuple(leaves(tree)))

@@ -1,4 +1,6 @@
-"""Reinforcement learning with paceline as the rollout engine (docs/rl.md): exact samples with log-probabilities, by TRL's GRPO.
+"""Reinforcement learning by TRL's GRPO with paceline as the rollout engine: exact samples with log-probabilities.
+
+docs/how-to/rl.md has the whole of it.
 
     from paceline.loop.rl.rollouts import Rollouts, RolloutConfig
     from paceline.loop.rl.with_trl import rollout_func

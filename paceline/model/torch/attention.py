@@ -2,7 +2,7 @@
 
 A pass holds several rows, each with its own start and count of new tokens. The plan, masks included, is made once per pass
 and used by every layer. Queries that share a key head are stacked as more rows of one product (GQA without repeating keys),
-which on CPU at one position is four times as fast as `enable_gqa=True` (docs/LOG.md).
+which on CPU at one position is four times as fast as `enable_gqa=True` (docs/project/log/2026-11.md).
 
 Rows that lie side by side and bring equally many tokens run as one product over a masked rectangle; a row on its own runs
 over exactly its own length.

@@ -22,7 +22,8 @@ class PackedLinear:
     """y = x W^T + b for x [T, in] -> [T, out], the weight packed once for its device; the original is not kept.
 
     On CPU the weight is reordered into oneDNN's blocked layout, which at 1 to 16 rows is 1.4 times as fast as `F.linear` in
-    bfloat16 and two to three times in float32 (docs/LOG.md). Elsewhere, and where oneDNN lacks the dtype, it is `F.linear`.
+    bfloat16 and two to three times in float32 (docs/project/log/2026-11.md). Elsewhere, and where oneDNN
+    lacks the dtype, it is `F.linear`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:

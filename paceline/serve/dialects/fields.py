@@ -1,6 +1,6 @@
 """What becomes of every request field of Anthropic's Messages and OpenAI's Responses that this server has no model of.
 
-As `serve/requests/fields.py` has it for chats; docs/clients.md lists them.
+As `fields.py` has it for chats; docs/reference/http-api.md lists them.
 """
 
 from __future__ import annotations

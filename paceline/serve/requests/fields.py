@@ -1,6 +1,6 @@
 """What becomes of every request field of OpenAI's, vLLM's and llama.cpp's servers that this server has no model of.
 
-A field of `protocol.py`'s models is held. `UNUSED` ones are accepted and change nothing: docs/serving.md lists them.
+A field of `protocol.py`'s models is held. `UNUSED` ones are accepted and change nothing: docs/reference/http-api.md lists them.
 `REFUSED` ones get a 400 that names them, unless their value asks for what happens anyway; so do all other names.
 """
 
@@ -85,7 +85,7 @@ REFUSED: dict[str, Refused] = {
     "chat_template": Refused("the server's own template is used: see chat_template_kwargs"),
     "ec_transfer_params": NO_TRANSFER,
     "guided_grammar": NO_GRAMMAR,
-    "guided_whitespace_pattern": Refused("white space is bounded instead: see docs/serving.md"),
+    "guided_whitespace_pattern": Refused("white space is bounded instead: see docs/reference/http-api.md"),
     "include_reasoning": Refused("reasoning is part of the text here", (True,)),
     "include_stop_str_in_output": Refused("the text ends before the stop string", OFF),
     "kv_transfer_params": NO_TRANSFER,
@@ -110,7 +110,7 @@ REFUSED: dict[str, Refused] = {
     # llama.cpp
     "adaptive_target": Refused(NO_SAMPLER.advice, (-1, -1.0)),
     "chat_format": Refused("the model's own template decides"),
-    "chat_parser": Refused("calls are read as docs/serving.md says"),
+    "chat_parser": Refused("calls are read as docs/reference/http-api.md says"),
     "dry_multiplier": NO_SAMPLER,
     "dynatemp_range": NO_SAMPLER,
     "generation_prompt": Refused("the model's own template decides: see add_generation_prompt"),
@@ -159,7 +159,7 @@ TEXT_REFUSED = REFUSED | {
 }
 TOKENIZE_REFUSED = {name: REFUSED[name] for name in ("chat_template", "media_io_kwargs", "mm_processor_kwargs")}
 ALL_TOOLS = Refused("all tools go into the prompt", OFF)
-WHITE_SPACE = Refused("white space is bounded instead: see docs/serving.md", OFF)
+WHITE_SPACE = Refused("white space is bounded instead: see docs/reference/http-api.md", OFF)
 NESTED_REFUSED: dict[str, dict[str, Refused]] = {
     "structured_outputs": {
         "grammar": NO_GRAMMAR,

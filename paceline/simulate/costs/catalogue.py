@@ -183,7 +183,8 @@ class ConfigReader:
         for family, reason in KEYS["not_read"].items():
             if self.family.startswith(family):
                 raise UnsupportedModelError(
-                    f"{self.family} has {reason}, which is not read: describe the model as a shape (docs/simulate.md)"
+                    f"{self.family} has {reason}, which is not read: describe the model as a shape "
+                    "(docs/explanation/prediction.md)"
                 )
 
     @property

@@ -1,7 +1,8 @@
 """The roofline: seconds of one target pass, each part the larger of its arithmetic and its memory traffic; and what fits.
 
-Formulas: the project's performance model (docs/simulate.md), after Finn's "economics of speculative decoding" and Modal's
-spec-dec roofline. Units: seconds, bytes, FLOP. B sequences, q positions of each (drafts + 1), S tokens of context, t = B*q.
+Formulas: the project's performance model (docs/explanation/prediction.md), after Finn's "economics of speculative decoding" and
+Modal's spec-dec roofline. Units: seconds, bytes, FLOP. B sequences, q positions of each (drafts + 1), S tokens of
+context, t = B*q.
 """
 
 from __future__ import annotations

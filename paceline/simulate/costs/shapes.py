@@ -185,7 +185,10 @@ def _check(shape: ModelShape) -> None:
 
 def from_json(entry: dict[str, Any]) -> ModelShape:
     """The reverse of `asdict`. Raises UnsupportedModelError for an entry with unknown or missing fields."""
-    what, remedy = f"{entry.get('name', 'a shape')}: the entry cannot be read", "see docs/simulate.md for its fields"
+    what, remedy = (
+        f"{entry.get('name', 'a shape')}: the entry cannot be read",
+        "see docs/explanation/prediction.md for its fields",
+    )
     with reraised(UnsupportedModelError, what, remedy, KeyError, TypeError, ValueError, AttributeError):
         precisions = Precisions(**{part: format_named(name) for part, name in entry.get("precisions", {}).items()})
         experts = Experts(**entry["experts"]) if entry.get("experts") else None

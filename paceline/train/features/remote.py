@@ -1,9 +1,9 @@
 """Hidden states of a target elsewhere: from vLLM's connector through files, or from `paceline serve --features` over HTTP.
 
 vLLM is started with the speculative method `extract_hidden_states` and `ExampleHiddenStatesConnector` (vLLM 0.18 to 0.23; see
-docs/elsewhere.md). Each request of one token leaves a safetensors file in a folder that both machines see, with a lock beside
-it until it is whole: hidden_states [T, L, D] and token_ids [T]. It is read, checked, and deleted. The layers are those that the
-server was started with: a layer's id there is ours plus one.
+docs/how-to/many-machines.md). Each request of one token leaves a safetensors file in a folder that both machines see,
+with a lock beside it until it is whole: hidden_states [T, L, D] and token_ids [T]. It is read, checked, and
+deleted. The layers are those that the server was started with: a layer's id there is ours plus one.
 
 What comes from a server is not trusted: the tokens must be those that were sent, shapes those that were asked for, numbers
 finite, sizes bounded, and files in the folder that was named here.
@@ -123,7 +123,7 @@ class RemoteFeatures:
         with reraised(
             ConfigError,
             f"{self._client.url} tells no path of hidden states",
-            "start vLLM with ExampleHiddenStatesConnector, see docs/elsewhere.md",
+            "start vLLM with ExampleHiddenStatesConnector, see docs/how-to/many-machines.md",
             KeyError,
             TypeError,
         ):

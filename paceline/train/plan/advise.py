@@ -309,8 +309,8 @@ def _basis(config: AdviceConfig, plan: Plan, seen: Seen, has_answers: bool, devi
     written = "answers that exist are read" if has_answers else "the target writes the answers first"
     told.append(
         f"Training: on {plan.machine}, {written}; {plan.parameters / 1e6:.0f} million parameters, blocks of "
-        f"{plan.sizes.block_size}, drafting {plan.share_of_pass:.0%} of a pass; shares of the machine's rates as docs/train.md "
-        "has them; of GPUs only the steps were measured, on one H100."
+        f"{plan.sizes.block_size}, drafting {plan.share_of_pass:.0%} of a pass; shares of the machine's rates as "
+        "docs/tutorials/your-drafter.md has them; of GPUs only the steps were measured, on one H100."
     )
     memory = machine_of(device).machine.memory_bytes
     if 0 < memory < plan.memory_bytes:

@@ -44,7 +44,7 @@ OPTIONS = {
 PLANNED = ("shape.", "loop.")
 """Beginnings of the names of fields that a plan shows."""
 EFFICIENCY = {"cpu": {"answers": 0.35, "features": 0.6, "steps": 0.5}, "gpu": {"answers": 0.4, "features": 0.5, "steps": 0.32}}
-"""Shares of the machine's rates that the stages reach; docs/train.md says from which runs."""
+"""Shares of the machine's rates that the stages reach; docs/tutorials/your-drafter.md says from which runs."""
 MEASURED_STEPS = 0.43
 """The steps' share of a GPU's rate as measured on it: one H100 multiplies 743 of its 989 TFLOP/s, steps reached 310 to 326."""
 MOST_UNUSED = 0.5

@@ -12,8 +12,8 @@ from paceline.errors import ConfigError
 from paceline.loop.flywheel.config import FlywheelConfig, read_config
 from paceline.loop.flywheel.state import TurnState, fixed_of
 
-ROOT = Path(__file__).parents[3]
-RECIPE, PAGE = ROOT / "recipes" / "flywheel_tickets.yaml", ROOT / "docs" / "turn.md"
+ROOT = Path(__file__).parents[2]
+RECIPE, PAGE = ROOT / "recipes" / "flywheel_tickets.yaml", ROOT / "docs" / "how-to" / "smaller-model.md"
 SHORT = "model: smollm2-135m\nrecord: traces\n"
 
 
@@ -52,7 +52,7 @@ def test_layers_are_said_turn_by_turn(tmp_path: Path) -> None:
         (f"{SHORT}minute: 3\n", "did you mean minutes"),
         (f"{SHORT}num_drafted: 3\n", "did you mean engine.num_drafted"),
         (f"{SHORT}teaching: 3\n", "teaching must hold settings by name"),
-        (f"{SHORT}minutes: soon\n", r"minutes cannot be 'soon': docs/turn.md"),
+        (f"{SHORT}minutes: soon\n", r"minutes cannot be 'soon': docs/how-to/smaller-model.md"),
         (f"{SHORT}minutes: 0\n", "minutes must be above 0"),
         (f"{SHORT}gates: {{most_lost: 2}}\n", "most_lost must be between 0 and 1"),
         ("record: traces\n", "needs a model"),
@@ -76,7 +76,11 @@ def test_the_page_shows_what_is_taken(tmp_path: Path) -> None:
     text = PAGE.read_text(encoding="utf-8")
     config = read(tmp_path, re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0])
     assert config.layers == (12, 8) and config.price_per_core_hour == 0.05
-    lines = re.findall(r"^(?:    |#   )(paceline .+)$", text + RECIPE.read_text(encoding="utf-8"), re.MULTILINE)
+    lines = re.findall(
+        r"^(?:    |#   )(paceline .+)$",
+        text.partition("\n## Turn after turn")[2] + RECIPE.read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     assert len(lines) == 8
     for line in lines:
         parse(words_of(line))

@@ -10,7 +10,7 @@ A deployment is well, or raises DownloadError in one line; `roll_back` gives bac
 UnreachableError means that a server does not answer now: it may have carried the call out or not, and the call may be
 made again; DeployError that the servers have not judged the drafter: nothing about it is known.
 
-paceline   the admin API of its pool (`serve/admin/api.py`, docs/drafters.md): POST /admin/drafters/NAME loads a drafter,
+paceline   the admin API of its pool (`serve/admin.py`, docs/reference/http-api.md): POST /admin/drafters/NAME loads a drafter,
            health-checked, under traffic; POST /admin/clusters/CLUSTER sends requests of a kind to a member
 vllm       where the version has it, POST /start_draft_weight_update, then `publish` sends the tensors, then
            /finish_weight_update; else `restart` for one server after the other, each well again before the next

@@ -11,7 +11,7 @@
 
 Weights in 8 bits are written dense. A draft vocabulary goes to vLLM in the `speculators` format; for SGLang it is left out,
 which then drafts among all tokens. A speculators folder by which vLLM would draft otherwise is written anew.
-`docs/engines.md` has the whole of it.
+`docs/how-to/vllm-sglang.md` has the whole of it.
 """
 
 from __future__ import annotations

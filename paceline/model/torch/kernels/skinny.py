@@ -34,7 +34,8 @@ TILES = {
     (False, False): Tile(16, 256, 2, 4),
     (False, True): Tile(16, 256, 4, 4),
 }
-"""By whether there is one token, and whether the product is gated; the best of five to seven each on an H100 (docs/LOG.md)."""
+"""By whether there is one token, and whether the product is gated; the best of five to seven each on an H100
+(docs/project/log/2026-11.md)."""
 
 
 def tile_of(num_tokens: int, size: int, inner: int, is_gated: bool) -> Tile | None:
