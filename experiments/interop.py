@@ -24,7 +24,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from tiny_dflash import HIDDEN, MIXED, TARGET_LAYERS, VOCAB, loud_, raw_config, target_shape, target_weights
 
 from paceline.draft.dflash.checkpoint import read_stored, write_checkpoint

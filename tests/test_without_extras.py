@@ -17,13 +17,17 @@ import pytest
 
 ABSENT = {"triton", "gguf", "llguidance", "fastapi", "uvicorn", "datasketch", "river", "ray", "trl", "datasets", "jsonschema"}
 NEED_EXTRAS = {
-    "serve": "admin, answers, app, chats, completions, dialects, drafters, failures, features, grammars, inbox, "
-    "message_replies, messages, prompts, replies, response_replies, responses, routing, run, security, tools, "
-    "validation, worker",
-    "record": "proxy, reader, run",
-    "rl": "agents, endpoint, judge",
-    "distill": "teach",
-    "model.kernels": "attend_triton, delta_triton, experts_triton, layer_triton, overlap_triton, probe_triton, skinny_triton",
+    "loop.distill": "teach",
+    "loop.record": "proxy, reader, run",
+    "loop.rl": "agents, endpoint, judge",
+    "model.torch.kernels.triton": "attend, delta, experts, layer, overlap, probe, skinny",
+    "serve": "run",
+    "serve.admin": "api",
+    "serve.dialects": "base, message_replies, messages, response_replies, responses",
+    "serve.http": "app, failures, features, security, validation",
+    "serve.replies": "choices, events",
+    "serve.requests": "chats, completions, grammars, prompts, routing, tools",
+    "serve.worker": "drafters, inbox, worker",
 }
 """Modules that may need what is not there to be imported: an extra of pyproject.toml, `serve` for most, `distill` for
 `teach`; or Triton, which kernels import when they first run."""
@@ -51,7 +55,7 @@ def report(folder: Path) -> dict[str, Any]:
     refused: dict[str, str] = {}
     names = [each.name for each in pkgutil.walk_packages(paceline.__path__, "paceline.")]
     for name in names:
-        if not name.endswith("__main__"):
+        if not name.endswith(("__main__", "libpaceline_native")):
             try:
                 importlib.import_module(name)
             except (ImportError, PacelineError) as error:
@@ -95,7 +99,8 @@ def test_tests_of_a_gpu_are_collected() -> None:
 def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
     """Runs code that may import this file as `{name}`."""
     here = Path(__file__)
-    paths = f"import sys; sys.path[:0] = [{str(here.parent)!r}, {str(here.parent.parent)!r}]; "
+    folders = [str(each) for each in (here.parent, here.parent / "support", here.parent.parent)]
+    paths = f"import sys; sys.path[:0] = {folders!r}; "
     command = [sys.executable, "-c", paths + code.format(name=here.stem)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=here.parent.parent)
 

@@ -293,7 +293,7 @@ ONE_CORE = """
 import os, time
 import torch
 from native_models import BASE, native_decoder, random_weights
-from paceline.model import native_lib
+from paceline.model.native import library as native_lib
 from paceline.model.target import ForwardBatch
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -320,5 +320,7 @@ print("ratio:", two_s / alone)
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind a process to a core")
 def test_threads_that_share_a_core_give_it_to_each_other() -> None:
     """As where another program has the second core: a thread that waits for another does not keep it from working."""
-    said = in_a_process(ONE_CORE, PACELINE_NATIVE_LIBRARY=str(native_lib.library_path()), PYTHONPATH=str(ROOT / "tests"))
+    said = in_a_process(
+        ONE_CORE, PACELINE_NATIVE_LIBRARY=str(native_lib.library_path()), PYTHONPATH=str(ROOT / "tests" / "support")
+    )
     assert float(said.split("ratio:")[1].split()[0]) < 40

@@ -12,7 +12,7 @@ from paceline.errors import ConfigError
 from paceline.loop.flywheel.config import FlywheelConfig, read_config
 from paceline.loop.flywheel.state import TurnState, fixed_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECIPE, PAGE = ROOT / "recipes" / "flywheel_tickets.yaml", ROOT / "docs" / "how-to" / "smaller-model.md"
 SHORT = "model: smollm2-135m\nrecord: traces\n"
 
