@@ -21,7 +21,7 @@ from typing import Any
 
 import jinja2
 
-from paceline.loop.adapt.servers.engines import Given, Start, command_of
+from paceline.loop.adapt.servers.vllm_sglang.drafter_folder import Given, Start, command_of
 
 HERE = Path(__file__).parent
 KINDS = {"slurm": "slurm.sh.j2", "kuberay": "kuberay.yaml.j2", "vllm-stack": "vllm-stack.yaml.j2", "sglang": "sglang.yaml.j2"}

@@ -46,10 +46,10 @@ Size = tuple[int, int]
 
 
 class FilledDrafter(Drafter):
-    """A drafter in the place of whose drafts stand random tokens, as many as were asked for: the text means nothing.
+    """A drafter for measurements: it computes as the inner one does, and drafts random tokens. The text means nothing.
 
-    Random weights draft the same token again and again, and a mixture of experts would read the same few for all of them.
-    Everything else is the inner drafter's: its threads, its taps, its caches.
+    A drafter of random weights repeats one token, for which a mixture of experts would read the same few experts.
+    Threads, taps and caches are the inner drafter's.
     """
 
     is_at_hand = False

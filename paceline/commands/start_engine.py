@@ -59,8 +59,8 @@ def serve_with_other(
         (len(serving.api_keys) > 1, f"{other.engine} has one API key: give one"),
         (serving.port == 0, f"{other.engine} wants a port: give --port"),
     )
-    from paceline.loop.adapt.servers.engine_run import serve_with
-    from paceline.loop.adapt.servers.engines import Start
+    from paceline.loop.adapt.servers.vllm_sglang.drafter_folder import Start
+    from paceline.loop.adapt.servers.vllm_sglang.start import serve_with
 
     start = Start(
         other.engine,

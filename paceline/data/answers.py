@@ -79,7 +79,10 @@ class AnswerShards:
         return path
 
     def note(self, answer: Answer, is_over: bool) -> None:
-        """Keep an answer until a shard does: `write` must get it, with the others of its conversation, when that is over."""
+        """Write an answer into the journal, which keeps it until a shard holds it.
+
+        `is_over` says that its conversation has ended: pass all its answers to `write` then.
+        """
         self._journal.note(self._journal_path(self._next), answer, is_over)
 
     def recover(self) -> dict[str, list[Answer]]:

@@ -61,7 +61,10 @@ class Near:
         self._pieces: dict[int, np.ndarray] = {}
 
     def like(self, pieces: np.ndarray) -> Iterator[int]:
-        """Names of those that are nearly the same. What is made of common pieces alone is like nothing."""
+        """Yield the numbers of the texts kept that are nearly the same as the one with these pieces.
+
+        Pieces that most texts have do not count: a text of nothing else has no near-copy.
+        """
         own = np.setdiff1d(pieces, self._common, assume_unique=True)
         if self._index is None or not len(own):
             return

@@ -168,7 +168,7 @@ class Pool:
             self._let_go()
 
     def offers(self, seq: Sequence, planner: Planner, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """What the sequence could check next but of `unwanted` sources, its drafter's own drafts first."""
+        """The drafts that the sequence could have checked next, those of its own drafter first, none of `unwanted` sources."""
         drafter, found = self._leases[seq.row].drafter, []
         for each in (drafter, self._beside(drafter)):
             if each is None or each.name in unwanted:

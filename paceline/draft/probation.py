@@ -28,7 +28,7 @@ class Probation(Drafter):
         self._error: Exception | None = None
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Nothing: it is to see the whole prompt."""
+        """Take over no cached tokens: a drafter on probation reads the whole prompt."""
         return 0
 
     def propose(self, batch: Batch) -> DraftBlock:

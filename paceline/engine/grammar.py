@@ -136,9 +136,9 @@ def _refusal(spec: GrammarSpec, reason: str) -> SamplingError:
 
 
 class Grammar:
-    """What one answer may still say.
+    """The grammar of one answer: which tokens may come next.
 
-    One that outgrows the library's limits in the middle of an answer allows nothing but the end from there on: it `has_failed`.
+    If it exceeds llguidance's limits in the middle of the answer, it `has_failed`, and allows only the end token.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:

@@ -105,8 +105,11 @@ class PrefixReuse:
         return best if best is not None and lengths[best] >= LEAST else None
 
     def admitted(self, seq: Sequence) -> None:
-        """`seq.row` is allocated and its drafter has started it: take over what is known of the prompt, or wait for
-        more. A prompt whose tokens are scored is read whole: a cache holds no logits."""
+        """Call when `seq.row` is allocated and the drafter has started the row: takes over the longest prefix that another
+        row has read, or waits while another row is reading a longer one.
+
+        A prompt whose tokens are scored is read whole, because a cache holds no logits.
+        """
         if seq.params.prompt_logprobs is not None:
             self._running[seq.row] = seq
             self._left.pop(seq.row, None)

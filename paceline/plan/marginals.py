@@ -88,7 +88,7 @@ def _are_counts(values: Any) -> bool:
 
 
 class Expected(NamedTuple):
-    """Of a round that checks so many drafts, on average."""
+    """What a round that checks a given number of drafts keeps on average."""
 
     tokens: float
     """The bonus token included."""

@@ -22,8 +22,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from paceline.errors import ConfigError, needing
-from paceline.report.look import look
 from paceline.report.statistics import Spread
+from paceline.report.style import look
 from paceline.report.tables import block, printable
 from paceline.runs.folder import RunFolder
 

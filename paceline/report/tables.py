@@ -153,7 +153,7 @@ class Progress:
         return contextlib.nullcontext(ignore)
 
     def table(self, table: Table) -> None:
-        """Figures are ready."""
+        """Called with each finished table of figures; shows nothing here."""
 
 
 SILENT = Progress()

@@ -18,7 +18,7 @@ from typing import Any
 
 import paceline
 from paceline.hardware import Machine
-from paceline.report.look import look
+from paceline.report.style import look
 from paceline.simulate import landmarks, limits
 from paceline.simulate.costs import catalogue
 from paceline.simulate.costs.roofline import COLLECTIVE_LATENCY_S, MEASURED_LOCALITY

@@ -113,7 +113,7 @@ class PromptsConfig:
 
     @property
     def num_self_written(self) -> int:
-        """As asked for; without any prompts a default number."""
+        """How many prompts the target writes itself: as many as were asked for, a default number if no prompts are given."""
         return self.self_written or (0 if self.prompts else DEFAULT_SELF_WRITTEN)
 
 

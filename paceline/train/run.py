@@ -27,7 +27,8 @@ from paceline.model.target import Target
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.report.tables import Progress, ignore
 from paceline.runs.folder import RunFolder, write_whole
-from paceline.runs.ranks import Ranks, only_run
+from paceline.runs.lock import only_run
+from paceline.runs.ranks import Ranks
 from paceline.runs.stopping import Stop, stopped_by_signal
 from paceline.runs.trackers import check_tracker
 from paceline.train.answers.mixture import read_mixture

@@ -21,7 +21,7 @@ from paceline.draft.mtp.stitch import stitch
 from paceline.draft.registry import make_drafter
 from paceline.engine.llm import LLM
 from paceline.errors import CacheError, ConfigError, DrafterMismatchError, ModelFileError, UnsupportedModelError
-from paceline.loop.adapt.servers.engines import Start, given_to
+from paceline.loop.adapt.servers.vllm_sglang.drafter_folder import Start, given_to
 from paceline.model.checkpoint import load_tensors
 from paceline.plan.planner import FixedPlanner
 from paceline.train.methods.mtp import new_layer

@@ -19,8 +19,8 @@ from paceline.config import EngineConfig
 from paceline.data.answers import AnswerShards
 from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, DownloadError
-from paceline.net import patient as client_module
-from paceline.net.patient import KEY, Client
+from paceline.net import retrying as client_module
+from paceline.net.retrying import KEY, Client
 from paceline.train.answers.remote_target import stand_in
 from paceline.train.config import AnswerConfig, ElsewhereConfig, PromptsConfig, RegenerateConfig
 

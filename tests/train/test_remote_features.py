@@ -27,7 +27,7 @@ from paceline.hardware import Machine
 from paceline.model.backends import load_target, settle
 from paceline.model.embedding_and_head import Ends, load_ends
 from paceline.model.target import Target, head_weight
-from paceline.net.patient import KEY
+from paceline.net.retrying import KEY
 from paceline.train import train
 from paceline.train.config import (
     AnswerConfig,

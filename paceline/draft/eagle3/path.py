@@ -85,7 +85,10 @@ class Eagle3Path(EagleEnds):
 
     @torch.inference_mode()
     def step(self, level: Level, tokens: list[int], told_TD: Tensor) -> Tensor:
-        """The entries of some drafts, written behind what counts: what each tells the drafts after it [T, D]."""
+        """One step of the drafter over `tokens`, whose parents gave `told_TD`; keys and values go behind the committed ones.
+
+        Returns the feature of each draft, which the next step takes [T, D].
+        """
         group = self._shape.num_heads // self._shape.num_kv_heads
         windows = {layer.window for layer in self._layers}
         plans = {window: level.plan(group, self._dtype, self._device, window) for window in windows}

@@ -78,10 +78,11 @@ def is_gguf_drafter(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], Vocabulary, dict[str, Tensor]]:
-    """config.json and the network's tensors in z-lab's words, its draft vocabulary, and tensors that nothing here reads.
-    Tensors in blocks are expanded.
+    """Read a DFlash drafter from a GGUF file: its config and tensors under the names of z-lab's checkpoints, its draft
+    vocabulary, and the tensors that paceline does not use. Quantised tensors are expanded to dense ones.
 
-    Raises UnsupportedModelError for a GGUF file of something else, ModelFileError for one that is damaged or contradictory.
+    Raises UnsupportedModelError if the file holds anything but a DFlash drafter, and ModelFileError if it is damaged or
+    contradicts itself.
     """
     file = open_gguf(path)
     arch = file.get("general.architecture", str)

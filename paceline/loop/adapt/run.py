@@ -23,9 +23,10 @@ from paceline.loop.adapt.config import (
 from paceline.loop.adapt.decide.policy import SeasonalPolicy
 from paceline.loop.adapt.metrics import AdaptMetrics
 from paceline.loop.adapt.servers.deploy import open_deployment
-from paceline.loop.adapt.servers.restarted import NO_INCUMBENT
+from paceline.loop.adapt.servers.vllm_sglang.restart import NO_INCUMBENT
 from paceline.loop.adapt.watch import Watcher
-from paceline.runs.ranks import Ranks, only_run
+from paceline.runs.lock import only_run
+from paceline.runs.ranks import Ranks
 
 LEAST_MOVE_S = 30.0
 """A clock that is set by less changes nothing here: time servers do so all the time."""

@@ -52,7 +52,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """An answer that was to end before `stop`, beside the same without."""
+    """One request answered twice: with the stop string `stop`, before which the text should end, and without (`whole`)."""
 
     stop: str
     whole: str
@@ -167,7 +167,7 @@ def seeds(pairs: Sequence[tuple[str, str]]) -> Finding:
 
 
 def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
-    """`pairs`: a token's log-probability as the server told it, and ours."""
+    """Check that the median difference of the server's and our log-probabilities, one pair a token, is at most `allowed`."""
     if not pairs:
         return Finding("logprobs", "not offered", "the server tells no log-probabilities")
     apart = [abs(told - own) for told, own in pairs]

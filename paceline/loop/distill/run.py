@@ -31,7 +31,8 @@ from paceline.model.gguf.writer import write_gguf
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.report.tables import Column, Progress, Table
 from paceline.runs.folder import RunFolder, plain, sync
-from paceline.runs.ranks import Ranks, only_run
+from paceline.runs.lock import only_run
+from paceline.runs.ranks import Ranks
 from paceline.runs.stopping import Stop, stopped_by_signal
 from paceline.train.answers.on_ray import run as regenerate
 from paceline.train.answers.run_identity import check_same_run

@@ -24,7 +24,8 @@ from paceline.loop.flywheel.stages import STAGES, Refused, Told, Turn
 from paceline.loop.flywheel.state import Serving, TurnState, serving_of, traces_of, turn_folder, write_serving
 from paceline.loop.store.folder import Store
 from paceline.report.tables import Progress
-from paceline.runs.ranks import Ranks, only_run
+from paceline.runs.lock import only_run
+from paceline.runs.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)

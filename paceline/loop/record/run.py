@@ -103,7 +103,7 @@ def run(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, progre
 
 
 def run_imports(config: RecordConfig, tracing: TraceConfig, progress: Progress) -> Recorded:
-    """As `paceline.loop.record.read`."""
+    """Read the logs in `config.imports` into the store, each exchange once; what was kept and what was not."""
     writer, reader = _store(config, tracing)
     known = _known(writer.folder)
     try:

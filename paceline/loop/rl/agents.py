@@ -90,7 +90,7 @@ class Reward(Protocol):
 
 
 def by_code(function: Callable[[Any, Trajectory], float]) -> Reward:
-    """A reward of every attempt by itself, of its task and what came of it."""
+    """Make a Reward that scores each attempt on its own, as `function(task, trajectory)`."""
     return lambda group: [float(function(each.task, each)) for each in group]
 
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from paceline.bounds import Count, Positive, check, within
 from paceline.errors import DownloadError, RolloutError
 from paceline.loop.rl.agents import Trajectory
-from paceline.net.patient import Client, Refused
+from paceline.net.retrying import Client, Refused
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 RANKING = re.compile(r"[A-Z](?:\s*[>,]\s*[A-Z])*")

@@ -38,7 +38,8 @@ from paceline.loop.store.split import BETWEEN, SIDES, sides
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.report.tables import SILENT, Progress
 from paceline.runs.folder import append_lines, plain, whole_file, write_whole
-from paceline.runs.ranks import Ranks, only_run
+from paceline.runs.lock import only_run
+from paceline.runs.ranks import Ranks
 
 FORMAT = 1
 ROWS_PER_SHARD = 2048

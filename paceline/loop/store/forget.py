@@ -74,7 +74,10 @@ def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
 
 
 def pattern_of(match: str) -> re.Pattern[str]:
-    """Raises ConfigError on a pattern that is none, or that also matches nothing at all and so everything."""
+    """Compile `match` as a regular expression.
+
+    Raises ConfigError if it is not one, or if it matches the empty string: then it would match every text.
+    """
     try:
         pattern = re.compile(match)
     except re.error as error:

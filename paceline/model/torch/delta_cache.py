@@ -128,7 +128,7 @@ class DeltaMemory:
 
 
 class DeltaCache(StaticKVCache):
-    """As StaticKVCache, whose layers are those with attention, with a `DeltaMemory` for each of the others."""
+    """A StaticKVCache for the layers with attention, and a `DeltaMemory` for each of the other layers."""
 
     def __init__(
         self,

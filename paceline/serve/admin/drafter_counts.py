@@ -21,7 +21,7 @@ Labels = tuple[str, ...]
 
 
 class DrafterCounts:
-    """Counts of one server. One thread counts, any thread may read."""
+    """Rounds, seconds and requests of one server, by drafter. One thread counts; any thread may read."""
 
     def __init__(self) -> None:
         self.rounds: dict[str, dict[tuple[int, int], int]] = {}

@@ -147,7 +147,7 @@ class AnthropicError(BaseModel):
 
 
 def add_messages(app: FastAPI, worker: EngineWorker) -> None:
-    """Adds the endpoints to the application."""
+    """Add `/v1/messages` and `/v1/messages/count_tokens` to the application; `worker` answers them."""
     failures: dict[int | str, dict[str, Any]] = {
         status: {"model": AnthropicError} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503, 504)
     }

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
 
 import paceline
-from paceline.report.look import LOOK
+from paceline.report.style import LOOK
 from paceline.serve.admin.api import add_admin
 from paceline.serve.dialects.messages import add_messages
 from paceline.serve.dialects.responses import add_responses

@@ -59,7 +59,7 @@ class Lookups:
 
     @property
     def chance(self) -> float:
-        """Of a draft, where those before it stood, on average."""
+        """The average chance that a looked-up draft is accepted when all drafts before it were."""
         return sum(self.survival) / (1 + sum(self.survival[:-1]))
 
 

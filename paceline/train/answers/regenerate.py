@@ -34,7 +34,8 @@ from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, ContextLengthError, PromptError
 from paceline.report.tables import Progress, ignore
 from paceline.runs.folder import RunFolder, plain
-from paceline.runs.ranks import Ranks, only_run
+from paceline.runs.lock import only_run
+from paceline.runs.ranks import Ranks
 from paceline.train.answers.conversation import Conversation, Regenerated, asked_of
 from paceline.train.answers.mixture import read_mixture
 from paceline.train.answers.prompt_tokens import PromptEncoder, TokenizerOnly, check_template

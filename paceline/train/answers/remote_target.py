@@ -25,7 +25,7 @@ from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, PacelineError
 from paceline.model.embedding_and_head import light_folder
 from paceline.model.text.tokenizer import Tokenizer
-from paceline.net.patient import KEY, Client, Refused
+from paceline.net.retrying import KEY, Client, Refused
 from paceline.train.config import RegenerateConfig
 from paceline.types import SamplingParams, Sequence
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.errors import CacheError, ConfigError, DownloadError, NumericsError, UnsupportedModelError, reraised
 from paceline.model.target import Target
-from paceline.net.patient import Client, Refused
+from paceline.net.retrying import Client, Refused
 from paceline.train.config import ElsewhereConfig
 from paceline.train.documents.dataset import Document
 from paceline.train.features.hidden_states import Features

@@ -49,7 +49,10 @@ class Replicated:
         self.ranks, self.device = ranks, device
 
     def prepare(self, drafter: Trainable, is_autocast: bool = False) -> None:
-        """Lay its network out, in place, before optimisers take the parameters; `is_autocast`: products are in bfloat16."""
+        """Make the network ready for several processes, in place, before an optimiser takes its parameters.
+
+        `is_autocast` says that matrix products are computed in bfloat16.
+        """
         if self.ranks.world > 1:
             self._buckets = GradientBuckets(drafter.network.parameters())
 

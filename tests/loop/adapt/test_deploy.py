@@ -14,9 +14,9 @@ from fake_servers import FakeServer, serving
 from paceline.errors import ConfigError, DeployError, DownloadError, UnreachableError
 from paceline.loop.adapt.config import DeployConfig
 from paceline.loop.adapt.decide import members
-from paceline.loop.adapt.servers import restarted
 from paceline.loop.adapt.servers.counters import Counts, tokens_per_round
 from paceline.loop.adapt.servers.deploy import Deployment, open_deployment
+from paceline.loop.adapt.servers.vllm_sglang import restart as restarted
 
 
 @pytest.fixture

@@ -24,10 +24,10 @@ from paceline.draft.eagle3.drafter import Eagle3Drafter
 from paceline.draft.formats.export import export
 from paceline.errors import ConfigError, DownloadError, DrafterMismatchError, UnsupportedModelError
 from paceline.loop.adapt.config import OtherEngineConfig
-from paceline.loop.adapt.servers import engine_run
-from paceline.loop.adapt.servers.engine_check import NUM_PROMPTS, Comparison, _measured, prompt_ids, served
-from paceline.loop.adapt.servers.engine_run import serve_with
-from paceline.loop.adapt.servers.engines import Given, Start, command_of, environment_of, given_to
+from paceline.loop.adapt.servers.vllm_sglang import start as engine_run
+from paceline.loop.adapt.servers.vllm_sglang.check import NUM_PROMPTS, Comparison, _measured, prompt_ids, served
+from paceline.loop.adapt.servers.vllm_sglang.drafter_folder import Given, Start, command_of, environment_of, given_to
+from paceline.loop.adapt.servers.vllm_sglang.start import serve_with
 from paceline.model.checkpoint import load_tensors, read_json
 from paceline.net.streaming import Client
 from paceline.simulate.flags import METHODS

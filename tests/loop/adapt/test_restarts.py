@@ -33,9 +33,9 @@ from paceline.loop.adapt.decide.policy import SeasonalPolicy
 from paceline.loop.adapt.gate.retrain import Job
 from paceline.loop.adapt.log import AdaptLog, rebuilt
 from paceline.loop.adapt.run import Clock
-from paceline.loop.adapt.servers import restarted
 from paceline.loop.adapt.servers.counted_hours import ALL
 from paceline.loop.adapt.servers.counters import Counts, Meter
+from paceline.loop.adapt.servers.vllm_sglang import restart as restarted
 from paceline.loop.adapt.watch import Watcher
 
 DAY_S = 86400.0

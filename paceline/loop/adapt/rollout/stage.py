@@ -128,7 +128,10 @@ class Stage:
         self.num_tries, self.wait_until, self.away_since = 0, 0.0, 0.0
 
     def begin_probation(self, traces: Path, first: Counts | None, counts: Counts, now: float) -> None:
-        """Write down how things were; `first` is the oldest reading of the server that is known."""
+        """Keep acceptance, pace and failures from before the new drafter, to compare later readings with.
+
+        `counts` is the server's reading at `now`, `first` its oldest one, if there is one.
+        """
         spans = read_span(traces, now - SPAN_S, now)
         self.before = {name: sums.tokens_per_round for name, sums in spans.items() if sums.rounds >= LEAST_ROUNDS}
         if first is not None and (rate := tokens_per_round(first, counts)):

@@ -33,7 +33,7 @@ from urllib.parse import quote
 from paceline.errors import DeployError, DownloadError, PacelineError, UnreachableError
 from paceline.loop.adapt.config import DeployConfig
 from paceline.loop.adapt.servers.counters import Counts, Meters, ask, drafts_of, is_well
-from paceline.loop.adapt.servers.restarted import SglangServers, VllmServers
+from paceline.loop.adapt.servers.vllm_sglang.restart import SglangServers, VllmServers
 from paceline.net.streaming import Client
 from paceline.report.tables import ignore
 from paceline.types import NONE

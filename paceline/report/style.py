@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-LOOK = Path(__file__).with_name("look.css")
+LOOK = Path(__file__).with_name("style.css")
 
 
 def look() -> str:
-    """Return the text of look.css."""
+    """Return the text of style.css."""
     return LOOK.read_text(encoding="utf-8")

@@ -37,7 +37,7 @@ class Refused(PacelineError):
 
 
 class Client:
-    """One server; its methods may be called from any thread."""
+    """Requests to one HTTP server, tried again for `patience_s` while it is down. Threads may share a client."""
 
     def __init__(self, url: str, option: str, patience_s: float) -> None:
         """`url` with or without /v1; `option` is what an error names. Raises ConfigError."""

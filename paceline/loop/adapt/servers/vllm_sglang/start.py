@@ -23,8 +23,8 @@ from types import FrameType
 from paceline.errors import ConfigError, DownloadError, DrafterMismatchError, PacelineError, reraised
 from paceline.loop.adapt.config import OtherEngineConfig
 from paceline.loop.adapt.servers.counters import ask, is_up
-from paceline.loop.adapt.servers.engine_check import Comparison, brings, prompt_ids, served
-from paceline.loop.adapt.servers.engines import Given, Start, command_of, environment_of, given_to
+from paceline.loop.adapt.servers.vllm_sglang.check import Comparison, brings, prompt_ids, served
+from paceline.loop.adapt.servers.vllm_sglang.drafter_folder import Given, Start, command_of, environment_of, given_to
 from paceline.net.streaming import Client
 
 POLL_S = 0.2

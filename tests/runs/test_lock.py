@@ -15,8 +15,9 @@ import pytest
 
 from paceline.cli import app
 from paceline.errors import ConfigError
-from paceline.runs import ranks
-from paceline.runs.ranks import Ranks, only_run
+from paceline.runs import lock
+from paceline.runs.lock import only_run
+from paceline.runs.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--threads", "1", "--features", "online")
@@ -26,7 +27,7 @@ TINY = ("train", "--scale", "tiny", "--device", "cpu", "--dtype", "float32", "--
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(ranks, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.2)
 
 
 def paceline(*words: object) -> None:
@@ -40,7 +41,8 @@ def held(folder: Path, ranks: Ranks | None = None, doing: str = "training") -> c
 HOLDING = """
 import sys
 from pathlib import Path
-from paceline.runs.ranks import Ranks, only_run
+from paceline.runs.lock import only_run
+from paceline.runs.ranks import Ranks
 
 with only_run(Path(sys.argv[1]), "training", Ranks(), print):
     print("held", flush=True)
@@ -96,7 +98,7 @@ def test_a_disk_without_locks_is_noted(tmp_path: Path, monkeypatch: pytest.Monke
     def refuse(*given: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(ranks.fcntl, "flock", refuse)
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
     said: list[str] = []
     with only_run(tmp_path, "training", Ranks(), said.append):
         assert len(said) == 1 and "knows no locks" in said[0]

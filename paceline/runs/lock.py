@@ -1,0 +1,80 @@
+"""One run per folder: a lock that the kernel holds.
+
+Two runs in one folder would write the same lines twice and delete each other's unfinished files. The kernel gives the lock
+back when the process ends, however it ends. All processes that one torchrun started share it: they are one run.
+
+    runs/x/.lock     pid, doing and group of the run that has the lock, or had it last
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.errors import CacheError, ConfigError, reraised
+from paceline.runs.ranks import Ranks
+
+PATIENCE_S = 5.0
+"""How long a process waits for another one of its group that is just taking the lock."""
+
+
+@contextlib.contextmanager
+def only_run(folder: Path, doing: str, ranks: Ranks, say: Callable[[str], None]) -> Iterator[None]:
+    """Within, no other run may work in this folder; `doing` is what that one is told: training, answering.
+
+    Raises ConfigError when another run is there, CacheError when the folder cannot be written.
+    """
+    with reraised(CacheError, f"cannot write {folder}", "choose another folder with --out", OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("a+", encoding="utf-8")
+    with file:
+        group = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if ranks.world > 1 else None
+        try:
+            is_ours = _take(file, {"pid": os.getpid(), "doing": doing, "group": group})
+        except OSError as error:
+            say(f"note: the disk of {folder} knows no locks ({error}): see to it that no other run writes there")
+            is_ours = True
+        if not is_ours:
+            other = {"doing": "at work", "pid": "unknown", **_holder(file)}
+            raise ConfigError(
+                f"another run is {other['doing']} here: {folder} (pid {other['pid']}): wait until it "
+                "ends, or stop it and run the same command, which goes on where it stopped; or choose another --out"
+            )
+        yield
+
+
+def _take(file: IO[str], ours: dict[str, Any]) -> bool:
+    """Take the lock, alone or beside the others of our group; whether it worked."""
+    give_up_at = time.monotonic() + (PATIENCE_S if ours["group"] else 0.0)
+    while True:
+        if _locks(file, fcntl.LOCK_EX):
+            file.truncate(0)
+            file.write(json.dumps(ours))
+            file.flush()
+            if ours["group"] is None or _locks(file, fcntl.LOCK_SH):
+                return True
+        elif ours["group"] and _locks(file, fcntl.LOCK_SH):
+            return _holder(file).get("group") == ours["group"]
+        if time.monotonic() >= give_up_at:
+            return False
+        time.sleep(0.05)
+
+
+def _locks(file: IO[str], kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder(file: IO[str]) -> dict[str, Any]:
+    file.seek(0)
+    text = file.read()
+    return json.loads(text) if text.endswith("}") else {}  # the other run may be writing it just now
