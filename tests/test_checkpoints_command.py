@@ -93,6 +93,7 @@ def test_what_it_is(drafter: Path) -> None:
         assert words in shown, words
 
 
+@pytest.mark.slow
 def test_a_drafter_that_never_learned_is_no_mismatch(target: Path, drafter: Path) -> None:
     shown, _ = run("inspect", str(drafter), "--model", str(target), "--num-prompts", "2", "--max-tokens", "9", "--json")
     told = json.loads(shown.splitlines()[-1])
@@ -147,6 +148,7 @@ def test_an_eagle3_drafter_in_either_style(eagle3: Path, target: Path, tmp_path:
             run("export", str(eagle3), *words)
 
 
+@pytest.mark.slow
 def test_what_an_eagle3_drafter_is(eagle3: Path, target: Path) -> None:
     asked = ("--model", str(target), "--num-prompts", "2", "--max-tokens", "6", "--vary", "--json")
     shown, _ = run("inspect", str(eagle3), *asked)

@@ -27,6 +27,7 @@ def test_code_is_the_first_block_or_everything(demo: ModuleType) -> None:
     assert demo.code_of("x = 1") == "x = 1"
 
 
+@pytest.mark.slow
 def test_what_was_written_runs_and_says_what_it_prints(demo: ModuleType) -> None:
     function = demo.TASK.split("```")[1].removeprefix("python\n").replace("(number)", "(number, lower=False)")
     assert demo.run(f"{function}\n{demo.CHECK}") == demo.EXPECTED.replace("mmxxvi", "MMXXVI")
@@ -34,6 +35,7 @@ def test_what_was_written_runs_and_says_what_it_prints(demo: ModuleType) -> None
     assert demo.run("raise SystemExit(3)") == "exit status 3"
 
 
+@pytest.mark.slow
 def test_what_was_written_has_little_time_memory_and_no_files(
     demo: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -161,6 +161,7 @@ def test_drafts_depend_on_the_request_alone_and_keep_the_limit():
     assert drafter.propose(Batch([last])).tokens_B == [[]]
 
 
+@pytest.mark.slow
 def test_drafts_follow_the_probabilities_they_report():
     target = FakeTarget(vocab_size=5, max_len=8)
     drafter = ScriptedDrafter(target, 1, accuracy=0.4, with_probs=True)

@@ -17,6 +17,7 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> tuple[list[dict[str, Any]],
     return json.loads(shown.out.splitlines()[-1])["drafters"], shown.err
 
 
+@pytest.mark.slow
 def test_a_table_and_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     with serving() as live:
         drafters_load(drafter="words=ngram", server=live.url)
@@ -32,6 +33,7 @@ def test_a_table_and_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
         assert [row["name"] for row in last_line(capsys)[0]] == ["none"]
 
 
+@pytest.mark.slow
 def test_what_the_server_refuses_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     def refused(live: Live, words: str, **asked: Any) -> None:
         with pytest.raises(ConfigError, match=words):

@@ -142,6 +142,7 @@ def test_stages_that_are_chosen_and_a_day_that_is_too_short(tmp_path: Path) -> N
     assert day["stages"]["good"]["why"] == "0 s are left of the day, it needs 1"
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_day_and_its_stage(tmp_path: Path) -> None:
     text = SCRIPT.replace("0.6 if", "600 if")
     command = [sys.executable, "-c", text, "--device", "cpu", "--out", str(tmp_path), "--only", "hangs"]

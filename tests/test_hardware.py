@@ -24,6 +24,7 @@ def test_known_gpus() -> None:
     assert catalogue.machines()["GH200"].memory_bytes == 96 * 10**9
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "_matmul_flops_per_s", MEASURED)
     machine = this_machine()
@@ -53,6 +54,7 @@ def test_what_others_take_of_the_processors(monkeypatch: pytest.MonkeyPatch) -> 
     assert BusyClock().others_share() == pytest.approx((3.0 - 1.0) / (4 * 2.0))
 
 
+@pytest.mark.slow
 def test_working_alone_is_not_disturbed_by_oneself() -> None:
     clock = BusyClock()
     began, busy, own = clock._began

@@ -63,6 +63,7 @@ def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_imports_point_left() -> None:
     for path in modules():
         own = part(name_of(path))

@@ -24,6 +24,7 @@ def outputs(notebook: dict[str, Any]) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.name)
 def test_it_runs_and_is_current(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(file.parent)

@@ -36,6 +36,7 @@ def test_the_checkout_is_light_without_drafters() -> None:
     assert not [path for path in sizes if path.suffix == ".safetensors"], "weights belong in drafters/"
 
 
+@pytest.mark.slow
 def test_the_wheel_is_light() -> None:
     """Compresses the files of the package as a wheel does, with the native library if it is built."""
     library = [*(PACKAGE / "model" / "native").glob("libpaceline_native.*")]

@@ -84,6 +84,7 @@ def test_what_is_measured_has_not_seen_the_warm_up() -> None:
         assert len(prefills) == 2, "the warm-up's and the measured one's"
 
 
+@pytest.mark.slow
 def test_a_drafter_is_bound_once_however_many_passes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Binding packs the weights of a drafter anew: seconds for each pass."""
     bound: list[str] = []

@@ -59,6 +59,7 @@ def test_what_no_other_setting_beats() -> None:
     assert pareto([(1.0, 3.0), (2.0, 2.0), (1.5, 1.5), (3.0, 1.0), (1.0, 3.0)]) == [(1.0, 3.0), (2.0, 2.0), (3.0, 1.0)]
 
 
+@pytest.mark.slow
 def test_answers_are_scored() -> None:
     assert score_ticket(TICKET, '{"action": "refund", "policy_id": "RF-204", "reasoning": "x"}')
     for wrong in ('{"action": "refund", "policy_id": "RF-205"}', '{"action": "refund"', "[]", "refund RF-204"):

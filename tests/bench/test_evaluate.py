@@ -171,6 +171,7 @@ def test_the_figures_of_one_set() -> None:
     assert figures["looping_share"] == figures["looping"][0]["looping_share"]
 
 
+@pytest.mark.slow
 def test_loops_are_told_apart_from_the_rest() -> None:
     made = run_bench(evaluation_config("good", BenchConfig(max_tokens=40, ignore_eos=True)))
     answers = made.passes[made.settings[1]][0].answers
@@ -188,6 +189,7 @@ def test_loops_are_told_apart_from_the_rest() -> None:
     assert (looping["looping_share"], looping["without_loops"]) == (1.0, None)
 
 
+@pytest.mark.slow
 def test_decode_and_evaluation_report_the_same_figures_under_the_same_names() -> None:
     made = run_bench(evaluation_config("good", BenchConfig(max_tokens=40, ignore_eos=True)))
     figures = set_figures(made)
@@ -238,6 +240,7 @@ def test_a_run_writes_its_evaluation(ask: Asked) -> None:
     assert len(heard.tables) == 2 and any("end in a loop" in said for said in heard.said)
 
 
+@pytest.mark.slow
 def test_the_command_shows_and_prints_the_evaluation(ask: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     command.evaluate(ask.drafter, EngineConfig(model="org/fake"), ask.config, list(ask.prompts), out=ask.out, as_json=True)
     told = capsys.readouterr()
@@ -247,6 +250,7 @@ def test_the_command_shows_and_prints_the_evaluation(ask: Asked, capsys: pytest.
     assert "tokens/round" in told.err and "ceiling" in told.err and "0-512" not in told.err
 
 
+@pytest.mark.slow
 def test_the_command_shows_the_acceptance_length_by_context(ask: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {"out": ask.out, "as_json": True, "by_context": True}
     command.evaluate(ask.drafter, EngineConfig(model="org/fake"), ask.config, list(ask.prompts), **options)
@@ -257,6 +261,7 @@ def test_the_command_shows_the_acceptance_length_by_context(ask: Asked, capsys: 
     assert shown == [[str(row["rounds"]), f"{row['tokens_per_round']:.2f}"] for row in rows]
 
 
+@pytest.mark.slow
 def test_a_second_run_does_what_is_missing(ask: Asked) -> None:
     first = ask.run(prompts=ask.prompts[:1])
     heard = Heard()
@@ -283,6 +288,7 @@ def test_a_set_that_was_cut_short_is_run_again(ask: Asked, monkeypatch: pytest.M
     assert list(ask.run().sets) == ["easy", "hard"]
 
 
+@pytest.mark.slow
 def test_other_settings_are_refused_and_named(ask: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     ask.run()
     with pytest.raises(ConfigError, match="bench.max_tokens 8 -> 9"):

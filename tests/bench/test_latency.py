@@ -324,6 +324,7 @@ def test_the_command_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(logged) == 12 and all(statistics.fmean(each["parts"].values()) > 0 for each in logged)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_measured_is_said_before_anything_is_sent(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no workload 'walk': choose from voice, coding, chat"):
         latency_run.bench_latency(ArmsConfig(urls=("http://127.0.0.1:1",)), LatencyConfig(), ("walk",))

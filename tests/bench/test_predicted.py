@@ -56,6 +56,7 @@ def test_where_drafts_do_not_pay_both_sides_are_the_same() -> None:
     assert timing.off.total_s == timing.on.total_s and "1.00x" in timing.verdict and timing.on.lossless
 
 
+@pytest.mark.slow
 def test_the_page_fills_its_columns_with_the_same_numbers() -> None:
     rng, cases = random.Random(3), []
     for _ in range(1000):
@@ -67,6 +68,7 @@ def test_the_page_fills_its_columns_with_the_same_numbers() -> None:
         assert ours == [list(each) for each in token_times(*case)], case
 
 
+@pytest.mark.slow
 def test_the_page_reads_runs_and_draws_curves_as_the_chart_does(tmp_path: Path) -> None:
     told = {
         "model": "qwen",
@@ -89,6 +91,7 @@ def test_the_page_reads_runs_and_draws_curves_as_the_chart_does(tmp_path: Path) 
     assert made(COSTS, ASKED).curve[0] == (1.0, 1.0)
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_pictures(tmp_path: Path) -> None:
     files = [tmp_path / "a" / "columns.svg", tmp_path / "a" / "columns.png"]
     words = ["--simulate", "--model", "Qwen3.5-122B-A10B", "--hardware", "B200", "--precision", "fp8", "--plain-rate", "250"]
@@ -113,6 +116,7 @@ def test_the_command_writes_the_pictures(tmp_path: Path) -> None:
     assert files[1].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.slow
 def test_the_chart_comes_beside_the_columns_when_it_is_asked_for(tmp_path: Path) -> None:
     words = [
         "--simulate",

@@ -90,6 +90,7 @@ def test_prompts_stand_before_their_answers(tmp_path: Path) -> None:
     assert "Blue." in page(read_run(run)), "a run of an older version"
 
 
+@pytest.mark.slow
 def test_all_pages_have_one_look() -> None:
     sheet = look()
     assert sheet in calculator() and sheet in render("base.html", title="t", verdict="v", explained=["decoding"])

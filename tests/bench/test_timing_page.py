@@ -109,6 +109,7 @@ def test_the_policy_names_the_script() -> None:
     assert "https:" not in whole
 
 
+@pytest.mark.nightly
 def test_it_plays_to_the_end_by_itself(visit: Any) -> None:
     tab = visit()
     expect(tab.page.get_by_role("button", name="Pause")).to_be_visible()
@@ -245,6 +246,7 @@ def test_it_fits_and_is_photographed(visit: Any, what: str) -> None:
             photograph(tab.page, f"{what}-{name}-{scheme}.png")
 
 
+@pytest.mark.nightly
 def test_the_picture_moves_in_an_image(browser: Any, tmp_path: Path) -> None:
     """Early most of it is empty, later it is not; still where motion is unwelcome."""
     (tmp_path / "demo.svg").write_text(svg(story(), 1.0), encoding="utf-8")

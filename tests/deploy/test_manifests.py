@@ -147,6 +147,7 @@ def test_prometheus_and_grafana_are_given_what_they_mount() -> None:
     assert services["paceline"]["build"]["dockerfile"] == "deploy/Dockerfile" and (DEPLOY / "Dockerfile").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("hadolint", path=str(Path(sys.executable).parent)) is None, reason="hadolint is not installed")
 def test_the_dockerfile_is_linted() -> None:
     hadolint = Path(sys.executable).parent / "hadolint"

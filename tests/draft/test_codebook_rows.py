@@ -76,6 +76,7 @@ def test_other_drafters_keep_every_row(tmp_path: Path) -> None:
     assert BOOK_IDS not in load_file(tmp_path / "first" / PACKED)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_those_of_all_rows_but_behind_an_anchor_without_one(kind: Any, small: Path) -> None:
@@ -104,6 +105,7 @@ def test_scores_are_those_of_all_rows_but_behind_an_anchor_without_one(kind: Any
             torch.testing.assert_close(ours.scores_BKPM[:, 0], full.scores_BKPM[:, 0])
 
 
+@pytest.mark.slow
 @NEEDS_NATIVE
 def test_both_paths_draft_the_same(small: Path) -> None:
     drafts = [drafted(tiny_target(kind=kind), read_drafter(small)) for kind in (Decoder, NativeDecoder)]

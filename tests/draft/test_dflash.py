@@ -263,6 +263,7 @@ class TestDraftVocabulary:
         assert probs[1].shape == (7, VOCAB) and set(tokens[1]) <= set(self.IDS.tolist())
         torch.testing.assert_close(probs[1][:, self.IDS].sum(-1), torch.ones(7))
 
+    @pytest.mark.slow
     def test_text_is_the_targets_all_the_same(self, kind: Any) -> None:
         target = tiny_target(kind=kind)
         plain = generate(target, DFlashDrafter(network(raw_config())), [PROMPT], 30)[0]

@@ -94,6 +94,7 @@ def test_batched_rounds_equal_row_by_row() -> None:
 needs_native = pytest.mark.skipif(native_lib.load() is None, reason="the native library is not built")
 
 
+@pytest.mark.slow
 @needs_native
 def test_native_calls_where_channels_are_grouped_by_sixteen() -> None:
     """Other groups run in PyTorch beside a native target, to the same text."""

@@ -73,6 +73,7 @@ def assert_formulas(drafter: Recording, kind: Any, least: int, are_best: bool = 
         assert not are_best or drafts == [int(drafter.ids[each.argmax()]) for each in logits]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), in_turns(VARIANTS))
 def test_rounds_are_the_formulas(name: str, kind: Any) -> None:
     drafter = recording(raw_eagle3(**VARIANTS[name]), num_drafted=3)
@@ -111,6 +112,7 @@ def test_rounds_whose_drafts_stand_are_the_formulas(kind: Any) -> None:
     assert_formulas(drafter, kind, least=4, are_best=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), in_turns(VARIANTS, 1))
 def test_what_is_likely_behind_each_branch_is_the_formulas(name: str, kind: Any) -> None:
     """Rows of different lengths, one of which drafts a chain: each branch reads its own ancestors alone."""
@@ -166,6 +168,7 @@ def test_the_network_is_the_formulas(name: str) -> None:
     torch.testing.assert_close(told_TD.double(), normed if config.norm_output else expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_batched_rows_of_different_lengths_draft_what_they_draft_alone() -> None:
     target, prompts = tiny_target(), [PROMPT, PROMPT[:3], PROMPT[4:11]]
     drafter = recording(raw_eagle3(), num_drafted=4)
@@ -215,6 +218,7 @@ def test_tokens_outside_the_draft_vocabulary_are_not_proposed() -> None:
         torch.testing.assert_close(probs_V[IDS], torch.softmax(logits / 0.9, -1))
 
 
+@pytest.mark.slow
 def test_a_row_is_clean_after_reuse() -> None:
     target, drafter = tiny_target(num_rows=1), recording(raw_eagle3())
     first = generate(target, drafter, [PROMPT], 10)
@@ -266,6 +270,7 @@ def admit_adopting(target: Any, drafter: Eagle3Drafter, prompt: list[int], sourc
     return seq
 
 
+@pytest.mark.slow
 def test_a_row_that_waits_long_drafts_as_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     drafts = []
     for most in (512, 8):

@@ -98,6 +98,7 @@ def test_the_export_drafts_the_same(tmp_path: Path, raw: dict[str, Any], kind: A
         assert ids_of(tmp_path / "spec") == IDS.tolist()
 
 
+@pytest.mark.slow
 def test_what_a_format_has_no_place_for_is_said_or_refused(tmp_path: Path) -> None:
     source = written(tmp_path / "own", raw_config(), IDS)
     with pytest.raises(ConfigError, match="drafts among 4 tokens, and the format wants the target's head for them: name it"):

@@ -169,6 +169,7 @@ def test_a_draft_vocabulary_without_a_head_is_kept_for_us_and_said(tmp_path: Pat
     assert read_draft_ids(file) is not None
 
 
+@pytest.mark.slow
 def test_the_targets_tokenizer_goes_along(tmp_path: Path) -> None:
     raw = raw_config() | {"vocab_size": 300}
     target = target_file(tmp_path / "target.gguf", 300)

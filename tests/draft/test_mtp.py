@@ -203,6 +203,7 @@ def test_branches_are_the_reference_s_and_trees_keep_the_text(name: str, make: C
             torch.testing.assert_close(logprobs_V.topk(len(likely)).values, torch.tensor(logprobs), atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_sampled_requests_are_told_what_the_drafts_were_drawn_from(make: Callable[[str], Made]) -> None:
     folder, reference = make("qwen3.5")
     drafter = recording(folder)
@@ -214,6 +215,7 @@ def test_sampled_requests_are_told_what_the_drafts_were_drawn_from(make: Callabl
         torch.testing.assert_close(probs_KV.float(), expected.softmax(-1), atol=1e-3, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_seed_s_text_is_plain_decoding_s(make: Callable[[str], Made]) -> None:
     folder, _ = make("qwen3-next")
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.9, seed=11, ignore_eos=True)

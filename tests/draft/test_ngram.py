@@ -90,6 +90,7 @@ def test_limits() -> None:
         NgramDrafter(min_match=0)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=30), st.lists(st.integers(0, 3), max_size=30), st.integers(1, 7))
 def test_index_agrees_with_a_scan(tokens: list[int], more: list[int], chunk: int) -> None:
     drafter = NgramDrafter(min_match=2)

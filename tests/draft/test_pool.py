@@ -187,6 +187,7 @@ class TestMembers:
             "sometimes": ScriptedDrafter(target, accuracy=0.6, tap_layers=(3, 2)),
         }
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     def test_a_batch_that_mixes_them_says_what_plain_decoding_says(self, temperature: float) -> None:
         target = FakeTarget(num_rows=4, is_width_invariant=True)
@@ -219,6 +220,7 @@ class TestMembers:
         engine.remove("sometimes")
         assert target.tap_layers == (1, 3, 0)
 
+    @pytest.mark.slow
     def test_put_drain_and_remove_between_rounds(self) -> None:
         """Requests that run keep what they have; later ones get what is there; all texts are plain decoding's."""
         target = FakeTarget(num_rows=3, is_width_invariant=True)
@@ -284,6 +286,7 @@ class TestMembers:
                 engine.put(name, Misfit(target, tap_layers=(0,)))
         assert engine.pool.members == before and target.tap_layers == (1, 3, 0, 2)
 
+    @pytest.mark.slow
     def test_what_is_learned_of_a_member_is_not_another_s(self) -> None:
         target = FakeTarget(num_rows=2)
         engine = Engine(target, ByteTokenizer(), self.members(target), planner=AdaptivePlanner(FLAT))

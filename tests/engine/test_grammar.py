@@ -139,6 +139,7 @@ def test_greedy_answers_are_constrained_plain_decodings(name: str, grammar: str,
         assert sum(len(seq.rounds) for seq in answers) < 0.6 * sum(seq.num_output for seq in answers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["always", "never", "sometimes"])
 def test_with_certain_drafts_a_seed_gives_constrained_plain_decodings_text(name: str) -> None:
     target = byte_target(sharpness=1.5)

@@ -51,6 +51,7 @@ def plain_answers(way: str) -> list[Sequence]:
     return answers(engine_of(FixedPlanner(0)), None, WAYS[way], num_seeds=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "way", "name"),
     [

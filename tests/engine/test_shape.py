@@ -47,6 +47,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["always", "never", "sometimes", "ngram"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_drafts_change_no_shaped_answer(name: str, shape: str) -> None:

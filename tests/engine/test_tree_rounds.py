@@ -84,6 +84,7 @@ def test_the_text_is_plain_decodings(num_nodes: int, name: str, way: str) -> Non
     assert (accepted == 0) == (name == "never" and way == "greedy") or name == "never" or accepted > 0
 
 
+@pytest.mark.slow
 def test_a_tree_keeps_more_than_its_spine() -> None:
     """The target's token is among three at any rank: one path finds it a third of the time, a tree of them nearly always."""
     rounds = {}
@@ -147,6 +148,7 @@ def siblings_logits(judge: RuleJudge, seq: Sequence, path: list[int], slots: lis
     return decode.race(logits_JV[slot], seq.params, Uniforms.of(seq).noise(len(path)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", [by_node, logits_before, siblings_logits])
 def test_a_wrong_draw_is_seen(mistake: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tokens(plain("sampled"))

@@ -171,6 +171,7 @@ def test_blocks_stay_blocks(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(blocks, tokens), logits_of(dense, tokens), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_folder_of_it_is_transformers_s(name: str, tmp_path: Path) -> None:
     """Or is refused, where its tensors have other names."""

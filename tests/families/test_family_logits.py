@@ -44,6 +44,7 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.mark.slow
 def test_logits_taps_and_ends(name: str, made: Made, backend: str) -> None:
     folder, model = made
     target, tokens = target_of(folder, backend=backend), text(LENGTH)
@@ -65,6 +66,7 @@ def test_logits_taps_and_ends(name: str, made: Made, backend: str) -> None:
     close(target.matrix_head(hidden[3]), raw_TV)
 
 
+@pytest.mark.slow
 def test_chunks_with_refused_drafts_and_another_row(name: str, made: Made, backend: str) -> None:
     folder, model = made
     target, rng = target_of(folder, backend=backend), random.Random(3)

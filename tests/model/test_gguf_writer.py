@@ -39,6 +39,7 @@ def test_a_folder_has_the_files_numbers_words_and_ends(source: Path, tmp_path: P
         write_folder(source, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["q8_0", "q4_1"])
 def test_a_file_says_what_its_dequantised_folder_says(source: Path, tmp_path: Path, form: str) -> None:
     """Greedy text, by the native pass where it is built; fewer layers than the file whose words it has."""
@@ -56,6 +57,7 @@ def test_a_file_says_what_its_dequantised_folder_says(source: Path, tmp_path: Pa
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_what_was_not_changed_keeps_its_blocks(source: Path, tmp_path: Path) -> None:
     """Written anew as Q4_1, the embedding of a student in bfloat16 that left it alone is still the teacher's in Q8_0."""
     student = write_folder(source, tmp_path / "student", "bfloat16")

@@ -24,6 +24,7 @@ HYBRID = replace(MIXTURE, num_experts=0, shared_expert_size=0, delta=DeltaShape(
 MODELS = {"mixture": MIXTURE, "hybrid": HYBRID, "both": replace(MIXTURE, delta=HYBRID.delta, linear_layers=(0, 2))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3-norms"])
 def test_static_passes_equal_ordinary_ones(family: str) -> None:
     ordinary = decoder_for(family)[1]
@@ -31,6 +32,7 @@ def test_static_passes_equal_ordinary_ones(family: str) -> None:
     assert_same_passes(ordinary, static)
 
 
+@pytest.mark.slow
 def test_what_dead_positions_hold_does_not_spread() -> None:
     """Positions behind a row's length may hold what an earlier request left: NaN, if its logits were not finite."""
     ordinary = decoder_for("llama")[1]

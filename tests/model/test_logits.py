@@ -111,6 +111,7 @@ def reference_penalise(logits: list[float], params: SamplingParams, context: lis
     return logits
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     prompt=st.lists(st.integers(0, 7), max_size=4),
@@ -157,6 +158,7 @@ def test_sample_is_the_inverse_of_the_running_sum() -> None:
     assert [sample(probs_V * 7, draw) for draw in draws] == list(draws.values())
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.1, 1.0]), min_size=1, max_size=20), st.floats(0, 1, exclude_max=True))
 def test_sample_never_returns_an_impossible_token(weights: list[float], draw: float) -> None:

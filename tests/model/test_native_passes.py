@@ -144,6 +144,7 @@ def random_traits(rng: random.Random, num_layers: int) -> dict[str, Any]:
     return traits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 def test_passes_write_their_own_places_only(seed: int) -> None:
     """Random shapes and batches: numbers as PyTorch's, guards around outputs untouched, NaNs wherever nothing is written."""

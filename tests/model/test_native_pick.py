@@ -50,6 +50,7 @@ def awkward(size: int) -> Tensor:
     return torch.cat([ties, torch.zeros(1, size), masked, apart])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 16, 257, 4095, 4096, 12288])
 def test_the_likeliest_and_of_equals_the_lowest(size: int) -> None:
     logits_KV = awkward(size)

@@ -138,6 +138,7 @@ def test_recorded_drafting_needs_nothing_of_the_host(
         assert launches(inject, monkeypatch)[0] <= INJECT_LAUNCHES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_drawn", [False, True], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("drafts", [0, 7])
 def test_a_recorded_round_needs_nothing_of_the_host_but_its_result(

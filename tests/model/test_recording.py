@@ -294,6 +294,7 @@ def test_recording_in_traffic_is_part_of_no_round(monkeypatch: pytest.MonkeyPatc
     assert num_drafting
 
 
+@pytest.mark.slow
 def test_the_tiny_target_runs_recorded_as_ordinary() -> None:
     """Rounds over all rows; the recorder of the first has nothing left to record once it was asked to."""
     prompts = [[1, 2, 3], [4, 5], [VOCAB - 1]]

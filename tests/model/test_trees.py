@@ -111,6 +111,7 @@ def test_a_node_of_a_quantised_model_has_the_bits_of_its_path(kinds: tuple[Block
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_follows_a_kept_path_has_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:

@@ -124,6 +124,7 @@ def test_other_chances_of_the_likeliest_keep_the_shares_of_the_rest() -> None:
     assert Marginals(((1.0,),)).with_firsts([0.4]).chances_KM == ((0.4,),)
 
 
+@pytest.mark.slow
 def test_a_path_stands_by_its_gains() -> None:
     tree = grow(Candidates([[0, 1, 2]] * 3, [[0.0] * 3] * 3), lambda slot, _: list(THREE.chances_KM[slot]), 12)
     luck, counts, rounds = random.Random(3), [0] * 12, 40_000

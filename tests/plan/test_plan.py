@@ -128,12 +128,14 @@ class TestNeverBelowPlain:
         machine.rounds(100, [0.02] * 7)
         assert machine.num_drafting - before <= 10
 
+    @pytest.mark.slow
     def test_where_no_drafter_could_pay_trials_are_rare(self) -> None:
         true = PassCosts(((1, 1.0), (8, 1.6), (16, 3.2), (64, 12.8)))
         few, many = (Machine(AdaptivePlanner(true), true, 0.4, num_rows=rows) for rows in (1, 8))
         assert few.rounds(2000, [0.02] * 7) > 0.99 / 1.015 and few.num_drafting > 10
         assert many.rounds(2000, [0.02] * 7) > 0.995 * 8 / (1.6 * 1.015) and 0 < many.num_drafting < 10
 
+    @pytest.mark.slow
     def test_drafting_stops_within_a_few_rounds_and_comes_back(self) -> None:
         true = PassCosts(((1, 1.0), (8, 1.6), (16, 2.6)))
         machine = Machine(AdaptivePlanner(true), true, 0.4)

@@ -102,6 +102,7 @@ def test_where_lookups_do_the_work_a_member_without_drafts_of_its_own_gives_way(
     assert after["random"] <= 0.02 * len(given[50:])
 
 
+@pytest.mark.slow
 def test_a_member_whose_drafts_bring_less_is_taken_where_it_is_clearly_faster() -> None:
     router, luck, given = Router(), random.Random(0), []
     for key in range(200):
@@ -185,6 +186,7 @@ def test_exploring_is_bounded_where_members_are_nearly_equal(num_members: int) -
     assert num_members * FIRST < strayed <= num_members * (FIRST + CREDIT) + EXPLORED * num_requests
 
 
+@pytest.mark.slow
 def test_a_new_drafter_under_an_old_name_is_tried_anew() -> None:
     gains = {("all", "a"): 2.0, ("all", "b"): 0.5}
     served, router = traffic(lambda _: gains, ["a", "b"], seed=3)

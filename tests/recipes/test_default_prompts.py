@@ -62,6 +62,7 @@ def test_kinds_differ_and_come_to_an_end(script: dict[str, Any]) -> None:
         script["kinds"](10**6, random.Random(0))
 
 
+@pytest.mark.slow
 def test_the_command_writes_files_that_the_readers_take(tmp_path: Path) -> None:
     mbpp = tmp_path / "mbpp.jsonl"
     mbpp.write_text(json.dumps(TASK) + "\n\n")

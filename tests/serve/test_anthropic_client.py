@@ -58,6 +58,7 @@ def text_of(message: anthropic.types.Message) -> str:
     return "".join(block.text for block in message.content if block.type == "text")
 
 
+@pytest.mark.slow
 def test_an_answer_is_the_chats(client: anthropic.Anthropic, live: Live) -> None:
     message = client.messages.create(model=MODEL, max_tokens=30, system="Be brief.", messages=HELLO, **GREEDY)
     expected = chat(live, messages=[{"role": "system", "content": "Be brief."}, *HELLO], max_tokens=30)
@@ -191,6 +192,7 @@ def test_max_tokens_is_required(live: Live) -> None:
     assert answer["error"] == {"type": "invalid_request_error", "message": "max_tokens: Field required"}
 
 
+@pytest.mark.slow
 def test_the_key_may_come_as_x_api_key() -> None:
     with serving(talker(), api_keys=("sesame",)) as live:
         with anthropic.Anthropic(base_url=live.url, api_key="sesame", max_retries=0) as right:
@@ -202,6 +204,7 @@ def test_the_key_may_come_as_x_api_key() -> None:
             wrong.messages.create(model="fake", max_tokens=4, messages=HELLO)
 
 
+@pytest.mark.slow
 def test_a_failure_ends_a_stream_with_an_error() -> None:
     with serving(talker(0.01)) as live, anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0) as client:
         asked: Any = {"model": "fake", "max_tokens": 200, "messages": HELLO}

@@ -62,6 +62,7 @@ ANSWERS: list[tuple[str, str, list[Call]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "shown", "calls"), ANSWERS, ids=[repr(text)[:40] for text, _, _ in ANSWERS])
 def test_every_cut_of_an_answer_gives_the_same_text_and_calls(text: str, shown: str, calls: list[Call]) -> None:
     assert parse([text]) == (shown, calls)
@@ -90,6 +91,7 @@ pieces_of_answers = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(parts=pieces_of_answers, data=st.data())
 def test_no_cut_of_any_text_changes_what_it_gives(parts: list[str], data: st.DataObject) -> None:
     text = "".join(parts)

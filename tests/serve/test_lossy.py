@@ -97,6 +97,7 @@ def test_every_chunk_says_so(live: Live) -> None:
     assert 0 < price["mean_tv"] <= 0.25
 
 
+@pytest.mark.slow
 def test_metrics_count_it_apart() -> None:
     def number(text: str, name: str) -> float:
         return float(next(line for line in text.splitlines() if line.startswith(f"{name}{{")).split()[-1])
@@ -135,6 +136,7 @@ def test_a_lossy_answer_is_never_a_trace(tmp_path: Path) -> None:
     assert traces.dropped["lossy"] == 2 and sum(traces.dropped.values()) == 2
 
 
+@pytest.mark.slow
 def test_a_budget_needs_leave() -> None:
     with pytest.raises(ConfigError, match="needs allow_lossy"):
         ServeConfig(max_tv=0.1)

@@ -302,6 +302,7 @@ def test_the_dashboard_can_be_imported() -> None:
         assert all(target["expr"].count("(") == target["expr"].count(")") for target in panel["targets"])
 
 
+@pytest.mark.slow
 def test_a_scrape_while_the_engine_steps() -> None:
     """Scrapes come from another thread."""
     import threading

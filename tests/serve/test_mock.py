@@ -136,6 +136,7 @@ def test_a_drafter_that_drafts_in_every_round(config_only: Path) -> None:
             check_yield(kept, 7)
 
 
+@pytest.mark.slow
 def test_answers_of_other_apis_say_it_too(live: Live) -> None:
     messages, responses = {"messages": asked()["messages"], "max_tokens": 24}, {"input": "hello", "max_output_tokens": 24}
     for path, body in (("/v1/messages", messages), ("/v1/responses", responses)):
@@ -200,6 +201,7 @@ def test_every_series_says_so() -> None:
     assert [each["paceline:lossless"] for each in values] == [0, 1]
 
 
+@pytest.mark.slow
 def test_its_benchmark_says_so_too(live: Live, tmp_path: Path) -> None:
     config = ServingConfig(concurrencies=(1, 2), num_requests=3, max_tokens=12, ignore_eos=True)
     line = bench_serving(ServersConfig(url=live.url, speculate=("full",)), config, limit=2, out=tmp_path / "run")
@@ -262,11 +264,13 @@ def test_the_command_from_a_config_alone(config_only: Path, monkeypatch: pytest.
     assert 'paceline:lossless{lossless="false",model_name="small"} 0.0' in seen[0]
 
 
+@pytest.mark.slow
 def test_more_than_the_drafter_drafts_is_refused_when_it_is_loaded(config_only: Path) -> None:
     said = refused("--mock", "4", "--speculate", "2", "--model", str(config_only), "--device", "cpu")
     assert said.startswith("--mock asks for 4 tokens a round, and the drafter drafts 2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_engine_keeps_a_curve(config_only: Path, temperature: float) -> None:
     settings = {"device": "cpu", "dtype": "float32", "weights": "random", "max_batch": 4}
@@ -278,6 +282,7 @@ def test_the_engine_keeps_a_curve(config_only: Path, temperature: float) -> None
     assert not any(one.stats.lossless for one in found)
 
 
+@pytest.mark.slow
 def test_the_engine_keeps_what_trees_of_marginals_keep(config_only: Path) -> None:
     """Random weights: what the drafter itself holds likely would grow no tree at all."""
     marginals = Marginals(((0.7, 0.12, 0.05), (0.6, 0.2, 0.05), (0.65, 0.1, 0.05)))
@@ -291,6 +296,7 @@ def test_the_engine_keeps_what_trees_of_marginals_keep(config_only: Path) -> Non
     assert not any(one.stats.lossless for one in found)
 
 
+@pytest.mark.slow
 def test_marginals_for_trees(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text("[[0.7, 0.1], [0.5, 0.2]]")

@@ -22,6 +22,7 @@ def modules() -> Path | None:
     return next((each for each in (*named, clients / "node" / "node_modules") if (each / "openai").is_dir()), None)
 
 
+@pytest.mark.slow
 def test_the_node_client_streams_with_usage() -> None:
     node, found = shutil.which("node"), modules()
     if node is None:

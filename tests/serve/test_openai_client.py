@@ -56,6 +56,7 @@ def offline(folder: Path) -> LLM:
     return LLM(str(folder), drafter="none", dtype="float32", device="cpu")
 
 
+@pytest.mark.slow
 def test_greedy_chat_is_the_offline_answer(client: openai.OpenAI, offline: LLM) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=40)
     expected = offline.chat([MESSAGES], SamplingParams(max_tokens=40))[0]

@@ -316,6 +316,7 @@ def test_side_by_side_tells_where_texts_differ(chat: Any, server: PageServer) ->
     expect(verdict).to_contain_text(f"Seed {seeds.pop()} for both.")
 
 
+@pytest.mark.nightly
 def test_it_fits_and_is_photographed(chat: Any) -> None:
     shots = os.environ.get("PACELINE_SCREENSHOTS")
     tab = chat()

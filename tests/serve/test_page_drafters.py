@@ -42,6 +42,7 @@ def test_a_header_names_a_drafter_that_is_there() -> None:
         chosen_route("wrods", names)
 
 
+@pytest.mark.slow
 @slow
 def test_a_request_gets_the_drafter_that_its_header_names(tmp_path: Path) -> None:
     drafters, sizes = {"first": "ngram", "words": "ngram"}, {"max_batch": 2, "max_len": 128}
@@ -61,6 +62,7 @@ def test_a_request_gets_the_drafter_that_its_header_names(tmp_path: Path) -> Non
         assert status == 400 and answer["error"]["code"] == "drafter_not_found"
 
 
+@pytest.mark.slow
 @slow
 def test_a_drafter_is_chosen_where_several_are_loaded(chat: Any, server: PageServer) -> None:
     server.told = {"drafter": "mine, default", "drafters": ["mine", "default"]}
@@ -75,6 +77,7 @@ def test_a_drafter_is_chosen_where_several_are_loaded(chat: Any, server: PageSer
     expect(tab.page.locator("#whose-field")).to_be_hidden()
 
 
+@pytest.mark.slow
 @slow
 def test_a_reload_keeps_the_conversation_until_it_is_cleared(chat: Any, server: PageServer) -> None:
     tab: Visit = chat()
@@ -101,6 +104,8 @@ def test_a_reload_keeps_the_conversation_until_it_is_cleared(chat: Any, server: 
     assert tab.page.evaluate("localStorage.length") == 0
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 @slow
 def test_no_speed_up_that_cannot_be_and_none_of_few_tokens(chat: Any) -> None:
     tab: Visit = chat()
@@ -129,6 +134,7 @@ def test_no_speed_up_that_cannot_be_and_none_of_few_tokens(chat: Any) -> None:
     assert "Plain decoding takes a round for each" in word.evaluate(explained)
 
 
+@pytest.mark.slow
 @slow
 def test_settings_push_nothing_down_and_a_phones_header_has_two_rows(chat: Any) -> None:
     tab: Visit = chat(viewport=NARROW)
@@ -156,6 +162,7 @@ def test_settings_push_nothing_down_and_a_phones_header_has_two_rows(chat: Any) 
 # Markup: fences, markdown, and text that would do harm
 
 
+@pytest.mark.slow
 @slow
 def test_a_fenced_block_stands_apart(chat: Any) -> None:
     tab = chat(permissions=("clipboard-read", "clipboard-write"))
@@ -170,6 +177,7 @@ def test_a_fenced_block_stands_apart(chat: Any) -> None:
     assert clipboard(tab) == "def twice(x):\n    return 2 * x"
 
 
+@pytest.mark.slow
 @slow
 def test_a_fence_that_is_still_open(chat: Any, server: PageServer) -> None:
     server.second_half.clear()
@@ -187,6 +195,7 @@ def test_a_fence_that_is_still_open(chat: Any, server: PageServer) -> None:
     assert tab.page.evaluate("document.activeElement.getAttribute('aria-label')") == "Copy code"  # the same button all along
 
 
+@pytest.mark.slow
 @slow
 def test_markdown_is_shown_whole(chat: Any) -> None:
     tab = chat(permissions=("clipboard-read", "clipboard-write"))
@@ -214,6 +223,7 @@ def test_markdown_is_shown_whole(chat: Any) -> None:
     assert clipboard(tab) == MARKDOWN
 
 
+@pytest.mark.slow
 @slow
 def test_hostile_markdown_does_nothing(chat: Any) -> None:
     tab = chat()
@@ -244,6 +254,7 @@ def test_hostile_markdown_does_nothing(chat: Any) -> None:
     assert text_of(deep) == ">" * 20000 + "x"
 
 
+@pytest.mark.slow
 @slow
 def test_markup_stays_text(chat: Any, server: PageServer) -> None:
     server.models = ["smol-135m", "<b>other</b>"]

@@ -56,6 +56,7 @@ def chat(client: openai.OpenAI, **asked: Any) -> Any:
     return client.chat.completions.create(model=MODEL, temperature=0, **asked)
 
 
+@pytest.mark.slow
 def test_an_answer_is_the_chats(client: openai.OpenAI) -> None:
     answer = client.responses.create(
         model=MODEL, input=QUESTION, instructions="Be brief.", temperature=0, max_output_tokens=30, store=False
@@ -69,6 +70,7 @@ def test_an_answer_is_the_chats(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == expected.usage.total_tokens
 
 
+@pytest.mark.slow
 def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
     asked: Any = {"model": MODEL, "input": HELLO, "temperature": 0, "max_output_tokens": 30}
     whole = client.responses.create(**asked)
@@ -162,6 +164,7 @@ def test_items_of_one_answer_are_one_message() -> None:
     assert names["messages[1].tool_calls[1].function"] == "input[5]"
 
 
+@pytest.mark.slow
 def test_a_json_schema_holds(client: openai.OpenAI) -> None:
     answer = client.responses.parse(model=MODEL, input=QUESTION, text_format=Place)
     assert answer.output_parsed and answer.output_parsed.place in ("Oslo", "Rome")
@@ -217,6 +220,7 @@ def test_a_refusal_names_the_field(client: openai.OpenAI, field: str, more: Any)
     assert refused.value.param == field
 
 
+@pytest.mark.slow
 def test_a_failure_ends_a_stream_with_a_failed_response() -> None:
     with serving(talker(0.01)) as live, live.client() as client:
         events = []
@@ -230,6 +234,7 @@ def test_a_failure_ends_a_stream_with_a_failed_response() -> None:
     assert last.response.error and last.response.error.code == "server_error"
 
 
+@pytest.mark.slow
 def test_both_apis_are_counted_as_chats_with_their_tags() -> None:
     with serving(talker()) as live:
         headers = {"x-paceline-tag": "agents"}

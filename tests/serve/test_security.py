@@ -26,6 +26,7 @@ def live() -> Iterator[Live]:
         yield running
 
 
+@pytest.mark.slow
 def test_keys_open_the_api() -> None:
     with serving(talker(), api_keys=("first", "second")) as live:
         for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic first"}, {"authorization": "Bearer "}):
@@ -61,6 +62,7 @@ def test_keys_come_from_options_file_and_environment(tmp_path: Path, monkeypatch
         ServeConfig(api_keys=("schlüssel",))
 
 
+@pytest.mark.slow
 def test_pages_of_other_origins_are_let_in_only_when_named(live: Live) -> None:
     ask = {"origin": "https://a.example", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in live.request("OPTIONS", "/v1/chat/completions", headers=ask)[2]
@@ -104,6 +106,7 @@ def test_long_bodies_without_a_length_are_refused(live: Live) -> None:
         assert b" 413 " in connection.recv(4096)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_a_client_that_sends_first_and_reads_then_sees_the_refusal(live: Live, is_chunked: bool) -> None:
     """A connection that is closed under a client that still sends is reset, and the answer with it."""
@@ -120,6 +123,7 @@ def test_a_client_that_sends_first_and_reads_then_sees_the_refusal(live: Live, i
             assert code in text and text.count(b"HTTP/1.1 ") == 1
 
 
+@pytest.mark.slow
 def test_what_is_not_wanted_is_not_read_for_ever(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a client that sends without end is listened to, nor one that waits."""
     monkeypatch.setattr("paceline.serve.http.security.DISCARD_BYTES", 2**20)
@@ -150,6 +154,7 @@ def test_a_bias_of_plain_numbers_is_taken(live: Live) -> None:
     assert live.post("/v1/chat/completions", asked(max_tokens=1, logit_bias={"0": 1, "105": -100}))[0] == 200
 
 
+@pytest.mark.slow
 def test_slow_bodies_are_refused_and_others_go_on(live: Live) -> None:
     with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
@@ -216,6 +221,7 @@ def test_no_field_takes_the_server_down(live: Live, more: dict[str, Any]) -> Non
     assert live.seen.num_crashes == 0
 
 
+@pytest.mark.slow
 def test_how_much_is_drafted() -> None:
     assert speculation("auto", 4, "ngram") == {"plan": "auto", "num_drafted": 4, "drafter": "ngram"}
     assert speculation("off", 4, "ngram")["drafter"] == "none"

@@ -35,6 +35,7 @@ def timed(live: Live, **more: Any) -> dict[str, float]:
     return body["timings"] if isinstance(body, dict) else last_of(body)
 
 
+@pytest.mark.slow
 def test_parts_add_up_and_say_who_waited() -> None:
     """Five requests at once, three of them streams, two rows: of each the parts are the whole, and nothing is unexplained."""
     with serving(talker(PASS_S)) as live, ThreadPoolExecutor(5) as threads:
@@ -51,6 +52,7 @@ def test_parts_add_up_and_say_who_waited() -> None:
     assert waited[-1] > 2 * 19 * PASS_S > 2 * waited[0]  # the last one waits for two others, one after the other
 
 
+@pytest.mark.slow
 def test_what_is_slow_shows_in_its_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of four at once: time that is counted in another part is missing in its own."""
 

@@ -9,6 +9,7 @@ import pytest
 from live_server import serving, talker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_token_ids_on_request(is_chat: bool) -> None:
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]} if is_chat else {"prompt": "Once", "n": 2}

@@ -33,6 +33,7 @@ from paceline.simulate.costs.shapes import Precisions
 from paceline.simulate.speedup import Load
 
 
+@pytest.mark.slow
 def test_planted_overheads_come_back() -> None:
     """Two contexts tell rows from cached tokens; widths on both sides of the ridge tell reading from computing."""
     files = [steps_file(context=100), steps_file(context=2000)]
@@ -48,6 +49,7 @@ def test_planted_overheads_come_back() -> None:
     assert found.host_s == 3e-4
 
 
+@pytest.mark.slow
 def test_a_drafter_that_goes_token_by_token_is_told_apart() -> None:
     planted = replace(PLANTED, draft=DraftFit(fixed_s=5e-4, position_s=2e-4, floor=3.0, row_s=1e-5, is_block=False))
     found = fit(steps_of([steps_file(planted)]), SHAPE, DEPLOYMENT).draft
@@ -66,6 +68,7 @@ def test_held_out_sizes_are_predicted() -> None:
     assert 0.005 < noisy.mean_error < 0.05, "the errors are those of sizes that were not fitted"
 
 
+@pytest.mark.slow
 def test_held_out_sizes_are_not_fitted() -> None:
     """Times doubled at just those sizes change no prediction: each comes out half as fast as predicted."""
     held = held_out_sizes(steps_of([steps_file()]))
@@ -76,6 +79,7 @@ def test_held_out_sizes_are_not_fitted() -> None:
     assert all(point.error == pytest.approx(1.0, abs=2e-3) for point in found.held_out)
 
 
+@pytest.mark.slow
 def test_a_machine_unlike_the_model_shows_in_the_error() -> None:
     """Times that double at every second width cannot be a roofline's."""
     file = steps_file()
@@ -83,6 +87,7 @@ def test_a_machine_unlike_the_model_shows_in_the_error() -> None:
     assert fitted(steps_of([file]), SHAPE, DEPLOYMENT).worst_error > 0.15
 
 
+@pytest.mark.slow
 def test_whole_rounds_count_where_they_were_measured() -> None:
     file = steps_file()
     costs = PLANTED.costs(SHAPE, DEPLOYMENT)
@@ -121,6 +126,7 @@ def test_what_was_measured_is_read_back() -> None:
     assert precisions_of({}, Precisions(weights="float8", kv="float8")).kv == "float8"
 
 
+@pytest.mark.slow
 def test_calibrations_survive_their_file(tmp_path: Path) -> None:
     found = fit(steps_of([steps_file()]), SHAPE, DEPLOYMENT)
     (tmp_path / "calibration.json").write_text(json.dumps(found.as_json()))
@@ -182,6 +188,7 @@ def calibrated_moe(tmp_path: Path, steps: dict[str, Any], **asked: Any) -> Fitte
     return calibrate(CostsConfig(model="Qwen3-30B-A3B", **asked), [tmp_path])
 
 
+@pytest.mark.slow
 def test_experts_that_were_counted_tell_the_locality_of_what_was_measured(tmp_path: Path) -> None:
     found = calibrated_moe(tmp_path, moe_steps(0.5))
     assert found.calibration.expert_locality == pytest.approx(0.5)

@@ -70,6 +70,7 @@ def test_figures_of_the_performance_model() -> None:
     assert small.experts is not None and small.experts.each == 40 * 3145728
 
 
+@pytest.mark.slow
 def test_sizes_that_are_not_public_are_refused() -> None:
     for name, entry in catalogue.entries().items():
         if "unavailable" in entry:

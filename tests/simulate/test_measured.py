@@ -31,6 +31,7 @@ times = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(points=times, batch=st.floats(0.5, 16), width=st.floats(0.5, 40), more=st.floats(0, 8))
 def test_more_work_never_takes_less(points: list[tuple[int, int, float]], batch: float, width: float, more: float) -> None:
     table = TimeTable.of(points)

@@ -63,6 +63,7 @@ def test_the_answer_says_it_and_what_would_be_without() -> None:
     assert given.predictions[0].speedup == pytest.approx(found.predictions[0].speedup)
 
 
+@pytest.mark.slow
 def test_a_simulated_server_is_slower_with_it() -> None:
     load = ServingConfig(concurrency=(4,), requests=20, policy=("off",))
     bare = simulate_server(CostsConfig(**ON), load).loads[0]

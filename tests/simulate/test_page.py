@@ -161,6 +161,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.nightly
 def test_every_slider_moves_its_number(visit: Any) -> None:
     tab = visit()
     for name in SLIDERS:
@@ -299,6 +300,7 @@ def test_pasted_text_stays_text(visit: Any) -> None:
     tab.errors[:] = [error for error in tab.errors if "Trusted" not in error]
 
 
+@pytest.mark.nightly
 def test_the_link_and_the_commands_are_copied(visit: Any) -> None:
     tab = visit(permissions=("clipboard-read", "clipboard-write"))
     copied = []

@@ -53,6 +53,7 @@ SET = """const control = document.getElementById(given[0]);
 """Sets a field and returns a drafter's speed-up, in one call."""
 
 
+@pytest.mark.nightly
 def test_each_drafter_has_its_own_settings(visit: Any) -> None:
     tab = visit()
     before = {kind: best(tab, kind) for kind in ("ideal", "autoregressive", "block")}
@@ -109,6 +110,7 @@ def test_a_long_run_is_read_and_travels_as_what_was_read_of_it(visit: Any) -> No
     assert tab.shown() == shown and "histogram:10,10,20,30" in tab.code("command")
 
 
+@pytest.mark.nightly
 def test_sentences_of_the_argument_are_true_of_what_they_show(visit: Any) -> None:
     tab = visit()
     expect(tab.page.locator("#say-opening")).to_have_attribute("aria-pressed", "true")

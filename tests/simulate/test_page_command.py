@@ -19,6 +19,7 @@ from paceline.simulate.costs import catalogue
 MOST_JS_LINES = 400
 
 
+@pytest.mark.slow
 def test_it_writes_one_file(tmp_path: Path) -> None:
     out = tmp_path / "new" / "calc.html"
     result = CliRunner().invoke(app, ["calculator", "--out", str(out), "--json"], catch_exceptions=False)
@@ -28,6 +29,7 @@ def test_it_writes_one_file(tmp_path: Path) -> None:
     assert line["models"] == list(catalogue.all_shapes()) and line["machines"] == list(catalogue.machines())
 
 
+@pytest.mark.slow
 def test_it_is_opened_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or False)
@@ -45,6 +47,7 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
         CliRunner().invoke(app, ["calculator", "--out", str(tmp_path / "file" / "x.html")], catch_exceptions=False)
 
 
+@pytest.mark.slow
 def test_the_machine_at_hand_is_offered_when_asked() -> None:
     machine = Machine("</script><b>", 1e10, {"float32": 1e11}, 2, 10**9)
     assert data(machine)["machines"]["this machine"]["option"] == "this"
@@ -63,12 +66,14 @@ def test_the_policy_names_script_and_style_and_nothing_is_loaded() -> None:
     assert not re.search(r"\bimport\b[ ({]|fetch\(|XMLHttpRequest|<link[^>]+stylesheet|@import|url\(", whole)
 
 
+@pytest.mark.slow
 def test_the_catalogue_cannot_break_out_of_its_place() -> None:
     told = page().split('id="data">', 1)[1].split("</script>", 1)[0]
     assert not set("<>&") & set(told)
     assert json.loads(told) == json.loads(json.dumps(data()))
 
 
+@pytest.mark.slow
 def test_the_vendored_files_are_those_of_the_package_and_bring_their_licence() -> None:
     notes = (FOLDER / "vendor" / "README.md").read_text()
     version = re.search(r"uPlot (\d+\.\d+\.\d+)", notes)

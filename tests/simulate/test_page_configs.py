@@ -66,6 +66,7 @@ def spoiled(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
+@pytest.mark.slow
 def test_every_config_of_the_catalogue_is_read_as_python_reads_it() -> None:
     found = run_js(READ, {"formats": data()["formats"], "configs": configs()})
     assert len(found) > 20
@@ -91,6 +92,7 @@ def test_spoiled_configs_are_read_or_refused_as_python_does() -> None:
     assert 30 < refused < len(cases) - 30
 
 
+@pytest.mark.slow
 def test_a_pasted_shape_is_checked() -> None:
     good = asdict(catalogue.find("DeepSeek-V4-Flash"))
     wrong = [

@@ -59,6 +59,8 @@ def python_options(own: dict[str, str]) -> tuple[dict[str, Any], str]:
     return cost | ({"block": block} if block > 1 else {}), said.get(own["acceptance"]) or f"histogram:{own['recorded']}"
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_every_drafter_of_the_page_is_predicted_as_the_command_does() -> None:
     """280 predictions: 70 links that set four drafters each, with and without overhead."""
     rng, kinds = random.Random(17), ("ideal", "autoregressive", "block", "yours")
@@ -98,6 +100,7 @@ OLD = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("link", "kind", "expected"), OLD)
 def test_links_of_the_first_page_keep_their_meaning(link: str, kind: str, expected: tuple[float, float, int | None]) -> None:
     """They had one acceptance and one cost for both drafters; the ideal one is another since."""

@@ -202,6 +202,7 @@ def landmarks() -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_the_landmarks_come_out_of_links() -> None:
     """Both tables, through the very code that turns a link into a prediction."""
     wanted = [
@@ -232,6 +233,7 @@ def test_the_landmarks_come_out_of_links() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_of_equal_lengths_the_shortest_is_best() -> None:
     link = "#model=Qwen3-8B&hardware=B200&batch=1&context=1&chance=0&fraction=0"
     (ours,) = run_js(FROM_LINK, {"data": data(), "links": [link]})
@@ -241,6 +243,7 @@ def test_of_equal_lengths_the_shortest_is_best() -> None:
 # Words
 
 
+@pytest.mark.slow
 def test_flags_are_pythons_to_the_letter() -> None:
     rng = random.Random(2)
     servings = [
@@ -275,6 +278,7 @@ LINKS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_command_gives_the_same_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     links = [link.replace("%", "%25").replace("+", "%2B") for link in LINKS]
@@ -290,6 +294,7 @@ def test_the_command_gives_the_same_figures(tmp_path: Path, monkeypatch: pytest.
         assert ours["link"] == ours["again"]
 
 
+@pytest.mark.slow
 def test_limits_are_as_many_as_pythons() -> None:
     main = """({ data, cases }) => cases.map((found) => [limitsOf(found, data),
       warningsOf({ ...found, memory: memoryNeed(found.shape, found.deployment, found.load) })])"""
@@ -323,6 +328,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 def test_hostile_links_change_nothing() -> None:
     main = """({ data, links }) => { const fields = fieldsOf(data);
       return [JSON.stringify(standards(fields)), ...links.map((link) => JSON.stringify(fromHash(fields, link)))]; }"""
@@ -346,6 +352,7 @@ NONSENSE = [
 ]
 
 
+@pytest.mark.slow
 def test_nonsense_recordings_are_refused() -> None:
     main = """({ data, pasted }) => pasted.map((recorded) => {
       const fields = fieldsOf(data), state = { ...standards(fields), drafter: "yours", "yours.recorded": recorded };

@@ -48,6 +48,7 @@ def rows(tab: Any) -> list[list[str]]:
     return [row.locator("th, td").all_text_contents() for row in tab.page.locator("#points tbody tr").all()]
 
 
+@pytest.mark.nightly
 def test_tabs_are_chosen_by_arrow_keys_and_travel_in_the_link(visit: Any) -> None:
     tab = visit()
     names = {name: tab.page.locator(f"#tab-{name}") for name in ("lengths", "tokens", "watch")}
@@ -161,6 +162,7 @@ def test_two_columns_fill_at_predicted_rates(visit: Any) -> None:
         assert tab.page.locator(f"#watch-{side}-text").text_content() == "".join(passage())
 
 
+@pytest.mark.nightly
 def test_it_is_paused_resumed_restarted_and_closed(visit: Any) -> None:
     tab = visit(WATCH)
     play = tab.page.locator("#watch-play")

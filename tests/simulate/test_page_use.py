@@ -62,6 +62,7 @@ def curve(tab: Any) -> list[float]:
     return [float(each) for each in tab.page.locator("#curve").input_value().split(",")]
 
 
+@pytest.mark.nightly
 def test_a_point_is_dragged(visit: Any) -> None:
     tab = visit(CURVE)
     shown, box = tab.shown(), points(tab).nth(1).locator(".dot").bounding_box()
@@ -77,6 +78,7 @@ def test_a_point_is_dragged(visit: Any) -> None:
     assert curve(tab) == moved, "a point that was let go moves on"
 
 
+@pytest.mark.nightly
 def test_points_move_by_keys_come_and_go(visit: Any) -> None:
     tab = visit(CURVE)
     points(tab).first.focus()
@@ -201,6 +203,7 @@ SCENES = {
 }
 
 
+@pytest.mark.nightly
 def test_it_fits_and_is_photographed(visit: Any) -> None:
     tab = visit(viewport=WIDE)
     tab.page.locator("summary", has_text="Precision").click()

@@ -40,6 +40,7 @@ def test_without_limits_it_is_what_the_server_can_finish() -> None:
     assert "drafts serve" in found.sentences[0] and "less for 1,000 answers" in found.sentences[0]
 
 
+@pytest.mark.slow
 def test_a_tighter_limit_serves_fewer_and_holds() -> None:
     loose, tight = (
         priced(costs(), constant(0.8), LOAD, question(slo=f"p90-total={limit}s")).rows[PLAIN] for limit in (0.4, 0.25)
@@ -49,6 +50,7 @@ def test_a_tighter_limit_serves_fewer_and_holds() -> None:
     assert loose.total.p90 is not None and loose.total.p90 <= 0.4
 
 
+@pytest.mark.slow
 def test_only_drafts_meet_some_limits_and_nothing_meets_others() -> None:
     found = priced(costs(), constant(0.9), LOAD, question(slo="p50-total=150ms"))
     assert found.rows[PLAIN].requests_per_s == 0 and found.rows[PLAIN].per_thousand is None

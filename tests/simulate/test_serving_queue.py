@@ -26,6 +26,7 @@ class Costs(StepCosts):
         return 0.001
 
 
+@pytest.mark.slow
 def test_drafts_are_checked_while_prompts_wait_all_the_time() -> None:
     """Four rows and four requests that wait, always. Drafts cost a tenth of a round and bring more than a token."""
     jobs = [Job(0.0, 600, 100)] * 40

@@ -37,6 +37,7 @@ def steps(tmp_path: Path) -> CostsConfig:
     return CostsConfig(table=tmp_path / "steps.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT)
 def test_marginals_predict_what_trees_kept(name: str) -> None:
     """Within 5% greedy; at temperature 1 within 4% for up to 32 drafts. Trees of the engine end where a draft's chance is below
@@ -47,6 +48,7 @@ def test_marginals_predict_what_trees_kept(name: str) -> None:
         assert expected[size].tokens == pytest.approx(kept, rel=within), size
 
 
+@pytest.mark.slow
 def test_one_tree_for_all_rounds_would_be_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
     """By 8% at 8 drafts: that drafters know where they are sure is a part of what trees keep."""
     monkeypatch.setattr("paceline.plan.marginals.SURENESS", 1e6)
@@ -60,6 +62,7 @@ def test_marginals_predict_what_chains_kept(name: str) -> None:
         assert 1 + sum(survival[:count]) == pytest.approx(kept, rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_chain_of_marginals_and_the_same_acceptance_are_one(steps: CostsConfig) -> None:
     marginals = read_marginals("greedy")
     found = predict_all(steps, PredictConfig(tree="best"))
@@ -68,6 +71,7 @@ def test_a_chain_of_marginals_and_the_same_acceptance_are_one(steps: CostsConfig
     assert predict_all(steps, PredictConfig()).trees == [] and predict_all(steps, PredictConfig()).as_json()["trees"] is None
 
 
+@pytest.mark.slow
 def test_speed_ups_follow_from_tokens_and_costs(steps: CostsConfig) -> None:
     found = predict_all(steps, PredictConfig(tree="8,16,128"))
     expected, (trees,), (chain,) = read_marginals("greedy").expected(128), found.trees, found.predictions
@@ -82,18 +86,21 @@ def test_speed_ups_follow_from_tokens_and_costs(steps: CostsConfig) -> None:
     assert found.as_json()["trees"][0]["best_nodes"] == trees.best_nodes
 
 
+@pytest.mark.slow
 def test_a_machine_on_which_wide_passes_cost_as_many_plain_ones_takes_no_tree(tmp_path: Path) -> None:
     (tmp_path / "dear.json").write_text(json.dumps({"verify": [[1, 1, 1.0], [1, 129, 129.0]], "draft": [[1, 7, 0.1]]}))
     (trees,) = predict_all(CostsConfig(table=tmp_path / "dear.json"), PredictConfig(tree="32")).trees
     assert trees.best_nodes == 0 and trees.best.speedup == 1.0 and trees.points[0].speedup < 1
 
 
+@pytest.mark.slow
 def test_free_passes_take_the_largest_tree() -> None:
     answer = predict_all(CostsConfig(toy=True), PredictConfig(tree="best"))
     (trees,) = answer.trees
     assert trees.best_nodes == 128 and trees.best.speedup == trees.best.tokens_per_round and trees.best.tokens_per_s is None
 
 
+@pytest.mark.slow
 def test_drafting_token_by_token_pays_for_depth(tmp_path: Path) -> None:
     (tmp_path / "steps.json").write_text(json.dumps({"verify": TABLE["verify"]}))
     config, by_token = PredictConfig(tree="16"), CostsConfig(table=tmp_path / "steps.json", drafter_cost=0.2)
@@ -106,6 +113,7 @@ def test_drafting_token_by_token_pays_for_depth(tmp_path: Path) -> None:
     assert passes > 3 and alone.best_nodes < block.best_nodes
 
 
+@pytest.mark.slow
 def test_acceptance_that_is_told_replaces_the_likeliest_tokens_only(steps: CostsConfig) -> None:
     low, high = (predict_all(steps, PredictConfig(tree="8", acceptance=chance, max_draft=7)) for chance in ("0.4", "0.8"))
     assert low.acceptance.kind == "constant" and low.predictions[0].tokens_per_round < high.predictions[0].tokens_per_round
@@ -115,6 +123,7 @@ def test_acceptance_that_is_told_replaces_the_likeliest_tokens_only(steps: Costs
     assert gain[0] > gain[1] > 1, "where the likeliest token often falls, others are worth more"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 8])
 def test_on_a_roofline(batch: int) -> None:
     costs = CostsConfig(model="Qwen3-8B", hardware="H100", block=7)
@@ -162,6 +171,7 @@ def test_marginals_without_trees_are_refused() -> None:
         PredictConfig(marginals="greedy")
 
 
+@pytest.mark.slow
 def test_the_command(steps: CostsConfig) -> None:
     words: list[Any] = ["simulate", "--table", str(steps.table), "--tree", "8,32", "--marginals", "sampled"]
     shown = CliRunner().invoke(app, words)

@@ -94,6 +94,7 @@ def test_a_name_alone_is_enough_for_a_decision() -> None:
     assert "stands for it" in done.stdout and "2 x H100" in done.stdout
 
 
+@pytest.mark.slow
 def test_price_and_break_even_add_up() -> None:
     told = line(*ON, "--streams", "16", "--price-per-hour", "8", "--busy-hours", "12")
     chosen = told["chosen"]
@@ -126,6 +127,7 @@ def test_where_speculation_brings_nothing_the_answer_is_no() -> None:
     assert told["verdict"] == "no" and told["sentences"][0].startswith("No:")
 
 
+@pytest.mark.slow
 def test_traces_tell_what_is_served_and_how_many_answers_there_are(tmp_path: Path) -> None:
     folder = traces(tmp_path, [3, 3, 0], [3, 0, 0])
     seen = seen_in_traces(folder)

@@ -182,6 +182,7 @@ def test_a_finished_run_goes_on_when_it_is_made_longer(tmp_path: Path) -> None:
     assert len(rates) == 4 and rates == sorted(rates, reverse=True), "the rate is that of the longer run from there"
 
 
+@pytest.mark.slow
 def test_the_last_checkpoints_stay(tmp_path: Path) -> None:
     run(trainer(tmp_path, config(max_steps=5, keep_last=3, checkpoint_minutes=EVERY_STEP)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "step-000004", "step-000005"]
@@ -252,6 +253,7 @@ def test_saving_the_newest_step_again_does_not_touch_it(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, other.network.state_dict()[name]) for name, tensor in stored.items())
 
 
+@pytest.mark.slow
 def test_a_poisoned_document_stops_the_run_and_the_last_good_step_stands(tmp_path: Path) -> None:
     """The step that meets it names documents and leaves weights, optimiser and place as they were before it."""
     settings = config(blocks_per_step=3, max_steps=10)

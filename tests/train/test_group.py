@@ -88,6 +88,7 @@ def test_a_victim_passes_on_what_it_was_told(rolls: list[Roll]) -> None:
     assert str(told) == "process 2 of 3 gave no sign of life"
 
 
+@pytest.mark.slow
 def test_a_step_without_a_culprit_says_which_limit_it_was(rolls: list[Roll], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever looks finds new signs of life of all, then of all but one."""
     beats, dead = itertools.count(), set[int]()

@@ -176,6 +176,7 @@ class TestHeldOut:
         assert first["recall1"][0] * num_blocks == pytest.approx(round(first["recall1"][0] * num_blocks), abs=0.01)
         assert all(parameter.grad is None for parameter in one.network.parameters())
 
+    @pytest.mark.slow
     def test_a_regression_out_of_distribution_is_said(self, tmp_path: Path) -> None:
         one, said = watched(tmp_path, max_steps=4, heldout_every=1), []
         levels = iter([2.0, 2.5, 2.45, 2.0])
@@ -217,6 +218,7 @@ class TestKeepBest:
         step, weights = self._kept(one, [(1.0, 2.0), (3.0, 2.0), (2.0, 2.0), (2.5, 2.0)])
         assert step == 2 and not torch.equal(weights[1], weights[3])
 
+    @pytest.mark.slow
     def test_a_look_that_forgets_others_does_not_count(self, tmp_path: Path) -> None:
         one = watched(tmp_path, max_steps=3, heldout_every=1, keep="best")
         assert self._kept(one, [(1.0, 2.0), (3.0, 1.5), (2.0, 2.0)])[0] == 3
@@ -224,6 +226,7 @@ class TestKeepBest:
     def test_by_default_nothing_is_kept(self, tmp_path: Path) -> None:
         assert self._kept(watched(tmp_path, max_steps=2, heldout_every=1), [(1.0, 2.0), (3.0, 2.0)])[0] is None
 
+    @pytest.mark.slow
     def test_what_serves_best_is_kept_beside_the_last(self, tmp_path: Path) -> None:
         """Looks that are no better than before are not served, but for the last one."""
         one = watched(tmp_path, max_steps=5, heldout_every=1, serve_share=1.0)
@@ -238,6 +241,7 @@ class TestKeepBest:
         step, _ = self._kept(one, [(1.5, 2.0), (3.0, 2.0), (2.0, 2.0), (3.5, 2.0), (2.0, 2.0)])
         assert (served, step, one.state.best_served) == ([1, 2, 4, 5], 1, 1.5)
 
+    @pytest.mark.slow
     def test_of_weights_that_serve_alike_those_are_kept_of_which_more_is_expected(self, tmp_path: Path) -> None:
         """A few served prompts cannot tell 1.50 from 1.47; all held-out documents can tell 1.5 from 3."""
         one = watched(tmp_path, max_steps=4, heldout_every=1, serve_share=1.0)
@@ -245,6 +249,7 @@ class TestKeepBest:
         step, _ = self._kept(one, [(1.5, 2.0), (3.0, 2.0), (3.5, 2.0), (2.0, 2.0)])
         assert (step, one.state.best_served) == (2, 1.5), "1.44 is too little, and of the last no more is expected"
 
+    @pytest.mark.slow
     def test_serving_takes_its_share_of_the_time_and_no_more(self, tmp_path: Path) -> None:
         one, served = watched(tmp_path, max_steps=4, heldout_every=1, serve_share=0.0), list[int]()
         one.served = lambda weights: served.append(one.state.step) or 1.5

@@ -73,6 +73,7 @@ class TestBudget:
         assert [len(pack) for pack in split_into_packs(chosen, PackBudget(128, None, 4))] == [7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [{}, {"sliding_window": 24}], ids=["full", "window"])
 def test_pieces_teach_what_the_whole_would(tmp_path: Path, shape: dict[str, Any]) -> None:
     documents = [document(number, 4, length) for number, length in enumerate((20, 400, 60))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from small_training import HIDDEN, documents, tiny_decoder
 
@@ -53,6 +54,7 @@ def test_zeros_and_the_dtype_stay() -> None:
     assert found.taps_SF.dtype == torch.bfloat16 and not found.taps_SF.any()
 
 
+@pytest.mark.slow
 def test_files_in_8_bits(tmp_path: Path) -> None:
     docs, source = documents(), OnlineFeatures(tiny_decoder(), documents(), TAPS, needs_final=False)
     form = Int8(measure_scale(source, docs)[0], len(TAPS), torch.float32)

@@ -160,6 +160,7 @@ def test_other_settings_are_refused_and_shown(tmp_path: Path, talking: list[Engi
             regenerate(ask(tmp_path / "run", file))
 
 
+@pytest.mark.slow
 def test_a_run_may_be_extended(tmp_path: Path, talking: list[EngineConfig], capsys: pytest.CaptureFixture[str]) -> None:
     first, second = questions(tmp_path, "a.jsonl", 6), questions(tmp_path, "b.jsonl", 3, "Riddle")
     begun = ask(tmp_path / "run", first, limit=4)
@@ -199,6 +200,7 @@ def test_without_prompts_the_target_writes_them(
     assert regenerate(begun)["num_found"] == 7
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_work(
     tmp_path: Path, talking: list[EngineConfig], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ def test_prompts_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
     assert {answer.key.split("#")[0] for answer in regenerator.shards} == {"test/0", "test/3"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_heard", [1, 4, 7])
 def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_heard: int) -> None:
     monkeypatch.setattr(module, "CONVERSATIONS_PER_SHARD", 2)

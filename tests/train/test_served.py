@@ -59,6 +59,7 @@ def learned(llm: LLM, document: Document, folder: Path, steps: int) -> DFlashDra
     return DFlashDrafter.from_folder(folder / f"step-{steps:06d}")
 
 
+@pytest.mark.slow
 def test_an_untrained_drafter_gains_nothing_and_changes_nothing(llm: LLM) -> None:
     documents = [sample(llm, prompt) for prompt in ("One", "Two", "Three", "Four", "Five")]
     llm.use_drafter("none")

@@ -188,6 +188,7 @@ def test_streamed_features_give_the_same_curve(finished: Finished, tmp_path: Pat
     assert list((tmp_path / "run").glob("features-heldout-*"))
 
 
+@pytest.mark.nightly
 def test_a_planned_and_streamed_run_goes_on_after_it_was_killed(
     finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def test_block_never_keeps_fewer_than_token_wise(draft_weights: list[list[int]],
     assert block_wise >= token_wise - 1e-12
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(weights, weights, st.lists(st.integers(0, 2), min_size=3, max_size=3), st.integers(0, 10**6))
 def test_verify_picks_the_largest_standing_prefix(

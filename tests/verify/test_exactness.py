@@ -231,5 +231,6 @@ def test_match_stays_exact_however_the_width_is_chosen() -> None:
     assert largest_error(found, "plain") < 1e-6
 
 
+@pytest.mark.slow
 def test_enumeration_sees_a_wrong_residual() -> None:
     assert largest_error(enumerate_text(wrong_outcomes, "random", 2, "plain")[0], "plain") > 1e-3

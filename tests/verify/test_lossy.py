@@ -373,6 +373,7 @@ def test_the_budget_is_never_exceeded(kind: str, max_tv: float, num_tokens: int)
     assert max_tv == 0 or total / count > 0.9 * min(max_tv, 0.02), "the budget is used"
 
 
+@pytest.mark.slow
 def test_without_a_budget_it_would_be_exceeded() -> None:
     rule, ledger = Lossy.of("lenience:0.3"), Ledger()
     for number in range(500):

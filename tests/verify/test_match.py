@@ -59,6 +59,7 @@ def test_stops_drawing_at_the_first_mismatch() -> None:
     assert drawn == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_draft_stands_with_its_probability_under_the_target() -> None:
     target_JV = torch.tensor([[0.2, 0.5, 0.3], [0.2, 0.5, 0.3]])
     stood = sum(judged(rules.match, [2], None, target_JV, Uniforms(seed, 7)).num_accepted for seed in range(4000))

@@ -24,6 +24,7 @@ def num_accepted(tokens_per_round: float, num_drafted: int, position: int) -> in
     return judged(mocked(tokens_per_round).verify, [4] * num_drafted, None, ROWS_JV[[2] * (num_drafted + 1)], uniforms)[0]
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.floats(1, 8), st.integers(0, 5000))
 def test_tokens_per_round_is_met_exactly_in_the_long_run(tokens_per_round: float, start: int) -> None:

@@ -196,6 +196,7 @@ class TestSilence:
         assert events(one) == ["training", "failed"] and one.stage is None and not one.policy.is_training
         assert one.lineage.entries()[-1]["state"] == "passed" and not is_condemned(one)
 
+    @pytest.mark.slow
     def test_it_is_given_up_in_the_end_and_condemned_never(self, tmp_path: Path, server: FakeServer) -> None:
         one = begun(tmp_path, server, 3)
         server.is_away = True
@@ -317,6 +318,7 @@ class TestHands:
         assert events(one)[2:] == ["rolled back", "swapped"], "the training went on beside it"
         assert set(server.members) == {"general"}
 
+    @pytest.mark.slow
     def test_a_swap_waits_for_its_end(self, tmp_path: Path, server: FakeServer) -> None:
         one = begun(tmp_path, server, 2)
         server.members["mine"] = "runs/mine"
@@ -330,6 +332,7 @@ class TestHands:
         again.tick(NOW + 960)
         assert events(again) == ["training", "told", "kept", "swapped"]
 
+    @pytest.mark.slow
     def test_one_after_the_other(self, tmp_path: Path, server: FakeServer) -> None:
         """Two at once, one of them while a drafter of ours is on probation."""
         one = swapped(tmp_path, server)
@@ -401,6 +404,7 @@ class TestFullDisk:
         assert events(one) == ["training", "swapped"]
         assert [entry["state"] for entry in one.lineage.entries()] == ["serving"]
 
+    @pytest.mark.slow
     def test_a_route_is_watched(self, tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
         traffic(tmp_path)
         server.members["old"] = "runs/old"

@@ -257,6 +257,7 @@ def start_of(kind: str, target: Path, drafter: Path, **more: Any) -> Start:
 
 
 class TestProcess:
+    @pytest.mark.slow
     def test_an_engine_that_ends_at_once(self, target: Path, drafter: Path) -> None:
         said: list[str] = []
         with pytest.raises(ConfigError, match="the engine ended with status 3 before it answered"):
@@ -309,6 +310,7 @@ def test_it_is_checked_and_a_signal_ends_both(
     assert json.loads((tmp_path / "words.json").read_text())[-2:] == ["--tensor-parallel-size", "8"]
 
 
+@pytest.mark.slow
 def test_one_that_drafts_badly_is_stopped(target: Path, drafter: Path) -> None:
     config = OtherEngineConfig("vllm", expected=2.5, strict=True)
     start = start_of("low", target, drafter)

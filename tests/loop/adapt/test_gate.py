@@ -32,6 +32,7 @@ def pairs(before: float, after: float, number: int = 60, seed: int = 0) -> Pairs
 
 
 class TestJudge:
+    @pytest.mark.slow
     def test_a_better_one_passes(self) -> None:
         verdict = judge(pairs(0.4, 0.7), {"chat": pairs(0.6, 0.6)}, FLAT, pairs(0.5, 0.5))
         assert verdict.passed and verdict.gains["drifted"].low > 0
@@ -41,6 +42,7 @@ class TestJudge:
         verdict = judge(Pairs(answers(0.5), answers(0.5, seed=1)), {}, FLAT)
         assert not verdict.passed and not verdict.loses and "may be none" in verdict.reason
 
+    @pytest.mark.slow
     def test_a_loss_elsewhere_is_refused(self) -> None:
         verdict = judge(pairs(0.4, 0.7), {"chat": pairs(0.6, 0.5), "code": pairs(0.6, 0.6)}, FLAT)
         assert not verdict.passed and verdict.loses and "'chat'" in verdict.reason

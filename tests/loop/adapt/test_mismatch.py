@@ -152,6 +152,7 @@ EAGLE3: dict[str, tuple[Eagle3Checkpoint, Callable[[Eagle3Checkpoint], Eagle3Che
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", EAGLE3)
 def test_each_mismatch_of_eagle3_is_named(llm: LLM, kind: str) -> None:
     stored, spoil = EAGLE3[kind]

@@ -126,6 +126,7 @@ class TestRestartedServers:
         one.tick(NOW + 240)
         assert events(one)[-1] == "rolled back" and Path(vllm.drafters[-1]).name == "old"
 
+    @pytest.mark.slow
     def test_few_rounds_before_a_restart_hide_nothing(self, tmp_path: Path, vllm: Vllm) -> None:
         """The first look after it finds more than was counted before: only a reading right after it tells the two apart."""
         traffic(tmp_path, drafted=None, accepted=None, temperature=None, seed=None)
@@ -139,6 +140,7 @@ class TestRestartedServers:
         one.tick(NOW + 240)
         assert events(one)[-1] == "rolled back" and "3.38 tokens a round" in one.log.lines()[-1]["why"]
 
+    @pytest.mark.slow
     def test_what_was_counted_before_a_restart_by_others_counts(self, tmp_path: Path, vllm: Vllm) -> None:
         """Of two failures a time, each before another restart of the server; the daemon is started again meanwhile, too."""
         one = swapped(tmp_path, vllm)
@@ -152,6 +154,7 @@ class TestRestartedServers:
             one = beside_vllm(tmp_path, vllm, str(tmp_path / "old"))
         assert events(one)[-1] == "rolled back" and "of 20 requests ended in an error" in one.log.lines()[-1]["why"]
 
+    @pytest.mark.slow
     def test_a_restart_of_daemon_and_server_together_loses_no_rounds(self, tmp_path: Path, vllm: Vllm) -> None:
         """1.1 tokens a round, 150 of them before both were started again, and 150 since."""
         swapped(tmp_path, vllm)
@@ -164,6 +167,7 @@ class TestRestartedServers:
         again.tick(NOW + 300)
         assert events(again)[-1] == "rolled back" and "1.10 tokens a round" in again.log.lines()[-1]["why"]
 
+    @pytest.mark.slow
     def test_an_empty_page_after_the_restart_is_read_again(self, tmp_path: Path, vllm: Vllm) -> None:
         """Labelled counters appear with traffic: nothing is known of the drafter, and nothing is wrong with it."""
         traffic(tmp_path, drafted=None, accepted=None, temperature=None, seed=None)
@@ -283,6 +287,7 @@ class TestClocks:
         assert any("the clock went back" in each for each in said)
         assert [line["hour"] for line in one.log.lines()][-2:] == [HOUR + 2, HOUR + 3]
 
+    @pytest.mark.slow
     def test_a_probation_lasts_as_long_as_it_lasts(self, tmp_path: Path, server: FakeServer) -> None:
         traffic(tmp_path)
         one = watcher(tmp_path, server, Played((0, ""), (0, PASSED)))

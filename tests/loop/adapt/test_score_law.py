@@ -136,6 +136,7 @@ def one_by_one(llm: LLM, seq: Sequence) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -106,6 +106,7 @@ def test_what_the_gate_let_through_is_swapped_in(tmp_path: Path, server: FakeSer
     assert entry["drafter"] == between and entry["gate"]["share"] == 0.75 and entry["state"] == "serving"
 
 
+@pytest.mark.slow
 def test_the_best_of_several_is_taken(tmp_path: Path, server: FakeServer) -> None:
     traffic(tmp_path)
     better = {**PASSED, "reason": "better", "gains": {"drifted": {"low": 0.9, "incumbent": 2.0, "candidate": 5.0}}}
@@ -120,6 +121,7 @@ def test_the_best_of_several_is_taken(tmp_path: Path, server: FakeServer) -> Non
     assert [entry["state"] for entry in one.lineage.entries()] == ["passed", "serving", "refused"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "line"),
     [

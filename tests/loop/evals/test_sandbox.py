@@ -37,6 +37,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GRACE_S", PATIENCE_S)
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_what_runs_to_its_end_has_passed() -> None:
     done = BOX.run("import json, re, math, collections\nassert math.prod([2, 3]) == 6\nopen('/tmp/x', 'w').write('ok')")
@@ -124,6 +125,7 @@ def test_harm_would_be_seen() -> None:
         assert ours.harm() == ["a file was changed"]
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_no_descriptor_and_no_environment_come_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_SECRET", "told")
@@ -158,6 +160,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7
     assert done.passed, done.said
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_each_wall_stands_by_itself() -> None:
     """Where one of them keeps an attack out, the others would not be missed by it."""
@@ -176,6 +179,7 @@ for folder in ("/usr", "/"):
     assert done.passed, done.said
 
 
+@pytest.mark.slow
 def test_without_a_sandbox_nothing_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "_found", lambda _: ("none", "code cannot be kept apart: add --unsafe-code"))
     with pytest.raises(SandboxError, match="--unsafe-code"):

@@ -54,6 +54,7 @@ def length(task: str, attempt: Trajectory) -> float:
     return float(sum(attempt.sample.mask))
 
 
+@pytest.mark.slow
 def test_turns_become_one_sample(endpoint: Endpoint) -> None:
     groups = AgentRollouts(endpoint, two_turns, by_code(length)).run(TASKS)
     tokenizer = endpoint.rollouts.llm.tokenizer
@@ -94,6 +95,7 @@ def test_log_probabilities_are_those_of_the_whole_conversation(endpoint: Endpoin
             assert logprob == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_neither_drafts_nor_company_change_a_sample(folder: Path) -> None:
     told = []
     for drafter, at_once in (("none", 1), ("random-dflash", 4)):
@@ -238,6 +240,7 @@ def test_what_was_said_goes_back_as_it_was_said() -> None:
     assert with_exact_turns(other, [turn], words) == other
 
 
+@pytest.mark.slow
 def test_only_what_the_last_turn_goes_on_from_is_one_conversation() -> None:
     attempt = Attempt("a", "", "")
     first, other = Turn([1, 2], [3], [-1.0], "stop"), Turn([9], [8], [-1.0], "stop")

@@ -110,6 +110,7 @@ def test_one_slip_is_asked_again() -> None:
         assert sorted(judge_at(url)(attempts("a", "b"))) == [0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_judge_that_is_down_or_refuses() -> None:
     with judging(lambda prompt: 404) as url, pytest.raises(RolloutError, match="refuses"):
         judge_at(url)(attempts("a", "b"))

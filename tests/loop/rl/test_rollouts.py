@@ -35,6 +35,7 @@ def moved(folder: Path, share: float) -> dict[str, torch.Tensor]:
     return {name: tensor * (1.0 + share) for name, tensor in load_file(folder / "model.safetensors").items()}
 
 
+@pytest.mark.slow
 def test_drafts_change_no_sample(folder: Path) -> None:
     said = {}
     for drafter in ("none", "ngram", "random-dflash"):
@@ -67,6 +68,7 @@ def test_log_probabilities_are_the_policys(folder: Path) -> None:
         assert sample.mask == [1] * len(sample.completion_ids)
 
 
+@pytest.mark.slow
 def test_another_step_another_seed_the_same_seed_the_same_samples(folder: Path) -> None:
     one, other = rollouts_of(folder), rollouts_of(folder)
     first, second = one.sample(PROMPTS), one.sample(PROMPTS)
@@ -112,6 +114,7 @@ def test_the_drafter_follows(folder: Path) -> None:
     assert rollouts.figures[3].follow_s > 0
 
 
+@pytest.mark.slow
 def test_the_engine_packs_what_the_drafter_has_learned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bound drafter holds its weights as it multiplies them: after a lesson it is bound anew."""
     drafter = DFlashDrafter.random(LLM(str(folder), drafter="none", **SETTINGS).target, num_layers=1, block_size=4)

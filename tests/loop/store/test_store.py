@@ -90,6 +90,7 @@ def test_nothing_leaks_between_turns_samples_and_near_copies(tmp_path: Path) -> 
         assert not any(mine.startswith(theirs) for mine in prompts(store, side) for theirs in prompts(store, other))
 
 
+@pytest.mark.slow
 def test_sides_do_not_depend_on_the_order_and_stay(tmp_path: Path) -> None:
     rows = many(30)
     one = store_of(tmp_path / "one", *rows)
@@ -100,6 +101,7 @@ def test_sides_do_not_depend_on_the_order_and_stay(tmp_path: Path) -> None:
     assert sum(1 for side in SIDES for _ in two.rows(side, version=1)) == 10
 
 
+@pytest.mark.slow
 def test_a_row_that_ties_both_sides_is_left_out(tmp_path: Path) -> None:
     rows = many(30)
     store = store_of(tmp_path, *rows)
@@ -150,6 +152,7 @@ def test_a_killed_change_is_taken_back(tmp_path: Path) -> None:
     assert sum(found.versions()[-1]["rows"].values()) == 10
 
 
+@pytest.mark.slow
 def test_split_again(tmp_path: Path) -> None:
     store = store_of(tmp_path, *many(30))
     texts = prompts(store, "train") | prompts(store, "evals")
@@ -187,6 +190,7 @@ class Named:
         return [[Reply("It is here.", 0.1)] for _ in cases]
 
 
+@pytest.mark.slow
 def test_forgetting_reaches_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Store, "tokenizer", lambda self: BYTES)
     jane = [
@@ -214,6 +218,7 @@ def test_forgetting_reaches_every_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(parquet.read_table(tmp_path / "answers" / "answers-r0-00000.parquet")) == len(rows) - 9
 
 
+@pytest.mark.slow
 def test_cases_that_are_trained_on_are_found(tmp_path: Path) -> None:
     page = "Answer the customer in a friendly way and keep to the rules of the shop. "
     asked = [

@@ -47,6 +47,7 @@ def test_versions_older_than_the_store_delete_nothing(tmp_path: Path, store: Sto
     assert files(store) == before
 
 
+@pytest.mark.slow
 def test_a_store_older_than_its_versions_deletes_nothing(tmp_path: Path, store: Store) -> None:
     """One version behind, it may as well have been killed there: that version is whole, so it stays. Two are refused."""
     told = json.loads((store.path / "store.json").read_text())
@@ -83,6 +84,7 @@ def test_half_a_line_stops_no_command(tmp_path: Path, store: Store, name: str) -
     assert line["version"] == 4 and card_of(again)["version"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["versions.jsonl", "labels.jsonl"])
 def test_a_damaged_line_is_one_line(store: Store, name: str) -> None:
     store.label([{"digest": next(store.rows("train"))["digest"], "score": 1.0}])
@@ -92,6 +94,7 @@ def test_a_damaged_line_is_one_line(store: Store, name: str) -> None:
         card_of(store)
 
 
+@pytest.mark.slow
 def test_a_full_disk_takes_back_half_a_line(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = (store.path / "versions.jsonl").read_bytes()
     fsync = os.fsync
@@ -110,6 +113,7 @@ def test_a_full_disk_takes_back_half_a_line(tmp_path: Path, store: Store, monkey
     assert store.add([third], BYTES)["version"] == 3
 
 
+@pytest.mark.slow
 def test_nothing_keeps_anybody_from_being_forgotten(tmp_path: Path, store: Store) -> None:
     """Damaged lines of a suite, a source that cannot be read."""
     suite = tmp_path / "suite.jsonl"
@@ -121,6 +125,7 @@ def test_nothing_keeps_anybody_from_being_forgotten(tmp_path: Path, store: Store
     assert done.sources_with_it == [f"{tmp_path / 'more' / 'answers-r0-00000.parquet'}, which cannot be read"]
 
 
+@pytest.mark.slow
 def test_rows_of_a_change_that_was_killed_are_not_read(store: Store) -> None:
     before = sorted(row["digest"] for side in SIDES for row in store.rows(side))
     (first, *_) = store.shards("train")
@@ -128,6 +133,7 @@ def test_rows_of_a_change_that_was_killed_are_not_read(store: Store) -> None:
     assert sorted(row["digest"] for side in SIDES for row in store.rows(side)) == before
 
 
+@pytest.mark.slow
 def test_a_split_that_was_killed_behind_its_line_is_finished(tmp_path: Path, store: Store) -> None:
     """Its own settings with it."""
     told = (store.path / "store.json").read_text()
@@ -153,6 +159,7 @@ def rolled_back(store: Store, version: int) -> None:
     (store.path / "versions.jsonl").write_text("".join(lines(store)[:version]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [0, 1])
 def test_shards_newer_than_both_files_are_not_deleted(tmp_path: Path, store: Store, version: int) -> None:
     """Two versions behind: refused. One behind looks like a change that was killed: its shards are moved aside."""
@@ -167,6 +174,7 @@ def test_shards_newer_than_both_files_are_not_deleted(tmp_path: Path, store: Sto
     assert files(store) == before
 
 
+@pytest.mark.slow
 def test_shards_of_a_change_that_was_killed_are_moved_aside(
     tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
