@@ -29,7 +29,8 @@ typedef ByteDots<EmulatedBytes> EmulatedDots;
 
 const Kernels* emulated_avxvnni_kernels(int dtype) {
     constexpr const char* name = "emulated-avxvnni";
-    return dtype == PN_F32 ? table<float>(name) : table<bfloat, Wide8<EmulatedDots>, planes_of<EmulatedDots>>(name);
+    static const Kernels floats = named(name, *avx2_kernels(PN_F32));
+    return dtype == PN_F32 ? &floats : table<bfloat, Wide8<EmulatedDots>, planes_of<EmulatedDots>>(name);
 }
 
 }  // namespace pn

@@ -10,7 +10,8 @@ const Kernels* avx512_kernels(int dtype) { return dtype == PN_F32 ? table<float>
 
 #ifdef PN_EMULATED
 const Kernels* emulated_tiles_kernels(int dtype) {
-    return dtype == PN_F32 ? table<float>("emulated-tiles") : table<bfloat, Tiled<EmulatedTiles>>("emulated-tiles");
+    static const Kernels floats = named("emulated-tiles", *avx512_kernels(PN_F32));
+    return dtype == PN_F32 ? &floats : table<bfloat, Tiled<EmulatedTiles>>("emulated-tiles");
 }
 #endif
 

@@ -10,7 +10,8 @@
 namespace pn {
 
 const Kernels* avx512bf16_kernels(int dtype) {
-    return dtype == PN_F32 ? table<float>("avx512bf16") : table<bfloat>("avx512bf16");
+    static const Kernels floats = named("avx512bf16", *avx512_kernels(PN_F32));
+    return dtype == PN_F32 ? &floats : table<bfloat>("avx512bf16");
 }
 
 #ifdef __AMX_INT8__
@@ -57,7 +58,8 @@ int measured_least_rows() {
 }  // namespace
 
 const Kernels* amx_kernels(int dtype) {
-    if (dtype == PN_F32) return table<float>("amx");
+    static const Kernels floats = named("amx", *avx512_kernels(PN_F32));
+    if (dtype == PN_F32) return &floats;
     static const bool is_measured = [] {
         Tiled<ProcessorTiles>::least_rows = measured_least_rows();
         return true;

@@ -14,7 +14,8 @@ typedef ByteDots<ProcessorBytes> Dots;
 }  // namespace
 
 const Kernels* avxvnni_kernels(int dtype) {
-    return dtype == PN_F32 ? table<float>("avxvnni") : table<bfloat, Wide8<Dots>, planes_of<Dots>>("avxvnni");
+    static const Kernels floats = named("avxvnni", *avx2_kernels(PN_F32));
+    return dtype == PN_F32 ? &floats : table<bfloat, Wide8<Dots>, planes_of<Dots>>("avxvnni");
 }
 
 }  // namespace pn

@@ -3,6 +3,9 @@
 
 namespace pn {
 
-const Kernels* dotprod_kernels(int dtype) { return dtype == PN_F32 ? table<float>("dotprod") : table<bfloat>("dotprod"); }
+const Kernels* dotprod_kernels(int dtype) {
+    static const Kernels floats = named("dotprod", *neon_kernels(PN_F32));
+    return dtype == PN_F32 ? &floats : table<bfloat>("dotprod");
+}
 
 }  // namespace pn

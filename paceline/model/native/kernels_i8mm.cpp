@@ -3,6 +3,9 @@
 
 namespace pn {
 
-const Kernels* i8mm_kernels(int dtype) { return dtype == PN_F32 ? table<float>("i8mm") : table<bfloat>("i8mm"); }
+const Kernels* i8mm_kernels(int dtype) {
+    static const Kernels floats = named("i8mm", *neon_kernels(PN_F32));
+    return dtype == PN_F32 ? &floats : table<bfloat>("i8mm");
+}
 
 }  // namespace pn
