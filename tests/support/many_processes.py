@@ -1,14 +1,15 @@
 """What tests of several training processes share: a tiny trainer, its runs, and the processes that torchrun would start.
 
 The file is also what the processes run: `python many_processes.py FOLDER` forks them, each with RANK and the like in its
-environment. They go through all scenarios in one start and leave their figures in FOLDER. Three train; three more, whose
-groups fail, mostly wait meanwhile.
+environment. They go through all scenarios in one start and leave their figures in FOLDER. Three train; those of the groups
+that fail, three for each kind of failure, mostly wait meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import json
@@ -132,7 +133,7 @@ def started(folder: Path) -> tuple[dict[str, list[int]], str]:
     """Exit statuses by group and rank, and all output, of processes that go through this file's scenarios in `folder`."""
     ports = []
     with contextlib.ExitStack() as probes:  # all open at once: no port twice
-        for _ in range(1 + len(FAILURES)):
+        for _ in GROUPS:
             probe = probes.enter_context(socket.socket())
             probe.bind(("127.0.0.1", 0))
             ports.append(str(probe.getsockname()[1]))
@@ -303,24 +304,21 @@ def dying(ranks: Ranks, wait: Any) -> None:
 
 
 FAILURES = {each.__name__: each for each in (uneven, raising, late, dying)}
-"""What is done in a group of its own, with a short limit for steps; the last one ends a process."""
+"""What is done in a group of its own, with a short limit for steps."""
 
 
-def fail(folder: Path, ranks: Ranks) -> None:
-    for port, (name, failure) in zip(os.environ["PORTS"].split(",")[1:], FAILURES.items(), strict=True):
-        os.environ["MASTER_PORT"] = port
-        all_here(folder, name, ranks)
-        began, told = time.monotonic(), "no error"
-        try:
-            with process_group(ranks, "cpu", STEP_TIMEOUT_S / 60, beat_s=0.4) as wait:
-                failure(ranks, wait)
-        except (ProcessesError, ValueError) as error:
-            told = f"{type(error).__name__}: {error}"
-        (folder / f"{name}-{ranks.rank}.json").write_text(json.dumps([told, time.monotonic() - began]))
+def fail(name: str, folder: Path, ranks: Ranks) -> None:
+    all_here(folder, name, ranks)
+    start, message = time.monotonic(), "no error"
+    try:
+        with process_group(ranks, "cpu", STEP_TIMEOUT_S / 60, beat_s=0.4) as wait:
+            FAILURES[name](ranks, wait)
+    except (ProcessesError, ValueError) as error:
+        message = f"{type(error).__name__}: {error}"
+    (folder / f"{name}-{ranks.rank}.json").write_text(json.dumps([message, time.monotonic() - start]))
 
 
 def train(folder: Path, ranks: Ranks) -> None:
-    os.environ["MASTER_PORT"] = os.environ["PORTS"].split(",")[0]
     with process_group(ranks, "cpu") as wait:
         train_in_all_ways(folder, ranks)
         precision(folder, ranks)
@@ -329,15 +327,15 @@ def train(folder: Path, ranks: Ranks) -> None:
         differ(folder, ranks)
 
 
-GROUPS = {each.__name__: each for each in (fail, train)}
+GROUPS = {name: functools.partial(fail, name) for name in FAILURES} | {"train": train}
 
 
-def one_of_several(folder: Path, group: str, rank: int) -> None:
+def one_of_several(folder: Path, group: str, port: str, rank: int) -> None:
     """What each of the processes does."""
     with (folder / f"output-{group}-{rank}.txt").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
     torch.set_num_threads(1)
     faulthandler.enable()
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
@@ -350,12 +348,12 @@ def several(folder: Path) -> None:
         importlib.import_module(name)
     gc.freeze()  # none of them looks for garbage in what was imported
     children: dict[str, list[int]] = {}
-    for group in GROUPS:
+    for group, port in zip(GROUPS, os.environ["PORTS"].split(","), strict=True):
         children[group] = []
         for rank in range(WORLD):
             children[group].append(os.fork())
             if not children[group][-1]:
-                one_of_several(folder, group, rank)
+                one_of_several(folder, group, port, rank)
                 return
     statuses = {group: [os.waitstatus_to_exitcode(os.waitpid(one, 0)[1]) for one in own] for group, own in children.items()}
     (folder / "statuses.json").write_text(json.dumps(statuses))
