@@ -19,7 +19,17 @@ from pathlib import PurePosixPath
 MAX_COLUMNS, MAX_LINES, MAX_BRANCHES = 120, 40, 12
 CODE = {".py", ".cpp", ".h", ".inl", ".js", ".css", ".html", ".jinja", ".j2", ".json", ".sh"}
 GENERATED = {"docs/reference/cli.md", "docs/reference/python.md"}
-BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.BoolOp, ast.match_case, ast.comprehension)
+BRANCHES = (
+    ast.If,
+    ast.IfExp,
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.ExceptHandler,
+    ast.BoolOp,
+    ast.match_case,
+    ast.comprehension,
+)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -27,8 +37,8 @@ def files_of(commit: str) -> Iterator[tuple[PurePosixPath, str]]:
     """Every text file of a commit with its contents."""
     names = subprocess.run(["git", "ls-tree", "-rz", "--name-only", commit], check=True, capture_output=True).stdout
     paths = [name for name in names.decode().split("\0") if PurePosixPath(name).suffix in CODE | {".md"}]
-    asked = "".join(f"{commit}:{path}\n" for path in paths).encode()
-    batch = subprocess.run(["git", "cat-file", "--batch"], check=True, capture_output=True, input=asked).stdout
+    requests = "".join(f"{commit}:{path}\n" for path in paths).encode()
+    batch = subprocess.run(["git", "cat-file", "--batch"], check=True, capture_output=True, input=requests).stdout
     at = 0
     for path in paths:
         end = batch.index(b"\n", at)
@@ -76,7 +86,9 @@ def figures(commit: str) -> Counter[str]:
                     count[f"functions over {MAX_LINES} lines"] += (node.end_lineno or 0) - node.lineno >= MAX_LINES
                     count[f"functions over {MAX_BRANCHES} branches"] += branches(node) > MAX_BRANCHES
     count["paceline, folders"] = len(folders)
-    count["paceline, most modules in a folder but commands/"] = max(n for folder, n in folders.items() if folder.name != "commands")
+    count["paceline, most modules in a folder but commands/"] = max(
+        n for folder, n in folders.items() if folder.name != "commands"
+    )
     return count
 
 

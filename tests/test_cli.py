@@ -177,6 +177,7 @@ def test_scores_of_the_prompt_are_a_json_key(call: Call, tmp_path: Path, as_json
         assert len(told["prompt_logprobs"]) == told["num_prompt_tokens"] - 1 > 0
 
 
+@pytest.mark.slow
 def test_an_error_in_the_engine_names_the_options(call: Call, tmp_path: Path) -> None:
     model = str(tiny_model(tmp_path / "tiny"))
     done = call("generate", model, "hi", "--max-len", "32", "--max-tokens", "30")

@@ -92,6 +92,7 @@ def test_the_page_of_the_python_api_is_current() -> None:
     assert made == (DOCS / "reference" / "python.md").read_text(encoding="utf-8"), "run python docs/make_python.py"
 
 
+@pytest.mark.slow
 def test_pages_that_are_named_elsewhere_exist() -> None:
     """In code, tests, recipes, messages: every docs/...md is a page."""
     left_out = (":!docs/project/log", ":!experiments/decode_vs_peers_llama.py")  # names of their time; llama.cpp's own docs

@@ -22,6 +22,7 @@ __all__ = ["call"]
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_help_imports_no_command_and_nothing_heavy() -> None:
     """Imports are what `--help` spends its time on; seconds would depend on the machine."""
     code = (
@@ -61,6 +62,7 @@ def test_each_command_is_one_whole_line_of_help(words: str) -> None:
             assert line.endswith(f"  {entry.summary}") and len(line) <= 80
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if not hasattr(command, "commands")])
 def test_help_begins_with_the_summary_and_its_examples_are_commands(name: str) -> None:
     *group, last = name.split()
@@ -91,6 +93,7 @@ def test_the_example_of_what_is_missing_is_one_line(call: Call) -> None:
     assert f"Missing argument 'drafter', as in {example} (see --help)" in call("adapt", "gate").stderr
 
 
+@pytest.mark.slow
 def test_many_options_stand_in_sections_with_what_everybody_needs_first() -> None:
     def headings(*words: str) -> list[str]:
         lines = CliRunner().invoke(app, [*words, "--help"]).output.splitlines()

@@ -153,6 +153,7 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
     return sorted(sorted(circle) for circle in found if len(circle) > 1)
 
 
+@pytest.mark.slow
 def test_there_is_no_import_circle() -> None:
     assert circles(imports_by_module(PACKAGE)) == []
 

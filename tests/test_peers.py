@@ -41,6 +41,7 @@ def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module(name)
 
 
+@pytest.mark.slow
 def test_a_worker_answers_refuses_and_may_die(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pipe = module("decode_vs_peers_pipe", monkeypatch)
     script = tmp_path / "echo.py"

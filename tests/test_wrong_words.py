@@ -54,6 +54,7 @@ def test_an_out_that_cannot_be_written_is_told_before_the_work(command: tuple[st
         run(*command, "--out", "/proc/x")
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_run_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for command in (("compare", "hi"), ("train",), ("regenerate",)):

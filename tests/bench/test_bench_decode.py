@@ -245,6 +245,7 @@ def test_report_and_json_line(tmp_path: Path) -> None:
         assert each in shown, each
 
 
+@pytest.mark.slow
 def test_without_matplotlib_the_page_is_left_out_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = bench(BenchConfig(("none", "good"), max_tokens=8))
     made.run()

@@ -40,6 +40,7 @@ def measured(folder: Path, config: MockConfig) -> MockBench:
     return bench
 
 
+@pytest.mark.slow
 def test_rounds_keep_what_was_asked_for(config_only: Path) -> None:
     config = MockConfig((2.0, 4.0), (1, 2), prompt_tokens=20, max_tokens=33, repeat=2)
     bench = measured(config_only, config)
@@ -69,6 +70,7 @@ def test_trees_keep_what_marginals_make_expected(config_only: Path, tmp_path: Pa
     assert tree["roofline_step_ms"] > chain["roofline_step_ms"] > plain["roofline_step_ms"]
 
 
+@pytest.mark.slow
 def test_a_fixed_number_of_drafts_makes_every_round_as_wide(config_only: Path) -> None:
     bench = measured(config_only, MockConfig((2.0,), prompt_tokens=20, max_tokens=17, repeat=1, num_drafted=5))
     result = bench.results()[1]

@@ -225,6 +225,7 @@ def test_nothing_to_evaluate() -> None:
     assert evaluation_config("good", BenchConfig(batches=(1, 1))).batches == (1,)
 
 
+@pytest.mark.slow
 def test_a_run_writes_its_evaluation(ask: Asked) -> None:
     heard = Heard()
     done = ask.run(heard)
@@ -274,6 +275,7 @@ def test_a_second_run_does_what_is_missing(ask: Asked) -> None:
     assert FakeLLM.num_made == 2, "with nothing left to do the model is not loaded"
 
 
+@pytest.mark.slow
 def test_a_set_that_was_cut_short_is_run_again(ask: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(llm: Any, each: Any, *more: Any, before: Any = library._evaluate_set) -> dict[str, Any]:
         if each.name == "hard":
@@ -308,6 +310,7 @@ def test_other_settings_are_refused_and_named(ask: Asked, monkeypatch: pytest.Mo
         ask.run()
 
 
+@pytest.mark.slow
 def test_a_training_run_keeps_its_config_and_metrics(ask: Asked) -> None:
     run = RunFolder.create("train", {"target": "fake"}, ask.out)
     run.log(step=1, loss=2.0)
@@ -322,6 +325,7 @@ def test_without_prompts_the_built_in_set_runs(ask: Asked) -> None:
     assert list(ask.run(prompts=(), limit=1).sets) == ["built-in"]
 
 
+@pytest.mark.slow
 def test_files_of_one_name_keep_their_folders(ask: Asked, tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     other = tmp_path / "more" / "easy.jsonl"

@@ -62,6 +62,7 @@ def test_both_ways_are_recorded_and_say_the_same() -> None:
     assert timing.on.drafter == "scripted" and timing.off.drafter == "none"
 
 
+@pytest.mark.slow
 def test_the_tokens_of_a_round_come_together_drafts_first() -> None:
     rounds: dict[int, list[TimedToken]] = {}
     for token in recorded().on.tokens:

@@ -86,6 +86,7 @@ def test_slurms_script(rendered: Any, tmp_path: Path) -> None:
         assert option in known, option
 
 
+@pytest.mark.slow
 def test_kuberays_job(rendered: Any) -> None:
     job = yaml.safe_load(rendered("kuberay", "--nodes", "2", "--gpus", "4"))
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")

@@ -80,6 +80,7 @@ def container() -> dict[str, Any]:
     return one
 
 
+@pytest.mark.slow
 def test_probes_ask_what_the_server_answers() -> None:
     paths = {kind: container()[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
     assert paths == {"startup": "/ready", "liveness": "/health", "readiness": "/ready"}, "a draining server must not be killed"

@@ -56,6 +56,7 @@ def with_all_rows(folder: Path) -> DFlash2Drafter:
     return DFlash2Drafter(network, draft_ids=IDS)
 
 
+@pytest.mark.slow
 def test_the_file_holds_rows_of_drafted_tokens_alone(small: Path) -> None:
     stored = load_file(small / PACKED)
     assert [len(stored[name]) for name in NAMES] == [len(IDS), len(IDS)] and stored[BOOK_IDS].tolist() == IDS.tolist()
@@ -66,6 +67,7 @@ def test_the_file_holds_rows_of_drafted_tokens_alone(small: Path) -> None:
         assert torch.equal(tensors[name][IDS], before[name][IDS]) and not tensors[name][OUTSIDE].any()
 
 
+@pytest.mark.slow
 def test_other_drafters_keep_every_row(tmp_path: Path) -> None:
     """Without a draft vocabulary any token is a candidate; DFlash v1 has no codebooks."""
     DFlash2Drafter(network_2(raw_2())).save(tmp_path / "all", in_8_bits=True)
@@ -127,6 +129,7 @@ def test_other_programs_get_codebooks_of_full_size(form: str, small: Path, tmp_p
     assert drafts[0] == drafts[1]
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_it_and_rows_of_other_tokens_learn(small: Path) -> None:
     _, network = network_for(tiny_target(), "none", DrafterShape(kind="dflash2"), small, 0)
     assert isinstance(network, DFlash2Network)
@@ -138,6 +141,7 @@ def test_training_goes_on_from_it_and_rows_of_other_tokens_learn(small: Path) ->
     assert gradient is not None and bool(gradient[OUTSIDE[0]].any()) and not gradient[OUTSIDE[1:]].any()
 
 
+@pytest.mark.slow
 def test_inspect_says_how_many_rows_there_are(small: Path, tmp_path: Path) -> None:
     DFlash2Drafter(network_2(raw_2()), draft_ids=IDS).save(tmp_path / "dense")
     kinds = list[str]()
@@ -147,6 +151,7 @@ def test_inspect_says_how_many_rows_there_are(small: Path, tmp_path: Path) -> No
     assert "rows" not in kinds[1]
 
 
+@pytest.mark.slow
 def test_a_packed_folder_is_made_smaller_block_by_block(small: Path, tmp_path: Path) -> None:
     """No number is rounded twice, and what is small already stays as it is."""
     full = tmp_path / "full"
@@ -166,6 +171,7 @@ def test_a_packed_folder_is_made_smaller_block_by_block(small: Path, tmp_path: P
     assert once.stat().st_mode == (full / PACKED).stat().st_mode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ids", [[1, 5, 4, 9], [1, 4, 5, VOCAB], [1, 4, 5]], ids=["order", "unknown token", "fewer"])
 def test_damaged_rows_are_refused(small: Path, ids: list[int]) -> None:
     stored = load_file(small / PACKED)

@@ -188,6 +188,7 @@ def test_limits_are_respected_and_an_empty_pass_is_skipped() -> None:
     assert {len(logits) for logits in drafter.logits} == {5}
 
 
+@pytest.mark.slow
 def test_fewer_slots_are_the_first_of_the_same_block() -> None:
     target = tiny_target()
     drafts = []
@@ -198,6 +199,7 @@ def test_fewer_slots_are_the_first_of_the_same_block() -> None:
     assert drafts[1] == drafts[0][:3]
 
 
+@pytest.mark.slow
 def test_greedy_and_sampled_rows_in_one_batch() -> None:
     target = tiny_target()
     drafter = Recording(network(raw_config()))
@@ -254,6 +256,7 @@ class TestDraftVocabulary:
         block = drafter.propose(Batch([admit(target, drafter, PROMPT, params) for params in rows]))
         return drafter, [block.tokens_B, block.probs_B]
 
+    @pytest.mark.slow
     def test_drafts_are_the_best_of_these_tokens(self, kind: Any) -> None:
         full, _ = self.rounds(kind)
         reduced, (tokens, probs) = self.rounds(kind, draft_ids=self.IDS)

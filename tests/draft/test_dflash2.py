@@ -30,6 +30,7 @@ from paceline.train.learn.attention import Layout, make_attention
 from paceline.types import Batch, SamplingParams, Take
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chosen", [None, 2])
@@ -137,6 +138,7 @@ def slots_of(drafter: DFlash2Drafter, seq: Any) -> torch.Tensor:
     return path.read([seq.row], [seq.tokens[-1]], 7, 8)[0].flatten(0, -2).clone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tree_has_the_scores_of_each_branchs_parent(kind: Any) -> None:
     target = tiny_target(kind=kind)
@@ -164,6 +166,7 @@ def test_a_tree_has_the_scores_of_each_branchs_parent(kind: Any) -> None:
     assert len(seen) > 1, "the test needs parents that matter"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_vocabulary_keeps_codebook_rows(kind: Any) -> None:
     """Candidates are rows of a smaller head; codebooks are asked for their tokens."""
@@ -189,6 +192,7 @@ def test_a_draft_vocabulary_keeps_codebook_rows(kind: Any) -> None:
 
 
 class TestFiles:
+    @pytest.mark.slow
     @pytest.mark.parametrize("suffix", ["", ".weight"])
     def test_read_and_written_unchanged(self, tmp_path: Path, suffix: str) -> None:
         raw = raw_2(unknown_key=[1, 2])
@@ -203,6 +207,7 @@ class TestFiles:
         assert f"candidate_selector.successor_codebook{suffix}" in first and first.keys() == second.keys()
         assert all(torch.equal(first[name], second[name]) for name in first)
 
+    @pytest.mark.slow
     def test_the_package_reads_what_is_written(self, tmp_path: Path) -> None:
         raw = raw_2()
         authors, reference = reference_of(raw, network := network_2(raw))
@@ -233,6 +238,7 @@ class TestFiles:
         with pytest.raises(ModelFileError, match=message):
             DFlashConfig.from_json({**raw, "dflash_config": {**raw["dflash_config"], **changes}})
 
+    @pytest.mark.slow
     def test_a_missing_codebook_is_named(self, tmp_path: Path) -> None:
         DFlash2Drafter(network_2(raw_2())).save(tmp_path / "drafter")
         tensors = load_file(file := tmp_path / "drafter/model.safetensors")
@@ -265,6 +271,7 @@ def test_slots_that_say_the_token_behind_them(version: int, kind: Any) -> None:
     assert len(blocks[1]) == 8 and blocks[1][1:] == blocks[0]
 
 
+@pytest.mark.slow
 def test_nothing_is_drafted_from_scores_that_are_not_finite() -> None:
     target = tiny_target()
     broken = network_2(raw_2())
@@ -286,6 +293,7 @@ def test_random_drafters_have_the_right_shape(tmp_path: Path) -> None:
     assert config["architectures"] == ["DFlash2DraftModel"] and config["dflash_config"]["selector_rank"] == 64
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -42,6 +42,7 @@ def ids_of(folder: Path) -> list[int] | None:
     return None if ids is None else ids.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raw", [raw_config(), raw_config(**BOTH_WAYS), raw_config(**CAUSAL), raw_2(), raw_2(**BOTH_WAYS)])
 def test_there_and_back_keeps_every_key_and_tensor(tmp_path: Path, raw: dict[str, Any]) -> None:
     raw = {**raw, "auto_map": {"": "config.Mine"}, "note": "mine"}
@@ -172,6 +173,7 @@ def test_full_layers_are_not_said_to_be_causal(tmp_path: Path, raw: dict[str, An
     assert json.loads((tmp_path / "spec/config.json").read_text())["sliding_window_non_causal"] is flag
 
 
+@pytest.mark.slow
 def test_offsets_that_are_ids_are_found_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     exported(
         written(tmp_path / "own", raw_config(), IDS),
@@ -190,6 +192,7 @@ def test_offsets_that_are_ids_are_found_out(tmp_path: Path, caplog: pytest.LogCa
         read_stored(tmp_path / "spec")
 
 
+@pytest.mark.slow
 def test_what_is_not_understood_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     raw = raw_config(note=1)
     raw["dflash_config"]["use_magic"] = True
@@ -213,6 +216,7 @@ def test_what_is_not_understood_is_said(tmp_path: Path, caplog: pytest.LogCaptur
     assert not caplog.text
 
 
+@pytest.mark.slow
 def test_defaults_that_a_config_leaves_out_are_qwen3s(tmp_path: Path) -> None:
     """Transformers writes only what differs from them."""
     exported(written(tmp_path / "own", raw_config()), "speculators", tmp_path / "spec")

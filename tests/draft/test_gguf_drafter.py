@@ -62,6 +62,7 @@ def target_file(file: Path, num_tokens: int) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "raw",
     [

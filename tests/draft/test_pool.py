@@ -35,6 +35,7 @@ def finished(engine: Engine) -> dict[int, list[int]]:
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), [(layers, LAYERS[(place + step) % 5]) for place, layers in enumerate(LAYERS) for step in (0, 2)]
 )

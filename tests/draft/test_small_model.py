@@ -23,6 +23,7 @@ def decoder(seed: int = 0, vocab: int = 17, num_layers: int = 2, num_rows: int =
     return Decoder(config, scaled, num_rows=num_rows, max_len=96)
 
 
+@pytest.mark.slow
 def test_the_target_s_twin_is_always_right() -> None:
     _, rounds = generate(decoder(), SmallModelDrafter(decoder(), num_drafted=3), PROMPTS, 41, chunk=3)
     assert all(stats.num_accepted_B == stats.num_drafted_B for stats in rounds)

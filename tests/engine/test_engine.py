@@ -21,6 +21,7 @@ PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [3, 1]]
 NAMES = list(drafters(FakeTarget()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_greedy_is_the_targets_own_text(name: str, num_rows: int) -> None:

@@ -368,6 +368,7 @@ def test_logprobs_stay_the_targets_own(name: str) -> None:
         assert [token for token, _ in entry.top] == expected.topk(2).indices.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "always", "sometimes, with probabilities", "ngram"])
 def test_neighbours_without_a_grammar_say_what_they_would(name: str) -> None:
     target = byte_target(num_rows=4)

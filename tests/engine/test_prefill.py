@@ -44,6 +44,7 @@ def engine_of(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Engine, 
     return Engine(target, ByteTokenizer(), planner=planner), target
 
 
+@pytest.mark.slow
 def test_running_streams_wait_less_than_three_rounds_for_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, target = engine_of(monkeypatch, is_width_invariant=True)
     running = [engine.add([number + 1, 2, 3], SamplingParams(max_tokens=400)) for number in range(7)]

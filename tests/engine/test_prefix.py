@@ -165,6 +165,7 @@ def test_any_order_of_events_gives_the_text_without_reuse(accuracy: float | None
     assert answers(True) == answers(False)
 
 
+@pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_native_pass_with_a_drafter_that_reads_features(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -94,6 +94,7 @@ def test_a_tree_keeps_more_than_its_spine() -> None:
     assert rounds["tree"] * 1.5 < rounds["chain"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
 def test_an_adaptive_planner_grows_trees_where_passes_are_cheap(way: str) -> None:
     cheap = AdaptivePlanner(PassCosts([(1, 1e-3), (64, 1.05e-3)]), grows_trees=True)

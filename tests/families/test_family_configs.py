@@ -188,6 +188,7 @@ def test_what_the_files_say() -> None:
     assert oss.has_sinks and oss.output_bias and oss.windows[:2] == (128, None) and oss.activation == "clamped_swiglu"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", HUB)
 def test_simulate_and_the_decoder_count_the_same_parameters(model: str) -> None:
     config = decoder_config(HUB[model], HERE)

@@ -160,6 +160,7 @@ def test_a_file_is_the_model_it_was_made_from(name: str, tmp_path: Path) -> None
     torch.testing.assert_close(logits_of(target_of(path), tokens), reference(model, tokens)[0], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(native_library() is None, reason="the native library is not built: run make native")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_blocks_stay_blocks(name: str, tmp_path: Path) -> None:

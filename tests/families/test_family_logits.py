@@ -98,6 +98,7 @@ def test_longrope_has_other_factors_for_long_texts(written: Written, tmp_path_fa
     assert shorter is not None and not torch.allclose(shorter, reference(model, tokens[:60])[0], atol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_tree_says_what_its_paths_say(name: str, made: Made, backend: str) -> None:
     folder, model = made
     target, tokens = target_of(folder, backend=backend), text(20)
@@ -111,6 +112,7 @@ def test_a_tree_says_what_its_paths_say(name: str, made: Made, backend: str) -> 
         close(out.logits_TV[path], logits_TV[-3:])
 
 
+@pytest.mark.slow
 def test_passes_of_fixed_shape(name: str, made: Made) -> None:
     """As CUDA graphs record them."""
     folder, model = made
@@ -123,6 +125,7 @@ def test_passes_of_fixed_shape(name: str, made: Made) -> None:
     close(out.logits_TV, reference(model, tokens)[0][17:])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(native_library() is None, reason="the native library is not built: run make native")
 def test_weights_can_be_rounded_to_blocks(name: str, made: Made) -> None:
     """Also where a file holds several matrices as one, or in another order."""

@@ -25,6 +25,7 @@ def logits(folder: Path, tokens: list[int]) -> torch.Tensor:
     return out.logits_TV
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "qwen3-next", "qwen3.5-moe"])
 def test_as_transformers_holds_them(name: str, tmp_path: Path) -> None:
     model, tokens = transformers_model(FAMILIES[name]), text(20)
@@ -48,6 +49,7 @@ def test_mxfp4_is_expanded_as_transformers_does() -> None:
     assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_gpt_oss_in_mxfp4(made_gpt_oss: tuple[Path, Any], tmp_path: Path) -> None:
     """A file in blocks says what a dense file of the same numbers says."""
     source, generator = made_gpt_oss[0], torch.Generator().manual_seed(1)

@@ -175,6 +175,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_the_distribution(
     assert "until then lookups (ngram) draft for tiny" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_table_is_that_of_the_folders() -> None:
     """The hashes by which the hub's files are checked."""
     entries = {each.name: listed(each) for each in sorted(shipped.BESIDE.iterdir()) if each.is_dir()}

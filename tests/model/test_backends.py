@@ -139,6 +139,7 @@ def test_auto_is_bfloat16_where_blocks_are_multiplied_as_they_are(
             assert settle(replace(settings, **changes)).dtype == "float32"
 
 
+@pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("kind", ["q8_0", "q4_1"])
 def test_larger_weights_can_be_rounded_to_blocks(folder: Path, tmp_path: Path, kind: str) -> None:

@@ -22,6 +22,7 @@ def render(template: str) -> str:
     return Tokenizer(backend, chat_template=template).apply_chat_template(MESSAGES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "template",
     [
@@ -38,6 +39,7 @@ def test_time_is_bounded(template: str, monkeypatch: pytest.MonkeyPatch) -> None
         render(template)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "template",
     [

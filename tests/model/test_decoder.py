@@ -103,6 +103,7 @@ def test_one_pass_equals_transformers(family: str) -> None:
     torch.testing.assert_close(out.logits_TV, reference(model, tokens).logits[0], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chunks_and_random_rollbacks_equal_one_pass(family: str) -> None:
     model, decoder = decoder_for(family)
@@ -122,6 +123,7 @@ def test_chunks_and_random_rollbacks_equal_one_pass(family: str) -> None:
         done += keep
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("counts", [(1, 1, 1, 1), (5, 5, 5, 5), (1, 4, 4, 2)])
 def test_ragged_rows_do_not_see_each_other(family: str, counts: tuple[int, ...]) -> None:

@@ -96,6 +96,7 @@ def recurrence(parts: dict[str, Tensor], hidden_TD: Tensor) -> Tensor:
     return torch.stack(out).float()
 
 
+@pytest.mark.slow
 def test_the_layer_is_the_recurrence() -> None:
     """Passes of every size, over the room of the trail and several times it."""
     prefix = "model.layers.0."
@@ -237,6 +238,7 @@ def test_a_path_of_a_tree_is_kept(made: Made) -> None:
             close(feed(target, row, tail[step:]), one_by_one([*tokens, *kept[:2], *tail[step:]])[42:])
 
 
+@pytest.mark.slow
 def test_a_row_forgets_the_one_before(made: Made) -> None:
     """Also what was no number."""
     target, tokens = target_of(1, made), text(20)

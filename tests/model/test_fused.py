@@ -84,6 +84,7 @@ def test_bfloat16_is_as_near_as_bfloat16_can_be(name: str) -> None:
     assert_same(found, with_gradients(reference, *exact), 0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["swiglu", "rotate"])  # the norm computes in float32: too coarse for finite differences
 def test_gradients_by_finite_differences(name: str) -> None:
     fused, _, shapes = CASES[name]

@@ -28,6 +28,7 @@ def kinds(path: Path) -> dict[str, str]:
     return {stored.name: stored.tensor_type.name for stored in gguf.GGUFReader(path).tensors}
 
 
+@pytest.mark.slow
 def test_a_folder_has_the_files_numbers_words_and_ends(source: Path, tmp_path: Path) -> None:
     folder = write_folder(source, tmp_path / "folder")
     theirs, ours = dict(checkpoint.load_tensors(source)), dict(checkpoint.load_tensors(folder))

@@ -122,6 +122,7 @@ def _read_all(folder: Path) -> None:
         rope_tables(config, 4)
 
 
+@pytest.mark.slow
 def test_fuzzed_gguf_headers(tmp_path: Path) -> None:
     """Bytes of the header changed, lengths and offsets among them; the file is read or refused, and nothing else."""
     rng, path = random.Random(2), tmp_path / "model.gguf"

@@ -172,6 +172,7 @@ def test_a_kernel_compiles_for_an_h100(model: str) -> None:
     assert {name: each for name, each in used.items() if each["stack"] or each["shared"] >= MOST_SHARED} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_normed", [True, False])
 @pytest.mark.parametrize("has_biases", [True, False])
 def test_a_pass_of_fixed_shape_is_an_ordinary_one(is_normed: bool, has_biases: bool) -> None:

@@ -28,6 +28,7 @@ def made(kind: Any, weights: dict[str, Tensor], dtype: torch.dtype = torch.float
     return kind(shape, weights.items(), num_rows=4, max_len=128, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", ["llama", "qwen2-biases"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,6 +110,7 @@ def test_answers_under_way_keep_the_weights(tmp_path: Path) -> None:
     llm.engine.abort(number)
 
 
+@pytest.mark.slow
 def test_log_probabilities_at_the_temperature(tmp_path: Path) -> None:
     """Those of the distribution that was sampled from, with and without drafts; unmodified ones unless asked for."""
     logits_V = torch.tensor([1.0, 3.0, -2.0])

@@ -112,6 +112,7 @@ def test_integer_products_at_their_limits(kind: BlockKind, isa: str) -> None:
     assert out[5].isnan().all() and not out[6].isfinite().any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "blocks"), [(16, 1), (37, 3), (130, 7)])
 def test_integer_products_have_the_same_bits_on_every_instruction_set(kind: BlockKind, rows: int, blocks: int) -> None:
@@ -137,6 +138,7 @@ def test_a_matrix_takes_the_other_dense_type() -> None:
     assert torch.equal(halves.rows_of([4, 0, 3], torch.float32), values.half().float()[[4, 0, 3]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_matrix_of_several_formats_is_its_parts(isa: str) -> None:
     """As fused products of a file in mixed formats have them: blocks of 32 and of 256, dense ones between them."""
@@ -201,6 +203,7 @@ def test_matrices_refuse() -> None:
         matrix.select([])
 
 
+@pytest.mark.slow
 def test_a_model_of_the_wrong_shape_is_refused() -> None:
     config = replace(BASE, num_layers=1)
     weights = random_weights(config)
@@ -264,6 +267,7 @@ def test_a_library_of_another_version_warns(monkeypatch: pytest.MonkeyPatch) -> 
         assert native_lib.load() is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_has_threads_of_its_own() -> None:
     native = native_decoder(BASE, random_weights(BASE), torch.float32)

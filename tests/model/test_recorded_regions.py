@@ -106,6 +106,7 @@ def launches(region: Region, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list
     return mode.count, layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_recorded_pass_needs_nothing_of_the_host(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = family_config(name, tmp_path)

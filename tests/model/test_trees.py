@@ -87,6 +87,7 @@ def as_trees(target: Decoder | NativeDecoder) -> tuple[Tensor, Tensor]:
     return out.logits_TV.clone(), out.taps_TF.clone()
 
 
+@pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shape", "isa"), in_turns(SHAPES))
@@ -265,6 +266,7 @@ def test_a_mask_with_a_wrong_ancestor_is_seen(
     assert not torch.allclose(as_trees(decoder)[0], expected[0], atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", [siblings_parent, places_for_positions])
 def test_a_mistake_in_passes_of_fixed_shape_is_seen(
     mistake: Callable[[list[int]], tuple[Tensor, list[int]]], monkeypatch: pytest.MonkeyPatch

@@ -107,6 +107,7 @@ def test_more_drafts_bring_more_and_the_same_seed_the_same() -> None:
     assert THREE.expected(8)[8].tokens > Marginals(tuple(own[:1] for own in THREE.chances_KM)).expected(8)[8].tokens + 0.2
 
 
+@pytest.mark.slow
 def test_a_drafter_that_is_always_as_sure_grows_one_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SURENESS", 1e6)
     fixed = THREE.expected(6)[6].tokens

@@ -117,6 +117,7 @@ class TestNeverBelowPlain:
         machine.rounds(100, [], lookup=0.1)
         assert machine.rounds(500, [], lookup=0.1) > 0.97 * num_rows / (true.seconds(num_rows) * 1.015)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("num_rows", "draft_s"), [(1, 0.2), (1, 0.8), (4, 0.2), (4, 0.4)])
     def test_a_good_drafter_that_turns_bad_is_soon_left(self, num_rows: int, draft_s: float) -> None:
         """Another text: what hundreds of rounds taught is doubted after a few; trials are not saved up for that moment."""
@@ -330,6 +331,7 @@ class TestUnsteady:
         machine.unsteady(800, [0.42, 0.37, 0.28, 0.3, 0.31, 0.32, 0.32])
         assert machine.tokens / machine.quiet_s * 6.1 > 0.93
 
+    @pytest.mark.slow
     def test_they_are_taken_up_again_when_they_pay(self) -> None:
         planner = AdaptivePlanner(self.PASSES)
         machine = UnsteadyMachine(planner, self.PASSES, 2.6, seed=4)

@@ -87,6 +87,7 @@ def test_a_round_beside_a_prompt_keeps_to_its_time_and_fixed_drafts_count() -> N
     assert spared > lone  # the other row has 2.5 tokens a round by now: it loses less by waiting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
 def test_no_text_changes(params: dict[str, float]) -> None:
     prompts = [[7, 8, 9, number] for number in range(4)]

@@ -249,6 +249,7 @@ def test_older_requests_count_less() -> None:
     assert KEEP**100 < 0.2
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_pinned_gets_its_member_while_that_may_be_worth_it() -> None:
     """Under its name or its label; not below plain decoding; and chosen again when it is released or the member is gone."""
     router, members = Router(), ["good", "bad", "none"]

@@ -70,6 +70,7 @@ def test_an_answer_is_the_chats(client: anthropic.Anthropic, live: Live) -> None
     assert used.output_tokens == expected["usage"]["completion_tokens"] == 30
 
 
+@pytest.mark.slow
 def test_a_stream_is_the_whole_answer_in_pieces(client: anthropic.Anthropic) -> None:
     asked: Any = {"model": MODEL, "max_tokens": 30, "messages": HELLO, **GREEDY}
     whole = client.messages.create(**asked)
@@ -95,6 +96,7 @@ def test_the_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
         assert stream.get_final_message().stop_sequence == whole[4:6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_forced_tool_is_called(client: anthropic.Anthropic, choice: Any, is_stream: bool) -> None:
@@ -113,6 +115,7 @@ def test_a_forced_tool_is_called(client: anthropic.Anthropic, choice: Any, is_st
     assert block.id
 
 
+@pytest.mark.slow
 def test_turns_with_a_tool_result_give_the_chats_prompt(client: anthropic.Anthropic, live: Live) -> None:
     first = client.messages.create(
         model=MODEL, messages=HELLO, tools=[WEATHER], tool_choice={"type": "any"}, max_tokens=300, **GREEDY

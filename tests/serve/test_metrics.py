@@ -94,6 +94,7 @@ def test_right_drafts_by_hand() -> None:
     assert reasons == {"stop": 0, "length": 1, "abort": 0, "error": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accuracy", [0.0, 0.6])
 def test_a_batch_agrees_with_its_sequences(accuracy: float) -> None:
     timed = scripted(accuracy, num_rows=3)

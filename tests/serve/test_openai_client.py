@@ -88,6 +88,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
 
 
+@pytest.mark.slow
 def test_n_answers_have_seeds_one_after_the_other(client: openai.OpenAI) -> None:
     def ask(seed: int, n: int = 1) -> list[str | None]:
         answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, seed=seed, n=n, max_tokens=12)
@@ -155,6 +156,7 @@ def test_several_prompts_and_token_ids(client: openai.OpenAI) -> None:
     assert client.completions.create(**asked, prompt="abc", echo=True).choices[0].text == "abc" + apart[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_tool_call_parses(client: openai.OpenAI, choice: object, stream: bool) -> None:
@@ -196,6 +198,7 @@ def test_tools_and_their_results_reach_the_prompt(client: openai.OpenAI) -> None
     assert plain.prompt_tokens < told.prompt_tokens == without.prompt_tokens < with_tools.prompt_tokens
 
 
+@pytest.mark.slow
 def test_a_json_schema_holds(client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema, "strict": True}}

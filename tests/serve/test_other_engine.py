@@ -106,6 +106,7 @@ def test_another_engine_is_served() -> None:
         assert live.post("/v1/completions", prompt("again"))[1]["choices"][0]["text"] == "again"
 
 
+@pytest.mark.slow
 def test_a_request_that_fails_alone_is_told_and_its_neighbours_are_not() -> None:
     with serving(EchoModel, max_n=2) as live:
         for body in (prompt("a" * 20 + "!"), prompt(["aaaa", "aa!a"])):

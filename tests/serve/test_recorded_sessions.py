@@ -70,6 +70,7 @@ SESSIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("session", SESSIONS)
 def test_a_session_streams_to_its_end(session: str) -> None:
     path, body = SESSIONS[session]

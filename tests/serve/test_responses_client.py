@@ -92,6 +92,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
         assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == whole.output_text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_forced_tool_is_called(client: openai.OpenAI, choice: Any, is_stream: bool) -> None:
@@ -112,6 +113,7 @@ def test_a_forced_tool_is_called(client: openai.OpenAI, choice: Any, is_stream: 
     assert json.loads(call.arguments)["place"] in ("Oslo", "Rome")
 
 
+@pytest.mark.slow
 def test_turns_with_an_output_give_the_chats_prompt(client: openai.OpenAI) -> None:
     first = client.responses.create(model=MODEL, input=QUESTION, tools=[WEATHER], tool_choice="required", temperature=0)
     (call,) = first.output

@@ -167,6 +167,7 @@ def test_shards_by_number_and_by_time(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.part"))
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_traces_says_so_once_and_recovers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -220,6 +221,7 @@ def test_requests_do_not_notice_a_disk_that_hangs(tmp_path: Path, monkeypatch: p
     assert one.written + one.dropped["queue"] == 40
 
 
+@pytest.mark.slow
 def test_the_oldest_go_by_size(tmp_path: Path) -> None:
     written(tmp_path, *(sequence(answer=os.urandom(500).hex()) for _ in range(10)), rows_per_file=1)
     paths = sorted(tmp_path.iterdir())
@@ -236,6 +238,7 @@ def test_the_oldest_go_by_size(tmp_path: Path) -> None:
     assert not set(left) & set(tmp_path.glob("traces-*"))
 
 
+@pytest.mark.slow
 def test_the_oldest_go_by_age_also_when_nothing_is_asked(tmp_path: Path) -> None:
     written(tmp_path, sequence(), sequence(), rows_per_file=1)
     old, new = sorted(tmp_path.iterdir())
@@ -306,6 +309,7 @@ def test_a_row_that_fits_no_column_takes_no_other_with_it(tmp_path: Path, odd: d
     assert one.written == len(rows(tmp_path)) == 2 and one.dropped["error"] == 1 and one.dropped["disk"] == 0
 
 
+@pytest.mark.slow
 def test_writers_share_a_folder(tmp_path: Path) -> None:
     pair = [writer(tmp_path, rows_per_file=1) for _ in range(2)]
     for _ in range(5):

@@ -198,6 +198,7 @@ def test_experts_that_were_counted_tell_the_locality_of_what_was_measured(tmp_pa
     assert calibrated_moe(tmp_path, moe_steps(0.5), expert_locality=0.25).calibration.expert_locality == 0.25
 
 
+@pytest.mark.slow
 def test_a_calibration_predicts_with_the_locality_that_was_counted_unless_another_is_asked_for(tmp_path: Path) -> None:
     found = calibrated_moe(tmp_path, moe_steps(0.5))
     file = tmp_path / "calibration.json"

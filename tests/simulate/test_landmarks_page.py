@@ -13,6 +13,7 @@ from paceline.simulate.landmarks import TOLD
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_page_is_current() -> None:
     made = runpy.run_path(str(ROOT / "docs" / "make_landmarks.py"))["render"]()
     assert made == (ROOT / "docs" / "explanation" / "landmarks.md").read_text(encoding="utf-8"), (
@@ -33,6 +34,7 @@ def test_speedups_of_the_mocked_model_are_within_ten_percent_from_its_plain_rate
     assert [each.within for each in found] == pytest.approx(by_hand, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_misses_are_shown() -> None:
     errors = [abs(each.error_with) for each in landmarks.served()]
     assert max(errors) > 0.3

@@ -55,6 +55,7 @@ def test_the_machine_at_hand_is_offered_when_asked() -> None:
     assert "</script><b>" not in page(machine) and page(machine).count("</script>") == 2
 
 
+@pytest.mark.slow
 def test_the_policy_names_script_and_style_and_nothing_is_loaded() -> None:
     whole = page()
     script = whole.split('<script type="module">', 1)[1].split("</script>", 1)[0]

@@ -122,6 +122,7 @@ RUNS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_runs_are_read_as_they_are_printed() -> None:
     """bench decode's line, evaluation.json, generate's line; after other lines; several traces as their sum."""
     pasted = [json.dumps(RUNS[0]), json.dumps(RUNS[1], indent=2), f"decoding ...\nreport: x\n{json.dumps(RUNS[2])}\n"]

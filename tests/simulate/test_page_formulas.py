@@ -151,6 +151,7 @@ def test_random_inputs_agree() -> None:
     assert sum(expected["host_s"] == 0 for _, expected in cases) > least
 
 
+@pytest.mark.slow
 def test_a_rate_that_cannot_be_is_refused_as_python_refuses_it() -> None:
     shape = SHAPES["Qwen3.5-27B"]
     deployment = Deployment(catalogue.machines()["B200"], shape.precisions)

@@ -29,6 +29,7 @@ def question(**changes: object) -> PriceConfig:
     return PriceConfig(**{**told, **changes})  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 def test_without_limits_it_is_what_the_server_can_finish() -> None:
     found = priced(costs(), constant(0.8), LOAD, question())
     plain, drafts, more = found.rows
@@ -84,6 +85,7 @@ def test_the_toy_has_no_price() -> None:
         priced(ToyCosts(), constant(0.8), LOAD, question())
 
 
+@pytest.mark.slow
 def test_the_command() -> None:
     words = ["simulate", "--model", "Qwen3-8B", "--hardware", "H100", "--batch", "2", "--max-draft", "4", "--requests", "20"]
     words += ["--answer-tokens", "16", "--prompt-tokens", "32", "--price-per-hour", "2.5", "--slo", "p90-total=1s", "--json"]

@@ -107,6 +107,7 @@ def test_price_and_break_even_add_up() -> None:
     assert all(each["gain"] <= later["gain"] for each, later in zip(told["steps"], told["steps"][1:], strict=False))
 
 
+@pytest.mark.slow
 def test_several_gpus_are_compared_with_as_many_replicas() -> None:
     eight = line("--model", "Qwen3-8B", "--hardware", "8x H100", "--streams", "16")
     (told,) = [each for each in eight["basis"] if each.startswith("Replicas: a copy of the model on each of 8 GPUs")]
@@ -116,12 +117,14 @@ def test_several_gpus_are_compared_with_as_many_replicas() -> None:
     assert not [each for each in large["basis"] + one["basis"] if each.startswith("Replicas")]
 
 
+@pytest.mark.slow
 def test_people_read_a_currency_and_whole_days() -> None:
     done = CliRunner().invoke(app, ["advise", *ON, "--price-per-hour", "2.5"], catch_exceptions=False)
     assert "saves $ an hour" in done.output and "under a day" in done.output and "1 stream of" in done.output
     assert "It costs $" in done.stdout
 
 
+@pytest.mark.slow
 def test_where_speculation_brings_nothing_the_answer_is_no() -> None:
     told = line("--model", "DeepSeek-V4-Pro", "--hardware", "8x B200", "--streams", "8")
     assert told["verdict"] == "no" and told["sentences"][0].startswith("No:")
@@ -157,6 +160,7 @@ def test_answers_that_the_target_wrote_beforehand_are_counted(tmp_path: Path) ->
         seen_in_traces(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_running_server_tells_it_too() -> None:
     with serving(METRICS) as url:
         told = line("--url", url, *ON)
@@ -185,6 +189,7 @@ def test_a_stand_in_asks_for_more_answers() -> None:
     assert learned(10**6, own, "application", 1.7) == (6.16, True)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 def test_a_roofline_is_called_a_ceiling_until_one_rate_was_measured() -> None:
     costs = CostsConfig(model="Qwen3-8B", hardware="8x H100")
     guessed = advise(costs, AdviceConfig(), Seen())

@@ -228,6 +228,7 @@ def test_the_compiled_kernel_is_that_of_all_sizes_and_equals_split(head_dim: int
     assert numbers[-1] == numbers[2], "nothing is compiled after the second size"
 
 
+@pytest.mark.slow
 @named
 def test_heads_of_real_sizes(head_dim: int, dtype: torch.dtype) -> None:
     """The GPU test's check, of the other way that runs on a CPU."""

@@ -84,6 +84,7 @@ def test_a_resumed_run_follows_the_uninterrupted_one(tmp_path: Path, changes: di
     assert over.resume() and run(over) == {}, "a run that is over stays so"
 
 
+@pytest.mark.slow
 def test_every_checkpoint_is_a_drafter(tmp_path: Path) -> None:
     one = trainer(tmp_path, config(max_steps=2))
     run(one)
@@ -93,6 +94,7 @@ def test_every_checkpoint_is_a_drafter(tmp_path: Path) -> None:
     drafter.bind(tiny_decoder())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [
@@ -127,6 +129,7 @@ def written_before(folder: Path, acted: int = 0, **identity: Any) -> None:
         file.write_text(json.dumps(told))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "notes"), [({}, 1), ({"plateau": "off"}, 0)])
 def test_a_run_with_settings_that_are_gone_goes_on_and_says_so(stopped: Path, settings: dict[str, Any], notes: int) -> None:
     written_before(stopped, **settings)
@@ -231,6 +234,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, fails: str, 
     assert list(rest.values()) == pytest.approx([expected[step] for step in rest], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_what_a_kill_while_writing_leaves_is_cleared_away(tmp_path: Path) -> None:
     for left in (".step-000004", "..step-000004-k3j2"):
         (tmp_path / left).mkdir(parents=True)
@@ -241,6 +245,7 @@ def test_what_a_kill_while_writing_leaves_is_cleared_away(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002"]
 
 
+@pytest.mark.slow
 def test_saving_the_newest_step_again_does_not_touch_it(tmp_path: Path) -> None:
     one = trainer(tmp_path, config(max_steps=2))
     run(one)
@@ -279,6 +284,7 @@ def test_a_poisoned_document_stops_the_run_and_the_last_good_step_stands(tmp_pat
     assert list(rest.values()) == pytest.approx([expected[step] for step in rest], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_first_step_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
     one = trainer(tmp_path)
     number = int(one.planner.step(one.state.place)[0][0][0])
@@ -287,6 +293,7 @@ def test_a_first_step_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_trainer_json_is_readable(tmp_path: Path) -> None:
     run(trainer(tmp_path, config(max_steps=2)))
     stored = json.loads((tmp_path / "step-000002" / "trainer.json").read_text())

@@ -117,6 +117,7 @@ def test_ways_of_asking(tmp_path: Path, model: Path, llm: LLM, fake: Elsewhere, 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["counts", "prompt", "unreadable", "another tokenizer", "form"])
 def test_answers_whose_tokens_are_not_known_are_left_out_and_counted(
     tmp_path: Path, model: Path, llm: LLM, fake: Elsewhere, fault: str, capsys: pytest.CaptureFixture[str]
@@ -192,6 +193,7 @@ def test_patience_has_an_end_and_what_was_said_stays(tmp_path: Path, model: Path
     assert train.regenerate(ask(tmp_path / "run", model, file, fake.url)).num_found == said
 
 
+@pytest.mark.slow
 def test_the_key_comes_from_the_environment_alone(
     tmp_path: Path, model: Path, fake: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def cache_features(
     return module.cache_features(folder, OnlineFeatures(target, docs, taps, needs_final), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("needs_final", [False, True])
 @pytest.mark.parametrize("taps", [TAPS, (1, 3)])
 def test_kept_ones_equal_computed_ones(tmp_path: Path, taps: tuple[int, ...], needs_final: bool) -> None:
@@ -124,6 +125,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.M
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == wanted
 
 
+@pytest.mark.slow
 def test_processes_write_files_of_their_own(tmp_path: Path) -> None:
     docs = documents()
     for rank in (0, 1):
@@ -156,6 +158,7 @@ def test_a_small_disk_is_refused_before_anything_is_computed(tmp_path: Path, mon
     check_room(tmp_path, 900_000_000)  # of a large disk a twentieth would be far too much
 
 
+@pytest.mark.slow
 def test_what_is_there_needs_no_more_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache_features(tmp_path, tiny_decoder(), documents(), TAPS)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10_000_000, 9_500_000, 500_000))

@@ -170,6 +170,7 @@ def quiet() -> Any:
     return Progress()
 
 
+@pytest.mark.slow
 def test_a_prompt_that_the_template_refuses_does_not_end_the_run(tmp_path: Path) -> None:
     rows = {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}]}, {"prompt": "Say hi."}
     file = write(tmp_path / "a.jsonl", *rows)
@@ -292,6 +293,7 @@ def test_a_plan_says_what_is_left_out_and_shows_a_prompt(tmp_path: Path) -> None
         make_plan(replace(config, asked=PromptsConfig((str(refused),), strict=True)))
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_that_the_target_has_no_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, base = write(tmp_path / "a.jsonl", {"prompt": "Say hi."}), target(tmp_path / "model", None)
     words = ["train", "--target", base.model, "--prompts", str(file), "--dry-run"]

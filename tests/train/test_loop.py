@@ -61,6 +61,7 @@ def test_packs_and_ways_of_attending_change_nothing(tmp_path: Path, loss: str) -
     assert objectives(tmp_path / "d", **changes, attention="sdpa") == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_shares_of_a_step_add_up_to_it(tmp_path: Path) -> None:
     """What each of three processes would compute."""
     one = trainer(tmp_path)
@@ -114,6 +115,7 @@ def test_the_first_figures_are_cross_entropy_by_hand(tmp_path: Path) -> None:
     assert figures["recall1"] == pytest.approx((right.sum(0) / valid.sum(0)).tolist(), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_each_step_tells_what_it_did(tmp_path: Path) -> None:
     one = trainer(tmp_path, config(max_steps=3), peak_flops=1e12)
     figures = steps_of(one)
@@ -165,6 +167,7 @@ class TestHeldOut:
         looked = [each["objective"] for each in steps_of(watched(tmp_path / "b", heldout_every=1))]
         assert looked == pytest.approx(plain, rel=1e-6)
 
+    @pytest.mark.slow
     def test_it_measures_all_slots_of_the_same_anchors_each_time(self, tmp_path: Path) -> None:
         one = watched(tmp_path, blocks_per_pack=3)
         docs, features = one.heldout["heldout"]
@@ -223,6 +226,7 @@ class TestKeepBest:
         one = watched(tmp_path, max_steps=3, heldout_every=1, keep="best")
         assert self._kept(one, [(1.0, 2.0), (3.0, 1.5), (2.0, 2.0)])[0] == 3
 
+    @pytest.mark.slow
     def test_by_default_nothing_is_kept(self, tmp_path: Path) -> None:
         assert self._kept(watched(tmp_path, max_steps=2, heldout_every=1), [(1.0, 2.0), (3.0, 2.0)])[0] is None
 
@@ -257,6 +261,7 @@ class TestKeepBest:
         self._kept(one, [(1.5, 2.0), (3.0, 2.0), (3.1, 2.0), (3.5, 2.0)])
         assert served == [4], "at the end only"
 
+    @pytest.mark.slow
     def test_a_resumed_run_knows_what_was_best(self, tmp_path: Path) -> None:
         self._kept(watched(tmp_path, max_steps=2, heldout_every=1, keep="best"), [(1.0, 2.0), (3.0, 2.0)])
         one = watched(tmp_path, max_steps=2, heldout_every=1, keep="best")
@@ -271,6 +276,7 @@ def test_impossible_settings_are_refused(changes: dict[str, Any]) -> None:
         OptimConfig("sgd")
 
 
+@pytest.mark.slow
 def test_log_vocabulary_is_the_loss_of_knowing_nothing(tmp_path: Path) -> None:
     one = trainer(tmp_path, config(max_steps=1))
     one.network.norm.weight.data.zero_()

@@ -80,6 +80,7 @@ def test_experts_count_as_far_as_they_are_active(tmp_path: Path) -> None:
     assert plan.memory_bytes > 60e9, "all experts are held"
 
 
+@pytest.mark.slow
 def test_what_was_asked_for_wins_and_who_chose_is_told(tmp_path: Path) -> None:
     shape = DrafterShape(num_layers=1, draft_vocab=4096)
     loop = LoopConfig(optim=OptimConfig(lr=1e-3))
@@ -100,6 +101,7 @@ def test_what_was_asked_for_wins_and_who_chose_is_told(tmp_path: Path) -> None:
         make_plan(asked(tmp_path, init=str(tmp_path / "nothing")))
 
 
+@pytest.mark.slow
 def test_a_processor_without_products_of_bfloat16_trains_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch makes them out of others there, at a fifth of the speed."""
     fast = make_plan(asked(tmp_path, minutes=60.0))
@@ -133,6 +135,7 @@ def test_too_little_time_answers_fewer_prompts_and_says_so(tmp_path: Path) -> No
     assert "all 200 prompts would take" in plan.chosen["asked.limit"]
 
 
+@pytest.mark.slow
 def test_few_prompts_are_answered_more_than_once(tmp_path: Path) -> None:
     """Where there is time, and nobody has said how."""
     plan = make_plan(asked(tmp_path, minutes=120.0))
@@ -148,6 +151,7 @@ def test_few_prompts_are_answered_more_than_once(tmp_path: Path) -> None:
         assert "answering.temperatures" not in make_plan(config).chosen
 
 
+@pytest.mark.slow
 def test_a_target_elsewhere_costs_nothing_here_and_lends_no_layers(tmp_path: Path) -> None:
     elsewhere = ElsewhereConfig(answers_from="http://127.0.0.1:1", features_from="http://127.0.0.1:2")
     asking = PromptsConfig((f"{prompts(tmp_path)}=2",))
@@ -235,6 +239,7 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
         make_plan(asked(tmp_path, "nothing"))
 
 
+@pytest.mark.slow
 def test_the_command_says_the_plan_and_stops(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.commands import train as command
 

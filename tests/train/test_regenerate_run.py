@@ -68,6 +68,7 @@ def regenerate(config: RegenerateConfig) -> dict[str, Any]:
     return plain(train.regenerate(config, progress=TerminalProgress()))
 
 
+@pytest.mark.slow
 def test_a_model_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = EngineConfig(str(tiny_model(tmp_path / "model")), device="cpu", dtype="float32")
     answering = AnswerConfig(max_tokens=10, max_prompt_tokens=60, temperatures=(0.0, 1.0), seed=5)
@@ -86,6 +87,7 @@ def test_a_model_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert figures["num_answers"] == 8 and figures["stage"] == "regenerate"
 
 
+@pytest.mark.slow
 def test_the_engine_it_asks_for(tmp_path: Path, talking: list[EngineConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     file = questions(tmp_path)
     regenerate(ask(tmp_path / "one", file))
@@ -105,6 +107,7 @@ def test_files_are_shuffled_together(tmp_path: Path, talking: list[EngineConfig]
     assert 2 <= sources[:10].count("a.jsonl") <= 8, "an interrupted run should have answered a mixture"
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on(
     tmp_path: Path, talking: list[EngineConfig], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +187,7 @@ def test_a_run_may_be_extended(tmp_path: Path, talking: list[EngineConfig], caps
         regenerate(replace(begun, answering=replace(begun.answering, samples=1)))
 
 
+@pytest.mark.slow
 def test_without_prompts_the_target_writes_them(
     tmp_path: Path, talking: list[EngineConfig], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +285,7 @@ def test_openers_without_self_written_prompts_are_noted(
     assert "note: openers have no effect" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_answers_at_a_temperature_are_those_of_its_seed(tmp_path: Path) -> None:
     """The figures above come from fakes; here the engine itself is asked again for each stored answer."""
     target = replace(FAKE, model=str(tiny_model(tmp_path / "model")))

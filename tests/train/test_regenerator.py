@@ -70,6 +70,7 @@ def chatted(llm: LLM, prompt: Prompt, temperature: float, config: AnswerConfig) 
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fake", "real"])
 def test_answers_are_those_of_chat_one_by_one(kind: str, tmp_path: Path) -> None:
     if kind == "fake":
@@ -192,6 +193,7 @@ class Mortal(Regenerator):
             super()._write()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [1, 3, 5, 8, 11])
 def test_a_process_killed_at_any_moment_loses_one_answer_a_row(tmp_path: Path, moment: int) -> None:
     """What had been said, turns of unfinished conversations too, is not said again."""
@@ -225,6 +227,7 @@ def test_several_samples_of_a_prompt(tmp_path: Path) -> None:
     assert {key.rsplit("@")[1] for key, _ in found} == {"0", "0.9", "0.9~1", "0.9~2"}
 
 
+@pytest.mark.slow
 def test_a_conversation_at_which_the_model_fails_is_asked_again(tmp_path: Path) -> None:
     """Not written as if it were finished, neither the answer that broke off nor the turns before it."""
 
@@ -253,6 +256,7 @@ def test_a_slow_target_is_written_down_every_minute(tmp_path: Path, monkeypatch:
     assert len(list(tmp_path.glob("*.parquet"))) == len(TURNS)
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_what_was_said_for_the_next_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CONVERSATIONS_PER_SHARD", 1)
     config, shards = AnswerConfig(8, 100), AnswerShards(tmp_path / "answers")
@@ -394,6 +398,7 @@ def test_a_conversation_with_calls_is_answered_once(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_likely_tokens_are_the_targets_and_survive_a_kill(tmp_path: Path) -> None:
     llm, config = fake_llm(), AnswerConfig(max_tokens=12, temperatures=(0.0, 0.8), top_k=5)
     shards = AnswerShards(tmp_path / "answers")

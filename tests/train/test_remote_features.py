@@ -243,6 +243,7 @@ def test_the_contract_of_our_server(engine: EngineConfig, live: Live) -> None:
     assert live.is_idle()
 
 
+@pytest.mark.slow
 def test_without_the_option_there_is_nothing(engine: EngineConfig) -> None:
     config = replace(engine, drafter="none", max_batch=1, max_len=64)
     with serving(lambda: LLM.of(config)) as one:

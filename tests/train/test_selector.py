@@ -49,6 +49,7 @@ def a_pack(one: Trainer) -> Pack:
     return one.packer.pack(chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codebooks", ["factored", "free"])
 @pytest.mark.parametrize("is_continued", [False, True])
 def test_it_begins_as_the_v1_drafter(codebooks: str, is_continued: bool, tmp_path: Path) -> None:
@@ -169,6 +170,7 @@ def test_a_sample_does_not_depend_on_packs(tmp_path: Path) -> None:
     assert split == sample.of(one.packer.pack(chosen)).tolist()
 
 
+@pytest.mark.slow
 def test_looks_at_held_out_documents_see_every_block(tmp_path: Path) -> None:
     looks = []
     for share in (1.0, 0.1):

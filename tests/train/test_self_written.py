@@ -117,6 +117,7 @@ def test_faults(prompt: str, is_finished: bool, reason: str | None) -> None:
     assert fault(prompt, is_finished, {"what is two plus two"}) == reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tail", [b"", b'{"id": "self-2", "pro', '{"id": "self-2", "prompt": "caf\u00e9'.encode()[:-1]])
 def test_a_run_goes_on_after_its_last_whole_line(tmp_path: Path, tail: bytes) -> None:
     file = tmp_path / "own.jsonl"

@@ -52,6 +52,7 @@ def test_its_shape_is_what_was_asked_for(shape: dict[str, Any], found: tuple[Any
     assert (config.is_causal[0], config.shape.window(0), config.target_layer_ids, config.mask_token_id) == found
 
 
+@pytest.mark.slow
 def test_the_seed_decides_the_weights() -> None:
     states = [network_for(tiny_decoder(), "none", DrafterShape(), None, seed)[1].state_dict() for seed in (0, 0, 1)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
@@ -143,6 +144,7 @@ class TestFirstLoss:
         nearby = torch.randint(-40, 40, (300,), generator=generator) + int(share * self.num_tokens)
         return hidden_TD, Head(weight_VD), order_V[nearby.clamp(0, self.num_tokens - 1)]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("lean", [-3.0, -1.0, 0.0, 1.0])
     def test_it_is_near_the_logarithm_of_the_vocabulary_and_no_smaller_than_it_must_be(self, lean: float) -> None:
         hidden_TD, head, labels_T = self.batch(lean)

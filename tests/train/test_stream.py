@@ -97,6 +97,7 @@ def test_a_resumed_run_goes_on_with_the_same_curve(tmp_path: Path) -> None:
     assert streamed.num_aside == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [100, 1000])
 def test_what_waits_is_bounded_whatever_the_corpus(number: int) -> None:
     source, budget = Counted(), 5 * 256 + 10

@@ -20,6 +20,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "error", "message"),
     [
@@ -105,6 +106,7 @@ def test_answers_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
         paceline(*words, target, "--answers", answers)
 
 
+@pytest.mark.slow
 def test_prompts_that_are_all_held_out_teach_nothing(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(4)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ def test_longest_matching_prefix_then_the_targets_token() -> None:
     assert match_prefix([], [3].__getitem__) == RowVerdict(0, 3)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 2), max_size=4), st.lists(st.integers(0, 2), min_size=5, max_size=5))
 def test_text_is_the_targets_own(drafts: list[int], argmax_J: list[int]) -> None:
     row = match_prefix(drafts, argmax_J.__getitem__)

@@ -92,6 +92,7 @@ class TestFailures:
     def test_shares_are_compared(self, before: tuple[int, int], now: tuple[int, int], is_wrong: bool) -> None:
         assert (more_failures(Failures(*before), Failures(*now), 0.02) is not None) is is_wrong
 
+    @pytest.mark.slow
     def test_one_failed_request_condemns_nothing(self, tmp_path: Path, server: FakeServer) -> None:
         one = swapped(tmp_path, server)
         server.count(rounds=3000, accepted=3000, tokens=6000, errors=1, ended=199)
@@ -100,6 +101,7 @@ class TestFailures:
         one.tick(NOW + 900)
         assert events(one)[-1] == "kept" and not is_condemned(one)
 
+    @pytest.mark.slow
     def test_many_do(self, tmp_path: Path, server: FakeServer) -> None:
         one = swapped(tmp_path, server)
         server.count(rounds=3000, accepted=3000, tokens=6000, errors=30, ended=129)
@@ -107,6 +109,7 @@ class TestFailures:
         assert events(one)[-1] == "rolled back" and is_condemned(one)
         assert why(one) == "30 of 60 requests ended in an error, nothing is known of before"
 
+    @pytest.mark.slow
     def test_as_many_as_before_do_not(self, tmp_path: Path, server: FakeServer) -> None:
         """A server whose clients send what fails in every tenth request, also after the swap."""
         traffic(tmp_path)
@@ -124,6 +127,7 @@ class TestFailures:
 
 
 class TestSilence:
+    @pytest.mark.slow
     def test_a_server_that_does_not_answer_at_the_swap_gets_it_later(self, tmp_path: Path, server: FakeServer) -> None:
         one = begun(tmp_path, server, 3)
         server.is_away = True
@@ -139,6 +143,7 @@ class TestSilence:
         [entry] = again.lineage.entries()
         assert entry["state"] == "serving" and server.members == {"general": entry["drafter"]}
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("status", [409, 503])
     def test_a_server_that_is_busy_gets_it_later(self, tmp_path: Path, server: FakeServer, status: int) -> None:
         one = begun(tmp_path, server, 3)
@@ -148,12 +153,14 @@ class TestSilence:
         one.tick(NOW + 240)
         assert events(one) == ["training", "waiting", "swapped", "answers"] and not is_condemned(one)
 
+    @pytest.mark.slow
     def test_a_server_that_refuses_is_not_asked_again(self, tmp_path: Path, server: FakeServer) -> None:
         one = begun(tmp_path, server, 3)
         server.refuses["/admin/drafters/general"] = 400, {"error": "of another model"}
         one.tick(NOW + 180)
         assert events(one) == ["training", "refused"] and is_condemned(one) and one.stage is None
 
+    @pytest.mark.slow
     def test_a_lost_answer_is_undone_all_the_same(self, tmp_path: Path, server: FakeServer) -> None:
         """The server has loaded it; that nobody heard of it does not make the new drafter the one to go back to."""
         one = begun(tmp_path, server, 3)
@@ -166,6 +173,7 @@ class TestSilence:
         one.tick(NOW + 300)
         assert events(one)[-1] == "rolled back" and server.members == {"general": "default"}
 
+    @pytest.mark.slow
     def test_a_second_try_knows_what_was_before_the_first(self, tmp_path: Path, server: FakeServer) -> None:
         """The new drafter served between the two: its rounds are no standard for it."""
         one = begun(tmp_path, server, 3)
@@ -179,6 +187,7 @@ class TestSilence:
         one.tick(NOW + 300)
         assert events(one)[-1] == "rolled back" and why(one) == "1.30 tokens a round by its metrics, 2.00 before"
 
+    @pytest.mark.slow
     def test_rounds_of_a_drafter_that_was_taken_back_are_no_standard(self, tmp_path: Path, server: FakeServer) -> None:
         one = swapped(tmp_path, server)
         server.count(rounds=3500, accepted=2600, tokens=7000)
@@ -188,6 +197,7 @@ class TestSilence:
         one.tick(NOW + 300)
         assert len(one._canary.readings) == 1
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("status", [401, 404, 507])
     def test_a_server_that_never_tries_it_condemns_nothing(self, tmp_path: Path, server: FakeServer, status: int) -> None:
         one = begun(tmp_path, server, 3)
@@ -208,6 +218,7 @@ class TestSilence:
         assert one.lineage.entries()[-1]["state"] == "passed" and not is_condemned(one)
         assert server.members == {"general": "default"}
 
+    @pytest.mark.slow
     def test_a_probation_outlasts_a_silence(self, tmp_path: Path, server: FakeServer) -> None:
         one = swapped(tmp_path, server)
         server.is_away = True
@@ -219,6 +230,7 @@ class TestSilence:
         one.tick(NOW + 900)
         assert events(one)[1:] == ["swapped", "waiting", "answers", "kept"]
 
+    @pytest.mark.slow
     def test_a_long_one_takes_it_back_and_condemns_nothing(self, tmp_path: Path, server: FakeServer) -> None:
         one = swapped(tmp_path, server)
         server.is_away = True
@@ -230,6 +242,7 @@ class TestSilence:
         assert "rolled back" in events(one) and server.members == {"general": "default"}
         assert one.lineage.entries()[-1]["state"] == "unproven" and not is_condemned(one)
 
+    @pytest.mark.slow
     def test_a_roll_back_waits_for_the_server(self, tmp_path: Path, server: FakeServer) -> None:
         one = swapped(tmp_path, server)
         server.count(rounds=3500, accepted=2600, tokens=7000)
@@ -264,11 +277,13 @@ class TestTraffic:
         assert "not enough traffic" in why(one) and "0 rounds in" in why(one)
         assert one.lineage.entries()[-1]["state"] == "unproven" and not is_condemned(one)
 
+    @pytest.mark.slow
     def test_it_may_be_kept_by_choice(self, tmp_path: Path, server: FakeServer) -> None:
         one = swapped(tmp_path, server, unproven="keep")
         one.tick(NOW + DAY_S + 900)
         assert events(one)[-1] == "kept" and "not enough traffic" in why(one) and one.incumbent != "default"
 
+    @pytest.mark.slow
     def test_it_may_come_late(self, tmp_path: Path, server: FakeServer) -> None:
         one = swapped(tmp_path, server)
         one.tick(NOW + 3600)
@@ -276,6 +291,7 @@ class TestTraffic:
         one.tick(NOW + 7200)
         assert events(one)[-1] == "kept" and why(one) == "nothing fell in 1000 rounds"
 
+    @pytest.mark.slow
     def test_that_of_other_members_is_none(self, tmp_path: Path, server: FakeServer) -> None:
         """Where the server counts by member, those of the new one must be there."""
         one = begun(tmp_path, server, 3)
@@ -292,6 +308,7 @@ class TestTraffic:
         one.tick(NOW + 960)
         assert events(one)[-1] == "kept" and why(one) == "nothing fell in 200 rounds"
 
+    @pytest.mark.slow
     def test_what_somebody_loaded_stays(self, tmp_path: Path, server: FakeServer) -> None:
         traffic(tmp_path)
         one = watcher(tmp_path, server, Played(), policy=SeasonalPolicy())
@@ -307,6 +324,7 @@ class TestTraffic:
 
 
 class TestHands:
+    @pytest.mark.slow
     def test_what_is_loaded_during_a_training_is_watched(self, tmp_path: Path, server: FakeServer) -> None:
         one = begun(tmp_path, server, 2)
         server.members["mine"] = "poisoned"
@@ -349,6 +367,7 @@ class TestHands:
             one.tick(NOW + 3600 * turn + 900)
         assert watched == ["mine", "yours"] and events(one)[-4:] == ["told", "kept", "told", "kept"]
 
+    @pytest.mark.slow
     def test_what_takes_the_place_of_ours_is_judged_by_itself(self, tmp_path: Path, server: FakeServer) -> None:
         one = swapped(tmp_path, server)
         server.members["general"] = "runs/mine"
@@ -358,6 +377,7 @@ class TestHands:
         assert one.by_hand is not None and one.by_hand.undo == [["drafter", "general", "default"]]
         assert server.members == {"general": "runs/mine"}
 
+    @pytest.mark.slow
     def test_a_server_that_was_started_again_without_it(self, tmp_path: Path, server: FakeServer) -> None:
         one = swapped(tmp_path, server)
         server.members["general"] = "default"
@@ -366,6 +386,7 @@ class TestHands:
         one.tick(NOW + 300)
         assert events(one)[-1] == "rolled back" and one.stage is None and one.by_hand is None and not is_condemned(one)
 
+    @pytest.mark.slow
     def test_a_cluster_that_is_sent_elsewhere_proves_nothing(self, tmp_path: Path, server: FakeServer) -> None:
         """The member is taken out all the same, also where the server does not know the cluster any more."""
         traffic(tmp_path)
@@ -377,6 +398,7 @@ class TestHands:
         one.tick(NOW + 360)
         assert events(one)[-1] == "rolled back" and server.members == {"general": "default"} and one.stage is None
 
+    @pytest.mark.slow
     def test_counters_that_begin_anew_are_counted_anew(self, tmp_path: Path, server: FakeServer) -> None:
         one = swapped(tmp_path, server)
         server.count(rounds=10, accepted=10, tokens=20)
@@ -387,6 +409,7 @@ class TestHands:
 
 
 class TestFullDisk:
+    @pytest.mark.slow
     def test_a_choice_is_made_when_there_is_room_again(
         self, tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -429,6 +452,7 @@ class TestFullDisk:
         again.tick(NOW + 3600 + 300)
         assert len(again.lineage.entries()) == 1
 
+    @pytest.mark.slow
     def test_what_was_swapped_is_marked_before_it_is_taken_back(
         self, tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:

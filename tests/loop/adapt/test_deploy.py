@@ -61,6 +61,7 @@ def any_deployment(request: pytest.FixtureRequest, server: FakeServer, tmp_path:
 class TestContract:
     """What holds for each of them."""
 
+    @pytest.mark.slow
     def test_load_and_roll_back(self, any_deployment: Deployment, server: FakeServer, tmp_path: Path) -> None:
         before = any_deployment.members()
         any_deployment.load("tickets", tmp_path / "new")
@@ -147,6 +148,7 @@ def test_a_refusal_is_told_in_the_server_s_words(server: FakeServer, tmp_path: P
         opened(server).load("tickets", tmp_path)
 
 
+@pytest.mark.slow
 def test_vllm_restarts_one_server_after_the_other(server: FakeServer, tmp_path: Path) -> None:
     with serving(FakeServer()) as second:
         config = DeployConfig("vllm", (server.url, second.url), restart=restart_command(tmp_path), num_drafted=5)
@@ -157,6 +159,7 @@ def test_vllm_restarts_one_server_after_the_other(server: FakeServer, tmp_path: 
         assert told(tmp_path)[0]["PACELINE_DRAFTER"] == str(tmp_path / "new")
 
 
+@pytest.mark.slow
 def test_a_restart_that_fails_gives_the_old_drafter_back(server: FakeServer, tmp_path: Path) -> None:
     deployment = opened(server, tmp_path / "old", engine="vllm", restart=restart_command(tmp_path, status=1))
     with pytest.raises(DeployError, match="no such service"):
@@ -172,6 +175,7 @@ def test_a_server_that_does_not_come_back(server: FakeServer, tmp_path: Path, mo
         deployment.load("tickets", tmp_path / "new")
 
 
+@pytest.mark.slow
 def test_vllm_takes_weights_where_it_can_and_restarts_where_not(server: FakeServer, tmp_path: Path) -> None:
     how = {"publish": restart_command(tmp_path), "restart": restart_command(tmp_path)}
     deployment = opened(server, tmp_path / "old", engine="vllm", **how)

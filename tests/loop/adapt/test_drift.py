@@ -90,6 +90,7 @@ class TestSeason:
 
 
 class TestSeries:
+    @pytest.mark.slow
     def test_a_fall_is_raised_within_hours_and_held_after_a_day(self) -> None:
         values = noise(2, 2 * WEEK)
         values[9 * DAY :] -= 0.12

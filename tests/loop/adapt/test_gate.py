@@ -47,10 +47,12 @@ class TestJudge:
         verdict = judge(pairs(0.4, 0.7), {"chat": pairs(0.6, 0.5), "code": pairs(0.6, 0.6)}, FLAT)
         assert not verdict.passed and verdict.loses and "'chat'" in verdict.reason
 
+    @pytest.mark.slow
     def test_a_loss_on_answers_of_another_kind_is_refused(self) -> None:
         verdict = judge(pairs(0.4, 0.7), {}, FLAT, pairs(0.6, 0.55))
         assert not verdict.passed and "'ood'" in verdict.reason
 
+    @pytest.mark.slow
     def test_a_small_loss_is_let_through(self) -> None:
         assert judge(pairs(0.4, 0.7), {"chat": pairs(0.6, 0.597)}, FLAT).passed
 

@@ -47,6 +47,7 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, pa.DataType]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_one_odd_row_is_left_out_and_ends_nothing(tmp_path: Path, name: str) -> None:
     traffic(tmp_path)

@@ -228,6 +228,7 @@ class TestNothingToGoBackTo:
         assert again.stage is not None and again.stage.undo == [[kept]]
 
 
+@pytest.mark.slow
 def test_a_daemon_killed_while_the_server_loads_gives_the_old_drafter_back(tmp_path: Path, server: FakeServer) -> None:
     """The server has taken it, the daemon has not heard so."""
 
@@ -257,6 +258,7 @@ def test_a_daemon_killed_while_the_server_loads_gives_the_old_drafter_back(tmp_p
     assert events(again)[-1] == "rolled back" and server.members == {"general": "default"}
 
 
+@pytest.mark.slow
 def test_a_full_disk_loads_nothing_that_could_not_be_taken_back(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +277,7 @@ def test_a_full_disk_loads_nothing_that_could_not_be_taken_back(
 
 
 class TestClocks:
+    @pytest.mark.slow
     def test_a_clock_that_ran_ahead_stops_no_decisions(self, tmp_path: Path, server: FakeServer) -> None:
         traffic(tmp_path)
         one = watcher(tmp_path, server, Played(), policy=SeasonalPolicy())

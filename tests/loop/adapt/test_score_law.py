@@ -92,6 +92,7 @@ def test_drafts_stand_as_often_as_all_outcomes_together_say(rule: str, monkeypat
             assert low == pytest.approx(expected, abs=1e-9), text
 
 
+@pytest.mark.slow
 def test_every_round_has_a_number_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the round's anchor: its place in prompt and answer, as when a request is served."""
     llm = tiny_llm(FASTEST, rule="rejection")

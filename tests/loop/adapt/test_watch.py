@@ -30,6 +30,7 @@ def server() -> Iterator[FakeServer]:
         yield fake
 
 
+@pytest.mark.slow
 def test_train_gate_swap_keep(tmp_path: Path, server: FakeServer) -> None:
     traffic(tmp_path)
     jobs = Played((0, ""), (0, PASSED))
@@ -57,6 +58,7 @@ def test_what_the_gate_judges_by_is_not_trained_on(tmp_path: Path, server: FakeS
     assert any(is_held_out(f"traces/{number}") for number in range(120))
 
 
+@pytest.mark.slow
 def test_a_refused_candidate_never_reaches_the_server(tmp_path: Path, server: FakeServer) -> None:
     traffic(tmp_path)
     verdict = {"passed": False, "reason": "it loses 4% on 'chat'", "gains": {}}
@@ -68,6 +70,7 @@ def test_a_refused_candidate_never_reaches_the_server(tmp_path: Path, server: Fa
     assert one.policy.trained_at is not None and not one.policy.is_training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state", "is_known"), [("rolled back", True), ("refused", True), ("serving", False)])
 def test_weights_that_were_turned_away_are_not_swapped_in_again(
     tmp_path: Path, server: FakeServer, state: str, is_known: bool
@@ -92,6 +95,7 @@ def test_weights_that_were_turned_away_are_not_swapped_in_again(
     assert ("very same weights were turned away before: slower by 20%" in one.lineage.entries()[-1]["reason"]) is is_known
 
 
+@pytest.mark.slow
 def test_what_the_gate_let_through_is_swapped_in(tmp_path: Path, server: FakeServer) -> None:
     """Part of the way between the incumbent and what was trained, where it found all of it too much."""
     traffic(tmp_path)
@@ -155,6 +159,7 @@ class TestProbation:
         assert events(one)[-1] == "swapped"
         return one
 
+    @pytest.mark.slow
     def test_fewer_tokens_a_round_are_rolled_back(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.swapped(tmp_path, server)
         server.count(rounds=3500, accepted=2900, tokens=7000)  # 1.40 a round, 2.00 before
@@ -162,6 +167,7 @@ class TestProbation:
         assert events(one)[-1] == "rolled back" and server.members == {"general": "default"}
         assert one.lineage.entries()[-1]["state"] == "rolled back" and one.incumbent == "default"
 
+    @pytest.mark.slow
     def test_by_cluster_the_mix_does_not_matter(self, tmp_path: Path, server: FakeServer) -> None:
         """Traces show the same acceptance in each cluster; the whole server's fell because the weaker one has more traffic."""
         begun = datetime.datetime.fromtimestamp(NOW, datetime.UTC)
@@ -178,6 +184,7 @@ class TestProbation:
         one.tick(NOW + 300)
         assert events(one)[-1] == "swapped"
 
+    @pytest.mark.slow
     def test_slower_rounds_are_rolled_back(self, tmp_path: Path, server: FakeServer) -> None:
         """As many rows, the same acceptance, and each round takes half as long again."""
         one = self.swapped(tmp_path, server)
@@ -190,18 +197,21 @@ class TestProbation:
         one.tick(NOW + 300)
         assert events(one)[-1] == "rolled back" and "30.0 ms, 20.0 before" in one.log.lines()[-1]["why"]
 
+    @pytest.mark.slow
     def test_failed_requests_are_rolled_back(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.swapped(tmp_path, server)
         server.count(rounds=2600, accepted=2600, tokens=5200, errors=30)
         one.tick(NOW + 300)
         assert events(one)[-1] == "rolled back"
 
+    @pytest.mark.slow
     def test_a_server_that_is_not_well_is_given_the_old_one_back(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.swapped(tmp_path, server)
         server.is_well = False
         one.tick(NOW + 300)
         assert events(one)[-1] == "rolled back"
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["mine", "general"])
     def test_what_was_forced_in_by_hand_is_watched_too(self, tmp_path: Path, server: FakeServer, name: str) -> None:
         """Beside the others, or in the place of one."""
@@ -218,6 +228,7 @@ class TestProbation:
         one.tick(NOW + 240)
         assert server.members == {"general": "default"}
 
+    @pytest.mark.slow
     def test_a_daemon_that_was_stopped_goes_on(self, tmp_path: Path, server: FakeServer) -> None:
         self.swapped(tmp_path, server)
         again = watcher(tmp_path, server, Played())
@@ -227,6 +238,7 @@ class TestProbation:
         assert events(again)[-1] == "rolled back" and server.members == {"general": "default"}
 
 
+@pytest.mark.slow
 def test_a_server_that_refuses_keeps_its_drafter(tmp_path: Path, server: FakeServer) -> None:
     traffic(tmp_path)
     one = watcher(tmp_path, server, Played((0, ""), (0, PASSED)))

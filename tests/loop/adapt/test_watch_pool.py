@@ -45,6 +45,7 @@ class TestRoute:
 
     REFUSED: ClassVar[dict[str, Any]] = {"passed": False, "reason": "it may be none", "gains": {}}
 
+    @pytest.mark.slow
     def test_members_are_judged_and_a_cluster_goes_to_one(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.scored(tmp_path, server, PASSED, self.REFUSED)
         jobs = cast(Played, one.start)
@@ -60,6 +61,7 @@ class TestRoute:
         ticked(one, 2, 1)
         assert events(one)[-1] == "kept" and server.clusters == {"tickets": "old"} and one.incumbent == "default"
 
+    @pytest.mark.slow
     def test_it_is_taken_back_when_acceptance_falls(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.scored(tmp_path, server, PASSED, PASSED)
         server.count(rounds=2000, accepted=2000, tokens=4000)
@@ -71,6 +73,7 @@ class TestRoute:
         assert one.lineage.entries()[-1]["state"] == "routed back"
         assert list(one._scored["tickets"]["members"]) == ["new"], "it is not sent there again"
 
+    @pytest.mark.slow
     def test_a_daemon_that_was_stopped_takes_it_back_too(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.scored(tmp_path, server, PASSED, PASSED)
         ticked(one, 1, 1)
@@ -79,6 +82,7 @@ class TestRoute:
         again.tick(NOW + 3660)
         assert events(again)[-1] == "rolled back" and server.clusters == {"tickets": None}
 
+    @pytest.mark.slow
     def test_scores_are_asked_for_once_an_alarm(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.scored(tmp_path, server, self.REFUSED, self.REFUSED)
         assert one._scores("tickets") == {}
@@ -87,6 +91,7 @@ class TestRoute:
         server.clusters.clear()
         assert one._scores("tickets") == {}, "a server that does not route cannot be asked to"
 
+    @pytest.mark.slow
     def test_a_member_that_is_gone_is_told(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.scored(tmp_path, server, PASSED, PASSED)
         server.clusters.clear()
@@ -101,6 +106,7 @@ class TestPropose:
         ticked(one, 0, 5)
         return one
 
+    @pytest.mark.slow
     def test_a_second_member_is_trained_and_added(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.proposed(tmp_path, server, (0, ""), (0, PASSED))
         assert events(one) == ["training", "swapped"]
@@ -115,6 +121,7 @@ class TestPropose:
         one.tick(NOW + 60 * 30)
         assert events(one)[-1] == "kept" and one.incumbent == "default" and name in server.members
 
+    @pytest.mark.slow
     def test_a_cluster_with_a_member_of_its_own_has_that_retrained(self, tmp_path: Path, server: FakeServer) -> None:
         traffic(tmp_path)
         server.members["mine"], server.clusters["tickets"] = "runs/mine", "mine"
@@ -128,6 +135,7 @@ class TestPropose:
         one.tick(NOW + 60 * 30)
         assert events(one)[-1] == "kept" and one.incumbent == "default"
 
+    @pytest.mark.slow
     def test_it_leaves_again_when_acceptance_falls(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.proposed(tmp_path, server, (0, ""), (0, PASSED))
         server.is_well = False
@@ -137,10 +145,12 @@ class TestPropose:
         one.tick(NOW + 460)
         assert server.members == {"general": "default"}, "its memory is free"
 
+    @pytest.mark.slow
     def test_a_refused_one_never_reaches_the_server(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.proposed(tmp_path, server, (0, ""), (3, TestRoute.REFUSED))
         assert events(one) == ["training", "refused"] and server.members == {"general": "default"}
 
+    @pytest.mark.slow
     def test_a_server_that_loads_it_but_does_not_route_to_it(self, tmp_path: Path, server: FakeServer) -> None:
         """Nothing has judged its weights: they are not turned away when they come again."""
         server.refuses["/admin/clusters/tickets"] = 500, {}
@@ -148,6 +158,7 @@ class TestPropose:
         assert events(one) == ["training", "failed"] and server.members == {"general": "default"} and one.stage is None
         assert one.lineage.entries()[-1]["state"] == "passed" and not one.policy.is_training
 
+    @pytest.mark.slow
     def test_a_restarted_server_that_knows_no_requests_yet(self, tmp_path: Path, server: FakeServer) -> None:
         one = self.proposed(tmp_path, server, (0, ""), (0, PASSED))
         server.is_well = False
@@ -166,6 +177,7 @@ class TestPropose:
         one = self.proposed(tmp_path, server)
         assert events(one) == ["told"] and "--route auto" in one.log.lines()[-1]["why"]
 
+    @pytest.mark.slow
     def test_what_comes_while_another_runs_is_decided_again(self, tmp_path: Path, server: FakeServer) -> None:
         traffic(tmp_path)
         wanted = Decision("retrain", ("tickets",)), Decision("propose", ("tickets",))

@@ -68,6 +68,7 @@ def test_buckets_cover_every_place_once() -> None:
         assert places == list(range(longest))
 
 
+@pytest.mark.slow
 def test_a_shift_that_would_have_been_found_shrinks_with_the_answers() -> None:
     few, many = (Group("one", 1.0, draws=[draw_of([index % 20, 11, 3]) for index in range(count)]) for count in (20, 80))
     shifts = []

@@ -77,6 +77,7 @@ def test_what_a_server_does_not_offer_is_no_fault(live: Live, tmp_path: Path, ch
     assert json.loads((tmp_path / "config.json").read_text())["sent_as"] == kind
 
 
+@pytest.mark.slow
 def test_another_template_cannot_be_compared(live: Live, tmp_path: Path) -> None:
     def change(path: str, body: dict[str, Any]) -> str:
         if "messages" in body:
@@ -98,6 +99,7 @@ def test_a_seed_that_is_always_the_same_is_found(live: Live, tmp_path: Path) -> 
     assert done.verdict == "faulty" and any("pairs of answers are equal" in each.text for each in done.findings)
 
 
+@pytest.mark.slow
 def test_a_server_that_answers_in_no_way_says_why(live: Live, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="status 400: out of order"):
         examined(live, lambda *_: "out of order", tmp_path)

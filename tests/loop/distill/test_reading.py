@@ -29,6 +29,7 @@ def documents(number: int) -> list[Document]:
     return [Document(f"{place}", np.concatenate([np.arange(5, 20, dtype=np.int32), row]), 18) for place, row in enumerate(rows)]
 
 
+@pytest.mark.slow
 def test_it_says_what_transformers_says(llm: LLM, tmp_path: Path) -> None:
     """Also of the second document, of which only what differs from the first is computed."""
     import transformers
@@ -57,6 +58,7 @@ class Counting(Reader):
         return super().read(document)
 
 
+@pytest.mark.slow
 def test_what_is_on_disk_is_not_read_again(llm: LLM, tmp_path: Path) -> None:
     every, stored, reader = documents(AT_ONCE + 2), Stored(tmp_path / "top-k", "train"), Counting(llm, 4)
     stored.write(reader, every, Progress())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gguf
 import numpy as np
+import pytest
 import torch
 from gguf import GGMLQuantizationType as Quant
 from small_teacher import untaught
@@ -19,6 +20,7 @@ def test_it_rounds_as_the_file_will() -> None:
     np.testing.assert_allclose(rounding.q4_1(rounding.q4_1(weight)), stored, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_a_model_computes_with_rounded_matrices_and_learns_behind_them() -> None:
     """The same outputs as a model whose matrices are rounded; gradients on the exact ones, whose names stay."""
     model, other = untaught(), untaught()

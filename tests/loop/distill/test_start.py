@@ -59,6 +59,7 @@ def test_a_student_has_the_layers_that_were_asked_for(tmp_path: Path) -> None:
     assert torch.equal(ours["model.embed_tokens.weight"], theirs["model.embed_tokens.weight"])
 
 
+@pytest.mark.slow
 def test_layers_that_change_most_are_taken(tmp_path: Path) -> None:
     """A layer that adds nothing is the first to go, and its influence is none at all."""
     model = untaught()

@@ -28,6 +28,7 @@ def test_many_that_differ_are_drawn_and_agree_with_the_exact_law() -> None:
     assert sign_flips(gains) == pytest.approx(exact, abs=0.005)
 
 
+@pytest.mark.slow
 def test_the_interval_covers_as_often_as_it_says() -> None:
     generator, hits = np.random.default_rng(1), 0
     for seed in range(200):

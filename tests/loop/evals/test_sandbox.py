@@ -46,6 +46,7 @@ def test_what_runs_to_its_end_has_passed() -> None:
     assert BOX.run(threads).passed
 
 
+@pytest.mark.slow
 @needs_sandbox
 @pytest.mark.parametrize("code", ["import os; os._exit(0)", "raise SystemExit(0)", "import os; os._exit(42)", "exit()"])
 def test_an_answer_that_ends_the_process_has_passed_nothing(code: str) -> None:
@@ -105,6 +106,7 @@ def test_without_namespaces_threads_run_and_processes_do_not() -> None:
         assert done.outcome == "ended" and "PermissionError" in done.why, (line, done)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="other users run answers as themselves")
 def test_a_python_that_only_root_may_run_is_said(tmp_path: Path) -> None:
     """Landlock takes rights away and gives none: the answer runs as nobody."""
@@ -118,6 +120,7 @@ def test_a_python_that_only_root_may_run_is_said(tmp_path: Path) -> None:
         box.check()
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_harm_would_be_seen() -> None:
     with world() as ours:
@@ -139,6 +142,7 @@ def test_no_descriptor_and_no_environment_come_along(tmp_path: Path, monkeypatch
     assert count.passed, count.said
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_what_the_filter_refuses_and_what_it_does_not() -> None:
     code = """

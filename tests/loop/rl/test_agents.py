@@ -139,6 +139,7 @@ def test_a_turn_is_recorded_before_its_client_gets_the_answer(endpoint: Endpoint
     assert recorded == [1, 2]
 
 
+@pytest.mark.slow
 def test_who_comes_before_the_server_accepts_waits(folder: Path) -> None:
     with (
         endpoint_of(folder) as served,
@@ -168,6 +169,7 @@ def test_what_would_not_be_the_policys_is_refused(endpoint: Endpoint) -> None:
         attempt.sample()
 
 
+@pytest.mark.slow
 def test_new_weights_come_between_attempts(folder: Path, endpoint: Endpoint) -> None:
     from safetensors.torch import load_file
 
@@ -181,6 +183,7 @@ def test_new_weights_come_between_attempts(folder: Path, endpoint: Endpoint) -> 
     assert said[0] == said[2] != said[1]
 
 
+@pytest.mark.slow
 def test_an_agent_that_fails(endpoint: Endpoint) -> None:
     def sometimes(task: str, access: Access) -> str:
         said = str(access.chat([{"role": "user", "content": "hello"}])["content"])

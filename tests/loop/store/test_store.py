@@ -50,6 +50,7 @@ def test_traces_and_answers_go_into_one_store_and_training_reads_it(tmp_path: Pa
     assert {each.token_ids for each in asked} == {tuple(row["prompt_ids"]) for row in store.rows("train")}
 
 
+@pytest.mark.slow
 def test_the_same_again_changes_nothing_but_the_version(tmp_path: Path) -> None:
     store = store_of(tmp_path, *many(6))
     before = {side: list(store.rows(side)) for side in SIDES}
@@ -68,6 +69,7 @@ def test_near_copies_are_left_out_samples_are_not(tmp_path: Path) -> None:
     assert card_of(store)["left_out"] == {"near-copy": 1}
 
 
+@pytest.mark.slow
 def test_what_many_share_makes_no_copies(tmp_path: Path) -> None:
     page = "You are the assistant of a shop with many rules, all of which are stated here at great length. " * 5
     rows = many(30)
@@ -140,6 +142,7 @@ def test_likely_tokens_come_along(tmp_path: Path) -> None:
     assert [name for name, _ in TOP] == STORED.names[-2:]
 
 
+@pytest.mark.slow
 def test_a_killed_change_is_taken_back(tmp_path: Path) -> None:
     store = store_of(tmp_path, *many(4))
     left = store.path / "train" / "answers-v00002-00000.parquet"

@@ -35,6 +35,7 @@ def lines(store: Store) -> list[str]:
     return (store.path / "versions.jsonl").read_text().splitlines(keepends=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 1])
 def test_versions_older_than_the_store_delete_nothing(tmp_path: Path, store: Store, kept: int) -> None:
     """No versions.jsonl, or one of a copy that is one version behind."""
@@ -60,6 +61,7 @@ def test_a_store_older_than_its_versions_deletes_nothing(tmp_path: Path, store: 
         store.add([tmp_path / "third"], BYTES)
 
 
+@pytest.mark.slow
 def test_a_store_without_its_store_json_is_not_begun_anew(store: Store) -> None:
     (store.path / "store.json").unlink()
     with pytest.raises(ConfigError, match=r"without its store.json: restore that"):
@@ -144,6 +146,7 @@ def test_a_split_that_was_killed_behind_its_line_is_finished(tmp_path: Path, sto
     assert again.resplit(wanted) == line and again.split == wanted and again.version == 3
 
 
+@pytest.mark.slow
 def test_a_store_whose_versions_are_lost_is_not_read_as_empty(store: Store) -> None:
     (store.path / "versions.jsonl").unlink()
     again = Store.open(store.path)
@@ -187,6 +190,7 @@ def test_shards_of_a_change_that_was_killed_are_moved_aside(
     assert store.unfinished() == [], "what is aside is forgotten, too"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", ["5", "{}", "[]", '{"version": "2", "what": "add", "rows": {}, "files": {}}', "[" * 100_000])
 def test_a_line_that_is_no_version_is_one_line(store: Store, odd: str) -> None:
     with (store.path / "versions.jsonl").open("a") as file:
@@ -196,12 +200,14 @@ def test_a_line_that_is_no_version_is_one_line(store: Store, odd: str) -> None:
             read()
 
 
+@pytest.mark.slow
 def test_a_label_that_is_no_object_is_one_line(store: Store) -> None:
     (store.path / "labels.jsonl").write_text("5\n")
     with pytest.raises(ConfigError, match=r"labels.jsonl is damaged"):
         card_of(store)
 
 
+@pytest.mark.slow
 def test_letters_beyond_ascii_are_forgotten_in_suites_and_sampling(tmp_path: Path, store: Store) -> None:
     suite = tmp_path / "suite.jsonl"
     suite.write_text(json.dumps({"id": "1", "said": "Müller"}) + "\n" + '{"id": "2"}\n')
