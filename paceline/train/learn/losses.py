@@ -6,6 +6,8 @@
     lk        -log A, A = sum_v min(target, drafter): the chance that the draft is accepted   arXiv 2602.23881
     lk-hybrid l KL + (1 - l) TV, l = exp(-3 A): far away as KL, nearby as acceptance itself   arXiv 2602.23881
 
+d-pace trained the drafters that ship; of lk and lk-hybrid no figure has been measured.
+
 The head's [slots, vocabulary] matrix is never held at once: rows of whole blocks go through it chunk by chunk, forward and
 backward together, and only the gradient of the hidden states leaves (`head_loss`). With a loss vocabulary, cross entropies
 run over the likely tokens and a sample of the others whose logits are raised by log(number / sampled), so that the partition
