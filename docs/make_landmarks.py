@@ -1,4 +1,4 @@
-"""Write docs/explanation/landmarks.md, predictions beside published figures: `python docs/make_landmarks.py`. A test
+"""Write docs/explanation/landmarks.md, predictions compared with published figures: `python docs/make_landmarks.py`. A test
 checks that it is current."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from paceline.simulate.landmarks import TOLD, Served
 
 TARGET = Path(__file__).parent / "explanation" / "landmarks.md"
 CLOSE = 0.10
-INTRODUCTION = """# Predictions beside published figures
+INTRODUCTION = """# Predictions and published figures
 
-What `paceline simulate` says of systems that others measured, misses included; made by `python docs/make_landmarks.py` from
+Compare what `paceline simulate` predicts with what others measured, misses included; made by `python docs/make_landmarks.py` from
 `paceline/simulate/landmarks.json`, do not edit.
 
 ```sh
@@ -24,9 +24,9 @@ python docs/make_landmarks.py            # every prediction below
 ```
 
 The roofline counts no launches, no scheduling, no host. **Overhead** is one number for each system, milliseconds added to
-every round; it is solved for from the plain rate of one stream alone (`paceline simulate --plain-rate`), so no speed-up below
-was fitted. *Needs*: the acceptance length that would bring the published speed-up, the overhead counted. A star marks an
-acceptance length that follows from an assumed chance, because none was published where we could read it: such a row's error
+every round; it is computed from the plain rate of one stream alone (`paceline simulate --plain-rate`), so no speed-up below
+was fitted. *Needs*: the acceptance length that would bring the published speed-up, with the overhead. A star marks an
+acceptance length that follows from an assumed chance, because we found none published: such a row's error
 is mostly that of the assumption."""
 
 
