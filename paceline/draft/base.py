@@ -1,9 +1,9 @@
-"""The drafter contract: guess the next tokens, learn from what was verified, forget what is done.
+"""The drafter interface: draft the next tokens, observe verified ones, forget finished sequences.
 
-One drafter serves a whole batch; its per-sequence state is keyed by the sequence's cache row. The engine calls, in order:
-`bind` once; then for each sequence `start`, `observe` (once per prefill chunk), and each round `propose` and `observe`; at
-last `drop`. A drafter owns its cache and trims it itself: after `propose` it may hold entries for drafted positions, and
-the next `propose` must not see them unless they were verified.
+One drafter serves a whole batch; its per-sequence state is keyed by the sequence's cache row. The engine calls `bind` once;
+then for each sequence `start`, `observe` once per prefill chunk, `propose` and `observe` every round, and finally `drop`. A
+drafter owns its cache and trims it: after `propose` the cache may hold entries of drafts, which the next `propose` must ignore
+unless they were accepted.
 """
 
 from __future__ import annotations
@@ -19,94 +19,97 @@ from paceline.types import Batch, DraftBlock, Sequence
 
 @dataclass(slots=True)
 class Observed:
-    """Positions [start, start + count) of one sequence that the target has just verified and cached."""
+    """Positions [start, start + count) of one sequence, which the target has just verified and cached."""
 
     sequence: Sequence
     start: int
     count: int
     taps_TF: Tensor | None
-    """The target's hidden states at `tap_layers`, concatenated in that order, of the pass that these positions were in; valid
-    during the call, and longer where the target does not overwrite them."""
+    """Target hidden states [T, F] at `tap_layers`, concatenated in that order, for the whole pass that computed these
+    positions. Valid during the call, and longer if the target does not overwrite its buffers."""
     begin: int = 0
-    """The first of `taps_TF` that is of this sequence."""
+    """Index in `taps_TF` of this sequence's first position."""
 
     @property
     def taps_NF(self) -> Tensor | None:
-        """Those of `taps_TF` that are of these positions."""
+        """The rows of `taps_TF` that belong to these positions."""
         return None if self.taps_TF is None else self.taps_TF[self.begin : self.begin + self.count]
 
 
 class Drafter(ABC):
-    """Base of all drafters. Implementations are one file each and are named in `draft/registry.py`."""
+    """Base class of all drafters; `draft/registry.py` lists the implementations."""
 
     name: str = ""
     source: str = ""
-    """What it was made from: a name that `draft/registry.py` knows, a folder, a hub id."""
+    """Where the drafter comes from: a name in `draft/registry.py`, a folder or a hub id."""
     num_drafted: int = 0
-    """The most tokens drafted per round (block_size - 1)."""
+    """Maximum tokens drafted per round."""
     is_at_hand: bool = False
-    """Whether its drafts cost next to nothing to make, and it can tell beforehand how likely they are to stand (`chance`)."""
+    """True if drafting costs almost nothing and `chance` can predict acceptance before drafting."""
     is_stepwise: bool = False
-    """Whether each draft takes a step of its own, so that drafting takes longer the more is drafted."""
+    """True if every drafted token needs a forward pass of its own, so drafting time grows with the draft length."""
     has_own_threads: bool = True
-    """Whether it has nothing to compute that PyTorch's threads would be worth having for."""
+    """True if drafting does not benefit from PyTorch's thread pool."""
     tap_layers: tuple[int, ...] = ()
-    """Target layers whose outputs `observe` needs; layer l is Transformers' hidden_states[l + 1]."""
+    """Target layers whose outputs `observe` reads; layer l is Transformers' hidden_states[l + 1]."""
 
     def bind(self, target: Target) -> None:
-        """Check that this drafter fits the target and allocate caches of `target.cache.num_rows` rows.
+        """Check that this drafter fits the target, and allocate caches with `target.cache.num_rows` rows.
 
         Raises DrafterMismatchError naming both values when hidden size, vocabulary or layer ids differ.
         """
 
     def cache_bytes(self, target: Target) -> int:
-        """Bytes of cache this drafter adds to the KV budget for a target."""
+        """Bytes that this drafter adds to the KV cache for this target."""
         return 0
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that this drafter holds beside the target's, packed copies included once it is bound."""
+        """Bytes of weights in addition to the target's, including packed copies once the drafter is bound."""
         return 0
 
     def keep_weights(self) -> None:
-        """Read what still lies in files: those may change from now on."""
+        """Load memory-mapped weights into memory, so that their files may change afterwards."""
 
     def record(self) -> None:
-        """Record passes of fixed shape, where the device replays such; `bind` came before. Takes seconds on CUDA."""
+        """Record the fixed-shape passes if the device replays recorded passes (CUDA graphs); takes seconds. Requires `bind`."""
 
     def start(self, seq: Sequence) -> None:
-        """A sequence was admitted to `seq.row`; forget whatever that row held."""
+        """Reset row `seq.row` for a newly admitted sequence."""
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """How many of the first `length` positions of row `source`, whose tokens are those of `seq`, this drafter can take over
-        for `seq`, which was just started: it will observe only what comes behind them. `source` may be a sequence's that is
-        running, or that was dropped and whose row no other has been given since; or `seq.row` itself."""
+        """Take over cached state for a prefix of `seq` from row `source`; returns the number of positions taken over.
+
+        The first `length` tokens of both rows are equal, and `seq` was just started; it will observe only the positions after
+        the returned number. `source` may be the row of a running sequence, a dropped sequence's row that has not been
+        reallocated, or `seq.row` itself."""
         return 0 if self.tap_layers else length
 
     def can_draft(self, seq: Sequence) -> bool:
-        """Whether it knows all of the sequence that it needs: one that it did not observe from its beginning it may not."""
+        """True if every position that drafting needs has been observed."""
         return True
 
     def chance(self, seq: Sequence) -> float:
-        """Of a drafter with drafts at hand: the chance that each stands if those before it do; 0.0 when it has none now."""
+        """Predicted acceptance probability of each draft, given that the previous ones are accepted; 0.0 if there is no draft.
+        Only for drafters with `is_at_hand`."""
         return 0.0
 
     @abstractmethod
     def propose(self, batch: Batch) -> DraftBlock:
-        """Guess up to `num_drafted` tokens after each sequence's anchor; never more than `batch.draft_limits_B`.
+        """Draft up to `num_drafted` tokens after each sequence's last token, at most `batch.draft_limits_B`.
 
-        Greedy requests and those with a seed get certain drafts: the text of a seed is plain decoding's, whatever is drafted.
+        Drafts for greedy and seeded requests are deterministic, so that a seeded output equals plain decoding.
         """
 
     def observe(self, observed: list[Observed]) -> None:
-        """Learn newly verified positions; those of a round come for all sequences of the batch at once, batch order."""
+        """Process newly verified positions; one call per round has all sequences, in batch order."""
 
     def drop(self, seq: Sequence) -> None:
-        """The sequence is done; its row will be given to another."""
+        """The sequence has finished; its row may be reallocated."""
 
 
 class NoDrafter(Drafter):
-    """Plain decoding: drafts nothing."""
+    """Plain decoding: a drafter that drafts nothing."""
 
     name = "none"
 

@@ -1,12 +1,13 @@
-"""Drafters of one small network that drafts token after token, each step told what the step before found: EAGLE-3, MTP.
+"""Base of autoregressive drafters (EAGLE-3, MTP): one small network drafts token by token, each step from the state of the
+last.
 
-Verified positions are read with the target's own features, in one pass of all that a row has waiting (`TappedDrafter`), and
-their keys and values stay; those of drafts stand behind them, and the next pass writes over them. So an entry of the cache is a
-position of the target and the token behind it.
+Verified positions are read with the target's own features, in one pass over all pending positions of a row
+(`TappedDrafter`); their keys and values are permanent. Entries of drafts follow them in the cache, and the next pass
+overwrites these. A cache entry holds one target position and the token after it.
 
-Where trees are asked for, a step reads several drafts of a row, each behind its own ancestors: the likeliest of all that the
-step before has named (EAGLE-2, arXiv 2406.16858, section 4.1), the chain's next draft among them. A tree then takes as many
-passes as a chain, of more tokens each.
+For trees, a step reads several drafts of a row, each attending to its ancestors: the most probable ones that the previous step
+proposed (EAGLE-2, arXiv 2406.16858, section 4.1), including the chain's next draft. A tree takes as many passes as a chain, of
+more tokens each.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from paceline.plan.trees import LEAST_GAIN, MOST_NODES, Candidates, Likely
 from paceline.types import Batch, DraftBlock, Sequence
 
 MOST_BRANCHES = 4
-"""Drafts of one row that a step reads."""
+"""Drafts of one row that one step reads, at most."""
 
 
 class ChainPath(Protocol):
-    """A network made for decoding beside one target."""
+    """A network prepared for decoding with one target."""
 
     @property
     def cache(self) -> KVCache: ...
@@ -45,86 +46,86 @@ class ChainPath(Protocol):
     @property
     def weight_bytes(self) -> int: ...
     def extend(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor) -> Tensor:
-        """Append entries of newly verified positions, `tokens` those behind each of them; what each row's last one tells the
-        draft after it [B, D]. `taps_TF` may be longer."""
+        """Append entries for newly verified positions; `tokens` holds the token after each of them. Returns the drafting state
+        after each row's last entry [B, D]. `taps_TF` may have more rows than there are tokens."""
         ...
 
-    def step(self, level: Level, tokens: list[int], told_TD: Tensor) -> Tensor:
-        """The entries of some drafts, written behind what counts: what each tells the drafts after it [T, D]."""
+    def step(self, level: Level, tokens: list[int], state_TD: Tensor) -> Tensor:
+        """Compute entries of drafts, written after each row's verified entries. Returns their drafting states [T, D]."""
         ...
 
-    def logits(self, told_TD: Tensor) -> Tensor:
-        """Over the draft vocabulary [T, V], float32 or the target's dtype."""
+    def logits(self, state_TD: Tensor) -> Tensor:
+        """Logits over the draft vocabulary [T, V], float32 or the target's dtype."""
         ...
 
 
 @dataclass(slots=True)
 class _Node:
-    """A draft that was read, or the anchor."""
+    """A tree node that the network has read: a draft, or the root (the last verified token)."""
 
     path: tuple[int, ...]
-    """The drafts up to it, itself the last; none of the anchor."""
+    """Drafted tokens from the root to this node; empty for the root."""
     chance: float = 0.0
-    """Log-probability that all of them stand, as the drafter tells it."""
+    """The drafter's log-probability that all tokens of `path` are accepted."""
     seen: tuple[int, ...] = ()
-    """Its ancestors' places among the row's entries of drafts, and its own."""
+    """Indices, among the row's entries of drafts, of this node and its ancestors."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """One row's drafts on their way."""
+    """Drafting state of one row during a round."""
 
     index: int
-    """Of the row in its batch."""
+    """Index in the batch."""
     seq: Sequence
     limit: int
     grows: bool
-    """Whether a tree may be made of what it drafts."""
+    """Collect candidates for a tree."""
     guesses: bool
-    """Whether it drafts what the target will most likely draw, by the numbers that it draws with."""
+    """Predict the target's sampled tokens by its sampling noise (common random numbers)."""
     tokens: list[int] = field(default_factory=list)
-    """The chain: behind each draft the likeliest one, or the one that was drawn."""
+    """The chain: at every draft position the most probable token, or the sampled one."""
     sure: list[float] = field(default_factory=list)
-    """Log-probabilities along it; not of drafts that are drawn, of which each depends on those before it: how many are checked
-    may not depend on what was drawn (`DraftBlock.sure_B`)."""
+    """Log-probabilities along the chain. Empty for sampled drafts: the number of checked drafts must not depend on sampled
+    tokens (`DraftBlock.sure_B`)."""
     probs: list[Tensor] = field(default_factory=list)
-    """Of each draft that was drawn, the distribution it was drawn from."""
+    """For each sampled draft, the distribution it was sampled from."""
     branches: dict[tuple[int, ...], Likely] = field(default_factory=dict)
     nodes: list[_Node] = field(default_factory=lambda: [_Node(())])
-    """Those that the latest step read."""
+    """Nodes read by the latest step."""
     num_entries: int = 0
-    """Of drafts, behind the row's verified ones."""
+    """Cache entries of drafts, after the row's verified entries."""
 
     @property
     def is_drawn(self) -> bool:
-        """Whether drafts are drawn, each with its distribution."""
+        """True if drafts are sampled, each with its distribution."""
         return self.seq.kind == "sampled" and not (self.grows or self.guesses)
 
     def next_nodes(self) -> list[tuple[int, _Node]]:
-        """What the next step reads, each with the place of its parent among `nodes`: the chain's next draft, and for trees the
-        likeliest others; nothing where the row has drafted enough."""
+        """Nodes for the next step, each with its parent's index in `nodes`: the chain's next draft and, for trees, the most
+        probable others. Empty once the row has enough drafts."""
         if len(self.tokens) >= self.limit or len(self.tokens) == len(self.nodes[0].path):
             return []
-        found: list[tuple[float, int, tuple[int, ...]]] = []
+        nodes: list[tuple[float, int, tuple[int, ...]]] = []
         if self.grows:
             for place, node in enumerate(self.nodes):
                 for token, logprob in zip(*self.branches.get(node.path, ([], [])), strict=True):
-                    found.append((node.chance + logprob, place, (*node.path, token)))
-            chain = next(each for each in found if each[2] == tuple(self.tokens))
-            others = sorted((each for each in found if each is not chain and each[0] >= math.log(LEAST_GAIN)), reverse=True)
-            found = [chain, *others[: MOST_BRANCHES - 1]]
+                    nodes.append((node.chance + logprob, place, (*node.path, token)))
+            chain = next(each for each in nodes if each[2] == tuple(self.tokens))
+            others = sorted((each for each in nodes if each is not chain and each[0] >= math.log(LEAST_GAIN)), reverse=True)
+            nodes = [chain, *others[: MOST_BRANCHES - 1]]
         else:
-            found = [(0.0, 0, tuple(self.tokens))]
-        first, self.num_entries = self.num_entries, self.num_entries + len(found)
+            nodes = [(0.0, 0, tuple(self.tokens))]
+        first, self.num_entries = self.num_entries, self.num_entries + len(nodes)
         return [
             (place, _Node(path, chance, (*self.nodes[place].seen, first + number)))
-            for number, (chance, place, path) in enumerate(found)
+            for number, (chance, place, path) in enumerate(nodes)
         ]
 
 
 class ChainedDrafter(TappedDrafter):
-    """Greedy and seeded requests get certain drafts, sampled ones drafts with their distribution, or guesses where the target's
-    own draws decide. `bind` of a subclass sets `_path` and calls `_begin`."""
+    """Greedy and seeded requests get deterministic drafts; sampled requests get drafts with their distribution, or noise-aware
+    drafts if the target's own sampling noise decides acceptance. `bind` of a subclass sets `_path` and calls `_begin`."""
 
     is_stepwise, has_own_threads = True, False
     looks_ahead = 1
@@ -132,11 +133,11 @@ class ChainedDrafter(TappedDrafter):
     _path: ChainPath
 
     def _begin(self, target: Target, size: int) -> None:
-        """`size`: numbers that a step tells the next one."""
+        """Allocate drafting states [rows, size]."""
         self._overwrites_taps = target.overwrites_taps
         self._most_len = target.cache.max_len
-        self._told = torch.zeros(target.cache.num_rows, size, dtype=self._path.residual_dtype, device=target.device)
-        """By row, what its last entry tells the next draft."""
+        self._states = torch.zeros(target.cache.num_rows, size, dtype=self._path.residual_dtype, device=target.device)
+        """Drafting state after each row's last entry."""
         self._forget_rows()
 
     @property
@@ -145,21 +146,21 @@ class ChainedDrafter(TappedDrafter):
 
     @property
     def _slack(self) -> int:
-        """Entries of drafts behind a row's longest text."""
+        """Cache entries reserved for drafts after a row's longest text."""
         return MOST_BRANCHES * max(self.num_drafted, 1)
 
     def _take_in(self, rows: list[int], starts: list[int], counts: list[int], observed: list[Observed]) -> None:
         tokens: list[int] = []
         for one in observed:
             behind = one.sequence.tokens[one.start + 1 : one.start + one.count + 1]
-            # A text that was cut at a stop string lacks tokens that were said; nobody adopts positions beyond its end.
+            # A text cut at a stop string lacks its last generated tokens; positions beyond its end are never adopted.
             tokens += behind + [0] * (one.count - len(behind))
-        told_BD = self._path.extend(rows, starts, counts, tokens, features_of(observed))
-        self._told[torch.tensor(rows, device=told_BD.device)] = told_BD
+        state_BD = self._path.extend(rows, starts, counts, tokens, features_of(observed))
+        self._states[torch.tensor(rows, device=state_BD.device)] = state_BD
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> DraftBlock:
-        """As Drafter.propose; logits that are not finite numbers end their row's drafts."""
+        """See Drafter.propose. Non-finite logits end the drafts of their row."""
         limits = batch.draft_limits_B(self.num_drafted)
         rows = [self._row(index, limit, batch) for index, limit in enumerate(limits) if limit > 0]
         block = DraftBlock.certain([[] for _ in limits])
@@ -168,10 +169,10 @@ class ChainedDrafter(TappedDrafter):
         self._sort()
         self._inject([row.seq.row for row in rows])
         going = rows
-        told_TD = self._told[torch.tensor([row.seq.row for row in rows], device=self._told.device)]
+        state_TD = self._states[torch.tensor([row.seq.row for row in rows], device=self._states.device)]
         while going:
-            self._extend(going, self._path.logits(told_TD), batch.num_candidates)
-            going, told_TD = self._step(going, told_TD)
+            self._extend(going, self._path.logits(state_TD), batch.num_candidates)
+            going, state_TD = self._step(going, state_TD)
         grows = any(row.grows for row in rows)
         sure_B: list[list[float] | None] = [None] * len(limits)
         block.sure_B = sure_B
@@ -191,8 +192,8 @@ class ChainedDrafter(TappedDrafter):
         guesses = batch.foresees and seq.kind != "greedy" and seq.params.lossy is None
         return _Row(index, seq, limit, grows, guesses)
 
-    def _step(self, rows: list[_Row], told_TD: Tensor) -> tuple[list[_Row], Tensor]:
-        """Read the next drafts of the rows that go on; these rows, and what their entries tell."""
+    def _step(self, rows: list[_Row], state_TD: Tensor) -> tuple[list[_Row], Tensor]:
+        """Read the next drafts of the rows that continue; returns these rows and their new drafting states."""
         going, places, level, tokens, first = list[_Row](), list[int](), Level(), list[int](), 0
         for row in rows:
             behind, num_read = row.num_entries, len(row.nodes)
@@ -205,11 +206,11 @@ class ChainedDrafter(TappedDrafter):
                 going.append(row)
             first += num_read
         if not going:
-            return going, told_TD
-        return going, self._path.step(level, tokens, told_TD[torch.tensor(places, device=told_TD.device)])
+            return going, state_TD
+        return going, self._path.step(level, tokens, state_TD[torch.tensor(places, device=state_TD.device)])
 
     def _extend(self, rows: list[_Row], logits_TV: Tensor, count: int) -> None:
-        """Add a draft to each chain, and what is likely behind every node, where logits are finite."""
+        """Append a draft to every chain and candidates to every node, where logits are finite."""
         first = 0
         certain = [row for row in rows if not (row.grows or row.guesses or row.is_drawn)]
         best = iter(self._best(rows, logits_TV)) if certain else iter(())
@@ -227,7 +228,7 @@ class ChainedDrafter(TappedDrafter):
                     row.sure.append(logprob)
 
     def _best(self, rows: list[_Row], logits_TV: Tensor) -> list[tuple[int, float]]:
-        """The likeliest token, and how likely it is, of the rows that get certain drafts."""
+        """Most probable token and its log-probability, for the rows with deterministic drafts."""
         firsts, first = list[int](), 0
         for row in rows:
             if not (row.grows or row.guesses or row.is_drawn):
@@ -247,9 +248,9 @@ class ChainedDrafter(TappedDrafter):
         row.probs.append(probs_V)
 
     def _name(self, row: _Row, logits_NV: Tensor, count: int) -> None:
-        """What is likely behind each node that was read; the chain goes on with the likeliest behind its end."""
-        looked_at = max(count, FIELD) if row.guesses else count
-        ids_NM, logprobs_NM = likeliest(logits_NV.float(), looked_at, inverse_temperature(row.seq))
+        """Store the candidates after every node; the chain continues with the most probable one after its end."""
+        num_candidates = max(count, FIELD) if row.guesses else count
+        ids_NM, logprobs_NM = likeliest(logits_NV.float(), num_candidates, inverse_temperature(row.seq))
         noise = rng.Noise(row.seq.seed, len(row.seq.tokens) + len(row.nodes[0].path)) if row.guesses else None
         for number, (node, ids, logprobs) in enumerate(zip(row.nodes, ids_NM, logprobs_NM, strict=True)):
             if not math.isfinite(logprobs[0]):
@@ -269,9 +270,9 @@ class ChainedDrafter(TappedDrafter):
         return Candidates([tokens for tokens, _ in chain], [logprobs for _, logprobs in chain], most, branches=row.branches)
 
     def _token(self, place: int) -> int:
-        """The token of a place of the logits."""
+        """Token id of a column of the logits."""
         return place
 
     def _over_all_tokens(self, logits_KV: Tensor) -> Tensor:
-        """Logits of every token of the target."""
+        """Expand logits over the draft vocabulary to the target's whole vocabulary."""
         return logits_KV

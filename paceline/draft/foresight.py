@@ -1,15 +1,13 @@
-"""Which token the target will draw, guessed with the numbers that it will draw with.
+"""Noise-aware drafting: predict the token that the target will sample, from the sampling noise that the target will use.
 
-The target's token at a position is the winner of a race whose numbers are keyed by seed, position and token
-(`model/sampling/race.py`): they are known before its pass. Were a drafter's probabilities the target's own, its race
-would have the same winner. They are not, so that each candidate gets a chance: with log-probabilities l and numbers e,
-the target's score of a token is scale * l - log e + (what the drafter does not know). If that is Gumbel with this
-spread, independent for each token, the chance of candidate x to win is softmax over the candidates of (scale * l - log
-e) / spread.
+The target samples by an exponential race whose noise is keyed by seed, position and token (`model/sampling/race.py`), so the
+noise is known before the target's pass. If a drafter's probabilities equalled the target's, its race would have the same
+winner. They differ, so every candidate gets a winning probability: with log-probabilities l and noise e, the target's score of
+a token is scale * l - log e + error. For independent Gumbel errors with this spread, the probability that candidate x wins is
+the softmax over the candidates of (scale * l - log e) / spread.
 
-A drafter that learned from greedy answers is surer than the target is at temperature 1: its scale is below 1. Drafts made so
-are certain ones, and only where they are held against the target's draws (`Rule.draws`): the text stays what plain decoding
-says.
+A drafter trained on greedy answers is overconfident at temperature 1, so its scale is below 1. Such drafts are deterministic,
+and are only used where the target's own samples decide acceptance (`Rule.draws`), so the output equals plain decoding.
 """
 
 from __future__ import annotations
@@ -25,28 +23,28 @@ from paceline.errors import ModelFileError
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """How a drafter's log-probabilities and the numbers become chances; of a config.json's own key `paceline.foresight`."""
+    """Parameters that turn log-probabilities and noise into winning probabilities; key `paceline.foresight` of config.json."""
 
     scale: float = 0.8
-    """What log-probabilities are multiplied by: below 1 for a drafter that is surer than its target."""
+    """Factor on log-probabilities; below 1 for a drafter that is more confident than its target."""
     spread: float = 1.4
-    """Of what the drafter does not know; smaller ones trust the race more."""
+    """Spread of the drafter's error; smaller values trust the noise more."""
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], path: Path) -> Foresight:
-        """Raises ModelFileError for a number that is none, or not above 0."""
+        """Read the parameters from a config.json. Raises ModelFileError for an invalid number, or one not above 0."""
         own = raw.get("paceline") or {}
-        told = own.get("foresight") or {} if isinstance(own, Mapping) else None
-        if not isinstance(told, Mapping) or not told.keys() <= {"scale", "spread"}:
+        values = own.get("foresight") or {} if isinstance(own, Mapping) else None
+        if not isinstance(values, Mapping) or not values.keys() <= {"scale", "spread"}:
             raise ModelFileError(f"{path}: paceline.foresight is an object of scale and spread: correct config.json")
-        for name, value in told.items():
+        for name, value in values.items():
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
                 wrong = f"paceline.foresight.{name} must be a number above 0, not {value!r}"
                 raise ModelFileError(f"{path}: {wrong}: correct config.json")
-        return cls(**told)
+        return cls(**values)
 
     def chances(self, logprobs_M: list[float], times_M: list[float]) -> list[float]:
-        """Log-probabilities that each candidate is the target's token; the largest of `logprobs_M` is finite."""
+        """Log-probability of each candidate to be the target's token; the largest of `logprobs_M` must be finite."""
         pairs = zip(logprobs_M, times_M, strict=True)
         scores = [(self.scale * logprob - math.log(time)) / self.spread for logprob, time in pairs]
         most = max(scores)
@@ -55,6 +53,6 @@ class Foresight:
 
 
 def ranked(tokens: list[int], logprobs: list[float], count: int) -> tuple[list[int], list[float]]:
-    """The `count` likeliest, best first, of equals the first."""
+    """The `count` most probable tokens, best first; ties keep their order."""
     order = sorted(range(len(tokens)), key=logprobs.__getitem__, reverse=True)[:count]
     return [tokens[each] for each in order], [logprobs[each] for each in order]

@@ -1,4 +1,4 @@
-"""The drafts that one step of a drafter reads: of each row one, or several side by side, each behind its ancestors."""
+"""The drafts that one step of an autoregressive drafter reads: one per row, or several tree nodes with their ancestors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from paceline.model.torch.attention import AttentionPlan, CacheWriter
 
 @dataclass(slots=True)
 class Level:
-    """Entries of a drafter's cache: behind the verified ones of each row first those of earlier levels, then these. All of a
-    level have the same number of drafts before them."""
+    """Cache entries of one tree level: after each row's verified entries and those of earlier levels. All nodes of a level have
+    the same depth."""
 
     rows: list[int] = field(default_factory=list)
     bases: list[int] = field(default_factory=list)
-    """Verified entries of each row."""
+    """Number of verified entries of each row."""
     before: list[int] = field(default_factory=list)
-    """Entries of earlier levels of each row."""
+    """Number of entries of earlier levels, for each row."""
     seen: list[Sequence[Sequence[int]]] = field(default_factory=list)
-    """By row and entry, which entries of drafts it sees: its ancestors, then itself, counted from the row's first draft."""
+    """For each row and entry, the entries of drafts it attends to: its ancestors, then itself; 0 is the row's first draft."""
 
     def add(self, row: int, base: int, before: int, seen: Sequence[Sequence[int]]) -> None:
         self.rows.append(row)
@@ -37,19 +37,19 @@ class Level:
 
     @property
     def starts(self) -> list[int]:
-        """Place in the cache of each row's first entry of this level."""
+        """Cache index of each row's first entry of this level."""
         return [base + before for base, before in zip(self.bases, self.before, strict=True)]
 
     @property
     def positions(self) -> list[int]:
-        """Of each entry, counted along its path."""
+        """Position of each entry along its path."""
         return [base + len(own) - 1 for base, seen in zip(self.bases, self.seen, strict=True) for own in seen]
 
     def writer(self, device: torch.device) -> CacheWriter:
         return CacheWriter(self.rows, self.starts, self.counts, device)
 
     def plan(self, group: int, dtype: torch.dtype, device: torch.device, window: int | None) -> AttentionPlan:
-        """Who attends to what, for one kind of layer."""
+        """Attention plan of this level, for layers with this window."""
         kind: dict[str, Any] = {"group": group, "dtype": dtype, "device": device}
         chains = [[list(range(before + 1))] for before in self.before]
         if [[list(own) for own in seen] for seen in self.seen] == chains:
@@ -59,7 +59,7 @@ class Level:
         )
 
     def _visible(self, index: int, window: int | None) -> Tensor:
-        """Which places of a row's cache each of its entries sees, bool [entries, places]."""
+        """Cache positions that each entry of a row attends to, bool [entries, positions]."""
         base, seen = self.bases[index], self.seen[index]
         visible = torch.zeros(len(seen), self.starts[index] + len(seen), dtype=torch.bool)
         for number, own in enumerate(seen):

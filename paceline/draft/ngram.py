@@ -1,14 +1,13 @@
-"""N-gram drafter (prompt lookup): what followed the last time the text went like this, in prompt or answer.
+"""N-gram drafter (prompt lookup): drafts what followed the last occurrence of the current n-gram in prompt or answer.
 
-No model: a hash map from the last two tokens to where they stood before. Where more of the text before them is the same too,
-the longest match wins, of equal ones the latest. How likely its drafts are to stand follows from how far back the match
-reaches and how this sequence's drafts fared:
+A hash map leads from the last two tokens to the positions after their earlier occurrences; the longest match wins, the latest
+one on ties. The acceptance probability of a draft is estimated from the length of the match and this sequence's history:
 
-    chance = distrusted + (trusted - distrusted) * trust      MATCH_CLASSES, by how many tokens match
-    trust: share of drafts accepted, fading by 0.85 a round, 0.8 at first
+    chance = distrusted + (trusted - distrusted) * trust      MATCH_CLASSES, by the length of the match
+    trust: share of drafts accepted, decayed by 0.85 per round, initially 0.8
 
-How many are checked is the planner's choice (`paceline/plan/planner.py`). Everything is kept per row: a text does not
-depend on its neighbours.
+The planner decides how many are checked (`paceline/plan/planner.py`). All state is per row, so that outputs are
+batch-invariant.
 """
 
 from __future__ import annotations
@@ -20,30 +19,30 @@ from paceline.errors import ConfigError, refuse
 from paceline.types import LOOKUP, Batch, DraftBlock, Sequence
 
 MATCH_CLASSES = ((1, 0.12, 0.6), (2, 0.4, 0.9), (4, 0.55, 0.95), (16, 0.9, 0.98))
-"""(least tokens that match, chance that a draft stands when none did lately, when all did)."""
+"""(minimum matching tokens, acceptance probability at trust 0, acceptance probability at trust 1)."""
 MOST_REACH = MATCH_CLASSES[-1][0]
 MOST_DRAFTED = 16
 MOST_MATCHES = 64
-"""Latest places that are compared with the text's end."""
+"""Latest earlier occurrences that are compared with the end of the text."""
 _FADE, _FIRST_TRUST = 0.85, 0.8
 
 
 @dataclass(slots=True)
 class _Row:
     followers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    """As many tokens as are looked for -> the positions after where they stood, the text's very end excepted."""
+    """n-gram -> positions after its occurrences, without the one that ends the text."""
     num_indexed: int = 0
     trust: float = _FIRST_TRUST
 
 
 class NgramDrafter(Drafter):
-    """Drafts the continuation of the longest earlier match; nothing when fewer than `min_match` tokens match."""
+    """Drafts the continuation of the longest earlier match, or nothing if fewer than `min_match` tokens match."""
 
     name = LOOKUP
     is_at_hand = True
 
     def __init__(self, *, num_drafted: int | None = None, min_match: int = 1) -> None:
-        """`num_drafted`: tokens of a continuation at most. Raises ConfigError when it is negative or min_match below 1."""
+        """`num_drafted`: maximum drafted tokens. Raises ConfigError if it is negative, or `min_match` below 1."""
         self.num_drafted = MOST_DRAFTED if num_drafted is None else num_drafted
         refuse(
             ConfigError,
@@ -53,7 +52,7 @@ class NgramDrafter(Drafter):
         self._sizes = (2, 1) if min_match == 1 else (min_match,)
         self._rows: dict[int, _Row] = {}
         self._pending: dict[int, int] = {}
-        """Drafts of the round under way, by row."""
+        """Number of drafts in the current round, by row."""
 
     def start(self, seq: Sequence) -> None:
         self._rows[seq.row] = _Row()
@@ -63,7 +62,7 @@ class NgramDrafter(Drafter):
         self._pending.pop(seq.row, None)
 
     def observe(self, observed: list[Observed]) -> None:
-        """Only what became of drafts: tokens are entered when a row looks for its next ones."""
+        """Update the row's acceptance history; tokens are indexed when the row drafts next."""
         for one in observed if self._pending else ():
             if num_pending := self._pending.pop(one.sequence.row, 0):
                 row = self._rows[one.sequence.row]
@@ -89,7 +88,7 @@ class NgramDrafter(Drafter):
         return block
 
     def _index(self, row: _Row, tokens: list[int]) -> None:
-        """Enter every n-gram that has a follower."""
+        """Index every n-gram that has a following token."""
         for follower in range(row.num_indexed + 1, len(tokens)):
             for size in self._sizes:
                 if follower >= size:
@@ -97,7 +96,7 @@ class NgramDrafter(Drafter):
         row.num_indexed = len(tokens) - 1
 
     def _find(self, row: _Row, tokens: list[int]) -> tuple[int, int]:
-        """How many tokens at the text's end stood so before, and where the text went on then; (0, 0) if too few did."""
+        """(length of the best match, position after it), or (0, 0) if too few tokens match."""
         self._index(row, tokens)
         for size in self._sizes:
             followers = row.followers.get(tuple(tokens[-size:]), ())
@@ -108,13 +107,13 @@ class NgramDrafter(Drafter):
 
 
 def _reach(tokens: list[int], follower: int) -> int:
-    """How many tokens before `follower` equal the text's end; looked at as far as the classes go."""
+    """Number of tokens before `follower` that equal the end of the text, at most MOST_REACH."""
     most, length = min(MOST_REACH, follower), len(tokens)
     return next((back for back in range(most) if tokens[follower - 1 - back] != tokens[length - 1 - back]), most)
 
 
 def _continuation(tokens: list[int], follower: int, count: int) -> list[int]:
-    """What stood from `follower` on; where the text ends it goes on with the drafts themselves, as in a loop."""
+    """The tokens from `follower` on; past the end of the text the drafts themselves continue it, as in a loop."""
     drafts = tokens[follower : follower + count]
     period = len(tokens) - follower
     while len(drafts) < count:

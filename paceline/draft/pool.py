@@ -1,8 +1,8 @@
-"""The drafters of one engine: named members that sequences get, those that older sequences began with, and lookups beside them.
+"""The pool of drafters of one engine: named drafters that sequences are assigned to, and prompt lookup in addition.
 
-A sequence is given a member with its row and keeps its drafter until its end, whatever becomes of the member meanwhile: `put`
-gives later ones another under the same name, `remove` gives it to none; the old one is let go when its last sequence has ended.
-"none" is always a member. The target taps the layers of all of them; each is handed its own.
+A sequence is assigned a drafter with its row and keeps it until its end: `put` replaces the drafter of a name for later
+sequences only, `remove` stops assigning it, and a replaced drafter is released when its last sequence has ended. "none" is
+always in the pool. The target taps the layers of all drafters; each drafter receives its own.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from paceline.plan.trees import Candidates
 from paceline.types import LOOKUP, NONE, Batch, DraftBlock, Sequence, Take
 
 LOOKUP_MATCH = 2
-"""Tokens that a lookup beside a drafter must match: one that stood before says less than any drafter does."""
+"""Tokens that prompt lookup must match if the sequence also has a drafter: shorter matches predict less than any drafter."""
 
 
 @dataclass(slots=True)
 class Member:
-    """A drafter that sequences may get, by its name."""
+    """A named drafter of the pool."""
 
     name: str
     drafter: Drafter
     is_open: bool = True
-    """Whether new sequences get it."""
+    """Whether new sequences may be assigned to it."""
 
 
 class Pool:
-    """What the rows of a batch can draft from. `propose` and `observe` are a drafter's, for every row its own."""
+    """Drafters of the rows of a batch. `propose` and `observe` pass every row to its own drafter."""
 
     def __init__(self, target: Target, drafters: Drafter | Mapping[str, Drafter], lookups: NgramDrafter | None = None) -> None:
-        """Members by name, or one that has its drafter's name. The first is given to sequences that ask for none. `lookups`
-        are offered beside the drafts of every drafter that has to compute them."""
+        """`drafters`: drafters by name, or one under its own name. The first is the default. `lookups` drafts in addition to
+        every drafter that computes its drafts."""
         self.target, self.lookups = target, lookups
         self.members: dict[str, Member] = {}
-        """In their order; "none" is no entry unless it was given."""
+        """Pool entries in the given order; "none" only if it was given."""
         self._plain = Member(NONE, NoDrafter())
         self._leases: dict[int, Member] = {}
-        """Row -> what the sequence has that runs there."""
+        """Row -> pool entry of the sequence in that row."""
         self._held: dict[int, Drafter] = {}
-        """Row -> whose keys and values of it stand in that drafter's cache, also after the sequence has ended."""
+        """Row -> drafter whose cache holds keys and values of that row, also after its sequence has ended."""
         self.drafters: list[Drafter] = []
-        """The first member's, the others', then those that only older sequences have."""
+        """All bound drafters: the default, other entries, then replaced ones that still have sequences."""
         if isinstance(drafters, Drafter):
             drafters.bind(target)
             self.members[drafters.name] = Member(drafters.name, drafters)
@@ -65,7 +65,7 @@ class Pool:
 
     @property
     def default(self) -> Member:
-        """What a sequence gets that asks for no member, or for one that takes no more: the first that is open."""
+        """The pool entry for sequences without a choice, or whose choice is closed: the first open one."""
         return next((member for member in self.members.values() if member.is_open), self._plain)
 
     @property
@@ -74,32 +74,32 @@ class Pool:
 
     @property
     def open(self) -> list[str]:
-        """Names that new sequences may get, the default first, "none" last."""
+        """Names that new sequences may choose: the default first, "none" last."""
         return list(dict.fromkeys([*(name for name, member in self.members.items() if member.is_open), NONE]))
 
     @property
     def older(self) -> list[Member]:
-        """Those that are members no more but have sequences."""
+        """Replaced or removed entries that still have sequences."""
         return list({id(member): member for member in self._leases.values() if not self._is_here(member)}.values())
 
     def num_rows(self, member: Member) -> int:
-        """How many sequences have it."""
+        """Number of sequences assigned to this entry."""
         return sum(leased is member for leased in self._leases.copy().values())
 
     @property
     def num_plain(self) -> int:
-        """How many sequences have "none"."""
+        """Number of sequences assigned to "none"."""
         return self.num_rows(self._plain)
 
     def member(self, name: str) -> Member:
-        """Raises ConfigError when there is none of this name."""
+        """The pool entry of this name. Raises ConfigError for an unknown name."""
         if name not in self.members:
             raise ConfigError(f"there is no drafter {name!r} here: there are {', '.join([*self.members, NONE])}")
         return self.members[name]
 
     def swap(self, drafter: Drafter) -> None:
-        """Put `drafter` in the default's place, under its own name, and in the place of any other of this name. Raises
-        DrafterMismatchError, and changes nothing then."""
+        """Make `drafter` the default under its own name, replacing the old default and any drafter of this name. Raises
+        DrafterMismatchError, leaving the pool unchanged."""
         old = self.default
         if drafter is old.drafter:
             return
@@ -114,46 +114,46 @@ class Pool:
         self._let_go()
 
     def put(self, name: str, drafter: Drafter) -> None:
-        """Make `drafter` a member, in the place of any other of this name. Raises DrafterMismatchError, or ConfigError
-        for a name that means something else, and changes nothing then."""
+        """Add `drafter` to the pool, replacing any drafter of this name. Raises DrafterMismatchError, or ConfigError for a
+        reserved name, leaving the pool unchanged."""
         self._join(name, drafter)
         self._let_go()
 
     def _join(self, name: str, drafter: Drafter) -> None:
         if (
             name in (NONE, LOOKUP) and drafter.num_drafted and not drafter.is_at_hand
-        ):  # its drafts would pass for lookups, or for none
+        ):  # its drafts would be counted as prompt lookups, or as plain decoding
             raise ConfigError(f"a drafter cannot be the member {name!r}, which means lookups or no drafter: rename it")
         if drafter not in self.drafters:
             drafter.bind(self.target)
         if not drafter.is_at_hand:
-            drafter.name = name  # so that a planner tells members apart that are of one kind
+            drafter.name = name  # so that the planner distinguishes drafters of one method
         self.members[name] = Member(name, drafter)
 
     def admit(self, name: str, is_open: bool) -> None:
-        """Let new sequences get the member, or no more. Raises ConfigError when there is none of this name."""
+        """Open or close the drafter for new sequences. Raises ConfigError for an unknown name."""
         self.member(name).is_open = is_open
         self._let_go()
 
     def remove(self, name: str) -> None:
-        """Give the member to no sequence any more, and forget it. Raises ConfigError when there is none of this name."""
+        """Remove the drafter from the pool. Raises ConfigError for an unknown name."""
         del self.members[self.member(name).name]
         self._let_go()
 
     def start(self, seq: Sequence, guest: Drafter | None = None) -> None:
-        """As Drafter.start; the sequence is given the member that `seq.drafter` names, if it takes more, else the default; or
-        `guest`, which is bound to the target already and is let go with the sequence."""
+        """Assign `seq` to the drafter that `seq.drafter` names if it is open, else to the default, and start it there. With
+        `guest`, a bound drafter outside the pool, assign it to that one, which is released when the sequence ends."""
         member = self.members.get(seq.drafter) or (self._plain if seq.drafter == NONE else self.default)
         member = Member(guest.name, guest) if guest else member if member.is_open else self.default
         self._leases[seq.row], seq.drafter = member, member.name
         if guest:
             self._let_go()
         member.drafter.start(seq)
-        if beside := self._beside(member.drafter):
-            beside.start(seq)
+        if lookups := self._lookups_for(member.drafter):
+            lookups.start(seq)
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """As Drafter.adopt; nothing of a row that another drafter observed."""
+        """See Drafter.adopt; 0 if another drafter observed row `source`."""
         drafter = self._leases[seq.row].drafter
         if drafter.tap_layers and self._held.get(source) is not drafter:
             return 0
@@ -162,15 +162,15 @@ class Pool:
     def drop(self, seq: Sequence) -> None:
         member = self._leases.pop(seq.row)
         member.drafter.drop(seq)
-        if beside := self._beside(member.drafter):
-            beside.drop(seq)
+        if lookups := self._lookups_for(member.drafter):
+            lookups.drop(seq)
         if not self._is_here(member):
             self._let_go()
 
     def offers(self, seq: Sequence, planner: Planner, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """The drafts that the sequence could have checked next, those of its own drafter first, none of `unwanted` sources."""
+        """Drafts that could be checked next, by source; the sequence's own drafter first, without `unwanted` sources."""
         drafter, found = self._leases[seq.row].drafter, []
-        for each in (drafter, self._beside(drafter)):
+        for each in (drafter, self._lookups_for(drafter)):
             if each is None or each.name in unwanted:
                 continue
             most = seq.most_drafted(each.num_drafted)
@@ -183,7 +183,7 @@ class Pool:
         return found
 
     def propose(self, batch: Batch) -> DraftBlock:
-        """Drafts of the sources that `batch.takes_B` names, else of every sequence's own drafter."""
+        """Draft from the sources in `batch.takes_B`, or from every sequence's own drafter without them."""
         takes_B = batch.takes_B or [Take(self._leases[row].drafter.name, 1 << 30) for row in batch.rows]
         block = DraftBlock.certain([[] for _ in takes_B])
         sure_B: list[list[float] | None] = [None] * len(takes_B)
@@ -216,36 +216,37 @@ class Pool:
             drafter = self._held[row] = self._leases[row].drafter
             groups.setdefault(id(drafter), (drafter, []))[1].append(self._own_taps(drafter, one))
         for drafter, own in groups.values():
-            for each in (drafter, self._beside(drafter)):
+            for each in (drafter, self._lookups_for(drafter)):
                 if each is not None:
                     each.observe(own)
 
     def drafter_of(self, seq: Sequence) -> Drafter:
-        """The drafter that the sequence has, which has a row."""
+        """The drafter assigned to a sequence that has a row."""
         return self._leases[seq.row].drafter
 
     def advance(self, drafter: TappedDrafter, observed: list[Observed]) -> None:
-        """As `observe`, of positions that a recorded round has written into the cache of `drafter`, which all of them have."""
+        """Like `observe`, for positions whose keys and values a recorded round already wrote into the cache of `drafter`, which
+        all of these sequences have."""
         drafter.advance([one.sequence.row for one in observed], [one.start + one.count for one in observed])
         self._held |= {one.sequence.row: drafter for one in observed}
-        if lookups := self._beside(drafter):
+        if lookups := self._lookups_for(drafter):
             lookups.observe(observed)
 
-    def _beside(self, drafter: Drafter) -> NgramDrafter | None:
+    def _lookups_for(self, drafter: Drafter) -> NgramDrafter | None:
         return self.lookups if drafter.num_drafted and not drafter.is_at_hand else None
 
     def _is_here(self, member: Member) -> bool:
         return member is self._plain or self.members.get(member.name) is member
 
     def _let_go(self) -> None:
-        """Forget drafters without a sequence; tap what the others read, the default's layers first and in its order."""
+        """Release drafters without sequences, and set the target's taps: the default's layers first, in its order."""
         every = [self.default, *self.members.values(), *self.older]
         self.drafters = list({id(member.drafter): member.drafter for member in every}.values())
         self._held = {row: held for row, held in self._held.items() if held in self.drafters}
         self.target.set_taps(tuple(dict.fromkeys(layer for drafter in self.drafters for layer in drafter.tap_layers)))
 
     def _own_taps(self, drafter: Drafter, one: Observed) -> Observed:
-        """With the features of the layers that this drafter reads, in its order."""
+        """A copy of `one` with the features of this drafter's layers, in its order."""
         if one.taps_TF is None or drafter.tap_layers == self.target.tap_layers:
             return one
         if not drafter.tap_layers:

@@ -1,4 +1,4 @@
-"""A drafter that nobody relies on yet: tried on a request of its own among the others, and no error of its reaches them."""
+"""Canary for a new drafter: tries it on one request next to others and contains its errors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from paceline.types import CANDIDATE, Batch, DraftBlock, Sequence, Take
 
 
 class Probation(Drafter):
-    """Observes one request through the drafter and has it draft once, when the prompt is read; drafts nothing itself.
+    """Passes one request to the new drafter and lets it draft once, after the prompt; drafts nothing itself.
 
-    `done` gets what was drafted, or the error, when the request ends.
+    When the request ends, the future `done` receives the drafted tokens or the error.
     """
 
     name = CANDIDATE
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
-        """`drafter` is bound already."""
+        """`drafter` must be bound."""
         self.drafter, self._vocab_size = drafter, vocab_size
         self.tap_layers, self.has_own_threads = drafter.tap_layers, drafter.has_own_threads
         self.done: Future[list[int]] = Future()
@@ -28,7 +28,7 @@ class Probation(Drafter):
         self._error: Exception | None = None
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Take over no cached tokens: a drafter on probation reads the whole prompt."""
+        """Take over no cached tokens: the tried drafter reads the whole prompt."""
         return 0
 
     def propose(self, batch: Batch) -> DraftBlock:
@@ -72,5 +72,5 @@ class Probation(Drafter):
                 call()
             except PacelineError as error:
                 self._error = error
-            except Exception as error:  # noqa: BLE001  (whatever it is, the other requests go on)
+            except Exception as error:  # noqa: BLE001  (no error of the new drafter may stop other requests)
                 self._error = DrafterMismatchError(f"the drafter fails: {type(error).__name__} {error}")

@@ -1,4 +1,4 @@
-"""From a drafter's name to a drafter: one line per method, else a folder or hub id that says itself what it is."""
+"""Creates a drafter from its name: a method in DRAFTERS, a folder, a GGUF file or a hub id."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paceline.model.target import Target
 
 
 def _default(target: Target, target_name: str, **options: Any) -> Drafter:
-    """The drafter that ships for this target, else n-gram lookup; stderr gets a line where one ships and is missing."""
+    """The drafter that ships for this target, else prompt lookup; prints a notice if one ships but is missing."""
     folder = shipped.find_or_report(target_name) if target_name in shipped.SHIPPED else None
     return read_drafter(folder, **options) if folder else NgramDrafter(**options)
 
@@ -44,10 +44,10 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
 
 
 def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str = "", **options: Any) -> Drafter:
-    """The drafter that `spec` names: one of DRAFTERS, a folder, a hub id or a built-in model; None is "none".
+    """Create the drafter that `spec` names: one of DRAFTERS, a folder, a hub id or a built-in model; None is "none".
 
-    `options` other than None go to its constructor. Raises ModelNotFoundError, naming what is known, when there is nothing
-    of that name, ConfigError when a ready Drafter comes with options, and whatever reading the checkpoint raises.
+    `options` that are not None go to its constructor. Raises ModelNotFoundError for an unknown name, ConfigError if a Drafter
+    instance comes with options, and the errors of reading a checkpoint.
     """
     options = {name: value for name, value in options.items() if value is not None}
     if isinstance(spec, Drafter):
@@ -55,12 +55,12 @@ def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str
             raise ConfigError(f"a ready {type(spec).__name__} takes no options: set num_drafted where it is made")
         return spec
     name = spec or "none"
-    made = _made(name, target, target_name, options)
-    made.source = str(Path(name).resolve()) if name not in DRAFTERS and Path(name).exists() else name
-    return made
+    drafter = _make(name, target, target_name, options)
+    drafter.source = str(Path(name).resolve()) if name not in DRAFTERS and Path(name).exists() else name
+    return drafter
 
 
-def _made(spec: str, target: Target, target_name: str, options: dict[str, Any]) -> Drafter:
+def _make(spec: str, target: Target, target_name: str, options: dict[str, Any]) -> Drafter:
     if spec in DRAFTERS:
         return DRAFTERS[spec](target, target_name, **options)
     path = checkpoint_of(spec)
@@ -71,18 +71,18 @@ def _made(spec: str, target: Target, target_name: str, options: dict[str, Any]) 
         return MtpDrafter.from_folder(path, **options)
     if is_eagle3(raw):
         return Eagle3Drafter.from_folder(path, **options)
-    # Whatever else it is, a language model to draft with.
+    # Anything else is a language model that drafts.
     cache, dtype, device = target.cache, str(target.dtype).removeprefix("torch."), str(target.device)
     settings = EngineConfig(str(path), dtype=dtype, device=device, max_batch=cache.num_rows, max_len=cache.max_len)
     return SmallModelDrafter(load_target(settings), **options)
 
 
 def folder_of(name: str, target_name: str | None = None) -> Path:
-    """Where a drafter's checkpoint lies: a folder, a GGUF file, a hub id, or a built-in model that has a drafter; "default" is
-    that of the target.
+    """Path of a drafter's checkpoint: a folder, a GGUF file, a hub id, or a built-in model that has a drafter; "default" is the
+    target's.
 
-    Raises ModelNotFoundError, DownloadError for a drafter that ships and is missing, ModelFileError for what is neither
-    a DFlash or EAGLE-3 drafter's nor an MTP layer's, ConfigError for "default" without a target that has one.
+    Raises ModelNotFoundError, DownloadError if a shipped drafter is missing, ModelFileError unless it is a DFlash or EAGLE-3
+    drafter or an MTP layer, ConfigError for "default" if the target has no drafter.
     """
     if name == "default":
         if target_name not in shipped.SHIPPED:
@@ -98,27 +98,27 @@ def folder_of(name: str, target_name: str | None = None) -> Path:
 
 
 def shipped_or_checkpoint(name: str) -> Path:
-    """Folder or file of a drafter; a built-in model's name means the drafter that ships for it, where one does."""
+    """Path of a drafter; for the name of a built-in model, the drafter that ships for it, if any."""
     return shipped.find(name) if name in shipped.SHIPPED else checkpoint_of(name)
 
 
 def holds_dflash(path: Path) -> bool:
-    """Whether a folder or a GGUF file is of a DFlash drafter."""
+    """True if a folder or GGUF file holds a DFlash drafter."""
     return is_dflash(read_json(path / "config.json")) if path.is_dir() else is_gguf_drafter(path)
 
 
 def holds_mtp(path: Path) -> bool:
-    """Whether a folder is of an MTP layer alone, as training writes one."""
+    """True if a folder holds only an MTP layer, as training writes it."""
     return path.is_dir() and is_mtp(read_json(path / "config.json"))
 
 
 def holds_eagle3(path: Path) -> bool:
-    """Whether a folder is of an EAGLE-3 drafter, in either style."""
+    """True if a folder holds an EAGLE-3 drafter of either format."""
     return path.is_dir() and is_eagle3(read_json(path / "config.json"))
 
 
 def checkpoint_of(name: str) -> Path:
-    """Where a drafter that is none of DRAFTERS lies. Raises ModelNotFoundError."""
+    """Path of a drafter that is not in DRAFTERS. Raises ModelNotFoundError."""
     try:
         return hub.resolve(name)
     except ModelNotFoundError as error:

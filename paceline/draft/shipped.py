@@ -1,13 +1,13 @@
-"""Drafters that ship: the folder of each one, by its target's name. Their weights are a distribution of their own.
+"""Finds the drafters that ship, by their target's name. Their weights are a separate distribution.
 
-`find(name)` looks in this order:
+`find(name)` searches in this order:
 
     installed    the distribution `paceline-drafters`, import package paceline_drafters
-    checkout     drafters/ beside the package, where paceline runs from a checkout (an editable installation)
-    hub          the repository REPO, fetched into the cache; every file is checked by its SHA-256 in `shipped.json`
+    checkout     drafters/ next to the package, if paceline runs from a checkout (an editable installation)
+    hub          the repository REPO, downloaded into the cache; every file is checked by its SHA-256 in `shipped.json`
 
-`local(name)` does the same without a network. A drafter that is nowhere is an error with one sentence on what to
-install; `default` (`draft/registry.py`) prints that sentence once and drafts by lookups.
+`local(name)` searches without a network. A missing drafter is an error that names the command to install it;
+`default` (`draft/registry.py`) prints that error once and drafts by prompt lookup.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from paceline.errors import CacheError, DownloadError
 from paceline.hub import HubFile
 
 DISTRIBUTION = "paceline_drafters"
-"""Import package of the distribution: a folder a target."""
+"""Import package of the distribution: one folder per target."""
 BESIDE = Path(__file__).parents[2] / "drafters" / DISTRIBUTION
 """The same folders in a checkout."""
 REPO = "paceline/drafters"
 INSTALL = "run `pip install ./drafters` in a checkout of paceline"
 TABLE = Path(__file__).with_name("shipped.json")
 SHIPPED: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
-"""Target's name -> file's name -> num_bytes and sha256."""
+"""Target name -> file name -> num_bytes and sha256."""
 
 
 def local(name: str) -> Path | None:
-    """The folder of the drafter that ships for this target, if it is on this machine. Touches no network."""
+    """Folder of the drafter that ships for this target, or None if it is not on this machine. Uses no network."""
     if name not in SHIPPED:
         return None
     cached = hub.fetched_folder(name, _files(name))
@@ -43,9 +43,9 @@ def local(name: str) -> Path | None:
 
 
 def find(name: str) -> Path:
-    """The folder of the drafter that ships for this target, fetched from the hub where it must be.
+    """Folder of the drafter that ships for this target, downloaded from the hub if necessary.
 
-    Raises DownloadError or CacheError, which say what to install. `name` is a key of SHIPPED.
+    `name` is a key of SHIPPED. Raises DownloadError or CacheError, which name the command to install it.
     """
     if (folder := local(name)) is not None:
         return folder
@@ -59,7 +59,7 @@ def find(name: str) -> Path:
 
 @functools.cache
 def find_or_report(name: str) -> Path | None:
-    """Finds as `find` does; prints the error and returns None where there is none. Looks once in a process."""
+    """Like `find`, but prints the error and returns None if the drafter is missing. Cached: searches once per process."""
     try:
         return find(name)
     except (DownloadError, CacheError) as error:

@@ -1,8 +1,8 @@
-"""A smaller language model with the target's tokenizer as the drafter: K one-token passes a round, batched over rows.
+"""Drafts with a smaller language model that has the target's tokenizer: one forward pass per draft, batched over rows.
 
-The model is any Target with a cache of its own, whose rows are the target's. Prompts are run through it as they are
-observed, chunk by chunk; after a round what was refused is rolled back, and the next `propose` begins with whatever the
-cache still lacks: the anchor, and the last draft when all of them stood.
+The model is a Target with its own cache, whose rows are the target's rows. It runs prompts chunk by chunk as they are observed.
+After a round the rejected drafts are rolled back, and the next `propose` begins with the tokens missing from the cache:
+the last token, and also the last draft if all were accepted.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from paceline.types import Batch, DraftBlock, Sequence
 
 
 class SmallModelDrafter(Drafter):
-    """Greedy and seeded requests get certain drafts, sampled ones drafts with their distribution under the same settings."""
+    """Greedy and seeded requests get deterministic drafts; sampled requests get drafts with their distribution, under the same
+    sampling parameters."""
 
     name, is_stepwise = "small_model", True
 
     def __init__(self, model: Target, *, num_drafted: int | None = None) -> None:
-        """`model` must not be the target itself: both need a cache. Raises ConfigError on a negative num_drafted."""
+        """`model`: any Target except the target itself. Raises ConfigError for a negative num_drafted."""
         self.model, self.has_own_threads = model, model.has_own_threads
         self.num_drafted = 4 if num_drafted is None else num_drafted
         refuse(ConfigError, (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"))
 
     def bind(self, target: Target) -> None:
-        """As Drafter.bind; also raises ContextLengthError when the model is made for shorter contexts than the target's."""
+        """See Drafter.bind. Also raises ContextLengthError if the model's context is shorter than the target's."""
         if self.model is target:
             raise DrafterMismatchError("the drafter is the target object itself: load the model a second time")
         if self.model.vocab_size != target.vocab_size:
@@ -41,11 +42,11 @@ class SmallModelDrafter(Drafter):
                 "give a model with the target's tokenizer"
             )
         self.model.allocate_cache(target.cache.num_rows, target.cache.max_len)
-        while self.model.cache.allocate() is not None:  # all rows are taken for good: the target's rows are ours
+        while self.model.cache.allocate() is not None:  # take all rows: the model uses the target's row numbers
             pass
 
     def record(self) -> None:
-        """Records steps of one token, and of two: the first step of a round may also read the draft before it."""
+        """Records steps of one and two tokens: the first step of a round may also read the last draft."""
         self.model.record(2)
 
     @property
@@ -62,11 +63,11 @@ class SmallModelDrafter(Drafter):
         assert row == seq.row
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Nothing: `observe` runs the whole prompt through the model, whoever computed it for the target."""
+        """Keep all positions: `observe` runs the whole prompt through the model, including prefixes shared in the target."""
         return length
 
     def observe(self, observed: list[Observed]) -> None:
-        """Take back what was refused; run prompt chunks through the model."""
+        """Roll back rejected drafts; run prompt chunks through the model."""
         cache = self.model.cache
         rows, ends = [one.sequence.row for one in observed], [one.start + one.count for one in observed]
         cache.rollback(rows, [min(cache.lengths[row], end) for row, end in zip(rows, ends, strict=True)])
@@ -94,7 +95,7 @@ class SmallModelDrafter(Drafter):
         return block
 
     def _lacking(self, sequences: list[Sequence], texts: list[list[int]], logits: Literal["last", "none"]) -> ForwardBatch:
-        """What the model's cache does not hold of each sequence's text."""
+        """A batch with the tokens of each text that the model's cache lacks."""
         rows = [seq.row for seq in sequences]
         starts = [self.model.cache.lengths[row] for row in rows]
         rests = [text[start:] for text, start in zip(texts, starts, strict=True)]
@@ -102,7 +103,7 @@ class SmallModelDrafter(Drafter):
 
 
 def _drawn(seq: Sequence, logits_V: Tensor, probs_K: list[Tensor]) -> int:
-    """One draft drawn from the request's distribution over these logits; the distribution is appended to `probs_K`."""
+    """One draft sampled from the request's distribution over these logits; appends that distribution to `probs_K`."""
     probs_V = target_probs(logits_V[None], seq.params)[0]
     draw = rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, len(probs_K))
     probs_K.append(probs_V)

@@ -1,7 +1,7 @@
-"""Drafters that read the target's hidden states: what they observed waits by row until the row drafts.
+"""Base of drafters that read the target's hidden states: observed features wait per row until the row drafts.
 
-A row that never drafts never pays for keys and values of its features. When it does, everything that waits goes in one pass;
-a long wait is cut short, so that a round of others is not held up. Prefixes are taken over from other rows.
+A row that never drafts never computes keys and values of its features. When it drafts, all its pending features go in one pass;
+a long queue is shortened early, so that it does not delay a round of other rows. Prefixes are copied from other rows.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from paceline.model.kv_cache import KVCache
 from paceline.types import Sequence
 
 MOST_PENDING = 512
-"""Positions of a row that may wait; some megabytes of features."""
+"""Positions of a row that may be pending; a few megabytes of features."""
 PENDING_PIECE = 32
-"""Positions that go at once when there are more: the other rows' round waits for them."""
+"""Positions computed at once when a row exceeds MOST_PENDING; other rows wait for this pass."""
 MOST_UNSORTED = 16
-"""Passes whose features wait together."""
+"""Passes whose features are kept before they are sorted by row."""
 
 
 class TappedDrafter(Drafter):
-    """The rows of such a drafter; `bind` of a subclass sets `_overwrites_taps` and calls `_forget_rows`."""
+    """Row state of such a drafter; `bind` of a subclass sets `_overwrites_taps` and calls `_forget_rows`."""
 
     network: Any
-    """An nn.Module: the weights as they were read."""
+    """An nn.Module with the weights as read."""
     looks_ahead = 0
-    """How many tokens behind a position its keys and values depend on: so many last positions of a shared prefix are computed
-    again."""
+    """Number of following tokens that a position's keys and values depend on; that many last positions of a shared prefix are
+    recomputed."""
     _overwrites_taps: bool
 
     @property
     @abstractmethod
     def _cache(self) -> KVCache:
-        """What was taken in, by the target's rows."""
+        """The drafter's KV cache, indexed by the target's rows."""
 
     @abstractmethod
     def _take_in(self, rows: list[int], starts: list[int], counts: list[int], observed: list[Observed]) -> None:
-        """Append keys and values of so many positions of each row; `observed` holds them, one row after another."""
+        """Append keys and values of `counts` positions to each row; `observed` holds their features, row after row."""
 
     def _forget_rows(self) -> None:
         self._pending = PendingFeatures()
         self._unsorted: list[list[Observed]] = []
-        """What the latest passes verified."""
+        """Positions verified by the latest passes, not sorted by row yet."""
         self._fresh: set[int] = set()
-        """Rows whose sequence has just started: what they hold is another's, which the new one may adopt."""
+        """Rows whose sequence has just started: their cache belongs to an earlier sequence, which the new one may adopt."""
 
     def keep_weights(self) -> None:
         own = {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
@@ -63,7 +63,7 @@ class TappedDrafter(Drafter):
         self._fresh.add(seq.row)
 
     def observe(self, observed: list[Observed]) -> None:
-        """Keeps the features; they become keys and values when their row drafts: a row that does not pays next to nothing."""
+        """Keep the features; keys and values are computed when the row drafts."""
         if self._overwrites_taps:
             observed = [replace(one, taps_TF=one.taps_NF.clone(), begin=0) for one in observed if one.taps_NF is not None]
         self._unsorted.append(observed)
@@ -71,7 +71,7 @@ class TappedDrafter(Drafter):
             self._sort()
 
     def _sort(self) -> None:
-        """Give what was observed of late to its rows: of many rounds at once this takes a third of the time."""
+        """Sort the latest observations by row; several rounds at once take a third of the time."""
         latest, self._unsorted = self._unsorted, []
         for one in chain.from_iterable(latest):
             assert one.taps_TF is not None, "the target was not asked for taps"
@@ -87,7 +87,7 @@ class TappedDrafter(Drafter):
         self._sort()
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """As Drafter.adopt: keys and values are copied. A row keeps what it has until another sequence observes into it."""
+        """See Drafter.adopt; copies keys and values. A row keeps its cache until another sequence observes into it."""
         self._sort()
         self._inject([source])
         length = max(min(length - self.looks_ahead, self._cache.lengths[source]), 0)
@@ -104,7 +104,7 @@ class TappedDrafter(Drafter):
         self._fresh.discard(row)
 
     def _inject(self, rows: list[int], most: float = math.inf) -> None:
-        """Make keys and values of the features that wait, of each row's oldest `most` or of all."""
+        """Compute keys and values of pending features: each row's oldest `most`, or all."""
         waiting = [row for row in rows if self._pending.count(row)]
         if not waiting:
             return
@@ -114,16 +114,16 @@ class TappedDrafter(Drafter):
         self._take_in(waiting, starts, counts, [one for observed in taken for one in observed])
 
     def take_in_pending(self, rows: list[int]) -> None:
-        """Make keys and values of all features of these rows that wait."""
+        """Compute keys and values of all pending features of these rows."""
         self._sort()
         self._inject(rows)
 
     def advance(self, rows: list[int], lengths: list[int]) -> None:
-        """A recorded round has written keys and values of these rows up to `lengths`; nothing of them waits."""
+        """Set the cache lengths of these rows after a recorded round wrote their keys and values; none may be pending."""
         self._cache.append(rows, [length - self._cache.lengths[row] for row, length in zip(rows, lengths, strict=True)])
 
     def can_draft(self, seq: Sequence) -> bool:
-        """Whether every position before the anchor was observed."""
+        """True if every position before the last token was observed."""
         self._sort()
         return seq.row not in self._fresh and self._num_observed(seq.row) == seq.cached_len
 
@@ -132,8 +132,7 @@ class TappedDrafter(Drafter):
 
 
 class PendingFeatures:
-    """Features of observed positions that are not keys and values yet, by row, oldest first and without gaps: a row that never
-    drafts never pays for them."""
+    """Features of observed positions without keys and values yet, by row, oldest first and contiguous."""
 
     def __init__(self) -> None:
         self._rows: dict[int, deque[Observed]] = {}
@@ -143,11 +142,11 @@ class PendingFeatures:
         return waiting[-1].start + waiting[-1].count - waiting[0].start if waiting else 0
 
     def add(self, one: Observed) -> None:
-        """Positions that follow those the row has."""
+        """Append positions that directly follow the row's pending ones."""
         self._rows.setdefault(one.sequence.row, deque()).append(one)
 
     def take(self, row: int, most: float = math.inf) -> list[Observed]:
-        """The row's oldest `most` positions, or all: they wait no longer."""
+        """Remove and return the row's oldest `most` positions, or all."""
         waiting, taken = self._rows.get(row), list[Observed]()
         while waiting and most:
             one = waiting.popleft()
@@ -164,7 +163,7 @@ class PendingFeatures:
 
 
 def features_of(observed: list[Observed]) -> Tensor:
-    """Those of all these positions, one behind the other; of a single pass from its beginning there may be more behind."""
+    """Features [T, F] of all these positions, in order; for a single pass from its beginning, rows may follow them."""
     if len(observed) == 1 and observed[0].begin == 0 and observed[0].taps_TF is not None:
         return observed[0].taps_TF
     return torch.cat([one.taps_NF for one in observed if one.taps_NF is not None])

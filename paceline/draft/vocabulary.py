@@ -1,10 +1,10 @@
-"""A drafter's own vocabulary and head: which tokens it drafts among, and rows of a head of its own.
+"""A drafter's reduced draft vocabulary and its own LM head.
 
-    draft_ids.safetensors            beside z-lab's weights: ids int64 [Vd] ascending; head [Vd, D], if it has one of its own
-    d2t int64 [Vd], t2d bool [V],    within the weights, as `speculators` and vLLM have it: target id = i + d2t[i]
+    draft_ids.safetensors            next to z-lab's weights: ids int64 [Vd] ascending; head [Vd, D], if it has its own
+    d2t int64 [Vd], t2d bool [V],    within the weights, in `speculators` and vLLM: target id = i + d2t[i]
     lm_head.weight [Vd, D]
 
-All ids are the target's.
+All ids are the target's token ids.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ log = logging.getLogger("paceline.draft")
 DRAFT_IDS = "draft_ids.safetensors"
 HEAD, OFFSETS, IS_DRAFTED = "lm_head.weight", "d2t", "t2d"
 TARGETS_OWN = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
-"""Tensors that some files hold beside a drafter's, and that are the target's: nothing reads them here."""
+"""The target's tensors, which some drafter files also contain; paceline does not read them."""
 
 
 class Vocabulary(NamedTuple):
-    """Of a drafter; all None where it drafts among all of the target's tokens with the target's head."""
+    """Draft vocabulary and LM head; all None if the drafter uses the target's head over all tokens."""
 
     ids: Tensor | None = None
-    """The tokens it drafts among, int64, ascending; None: all."""
+    """Token ids that may be drafted, int64, ascending; None: all."""
     head_VD: Tensor | None = None
-    """Its own head, a row for each of them; None: the target's rows."""
+    """The drafter's own LM head, one row per id; None: the target's rows."""
 
 
 ALL_TOKENS = Vocabulary()
 
 
 def split(tensors: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Tensor], Vocabulary, dict[str, Tensor]]:
-    """A file's tensors apart: the network's, its vocabulary, and those that nothing here reads. Raises ModelFileError for a
-    vocabulary that contradicts itself."""
+    """Split a file's tensors into (network, vocabulary, unused tensors). Raises ModelFileError for an inconsistent
+    vocabulary."""
     special = (HEAD, OFFSETS, IS_DRAFTED, *TARGETS_OWN)
     network = {name: tensor for name, tensor in tensors.items() if name not in special}
     others = {name: tensors[name] for name in TARGETS_OWN if name in tensors}
@@ -68,14 +68,14 @@ def _ids(offsets: Tensor | None, is_drafted: Tensor | None, path: Path) -> Tenso
 
 
 def as_tensors(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """A draft vocabulary as `d2t` and `t2d`."""
+    """The tensors `d2t` and `t2d` of a draft vocabulary."""
     is_drafted = torch.zeros(vocab_size, dtype=torch.bool)
     is_drafted[ids] = True
     return {OFFSETS: ids - torch.arange(len(ids)), IS_DRAFTED: is_drafted}
 
 
-def read_beside(folder: Path) -> Vocabulary | None:
-    """That of `draft_ids.safetensors`, or None. Raises ModelFileError on a damaged file."""
+def read_draft_ids(folder: Path) -> Vocabulary | None:
+    """Read `draft_ids.safetensors`; None if there is no such file. Raises ModelFileError if it is damaged."""
     file = folder / DRAFT_IDS
     if not file.is_file():
         return None
@@ -91,7 +91,7 @@ def read_beside(folder: Path) -> Vocabulary | None:
 
 
 def check_ids(ids: Tensor, what: str, remedy: str) -> Tensor:
-    """Raises ModelFileError unless they are ids that ascend."""
+    """Return `ids`. Raises ModelFileError unless they are ascending and not negative."""
     if ids.ndim != 1 or not len(ids) or int(ids[0]) < 0 or not bool((ids[1:] > ids[:-1]).all()):
         raise ModelFileError(f"{what}: token ids must ascend: {remedy}")
     return ids

@@ -304,7 +304,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "a remote target's matrices": lambda folder: list(ends._read(folder, (ends.EMBEDDING,))),
     "a target's names": lambda folder: stitch._names(folder / "model.safetensors", {folder / "model.safetensors": []}),
     "a packed drafter": lambda folder: packed.read_packed(folder / "model.safetensors"),
-    "a draft vocabulary": vocabulary.read_beside,
+    "a draft vocabulary": vocabulary.read_draft_ids,
 }
 
 

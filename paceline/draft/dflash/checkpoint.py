@@ -83,7 +83,7 @@ def read_stored(folder: Path | str) -> StoredDrafter:
     for what in (unread, tuple(others)):
         if what:
             log.warning("%s: not read, as nothing here knows what to do with it: %s", folder, ", ".join(what))
-    return StoredDrafter(config, tensors, vocabulary.read_beside(folder) or within, others, form, unread)
+    return StoredDrafter(config, tensors, vocabulary.read_draft_ids(folder) or within, others, form, unread)
 
 
 def unread_keys(raw: Mapping[str, Any], form: str) -> tuple[str, ...]:
@@ -117,7 +117,7 @@ def read_draft_ids(folder: Path | str) -> Tensor | None:
     folder = Path(folder).expanduser()
     if is_gguf(folder):
         return read_stored(folder).vocabulary.ids
-    if beside := vocabulary.read_beside(folder):
+    if beside := vocabulary.read_draft_ids(folder):
         return beside.ids
     return None if (folder / PACKED).is_file() else vocabulary.split(dict(load_tensors(folder)), folder)[1].ids
 
