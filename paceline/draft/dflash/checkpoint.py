@@ -1,8 +1,8 @@
-"""DFlash checkpoints on disk: config.json and model.safetensors in z-lab's format, read and written unchanged, or in vLLM's
-`speculators` format (`draft/formats/speculators.py`), read in z-lab's words.
+"""Reads and writes DFlash checkpoints: config.json and model.safetensors in z-lab's format, unchanged. vLLM's `speculators`
+format is read too, converted to z-lab's keys (`draft/formats/speculators.py`).
 
-`DFlashConfig.from_json` says what a config means (defaults as in the authors' `dflash` package, 0.1.0); the JSON object itself
-is kept, unknown keys included, and is what `write_checkpoint` writes. Keys that nothing here knows are logged as a warning.
+`DFlashConfig.from_json` parses the config (defaults as in the authors' `dflash` package, 0.1.0). The JSON object itself is
+kept, unknown keys included, and `write_checkpoint` writes it back. Unknown keys are logged as a warning.
 """
 
 from __future__ import annotations
@@ -34,40 +34,39 @@ from paceline.runs.folder import sync, sync_folder
 
 DENSE, INDEX = "model.safetensors", "model.safetensors.index.json"
 READABLE = 0o644
-"""Of a drafter's files: servers often run as another user than the training."""
+"""File mode of a drafter's files: servers often run as another user than the training."""
 KNOWN_KEYS: dict[str, list[str]] = json.loads(Path(__file__).with_name("known_keys.json").read_text(encoding="utf-8"))
 log = logging.getLogger("paceline.draft")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredDrafter:
-    """What a drafter's folder holds, whichever format it is in."""
+    """Contents of a drafter's folder or GGUF file, independent of its format."""
 
     config: DFlashConfig
-    """Its `raw` is in z-lab's words."""
+    """Parsed config; its `raw` has z-lab's keys."""
     tensors: dict[str, Tensor]
-    """The network's, memory-mapped, by z-lab's names."""
+    """The network's tensors, memory-mapped, under z-lab's names."""
     vocabulary: Vocabulary = ALL_TOKENS
     others: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors of the file that nothing here reads; a copy in the same format has them too."""
+    """Tensors that paceline does not read; exports to the same format copy them."""
     form: str = "z-lab"
     unread: tuple[str, ...] = ()
-    """Keys of config.json that nothing here knows, and files whose contents are not read."""
+    """Unknown keys of config.json, and names of files that are not read."""
 
 
 def read_stored(folder: Path | str) -> StoredDrafter:
-    """A drafter's folder; its weights may be sharded, or packed in 8 bits (`draft/formats/packed.py`). Or its GGUF
-    file. What is not understood is logged.
+    """Read a drafter from its folder or GGUF file; weights may be sharded, or packed in 8 bits (`draft/formats/packed.py`).
 
-    Raises ModelNotFoundError, ModelFileError or UnsupportedModelError.
+    Logs unknown keys and tensors. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError.
     """
     folder = Path(folder).expanduser()
     if is_gguf(folder):
         raw, tensors, within, others = gguf_reading.read_gguf(folder)
         return StoredDrafter(DFlashConfig.from_json(raw, folder), tensors, within, others, "gguf")
-    own = read_json(folder / "config.json")
-    form = "speculators" if "speculators_model_type" in own else "z-lab"
-    config = DFlashConfig.from_json(speculators.to_z_lab(own, folder) if form == "speculators" else own, folder)
+    raw = read_json(folder / "config.json")
+    form = "speculators" if "speculators_model_type" in raw else "z-lab"
+    config = DFlashConfig.from_json(speculators.to_z_lab(raw, folder) if form == "speculators" else raw, folder)
     file = weights_file(folder)
     stored = read_packed(file, config.vocab_size) if file.name == PACKED else dict(load_tensors(folder))
     tensors, within, others = vocabulary.split(stored, folder)
@@ -77,8 +76,8 @@ def read_stored(folder: Path | str) -> StoredDrafter:
         )
     for name, tensor in tensors.items():
         check_finite(name, tensor, folder)
-    unread = unread_keys(own, form) + tuple(
-        sorted(each.name for kind in ("*.pt", "*.pth", "*.bin") for each in folder.glob(kind))
+    unread = unread_keys(raw, form) + tuple(
+        sorted(each.name for pattern in ("*.pt", "*.pth", "*.bin") for each in folder.glob(pattern))
     )
     for what in (unread, tuple(others)):
         if what:
@@ -87,32 +86,31 @@ def read_stored(folder: Path | str) -> StoredDrafter:
 
 
 def unread_keys(raw: Mapping[str, Any], form: str) -> tuple[str, ...]:
-    """Keys of a config.json in this format that nothing here knows."""
+    """Keys of a config.json in this format that paceline does not know."""
     harmless = {*KNOWN_KEYS["without effect"]}
     inner = "dflash_config" if form == "z-lab" else "transformer_layer_config"
     nested = raw.get(inner)
     known = {*KNOWN_KEYS["z-lab"], *harmless}
-    found = [name for name in raw if name not in harmless | {*KNOWN_KEYS[form]}]
-    return (*found, *(f"{inner}.{name}" for name in (nested if isinstance(nested, dict) else ()) if name not in known))
+    unknown = [name for name in raw if name not in harmless | {*KNOWN_KEYS[form]}]
+    return (*unknown, *(f"{inner}.{name}" for name in (nested if isinstance(nested, dict) else ()) if name not in known))
 
 
 def read_checkpoint(folder: Path | str) -> tuple[DFlashConfig, dict[str, Tensor]]:
-    """Config and network of a folder, as `read_stored`."""
+    """(config, network tensors) of a folder; see `read_stored`."""
     stored = read_stored(folder)
     return stored.config, stored.tensors
 
 
 def weights_file(folder: Path) -> Path:
-    """The file of a drafter's weights that this version has written, whether it is there or not."""
+    """Path of the weights file that paceline writes for a drafter; it may not exist."""
     dense, small = folder / DENSE, folder / PACKED
     return small if small.is_file() and not dense.exists() else dense
 
 
 def read_draft_ids(folder: Path | str) -> Tensor | None:
-    """The reduced draft vocabulary of a drafter: int64 ids, ascending, or None. Raises ModelFileError on a damaged file.
+    """The reduced draft vocabulary of a drafter: int64 ids, ascending, or None. Raises ModelFileError for a damaged file.
 
-    z-lab's format has no place for it: there it is a file of its own, which other readers do not see. They draft with the same
-    weights over the whole head.
+    z-lab's format has no such field, so it is a separate file, which other programs ignore: they draft over all tokens.
     """
     folder = Path(folder).expanduser()
     if is_gguf(folder):
@@ -131,48 +129,47 @@ def write_checkpoint(
     head_VD: Tensor | None = None,
     in_8_bits: bool = False,
 ) -> None:
-    """Write config.json and model.safetensors, or `in_8_bits` the file of `draft/formats/packed.py`, which paceline
-    alone reads; a reader never sees half a file, nor a new folder half filled. `head_VD`: the drafter's own head, a row
-    for each of `draft_ids`.
+    """Write config.json and model.safetensors, or with `in_8_bits` the file of `draft/formats/packed.py`, which only paceline
+    reads. `head_VD`: the drafter's own LM head, one row per id in `draft_ids`.
 
-    Into a folder that exists the files are moved one at a time, weights first. Beside the weights stands an index that names
-    them alone: vLLM and SGLang read every *.safetensors of a folder without one. Raises CacheError when it cannot be written.
+    A new folder appears complete; in an existing folder, files are replaced one at a time, weights first. An index file names
+    only the dense weights, since vLLM and SGLang without it read every *.safetensors. Raises CacheError if writing fails.
     """
     folder = Path(folder).expanduser()
     remedy = "free space or choose another folder"
     with reraised(CacheError, f"the drafter cannot be written to {folder}", remedy, OSError, SafetensorError):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-            made = Path(scratch) / "drafter"
-            made.mkdir()
+            staging = Path(scratch) / "drafter"
+            staging.mkdir()
             dense = _saved(tensors)
             weights, file = (packed(dense, draft_ids), PACKED) if in_8_bits else (dense, DENSE)
-            save_file(weights, made / file, {"format": "pt"})
+            save_file(weights, staging / file, {"format": "pt"})
             if not in_8_bits:
                 total = sum(tensor.nbytes for tensor in dense.values())
                 index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(dense, DENSE)}
-                (made / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+                (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
             if head_VD is not None and draft_ids is None:
                 draft_ids = torch.arange(len(head_VD))
             if draft_ids is not None:
-                save_file(_saved({"ids": draft_ids} | ({} if head_VD is None else {"head": head_VD})), made / DRAFT_IDS)
-            (made / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-            _publish(made, folder)
+                save_file(_saved({"ids": draft_ids} | ({} if head_VD is None else {"head": head_VD})), staging / DRAFT_IDS)
+            (staging / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+            _publish(staging, folder)
 
 
 def _saved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def _publish(made: Path, folder: Path) -> None:
-    for file in made.iterdir():
+def _publish(staging: Path, folder: Path) -> None:
+    for file in staging.iterdir():
         file.chmod(READABLE)
-    sync_folder(made)
+    sync_folder(staging)
     if not folder.exists():
-        os.rename(made, folder)
-    for name in (DENSE, PACKED, INDEX, DRAFT_IDS, "config.json") if made.exists() else ():
-        if (made / name).exists():
-            os.replace(made / name, folder / name)
+        os.rename(staging, folder)
+    for name in (DENSE, PACKED, INDEX, DRAFT_IDS, "config.json") if staging.exists() else ():
+        if (staging / name).exists():
+            os.replace(staging / name, folder / name)
         else:
             (folder / name).unlink(missing_ok=True)
     sync(folder, folder.parent)

@@ -1,4 +1,4 @@
-"""What a DFlash drafter looks like: its config.json in z-lab's words, read, checked and made new.
+"""Config of a DFlash drafter: parses, checks and creates config.json with z-lab's keys.
 
 Defaults are as in the authors' `dflash` package, 0.1.0.
 """
@@ -32,23 +32,23 @@ ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
 
 @dataclass(frozen=True, slots=True)
 class DFlash2Sizes:
-    """What DFlash 2 adds to a DFlash network (`draft/dflash2/drafter.py`)."""
+    """Sizes that DFlash 2 adds to a DFlash network (`draft/dflash2/drafter.py`)."""
 
     conv_kernel_size: int
-    """Taps of a convolution: a slot and those before it."""
+    """Taps of a convolution: each position and those before it."""
     conv_group_size: int
-    """Neighbouring channels that share what a slot adds to the taps."""
+    """Adjacent channels that share the input-dependent part of the taps."""
     selector_rank: int
     selector_top_k: int
-    """Candidates of a slot."""
+    """Candidates per draft position."""
 
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    """A DFlash drafter: a Qwen3-shaped decoder without embedding and head, and how it is attached to its target."""
+    """Config of a DFlash drafter: a Qwen3-shaped decoder without embedding and LM head, and how it attaches to its target."""
 
     shape: DecoderConfig
-    """Sizes, rope and windows of the draft layers; its vocabulary is the target's and not meant here."""
+    """Sizes, RoPE and windows of the draft layers; its `vocab_size` is not used."""
     vocab_size: int | None
     num_target_layers: int | None
     target_layer_ids: tuple[int, ...]
@@ -56,29 +56,31 @@ class DFlashConfig:
     block_size: int
     mask_token_id: int
     is_causal: tuple[bool, ...]
-    """Per draft layer: whether a slot sees only the slots before it. Without the key, only sliding layers are so."""
+    """For each draft layer, whether a block position attends only to earlier ones. By default only sliding-window layers are
+    causal."""
     input_embedding_scale: float
     output_multiplier: float
     final_logit_softcapping: float
     """0 is off."""
     raw: dict[str, Any]
-    """config.json as it was read."""
+    """config.json as read."""
     from_anchor: bool = False
-    """Whether slot k says the token behind its position, so that the anchor's slot drafts too; else the token at it. Files call
-    this sample_from_anchor, or shift_label."""
+    """True if block position k predicts the next token, so that the first one drafts too; otherwise it predicts the token at
+    its own position. Files call this sample_from_anchor or shift_label."""
     second: DFlash2Sizes | None = None
-    """Of a DFlash 2 drafter; None: DFlash v1."""
+    """Sizes of a DFlash 2 drafter; None for DFlash v1."""
     foresight: Foresight = field(default_factory=Foresight)
-    """How it guesses the target's draws: our own key `paceline`."""
+    """Parameters of noise-aware drafting; key `paceline` of config.json."""
 
     @property
     def num_slots(self) -> int:
-        """Drafts of a block."""
+        """Number of drafts of a full block."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path | str = "config.json") -> DFlashConfig:
-        """Raises UnsupportedModelError for another format or architecture, ModelFileError for a missing or impossible key."""
+        """Parse a config.json. Raises UnsupportedModelError for another format or architecture, ModelFileError for a missing or
+        invalid key."""
         path = Path(path)
         nested = raw.get("dflash_config") or {}
         if not isinstance(nested, dict):
@@ -115,7 +117,7 @@ class DFlashConfig:
 
 
 def default_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
-    """The target layers a drafter of `num_layers` taps when its config names none: spread from layer 1 to the third last."""
+    """Target layers tapped by a drafter of `num_layers` by default: evenly spaced from layer 1 to the third last."""
     if num_layers == 1:
         return [num_target_layers // 2]
     span = num_target_layers - 4
@@ -134,9 +136,9 @@ def new_config(
     mask_token_id: int | None = None,
     **keys: Any,
 ) -> dict[str, Any]:
-    """config.json of a new drafter for a target of these sizes; `keys` overrides or adds any key of the format.
+    """config.json of a new drafter for a target of these sizes; `keys` overrides or adds keys of the format.
 
-    The mask token defaults to the vocabulary's last id; one key head serves at most four query heads.
+    The mask token defaults to the vocabulary's last id; up to four query heads share a key head.
     """
     layer_ids = default_layer_ids(num_target_layers, num_layers)
     num_heads = max(1, hidden_size // head_dim)
@@ -162,14 +164,14 @@ def new_config(
 
 
 def as_dflash2(raw: Mapping[str, Any], *, rank: int = 256, top_k: int = 16) -> dict[str, Any]:
-    """config.json of a DFlash 2 drafter whose body is the DFlash v1 drafter that `raw` describes."""
+    """config.json of a DFlash 2 drafter whose body is the DFlash v1 drafter with config `raw`."""
     own = raw.get("dflash_config") or {}
     added = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": rank, "selector_top_k": top_k}
     return {**raw, "architectures": [ARCHITECTURE_2], "dflash_config": {**own, **added}}
 
 
 def check_fit(config: DFlashConfig, target: Sizes, draft_ids: Tensor | None = None, head_VD: Tensor | None = None) -> None:
-    """Raises DrafterMismatchError naming both values where a drafter and a target differ."""
+    """Raises DrafterMismatchError with both values if a drafter does not fit a target."""
     last_id = -1 if draft_ids is None else int(draft_ids.max())
     wrong_layers = [layer for layer in config.target_layer_ids if not 0 <= layer < target.num_layers]
     num_layers, vocab_size = target.num_layers, target.vocab_size
@@ -193,7 +195,7 @@ def check_fit(config: DFlashConfig, target: Sizes, draft_ids: Tensor | None = No
 
 
 def is_dflash(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a DFlash drafter, in whichever format and version."""
+    """True for the config.json of a DFlash drafter of any format and version."""
     names = f"{raw.get('architectures')} {raw.get('speculators_model_type')}"
     return "dflash_config" in raw or "dflash" in names.lower()
 

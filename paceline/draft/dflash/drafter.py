@@ -1,14 +1,12 @@
-"""DFlash (arXiv 2602.06036): one pass of a small block-diffusion network drafts a block.
+"""DFlash (arXiv 2602.06036): a small block-diffusion network drafts a whole block in one pass.
 
-The target's tapped hidden states become keys and values of every draft layer, once per verified position, all layers in one
-matrix product (`observe`). A round embeds [anchor, MASK, MASK, ...] with the target's embedding, lets every slot see the
-context before the anchor and its block, and reads all drafts off the target's head at once (`propose`). Slot k predicts the
-token at its own position, anchor + k; slot 0 is discarded.
+The target's tapped hidden states become keys and values of all draft layers, once per verified position, in one matrix product
+(`observe`). A round embeds [anchor, MASK, MASK, ...] with the target's embedding, where the anchor is the last verified token.
+Every block position attends to the context and to the block, and the target's LM head yields all drafts at once (`propose`).
+Position k of the block predicts the token at its own position; position 0, the anchor, is discarded.
 
-`DFlashNetwork` holds the weights and is what training trains. A path is the same mathematics made for decoding, with its
-cache: in `paths.py` there is one in PyTorch, on any device, and one of native calls. `reading.py` turns a
-pass's logits into drafts; `draft/dflash2/drafter.py` adds what DFlash 2 has more.
-`tests/draft/test_dflash.py` compares them with the authors' `dflash` package.
+`DFlashNetwork` holds the weights and is trained; `paths.py` has two decode paths with KV caches, in PyTorch and in native
+calls. `reading.py` turns logits into drafts. `tests/draft/test_dflash.py` compares them with the authors' `dflash` package.
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ from paceline.types import Batch, DraftBlock, Sequence
 
 
 class Attend(Protocol):
-    """Rotary positions, who sees whom, and softmax, for blocks packed one after another; `train/learn/attention.py` holds some.
+    """Attention with RoPE and masks over packed blocks; `train/learn/attention.py` has implementations.
 
-    layer: index of the draft layer. query [T, heads, head_dim]; keys and values [T, kv_heads, head_dim] of the blocks' own
-    slots and [N, kv_heads, head_dim] of the context, normed, not yet rotated. Returns [T, heads * head_dim].
+    layer: index of the draft layer. query [T, heads, head_dim]; keys and values [T, kv_heads, head_dim] of the blocks and
+    [N, kv_heads, head_dim] of the context, normed, before RoPE. Returns [T, heads * head_dim].
     """
 
     def __call__(self, layer: int, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor: ...
@@ -106,7 +104,7 @@ class DraftLayer(nn.Module):
 
 
 class DFlashNetwork(nn.Module):
-    """The trainable network; parameters have the names and dtypes of the checkpoint. Embedding and head are the target's."""
+    """The trainable network, with the checkpoint's parameter names and dtypes. Embedding and LM head are the target's."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -123,7 +121,7 @@ class DFlashNetwork(nn.Module):
 
     @classmethod
     def of(cls, config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
-        """A network that holds `tensors` themselves. Raises ModelFileError naming a tensor that does not fit the config."""
+        """Create a network that shares `tensors`. Raises ModelFileError naming a tensor that does not fit the config."""
         with torch.device("meta"):
             network = cls(config)
         expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
@@ -138,7 +136,7 @@ class DFlashNetwork(nn.Module):
         return network
 
     def of_file(self) -> dict[str, Tensor]:
-        """Tensors by the names that its file has for them."""
+        """Tensors under the names of the checkpoint file."""
         return dict(self.state_dict())
 
     @classmethod
@@ -149,16 +147,16 @@ class DFlashNetwork(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """Weights as `checkpoint.random_weights` draws them for a target of this device and dtype."""
+        """A network with random weights from `checkpoint.random_weights`."""
         with torch.device("meta"):
             shapes = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
         return cls.of(config, dict(random_weights(shapes, seed, device, dtype)))
 
     def forward(self, block_TD: Tensor, taps_NF: Tensor, attend: Attend) -> Tensor:
-        """Final normed hidden states [T, D] of block inputs, given the target's taps at N context positions.
+        """Final normed hidden states [T, D] of the blocks' inputs, given the target's taps at N context positions.
 
-        Any number of blocks and contexts, packed one after another; `attend` knows which is whose and where each stands.
-        Differentiable; the decode path must equal it.
+        Blocks and contexts are packed; `attend` knows which context belongs to which block. Differentiable; the decode path
+        must equal it.
         """
         context_ND = self.hidden_norm(self.fc(taps_NF))
         for index, layer in enumerate(self.layers):
@@ -167,9 +165,9 @@ class DFlashNetwork(nn.Module):
 
 
 def visible(query_T: Tensor, key_S: Tensor, window: int | None, is_causal: bool) -> Tensor:
-    """Whether slots at positions [T] see keys at positions [S], of those their block may see at all; bool [T, S].
+    """Mask of a block's keys, bool [T, S]: block positions [T] that attend to keys at positions [S].
 
-    Context stands before the whole block, so causality only hides later slots. The window counts per query, and both ways.
+    The context precedes the block, so causality only hides later block positions. The window applies in both directions.
     """
     distance = query_T[:, None] - key_S
     seen = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
@@ -177,11 +175,12 @@ def visible(query_T: Tensor, key_S: Tensor, window: int | None, is_causal: bool)
 
 
 class DFlashDrafter(TappedDrafter):
-    """A DFlash v1 drafter. Greedy and seeded requests get certain drafts, sampled ones drafts with their distribution."""
+    """A DFlash v1 drafter. Greedy and seeded requests get deterministic drafts; sampled requests get drafts with their
+    distribution."""
 
     name = "dflash"
     has_native_path = True
-    """Whether it runs in native calls beside a target that does."""
+    """True if it uses native calls with a native target."""
 
     def __init__(
         self,
@@ -191,8 +190,8 @@ class DFlashDrafter(TappedDrafter):
         draft_ids: Tensor | None = None,
         head_VD: Tensor | None = None,
     ) -> None:
-        """`num_drafted` below block_size - 1 reads fewer slots of the same block; more raise ConfigError. `draft_ids`: the only
-        tokens drafted, for a head of fewer rows. `head_VD`: a head of its own in place of the target's, with these rows."""
+        """`num_drafted` below block_size - 1 reads fewer positions of the block; more raises ConfigError. `draft_ids`: draft
+        vocabulary. `head_VD`: the drafter's own LM head, one row per drafted id."""
         self.network, self.config = network, network.config
         self.block_size = self.config.block_size
         most = self.config.num_slots
@@ -206,7 +205,7 @@ class DFlashDrafter(TappedDrafter):
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
-        """Read a checkpoint, as `checkpoint.read_stored` does. Raises UnsupportedModelError for a DFlash 2 drafter."""
+        """Read a checkpoint; see `checkpoint.read_stored`. Raises UnsupportedModelError for a DFlash 2 drafter."""
         stored = read_stored(folder)
         if stored.config.second:
             raise UnsupportedModelError(f"{folder} holds a DFlash 2 drafter: read it with dflash2.read_drafter")
@@ -216,20 +215,20 @@ class DFlashDrafter(TappedDrafter):
 
     @classmethod
     def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> DFlashDrafter:
-        """Random weights for mocking: right cost, useless drafts. `keys` are those of `checkpoint.new_config`."""
+        """A drafter with random weights for benchmarks: real cost, useless drafts. `keys` are those of `config.new_config`."""
         raw = new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys)
         network = DFlashNetwork.random(DFlashConfig.from_json(raw), seed, target.device, target.dtype)
         return cls(network, num_drafted=num_drafted)
 
     def save(self, folder: Path | str, *, in_8_bits: bool = False) -> None:
-        """Write the checkpoint; what was loaded is written back unchanged, unless `in_8_bits` rounds the matrices for a file
-        that paceline alone reads. Raises CacheError."""
+        """Write the checkpoint, unchanged if it was loaded; `in_8_bits` rounds the matrices into a file that only paceline
+        reads. Raises CacheError."""
         tensors = self.network.of_file()
         write_checkpoint(folder, self.config.raw, tensors, self.draft_ids, head_VD=self.head_VD, in_8_bits=in_8_bits)
 
     @torch.no_grad()
     def bind(self, target: Target) -> None:
-        """As Drafter.bind. Bound to the same cache again it keeps its packed matrices and forgets all rows."""
+        """See Drafter.bind. Binding to the same cache again keeps the packed matrices and resets all rows."""
         check_fit(self.config, target, self.draft_ids, self.head_VD)
         if self._target is target and self._bound_cache is target.cache:
             self._path.cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
@@ -252,7 +251,7 @@ class DFlashDrafter(TappedDrafter):
 
     @property
     def round_path(self) -> TorchPath | None:
-        """The path, if a recorded round may hold its passes: then every draft is read off its own slot alone."""
+        """The path, if recorded rounds can contain it: each draft then depends on its own block position alone."""
         return self._path if type(self._path) is TorchPath else None
 
     def cache_bytes(self, target: Target) -> int:
@@ -280,7 +279,7 @@ class DFlashDrafter(TappedDrafter):
         self._path.inject(rows, starts, counts, features_of(observed))
 
     def propose(self, batch: Batch) -> DraftBlock:
-        """As Drafter.propose; a slot whose logits are not finite numbers ends its row's drafts."""
+        """See Drafter.propose. A block position with non-finite logits ends its row's drafts."""
         limits = batch.draft_limits_B(self.num_drafted)
         drafting = [index for index, limit in enumerate(limits) if limit > 0]
         block = DraftBlock.certain([[] for _ in limits])
@@ -290,42 +289,42 @@ class DFlashDrafter(TappedDrafter):
         sequences = [batch.sequences[index] for index in drafting]
         rows, anchors = [seq.row for seq in sequences], [seq.tokens[-1] for seq in sequences]
         self._inject(rows)
-        grows = [bool(batch.num_candidates) and seq.constraint is None for seq in sequences]
-        guesses = [batch.foresees and seq.kind != "greedy" and seq.params.lossy is None for seq in sequences]
-        named = [tree or guess for tree, guess in zip(grows, guesses, strict=True)]
-        drawn = [seq.kind == "sampled" and not each for seq, each in zip(sequences, named, strict=True)]
+        has_tree = [bool(batch.num_candidates) and seq.constraint is None for seq in sequences]
+        predicts = [batch.foresees and seq.kind != "greedy" and seq.params.lossy is None for seq in sequences]
+        has_candidates = [tree or guess for tree, guess in zip(has_tree, predicts, strict=True)]
+        drawn = [seq.kind == "sampled" and not each for seq, each in zip(sequences, has_candidates, strict=True)]
         width = max(limits)
         needed = width if self.config.from_anchor else 1 + width
-        # Slots that nobody reads are left out; recorded passes have one size, and fewer slots would cost as much.
+        # Recorded passes have one size; eager ones compute only the positions that are read.
         size = self.block_size if batch.whole_blocks or self._path.is_fixed else needed
-        says_sure = not batch.whole_blocks or any(named)
-        reading = self._read(rows, anchors, width, size, says_sure or any(drawn))
+        with_confidence = not batch.whole_blocks or any(has_candidates)
+        reading = self._read(rows, anchors, width, size, with_confidence or any(drawn))
         candidates_B: list[Candidates | None] = [None] * len(limits)
-        block.candidates_B = candidates_B if any(grows) else None
+        block.candidates_B = candidates_B if any(has_tree) else None
         sure_B: list[list[float] | None] = [None] * len(limits)
-        block.sure_B = sure_B if says_sure else None
+        block.sure_B = sure_B if with_confidence else None
         for slot, (seq, index) in enumerate(zip(sequences, drafting, strict=True)):
             if drawn[slot]:
                 block.tokens_B[index], block.probs_B[index], sure = reading.drawn(slot, limits[index], seq)
-            elif named[slot]:
+            elif has_candidates[slot]:
                 most, count = min(self._cache_room(seq), MOST_NODES), max(batch.num_candidates, 1)
-                foresight = self.config.foresight if guesses[slot] else None
+                foresight = self.config.foresight if predicts[slot] else None
                 candidates = reading.candidates(slot, limits[index], seq, count, most, foresight)
-                candidates_B[index] = candidates if grows[slot] else None
+                candidates_B[index] = candidates if has_tree[slot] else None
                 block.tokens_B[index] = [tokens[0] for tokens in candidates.tokens_KM]
                 sure = [logprobs[0] for logprobs in candidates.logprobs_KM]
             else:
-                block.tokens_B[index], sure = reading.certain(slot, limits[index], says_sure)
-            sure_B[index] = sure[: num_finite(sure)] if sure and says_sure else None
+                block.tokens_B[index], sure = reading.certain(slot, limits[index], with_confidence)
+            sure_B[index] = sure[: num_finite(sure)] if sure and with_confidence else None
         return block
 
-    def chances_of(self, seq: Sequence, said: list[int], probs_KV: Tensor) -> list[float]:
-        """Probability that each of these tokens is drafted behind the row's anchor, if those before it were. `probs_KV`: what
-        the row's latest drafts were drawn from, at least as many slots."""
-        return probs_KV[torch.arange(len(said)), torch.tensor(said, dtype=torch.int64)].tolist()
+    def chances_of(self, seq: Sequence, tokens: list[int], probs_KV: Tensor) -> list[float]:
+        """Probability that each of `tokens` is drafted after the row's last token, given the tokens before it. `probs_KV`: the
+        distributions of the row's latest sampled drafts, at least as many."""
+        return probs_KV[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.int64)].tolist()
 
     def _cache_room(self, seq: Sequence) -> int:
-        """Drafts that fit the target's cache behind the row's anchor."""
+        """Number of drafts that fit the target's cache after the row's last token."""
         assert self._target is not None
         return self._target.cache.max_len - seq.cached_len - 1
 

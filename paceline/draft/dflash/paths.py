@@ -1,4 +1,4 @@
-"""DFlash's decode paths, fused and packed for one target, in PyTorch and native."""
+"""DFlash's decode paths in PyTorch and in native calls, with weights fused and packed for one target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.draft.dflash.config import DFlashConfig
-from paceline.draft.dflash.reading import scale_logits, sureness
+from paceline.draft.dflash.reading import scale_logits, top_logprob
 from paceline.draft.dflash.static import Kind, StaticForms
 from paceline.model.gguf.blocks import Weight, quantise
 from paceline.model.kv_cache import StaticKVCache
@@ -24,25 +24,25 @@ from paceline.model.torch.parts import PackedLinear, Residual, RMSNorm, fuse
 
 
 class Drafts(NamedTuple):
-    """Results of one drafting pass, for the first drafts of some rows."""
+    """Results of one drafting pass for the first draft positions of some rows."""
 
     best_BK: list[list[int]]
-    """The most likely of each slot, counted in the draft vocabulary; -1 where its logits are not finite."""
+    """Most probable column of the head at each position; -1 for non-finite logits."""
     logits_BKV: Tensor | None = None
-    """The head's output."""
+    """The head's output [B, K, V]."""
     sure_BK: list[list[float]] | None = None
-    """The most likely token's log-probability, where the pass computes it."""
+    """Log-probability of the most probable token, if the pass computes it."""
 
 
 LayerAttention = tuple[Tensor, Tensor, AttentionPlan, CacheWriter, Rope, tuple[Tensor, Tensor]]
-"""What `Layer.run` takes besides the residual stream."""
+"""(keys, values, plan, cache writer, RoPE, RoPE tables): arguments of `Layer.run` after the residual stream."""
 
 
 class TorchPath:
-    """DFlash by PyTorch operations, on any device: the weights of a network made for decoding with one target.
+    """DFlash in PyTorch operations on any device, with weights prepared for one target.
 
-    The cache is a StaticKVCache of one layer whose heads are those of all draft layers side by side, so that features are
-    written to all layers at once; behind each row's length is room for the block, which is dead after the round.
+    The cache is a StaticKVCache of one layer that concatenates the heads of all draft layers, so that one write injects
+    features into all of them. Each row has room for a block after its length, discarded after the round.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class TorchPath:
         draft_ids: Tensor | None = None,
         head_VD: Tensor | None = None,
     ) -> None:
-        """`head_VD`: a head of the drafter's own, in the place of the target's or of its rows of `draft_ids`."""
+        """`head_VD`: the drafter's own LM head in place of the target's, or of its rows `draft_ids`."""
         self.config, shape = config, config.shape
         dtype, device, num_rows, max_len = target.dtype, target.device, target.cache.num_rows, target.cache.max_len
         self._target, self.dtype, self.device = target, dtype, device
@@ -63,21 +63,21 @@ class TorchPath:
         self._residual_dtype = torch.float32 if device.type == "cpu" else dtype
         weights = {name: tensor.detach().to(device, dtype) for name, tensor in network.items()}
         self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
-        """Of packed matrices, the target's own not among them."""
+        """Bytes of packed matrices, without the target's own."""
         if isinstance(self._head, PackedLinear):
             self.weight_bytes += self._head.num_bytes
         self._fc = PackedLinear(weights["fc.weight"])
         self._hidden_norm = RMSNorm(weights["hidden_norm.weight"], shape.rms_norm_eps)
         self._final_norm = RMSNorm(weights["norm.weight"], shape.rms_norm_eps)
-        every = [f"layers.{index}.self_attn" for index in range(shape.num_layers)]
-        self._context_kv = fuse(dict(weights), *(f"{name}.{which}_proj" for which in "kv" for name in every))
-        key_norms = [weights[f"{name}.k_norm.weight"].expand(shape.num_kv_heads, -1) for name in every]
+        attentions = [f"layers.{index}.self_attn" for index in range(shape.num_layers)]
+        self._context_kv = fuse(dict(weights), *(f"{name}.{which}_proj" for which in "kv" for name in attentions))
+        key_norms = [weights[f"{name}.k_norm.weight"].expand(shape.num_kv_heads, -1) for name in attentions]
         self._context_norm = RMSNorm(torch.cat(key_norms), shape.rms_norm_eps)
         slack = config.block_size
         self.rope = Rope(*(table.to(device, dtype) for table in rope_tables(shape, max_len + slack)))
         heads = shape.num_layers * shape.num_kv_heads
         self.cache = StaticKVCache(1, num_rows, heads, max_len, shape.head_dim, dtype, device, slack=slack)
-        """What was injected, by the target's rows."""
+        """Injected keys and values, by the target's rows."""
         self._layers, _ = build_layers(shape, weights.items(), partial(Layer.of, shape), make_other=lambda name, weight: None)
         self.kinds: list[Kind] = [
             (layer.window, is_causal) for layer, is_causal in zip(self._layers, config.is_causal, strict=True)
@@ -87,11 +87,11 @@ class TorchPath:
         self.group = shape.num_heads // shape.num_kv_heads
         self._static: StaticForms | None = None
         self.rounds: dict[Any, Any] = {}
-        """Recorded rounds with this path, which `engine/device_round.py` keeps."""
+        """Recorded rounds with this path, managed by `engine/device_round.py`."""
 
     @property
     def is_fixed(self) -> bool:
-        """Whether passes are replayed, so that all slots of a block cost what a few of them do."""
+        """True if passes are replayed in fixed shapes, so a full block costs no more than a part of it."""
         return self._target.recorder is not None
 
     def _forms(self) -> StaticForms | None:
@@ -107,7 +107,7 @@ class TorchPath:
 
     @torch.inference_mode()
     def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
-        """Append the keys and values that every layer makes of newly verified positions: the first sum(counts) of `taps_TF`."""
+        """Append keys and values of newly verified positions in all layers: the first sum(counts) rows of `taps_TF`."""
         forms = self._forms()
         if forms is None or not forms.inject(rows, starts, counts, taps_TF):
             writer = CacheWriter(rows, starts, counts, self.device)
@@ -121,12 +121,13 @@ class TorchPath:
 
     @torch.inference_mode()
     def draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
-        """The most likely token of the first `width` drafts of each row, and their logits [B, width, V]; each block
-        of `size` slots stands right behind its row's context and is dead afterwards. The next recorded pass may
+        """The most probable token at the first `width` draft positions of each row, and logits [B, width, V] if requested.
+
+        Each block of `size` positions follows its row's context and is discarded afterwards. The next recorded pass may
         overwrite the logits."""
         if outputs := self._replayed(rows, anchors, size):
-            best_and_sure = outputs[0].tolist()  # the round's only read
-            slots_B = [best_and_sure[row][:width] for row in rows]
+            best_and_logprob = outputs[0].tolist()  # the round's only device-to-host copy
+            slots_B = [best_and_logprob[row][:width] for row in rows]
             logits_BKV = rows_of(outputs[1], rows)[:, :width] if with_logits else None
             best_BK = [[int(best) for best, _ in slots] for slots in slots_B]
             return Drafts(best_BK, logits_BKV, [[sure for _, sure in slots] for slots in slots_B])
@@ -134,37 +135,37 @@ class TorchPath:
         return Drafts(_best(logits_BKV).tolist(), logits_BKV if with_logits else None)
 
     def _replayed(self, rows: list[int], anchors: list[int], size: int) -> list[Tensor] | None:
-        """Outputs of `conclude` for whole blocks, by row of the cache; None where no pass is recorded."""
+        """Outputs of `conclude` for full blocks, by cache row; None if no pass is recorded."""
         forms = self._forms() if size == self.config.block_size else None
         return forms.block(rows, anchors) if forms else None
 
     def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
-        """The most likely token and its log-probability [B, width, 2], both in float64 to be read at once, and logits
-        [B, width, V], of blocks' hidden states before the final norm."""
+        """The most probable token and its log-probability [B, width, 2], both float64 so that one copy reads them, and logits
+        [B, width, V], from hidden states before the final norm."""
         logits_BKV = self._head(self._drafting_slots(hidden_TD, num_rows, width)).unflatten(0, (num_rows, width))
-        sure_BK = sureness(scale_logits(logits_BKV, self.config))
+        sure_BK = top_logprob(scale_logits(logits_BKV, self.config))
         return torch.stack([_best(logits_BKV).double(), sure_BK.double()], dim=-1), logits_BKV
 
     def slots(self, rows: list[int], anchors: list[int], width: int, size: int) -> Tensor:
-        """Final normed hidden states [B * width, D] of the slots that the first `width` drafts of each row are read from."""
+        """Final normed hidden states [B * width, D] of each row's first `width` draft positions."""
         masks = [self.config.mask_token_id] * (size - 1)
         tokens = [token for anchor in anchors for token in (anchor, *masks)]
         embedded_TD = self.embed_block(torch.tensor(tokens, device=self.device))
         return self._drafting_slots(self.run_block(rows, embedded_TD), len(rows), width)
 
     def embed_block(self, tokens_T: Tensor) -> Tensor:
-        """Input embeddings [T, D] of the slots of blocks."""
+        """Input embeddings [T, D] of the blocks' tokens."""
         embedded_TD = self._target.matrix_embed(tokens_T)
         scale = self.config.input_embedding_scale
         return embedded_TD if scale == 1.0 else embedded_TD * scale
 
     def _drafting_slots(self, hidden_TD: Tensor, num_rows: int, width: int) -> Tensor:
-        """Final normed hidden states [B * width, D] of the slots that the first `width` drafts are read from."""
+        """Final normed hidden states [B * width, D] of the first `width` draft positions."""
         first = 0 if self.config.from_anchor else 1
         return self._final_norm(hidden_TD.unflatten(0, (num_rows, -1))[:, first : first + width].flatten(0, 1))
 
     def run_block(self, rows: list[int], hidden_TD: Tensor) -> Tensor:
-        """Hidden states [B * size, D] before the final norm, each block right behind its row's context."""
+        """Hidden states [B * size, D] before the final norm; each block follows its row's context."""
         starts, counts = [self.cache.lengths[row] for row in rows], [len(hidden_TD) // len(rows)] * len(rows)
         plan = partial(AttentionPlan, rows, starts, counts, group=self.group, dtype=self.dtype, device=self.device)
         plans = {(window, is_causal): plan(window=window, is_causal=is_causal) for window, is_causal in set(self.kinds)}
@@ -180,36 +181,36 @@ class TorchPath:
         writer: CacheWriter,
         tables: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Runs all draft layers on blocks of `size` slots, at the positions of plans, writer and tables."""
+        """Run all draft layers on blocks of `size` positions, at the positions of plans, writer and tables."""
         residual = Residual(hidden_TD.to(self._residual_dtype))
         for index, (kind, keys, values) in enumerate(zip(self.kinds, self._keys, self._values, strict=True)):
             self.run_layer(index, residual, size, (keys, values, plans[kind], writer, self.rope, tables))
         return residual.hidden_TD
 
     def run_layer(self, index: int, residual: Residual, size: int, attention: LayerAttention) -> None:
-        """Add to the hidden states of blocks of `size` slots what a draft layer makes of them."""
+        """Add the output of one draft layer to the residual stream of blocks of `size` positions."""
         self._layers[index].run(residual, *attention)
 
 
 def rows_of(tensor: Tensor, rows: list[int]) -> Tensor:
-    """Rows of a tensor; those from its first on are a view."""
+    """Rows of a tensor; a view if they are the first ones."""
     if rows == list(range(len(rows))):
         return tensor[: len(rows)]
     return tensor[torch.tensor(rows, device=tensor.device)]
 
 
 def _best(logits_BKV: Tensor) -> Tensor:
-    """The most likely of each slot [B, K]; -1 where the largest logit is not finite."""
-    largest, best = logits_BKV.max(-1)  # as argmax, which is six times as slow in bfloat16 on CPU
+    """Most probable column at each position [B, K]; -1 if the largest logit is not finite."""
+    largest, best = logits_BKV.max(-1)  # same as argmax, which is six times slower in bfloat16 on CPU
     return best.masked_fill_(~largest.isfinite(), -1)
 
 
 class NativePath:
-    """As TorchPath in native calls: features to keys and values of all layers in one, the block pass in another.
+    """TorchPath in native calls: one call turns features into keys and values of all layers, another runs the block.
 
-    Embedding and head are the target's own packed matrices; a draft vocabulary takes rows of the head as they are. Beside a
-    target that is read in blocks the drafter's matrices are rounded to Q8_0: half the bytes, and what it says is checked
-    anyway. Logits are float32.
+    Embedding and LM head are the target's packed matrices; a draft vocabulary selects rows of the head. With a target in
+    block-quantised format the drafter's matrices are rounded to Q8_0: half the bytes, and drafts are verified anyway. Logits
+    are float32.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class NativePath:
         head_VD: Tensor | None = None,
         more: Callable[[int], dict[str, Any]] | None = None,
     ) -> None:
-        """`more`: other fields of a CLayer by the layer's number, of a drafter that has such."""
+        """`more`: additional fields of a CLayer, by layer index."""
         self.config, shape, dtype = config, config.shape, target.dtype
         in_blocks = target.has_blocks
         rounded = {name: tensor.detach().to("cpu", dtype) for name, tensor in network.items()}
@@ -245,7 +246,7 @@ class NativePath:
         self.weight_bytes = sum(
             matrix.num_bytes for matrix in [*matrices, *([] if self._head is target.head_matrix else [self._head])]
         )
-        """As TorchPath's."""
+        """Bytes of packed matrices, without the target's own."""
         self._model = native_model(
             shape,
             dtype,
@@ -279,18 +280,19 @@ class NativePath:
         with_logits: bool = True,
         taps_TD: Tensor | None = None,
     ) -> Drafts:
-        """As TorchPath.draft; `taps_TD` [B * size, D] in the target's dtype gets all slots' final normed hidden states."""
+        """See TorchPath.draft; `taps_TD` [B * size, D] in the target's dtype receives the block's final normed hidden
+        states."""
         num_rows, masks = len(rows), [self.config.mask_token_id] * (size - 1)
         first = 0 if self.config.from_anchor else 1
-        wanted = [row * size + slot for row in range(num_rows) for slot in range(first, first + width)]
-        logits_TV = torch.empty(len(wanted), self._head.rows) if with_logits else None
+        logit_rows = [row * size + slot for row in range(num_rows) for slot in range(first, first + width)]
+        logits_TV = torch.empty(len(logit_rows), self._head.rows) if with_logits else None
         work = self._buffers.work
-        work.num_rows, work.num_logit_rows, work.num_taps = num_rows, len(wanted), int(taps_TD is not None)
+        work.num_rows, work.num_logit_rows, work.num_taps = num_rows, len(logit_rows), int(taps_TD is not None)
         work.logits, work.logits_stride, work.taps = pointer(logits_TV), self._head.rows, pointer(taps_TD)
         self._buffers.fill(rows=rows, starts=[self.cache.lengths[row] for row in rows], counts=[size] * num_rows)
-        self._buffers.fill(tokens=[token for anchor in anchors for token in (anchor, *masks)], logit_rows=wanted)
+        self._buffers.fill(tokens=[token for anchor in anchors for token in (anchor, *masks)], logit_rows=logit_rows)
         self._buffers.fill(tap_layers=[self.config.shape.num_layers - 1])
-        best = self._buffers.room("argmax", len(wanted))
+        best = self._buffers.room("argmax", len(logit_rows))
         self._model.forward(self._view, work)
         best_BK = [best[row * width : (row + 1) * width] for row in range(num_rows)]
         return Drafts(best_BK, None if logits_TV is None else logits_TV.view(num_rows, width, -1))
@@ -298,4 +300,4 @@ class NativePath:
     is_fixed = False
 
     def record(self) -> None:
-        """Nothing: native calls need no recording."""
+        """No-op: native calls need no recording."""

@@ -1,4 +1,4 @@
-"""What one pass of a DFlash drafter says: from the head's logits to certain drafts, drawn ones, and candidates for trees."""
+"""Drafts from one pass of a DFlash drafter: turns the head's logits into greedy drafts, sampled drafts and tree candidates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.types import Sequence
 
 
 def scale_logits(logits: Tensor, config: DFlashConfig) -> Tensor:
-    """The target head's output with the drafter's own multiplier and soft cap."""
+    """Apply the drafter's output multiplier and soft cap to the head's logits."""
     if config.output_multiplier != 1.0:
         logits = logits * config.output_multiplier
     if config.final_logit_softcapping:
@@ -27,7 +27,7 @@ def scale_logits(logits: Tensor, config: DFlashConfig) -> Tensor:
 
 
 class Reading:
-    """Drafts of some rows, each slot by itself. A slot whose logits are not finite numbers ends its row's drafts."""
+    """Drafts of some rows, each block position independently. A position with non-finite logits ends its row's drafts."""
 
     def __init__(
         self,
@@ -38,25 +38,27 @@ class Reading:
         vocab_size: int,
         sure_BK: list[list[float]] | None = None,
     ) -> None:
-        """best_BK: the most likely of each slot, -1 where logits are not finite. logits_BKV: the head's output, over
-        the draft vocabulary if there is one; None when only certain drafts are read, and not how sure they are.
-        sure_BK: the most likely token's log-probability, where the pass has computed it."""
+        """best_BK: most probable column of each position, -1 for non-finite logits. logits_BKV: the head's output, over the
+        draft vocabulary if there is one; None if only greedy drafts without confidence are needed. sure_BK: log-probability of
+        the most probable token, if the pass computed it."""
         self._best_BK = best_BK
         self._logits_BKV = None if logits_BKV is None else scale_logits(logits_BKV, config)
         self._draft_ids, self._ids = draft_ids, None if draft_ids is None else draft_ids.tolist()
         self._vocab_size = vocab_size
         self._sure_BK = sure_BK
 
-    def certain(self, slot: int, limit: int, says_sure: bool) -> tuple[list[int], list[float] | None]:
-        """The most likely token of each of a row's first `limit` slots, and their log-probabilities."""
+    def certain(self, slot: int, limit: int, with_confidence: bool) -> tuple[list[int], list[float] | None]:
+        """The most probable token at each of a row's first `limit` positions, and their log-probabilities (None unless
+        requested)."""
         best_K = list(takewhile(lambda token: token >= 0, self._best_BK[slot][:limit]))
-        if says_sure and self._sure_BK is None and self._logits_BKV is not None:
-            self._sure_BK = sureness(self._logits_BKV).tolist()
-        sure = self._sure_BK[slot][: len(best_K)] if says_sure and self._sure_BK else None
+        if with_confidence and self._sure_BK is None and self._logits_BKV is not None:
+            self._sure_BK = top_logprob(self._logits_BKV).tolist()
+        sure = self._sure_BK[slot][: len(best_K)] if with_confidence and self._sure_BK else None
         return best_K if self._ids is None else [self._ids[best] for best in best_K], sure
 
     def drawn(self, slot: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
-        """Drafts drawn from the request's own distribution, that distribution [K, V], and how sure each slot is beforehand."""
+        """Sampled drafts, their distribution [K, V] under the request's sampling parameters, and the log-probability of the
+        most probable token at every position."""
         assert self._logits_BKV is not None
         probs_KV = target_probs(self._over_all_tokens(self._logits_BKV[slot, :limit]), seq.params)
         sure = probs_KV.amax(-1).log_().tolist()
@@ -68,19 +70,19 @@ class Reading:
     def candidates(
         self, slot: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
-        """The `count` likeliest tokens of each slot at the request's temperature, for a tree of at most `most` nodes; with
-        `foresight` those that the target will most likely draw."""
+        """The `count` most probable tokens of each position at the request's temperature, for a tree of at most `most` nodes;
+        with `foresight`, the tokens that the target will most probably sample."""
         assert self._logits_BKV is not None
-        looked_at = max(count, FIELD) if foresight else count
-        ids_KM, logprobs_KM = likeliest(self._logits_BKV[slot, :limit], looked_at, inverse_temperature(seq))
+        num_candidates = max(count, FIELD) if foresight else count
+        ids_KM, logprobs_KM = likeliest(self._logits_BKV[slot, :limit], num_candidates, inverse_temperature(seq))
         num = min(num_finite([logprobs[0] for logprobs in logprobs_KM]), len(ids_KM))
         tokens_KM = ids_KM if self._ids is None else [[self._ids[each] for each in ids] for ids in ids_KM]
         if foresight:
-            told = list[tuple[list[int], list[float]]]()
+            ranks = list[tuple[list[int], list[float]]]()
             for place, (tokens, logprobs) in enumerate(zip(tokens_KM[:num], logprobs_KM[:num], strict=True)):
                 times = rng.Noise(seq.seed, len(seq.tokens) + place).exponentials(tokens)
-                told.append(ranked(tokens, foresight.chances(logprobs, times), count))
-            return Candidates([tokens for tokens, _ in told], [logprobs for _, logprobs in told], most)
+                ranks.append(ranked(tokens, foresight.chances(logprobs, times), count))
+            return Candidates([tokens for tokens, _ in ranks], [logprobs for _, logprobs in ranks], most)
         return Candidates(tokens_KM[:num], logprobs_KM[:num], most)
 
     def _over_all_tokens(self, logits_KV: Tensor) -> Tensor:
@@ -91,16 +93,16 @@ class Reading:
 
 
 def inverse_temperature(seq: Sequence) -> float:
-    """What a request's logits are multiplied by; 1 of a greedy one."""
+    """Factor on a request's logits; 1 for greedy requests."""
     return 1.0 if seq.params.is_greedy else 1.0 / max(seq.params.temperature, MIN_TEMPERATURE)
 
 
-def sureness(logits_BKV: Tensor) -> Tensor:
-    """Log-probability [B, K] of each slot's most likely token; NaN or infinite where the logits are."""
+def top_logprob(logits_BKV: Tensor) -> Tensor:
+    """Log-probability [B, K] of each position's most probable token; NaN or infinite for non-finite logits."""
     logits_BKV = logits_BKV.float()
     return logits_BKV.amax(-1) - logits_BKV.logsumexp(-1)
 
 
 def num_finite(values: list[float]) -> int:
-    """How many come before the first that is no finite number."""
+    """Number of values before the first non-finite one."""
     return next((count for count, value in enumerate(values) if not math.isfinite(value)), len(values))

@@ -1,7 +1,7 @@
-"""DFlash's block pass and injection in fixed shapes, for CUDA graphs: `dflash_paths.TorchPath` from buffers to buffers.
+"""DFlash's block pass and injection in fixed shapes for CUDA graphs: `paths.TorchPath` from buffers to buffers.
 
-Both compute rows 0..B-1 of the target's cache. Rows that have no part in a pass, and positions behind a row's own
-count, write to scratch positions at the end of each row of the drafter's cache, where nothing is ever read.
+Both compute rows 0..B-1 of the target's cache. Idle rows, and positions after a row's count, write to unread scratch positions
+at the end of each row of the drafter's cache.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from paceline.model.torch.recorded import Grid, Recorder, Recordings, Region, ro
 
 Tables = tuple[Tensor, Tensor]
 Kind = tuple[int | None, bool]
-"""Window and causality of a draft layer."""
+"""(window, causality) of a draft layer."""
 
 
 class FixedPath(Protocol):
-    """The part of `TorchPath` that static passes use."""
+    """The part of `TorchPath` used by static passes."""
 
     config: DFlashConfig
     cache: StaticKVCache
@@ -49,13 +49,13 @@ class FixedPath(Protocol):
 
 
 class StaticBlock(Region):
-    """Computes blocks of `block_size` slots right behind the contexts of B rows; outputs are the path's conclusions
-    (`conclude`) for the slots that drafts are read from."""
+    """Computes a block of `block_size` positions after the context of each of B rows; the outputs are those of the path's
+    `conclude`."""
 
     kind = "block"
 
     def __init__(self, path: FixedPath, num_rows: int, outputs: list[Tensor]) -> None:
-        """`outputs`: buffers of at least B rows, which blocks of other shapes may share."""
+        """`outputs`: buffers of at least B rows, which regions of other row counts may share."""
         self._path, self._num_rows = path, num_rows
         self._size, device = path.config.block_size, path.device
         self._inputs_3B = torch.zeros(3, num_rows, dtype=torch.long, device=device)
@@ -68,12 +68,12 @@ class StaticBlock(Region):
         return [self._inputs_3B]
 
     def compute(self) -> None:
-        """Fill `outputs` from anchors, context lengths and counts."""
-        for output, concluded in zip(self.outputs, self.conclude(*self._inputs_3B.unbind()), strict=True):
-            output.copy_(concluded)
+        """Fill `outputs` from last tokens, context lengths and counts."""
+        for output, results in zip(self.outputs, self.conclude(*self._inputs_3B.unbind()), strict=True):
+            output.copy_(results)
 
     def conclude(self, anchors_B: Tensor, starts_B: Tensor, counts_B: Tensor) -> tuple[Tensor, ...]:
-        """The path's conclusions, which `compute` copies to `outputs`. `counts_B`: the block's size, or 0 of idle rows."""
+        """Outputs of the path's `conclude`, which `compute` copies. `counts_B`: the block size, or 0 for idle rows."""
         path, size = self._path, self._size
         self._tokens_BJ[:, 0] = anchors_B
         slots_BJ = self._writer.point(starts_B, counts_B)
@@ -87,7 +87,7 @@ class StaticBlock(Region):
         return path.conclude(hidden_TD, self._num_rows, path.config.num_slots, anchors_B)
 
     def fill(self, rows: list[int], anchors: list[int]) -> None:
-        """Set the blocks of these rows, by one copy to the device."""
+        """Set the inputs of these rows by one copy to the device."""
         lengths, inputs = self._path.cache.lengths, [[0] * self._num_rows for _ in range(3)]
         for row, anchor in zip(rows, anchors, strict=True):
             inputs[0][row], inputs[1][row], inputs[2][row] = anchor, lengths[row], self._size
@@ -95,7 +95,7 @@ class StaticBlock(Region):
 
 
 class StaticInject(Region):
-    """Computes keys and values of all draft layers for features of J positions behind the contexts of B rows."""
+    """Computes keys and values of all draft layers from features of J positions after the contexts of B rows."""
 
     kind = "inject"
 
@@ -121,7 +121,7 @@ class StaticInject(Region):
         write_behind(self._path, self._writer, starts_B, counts_B, self._taps_BJF.flatten(0, 1))
 
     def fill(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> None:
-        """Set features of these rows, packed row after row: one copy to the device, one within it for each row."""
+        """Set features of these rows, packed row after row: one copy to the device, and one per row within it."""
         inputs, begin = [[0] * self._num_rows for _ in range(2)], 0
         for row, start, count in zip(rows, starts, counts, strict=True):
             inputs[0][row], inputs[1][row] = start, count
@@ -131,20 +131,20 @@ class StaticInject(Region):
 
 
 def write_behind(path: FixedPath, writer: StaticWriter, starts_B: Tensor, counts_B: Tensor, taps_TF: Tensor) -> None:
-    """Write keys and values of features [B * J, F] behind contexts of these lengths, of so many positions of each row."""
+    """Write keys and values of features [B * J, F] after contexts of `starts_B` positions; `counts_B` positions of each row."""
     slots_BJ = writer.point(starts_B, counts_B)
     path.write_context(taps_TF, writer, path.rope.tables_at(slots_BJ.flatten()))
 
 
 class StaticForms:
-    """The recorded passes of one path, by rows: blocks and injections."""
+    """Recorded passes of one path by number of rows: blocks and injections."""
 
     def __init__(self, path: FixedPath, recorder: Recorder) -> None:
         rows, size = row_sizes(path.cache.num_rows), path.config.block_size
         self._path, self._recorder = path, recorder
 
-        concluded = StaticBlock(path, rows[-1], []).conclude(*torch.zeros(3, rows[-1], dtype=torch.long, device=path.device))
-        outputs = [torch.zeros_like(tensor) for tensor in concluded]
+        results = StaticBlock(path, rows[-1], []).conclude(*torch.zeros(3, rows[-1], dtype=torch.long, device=path.device))
+        outputs = [torch.zeros_like(tensor) for tensor in results]
 
         def block(num_rows: int) -> StaticBlock:
             return StaticBlock(path, num_rows, outputs)
@@ -156,12 +156,12 @@ class StaticForms:
         self.injects = Recordings(recorder, StaticInject.kind, Grid(rows, [size]), inject)
 
     def record(self) -> None:
-        """Record them all; what waits longer than a block is injected eagerly, as prompts are."""
+        """Record all passes; more positions than a block are injected eagerly."""
         self.blocks.record()
         self.injects.record()
 
     def inject(self, rows: list[int], starts: list[int], counts: list[int], taps_TF: Tensor) -> bool:
-        """Whether a recorded pass has injected these features."""
+        """Inject these features by a recorded pass; returns False if no recorded pass fits."""
         if max(counts) > self._path.config.block_size or not (region := self.injects.find(max(rows) + 1, max(counts))):
             return False
         region.fill(rows, starts, counts, taps_TF)
@@ -169,8 +169,8 @@ class StaticForms:
         return True
 
     def block(self, rows: list[int], anchors: list[int]) -> list[Tensor] | None:
-        """The path's conclusions for these rows' blocks, by row of the cache; the next block overwrites them. None
-        where no block is recorded."""
+        """Outputs of `conclude` for these rows' blocks, indexed by cache row and overwritten by the next block; None if no
+        block is recorded."""
         region = self.blocks.find(max(rows) + 1)
         if region is None:
             return None

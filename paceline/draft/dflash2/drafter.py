@@ -1,16 +1,15 @@
-"""DFlash 2: the DFlash block with convolutions around its sublayers and a selector that walks through its candidates.
+"""DFlash 2: the DFlash block with convolutions around its sublayers, and a selector that picks drafts one after another.
 
-Two things are added to `draft/dflash/drafter.py`, whose context, cache and round these drafters share:
+It adds two things to `draft/dflash/drafter.py`, and shares its context, cache and round:
 
-- Grouped dynamic causal convolution: what goes into attention and MLP, and what comes out, is mixed with the slot before it,
-  by taps of which a part is learned (`base_kernel`) and a part is told from the slot itself (`kernel_projection`).
-- Candidate selector: of each slot the `top_k` most likely tokens b are scored behind the token a that was chosen before them,
-  S(a, b) = logit(b) + <A[a] * W h, B[b]>, and a walk from the anchor takes one a slot. Greedy and seeded requests take the
-  largest; for sampled ones softmax(S / T) over the candidates is the proposal itself, so that it is judged exactly. A tree's
-  branches get the scores of their own parent.
+- Grouped dynamic causal convolution: inputs and outputs of attention and MLP are mixed with the previous block position;
+  taps have a learned part (`base_kernel`) and an input-dependent part (`kernel_projection`).
+- Candidate selector: the `top_k` most probable tokens b of each position are scored given the previously chosen token a,
+  S(a, b) = logit(b) + <A[a] * W h, B[b]>, and a walk from the last verified token picks one per position. Greedy and seeded
+  requests take the largest; sampled ones use softmax(S / T) over the candidates as the exact proposal distribution. In a tree,
+  each branch is scored after its own parent.
 
-Formulas, names and order of the PyPI package `dflash` 0.1.0 (MIT), with which `tests/draft/test_dflash2_reference.py` compares.
-`selector.py` is the selector and what is read off it, `paths.py` how a pass runs, in PyTorch and native.
+Formulas and names are those of the PyPI package `dflash` 0.1.0 (MIT); `tests/draft/test_dflash2_reference.py` compares with it.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from paceline.model.target import Target
 from paceline.types import Sequence
 
 DEVIATION = 0.02
-"""Of what a new selector's weights begin with."""
+"""Standard deviation of a new selector's initial weights."""
 
 
 class Convolution(nn.Module):
-    """Both sides of a sublayer; one projection of what goes in gives what is added to the taps of both."""
+    """Convolutions before and after a sublayer; one projection of its input gives the dynamic part of both kernels."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -50,17 +49,17 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(hidden_size, 2 * self.num_taps * self.groups, bias=False)
 
     def prepare(self, inputs_TD: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """The sublayer's input, and what `finish` takes."""
+        """(convolved input of the sublayer, kernel for `finish`)."""
         added = self.kernel_projection(inputs_TD).view(-1, 2, self.num_taps, self.groups)
         return convolve(inputs_TD, added[:, 0], self.base_kernel[0], size), added[:, 1]
 
     def finish(self, outputs_TD: Tensor, added_TKG: Tensor, size: int) -> Tensor:
-        """The sublayer's output, before it is added to the hidden states."""
+        """The convolved output of the sublayer, before the residual addition."""
         return convolve(outputs_TD, added_TKG, self.base_kernel[1], size)
 
 
 class ConvolvedLayer(DraftLayer):
-    """A draft layer with both convolutions, of blocks of `size` slots."""
+    """A draft layer with both convolutions, for blocks of `size` positions."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config.shape)
@@ -76,8 +75,8 @@ class ConvolvedLayer(DraftLayer):
 
 
 class DFlash2Network(DFlashNetwork):
-    """DFlashNetwork with convolved layers and a selector; `codebook_suffix` is what the file it was read from calls codebooks
-    beyond their names: nothing, or .weight."""
+    """DFlashNetwork with convolved layers and a selector. `codebook_suffix`: suffix of codebook names in the checkpoint file,
+    empty or `.weight`."""
 
     codebook_suffix = ""
 
@@ -91,7 +90,7 @@ class DFlash2Network(DFlashNetwork):
 
     @classmethod
     def of(cls, config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
-        """As DFlashNetwork.of, with either naming of the codebooks."""
+        """See DFlashNetwork.of; accepts codebooks under either name."""
         suffixed = {f"{SELECTOR}{book}.weight": f"{SELECTOR}{book}" for book in BOOKS}
         network = super().of(config, {suffixed.get(name, name): tensor for name, tensor in tensors.items()}, source)
         network.codebook_suffix = ".weight" if suffixed.keys() & tensors.keys() else ""
@@ -105,7 +104,7 @@ class DFlash2Network(DFlashNetwork):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """A random DFlash v1 body, and convolution and selector that change nothing yet."""
+        """A random DFlash v1 body, with a convolution and a selector that have no effect yet."""
         body = DFlashNetwork.random(replace(config, second=None), seed, device, dtype).state_dict()
         like = next(iter(body.values()))
         return cls.of(config, body | {name: tensor.to(like) for name, tensor in beginnings(config, seed).items()})
@@ -115,7 +114,7 @@ class DFlash2Network(DFlashNetwork):
         return {names.get(name, name): tensor for name, tensor in self.state_dict().items()}
 
     def forward(self, block_TD: Tensor, taps_NF: Tensor, attend: Attend, size: int | None = None) -> Tensor:
-        """As DFlashNetwork.forward, of blocks of `size` slots [default: the config's]."""
+        """See DFlashNetwork.forward, for blocks of `size` positions [default: the config's]."""
         for layer in self.layers:
             assert isinstance(layer, ConvolvedLayer)
             layer.size = size or self.config.block_size
@@ -123,8 +122,8 @@ class DFlash2Network(DFlashNetwork):
 
 
 def beginnings(config: DFlashConfig, seed: int = 0, *, factored: bool = False) -> dict[str, Tensor]:
-    """What a DFlash v1 body needs to become a DFlash 2 network that says the same: taps that pass a slot on as it is, and a
-    selector whose successors are zero. Float32."""
+    """Initial tensors, float32, that extend a DFlash v1 body to a DFlash 2 network with the same output: identity convolutions
+    and a selector with a zero successor codebook."""
     with torch.device("meta"):
         network = DFlash2Network(config, factored)
         body = DFlashNetwork(config).state_dict()
@@ -143,14 +142,14 @@ def beginnings(config: DFlashConfig, seed: int = 0, *, factored: bool = False) -
 
 
 def materialised(tensors: Mapping[str, Tensor], embedding_VD: Tensor) -> dict[str, Tensor]:
-    """A checkpoint's tensors of a network's, factored codebooks multiplied out with the target's embedding [V, D]."""
-    made: dict[str, Tensor] = {}
+    """Convert a network's tensors to checkpoint layout, multiplying factored codebooks by the target's embedding [V, D]."""
+    converted: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.startswith(SELECTOR) and name.endswith("_factor"):
-            made[name.replace("_factor", "_codebook")] = embedding_VD.to(tensor.device, tensor.dtype) @ tensor.T
+            converted[name.replace("_factor", "_codebook")] = embedding_VD.to(tensor.device, tensor.dtype) @ tensor.T
         else:
-            made[name] = tensor
-    return made
+            converted[name] = tensor
+    return converted
 
 
 class DFlash2Drafter(DFlashDrafter):
@@ -165,12 +164,12 @@ class DFlash2Drafter(DFlashDrafter):
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
-        """As DFlashDrafter.from_folder."""
+        """See DFlashDrafter.from_folder."""
         return read_drafter(folder, num_drafted=num_drafted)
 
     @classmethod
     def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> DFlash2Drafter:
-        """As DFlashDrafter.random; `selector_rank` is 64 unless it is given."""
+        """See DFlashDrafter.random; `selector_rank` defaults to 64."""
         rank = keys.pop("selector_rank", 64)
         raw = as_dflash2(new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys), rank=rank)
         network = DFlash2Network.random(DFlashConfig.from_json(raw), seed, target.device, target.dtype)
@@ -182,10 +181,10 @@ class DFlash2Drafter(DFlashDrafter):
             return DFlash2NativePath(self.config, self.network.state_dict(), target, own)
         return DFlash2Path(self.config, self.network.state_dict(), target, own)
 
-    def chances_of(self, seq: Sequence, said: list[int], probs_KV: Tensor) -> list[float]:
-        """As DFlashDrafter.chances_of, by one more pass: what is drafted depends on what was drafted before."""
-        reading = self._read([seq.row], [seq.tokens[-1]], len(said), self.block_size, True) if said else None
-        return reading.along(0, said, seq) if reading else []
+    def chances_of(self, seq: Sequence, tokens: list[int], probs_KV: Tensor) -> list[float]:
+        """See DFlashDrafter.chances_of; takes one more pass, as each draft depends on those before it."""
+        reading = self._read([seq.row], [seq.tokens[-1]], len(tokens), self.block_size, True) if tokens else None
+        return reading.along(0, tokens, seq) if reading else []
 
     @torch.inference_mode()
     def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> WalkedReading:
@@ -194,7 +193,7 @@ class DFlash2Drafter(DFlashDrafter):
 
 
 def network_of(config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> DFlashNetwork:
-    """A network of the kind that the config says, which holds `tensors` themselves. Raises ModelFileError."""
+    """A network of the version that the config names, sharing `tensors`. Raises ModelFileError."""
     if any(name.endswith("_factor") for name in tensors):
         raise ModelFileError(
             f"{source} is a checkpoint of a training, whose codebooks are factors: give the run's folder drafter"
@@ -203,16 +202,16 @@ def network_of(config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path
 
 
 def drafter_of(network: DFlashNetwork, **options: Any) -> DFlashDrafter:
-    """The drafter of a network, by its kind."""
+    """A drafter for a network, DFlash or DFlash 2."""
     return (DFlash2Drafter if isinstance(network, DFlash2Network) else DFlashDrafter)(network, **options)
 
 
 def read_drafter(folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
-    """A DFlash or DFlash 2 drafter from a folder. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError."""
+    """Read a DFlash or DFlash 2 drafter from a folder. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError."""
     return drafter_from(read_stored(folder), folder, num_drafted=num_drafted)
 
 
 def drafter_from(stored: StoredDrafter, source: Path | str = "checkpoint", *, num_drafted: int | None = None) -> DFlashDrafter:
-    """The drafter that a folder holds. Raises ModelFileError when config and weights do not fit each other."""
+    """Create the drafter of a stored checkpoint. Raises ModelFileError if config and weights do not fit each other."""
     network = network_of(stored.config, stored.tensors, source)
     return drafter_of(network, num_drafted=num_drafted, draft_ids=stored.vocabulary.ids, head_VD=stored.vocabulary.head_VD)

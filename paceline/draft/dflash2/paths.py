@@ -1,4 +1,4 @@
-"""DFlash 2's decode paths: `draft/dflash/paths.py` with the convolutions, down to the scores of each slot's candidates."""
+"""DFlash 2's decode paths: those of DFlash with convolutions and the candidate selector's scores."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ SELECTOR, CONVS = "candidate_selector.", ("attention_conv", "mlp_conv")
 
 
 def convolve(hidden_TD: Tensor, added_TKG: Tensor, base_KD: Tensor, size: int) -> Tensor:
-    """out[i, c] = sum over t < K of (base[t, c] + added[i, t, group of c]) * hidden[i - t, c], within blocks of `size` slots.
+    """out[i, c] = sum over t < K of (base[t, c] + added[i, t, group of c]) * hidden[i - t, c], within blocks of `size`
+    positions.
 
-    hidden_TD [T, D]: blocks one behind another; nothing comes from before a block's first slot. Returns [T, D].
+    hidden_TD [T, D] holds packed blocks; inputs before a block's first position are zero. Returns [T, D].
     """
     num_taps, groups = added_TKG.shape[1:]
     blocks, dtype = hidden_TD.unflatten(0, (-1, size)), hidden_TD.dtype
-    # A product with zeros and ones gives every channel its group's number: in bfloat16, forward and backward, four times as
-    # fast as to broadcast the groups.
+    # A matrix product with zeros and ones expands groups to channels: four times faster in bfloat16, forward and backward,
+    # than broadcasting.
     ones_GD = torch.eye(groups, dtype=dtype, device=hidden_TD.device).repeat_interleave(hidden_TD.shape[1] // groups, dim=1)
     out: Tensor | None = None
     for tap in range(num_taps):
@@ -44,7 +45,7 @@ def convolve(hidden_TD: Tensor, added_TKG: Tensor, base_KD: Tensor, size: int) -
 
 
 class DFlash2Path(TorchPath):
-    """TorchPath with the convolutions, down to the selector's scores."""
+    """TorchPath with convolutions and the selector's scores."""
 
     def __init__(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: Target, own: Vocabulary = ALL_TOKENS
@@ -72,7 +73,7 @@ class DFlash2Path(TorchPath):
             residual.add(convolve(outputs_TD, added[:, 1], base[1], size))
 
     def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
-        """Candidates of each row's first `width` drafts and their scores; the next recorded pass may overwrite them."""
+        """Scored candidates of each row's first `width` draft positions; the next recorded pass may overwrite them."""
         if outputs := self._replayed(rows, anchors, size):
             chosen_BKM, tokens_BKM, scores_BKPM = (rows_of(tensor, rows)[:, :width] for tensor in outputs)
             return Picks(chosen_BKM, tokens_BKM, scores_BKPM)
@@ -80,13 +81,13 @@ class DFlash2Path(TorchPath):
         return score(self.selector, hidden_BKD, logits_BKV, torch.tensor(anchors, device=logits_BKV.device), self.ids)
 
     def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
-        """Fields of Picks, of blocks' hidden states before the final norm."""
+        """Fields of Picks, from hidden states of blocks before the final norm."""
         hidden_BKD, logits_BKV = self._logits_of(self._drafting_slots(hidden_TD, num_rows, width), num_rows)
         return tuple(score(self.selector, hidden_BKD, logits_BKV, anchors_B, self.ids))
 
     @torch.inference_mode()
     def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
-        """Hidden states [B, width, D] and scaled logits [B, width, V] of each row's first `width` drafts."""
+        """Hidden states [B, width, D] and scaled logits [B, width, V] of each row's first `width` draft positions."""
         return self._logits_of(self.slots(rows, anchors, width, size), len(rows))
 
     def _logits_of(self, slots_TD: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -95,7 +96,7 @@ class DFlash2Path(TorchPath):
 
 
 class DFlash2NativePath(NativePath):
-    """NativePath with the convolutions, and the candidates' scores by one native call more."""
+    """NativePath with convolutions; one more native call scores the candidates."""
 
     def __init__(
         self, config: DFlashConfig, tensors: Mapping[str, Tensor], target: NativeDecoder, own: Vocabulary = ALL_TOKENS
@@ -110,12 +111,12 @@ class DFlash2NativePath(NativePath):
         self._picker = Picker(self.selector.top_k, books, gate, target.dtype, ids_V)
 
     def pick(self, rows: list[int], anchors: list[int], width: int, size: int) -> Picks:
-        """As DFlash2Path.pick; scores are those of log-probabilities, which differ from logits by one number a slot."""
+        """See DFlash2Path.pick. Scores use log-probabilities, which differ from logits by a constant per position."""
         hidden_BKD, logits_BKV = self.read(rows, anchors, width, size)
         return Picks(*self._picker.pick(anchors, logits_BKV, hidden_BKD))
 
     def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
-        """As DFlash2Path.read."""
+        """See DFlash2Path.read."""
         taps_TD = torch.empty(len(rows) * size, self.config.shape.hidden_size, dtype=self.cache.keys.dtype)
         logits_BKV = self.run(rows, anchors, width, size, taps_TD=taps_TD)[1]
         assert logits_BKV is not None
@@ -125,12 +126,12 @@ class DFlash2NativePath(NativePath):
 
 
 def can_mix(config: DFlashConfig) -> bool:
-    """Whether the native pass has the drafter's convolutions: it mixes groups of sixteen channels."""
+    """True if the native pass can compute the drafter's convolutions: it requires groups of sixteen channels."""
     return config.second is not None and config.second.conv_group_size == GROUP and config.shape.hidden_size % GROUP == 0
 
 
 def body_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that DFlash v1 has too."""
+    """The tensors that DFlash v1 also has."""
     return {
         name: tensor
         for name, tensor in tensors.items()
@@ -139,7 +140,7 @@ def body_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def selector_of(config: DFlashConfig, tensors: Mapping[str, Tensor], device: torch.device) -> Selector:
-    """The selector on `device`; where the weights lie there already, these are the network's own."""
+    """The selector on `device`; shares the network's weights if they are already there."""
     with torch.device("meta"):
         selector = Selector(config)
     weights = {name.removeprefix(SELECTOR): tensor.to(device) for name, tensor in tensors.items() if name.startswith(SELECTOR)}
@@ -148,7 +149,7 @@ def selector_of(config: DFlashConfig, tensors: Mapping[str, Tensor], device: tor
 
 
 def _mixes(config: DFlashConfig, tensors: Mapping[str, Tensor], target: NativeDecoder, index: int) -> dict[str, Any]:
-    """Fields of a CLayer that a layer's convolutions have."""
+    """CLayer fields of a layer's convolutions."""
     assert config.second is not None
     fields: dict[str, Any] = {"mix_taps": config.second.conv_kernel_size}
     for name, conv in zip(("attention", "mlp"), CONVS, strict=True):

@@ -1,7 +1,7 @@
-"""DFlash 2's candidate selector: which of a slot's likeliest tokens is drafted, behind the token drafted before it.
+"""DFlash 2's candidate selector: picks one of a position's most probable tokens, given the token drafted before it.
 
-Candidates b of a slot are scored behind a token a, S(a, b) = logit(b) + <A[a] * W h, B[b]>, with h the slot's final normed
-hidden state. `drafter.py` says where it stands in the network.
+Candidate b after token a has the score S(a, b) = logit(b) + <A[a] * W h, B[b]>, with h the final normed hidden state of the
+position. `drafter.py` describes its place in the network.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ BOOKS = ("predecessor_codebook", "successor_codebook")
 
 
 class Selector(nn.Module):
-    """Codebooks A and B [V, rank] of tokens that come before and after each other, and W [rank, D].
+    """Codebooks A and B [V, rank] of preceding and following tokens, and W [rank, D].
 
-    While it learns, codebooks may be factored: A = E P, with E the target's embedding, frozen, and P [rank, D] learned in place
-    of V * rank numbers (`factored`); `materialised` makes a checkpoint's codebooks of them.
+    In training, codebooks may be factored: A = E P with the target's frozen embedding E and a trained P [rank, D], which has
+    fewer parameters; `materialised` computes a checkpoint's codebooks from them.
     """
 
     def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
@@ -43,7 +43,7 @@ class Selector(nn.Module):
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
 
     def rows(self, book: str, tokens: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
-        """Rows of a codebook, [*tokens.shape, rank]; of factored ones with the target's embedding."""
+        """Rows of a codebook [*tokens.shape, rank]; factored codebooks need the target's embedding."""
         if not self.is_factored:
             return F.embedding(tokens, self.get_parameter(book))
         assert embedding_VD is not None, "factored codebooks are made of the target's embedding"
@@ -51,8 +51,8 @@ class Selector(nn.Module):
         return F.linear(F.embedding(tokens, embedding_VD).to(factor.dtype), factor)
 
     def linked(self, before_BKPR: Tensor, tokens_BKM: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
-        """Products [B, K, P, M] of gated predecessors with the successor codebook's rows. Of factored ones in another order,
-        (before P) E^T: the few predecessors become as wide as the embedding, and no row of a codebook is made."""
+        """Products [B, K, P, M] of gated predecessors with rows of the successor codebook. Factored codebooks are multiplied as
+        (before P) E^T, which computes no codebook rows."""
         if not self.is_factored:
             return before_BKPR @ self.rows(BOOKS[1], tokens_BKM).float().transpose(-1, -2)
         assert embedding_VD is not None, "factored codebooks are made of the target's embedding"
@@ -61,14 +61,14 @@ class Selector(nn.Module):
 
 
 class Picks(NamedTuple):
-    """Candidates of slots and their scores."""
+    """Candidates of draft positions, with scores."""
 
     chosen_BKM: Tensor
-    """Columns of the head, the most likely first."""
+    """Columns of the head, most probable first."""
     tokens_BKM: Tensor
-    """Those of the columns."""
+    """Token ids of these columns."""
     scores_BKPM: Tensor
-    """Of each behind the P tokens that could stand before it, float32."""
+    """Score of each candidate after each of the P possible previous tokens, float32."""
 
 
 def score(
@@ -80,10 +80,10 @@ def score(
     before_BK: Tensor | None = None,
     embedding_VD: Tensor | None = None,
 ) -> Picks:
-    """Scores S of the `top_k` most likely tokens of each slot, behind each candidate of the slot before, or behind `before_BK`
-    alone (P = 1). The first slot follows the anchor, whatever P is.
+    """Scores S of the `top_k` most probable tokens at each position, after each candidate of the previous position, or after
+    `before_BK` alone (P = 1). The first position follows the last verified token.
 
-    hidden_BKD: final normed. logits_BKV: scaled and capped. ids [V]: tokens of the head's rows; None: all of the vocabulary.
+    hidden_BKD: final normed. logits_BKV: scaled and capped. ids [V]: token ids of the head's rows; None: all tokens.
     """
     unary_BKM, chosen_BKM = logits_BKV.float().topk(min(selector.top_k, logits_BKV.shape[-1]), dim=-1)
     tokens_BKM = chosen_BKM if ids is None else ids[chosen_BKM]
@@ -99,26 +99,26 @@ def score(
 
 
 class WalkedReading(Reading):
-    """What the selector makes of a pass: every slot's drafts depend on those before them.
+    """Drafts from the selector's scores, where each draft depends on the previous one.
 
-    A row's scores are a few hundred numbers, which plain Python walks through faster than PyTorch's operations begin, and the
-    native library faster yet.
+    A row has a few hundred scores, which plain Python walks faster than PyTorch launches operations; the native library is
+    faster still.
     """
 
     def __init__(self, picks: Picks, vocab_size: int) -> None:
         self._scores_BKPM, self._vocab_size = picks.scores_BKPM, vocab_size
         self._tokens_BKM: list[list[list[int]]] = picks.tokens_BKM.tolist()
-        self._host_BKPM = picks.scores_BKPM.cpu()  # one read for all rows
+        self._host_BKPM = picks.scores_BKPM.cpu()  # one copy for all rows
         self._scores: dict[int, list[list[list[float]]]] = {}
 
-    def certain(self, slot: int, limit: int, says_sure: bool) -> tuple[list[int], list[float] | None]:
-        places, sure = self._walk(slot, limit, 1.0)
+    def certain(self, slot: int, limit: int, with_confidence: bool) -> tuple[list[int], list[float] | None]:
+        places, logprobs = self._walk(slot, limit, 1.0)
         tokens = [candidates[place] for candidates, place in zip(self._tokens_BKM[slot], places, strict=False)]
-        return tokens, sure if says_sure else None
+        return tokens, logprobs if with_confidence else None
 
     def drawn(self, slot: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
-        """As Reading.drawn, from softmax(S / T) over the candidates behind what was drawn before. How sure the slots are is
-        told along the walk of the largest scores: it may not depend on what is drawn."""
+        """See Reading.drawn; samples from softmax(S / T) over the candidates after the previous draft. Confidences follow the
+        walk with the largest scores, as they must not depend on sampled tokens."""
         inverse, scores_KPM = inverse_temperature(seq), self._scores_of(slot)
         probs_KPM = torch.softmax(self._scores_BKPM[slot, :limit] * inverse, dim=-1)
         tokens, rows, before = list[int](), list[Tensor](), 0
@@ -128,16 +128,16 @@ class WalkedReading(Reading):
             rows.append(probs_KPM[place, before])
             before = sample(rows[-1], rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, place))
             tokens.append(candidates[before])
-        sure = self._walk(slot, limit, inverse)[1]
+        logprobs = self._walk(slot, limit, inverse)[1]
         if not tokens:
-            return tokens, None, sure
+            return tokens, None, logprobs
         probs_KV = rows[0].new_zeros(len(tokens), self._vocab_size)
         ids_KM = torch.tensor(self._tokens_BKM[slot][: len(tokens)], device=probs_KV.device)
-        return tokens, probs_KV.scatter_(1, ids_KM, torch.stack(rows)), sure
+        return tokens, probs_KV.scatter_(1, ids_KM, torch.stack(rows)), logprobs
 
     def along(self, slot: int, tokens: list[int], seq: Sequence) -> list[float]:
-        """Probability that `drawn` draws each of these tokens behind those before it; 0 of one that is no candidate, and of
-        all behind it."""
+        """Probability that `drawn` samples each of these tokens, given those before it; 0 for a token that is not a candidate,
+        and for all after it."""
         inverse, chances, before = inverse_temperature(seq), [0.0] * len(tokens), 0
         for place, token in enumerate(tokens):
             candidates = self._tokens_BKM[slot][place]
@@ -151,7 +151,7 @@ class WalkedReading(Reading):
     def candidates(
         self, slot: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
-        """As Reading.candidates, along the walk of the likeliest; `behind` says them behind any other candidate."""
+        """See Reading.candidates, along the walk with the largest scores; `behind` lists the candidates after any other one."""
         inverse, scores_KPM, tokens_KM = inverse_temperature(seq), self._scores_of(slot), self._tokens_BKM[slot]
         first, known = len(seq.tokens), dict[int, list[float]]()
 
@@ -166,23 +166,23 @@ class WalkedReading(Reading):
         def behind(place: int, token: int) -> tuple[list[int], list[float]]:
             return at(place, tokens_KM[place - 1].index(token))
 
-        told, before = list[tuple[list[int], list[float]]](), 0
+        ranks, before = list[tuple[list[int], list[float]]](), 0
         for place, scores_PM in enumerate(scores_KPM[:limit]):
             if best_of(scores_PM[before]) < 0:
                 break
-            told.append(at(place, before))
-            before = tokens_KM[place].index(told[-1][0][0])
-        return Candidates([tokens for tokens, _ in told], [logprobs for _, logprobs in told], most, behind)
+            ranks.append(at(place, before))
+            before = tokens_KM[place].index(ranks[-1][0][0])
+        return Candidates([tokens for tokens, _ in ranks], [logprobs for _, logprobs in ranks], most, behind)
 
     def _scores_of(self, slot: int) -> list[list[list[float]]]:
-        """Of one row, [K, P, M]."""
+        """Scores [K, P, M] of one row."""
         if slot not in self._scores:
             self._scores[slot] = self._host_BKPM[slot].tolist()
         return self._scores[slot]
 
     def _walk(self, slot: int, limit: int, inverse: float) -> tuple[list[int], list[float]]:
-        """Places of the drafts with the largest scores among the candidates, and their log-probabilities; a score that is not
-        finite ends them."""
+        """Candidate indices of the drafts with the largest scores, and their log-probabilities; a non-finite score ends the
+        walk."""
         scores_KPM = self._host_BKPM[slot, :limit]
         if scores_KPM.is_contiguous() and native_lib.load() is not None:
             return native_lib.walk(scores_KPM, inverse)
@@ -190,7 +190,7 @@ class WalkedReading(Reading):
 
 
 def walk(scores_KPM: list[list[list[float]]], inverse: float) -> tuple[list[int], list[float]]:
-    """As native_lib.walk."""
+    """Python version of native_lib.walk."""
     places, logprobs, before = list[int](), list[float](), 0
     for scores_PM in scores_KPM:
         scores_M = scores_PM[before]
@@ -202,13 +202,13 @@ def walk(scores_KPM: list[list[list[float]]], inverse: float) -> tuple[list[int]
 
 
 def best_of(scores_M: list[float]) -> int:
-    """Place of the largest, the first of equals; -1 where it is not finite or one of them is not a number."""
+    """Index of the largest score, the first on ties; -1 if it is not finite or any score is NaN."""
     best = max(scores_M)
     return scores_M.index(best) if math.isfinite(best) and not any(map(math.isnan, scores_M)) else -1
 
 
 def log_softmax(scores_M: list[float], inverse: float) -> list[float]:
-    """Log-probabilities in softmax(scores * inverse); the largest score is finite."""
+    """Log of softmax(scores * inverse); the largest score must be finite."""
     most = max(scores_M)
     shifted = [(each - most) * inverse for each in scores_M]
     total = math.log(sum(map(math.exp, shifted)))

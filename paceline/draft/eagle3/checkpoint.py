@@ -1,13 +1,12 @@
-"""EAGLE-3 checkpoints on disk: SpecForge's, SGLang's and the original's names, and those of vLLM's `speculators`.
+"""Reads and writes EAGLE-3 checkpoints in two formats.
 
     SpecForge, SGLang, EAGLE   LlamaForCausalLMEagle3, flat config, midlayer.*, fc, norm, lm_head, d2t, t2d
-    speculators, vLLM          Eagle3Speculator, transformer_layer_config, layers.0.*, the same others, embed_tokens perhaps
+    speculators, vLLM          Eagle3Speculator, transformer_layer_config, layers.0.*, the other tensors, perhaps embed_tokens
 
-`Eagle3Config.from_json` says what either config means; `write_eagle3` writes the first style, or the second. `d2t` is an
-offset: row i of the head says token i + d2t[i]; `t2d` says of every token whether the head has it. Target layers are counted in
-two ways: top-level
-`eagle_aux_hidden_state_layer_ids` as Transformers' hidden_states (id 2 is the output of layer 1; vLLM, speculators), those in
-`eagle_config` as layers (SGLang adds one).
+`Eagle3Config.from_json` parses both configs; `write_eagle3` writes either format. `d2t` holds offsets: row i of the head is
+token i + d2t[i]; `t2d` marks the tokens that the head has. Target layers are counted in two ways: the top-level key
+`eagle_aux_hidden_state_layer_ids` uses Transformers' hidden_states (id 2 is the output of layer 1; vLLM, speculators), the one
+in `eagle_config` counts layers (SGLang adds one).
 """
 
 from __future__ import annotations
@@ -36,31 +35,31 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 REQUIRED = ("fc.weight", "norm.weight", "lm_head.weight")
 FAMILY = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 NUM_TAPS = 3
-"""Tapped layers of a config that names none."""
+"""Number of tapped layers if the config names none."""
 KEYS = json.loads(Path(__file__).with_name("eagle3_keys.json").read_text(encoding="utf-8"))
 DEFAULT_DRAFTED = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """An EAGLE-3 or 3.1 drafter: decoder layers, the first of which also reads hidden states, and a head of its own."""
+    """Config of an EAGLE-3 or 3.1 drafter: decoder layers, the first of which also reads hidden states, and its own LM head."""
 
     shape: DecoderConfig
-    """Sizes, rope and windows of the draft layers; `vocab_size` is the target's."""
+    """Sizes, RoPE and windows of the draft layers; `vocab_size` is the target's."""
     draft_vocab_size: int
     target_hidden_size: int
     tap_layers: tuple[int, ...]
-    """Tapped target layers; layer l is Transformers' hidden_states[l + 1]. Empty: as engines choose (`default_taps`)."""
+    """Tapped target layers; layer l is Transformers' hidden_states[l + 1]. Empty: the default of engines (`default_taps`)."""
     norm_before_residual: bool
-    """Whether the first layer adds to the normed features rather than to the features."""
+    """True if the first layer's residual is the normed features; otherwise the features before the norm."""
     norm_before_fc: bool
-    """One norm over all features (gpt-oss)."""
+    """One norm over all concatenated features (gpt-oss)."""
     fc_norm: bool
-    """A norm for each layer's features (EAGLE-3.1)."""
+    """One norm per tapped layer (EAGLE-3.1)."""
     norm_output: bool
-    """Whether the next draft is told the normed hidden state (EAGLE-3.1)."""
+    """True if the next step receives the normed hidden state (EAGLE-3.1)."""
     raw: dict[str, Any]
-    """config.json as it was read."""
+    """config.json as read."""
 
     @property
     def num_taps(self) -> int:
@@ -68,7 +67,8 @@ class Eagle3Config:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path | str = "config.json") -> Eagle3Config:
-        """Raises UnsupportedModelError for another architecture, ModelFileError for a missing or impossible key."""
+        """Parse a config.json. Raises UnsupportedModelError for another architecture, ModelFileError for a missing or invalid
+        key."""
         path = Path(path)
         layer = raw.get("transformer_layer_config", raw)
         if not isinstance(layer, dict) or not is_eagle3(raw):
@@ -91,19 +91,19 @@ class Eagle3Config:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Checkpoint:
-    """What a folder holds."""
+    """Contents of an EAGLE-3 drafter's folder."""
 
     config: Eagle3Config
     tensors: dict[str, Tensor]
-    """Of the network, by speculators' names."""
+    """The network's tensors under speculators' names."""
     ids: Tensor
-    """Token of each row of the head, int64 [draft vocabulary]."""
+    """Token id of each row of the head, int64 [draft vocabulary]."""
     others: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that the network has no place for: written back as they are."""
+    """Tensors that the network does not use; written back unchanged."""
 
 
 def is_eagle3(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of an EAGLE-3 drafter, in whichever style."""
+    """True for the config.json of an EAGLE-3 drafter in either format."""
     kind, names = raw.get("speculators_model_type"), str(raw.get("architectures"))
     if kind is not None:
         return kind == "eagle3"
@@ -111,8 +111,8 @@ def is_eagle3(raw: Mapping[str, Any]) -> bool:
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """The target layers that SGLang and vLLM tap when a config names none: the inputs of layers 2, n/2 and n - 3; of a target
-    of fewer than seven layers early, middle and late ones."""
+    """Target layers that SGLang and vLLM tap by default: the inputs of layers 2, n/2 and n - 3; for a target with fewer than
+    seven layers, early, middle and late ones."""
     ids = (2, num_layers // 2, num_layers - 3) if num_layers >= 7 else (1, num_layers // 2, num_layers - 1)
     return tuple(sorted({max(layer, 1) - 1 for layer in ids}))
 
@@ -128,9 +128,9 @@ def new_config(
     version: str = "3.1",
     **keys: Any,
 ) -> dict[str, Any]:
-    """config.json of a new drafter of one layer for a target of these sizes, SpecForge's style; `keys` overrides or adds any.
+    """config.json of a new one-layer drafter for a target of these sizes in SpecForge's format; `keys` overrides or adds keys.
 
-    `version` 3.1 norms each layer's features and what the next draft is told; 3 does neither.
+    `version` 3.1 norms each tapped layer's features and the state passed to the next step; 3 does neither.
     """
     num_heads = max(1, hidden_size // head_dim)
     group = next(group for group in (4, 3, 2, 1) if num_heads % group == 0)
@@ -159,7 +159,7 @@ def new_config(
 
 
 def read_eagle3(folder: Path | str) -> Eagle3Checkpoint:
-    """Either style; keys and tensors that mean nothing here are said in a warning.
+    """Read a drafter in either format; logs unknown keys and tensors as a warning.
 
     Raises ModelNotFoundError, UnsupportedModelError, or ModelFileError naming a tensor that is missing or does not fit.
     """
@@ -183,13 +183,13 @@ def read_eagle3(folder: Path | str) -> Eagle3Checkpoint:
             "its vocabulary, or fetch the drafter again"
         )
     _check_flags(config, tensors, folder)
-    _say_unknown(config, others, folder)
+    _log_unknown(config, others, folder)
     return Eagle3Checkpoint(config, tensors, _ids(config, maps, folder), others)
 
 
 def write_eagle3(folder: Path | str, checkpoint: Eagle3Checkpoint, verifier: Mapping[str, Any] | None = None) -> None:
-    """Write SpecForge's style, or speculators' where a `verifier` is given: name_or_path and architectures of the target, as
-    far as they are known. config.json as it was read if it has that style, and one file of weights. Raises CacheError."""
+    """Write SpecForge's format, or speculators' if `verifier` is given: the target's name_or_path and architectures, if known.
+    config.json is written as read if it already has that format. Raises CacheError."""
     config, ids, tensors = checkpoint.config, checkpoint.ids.cpu(), checkpoint.tensors
     if verifier is None:
         tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
@@ -203,14 +203,14 @@ def write_eagle3(folder: Path | str, checkpoint: Eagle3Checkpoint, verifier: Map
 
 
 def speculators_json(config: Eagle3Config, verifier: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """A config of either style as `speculators` 0.9 writes it, and vLLM reads it."""
-    raw, told = dict(config.raw), {name: value for name, value in verifier.items() if value}
+    """config.json of either format converted to that of `speculators` 0.9, which vLLM reads."""
+    raw, target_info = dict(config.raw), {name: value for name, value in verifier.items() if value}
     layer = raw.pop("transformer_layer_config", None)
     if layer is None:
         layer = {name: raw.pop(name) for name in list(raw) if name not in KEYS["eagle"]}
         layer |= {"architectures": [FAMILY[layer.get("model_type", "llama")]]}
         raw.pop("eagle_config", None)
-    said = raw.pop("speculators_config", None) or {
+    proposal = raw.pop("speculators_config", None) or {
         "algorithm": "eagle3",
         "default_proposal_method": "greedy",
         "proposal_methods": [
@@ -225,7 +225,7 @@ def speculators_json(config: Eagle3Config, verifier: Mapping[str, Any], dtype: s
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,
-        "speculators_config": {**said, "verifier": {**said.get("verifier", {}), **told}},
+        "speculators_config": {**proposal, "verifier": {**proposal.get("verifier", {}), **target_info}},
         "transformer_layer_config": layer,
         "target_hidden_size": raw.get("target_hidden_size") or config.target_hidden_size,
         **taps,
@@ -233,18 +233,18 @@ def speculators_json(config: Eagle3Config, verifier: Mapping[str, Any], dtype: s
 
 
 def specforge_json(config: Eagle3Config) -> dict[str, Any]:
-    """A config of either style as SpecForge writes it."""
+    """config.json of either format converted to SpecForge's."""
     raw = config.raw
     if "transformer_layer_config" not in raw:
         return raw
     left_out = ("transformer_layer_config", "architectures", "speculators_model_type", "speculators_config")
-    kept = {key: value for key, value in raw.items() if key not in left_out and value is not None}
+    rest = {key: value for key, value in raw.items() if key not in left_out and value is not None}
     taps = {"use_aux_hidden_state": True, LAYER_IDS: list(config.tap_layers)} if config.tap_layers else {}
-    return {**raw["transformer_layer_config"], **kept, "architectures": [ARCHITECTURE], "eagle_config": taps}
+    return {**raw["transformer_layer_config"], **rest, "architectures": [ARCHITECTURE], "eagle_config": taps}
 
 
 def check_eagle3_fit(config: Eagle3Config, target: Sizes, taps: Iterable[int], has_embedding: bool) -> None:
-    """Raises DrafterMismatchError naming both values where a drafter and a target differ."""
+    """Raises DrafterMismatchError with both values if a drafter does not fit a target."""
     wrong = [layer for layer in taps if not 0 <= layer < target.num_layers]
     size, hidden_size = config.shape.hidden_size, target.hidden_size
     for is_wrong, what, drafter_value, target_value in (
@@ -309,7 +309,7 @@ def _taps(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
 
 
 def _check_flags(config: Eagle3Config, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Norms without their flag, or flags without their norms: a network that drafts worse than it could, and says nothing."""
+    """Raises ModelFileError if a norm's flag and its weights do not match: the network would draft badly without an error."""
     for flag, prefix in (("fc_norm", "fc_norm."), ("norm_before_fc", "input_norm.")):
         is_there = any(name.startswith(prefix) for name in tensors)
         if is_there != getattr(config, flag):
@@ -336,7 +336,7 @@ def _ids(config: Eagle3Config, maps: Mapping[str, Tensor], folder: Path) -> Tens
     return ids
 
 
-def _say_unknown(config: Eagle3Config, others: Mapping[str, Tensor], folder: Path) -> None:
+def _log_unknown(config: Eagle3Config, others: Mapping[str, Tensor], folder: Path) -> None:
     layer = config.raw.get("transformer_layer_config") or {}
     keys = (config.raw.keys() | layer.keys()) - {key for name in ("shape", "eagle", "meaningless") for key in KEYS[name]}
     for what, names in (("config.json", sorted(keys)), ("the weights", sorted(others))):

@@ -1,15 +1,15 @@
-"""EAGLE-3 (arXiv 2503.01840) and 3.1 (2605.09992): one small layer drafts token after token from the target's features.
+"""EAGLE-3 (arXiv 2503.01840) and 3.1 (2605.09992): one small layer drafts token by token from the target's features.
 
-    g_t = fc(features of position t)                 three tapped layers side by side; 3.1 norms each of them first
-    z   = [norm(embedding of x_{t+1}), norm(g_t)]    goes into attention, at the position of x_{t+1}; attention adds to g_t
-    h   = g_t + attention(z), + MLP                  logits of x_{t+2} = head(norm(h)), over a vocabulary of its own
-    next draft: h (3.1: norm(h)) takes the place of g
+    g_t = fc(features of position t)                 three concatenated tapped layers; 3.1 norms each of them first
+    z   = [norm(embedding of x_{t+1}), norm(g_t)]    input of attention, at the position of x_{t+1}; its residual is g_t
+    h   = g_t + attention(z), + MLP                  logits of x_{t+2} = head(norm(h)), over the draft vocabulary
+    next draft: h (3.1: norm(h)) replaces g
 
-`chained.py` has what it shares with other drafters of chains: verified positions and drafts in its cache, and the draws.
+`chained.py` has the part shared with other autoregressive drafters: cache entries and sampling.
 
-`Eagle3Network` holds the weights and is what training trains; `Eagle3Path` (path.py) is the same mathematics for
-decoding, in PyTorch, beside any target. `tests/draft/test_eagle3.py` compares both with the formulas,
-`experiments/eagle3_interop.py` with the PyPI package `speculators` 0.9.0.
+`Eagle3Network` holds the weights and is trained; `Eagle3Path` (path.py) is the same computation for decoding, in PyTorch, with
+any target. `tests/draft/test_eagle3.py` compares both with the formulas, `experiments/eagle3_interop.py` with the PyPI package
+`speculators` 0.9.0.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from paceline.model.torch.fused import swiglu
 
 
 class Attend(Protocol):
-    """Rotary positions, who sees whom, and softmax: heads [T, heads, head_dim] and [T, kv_heads, head_dim] of layer `layer`,
-    not yet rotated, to [T, heads * head_dim]."""
+    """Attention with RoPE and masks: from heads [T, heads, head_dim] and [T, kv_heads, head_dim] of layer `layer`, before RoPE,
+    to [T, heads * head_dim]."""
 
     def __call__(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> Tensor: ...
 
@@ -86,7 +86,7 @@ class _MLP(nn.Module):
 
 
 class Eagle3Layer(nn.Module):
-    """A decoder layer; the first one's attention reads the embedding beside the hidden state."""
+    """A decoder layer; in the first one, attention reads the embedding concatenated with the hidden state."""
 
     def __init__(self, config: Eagle3Config, is_first: bool) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Network(nn.Module):
-    """The trainable network; parameters have `speculators`' names. The embedding is the target's unless the file has one."""
+    """The trainable network, with `speculators`' parameter names. The embedding is the target's unless the file has one."""
 
     def __init__(self, config: Eagle3Config, has_embedding: bool = False) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Eagle3Network(nn.Module):
 
     @classmethod
     def of(cls, config: Eagle3Config, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
-        """A network that holds `tensors` themselves. Raises ModelFileError naming a tensor that does not fit the config."""
+        """Create a network that shares `tensors`. Raises ModelFileError naming a tensor that does not fit the config."""
         with torch.device("meta"):
             network = cls(config, has_embedding="embed_tokens.weight" in tensors)
         expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
@@ -152,17 +152,17 @@ class Eagle3Network(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """Weights as `checkpoint.random_weights` draws them for a target of this device and dtype."""
+        """A network with random weights from `checkpoint.random_weights`."""
         with torch.device("meta"):
             shapes = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
         tensors = dict(random_weights(shapes, seed, device, dtype))
         for name in tensors:
-            if name.startswith("fc_norm."):  # ends like a matrix of a list
+            if name.startswith("fc_norm."):  # named like a matrix, so it was drawn at random
                 tensors[name] = torch.ones_like(tensors[name])
         return cls.of(config, tensors)
 
     def features(self, taps_NF: Tensor) -> Tensor:
-        """g [N, D] of the target's taps, side by side."""
+        """Features g [N, D] from the target's concatenated taps [N, F]."""
         if self.config.norm_before_fc:
             taps_NF = self.input_norm(taps_NF)
         if self.config.fc_norm:
@@ -171,8 +171,8 @@ class Eagle3Network(nn.Module):
         return self.fc(taps_NF)
 
     def forward(self, embedded_TD: Tensor, hidden_TD: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """(what the next step is told, what the head reads), [T, D] each, from embedded tokens and the hidden states of the
-        positions before them: `features`, or what the step before has told. Differentiable; the decode path must equal it."""
+        """(state for the next step, input of the head), [T, D] each, from embedded tokens and the states of the positions
+        before them: `features`, or the previous step's states. Differentiable; the decode path must equal it."""
         for index, layer in enumerate(self.layers):
             hidden_TD = layer(index, embedded_TD, hidden_TD, attend)
         normed_TD = self.norm(hidden_TD)
@@ -180,7 +180,7 @@ class Eagle3Network(nn.Module):
 
 
 class Eagle3Drafter(ChainedDrafter):
-    """An EAGLE-3 or 3.1 drafter. Drafts that are drawn come of its distribution over the draft vocabulary."""
+    """An EAGLE-3 or 3.1 drafter. Sampled drafts come from its distribution over the draft vocabulary."""
 
     name = "eagle3"
     network: Eagle3Network
@@ -193,7 +193,7 @@ class Eagle3Drafter(ChainedDrafter):
         num_drafted: int | None = None,
         others: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """`ids`: the token of each row of its head [default: the first ones]. Raises ConfigError on a negative num_drafted."""
+        """`ids`: token id of each row of the head [default: the first ones]. Raises ConfigError for a negative num_drafted."""
         self.network, self.config = network, network.config
         self.ids = torch.arange(self.config.draft_vocab_size) if ids is None else ids
         self.num_drafted = DEFAULT_DRAFTED if num_drafted is None else num_drafted
@@ -205,25 +205,26 @@ class Eagle3Drafter(ChainedDrafter):
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> Eagle3Drafter:
-        """Read a checkpoint of either style. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError."""
-        found = read_eagle3(folder)
-        network = Eagle3Network.of(found.config, found.tensors, folder)
-        return cls(network, ids=found.ids, num_drafted=num_drafted, others=found.others)
+        """Read a checkpoint of either format. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError."""
+        stored = read_eagle3(folder)
+        network = Eagle3Network.of(stored.config, stored.tensors, folder)
+        return cls(network, ids=stored.ids, num_drafted=num_drafted, others=stored.others)
 
     @classmethod
     def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> Eagle3Drafter:
-        """Random weights for mocking: right cost, useless drafts. `keys` are those of `eagle3_checkpoint.new_config`."""
+        """A drafter with random weights for benchmarks: real cost, useless drafts. `keys` are those of
+        `checkpoint.new_config`."""
         raw = new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys)
         network = Eagle3Network.random(Eagle3Config.from_json(raw), seed, target.device, target.dtype)
         return cls(network, num_drafted=num_drafted)
 
     def save(self, folder: Path | str) -> None:
-        """Write SpecForge's style, whatever was read. Raises CacheError."""
+        """Write SpecForge's format, whatever format was read. Raises CacheError."""
         write_eagle3(folder, Eagle3Checkpoint(self.config, self.network.state_dict(), self.ids, self._others))
 
     @torch.no_grad()
     def bind(self, target: Target) -> None:
-        """As Drafter.bind. Bound to the same cache again it keeps its packed matrices and forgets all rows."""
+        """See Drafter.bind. Binding to the same cache again keeps the packed matrices and resets all rows."""
         taps, has_embedding = self.config.tap_layers or default_taps(target.num_layers), hasattr(self.network, "embed_tokens")
         check_eagle3_fit(self.config, target, taps, has_embedding)
         if self._target is target and self._bound_cache is target.cache:

@@ -1,4 +1,4 @@
-"""EAGLE-3's decode path in native calls, beside a native target."""
+"""EAGLE-3's decode path in native calls, for a native target."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from paceline.model.native.library import Buffers, Matrix, pointer
 
 
 class Eagle3NativePath(EagleEnds):
-    """As Eagle3Path: each step is one native pass, what the taps become and the head one product each.
+    """Eagle3Path in native calls: one native pass per step, one product each for the features and the LM head.
 
-    A tree's earlier drafts are read again in each of its steps: a pass knows whom its own tokens follow, and a few more tokens
-    take hardly longer. Beside a target that is read in blocks the drafter's matrices are rounded to Q8_0.
+    In a tree, every step recomputes the earlier drafts: parents can only be given for a pass's own tokens, and a few more
+    tokens cost little. With a target in block-quantised format the drafter's matrices are rounded to Q8_0.
     """
 
     def __init__(self, config: Eagle3Config, network: Mapping[str, Tensor], target: NativeDecoder, slack: int) -> None:
-        """`slack`: positions behind a row's longest text that drafts may take."""
+        """`slack`: cache positions for drafts after a row's longest text."""
         shape, dtype = config.shape, target.dtype
         rounded = {name: tensor.detach().to("cpu", dtype) for name, tensor in network.items()}
         super().__init__(config, rounded, dtype, torch.float32)
@@ -37,7 +37,7 @@ class Eagle3NativePath(EagleEnds):
         layers = [layer_parts(shape, at, within(weights, f"layers.{at}."), dtype) for at in range(shape.num_layers)]
         matrices = [self._fc, self._head, *(part for layer in layers for part in layer.values() if isinstance(part, Matrix))]
         self.weight_bytes = sum(matrix.num_bytes for matrix in matrices)
-        """Of packed matrices, the target's own not among them."""
+        """Bytes of packed matrices, without the target's own."""
         max_len = target.cache.max_len
         self._model = native_model(
             shape,
@@ -53,42 +53,42 @@ class Eagle3NativePath(EagleEnds):
         self.cache = native_cache(shape, target.cache.num_rows, max_len, dtype, slack=slack)
         self._view, self._buffers = cache_view(self.cache), Buffers()
         self._drafts: dict[int, _Drafts] = {}
-        """By row, those of the steps so far."""
+        """Drafts of the current round, by row."""
 
     @torch.inference_mode()
     def extend(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor) -> Tensor:
-        """As Eagle3Path.extend."""
+        """See Eagle3Path.extend."""
         features_TD = self._fc.multiply(self.normed_features(taps_TF[: len(tokens)]), self._dtype)
         hidden_TD = self._pass(rows, starts, counts, tokens, features_TD, None)
         self.cache.append(rows, counts)
-        return self.told(hidden_TD[torch.tensor([end - 1 for end in accumulate(counts)])])
+        return self.next_state(hidden_TD[torch.tensor([end - 1 for end in accumulate(counts)])])
 
     @torch.inference_mode()
-    def step(self, level: Level, tokens: list[int], told_TD: Tensor) -> Tensor:
-        """As Eagle3Path.step."""
+    def step(self, level: Level, tokens: list[int], state_TD: Tensor) -> Tensor:
+        """See Eagle3Path.step."""
         starts, counts, parents = list[int](), list[int](), list[int]()
-        read, told, wanted, first = list[int](), list[Tensor](), list[int](), 0
+        read, states, output_rows, first = list[int](), list[Tensor](), list[int](), 0
         for row, base, before, seen in zip(level.rows, level.bases, level.before, level.seen, strict=True):
             if before == 0:
                 self._drafts[row] = _Drafts()
             drafts, new = self._drafts[row], slice(first, first + len(seen))
-            drafts.add(tokens[new], told_TD[new], [own[-2] if len(own) > 1 else -1 for own in seen])
+            drafts.add(tokens[new], state_TD[new], [own[-2] if len(own) > 1 else -1 for own in seen])
             first += len(seen)
-            known = before if drafts.is_chain else 0  # the newest draft of a chain follows all that stands before it
+            known = before if drafts.is_chain else 0  # in a chain, the newest draft follows the cached ones
             starts.append(base + known)
             counts.append(len(drafts.tokens) - known)
             parents += [-1] if drafts.is_chain else drafts.parents
             read += drafts.tokens[known:]
-            told += drafts.told[known:]
-            wanted += range(len(read) - len(seen), len(read))
+            states += drafts.states[known:]
+            output_rows += range(len(read) - len(seen), len(read))
         is_tree = any(parent >= 0 for parent in parents) or max(counts) > 1
-        hidden_TD = self._pass(level.rows, starts, counts, read, torch.stack(told), parents if is_tree else None)
-        return self.told(hidden_TD if len(wanted) == len(read) else hidden_TD[torch.tensor(wanted)])
+        hidden_TD = self._pass(level.rows, starts, counts, read, torch.stack(states), parents if is_tree else None)
+        return self.next_state(hidden_TD if len(output_rows) == len(read) else hidden_TD[torch.tensor(output_rows)])
 
     @torch.inference_mode()
-    def logits(self, told_TD: Tensor) -> Tensor:
-        """As Eagle3Path.logits, float32."""
-        return self._head.multiply(self.head_input(told_TD), self._dtype)
+    def logits(self, state_TD: Tensor) -> Tensor:
+        """See Eagle3Path.logits; float32."""
+        return self._head.multiply(self.head_input(state_TD), self._dtype)
 
     def _pass(
         self,
@@ -99,7 +99,7 @@ class Eagle3NativePath(EagleEnds):
         hidden_TD: Tensor,
         parents: list[int] | None,
     ) -> Tensor:
-        """Hidden states [T, D] behind the last layer, from those of the positions before."""
+        """Hidden states [T, D] after the last layer, from features or states [T, D] of the positions before the tokens."""
         hidden_TD, out_TD = hidden_TD.float().contiguous(), torch.empty(len(tokens), self._size)
         work = self._buffers.work
         work.num_rows, work.hidden, work.hidden_out = len(rows), pointer(hidden_TD), pointer(out_TD)
@@ -111,17 +111,17 @@ class Eagle3NativePath(EagleEnds):
 
 
 class _Drafts:
-    """Of one row, entry by entry."""
+    """Drafts of one row in this round, entry by entry."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.told: list[Tensor] = []
+        self.states: list[Tensor] = []
         self.parents: list[int] = []
         self.is_chain = True
-        """Each follows the one before it."""
+        """True if every draft follows the previous one."""
 
-    def add(self, tokens: list[int], told_TD: Tensor, parents: list[int]) -> None:
+    def add(self, tokens: list[int], state_TD: Tensor, parents: list[int]) -> None:
         self.is_chain = self.is_chain and parents == [len(self.tokens) - 1]
         self.tokens += tokens
-        self.told += told_TD.unbind()
+        self.states += state_TD.unbind()
         self.parents += parents

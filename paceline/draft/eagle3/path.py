@@ -1,4 +1,4 @@
-"""EAGLE-3's decode path, fused and packed for one target, in PyTorch operations on any device."""
+"""EAGLE-3's decode path in PyTorch, with weights fused and packed for one target."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from paceline.model.torch.heads import split_heads
 from paceline.model.torch.parts import PackedLinear, RMSNorm
 
 
-class EagleEnds:
-    """What stands before and behind the layers of EAGLE-3, but for its products."""
+class EagleNorms:
+    """Norms before and after the layers of EAGLE-3, shared by both decode paths."""
 
     def __init__(
         self, config: Eagle3Config, weights: Mapping[str, Tensor], dtype: torch.dtype, residual_dtype: torch.dtype
@@ -32,7 +32,7 @@ class EagleEnds:
         self._fc_norms = [norms[f"fc_norm.{index}.weight"] for index in range(config.num_taps if config.fc_norm else 0)]
 
     def normed_features(self, taps_TF: Tensor) -> Tensor:
-        """What goes into fc, [T, F] of the target's taps."""
+        """Input of fc: normed target features [T, F]."""
         taps_TF = taps_TF.to(self._dtype)
         if self._input_norm:
             taps_TF = self._input_norm(taps_TF)
@@ -41,30 +41,30 @@ class EagleEnds:
             taps_TF = torch.cat([norm(part) for norm, part in zip(self._fc_norms, parts, strict=True)], dim=-1)
         return taps_TF
 
-    def told(self, hidden_TD: Tensor) -> Tensor:
-        """What hidden states behind the last layer tell the next step [T, D]."""
+    def next_state(self, hidden_TD: Tensor) -> Tensor:
+        """Drafting states [T, D] that the next step reads, from hidden states after the last layer."""
         return self._final_norm(hidden_TD).to(self.residual_dtype) if self.config.norm_output else hidden_TD
 
-    def head_input(self, told_TD: Tensor) -> Tensor:
-        return told_TD.to(self._dtype) if self.config.norm_output else self._final_norm(told_TD)
+    def head_input(self, state_TD: Tensor) -> Tensor:
+        return state_TD.to(self._dtype) if self.config.norm_output else self._final_norm(state_TD)
 
 
-class Eagle3Path(EagleEnds):
-    """EAGLE-3 by PyTorch operations, on any device: the weights of a network made for decoding with one target.
+class Eagle3Path(EagleNorms):
+    """EAGLE-3 in PyTorch operations on any device, with weights prepared for one target.
 
-    Entry e of a row's cache is made of the target's features of position e and of the token behind it, and is rotated to
-    that token's position, e + 1.
+    Cache entry e combines the target's features of position e with the token after it, and has that token's RoPE position, e +
+    1.
     """
 
     def __init__(self, config: Eagle3Config, network: Mapping[str, Tensor], target: Target, slack: int) -> None:
-        """`slack`: positions behind a row's longest text that drafts may take."""
+        """`slack`: cache positions for drafts after a row's longest text."""
         self._shape = shape = config.shape
         dtype, device, num_rows, max_len = target.dtype, target.device, target.cache.num_rows, target.cache.max_len
         weights = {name: tensor.detach().to(device, dtype) for name, tensor in network.items()}
         super().__init__(config, weights, dtype, torch.float32 if device.type == "cpu" else dtype)
         self._target, self._device = target, device
         self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
-        """Of packed matrices, the target's own not among them."""
+        """Bytes of packed matrices, without the target's own."""
         self._hidden_norm = RMSNorm(weights.pop("layers.0.hidden_norm.weight"), shape.rms_norm_eps)
         self._fc, self._head = PackedLinear(weights["fc.weight"]), PackedLinear(weights["lm_head.weight"])
         self._embedding = weights.get("embed_tokens.weight")
@@ -76,32 +76,29 @@ class Eagle3Path(EagleEnds):
 
     @torch.inference_mode()
     def extend(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor) -> Tensor:
-        """Append entries of newly verified positions, `tokens` those behind each of them; what each row's last one tells the
-        draft after it [B, D]. `taps_TF` may be longer."""
+        """See ChainPath.extend."""
         features_TD = self._fc(self.normed_features(taps_TF[: len(tokens)])).to(self.residual_dtype)
-        told_BD = self._run(rows, starts, counts, tokens, features_TD)
+        state_BD = self._run(rows, starts, counts, tokens, features_TD)
         self.cache.append(rows, counts)
-        return told_BD
+        return state_BD
 
     @torch.inference_mode()
-    def step(self, level: Level, tokens: list[int], told_TD: Tensor) -> Tensor:
-        """One step of the drafter over `tokens`, whose parents gave `told_TD`; keys and values go behind the committed ones.
-
-        Returns the feature of each draft, which the next step takes [T, D].
-        """
+    def step(self, level: Level, tokens: list[int], state_TD: Tensor) -> Tensor:
+        """See ChainPath.step."""
         group = self._shape.num_heads // self._shape.num_kv_heads
         windows = {layer.window for layer in self._layers}
         plans = {window: level.plan(group, self._dtype, self._device, window) for window in windows}
         own = [plans[layer.window] for layer in self._layers]
-        return self._layers_of(own, level.writer(self._device), level.positions, tokens, told_TD, None)
+        return self._layers_of(own, level.writer(self._device), level.positions, tokens, state_TD, None)
 
     @torch.inference_mode()
-    def logits(self, told_TD: Tensor) -> Tensor:
-        """Over the draft vocabulary [T, V], float32 or the target's dtype."""
-        return self._head(self.head_input(told_TD))
+    def logits(self, state_TD: Tensor) -> Tensor:
+        """See ChainPath.logits."""
+        return self._head(self.head_input(state_TD))
 
     def _run(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], hidden_TD: Tensor) -> Tensor:
-        """All layers; of the last one only keys and values are needed but for each row's last entry."""
+        """Run all layers; after the last layer only each row's last entry is kept, so its queries are computed for these
+        alone."""
         lasts = [end - 1 for end in accumulate(counts)]
         last_T = torch.tensor(lasts, device=self._device) if len(lasts) < len(tokens) else None
         plans = self._plans(rows, starts, counts, last_T is not None)
@@ -131,24 +128,24 @@ class Eagle3Path(EagleEnds):
             attended_TX = plans[index].attend(query_THD, self.cache.keys[index], self.cache.values[index])
             hidden_TD = hidden_TD + layer.output(attended_TX)
             hidden_TD = hidden_TD + layer.mlp(layer.mlp_norm(hidden_TD))
-        return self.told(hidden_TD)
+        return self.next_state(hidden_TD)
 
     def _plans(self, rows: list[int], starts: list[int], counts: list[int], only_last: bool) -> list[AttentionPlan]:
-        """One a layer."""
+        """Attention plans, one per layer."""
         ends = [start + count - 1 for start, count in zip(starts, counts, strict=True)]
-        made: dict[tuple[int | None, bool], AttentionPlan] = {}
+        plan_by_kind: dict[tuple[int | None, bool], AttentionPlan] = {}
         plans: list[AttentionPlan] = []
         for index, layer in enumerate(self._layers):
             kind = layer.window, only_last and index == len(self._layers) - 1
-            if kind not in made:
-                asked = (rows, ends, [1] * len(rows)) if kind[1] else (rows, starts, counts)
+            if kind not in plan_by_kind:
+                queries = (rows, ends, [1] * len(rows)) if kind[1] else (rows, starts, counts)
                 group = self._shape.num_heads // self._shape.num_kv_heads
-                made[kind] = AttentionPlan(*asked, group=group, dtype=self._dtype, device=self._device, window=layer.window)
-            plans.append(made[kind])
+                plan_by_kind[kind] = AttentionPlan(*queries, group=group, dtype=self._dtype, device=self._device, window=layer.window)
+            plans.append(plan_by_kind[kind])
         return plans
 
     def _write(self, index: int, inputs_TX: Tensor, writer: CacheWriter, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """Keys and values into the cache; the queries [T, heads, head_dim]."""
+        """Write keys and values into the cache; returns queries [T, heads, head_dim]."""
         layer, keys, values = self._layers[index], self.cache.keys[index], self.cache.values[index]
         fused_TX = layer.qkv(inputs_TX)
         return split_heads(fused_TX, self._shape.num_heads, keys, values, writer, layer.qk_norm, self._rope, tables)
@@ -163,5 +160,5 @@ def _is_outer_norm(name: str) -> bool:
 
 
 def within(weights: dict[str, AnyWeight], prefix: str) -> dict[str, AnyWeight]:
-    """Taken out of `weights`."""
+    """Remove and return the weights with this prefix, under their names after it."""
     return {name.removeprefix(prefix): weights.pop(name) for name in list(weights) if name.startswith(prefix)}

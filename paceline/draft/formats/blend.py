@@ -1,9 +1,9 @@
-"""Weights between two drafters of one shape: a drafter that was trained on, and what it was before.
+"""Interpolates the weights of two drafters of one shape: before and after further training.
 
-    blended(before, trained, 0.75, out)    three quarters of the way
+    blended(before, trained, 0.75, out)    weights 75 % of the way to `trained`
 
-Training on one kind of text forgets some of the others. On the way from the old weights to the new ones the gain comes early
-and the loss late, so a part of the way keeps most of the one without much of the other (Wortsman et al. 2109.01903, section 3).
+Training on one kind of text forgets some of the others. Between old and new weights the gain comes early and the loss late, so
+an interpolation keeps most of the gain with little of the loss (Wortsman et al. 2109.01903, section 3).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from paceline.errors import DrafterMismatchError
 
 
 def blended(before: Path, trained: Path, share: float, out: Path) -> None:
-    """Write a drafter with the weights (1 - share) x before + share x trained, in the dtype of `trained`, with its config and
-    the tokens it drafts among, which may have become more: a drafter has no weights for them.
+    """Write a drafter with the weights (1 - share) * before + share * trained. Dtype, config and draft vocabulary are those of
+    `trained`; vocabularies may differ, as they have no weights.
 
     Raises DrafterMismatchError when the two differ in more than weights, CacheError when `out` cannot be written, and what
     reading a checkpoint raises.

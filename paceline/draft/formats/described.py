@@ -1,4 +1,4 @@
-"""What a drafter's folder says, in words: for `paceline inspect`."""
+"""Describes the contents of a drafter's folder in words, for `paceline inspect`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Fact(NamedTuple):
     what: str
     value: Any
     meaning: str = ""
-    """Of the flag, in words."""
+    """Explanation of the value."""
 
 
 def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
-    """Everything that decides what it drafts, each with what it means."""
+    """Facts about a DFlash drafter that determine what it drafts, each with an explanation."""
     config, shape = stored.config, stored.config.shape
     ids, head_VD = stored.vocabulary
     size = sum(tensor.nbytes for tensor in stored.tensors.values())
@@ -56,7 +56,7 @@ def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
 
 
 def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
-    """The same of a folder that holds an MTP layer alone."""
+    """Facts about a folder that holds only an MTP layer."""
     shape = layer.config
     size = sum(tensor.nbytes for tensor in layer.tensors.values())
     dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in layer.tensors.values()}))
@@ -64,7 +64,7 @@ def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
     mlp = f"{shape.num_experts} experts of {shape.expert_size}" if shape.has_experts(0) else f"MLP {shape.intermediate_size}"
     heads = f"{shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} for keys"
     of_target = decoder_config(layer.raw, folder)
-    told = "behind" if layer.tells_normed else "before"
+    position = "behind" if layer.tells_normed else "before"
     return [
         Fact("format", f"{layout} names", f"{len(layer.tensors)} tensors, {size / 1e6:.1f} MB, {dtypes}"),
         Fact("kind", "MTP layer", "drafts token after token; embedding and head are the target's"),
@@ -72,12 +72,12 @@ def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
         Fact("network", "1 layer", f"hidden size {shape.hidden_size}, {heads}, {mlp}"),
         Fact("taps", of_target.num_layers - 1, "the target's last hidden state, behind its final norm"),
         Fact("drafts", layer.steps, "tokens a round, one behind the other: so many steps it learned"),
-        Fact("told", f"{told} the final norm", "where the hidden state is taken that the next draft is told"),
+        Fact("told", f"{position} the final norm", "where the hidden state is taken that the next draft is told"),
     ]
 
 
 def described_eagle3(stored: Eagle3Checkpoint, folder: Path) -> list[Fact]:
-    """The same of an EAGLE-3 drafter's folder."""
+    """Facts about an EAGLE-3 drafter's folder."""
     config, shape, raw = stored.config, stored.config.shape, stored.config.raw
     size = sum(tensor.nbytes for tensor in stored.tensors.values())
     dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in stored.tensors.values()}))
@@ -86,7 +86,7 @@ def described_eagle3(stored: Eagle3Checkpoint, folder: Path) -> list[Fact]:
     named = f"{verifier['name_or_path']}: " if verifier.get("name_or_path") else ""
     heads = f"{shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} for keys"
     residual = "the normed features" if config.norm_before_residual else "the features"
-    told = "behind" if config.norm_output else "before"
+    position = "behind" if config.norm_output else "before"
     norms = "one for each layer" if config.fc_norm else "one over all" if config.norm_before_fc else "none"
     has_own = "embed_tokens.weight" in stored.tensors
     return [
@@ -97,7 +97,7 @@ def described_eagle3(stored: Eagle3Checkpoint, folder: Path) -> list[Fact]:
         Fact("taps", ", ".join(map(str, config.tap_layers)) or "not said", "target layers; not said: as engines choose them"),
         Fact("features' norms", norms, "before they are put together (fc_norm, norm_before_fc)"),
         Fact("adds to", residual, f"norm_before_residual {str(config.norm_before_residual).lower()}"),
-        Fact("told", f"{told} the final norm", f"norm_output {str(config.norm_output).lower()}: what the next draft is told"),
+        Fact("told", f"{position} the final norm", f"norm_output {str(config.norm_output).lower()}: what the next draft is told"),
         Fact("rotary", f"theta {shape.rope_theta:g}", f"scaling {shape.rope_scaling}" if shape.rope_scaling else ""),
         Fact("head", f"{config.draft_vocab_size} tokens", "of its own, among which it drafts"),
         Fact("embedding", "of its own" if has_own else "the target's"),
@@ -106,8 +106,8 @@ def described_eagle3(stored: Eagle3Checkpoint, folder: Path) -> list[Fact]:
 
 def _target(stored: StoredDrafter) -> str:
     config = stored.config
-    said = config.raw.get("speculators") or {}
-    verifier = (said.get("speculators_config") or {}).get("verifier") or {} if isinstance(said, dict) else {}
+    speculators = config.raw.get("speculators") or {}
+    verifier = (speculators.get("speculators_config") or {}).get("verifier") or {} if isinstance(speculators, dict) else {}
     layers = f"{config.num_target_layers} layers" if config.num_target_layers else "layers not said"
     named = f"{verifier['name_or_path']}: " if isinstance(verifier, dict) and verifier.get("name_or_path") else ""
     return f"{named}hidden size {config.shape.hidden_size}, {layers}, {config.vocab_size or 'not said how many'} tokens"
@@ -124,7 +124,7 @@ def _second(stored: StoredDrafter) -> str:
 
 
 def _books(stored: StoredDrafter) -> str:
-    """Counts the tokens with a row in the selector's codebooks, where the file lacks others (`packed.py`)."""
+    """Count of tokens with nonzero codebook rows, in words, if the file lacks rows (`packed.py`)."""
     book_VR = next(tensor for name, tensor in stored.tensors.items() if "predecessor_codebook" in name)
     num_rows, num_tokens = int(book_VR.any(dim=1).sum()), len(book_VR)
     if num_rows == num_tokens:

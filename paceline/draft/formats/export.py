@@ -1,9 +1,9 @@
-"""A drafter's folder in the words of other programs: z-lab's format, vLLM's `speculators` format, or llama.cpp's GGUF.
+"""Exports a drafter to other programs: z-lab's format, vLLM's `speculators` format, or llama.cpp's GGUF.
 
     export(read_stored(folder), "speculators", out, head_rows=rows, verifier={"name_or_path": ..., "architectures": [...]})
 
-What a format has no place for is returned in words, for whoever asked to be told. What would make another program draft
-something else in silence is refused.
+Returns descriptions of what a format cannot store. Rejects settings without which another program would silently draft
+something else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.runs.folder import check_new
 
 FORMATS = ("z-lab", "speculators", "gguf")
 HeadRows = Callable[[Tensor], Tensor]
-"""Rows [n, D] of the target's head, by token ids."""
+"""Function from token ids [n] to rows [n, D] of the target's LM head."""
 
 
 def export(
@@ -38,13 +38,14 @@ def export(
     with_vocabulary: bool = True,
     target: Path | None = None,
 ) -> list[str]:
-    """Write the drafter into a new folder, or as a GGUF file; returns what was left out, or put in a key of its own, in words.
+    """Write the drafter into a new folder or GGUF file; returns descriptions of what was left out or stored under a private
+    key.
 
-    `head_rows` gives the head's rows of a draft vocabulary, which speculators and gguf need and z-lab's format leaves out
-    without; `with_vocabulary` False leaves it and a head out of z-lab's, for programs that read neither. `verifier`:
-    name_or_path and architectures of the target, as far as they are known; `target`: its GGUF file, for gguf. Raises
-    ConfigError for a format that is none or a head that is needed, UnsupportedModelError for what the format cannot say,
-    CacheError when `out` has files or cannot be written.
+    `head_rows` supplies the head's rows for a draft vocabulary: speculators and gguf need them, and without them z-lab's format
+    omits the vocabulary. `with_vocabulary` False omits vocabulary and head from z-lab's format, for programs that read neither.
+    `verifier`: the target's name_or_path and architectures, if known; `target`: its GGUF file, for gguf. Raises ConfigError for
+    an unknown format or missing head, UnsupportedModelError for settings that the format cannot express, CacheError if `out`
+    has files or cannot be written.
     """
     if form not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, not {form!r}")
@@ -59,8 +60,8 @@ def export(
 
 
 def _as_z_lab(stored: StoredDrafter, out: Path, head_rows: HeadRows | None, with_vocabulary: bool) -> list[str]:
-    """A draft vocabulary and a head as vLLM reads them in this format: `draft_vocab_size`, and tensors within the weights,
-    which SGLang and the authors' package pass over."""
+    """Write z-lab's format, with draft vocabulary and head as vLLM reads them: `draft_vocab_size`, and tensors among the
+    weights, which SGLang and the authors' package ignore."""
     config, left_out = stored.config, list[str]()
     ids, head_VD = stored.vocabulary
     can_say = with_vocabulary and config.second is None and bool(config.vocab_size)
@@ -82,7 +83,7 @@ def _as_z_lab(stored: StoredDrafter, out: Path, head_rows: HeadRows | None, with
 def _vocabulary(
     stored: StoredDrafter, ids: Tensor | None, head_VD: Tensor | None, head_rows: HeadRows | None
 ) -> dict[str, Tensor]:
-    """d2t, t2d and the head's rows for these ids, or the drafter's own head, or nothing; dtype of the network's weights."""
+    """d2t, t2d and the head's rows for these ids, or the drafter's own head, or nothing; in the weights' dtype."""
     tensors = {} if ids is None else vocabulary.as_tensors(ids, stored.config.vocab_size or 0)
     if head_VD is None and ids is not None and head_rows is not None:
         head_VD = head_rows(ids)
@@ -123,13 +124,13 @@ def _as_speculators(stored: StoredDrafter, out: Path, head_rows: HeadRows | None
 
 
 def _is_non_causal(config: DFlashConfig) -> bool:
-    """Of the layers with a window: whether a slot sees those behind it. Without any it is written as true: vLLM takes it for
-    all layers, full ones too, and would draft with causal attention that nobody has trained (vllm 56692)."""
+    """True if no layer with a window is causal, also if there is no window: vLLM applies the key to all layers, including full
+    ones, and would draft with untrained causal attention (vllm 56692)."""
     return not any(causal for layer, causal in enumerate(config.is_causal) if config.shape.window(layer))
 
 
 def _check_sayable(config: DFlashConfig) -> None:
-    """Raises UnsupportedModelError for a setting that the format has no word for."""
+    """Raises UnsupportedModelError for a setting that the format cannot express."""
     if not config.vocab_size:
         raise UnsupportedModelError(
             "config.json has no vocab_size, which the speculators format needs: write the target's in it"
@@ -149,5 +150,5 @@ def _check_sayable(config: DFlashConfig) -> None:
 
 
 def rows_of(head_VD: Tensor) -> HeadRows:
-    """Of a head that is at hand."""
+    """A `HeadRows` function for a head in memory."""
     return lambda ids: head_VD[ids.to(head_VD.device)].to("cpu", torch.float32)

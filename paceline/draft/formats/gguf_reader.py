@@ -1,12 +1,12 @@
-"""A DFlash drafter's GGUF file in z-lab's words: llama.cpp's architecture `dflash`, DFlash 1 and 2. `gguf_writer.py` writes it.
+"""Reads a DFlash drafter from a GGUF file (llama.cpp's architecture `dflash`, DFlash 1 and 2), which `gguf_writer.py` writes.
 
     raw, tensors, vocabulary, others = read_gguf(Path("drafter.gguf"))
 
-What llama.cpp has (its src/models/dflash.cpp and conversion/qwen.py, as of 2026): the sizes under their usual keys;
+llama.cpp (src/models/dflash.cpp and conversion/qwen.py, as of 2026) stores the sizes under the usual keys;
 `dflash.target_layers`, each one more than z-lab's id, since it names the layer whose input is read; `dflash.block_size`;
-`tokenizer.ggml.mask_token_id`; of DFlash 2 `dflash.conv_*` and `dflash.selector_*`; `d2t`, the target's token for each row of
-a head of its own; and the target's whole tokenizer. What it has no word for lies under keys of ours, which it does not read:
-`paceline.config`, z-lab's config.json as it was, and `paceline.draft_ids`.
+`tokenizer.ggml.mask_token_id`; for DFlash 2 `dflash.conv_*` and `dflash.selector_*`; `d2t`, the target's token for each row of
+the drafter's own head; and the target's whole tokenizer. The rest has keys that llama.cpp does not read: `paceline.config`,
+z-lab's config.json, and `paceline.draft_ids`.
 """
 
 from __future__ import annotations
@@ -69,20 +69,19 @@ LAYER_NAMES = {
     "mlp_conv.base_kernel": "ffn_conv_base",
     "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
 }
-"""z-lab's name: llama.cpp's, of whole files and within `layers.{i}.` and `blk.{i}.`."""
+"""z-lab's tensor name -> llama.cpp's name within `blk.{i}.`; WHOLE_NAMES holds those outside layers."""
 
 
 def is_gguf_drafter(path: Path) -> bool:
-    """Whether this is a GGUF file of a DFlash drafter, not of a model. Raises ModelFileError for a damaged one."""
+    """True for a GGUF file of a DFlash drafter rather than a model. Raises ModelFileError for a damaged file."""
     return is_gguf(path) and open_gguf(path).metadata.get("general.architecture") == ARCH
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], Vocabulary, dict[str, Tensor]]:
-    """Read a DFlash drafter from a GGUF file: its config and tensors under the names of z-lab's checkpoints, its draft
-    vocabulary, and the tensors that paceline does not use. Quantised tensors are expanded to dense ones.
+    """Read a DFlash drafter from a GGUF file: (config and network tensors with z-lab's names, draft vocabulary, unused
+    tensors). Quantised tensors become dense.
 
-    Raises UnsupportedModelError if the file holds anything but a DFlash drafter, and ModelFileError if it is damaged or
-    contradicts itself.
+    Raises UnsupportedModelError if the file is not a DFlash drafter, ModelFileError if it is damaged or inconsistent.
     """
     file = open_gguf(path)
     arch = file.get("general.architecture", str)
@@ -116,7 +115,7 @@ def _own_name(name: str, path: Path) -> str:
 
 
 def _narrowed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Norms and kernels, which GGUF files have in float32, in the dtype of the matrices where they lose nothing by it."""
+    """Convert norms and kernels, float32 in GGUF files, to the dtype of the matrices if that loses nothing."""
     dtype = tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32
     return {
         name: tensor.to(dtype)
@@ -127,8 +126,8 @@ def _narrowed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _config(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The config.json that our export kept, else what llama.cpp's keys say. Raises ModelFileError where both are there and
-    differ: somebody changed a key."""
+    """The config.json stored by our export, else one converted from llama.cpp's keys. Raises ModelFileError if both exist and
+    differ, as after an edit."""
     said = _said(file, tensors)
     kept = file.get(CONFIG, str)
     if kept is None:
@@ -152,7 +151,7 @@ def _config(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _said(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """z-lab's config.json of llama.cpp's keys. Where one is missing, the reader of config.json has a default or says so."""
+    """z-lab's config.json from llama.cpp's keys; missing keys are left to the config parser's defaults and errors."""
 
     def key(name: str) -> str:
         return f"{ARCH}.{name}"

@@ -1,8 +1,8 @@
-"""A DFlash drafter as a GGUF file for llama.cpp (`--spec-type draft-dflash -md FILE`), which `--drafter FILE` reads too.
+"""Writes a DFlash drafter as a GGUF file for llama.cpp (`--spec-type draft-dflash -md FILE`); `--drafter FILE` reads it too.
 
     left_out = write_gguf(read_stored(folder), Path("drafter.gguf"), head_rows=rows, target=Path("target.gguf"))
 
-Keys and names: `gguf_reader.py`. What llama.cpp would compute otherwise in silence is refused.
+`gguf_reader.py` lists keys and names. Rejects settings that llama.cpp would silently ignore.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import gguf
 
 STORED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
-"""ggml's names of the types that are stored as they are."""
+"""ggml's names of the dtypes that are stored unchanged."""
 YARN = {"rope_type", "rope_theta", "factor", "beta_fast", "beta_slow", "original_max_position_embeddings"}
 CAUSAL = "layers in which a slot sees only those before it: llama.cpp's see their whole block"
 
@@ -47,13 +47,13 @@ CAUSAL = "layers in which a slot sees only those before it: llama.cpp's see thei
 def write_gguf(
     stored: StoredDrafter, file: Path, *, head_rows: Callable[[Tensor], Tensor] | None = None, target: Path | None = None
 ) -> list[str]:
-    """Write one file; returns what was left out or is read by paceline alone, in words.
+    """Write one file; returns descriptions of what was left out or is read by paceline alone.
 
-    `target`: the target's GGUF file, whose tokenizer llama.cpp wants in the drafter's too. `head_rows`: of the target's head,
-    for a draft vocabulary of DFlash 1. Raises UnsupportedModelError for what llama.cpp has no word for, ConfigError for a
-    target of another vocabulary, CacheError when the file cannot be written.
+    `target`: the target's GGUF file, whose tokenizer is copied, as llama.cpp requires. `head_rows`: rows of the target's head,
+    for a draft vocabulary of DFlash 1. Raises UnsupportedModelError for a setting that llama.cpp cannot express, ConfigError
+    for a target of another vocabulary, CacheError if the file cannot be written.
     """
-    config, (ids, head_VD), told = stored.config, stored.vocabulary, list[str]()
+    config, (ids, head_VD), notes = stored.config, stored.vocabulary, list[str]()
     _check_sayable(config, stored.tensors)
     tensors = dict(stored.tensors)
     if ids is not None and head_VD is None and head_rows is not None and config.second is None:
@@ -63,10 +63,10 @@ def write_gguf(
         if ids is not None:
             tensors["d2t"] = ids
     elif ids is not None:
-        told.append(f"the draft vocabulary of {len(ids)} tokens, for llama.cpp, which drafts among all tokens{_remedy(config)}")
-    told += [f"{name}: the target's own is used" for name in stored.others]
+        notes.append(f"the draft vocabulary of {len(ids)} tokens, for llama.cpp, which drafts among all tokens{_remedy(config)}")
+    notes += [f"{name}: the target's own is used" for name in stored.others]
     if config.second is None and (config.output_multiplier, config.final_logit_softcapping) != (1.0, 0.0):
-        told.append(
+        notes.append(
             "output_multiplier and final_logit_softcapping, which llama.cpp reads of DFlash 2 alone; the best stay the best"
         )
     with whole_file(file, "free space or choose another file") as scratch:
@@ -74,12 +74,12 @@ def write_gguf(
         _add_config(writer, config)
         if ids is not None and "d2t" not in tensors:
             writer.add_array(DRAFT_IDS, ids.tolist())
-        told += _add_tokenizer(writer, config, target)
+        notes += _add_tokenizer(writer, config, target)
         for name, tensor in tensors.items():
             _add_tensor(writer, _their_name(name), tensor)
         for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
             write()
-    return told
+    return notes
 
 
 def _remedy(config: DFlashConfig) -> str:
@@ -87,7 +87,7 @@ def _remedy(config: DFlashConfig) -> str:
 
 
 def _check_sayable(config: DFlashConfig, tensors: dict[str, Tensor]) -> None:
-    """Raises UnsupportedModelError for a setting or a tensor that llama.cpp has no word for."""
+    """Raises UnsupportedModelError for a setting or tensor that llama.cpp cannot express."""
     shape = config.shape
     scaling = shape.rope_scaling or {}
     kind = scaling.get("rope_type", "default")
@@ -105,7 +105,7 @@ def _check_sayable(config: DFlashConfig, tensors: dict[str, Tensor]) -> None:
 
 
 def _their_name(name: str) -> str:
-    """llama.cpp's name of a tensor, or "" where it has none."""
+    """llama.cpp's name of a tensor, or "" if it has none."""
     if name in WHOLE_NAMES:
         return WHOLE_NAMES[name]
     _, _, rest = name.partition("layers.")
@@ -115,7 +115,7 @@ def _their_name(name: str) -> str:
 
 def _add_config(writer: gguf.GGUFWriter, config: DFlashConfig) -> None:
     shape, values = config.shape, {**config.raw, **(config.raw.get("dflash_config") or {})}
-    meant: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "num_hidden_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -128,7 +128,7 @@ def _add_config(writer: gguf.GGUFWriter, config: DFlashConfig) -> None:
     writer.add_type("model")
     writer.add_name("DFlash 2 drafter" if config.second else "DFlash drafter")
     for name, theirs in COUNTS.items():
-        writer.add_uint32(f"{ARCH}.{theirs}", meant[name])
+        writer.add_uint32(f"{ARCH}.{theirs}", sizes[name])
     writer.add_uint32(f"{ARCH}.attention.value_length", shape.head_dim)
     writer.add_float32(f"{ARCH}.{FRACTIONS['rms_norm_eps']}", shape.rms_norm_eps)
     writer.add_float32(f"{ARCH}.{FRACTIONS['rope_theta']}", shape.rope_theta)
@@ -162,7 +162,7 @@ def _add_rope_scaling(writer: gguf.GGUFWriter, scaling: dict[str, Any]) -> None:
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, config: DFlashConfig, target: Path | None) -> list[str]:
-    """The keys `tokenizer.*` of the target's file, as they are."""
+    """Copy the keys `tokenizer.*` from the target's file; returns a remark if no target is given."""
     if target is None:
         return ["the target's tokenizer, without which llama.cpp does not load the file: name the target's GGUF file (--model)"]
     fields = gguf_package().GGUFReader(target).fields
@@ -179,10 +179,10 @@ def _add_tokenizer(writer: gguf.GGUFWriter, config: DFlashConfig, target: Path |
 
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor) -> None:
-    """Matrices as they are; whatever llama.cpp adds and multiplies element by element in float32."""
+    """Add a tensor: matrices in their dtype, others in float32, as llama.cpp expects for element-wise operations."""
     is_matrix = tensor.dim() == 2 or tensor.dtype == torch.int64
-    kept = tensor if is_matrix and tensor.dtype in STORED else tensor.float()
-    data = kept.detach().cpu().contiguous()
+    converted = tensor if is_matrix and tensor.dtype in STORED else tensor.float()
+    data = converted.detach().cpu().contiguous()
     kind = gguf_package().GGMLQuantizationType[STORED[data.dtype]]
     if kind.name == "BF16":  # NumPy has no such type
         writer.add_tensor(name, data.view(torch.uint8).numpy(), raw_dtype=kind)

@@ -1,16 +1,15 @@
-"""A drafter's weights in 8 bits, as the native pass multiplies them: half the bytes of a package or a download.
+"""Stores a drafter's weights in 8 bits (Q8_0, as the native pass uses them): half the bytes to package or download.
 
     model-q8_0.safetensors:
-        NAME of a matrix                     uint8 [rows, 34 bytes for each 32 columns], ggml's Q8_0; other tensors stay
-        candidate_selector.*_codebook        rows of the tokens in codebook_ids alone, if that is there
+        NAME of a matrix                     uint8 [rows, 34 bytes for each 32 columns], ggml's Q8_0; other tensors as they are
+        candidate_selector.*_codebook        only the rows of tokens in codebook_ids, if that tensor exists
         candidate_selector.codebook_ids      int32, ascending
 
-Codebooks of a DFlash 2 selector have a row for each token of the target. Candidates come from the draft vocabulary, and
-only the anchor of a round can be another token, so the file holds the rows of the draft vocabulary alone. Read back,
-every other token has a row of zeros: behind such an anchor the selector adds nothing to the first draft's scores.
+Codebooks of a DFlash 2 selector have a row per target token. Candidates come from the draft vocabulary and only a round's last
+verified token can be outside it, so the file stores the rows of the draft vocabulary alone. When read, other tokens get zero
+rows: after such a token the selector does not change the first draft's scores.
 
-Other readers of the DFlash format do not know this file: `read_drafter(FOLDER).save(OTHER)` writes one that they do,
-with codebooks of full size.
+Other programs cannot read this file: `read_drafter(FOLDER).save(OTHER)` writes a readable one with full codebooks.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from paceline.model.gguf.blocks import BLOCK_SIZES, Blocks, quantise
 PACKED = "model-q8_0.safetensors"
 BOOK_IDS = "candidate_selector.codebook_ids"
 COLUMNS, BYTES = BLOCK_SIZES["Q8_0"]
-"""Of one block."""
+"""Columns and bytes of one block."""
 AGAIN = "fetch the drafter again"
 
 
 def packed(tensors: Mapping[str, Tensor], draft_ids: Tensor | None = None) -> dict[str, Tensor]:
-    """Tensors of a network as the file holds them; matrices whose rows are no whole blocks stay as they are.
+    """Tensors of a network in the file's layout; matrices whose rows are not whole blocks stay dense.
 
-    draft_ids: the tokens whose codebook rows are kept, int64 ascending; None: all.
+    draft_ids: token ids whose codebook rows are kept, int64 ascending; None: all.
     """
     kept = tensors if draft_ids is None else without_rows(tensors, draft_ids)
     rounded = {name: quantise(tensor, "Q8_0") for name, tensor in kept.items()}
@@ -47,10 +46,8 @@ def packed(tensors: Mapping[str, Tensor], draft_ids: Tensor | None = None) -> di
 
 
 def without_rows(tensors: Mapping[str, Tensor], draft_ids: Tensor) -> dict[str, Tensor]:
-    """Drops codebook rows of tokens outside `draft_ids` from the tensors of a network or of a packed file.
-
-    A network without codebooks, and a file that lacks rows already, are returned as they are.
-    """
+    """Drop codebook rows of tokens outside `draft_ids`, in tensors of a network or of a packed file. Tensors without codebooks,
+    or with rows already dropped, are returned unchanged."""
     if BOOK_IDS in tensors or not any(map(_is_book, tensors)):
         return dict(tensors)
     ids = draft_ids.cpu()
@@ -59,20 +56,20 @@ def without_rows(tensors: Mapping[str, Tensor], draft_ids: Tensor) -> dict[str, 
 
 
 def pack_smaller(file: Path, out: Path, draft_ids: Tensor) -> None:
-    """Writes a packed file anew without the codebook rows of tokens outside `draft_ids`; no block is rounded again.
+    """Rewrite a packed file without the codebook rows of tokens outside `draft_ids`, without rounding again.
 
-    Raises ModelFileError when the file is damaged.
+    Raises ModelFileError if the file is damaged.
     """
     with reraised(ModelFileError, f"{file} is damaged", AGAIN, SafetensorError, OSError):
         stored = read_tensors(file)
     save_file(without_rows(stored, draft_ids), out, {"format": "pt"})
-    shutil.copymode(file, out)  # safetensors writes for its owner alone
+    shutil.copymode(file, out)  # save_file creates files with mode 600
 
 
 def read_packed(file: Path, vocab_size: int | None = None) -> dict[str, Tensor]:
-    """Reads all tensors of such a file, matrices as bfloat16, which rounds once more.
+    """Read all tensors of a packed file, matrices as bfloat16, which rounds once more.
 
-    Codebooks get a row for each of the target's `vocab_size` tokens. Raises ModelFileError when the file is damaged.
+    Codebooks get a row for each of the target's `vocab_size` tokens. Raises ModelFileError if the file is damaged.
     """
     with reraised(ModelFileError, f"{file} is damaged", AGAIN, SafetensorError, OSError):
         stored = read_tensors(file)
@@ -88,7 +85,7 @@ def read_packed(file: Path, vocab_size: int | None = None) -> dict[str, Tensor]:
 
 
 def _with_rows(book_VR: Tensor, ids: Tensor, vocab_size: int, file: Path) -> Tensor:
-    """Expands a codebook to [vocab_size, rank], with zeros for tokens whose rows were left out."""
+    """Expand a codebook to [vocab_size, rank], with zeros for the dropped rows."""
     if len(book_VR) != len(ids):
         raise ModelFileError(f"{file}: a codebook has {len(book_VR)} rows for {len(ids)} tokens: {AGAIN}")
     full_VR = book_VR.new_zeros(vocab_size, book_VR.shape[1])

@@ -1,16 +1,16 @@
-"""The words of vLLM's `speculators` format (0.9.0) for a DFlash drafter, and z-lab's, each from the other.
+"""Converts a DFlash drafter's config between vLLM's `speculators` format (0.9.0) and z-lab's.
 
     speculators                            z-lab
-    transformer_layer_config.*             the same keys, at the top
+    transformer_layer_config.*             the same keys, at the top level
     aux_hidden_state_layer_ids             dflash_config.target_layer_ids + 1: hidden_states[id], where 0 is the embedding
     mask_token_id, block_size              dflash_config.mask_token_id, block_size
     sliding_window_non_causal              is_causal: false; full layers are never causal (`export.py` on vLLM)
     sample_from_anchor                     the same
     conv_*, selector_* (dflash2)           dflash_config.*
-    draft_vocab_size, d2t, t2d, lm_head    nowhere in z-lab's own code: the draft vocabulary (`vocabulary.py`)
+    draft_vocab_size, d2t, t2d, lm_head    not in z-lab's own code: the draft vocabulary (`vocabulary.py`)
 
-What one format has no place for is kept in the other under a key of its own, `z_lab` or `speculators`, so that the way back
-gives every key again. Facts of PyPI's `speculators` 0.9.0 (Apache 2.0), with which `experiments/interop.py` compares.
+Keys without a counterpart are stored under `z_lab` or `speculators`, so that converting back restores every key. The mapping is
+that of PyPI's `speculators` 0.9.0 (Apache 2.0); `experiments/interop.py` compares with it.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from paceline.model.config.decoder import is_whole, short
 
 log = logging.getLogger("paceline.draft")
 KINDS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
-"""The architecture by speculators_model_type, which both formats write."""
+"""Architecture by speculators_model_type; both formats write it."""
 VERSION = "0.9.0"
 OUTSIDE = ("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers", "speculators", "draft_vocab_size")
-"""z-lab's keys that are none of the decoder's."""
+"""z-lab's keys that do not belong to the decoder's config."""
 OWN = ("speculators_model_type", "architectures", "transformer_layer_config", "aux_hidden_state_layer_ids", "block_size")
 OWN += ("mask_token_id", "sliding_window_non_causal", "sample_from_anchor", "draft_vocab_size", "z_lab")
-"""Keys of speculators that z-lab has a word for."""
+"""Keys of speculators that have a z-lab counterpart."""
 SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 DEFAULTS: dict[str, Any] = {
     "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6, "hidden_act": "silu",
 }  # fmt: skip
-"""Of Transformers' Qwen3Config: a config may leave out what equals them."""
+"""Defaults of Transformers' Qwen3Config, which a config may omit."""
 
 
 def to_z_lab(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """z-lab's config.json of one in speculators format. Raises UnsupportedModelError for another kind of drafter,
-    ModelFileError for a key that is missing or impossible."""
+    """Convert a config.json from speculators to z-lab's format. Raises UnsupportedModelError for another type of drafter,
+    ModelFileError for a missing or invalid key."""
     kind = str(raw.get("speculators_model_type"))
     if kind not in KINDS:
         raise UnsupportedModelError(
@@ -67,21 +67,21 @@ def to_z_lab(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if raw.get("mask_token_id") is not None:
         nested["mask_token_id"] = raw["mask_token_id"]
     nested |= {name: raw[name] for name in SECOND if kind == "dflash2" and name in raw}
-    made = {**DEFAULTS, **layer, "model_type": "qwen3", "architectures": [KINDS[kind]]}
-    made |= {name: value for name, value in kept.items() if name in OUTSIDE}
-    made["dflash_config"] = nested
-    (nested if "block_size" in nested else made)["block_size"] = raw.get("block_size", 8)
-    made |= _causality(made, bool(raw.get("sliding_window_non_causal", kind == "dflash2")), path)
+    converted = {**DEFAULTS, **layer, "model_type": "qwen3", "architectures": [KINDS[kind]]}
+    converted |= {name: value for name, value in kept.items() if name in OUTSIDE}
+    converted["dflash_config"] = nested
+    (nested if "block_size" in nested else converted)["block_size"] = raw.get("block_size", 8)
+    converted |= _causality(converted, bool(raw.get("sliding_window_non_causal", kind == "dflash2")), path)
     if raw.get("sample_from_anchor"):
-        (nested if "sample_from_anchor" in nested else made)["sample_from_anchor"] = True
+        (nested if "sample_from_anchor" in nested else converted)["sample_from_anchor"] = True
     rest = {name: value for name, value in raw.items() if name not in (*OWN, *SECOND)}
     rest |= {"model_type": layer["model_type"]} if layer.get("model_type", "qwen3") != "qwen3" else {}
-    return {**made, **({"speculators": rest} if rest else {})}
+    return {**converted, **({"speculators": rest} if rest else {})}
 
 
 def _causality(layer: dict[str, Any], is_non_causal: bool, path: Path) -> dict[str, Any]:
-    """z-lab's is_causal: here only layers with a window may be causal. Taken out of `layer`, where a converter may have left it
-    without effect."""
+    """z-lab's is_causal: only sliding-window layers may be causal. Removes is_causal from `layer`, where a converter may have
+    left it without effect."""
     types, given = layer.get("layer_types") or [], layer.pop("is_causal", None)
     has_window = layer.get("use_sliding_window") is True and layer.get("sliding_window") is not None
     is_causal = has_window and not is_non_causal
@@ -95,14 +95,14 @@ def _causality(layer: dict[str, Any], is_non_causal: bool, path: Path) -> dict[s
 def from_z_lab(
     raw: Mapping[str, Any], kind: str, settings: Mapping[str, Any], verifier: Mapping[str, Any], dtype: str
 ) -> dict[str, Any]:
-    """config.json in speculators format. `settings`: block_size, mask_token_id, target_layer_ids, num_slots,
-    sample_from_anchor, sliding_window_non_causal and draft_vocab_size as they are meant, wherever z-lab's file has them;
-    `verifier`: name_or_path and architectures of the target, as far as they are known."""
+    """config.json in speculators format. `settings`: effective values of block_size, mask_token_id, target_layer_ids,
+    num_slots, sample_from_anchor, sliding_window_non_causal and draft_vocab_size; `verifier`: the target's name_or_path and
+    architectures, if known."""
     kept = dict(raw.get("speculators") or {})
     layer = {name: value for name, value in raw.items() if name not in OUTSIDE}
     layer["model_type"] = kept.pop("model_type", "qwen3")
     outside = {name: raw[name] for name in ("auto_map", "num_target_layers", "dflash_config") if name in raw}
-    said = kept.pop("speculators_config", None) or {
+    proposal = kept.pop("speculators_config", None) or {
         "algorithm": kind,
         "default_proposal_method": "greedy",
         "proposal_methods": [
@@ -115,8 +115,8 @@ def from_z_lab(
         ],
         "verifier": {"architectures": [], "name_or_path": None},
     }
-    told = {name: value for name, value in verifier.items() if value}
-    said = {**said, "verifier": {**said.get("verifier", {}), **told}}
+    target_info = {name: value for name, value in verifier.items() if value}
+    proposal = {**proposal, "verifier": {**proposal.get("verifier", {}), **target_info}}
     nested = raw.get("dflash_config") or {}
     return {
         "architectures": [KINDS[kind]],
@@ -126,7 +126,7 @@ def from_z_lab(
         "target_hidden_size": None,
         "tie_word_embeddings": False,
         **kept,
-        "speculators_config": said,
+        "speculators_config": proposal,
         "transformer_layer_config": layer,
         "draft_vocab_size": settings["draft_vocab_size"],
         "block_size": settings["block_size"],

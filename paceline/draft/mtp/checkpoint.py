@@ -1,13 +1,13 @@
-"""The multi-token-prediction layer that some models' files hold beside the model, in either of two layouts.
+"""Reads and writes the multi-token-prediction layer that some models' files contain, in either of two layouts.
 
     Qwen3-Next, Qwen3.5      mtp.fc, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.norm, mtp.layers.0.*
-    DeepSeek-V3 and its kin  of model.layers.L, L the number of layers: eh_proj, enorm, hnorm, shared_head.norm, and the layer's
-                             own; embed_tokens and shared_head.head are copies of the target's, which are used
+    DeepSeek-V3 and similar  in model.layers.L, L the number of layers: eh_proj, enorm, hnorm, shared_head.norm, and a decoder
+                             layer; embed_tokens and shared_head.head are copies of the target's and are not read
 
-Transformers drops these tensors. Their names are those that vLLM's loaders read (`qwen3_next_mtp.py`, `deepseek_mtp.py`).
+Transformers drops these tensors. The names are those of vLLM's loaders (`qwen3_next_mtp.py`, `deepseek_mtp.py`).
 
-A layer that was trained (`train/methods/mtp.py`) is in a folder of its own: these tensors by the same names, and the target's
-config.json with one key more, `paceline_mtp`.
+A trained layer (`train/methods/mtp.py`) has its own folder: these tensors under the same names, and the target's config.json
+with the additional key `paceline_mtp`.
 """
 
 from __future__ import annotations
@@ -38,43 +38,43 @@ QWEN = {
 DEEPSEEK = {"eh_proj.": "fc.", "enorm.": "embedding_norm.", "hnorm.": "hidden_norm.", "shared_head.norm.": "final_norm."}
 COPIES = ("embed_tokens.", "shared_head.head.")
 MARK = "paceline_mtp"
-"""Key of config.json in the folder of a layer alone: {"layout": "qwen" or "deepseek", "steps": drafts that it learned}."""
+"""Key of config.json in the folder of a layer alone: {"layout": "qwen" or "deepseek", "steps": drafts it was trained for}."""
 CHOOSE = "choose another drafter, such as default, ngram or a DFlash drafter's folder"
 
 
 @dataclass(frozen=True, slots=True)
 class MtpLayer:
-    """One such layer."""
+    """A multi-token-prediction layer."""
 
     config: DecoderConfig
-    """Of the layer: the target's, with this one layer, which has attention."""
+    """Config of the layer: the target's, with one full-attention layer."""
     tensors: dict[str, Tensor]
-    """fc, embedding_norm, hidden_norm and final_norm, and those of the layer by their names within it."""
+    """fc, embedding_norm, hidden_norm and final_norm, and the decoder layer's tensors under their names within it."""
     tells_normed: bool
-    """Whether a step is told the hidden state of the one before behind the final norm (Qwen) or before it (DeepSeek)."""
+    """True if the next step receives the hidden state after the final norm (Qwen); false: before it (DeepSeek)."""
     raw: dict[str, Any] = field(default_factory=dict)
-    """config.json that it was read with."""
+    """config.json it was read with."""
 
     @property
     def steps(self) -> int | None:
-        """Drafts one behind the other that it learned; None for a layer as it came with its target."""
+        """Number of chained drafts it was trained for; None for a layer from its target's file."""
         return self.raw[MARK]["steps"] if MARK in self.raw else None
 
     def marked(self, steps: int) -> dict[str, Any]:
-        """config.json of a folder of this layer alone."""
+        """config.json for a folder of this layer alone."""
         kept = {name: value for name, value in self.raw.items() if name != "quantization_config"}
         more = {} if self.tells_normed else {"num_nextn_predict_layers": 1}
         return {**kept, **more, MARK: {"layout": "qwen" if self.tells_normed else "deepseek", "steps": steps}}
 
 
 def is_mtp(raw: dict[str, Any]) -> bool:
-    """Whether a config.json is of a folder that holds such a layer alone."""
+    """True for the config.json of a folder that holds only an MTP layer."""
     return MARK in raw
 
 
 def read_mtp(path: Path) -> MtpLayer:
-    """The layer in a target's folder, or in one of its own. Raises ModelFileError where there is none or its tensors do not fit
-    the config, UnsupportedModelError for a target or a layer that our decoder does not compute."""
+    """Read the layer from a target's folder or its own. Raises ModelFileError if there is none or a tensor does not fit the
+    config, UnsupportedModelError for a target or layer that paceline's decoder does not implement."""
     found = find_mtp(path)
     if found is None:
         raise ModelFileError(f"{path} holds no multi-token-prediction layer (no tensors {_looked_for(path)}): {CHOOSE}")
@@ -82,7 +82,7 @@ def read_mtp(path: Path) -> MtpLayer:
 
 
 def find_mtp(path: Path) -> MtpLayer | None:
-    """As `read_mtp`; None where there is none."""
+    """Like `read_mtp`, but returns None if there is no layer."""
     if is_gguf(path):
         raise ModelFileError(f"{path}: the mtp drafter reads a folder of safetensors, not a GGUF file: {CHOOSE}")
     raw = config_json(path)
@@ -105,7 +105,7 @@ def _looked_for(path: Path) -> str:
 
 
 def _checked_mark(raw: dict[str, Any], is_qwen: bool, path: Path) -> dict[str, Any]:
-    """config.json, whose mark says what the tensors' names say. Raises ModelFileError."""
+    """Return config.json after checking that its mark agrees with the tensor names. Raises ModelFileError."""
     mark = raw.get(MARK, {"layout": "qwen" if is_qwen else "deepseek", "steps": 1})
     layout, steps = (mark.get("layout"), mark.get("steps")) if isinstance(mark, dict) else (None, None)
     if layout != ("qwen" if is_qwen else "deepseek") or not isinstance(steps, int) or steps < 1:
@@ -117,24 +117,24 @@ def _checked_mark(raw: dict[str, Any], is_qwen: bool, path: Path) -> dict[str, A
 
 
 def one_layer(config: DecoderConfig) -> DecoderConfig:
-    """The shape of such a layer of a target."""
+    """The target's config reduced to one such layer."""
     return replace(config, num_layers=1, delta=None, linear_layers=(), dense_layers=(), windows=(), ropes=())
 
 
 def layer_of(raw: dict[str, Any], tensors: dict[str, Tensor]) -> MtpLayer:
-    """From a marked config.json and tensors by the names of `MtpLayer.tensors`."""
+    """A layer from a marked config.json and tensors under the names of `MtpLayer.tensors`."""
     config = decoder_config(raw, Path("config.json"))
     return MtpLayer(one_layer(config), tensors, raw[MARK]["layout"] == "qwen", raw)
 
 
 def write_mtp(folder: Path | str, layer: MtpLayer) -> None:
-    """A folder that holds this layer alone, its tensors by the names that the target's file has for them; experts each by
-    itself. Raises CacheError."""
+    """Write a folder with this layer alone, under the tensor names of the target's file; one tensor per expert. Raises
+    CacheError."""
     write_checkpoint(folder, layer.marked(layer.steps or 1), target_names(layer))
 
 
 def target_names(layer: MtpLayer) -> dict[str, Tensor]:
-    """The tensors by their names in the target's file."""
+    """The tensors under their names in the target's file."""
     last = f"model.layers.{decoder_config(layer.raw, Path('config.json')).num_layers}."
     theirs = {ours: name for name, ours in QWEN.items() if ours != LAYER}
     if not layer.tells_normed:
@@ -168,7 +168,7 @@ def _renamed(found: dict[str, Tensor], last: str, is_qwen: bool, path: Path) -> 
 
 
 def checked(layer: DecoderConfig, tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """By their names within the layer. Raises ModelFileError for one that is missing, unknown, or of another shape."""
+    """The tensors under their names within the layer. Raises ModelFileError for a missing, unknown or wrongly shaped one."""
     expected = _shapes(layer)
     for name in [*expected, *tensors]:
         shape, found = expected.get(name), tuple(tensors[name].shape) if name in tensors else None

@@ -1,13 +1,13 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): the layer that a model was trained with drafts for it.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): drafts with the MTP layer that a model was trained with.
 
-    z_t = fc([norm(embedding of x_{t+1}), norm(h_t)])     h_t: the target's hidden state of position t, behind its final norm
-    u   = layer(z), a decoder layer of the target's kind with attention over the z before it, at position t
-    logits of x_{t+2} = the target's head of norm(u); the next draft is told norm(u) (Qwen) or u (DeepSeek) in the place of h
+    z_t = fc([norm(embedding of x_{t+1}), norm(h_t)])     h_t: the target's hidden state of position t, after its final norm
+    u   = layer(z), a decoder layer of the target's type that attends to earlier z, at position t
+    logits of x_{t+2} = the target's head of norm(u); for the next draft, norm(u) (Qwen) or u (DeepSeek) replaces h
 
-There is one such layer (`checkpoint.py` reads it), trained to look one token further; chained it drafts as many as are
-asked for, each less surely, unless it learned chains (`train/methods/mtp.py`). Embedding and head are the target's.
-Positions, norms and what is told are as vLLM has them; nothing was measured with trained weights here.
-`tests/draft/test_mtp.py` holds drafts against Transformers' layers.
+The layer (read by `checkpoint.py`) was trained to predict one more token. Chained, it drafts any number, with decreasing
+accuracy unless it was trained on chains (`train/methods/mtp.py`). Embedding and LM head are the target's. Positions, norms and
+states are those of vLLM; nothing was measured with pretrained weights. `tests/draft/test_mtp.py` compares drafts with
+Transformers' layers.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ DEFAULT_DRAFTED = 3
 
 
 class MtpPath:
-    """The layer for decoding with one target, in PyTorch operations on any device. Entry e of a row's cache is made of the
-    target's hidden state of position e and of the token behind it."""
+    """The MTP layer in PyTorch operations on any device, prepared for one target. Cache entry e combines the target's hidden
+    state of position e with the token after it."""
 
-    def __init__(self, found: MtpLayer, target: Target, slack: int) -> None:
-        """`slack`: positions behind a row's longest text that drafts may take."""
-        shape, dtype, device = found.config, target.dtype, target.device
+    def __init__(self, layer: MtpLayer, target: Target, slack: int) -> None:
+        """`slack`: cache positions for drafts after a row's longest text."""
+        shape, dtype, device = layer.config, target.dtype, target.device
         num_rows, max_len = target.cache.num_rows, target.cache.max_len
-        self._shape, self._target, self._tells_normed = shape, target, found.tells_normed
+        self._shape, self._target, self._tells_normed = shape, target, layer.tells_normed
         self._dtype, self._device = dtype, device
         self.residual_dtype = torch.float32 if device.type == "cpu" else dtype
-        parts = {name: tensor.to(device, dtype, copy=True) for name, tensor in found.tensors.items()}
+        parts = {name: tensor.to(device, dtype, copy=True) for name, tensor in layer.tensors.items()}
         self._embedding_norm, self._hidden_norm, self._final_norm = (
             RMSNorm(parts.pop(f"{name}_norm.weight"), shape.rms_norm_eps, shape.norm_offset)
             for name in ("embedding", "hidden", "final")
@@ -58,21 +58,21 @@ class MtpPath:
 
     @torch.inference_mode()
     def extend(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor) -> Tensor:
-        """As `ChainPath.extend`."""
-        told_TD = self._run(rows, starts, counts, tokens, taps_TF[: len(tokens)])
+        """See ChainPath.extend."""
+        state_TD = self._run(rows, starts, counts, tokens, taps_TF[: len(tokens)])
         self.cache.append(rows, counts)
-        return told_TD[torch.tensor([end - 1 for end in accumulate(counts)], device=self._device)]
+        return state_TD[torch.tensor([end - 1 for end in accumulate(counts)], device=self._device)]
 
     @torch.inference_mode()
-    def step(self, level: Level, tokens: list[int], told_TD: Tensor) -> Tensor:
-        """As `ChainPath.step`."""
+    def step(self, level: Level, tokens: list[int], state_TD: Tensor) -> Tensor:
+        """See ChainPath.step."""
         plan = level.plan(self._group, self._dtype, self._device, None)
-        return self._layer_of(plan, level.writer(self._device), level.positions, tokens, told_TD)
+        return self._layer_of(plan, level.writer(self._device), level.positions, tokens, state_TD)
 
     @torch.inference_mode()
-    def logits(self, told_TD: Tensor) -> Tensor:
-        """As `ChainPath.logits`, over the target's vocabulary."""
-        return self._target.head(told_TD.to(self._dtype) if self._tells_normed else self._final_norm(told_TD))
+    def logits(self, state_TD: Tensor) -> Tensor:
+        """See ChainPath.logits; over the target's vocabulary."""
+        return self._target.head(state_TD.to(self._dtype) if self._tells_normed else self._final_norm(state_TD))
 
     def _run(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], hidden_TD: Tensor) -> Tensor:
         plan = AttentionPlan(rows, starts, counts, group=self._group, dtype=self._dtype, device=self._device)
@@ -94,41 +94,42 @@ class MtpPath:
 
 
 class MtpDrafter(ChainedDrafter):
-    """Drafts with a multi-token-prediction layer: the target's own, or one that was trained for it."""
+    """Drafts with a multi-token-prediction layer: the target's own, or one trained for it."""
 
     name = "mtp"
 
-    def __init__(self, found: MtpLayer, *, num_drafted: int | None = None) -> None:
-        """`num_drafted` [default: as many as it learned, or 3]. Raises ConfigError on a negative one."""
-        self._found = found
-        self.num_drafted = (found.steps or DEFAULT_DRAFTED) if num_drafted is None else num_drafted
+    def __init__(self, layer: MtpLayer, *, num_drafted: int | None = None) -> None:
+        """`num_drafted` [default: the number of trained steps, or 3]. Raises ConfigError if it is negative."""
+        self._stored = layer
+        self.num_drafted = (layer.steps or DEFAULT_DRAFTED) if num_drafted is None else num_drafted
         refuse(ConfigError, (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"))
         self._bound: tuple[Target, object] | None = None
 
     @classmethod
     def of_target(cls, target_name: str, *, num_drafted: int | None = None) -> MtpDrafter:
-        """Of the target's own folder. Raises what `read_mtp` does, ConfigError without a name, ModelNotFoundError."""
+        """Read the layer in the target's folder. Raises the errors of `read_mtp`, ConfigError without a name,
+        ModelNotFoundError."""
         refuse(ConfigError, (not target_name, "mtp reads the target's own files: say with target_name which model it is"))
         return cls(read_mtp(hub.resolve(target_name)), num_drafted=num_drafted)
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> MtpDrafter:
-        """Of a folder that `save` wrote. Raises what `read_mtp` does."""
+        """Read a folder that `save` wrote. Raises the errors of `read_mtp`."""
         return cls(read_mtp(Path(folder)), num_drafted=num_drafted)
 
     @property
     def layer(self) -> MtpLayer:
-        return self._found
+        return self._stored
 
     def save(self, folder: Path | str) -> None:
-        """Write a folder of the layer alone, which is a drafter. Raises CacheError."""
-        found = self._found
-        write_mtp(folder, found if is_mtp(found.raw) else replace(found, raw=found.marked(self.num_drafted or 1)))
+        """Write a folder with the layer alone, which is a drafter. Raises CacheError."""
+        layer = self._stored
+        write_mtp(folder, layer if is_mtp(layer.raw) else replace(layer, raw=layer.marked(self.num_drafted or 1)))
 
     @torch.no_grad()
     def bind(self, target: Target) -> None:
-        """As Drafter.bind. Bound to the same cache again it keeps its packed matrices and forgets all rows."""
-        own = self._found.config
+        """See Drafter.bind. Binding to the same cache again keeps the packed matrices and resets all rows."""
+        own = self._stored.config
         for what, mine, theirs in (
             ("hidden size", own.hidden_size, target.hidden_size),
             ("vocabulary", own.vocab_size, target.vocab_size),
@@ -140,20 +141,20 @@ class MtpDrafter(ChainedDrafter):
         if self._bound is not None and self._bound[0] is target and self._bound[1] is target.cache:
             self._path.cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
         else:
-            self._path = MtpPath(self._found, target, slack=self._slack)
+            self._path = MtpPath(self._stored, target, slack=self._slack)
         self._bound = target, target.cache
         self.tap_layers = (target.num_layers - 1,)
         self._begin(target, own.hidden_size)
 
     def keep_weights(self) -> None:
-        own = {name: tensor.clone() for name, tensor in self._found.tensors.items()}
-        self._found = replace(self._found, tensors=own)
+        own = {name: tensor.clone() for name, tensor in self._stored.tensors.items()}
+        self._stored = replace(self._stored, tensors=own)
 
     @property
     def weight_bytes(self) -> int:
-        own = sum(tensor.nbytes for tensor in self._found.tensors.values())
+        own = sum(tensor.nbytes for tensor in self._stored.tensors.values())
         return own + (self._path.weight_bytes if self._bound else 0)
 
     def cache_bytes(self, target: Target) -> int:
-        shape, positions = self._found.config, target.cache.num_rows * (target.cache.max_len + self._slack)
+        shape, positions = self._stored.config, target.cache.num_rows * (target.cache.max_len + self._slack)
         return 2 * shape.num_kv_heads * shape.head_dim * positions * target.dtype.itemsize

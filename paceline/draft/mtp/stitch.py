@@ -1,8 +1,8 @@
-"""A trained MTP layer back in its target's file: a new folder for whatever reads the target, such as vLLM's method mtp.
+"""Puts a trained MTP layer into a copy of its target, for programs that read it there, such as vLLM's method mtp.
 
-Every file of the target is copied; the files that hold tensors of the layer are written anew with the trained ones, in the
-number format and under the names that stand there. Experts that the file holds together are put together again. A layer that
-the target did not have is written as a file of its own, and config.json says that it is there.
+Files of the target are copied; those with tensors of the layer are rewritten with the trained ones, in the dtype and under the
+names of the original. Experts that the file stores fused are fused again. If the target has no such layer, it becomes an
+additional file, and config.json announces it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ WHOLE, INDEX, NEW = "model.safetensors", "model.safetensors.index.json", "model-
 
 
 def stitch(layer: MtpLayer, target: Path, out: Path) -> list[str]:
-    """Write the target with this layer into a new folder; the names of the tensors that were replaced, or added.
+    """Write the target with this layer into a new folder; returns the names of the replaced or added tensors.
 
-    Raises CacheError when `out` has files or cannot be written, DrafterMismatchError for another target's layer,
-    UnsupportedModelError for a file whose layer is quantised, and what reading the target does.
+    Raises CacheError if `out` has files or cannot be written, DrafterMismatchError for a layer of another target,
+    UnsupportedModelError for a quantised layer, and the errors of reading the target.
     """
     check_new(out)
     raw, files = config_json(target := existing(target)), shards_of(target)
@@ -50,17 +50,17 @@ def stitch(layer: MtpLayer, target: Path, out: Path) -> list[str]:
     with reraised(CacheError, f"the model cannot be written to {out}", remedy, OSError, SafetensorError):
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
-            made = Path(scratch) / "model"
-            made.mkdir()
-            names = _replace(target_names(layer), target, files, made) or _add(layer, made, raw)
-            sync_folder(made)
-            made.rename(out)
+            staging = Path(scratch) / "model"
+            staging.mkdir()
+            names = _replace(target_names(layer), target, files, staging) or _add(layer, staging, raw)
+            sync_folder(staging)
+            staging.rename(out)
             sync(out.parent)
     return names
 
 
 def _replace(ours: Mapping[str, Tensor], target: Path, files: Mapping[Path, list[str]], out: Path) -> list[str]:
-    """Copy all files, with the trained tensors in the place of those that are there; the names of these."""
+    """Copy all files, replacing the layer's tensors; returns the names of the replaced ones."""
     beginnings, replaced = tuple({_beginning(name) for name in ours}), list[str]()
     for file in sorted(each for each in target.iterdir() if each.is_file()):
         own = [name for name in _names(file, files) if name.startswith(beginnings)]
@@ -74,12 +74,12 @@ def _replace(ours: Mapping[str, Tensor], target: Path, files: Mapping[Path, list
 
 
 def _beginning(name: str) -> str:
-    """`mtp.` or `model.layers.N.`"""
+    """The name's prefix: `mtp.` or `model.layers.N.`."""
     return "mtp." if name.startswith("mtp.") else ".".join(name.split(".")[:3]) + "."
 
 
 def _names(file: Path, files: Mapping[Path, list[str]]) -> list[str]:
-    """Of the tensors that the model has of a file."""
+    """Names of the model's tensors in a file."""
     if file not in files or files[file]:
         return files.get(file, [])
     check_header(file)
@@ -87,26 +87,26 @@ def _names(file: Path, files: Mapping[Path, list[str]]) -> list[str]:
         return list(whole.keys())
 
 
-def _stored(name: str, there: Tensor, ours: Mapping[str, Tensor]) -> Tensor:
-    """What stands under a name of the target's file from now on, in that file's number format."""
-    found = _made(name, there, ours)
-    if found.shape != there.shape or not there.is_floating_point() or there.element_size() == 1:
+def _stored(name: str, original: Tensor, ours: Mapping[str, Tensor]) -> Tensor:
+    """The trained tensor for a name of the target's file, in that file's dtype."""
+    tensor = _fused(name, original, ours)
+    if tensor.shape != original.shape or not original.is_floating_point() or original.element_size() == 1:
         raise UnsupportedModelError(
-            f"tensor {name!r} of the target's mtp layer is {there.dtype} of shape {tuple(there.shape)}, a trained one is not "
+            f"tensor {name!r} of the target's mtp layer is {original.dtype} of shape {tuple(original.shape)}, a trained one is not "
             "written so: use the drafter's folder (--drafter) beside the target"
         )
-    return found.to(there.dtype).contiguous()
+    return tensor.to(original.dtype).contiguous()
 
 
-def _made(name: str, there: Tensor, ours: Mapping[str, Tensor]) -> Tensor:
+def _fused(name: str, original: Tensor, ours: Mapping[str, Tensor]) -> Tensor:
     if name in ours:
         return ours[name]
     owner, _, kind = name.rpartition(".")
     if any(f".{copy}" in name for copy in COPIES):
-        return there
+        return original
     if match := TOGETHER.fullmatch(name):
         parts = ("gate_proj", "up_proj") if match[2] == "gate_up" else ("down_proj",)
-        names = [[f"{match[1]}.{expert}.{part}.weight" for part in parts] for expert in range(len(there))]
+        names = [[f"{match[1]}.{expert}.{part}.weight" for part in parts] for expert in range(len(original))]
         if all(each in ours for expert in names for each in expert):
             return torch.stack([torch.cat([ours[each] for each in expert]) for expert in names])
     for fused, parts in FUSED.items():
@@ -120,18 +120,18 @@ def _made(name: str, there: Tensor, ours: Mapping[str, Tensor]) -> Tensor:
 
 
 def _add(layer: MtpLayer, out: Path, raw: dict[str, Any]) -> list[str]:
-    """A layer that the target did not have: in its one file, or as a file more."""
+    """Add a layer that the target did not have: to its only file, or as an additional file."""
     tensors = {name: tensor.contiguous() for name, tensor in target_names(layer).items()}
     if (out / WHOLE).is_file():
         save_file(read_tensors(out / WHOLE) | tensors, out / NEW, {"format": "pt"})
         (out / NEW).replace(out / WHOLE)
     else:
         save_file(tensors, out / NEW, {"format": "pt"})
-        told = json.loads((out / INDEX).read_text(encoding="utf-8"))
-        told["weight_map"] |= dict.fromkeys(tensors, NEW)
-        if "total_size" in (told.get("metadata") or {}):
-            told["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
-        (out / INDEX).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        index = json.loads((out / INDEX).read_text(encoding="utf-8"))
+        index["weight_map"] |= dict.fromkeys(tensors, NEW)
+        if "total_size" in (index.get("metadata") or {}):
+            index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
+        (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     if not layer.tells_normed:
         text = json.dumps({**raw, "num_nextn_predict_layers": 1}, indent=2) + "\n"
         (out / "config.json").write_text(text, encoding="utf-8")
