@@ -1,4 +1,4 @@
-"""Which implementation stands behind a model's name: the native pass, our decoder in PyTorch, or Transformers."""
+"""Selects the implementation of a target: the native pass, the PyTorch decoder, or Transformers."""
 
 from __future__ import annotations
 
@@ -26,28 +26,30 @@ from paceline.model.torch.graphs import GraphDecoder
 
 
 def settle(settings: EngineConfig) -> EngineConfig:
-    """`config.resolve`, and bfloat16 as "auto" where products take weights in blocks: those need no instructions for it.
+    """Resolve "auto" values (`config.resolve`); dtype "auto" becomes bfloat16 if matrix products read block-quantised weights,
+    as that needs no bfloat16 instructions.
 
-    Chooses the instruction set too. Raises NativeError where it is missing, and what `config.resolve` and `hub.resolve` do.
+    Also selects the instruction set. Raises NativeError if it is unavailable, and the errors of `config.resolve` and
+    `hub.resolve`.
     """
-    settled = engine_config.resolve(settings)
+    resolved = engine_config.resolve(settings)
     if settings.isa != "auto":
         native_lib.use(settings.isa)
-    if settings.dtype != "auto" or settled.device != "cpu" or settled.weights == "random" or settled.backend == "torch":
-        return settled
-    in_blocks = settled.weight_format in KINDS or (settled.weight_format != "dense" and is_gguf(resolve(settled.model)))
+    if settings.dtype != "auto" or resolved.device != "cpu" or resolved.weights == "random" or resolved.backend == "torch":
+        return resolved
+    in_blocks = resolved.weight_format in KINDS or (resolved.weight_format != "dense" and is_gguf(resolve(resolved.model)))
     takes_blocks = in_blocks and native_lib.load() is not None and native_lib.multiplies_blocks(torch.bfloat16)
-    return replace(settled, dtype="bfloat16") if takes_blocks else settled
+    return replace(resolved, dtype="bfloat16") if takes_blocks else resolved
 
 
 def load_target(settings: EngineConfig) -> Target:
-    """The target of settings whose device and dtype are settled.
+    """Load the target of resolved settings.
 
-    Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError, CacheError, or NativeError when the native
-    pass was asked for and cannot run.
+    Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError, CacheError, or NativeError if the native
+    pass was requested and cannot run.
     """
     dtype, device, weights = getattr(torch, settings.dtype), torch.device(settings.device), settings.weights
-    num_rows = 1 if settings.kv_memory else settings.max_batch  # a budget is shared out when the drafter is known, too
+    num_rows = 1 if settings.kv_memory else settings.max_batch  # a memory budget is divided later, with the drafter's cache
     weight_format = settings.weight_format
     path = resolve(settings.model)
     keep_sums_in_float32(device)
@@ -58,7 +60,7 @@ def load_target(settings: EngineConfig) -> Target:
             raise
         if settings.backend == "native":
             raise NativeError(f"{error}; that has no native pass: leave --backend out") from error
-        from paceline.model.hf.target import HFTarget  # only here: importing Transformers takes seconds
+        from paceline.model.hf.target import HFTarget  # imported here because Transformers takes seconds
 
         return HFTarget.from_path(
             path, dtype=dtype, device=device, num_rows=num_rows, max_len=settings.max_len, weights=weights
@@ -91,10 +93,10 @@ def load_target(settings: EngineConfig) -> Target:
 
 
 def keep_sums_in_float32(device: torch.device) -> None:
-    """Partial sums of half-precision matrix products in float32 on CUDA, for the whole process.
+    """Accumulate half-precision matrix products in float32 on CUDA, for the whole process.
 
-    PyTorch lets cuBLAS round them to the inputs' type where a product is split along its inner dimension. Whether it
-    is depends on how many positions a pass has: plain decoding and verification would differ by that rounding.
+    By default cuBLAS may round partial sums to the input dtype when it splits the inner dimension, which depends on the number
+    of positions in a pass: plain decoding and verification would differ by that rounding.
     """
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -102,14 +104,14 @@ def keep_sums_in_float32(device: torch.device) -> None:
 
 
 KINDS: dict[str, BlockKind] = {"q8_0": "Q8_0", "q6_k": "Q6_K", "q5_k": "Q5_K", "q4_k": "Q4_K", "q4_1": "Q4_1"}
-"""Weight formats that round; see `model/gguf/blocks.py`."""
+"""Weight formats that are quantised at load; see `model/gguf/blocks.py`."""
 ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
-"""Small matrices that choose among experts: never rounded."""
+"""Small matrices that select experts; never quantised."""
 
 
 def _keeps_blocks(weight_format: str, config: DecoderConfig, dtype: torch.dtype) -> bool:
-    """Whether a file's blocks stay as they are. "auto": where products take them so, which is then faster; elsewhere every
-    pass would expand them, and they stay only if a dense copy took more than half of the memory."""
+    """True if a file's quantised blocks are used directly. "auto": if matrix products support them and are faster so, or if a
+    dense copy would take more than half of the memory (every pass then expands the blocks)."""
     if weight_format != "auto":
         return weight_format != "dense"
     dense_bytes = dtype.itemsize * sum(map(math.prod, expected_shapes(config).values()))
@@ -117,7 +119,7 @@ def _keeps_blocks(weight_format: str, config: DecoderConfig, dtype: torch.dtype)
 
 
 def _is_native(backend: str, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the native pass will run this. Raises NativeError when it was asked for and cannot."""
+    """True if the native pass will run. Raises NativeError if it was requested and cannot."""
     if backend == "torch":
         return False
     obstacles = (
@@ -143,14 +145,14 @@ def _is_native(backend: str, config: DecoderConfig, dtype: torch.dtype, device: 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What multiplies a target's weights, and the form in which it reads them."""
+    """How a target's weights are multiplied: backend, instruction set and weight format."""
 
     backend: str
     """native or torch."""
     isa: str | None
-    """The native pass's instruction set, a name of `--isa`."""
+    """The native pass's instruction set, a value of `--isa`; None for torch."""
     weight_format: str
-    """bfloat16, float32, or the blocks of a GGUF file such as Q4_1+Q8_0."""
+    """bfloat16, float32, or the block types of a GGUF file, such as Q4_1+Q8_0."""
 
     def __str__(self) -> str:
         return f"weights {self.weight_format}, {self.backend}" + (f" {self.isa}" if self.isa else "")
@@ -163,7 +165,7 @@ def form_of(target: Target) -> Form:
 
 
 def _return_freed_memory() -> None:
-    """Packing leaves holes in the heap, some 60 MB for the built-in model; glibc gives them back when asked."""
+    """Return freed heap memory to the system; packing leaves some 60 MB of holes for the built-in model (glibc only)."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

@@ -1,7 +1,7 @@
-"""From files to numbers: a Hugging Face folder or a GGUF file becomes a DecoderConfig and a stream of named tensors.
+"""Reads checkpoints: a Hugging Face folder or a GGUF file becomes a DecoderConfig and a stream of named tensors.
 
-`load_config` reads config.json (or GGUF metadata), `load_tensors` yields one memory-mapped tensor at a time under its Hugging
-Face name, `check_tensors` refuses what does not fit the config. Weights are safetensors or GGUF: nothing here unpickles.
+`load_config` reads config.json or GGUF metadata, `load_tensors` yields one memory-mapped tensor at a time under its Hugging
+Face name, `check_tensors` rejects tensors that do not fit the config. Weights are safetensors or GGUF; pickles are never read.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from paceline.model.layout import DELTA_NORM, as_ours, layer_shapes
 
 
 def load_config(path: Path | str) -> DecoderConfig:
-    """The shape of the model in a Hugging Face folder or GGUF file.
+    """Config of the model in a Hugging Face folder or GGUF file.
 
-    Raises ModelNotFoundError (no such path), UnsupportedModelError (architecture or option not implemented),
-    ModelFileError (a key missing or impossible).
+    Raises ModelNotFoundError, UnsupportedModelError (architecture or option not implemented) or ModelFileError (a key is
+    missing or invalid).
     """
     return decoder_config(config_json(path), Path(path).expanduser())
 
 
 def config_json(path: Path | str) -> dict[str, Any]:
-    """The config.json of a folder, or what it would say for a GGUF file. Raises as `load_config` does."""
+    """config.json of a folder, or an equivalent one for a GGUF file. Raises the errors of `load_config`."""
     path = existing(path)
     return gguf.config_json(path) if is_gguf(path) else read_json(path / "config.json")
 
@@ -46,10 +46,10 @@ def load_tensors(path: Path | str) -> Iterator[tuple[str, Tensor]]: ...
 @overload
 def load_tensors(path: Path | str, keep_blocks: bool) -> Iterator[tuple[str, Weight]]: ...
 def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
-    """(Hugging Face name, tensor) for every weight: as stored from safetensors, float32 from GGUF.
+    """Yield (Hugging Face name, tensor) for every weight: as stored in safetensors, float32 from GGUF.
 
-    With `keep_blocks` the Q8_0 and Q4_1 matrices of a GGUF file come as Blocks.
-    Raises ModelFileError when a file is missing, truncated, or in a pickle format.
+    With `keep_blocks`, quantised matrices of a GGUF file are yielded as Blocks. Raises ModelFileError if a file is missing,
+    truncated or pickled.
     """
     path = existing(path)
     if is_gguf(path):
@@ -60,7 +60,7 @@ def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[
 
 
 def load_named(path: Path | str, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    """As `load_tensors`, of a folder of safetensors, those tensors alone whose names are wanted."""
+    """Like `load_tensors` for a folder of safetensors, restricted to names for which `is_wanted` is true."""
     for file, names in shards_of(existing(path)).items():
         yield from _read_shard(file, names, is_wanted)
 
@@ -68,7 +68,7 @@ def load_named(path: Path | str, is_wanted: Callable[[str], bool]) -> Iterator[t
 def random_tensors(
     config: DecoderConfig, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, Tensor]]:
-    """Weights for mocking (`--weights random`), for a target on this device and of this dtype; see `random_weights`."""
+    """Random weights (`--weights random`) for a target on this device in this dtype; see `random_weights`."""
     for name, tensor in random_weights(expected_shapes(config), seed, device, dtype):
         has_offset = name.endswith("norm.weight") and not name.endswith(DELTA_NORM)
         yield name, tensor - config.norm_offset if has_offset and config.norm_offset else tensor
@@ -80,26 +80,26 @@ def random_weights(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Normal with deviation 0.02, norms one; the same for the same seed and `drawn_as`."""
-    place, kind = drawn_as(torch.device(device), dtype)
-    generator = torch.Generator(place).manual_seed(seed)
+    """Yield random weights: normal with standard deviation 0.02, norms one. They depend on the seed and `drawn_as`."""
+    draw_device, draw_dtype = drawn_as(torch.device(device), dtype)
+    generator = torch.Generator(draw_device).manual_seed(seed)
     for name, shape in shapes.items():
-        tensor = torch.empty(shape, device=place, dtype=kind)
+        tensor = torch.empty(shape, device=draw_device, dtype=draw_dtype)
         is_norm = name.endswith("norm.weight")
         yield name, tensor.fill_(1.0) if is_norm else tensor.normal_(0.0, 0.02, generator=generator)
 
 
 def drawn_as(device: torch.device, dtype: torch.dtype) -> tuple[torch.device, torch.dtype]:
-    """Where and in which dtype random weights for this device and dtype are drawn.
+    """Device and dtype in which random weights for this device and dtype are generated.
 
-    A GPU draws them itself, at once in the dtype that it computes in: one CPU thread needs 93 s for the weights of 8B
-    parameters. For all other devices they are float32 of the CPU's generator, whose numbers do not depend on the dtype.
+    A GPU generates them in its compute dtype: one CPU thread takes 93 s for 8B parameters. Other devices use float32 from the
+    CPU's generator, so the numbers do not depend on the dtype.
     """
     return (device, dtype) if device.type == "cuda" else (torch.device("cpu"), torch.float32)
 
 
 def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor the decoder needs, by Hugging Face name. A tied head is not among them."""
+    """Shape of every tensor the decoder needs, by Hugging Face name; without the head if it is tied."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer_shapes(config, index).items()}
@@ -112,10 +112,10 @@ def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 def check_tensors(
     config: DecoderConfig, tensors: Iterable[tuple[str, AnyWeight]], source: Path | str
 ) -> Iterator[tuple[str, AnyWeight]]:
-    """Pass `tensors` on while checking names and shapes; what a tied or old checkpoint stores twice is dropped, and what is
-    stored as one is given in its parts.
+    """Yield `tensors` after checking names and shapes. Redundant tensors of tied or old checkpoints are dropped, fused ones
+    split.
 
-    Raises ModelFileError naming the tensor that is unknown, of a wrong shape or, at the end, missing.
+    Raises ModelFileError naming a tensor that is unknown or wrongly shaped or, at the end, missing.
     """
     expected = expected_shapes(config)
     missing = dict.fromkeys(expected)
@@ -141,14 +141,15 @@ def check_tensors(
 
 
 def check_finite(name: str, weight: Weight, source: Path | str) -> None:
-    """Raises ModelFileError when a tensor holds NaN or an infinity, or no fractions at all. A sum is the cheapest look."""
+    """Raises ModelFileError if a tensor holds NaN or an infinity, or is not floating-point. Checks the sum first, as it is
+    cheap."""
     if isinstance(weight, Blocks):
         return check_finite(name, weight.scales(), source)
     if not weight.is_floating_point() or weight.is_complex():
         raise ModelFileError(f"{source}: tensor {name!r} holds {weight.dtype}, not fractions: fetch the model again")
     values = weight.float() if weight.element_size() == 1 else weight
     is_finite = not values.numel() or math.isfinite(values.sum()) or bool(torch.stack(torch.aminmax(values)).isfinite().all())
-    if not is_finite:  # a sum may overflow where no value is infinite, the extremes cannot
+    if not is_finite:  # the sum of finite values may overflow; minimum and maximum cannot
         raise ModelFileError(
             f"{source}: tensor {name!r} holds NaN or an infinity: the training that made it failed, or the file is damaged; "
             "use another checkpoint"
@@ -157,10 +158,10 @@ def check_finite(name: str, weight: Weight, source: Path | str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ModelFileError when it is missing, unreadable or something else."""
+    """Read a JSON object. Raises ModelFileError if the file is missing, unreadable or not an object."""
     if not path.is_file():
-        found = "is no regular file" if path.exists() else "is missing"
-        raise ModelFileError(f"{path} {found}: give a Hugging Face model folder or a .gguf file")
+        fault = "is no regular file" if path.exists() else "is missing"
+        raise ModelFileError(f"{path} {fault}: give a Hugging Face model folder or a .gguf file")
     with reraised(ModelFileError, f"{path} cannot be read", "fetch the model again", OSError, ValueError, RecursionError):
         value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
@@ -169,7 +170,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """The ids that end an answer: those of generation_config.json, then those of config.json, without repeats."""
+    """Token ids that end an answer: those of generation_config.json, then of config.json, without duplicates."""
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
@@ -188,7 +189,7 @@ def existing(path: Path | str) -> Path:
 
 
 def shards_of(folder: Path) -> dict[Path, list[str]]:
-    """Each weight file with the tensors to take from it; of a single file all."""
+    """Weight file -> names of the tensors to read from it; an empty list means all."""
     if (folder / "model.safetensors").is_file():
         return {folder / "model.safetensors": []}
     index = folder / "model.safetensors.index.json"
@@ -217,13 +218,14 @@ def shards_of(folder: Path) -> dict[Path, list[str]]:
 
 
 _TENSORS_PER_MAP, _MOST_MAPS = 16, 64
-"""A file is mapped anew after so many tensors, but not more often than that: each time its whole header is parsed."""
+"""A file is mapped anew after _TENSORS_PER_MAP tensors, but at most _MOST_MAPS times, since each time parses the whole
+header."""
 MOST_TENSORS, MOST_HEADER_BYTES = 2**16, 2**24
-"""Of one file. The largest that is known holds some 20,000 tensors in a header of 3 MB."""
+"""Limits per file. The largest known file has some 20,000 tensors and a header of 3 MB."""
 
 
 def check_header(file: Path) -> None:
-    """Raises ModelFileError where a safetensors file's header is too large to be a model's, before it is parsed."""
+    """Raises ModelFileError if a safetensors header is too large for a model, before it is parsed."""
     with reraised(ModelFileError, f"{file} cannot be read", "fetch the model again", OSError), file.open("rb") as opened:
         num_bytes = int.from_bytes(opened.read(8), "little")
     if MOST_HEADER_BYTES < num_bytes <= file.stat().st_size:
@@ -231,9 +233,9 @@ def check_header(file: Path) -> None:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Reads all tensors of one safetensors file into memory of its own.
+    """Read all tensors of a safetensors file into memory.
 
-    Raises ModelFileError where its header is too large to be a model's; SafetensorError or OSError where it is damaged.
+    Raises ModelFileError if its header is too large for a model; SafetensorError or OSError if it is damaged.
     """
     check_header(file)
     return load_file(file)
@@ -252,7 +254,7 @@ def _read_shard(
             raise ModelFileError(f"{file} holds {len(stored):,} tensors, no model has so many: fetch the model again")
         per_map = max(_TENSORS_PER_MAP, -(-len(wanted) // _MOST_MAPS))
         for first in range(0, len(wanted), per_map):
-            # Mapped anew every few tensors: pages that were read count as this process's memory until they are unmapped.
+            # Map anew every few tensors: pages that were read count as this process's memory until they are unmapped.
             with safe_open(file, framework="pt") as shard:
                 for name in wanted[first : first + per_map]:
                     yield name, shard.get_tensor(name)

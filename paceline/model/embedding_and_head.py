@@ -1,7 +1,7 @@
-"""The two ends of a target that runs elsewhere: embedding and head, which a drafter shares with it. Layers are not loaded.
+"""Loads only the embedding and LM head of a remotely served target, which a drafter in training shares with it.
 
-Read from the checkpoint's safetensors: of a folder, those files that hold the two matrices suffice; of a hub id, only those
-are fetched.
+Reads the checkpoint's safetensors: a folder needs only the files with the two matrices; from a hub id only those are
+downloaded.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from paceline.model.torch.decoder import end_scales
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 SCALED = ("embedding_multiplier", "scale_emb", "logits_scaling", "logit_scale", "final_logit_softcapping")
-"""Keys of configs whose ends are more than two matrices: of families that our decoder does not run nobody here knows how."""
+"""Config keys that change embedding or head scaling; unsupported for families that paceline's decoder does not implement."""
 LIGHT = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
 class Ends(Target):
-    """What training needs of a target whose hidden states come from elsewhere. It runs nothing."""
+    """Embedding and LM head of a target whose hidden states are computed remotely. Cannot run passes."""
 
     def __init__(self, raw: dict[str, Any], embedding_VD: Tensor, head_VD: Tensor, max_position: int) -> None:
         self.embedding, self._head = embedding_VD, head_VD
@@ -44,7 +44,7 @@ class Ends(Target):
         self.weight_bytes = embedding_VD.nbytes + (0 if head_VD is embedding_VD else head_VD.nbytes)
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
-        """There is none."""
+        """No-op: there is no cache."""
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Raises UnsupportedModelError."""
@@ -58,7 +58,8 @@ class Ends(Target):
 
 
 def light_folder(model: str) -> Path:
-    """Where config and tokenizer of a model lie; of a hub id without its weights. Raises as `hub.resolve`."""
+    """Folder with a model's config and tokenizer; a hub id is downloaded without its weights. Raises the errors of
+    `hub.resolve`."""
     if Path(model).expanduser().exists() or not HUB_ID.fullmatch(model):
         return resolve(model)
     return _fetched(model, LIGHT)
@@ -74,9 +75,9 @@ def _fetched(repo_id: str, patterns: tuple[str, ...]) -> Path:
 
 
 def load_ends(settings: EngineConfig) -> Target:
-    """Embedding and head of a target, in the dtype of the settings, which are settled; a GGUF file is loaded whole.
+    """Load embedding and head of a target in the dtype of the resolved settings; a GGUF file is loaded as a whole target.
 
-    Raises ModelFileError when they are not to be found, UnsupportedModelError when they are more than two matrices.
+    Raises ModelFileError if they are missing, UnsupportedModelError if the model scales them in an unknown way.
     """
     folder = light_folder(settings.model)
     if is_gguf(folder):
@@ -84,7 +85,7 @@ def load_ends(settings: EngineConfig) -> Target:
     raw = read_json(folder / "config.json")
     raw = raw.get("text_config", raw)
     config: DecoderConfig | None = None
-    with contextlib.suppress(UnsupportedModelError):  # of an architecture that we do not run, the drafter gets its usual shape
+    with contextlib.suppress(UnsupportedModelError):  # another architecture: the new drafter gets its default shape
         config = load_config(folder)
     scaled = [key for key in SCALED if raw.get(key) not in (None, 1, 1.0)]
     if config is None and (scaled or str(raw.get("model_type", "")).startswith("gemma")):
@@ -93,13 +94,13 @@ def load_ends(settings: EngineConfig) -> Target:
     if HUB_ID.fullmatch(settings.model) and not Path(settings.model).exists():
         folder = _fetched(settings.model, (*LIGHT, *_files_of_ends(folder)))
     is_tied = bool(raw.get("tie_word_embeddings", False)) if config is None else config.tie_embeddings
-    found = dict(_read(folder, (EMBEDDING,) if is_tied else (EMBEDDING, HEAD)))
-    if EMBEDDING not in found:
+    tensors = dict(_read(folder, (EMBEDDING,) if is_tied else (EMBEDDING, HEAD)))
+    if EMBEDDING not in tensors:
         raise ModelFileError(f"{folder} holds no tensor that ends in {EMBEDDING}: give the target's own folder")
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
     keep_sums_in_float32(device)
-    embedding = found[EMBEDDING].to(device, dtype)
-    head = found[HEAD].to(device, dtype) if HEAD in found else embedding
+    embedding = tensors[EMBEDDING].to(device, dtype)
+    head = tensors[HEAD].to(device, dtype) if HEAD in tensors else embedding
     ends = Ends(raw, embedding, head, int(raw.get("max_position_embeddings", 2**31)))
     if config is not None:
         ends.config, ends.ends = config, end_scales(config, dtype)  # type: ignore[attr-defined]
@@ -107,7 +108,7 @@ def load_ends(settings: EngineConfig) -> Target:
 
 
 def _files_of_ends(folder: Path) -> tuple[str, ...]:
-    """Files of a checkpoint that hold the two matrices."""
+    """Names of a checkpoint's files that hold the two matrices."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return ("model.safetensors",)
@@ -121,7 +122,7 @@ def _read(folder: Path, wanted: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]
         refused = reraised(ModelFileError, f"{file} cannot be read", "fetch it again", OSError, SafetensorError)
         check_header(file)
         with refused, safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (it is no dictionary)
+            for name in tensors.keys():  # noqa: SIM118  (not a dict)
                 for ending in wanted:
                     if name.endswith(ending) and "visual" not in name:
                         yield ending, tensors.get_tensor(name)

@@ -1,7 +1,7 @@
-"""The KV cache: a fixed number of rows, each with room for `max_len` positions; allocated once, never grown.
+"""The KV cache: a fixed number of rows with room for `max_len` positions each, allocated once.
 
-A row belongs to one sequence from `allocate` to `free`. A forward pass appends; what the verifier refuses is taken back
-with `rollback`, which only moves the row's length: entries past it are dead and will be overwritten.
+A row belongs to one sequence from `allocate` to `free`. A forward pass appends; `rollback` removes rejected positions by
+reducing the row's length, and later passes overwrite them.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from paceline.errors import MemoryBudgetError, reraised
 
 
 class KVCache(ABC):
-    """Rows and their lengths; subclasses hold the keys and values."""
+    """Rows and their lengths; subclasses hold keys and values."""
 
     def __init__(self, num_rows: int, max_len: int) -> None:
         self.num_rows = num_rows
         self.max_len = max_len
         self.lengths = [0] * num_rows
         self.generations = [0] * num_rows
-        """How often each row was allocated: who remembers what a row holds must forget it when this has changed."""
+        """Number of allocations of each row; remembered contents of a row are invalid once its number has changed."""
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes the whole cache takes; fixed at construction."""
+        """Bytes of the whole cache; fixed at construction."""
 
     @property
     def num_free(self) -> int:
@@ -41,7 +41,7 @@ class KVCache(ABC):
         return list(self._free)
 
     def allocate(self, wanted: int | None = None) -> int | None:
-        """A free row with length 0, `wanted` or the lowest-numbered one, or None when all are taken."""
+        """Allocate a free row with length 0: `wanted` or the lowest-numbered one. Returns None if no row is free."""
         if not self._free:
             return None
         row = self._free[-1] if wanted is None else wanted
@@ -51,32 +51,32 @@ class KVCache(ABC):
         return row
 
     def adopt(self, source: int, row: int, length: int) -> None:
-        """The first `length` positions that `source` holds, or held when it was freed last, become those of `row`."""
+        """Copy the first `length` positions that `source` holds, or held when it was last freed, to `row`."""
         raise NotImplementedError(f"{type(self).__name__} does not copy rows")
 
     def free(self, row: int) -> None:
-        """Give a row back; its content is dead from now on."""
+        """Release a row; its content becomes invalid."""
         assert row not in self._free, f"row {row} freed twice"
         self.lengths[row] = 0
         self._free.append(row)
         self._free.sort(reverse=True)
 
     def append(self, rows: list[int], counts: list[int]) -> None:
-        """Record that a pass wrote `counts` positions behind each row's length."""
+        """Record that a pass wrote `counts` positions after each row's length."""
         for row, count in zip(rows, counts, strict=True):
             assert self.lengths[row] + count <= self.max_len, f"row {row} overflows"
             self.lengths[row] += count
 
     def rollback(self, rows: list[int], lengths: list[int]) -> None:
-        """Shorten rows to `lengths`: positions at and after them were refused. Never lengthens."""
+        """Reduce rows to `lengths`, dropping the rejected positions after them. Never lengthens."""
         for row, length in zip(rows, lengths, strict=True):
             assert 0 <= length <= self.lengths[row], f"row {row}: rollback from {self.lengths[row]} to {length}"
             self.lengths[row] = length
 
     def keep(self, rows: list[int], starts: list[int], slots: list[list[int]]) -> None:
-        """Of what each row holds from its start on, keep these slots, counted from there and ascending, moved together.
+        """Keep only these positions of each row after its start, counted from there and ascending, and move them together.
 
-        The general form of `rollback`, for passes over trees: the slots are a path from the root.
+        General form of `rollback` for passes over trees: the kept positions are a path from the root.
         """
         for row, start, kept in zip(rows, starts, slots, strict=True):
             assert kept == sorted(set(kept)) and all(0 <= slot < self.lengths[row] - start for slot in kept)
@@ -85,26 +85,26 @@ class KVCache(ABC):
         self.rollback(rows, [start + len(kept) for start, kept in zip(starts, slots, strict=True)])
 
     def _move(self, row: int, start: int, slots: list[int]) -> None:
-        """Position start + i of the row becomes what stands at start + slots[i]."""
+        """Copy the entries at start + slots[i] to start + i."""
         raise NotImplementedError(f"{type(self).__name__} does not move positions")
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros; on CPU mapped, so that memory is taken page by page as rows fill instead of all at start."""
+    """Zeros; on CPU memory-mapped, so that pages are allocated as rows fill."""
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        pages.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page holds the beginning of every head: one token would take them all
+        pages.madvise(mmap.MADV_NOHUGEPAGE)  # one huge page spans many rows: a single token would allocate it whole
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 _TOGETHER = 16
-"""Positions that a layout may interleave: the native pass keeps sixteen keys together."""
+"""Positions that a layout may interleave: the native pass stores sixteen keys together."""
 
 
 class StaticKVCache(KVCache):
-    """Keys and values of all layers in two tensors [layers, rows, kv_heads, max_len, head_dim]."""
+    """Keys and values of all layers in two tensors [layers, rows, kv_heads, max_len + slack, head_dim]."""
 
     def __init__(
         self,
@@ -117,11 +117,11 @@ class StaticKVCache(KVCache):
         device: torch.device | str = "cpu",
         slack: int = 0,
     ) -> None:
-        """`slack` positions behind each row's max_len may be scribbled on by passes of fixed shape; they never count."""
+        """`slack`: extra positions after each row's max_len, as scratch space for passes of fixed shape."""
         super().__init__(num_rows, max_len)
         shape = (num_layers, num_rows, num_kv_heads, max_len + slack, head_dim)
-        unmade = f"no memory for a KV cache of {num_rows} rows of {max_len} tokens"
-        with reraised(MemoryBudgetError, unmade, "lower max_batch or max_len", RuntimeError, MemoryError, OSError):
+        failure = f"no memory for a KV cache of {num_rows} rows of {max_len} tokens"
+        with reraised(MemoryBudgetError, failure, "lower max_batch or max_len", RuntimeError, MemoryError, OSError):
             self.keys = _zeros(shape, dtype, device)
             self.values = _zeros(shape, dtype, device)
 
@@ -133,7 +133,7 @@ class StaticKVCache(KVCache):
         assert self.lengths[row] == 0 and length <= self.max_len
         if source != row:
             positions = self.keys.shape[3]
-            whole = min(-(-length // _TOGETHER) * _TOGETHER, positions)  # some layouts keep positions together
+            whole = min(-(-length // _TOGETHER) * _TOGETHER, positions)  # some layouts interleave positions
             for tensor in (self.keys, self.values):
                 flat = tensor.flatten(3)
                 size = whole * tensor.shape[4]

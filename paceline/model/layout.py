@@ -1,4 +1,4 @@
-"""What a layer's tensors are called, their shapes, and files that hold several of them as one."""
+"""Names and shapes of a layer's tensors, and splitting of fused ones."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from paceline.model.gguf.blocks import AnyWeight, select_rows, split_rows
 from paceline.model.stored_experts import taken_apart
 
 NORMS: dict[str, dict[str, str]] = TABLES["norms"]
-"""By where they stand (`DecoderConfig.norms`): fields of a layer, and what files call the norm."""
+"""Norm position (`DecoderConfig.norms`) -> field of a layer -> the norm's name in files."""
 DELTA_NORM = "linear_attn.norm.weight"
-"""Of a gated delta net: `DecoderConfig.norm_offset` does not hold for it."""
+"""The output norm of a gated delta net, to which `DecoderConfig.norm_offset` does not apply."""
 FUSED: dict[str, list[str]] = TABLES["fused"]
-"""Matrices that a file may hold as one, and the parts that its rows are."""
+"""Fused matrices of some files, and the parts whose rows they contain."""
 
 
 def layer_shapes(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a layer, by its Hugging Face name within it."""
+    """Shape of every tensor of a layer, by its Hugging Face name within it."""
     hidden = config.hidden_size
     linears = _delta_linears(config) if config.is_linear(index) else _attention_linears(config)
     for owner, inner, biased in _mlps(config, index):
@@ -49,7 +49,7 @@ def layer_shapes(config: DecoderConfig, index: int) -> dict[str, tuple[int, ...]
 
 
 def _attention_linears(config: DecoderConfig) -> dict[str, tuple[int, int, bool]]:
-    """Rows, columns and whether there is a bias."""
+    """Linear layers of attention: name -> (rows, columns, whether there is a bias)."""
     hidden = config.hidden_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return {
@@ -61,7 +61,7 @@ def _attention_linears(config: DecoderConfig) -> dict[str, tuple[int, int, bool]
 
 
 def _delta_linears(config: DecoderConfig) -> dict[str, tuple[int, int, bool]]:
-    """As `_attention_linears`, of a gated delta net."""
+    """Linear layers of a gated delta net; see `_attention_linears`."""
     delta, hidden = config.delta, config.hidden_size
     assert delta is not None
     if config.has_mixed_delta:
@@ -82,7 +82,7 @@ def _delta_vectors(delta: DeltaShape) -> dict[str, tuple[int, ...]]:
 
 
 def _mlps(config: DecoderConfig, index: int) -> list[tuple[str, int, bool]]:
-    """Names of a layer's MLPs, their widths, and whether they have biases."""
+    """A layer's MLPs: (name, inner width, whether there are biases)."""
     if not config.has_experts(index):
         return [("mlp", config.intermediate_size, config.mlp_bias)]
     mlps = [(f"mlp.experts.{expert}", config.expert_size, config.has_expert_biases) for expert in range(config.num_experts)]
@@ -92,9 +92,9 @@ def _mlps(config: DecoderConfig, index: int) -> list[tuple[str, int, bool]]:
 def as_ours(
     config: DecoderConfig, expected: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, AnyWeight]], source: object
 ) -> Iterator[tuple[str, AnyWeight]]:
-    """The tensors by the names of `expected`: those that a file calls otherwise, and those that hold several of them, as views.
+    """Yield the tensors under the names of `expected`, renaming them and splitting fused ones into views.
 
-    Raises ModelFileError for one with other rows than its parts have together.
+    Raises ModelFileError for a fused tensor whose number of rows does not match its parts.
     """
     for name, tensor in taken_apart(config, _renamed(config, tensors), source):
         if name in expected:
@@ -127,14 +127,14 @@ def _is_mtp(config: DecoderConfig, name: str) -> bool:
 
 
 def _rows_of(name: str) -> list[str]:
-    """Names of the parts of which a tensor has the rows; none for one that is no such tensor."""
+    """Names of the parts of a fused tensor; empty for other tensors."""
     owner, _, kind = name.rpartition(".")
-    found = ((owner.removesuffix(fused), parts) for fused, parts in FUSED.items() if owner.endswith(f".{fused}"))
-    return next(([f"{layer}{part}.{kind}" for part in parts] for layer, parts in found), [])
+    fused_owners = ((owner.removesuffix(fused), parts) for fused, parts in FUSED.items() if owner.endswith(f".{fused}"))
+    return next(([f"{layer}{part}.{kind}" for part in parts] for layer, parts in fused_owners), [])
 
 
 def gate_apart(config: DecoderConfig, parts: dict[str, AnyWeight]) -> None:
-    """The gate's rows, which files hold behind the queries of each head, become a projection `self_attn.gate`."""
+    """Split the output gate's rows, stored after the queries of each head, into a projection `self_attn.gate`."""
     numbers = torch.arange(2 * config.num_heads * config.head_dim).view(config.num_heads, 2, config.head_dim)
     for kind in [kind for kind in ("weight", "bias") if f"self_attn.q_proj.{kind}" in parts]:
         rows = parts[f"self_attn.q_proj.{kind}"]
@@ -143,7 +143,7 @@ def gate_apart(config: DecoderConfig, parts: dict[str, AnyWeight]) -> None:
 
 
 def delta_apart(shape: DeltaShape, parts: dict[str, AnyWeight]) -> None:
-    """The two matrices of Qwen3-Next, with the rows of each key head together, become those of Qwen3.5."""
+    """Convert the two matrices of Qwen3-Next, grouped by key head, to those of Qwen3.5."""
     groups, share = shape.num_key_heads, shape.num_value_heads // shape.num_key_heads
 
     def rows(*sizes: int) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Seconds of target passes by their number of positions, measured before any request; a planner begins with them."""
+"""Measures the seconds of target passes by number of positions, before any request; the planner's initial costs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from paceline.model.target import ForwardBatch, Target
 from paceline.plan.costs import PassCosts
 
 Timer = Callable[[Callable[[], object]], float]
-"""Runs something and returns its seconds."""
+"""Runs a function and returns its seconds."""
 _MEASURE_S, _LEAST_TURNS, _MOST_TURNS = 0.2, 2, 8
 
 
 def measure_passes(target: Target, most: int, width: int | None = None) -> PassCosts:
-    """Time passes of several sizes up to `most` positions on free rows, for 0.2 seconds besides one untimed pass of
-    each size: the first of a size loads kernels, makes workspaces and touches memory.
+    """Time passes of several sizes up to `most` positions on free rows, for 0.2 seconds in addition to one untimed warm-up pass
+    of each size.
 
-    On CUDA the sizes are 1, 8, 16, 64, 128, ... and `most`, on rows of up to `width` tokens each, as rounds have
-    them, and events time them; elsewhere they are 1, 2, 4, ... on as few rows as hold them, timed by the clock. Sizes
-    take turns and the fastest of each counts: the machine changes its pace, and other programs disturb. A size that
-    the first ones leave no time for is extrapolated.
+    On CUDA the sizes are 1, 8, 16, 64, 128, ... and `most`, on rows of up to `width` tokens each, as in rounds, timed by
+    events; on other devices 1, 2, 4, ... on as few rows as possible, timed by the clock. Sizes alternate and the fastest run of
+    each counts, which reduces noise from the machine. Sizes without a measurement are extrapolated.
     """
     on_cuda = target.device.type == "cuda"
     sizes = _cuda_sizes(most) if on_cuda else [1 << power for power in range(max(most.bit_length(), 2))]
@@ -49,7 +48,7 @@ def _cuda_sizes(most: int) -> list[int]:
 
 
 def _timed(target: Target, num_positions: int, width: int | None, seconds_of: Timer) -> float:
-    """Seconds of one pass, scaled to `num_positions` where rows hold fewer."""
+    """Seconds of one pass, scaled to `num_positions` if the rows hold fewer."""
     cache = target.cache
     count = min(num_positions, cache.max_len, width or num_positions)
     num_rows = min(-(-num_positions // count), cache.num_rows)

@@ -1,4 +1,4 @@
-"""Experts as files hold them, all of a layer in one tensor, taken apart into each one's matrices and biases; MXFP4 expanded."""
+"""Splits files' tensors with all experts of a layer into matrices and biases per expert; expands MXFP4."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from paceline.model.gguf.blocks import AnyWeight
 
 TOGETHER = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj(_bias|_blocks|_scales)?")
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-"""Values of three bits; the fourth is the sign."""
+"""Absolute values of the three low bits; the fourth bit is the sign."""
 SCALE_BIAS = 127
 
 
 def taken_apart(
     config: DecoderConfig, tensors: Iterable[tuple[str, AnyWeight]], source: object
 ) -> Iterator[tuple[str, AnyWeight]]:
-    """The tensors, those of all experts of a layer as each expert's, by the names `mlp.experts.N.gate_proj.weight` and so on.
+    """Yield the tensors, with stacked experts split under names such as `mlp.experts.N.gate_proj.weight`.
 
-    Raises ModelFileError for what is no stack of experts.
+    Raises ModelFileError for an invalid stack of experts.
     """
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
@@ -46,12 +46,12 @@ def taken_apart(
             tensor = expanded(pair["_blocks"], pair["_scales"], f"{source}: {owner}.{which}_proj")
             del waiting[f"{owner}.{which}"]
         elif kind == "" and config.has_expert_biases:
-            tensor = tensor.transpose(1, 2)  # gpt-oss has outputs in columns here, and in rows where it is in MXFP4
+            tensor = tensor.transpose(1, 2)  # gpt-oss stores outputs in columns here, but in rows in MXFP4
         yield from _each(config, f"{owner}.", which, "bias" if kind == "_bias" else "weight", tensor)
 
 
 def _each(config: DecoderConfig, owner: str, which: str, kind: str, tensor: Tensor) -> Iterator[tuple[str, Any]]:
-    """Outputs of gate and up take turns in gpt-oss; elsewhere those of the gate come first."""
+    """Yield one expert's tensors after another; gate and up are interleaved in gpt-oss, concatenated in other families."""
     for expert, rows in enumerate(tensor):
         if which == "down":
             yield f"{owner}{expert}.down_proj.{kind}", rows
@@ -62,9 +62,9 @@ def _each(config: DecoderConfig, owner: str, which: str, kind: str, tensor: Tens
 
 
 def expanded(blocks: Tensor, scales: Tensor, name: str) -> Tensor:
-    """MXFP4 (OCP Microscaling Formats 1.0) as bfloat16 [..., 32 * G], exactly.
+    """Expand MXFP4 (OCP Microscaling Formats 1.0) exactly to bfloat16 [..., 32 * G].
 
-    blocks: uint8 [..., G, 16], two values a byte, the first in its low half; scales: uint8 [..., G], exponents of two.
+    blocks: uint8 [..., G, 16], two values per byte, low half first; scales: uint8 [..., G], exponents of two.
     """
     if (
         blocks.dtype != torch.uint8

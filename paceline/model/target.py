@@ -1,7 +1,7 @@
-"""The target contract: the one call every engine round makes, whoever computes it.
+"""The target interface: the forward pass that every engine round calls.
 
-`forward(ForwardBatch) -> ForwardOutput` is the seam: the PyTorch decoder, Transformers models and the native pass all stand
-behind it. The cache grows by the tokens given; taking some back is `cache.rollback`, an explicit call.
+Implementations: the PyTorch decoder, Transformers models and the native pass. `forward(ForwardBatch) -> ForwardOutput` appends
+the given tokens to the cache; `cache.rollback` removes rejected ones.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from paceline.model.kv_cache import KVCache
 from paceline.model.torch.recorded import Recorder
 
 DEFAULT_MAX_LEN = 2048
-"""Tokens of context a cache row holds when nobody says otherwise."""
+"""Default number of tokens per cache row."""
 
 
 class Sizes(Protocol):
-    """What a drafter must agree with: of a target that is loaded, or of a config alone."""
+    """Sizes that a drafter must match, of a loaded target or a config."""
 
     @property
     def num_layers(self) -> int: ...
@@ -36,7 +36,7 @@ class Sizes(Protocol):
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """Tokens of several rows, packed one row after another: T = sum(counts)."""
+    """Tokens of several rows, packed one row after another: T = sum(counts) tokens."""
 
     rows: list[int]
     starts: list[int]
@@ -44,12 +44,12 @@ class ForwardBatch:
     counts: list[int]
     tokens: list[int]
     logits: Literal["all", "last", "none"] = "all"
-    """Logits of every token, only of each row's last one, or of none (a prefill chunk that is not the last)."""
+    """Compute logits of every token, of each row's last one, or of none (a prefill chunk that is not the last)."""
     only_argmax: bool = False
-    """Only where each row of logits is largest will be read: an implementation may leave the logits themselves out."""
+    """True if only the argmax of each logits row will be read; the implementation may omit the logits."""
     parents: list[int] | None = None
-    """A tree of tokens: for each the place of its parent among its row's tokens of this pass, -1 for one that follows the
-    cache; parents come first. None: every token follows the one before it."""
+    """For a tree: each token's parent as an index among its row's tokens in this pass, -1 if the token follows the cache;
+    parents come first. None: every token follows the previous one."""
 
     @property
     def num_tokens(self) -> int:
@@ -57,7 +57,7 @@ class ForwardBatch:
 
     @property
     def positions(self) -> list[int]:
-        """Where each token stands in its text: one behind its parent. (Its slot in the cache is start + place in its row.)"""
+        """Position of each token in its text: one after its parent. (Its cache index is start + index in its row.)"""
         positions: list[int] = []
         for start, count in zip(self.starts, self.counts, strict=True):
             first = len(positions)
@@ -73,46 +73,47 @@ class ForwardBatch:
         return list(range(self.num_tokens)) if self.logits == "all" else []
 
     def require_chains(self) -> None:
-        """Raises UnsupportedModelError for a tree: for implementations that compute chains only."""
+        """Raises UnsupportedModelError for a tree; for implementations that support only chains."""
         if self.parents is not None:
             raise UnsupportedModelError("this target cannot check trees of drafts: use a plan that drafts chains")
 
 
 @dataclass(slots=True)
 class ForwardOutput:
-    """Tensors are views of buffers that the next forward may overwrite."""
+    """Results of a pass; tensors are views of buffers that the next pass may overwrite."""
 
     logits_TV: Tensor | None
-    """[T, V] for "all", [B, V] for "last"; float32 or the model's dtype. None for "none", and where `only_argmax` was used."""
+    """Logits [T, V] for "all", [B, V] for "last"; float32 or the model's dtype. None for "none", or if `only_argmax` omitted
+    them."""
     taps_TF: Tensor | None
-    """[T, len(tap_layers) * hidden_size], outputs of the tapped layers side by side; None when nothing is tapped."""
+    """[T, len(tap_layers) * hidden_size], concatenated outputs of the tapped layers; None without taps."""
     argmax_T: list[int] | None = None
-    """As `best_T`, where the pass has found it on its way."""
+    """Result of `best_T`, if the pass computed it."""
 
     def best_T(self) -> list[int]:
-        """Of each row of logits the first token with the largest; -1 where that is not finite, or one of them is NaN."""
+        """First token with the largest logit of each row; -1 if that is not finite or any logit is NaN."""
         if self.argmax_T is not None:
             return self.argmax_T
         assert self.logits_TV is not None
-        # float32 first: PyTorch's argmax over bfloat16 is five times as slow on CPU, and widening changes no comparison
+        # float32 first: PyTorch's bfloat16 argmax is five times slower on CPU, and widening preserves the order
         logits_TV = self.logits_TV.float()
-        best_T1 = logits_TV.argmax(-1, keepdim=True)  # PyTorch takes NaN for the largest
+        best_T1 = logits_TV.argmax(-1, keepdim=True)  # PyTorch's argmax returns NaN as the largest
         return best_T1.masked_fill(~logits_TV.gather(-1, best_T1).isfinite(), -1).flatten().tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class EndScales:
-    """What a model does at its two ends besides its two matrices."""
+    """Scale factors of a model's embedding and LM head, applied in addition to their matrices."""
 
     embedding: float = 1.0
-    """Rows of the embedding are multiplied by it."""
+    """Factor on rows of the embedding."""
     logits: float = 1.0
-    """What the head's matrix gives is multiplied by it,"""
+    """Factor on the head's output."""
     cap: float = 0.0
-    """and then kept within it, by tanh; 0 is off."""
+    """Soft cap of logits (tanh), applied after `logits`; 0 is off."""
 
     def of_logits(self, product_TV: Tensor) -> Tensor:
-        """Logits of what the head's matrix gives."""
+        """Logits from the output of the head's matrix."""
         if self.logits != 1.0:
             product_TV = product_TV * self.logits
         return torch.tanh(product_TV / self.cap) * self.cap if self.cap else product_TV
@@ -122,7 +123,7 @@ PLAIN_ENDS = EndScales()
 
 
 class Target(ABC):
-    """A causal language model with its KV cache, ready to verify drafts."""
+    """A causal language model with its KV cache."""
 
     cache: KVCache
     device: torch.device
@@ -131,61 +132,63 @@ class Target(ABC):
     hidden_size: int
     num_layers: int
     max_position: int
-    """Longest context the model was made for, in tokens."""
+    """Maximum context length in tokens."""
     weight_bytes: int
-    """Bytes one pass must read; see Machine.ceiling_tokens_per_s."""
+    """Bytes that one pass reads; see Machine.ceiling_tokens_per_s."""
     tap_layers: tuple[int, ...] = ()
     is_width_invariant: bool = False
-    """Whether a position gets the same bits whatever else is in its pass, however its row's tokens were split into passes."""
+    """True if a position's result has the same bits for any batch and any split of its row into passes."""
 
     takes_trees: bool = False
-    """Whether `forward` computes trees of tokens (`ForwardBatch.parents`)."""
+    """True if `forward` supports trees of tokens (`ForwardBatch.parents`)."""
 
     has_own_threads: bool = False
-    """Whether it computes on threads of its own; PyTorch's threads, which spin when idle, would slow them down."""
+    """True if it computes on its own threads; PyTorch's idle threads spin and would slow them down."""
 
     overwrites_taps: bool = True
-    """Whether the next pass may overwrite the taps of this one: what keeps them longer must copy them."""
+    """True if the next pass may overwrite the taps; they must be copied to be kept longer."""
 
     _experts_read: float | Tensor | None = None
 
     recorder: Recorder | None = None
-    """Records and replays passes of fixed shape, its drafters' too; None for a target that has none."""
+    """Records and replays passes of fixed shape, also those of drafters; None for a target that does not."""
 
     ends: EndScales = PLAIN_ENDS
-    """Factors at both ends that the matrices do not hold. Drafters read the matrices, and have factors of their own."""
+    """Scale factors not contained in the embedding and head matrices. Drafters read the matrices and have factors of their
+    own."""
 
     @property
     def experts_read(self) -> float | None:
-        """How many experts of a layer the last pass read, the mean over layers that have some; None for a model without."""
+        """Mean number of experts per layer read by the last pass, over layers with experts; None without experts."""
         if isinstance(self._experts_read, Tensor):
             self._experts_read = _num_read(self._experts_read)
         return self._experts_read
 
     @experts_read.setter
     def experts_read(self, read: float | Tensor | None) -> None:
-        """`read`: the number, or the experts of each token by layer, [layers, tokens, experts], to be counted when asked."""
+        """`read`: the number, or the experts of each token [layers, tokens, experts], which are counted on access."""
         self._experts_read = read
 
     def set_taps(self, tap_layers: tuple[int, ...]) -> None:
-        """Choose the layers (0-based; layer l is Transformers' hidden_states[l + 1]) whose outputs `forward` returns."""
+        """Choose the layers whose outputs `forward` returns (0-based; layer l is Transformers' hidden_states[l + 1])."""
         self.tap_layers = tuple(tap_layers)
 
     @property
     def recording_s(self) -> float:
-        """Seconds spent on recording so far: part of no round."""
+        """Total seconds spent on recording; not part of any round's time."""
         return 0.0 if self.recorder is None else self.recorder.seconds
 
     def record(self, most_count: int) -> None:
-        """Record decode passes of up to `most_count` tokens a row, for every number of rows, with the present taps.
-        Does nothing without a recorder. Takes seconds on CUDA, and is undone by `allocate_cache`."""
+        """Record decode passes of up to `most_count` tokens per row, for every number of rows, with the current taps.
+
+        No-op without a recorder. Takes seconds on CUDA; `allocate_cache` discards the recordings."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Compute with these weights from now on, by their Hugging Face names; of the same shapes. `cache` is replaced by an
-        empty one. The tensors are copied; for that moment there is room for both sets.
+        """Replace the weights, given by Hugging Face name with unchanged shapes. `cache` is replaced by an empty one. Tensors
+        are copied; memory must suffice for both sets meanwhile.
 
-        Raises ModelFileError naming a tensor that is unknown, missing, not finite or of another shape, and then nothing has
-        changed; UnsupportedModelError of an implementation that keeps the weights it was made of.
+        Raises ModelFileError naming a tensor that is unknown, missing, not finite or wrongly shaped, leaving everything
+        unchanged; UnsupportedModelError if the implementation cannot replace weights.
         """
         raise UnsupportedModelError(
             f"{type(self).__name__} keeps the weights it was loaded with: new ones go into paceline's own decoder only (its "
@@ -197,21 +200,21 @@ class Target(ABC):
         """Replace `cache` by an empty one of this size. Raises MemoryBudgetError or ContextLengthError."""
 
     def check_len(self, max_len: int) -> None:
-        """Raises ContextLengthError."""
+        """Raises ContextLengthError if the model's context is shorter than `max_len`."""
         if max_len > self.max_position:
             raise ContextLengthError(f"max_len {max_len} is beyond the model's {self.max_position} tokens: lower max_len")
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        """Run the tokens, append their keys and values to the cache, return logits and taps."""
+        """Run the tokens, append their keys and values to the cache, and return logits and taps."""
 
     @abstractmethod
     def matrix_embed(self, tokens_T: Tensor) -> Tensor:
-        """Rows of the embedding's matrix [T, D]."""
+        """Rows of the embedding matrix [T, D]; without `ends`."""
 
     @abstractmethod
     def matrix_head(self, hidden_TD: Tensor) -> Tensor:
-        """What the head's matrix makes [T, V] of final hidden states [T, D] that are already normed."""
+        """Product [T, V] of normed final hidden states [T, D] with the head matrix; without `ends`."""
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         """Input embeddings [T, D] of token ids [T], as the first layer receives them."""
@@ -219,16 +222,16 @@ class Target(ABC):
         return embedded_TD if self.ends.embedding == 1.0 else embedded_TD * self.ends.embedding
 
     def head(self, hidden_TD: Tensor) -> Tensor:
-        """Logits [T, V] of final hidden states [T, D] that are already normed."""
+        """Logits [T, V] of normed final hidden states [T, D]."""
         return self.ends.of_logits(self.matrix_head(hidden_TD))
 
 
 def head_weight(target: Target) -> Tensor:
-    """The target's head as a matrix [V, D], found by applying it to the unit vectors.
+    """The target's head as a matrix [V, D], without its scale factors (`Target.ends`).
 
-    Without the target's own factors (`Target.ends`). Raises UnsupportedModelError for a head that is no plain matrix.
+    Computed by applying the head to unit vectors. Raises UnsupportedModelError for a head that is not a plain matrix.
     """
-    with torch.no_grad():  # not inference mode: losses keep this matrix for their backward
+    with torch.no_grad():  # not inference mode: losses need this matrix in their backward pass
         eye = torch.eye(target.hidden_size, dtype=target.dtype, device=target.device)
         weight_VD = target.matrix_head(eye).T.to(target.dtype, copy=True)  # exact: each logit is one weight
         probe = torch.randn(2, target.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -243,5 +246,5 @@ def head_weight(target: Target) -> Tensor:
 
 
 def _num_read(chosen_LTK: Tensor) -> float:
-    """How many experts a layer reads for the experts of each token of L layers, the mean; waits for the device."""
+    """Mean number of distinct experts per layer, from the experts of each token; waits for the device."""
     return sum(len(set(chosen.flatten().tolist()) - {-1}) for chosen in chosen_LTK.cpu()) / len(chosen_LTK)

@@ -1,4 +1,4 @@
-"""What a decoder looks like, as numbers: of a config.json here, of a GGUF file in `gguf/metadata.py`."""
+"""The decoder's config, parsed from config.json; `gguf/metadata.py` produces an equivalent one from GGUF metadata."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from paceline.model.config.values import LARGEST, MAX_EXPERTS, TABLES, fraction,
 
 FAMILIES, ROPE_KEYS = TABLES["families"], TABLES["rope"]
 ROPE_LISTS = ("factors", "short_factor", "long_factor")
-"""Keys of a rope that hold a number for each frequency."""
+"""RoPE keys that hold one number per frequency."""
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
-"""What `layer_types` calls layers."""
+"""Values of `layer_types`."""
 
 RopeKind = Literal["main", "local", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """Sizes of gated delta net layers (arXiv 2412.06464), alike in all of them."""
+    """Sizes of the gated delta net layers (arXiv 2412.06464), identical in all of them."""
 
     num_key_heads: int
     num_value_heads: int
-    """A multiple of the key heads: neighbours share one."""
+    """A multiple of the key heads; adjacent value heads share one."""
     key_dim: int
     value_dim: int
-    """Of one head."""
+    """Size of one head."""
     kernel: int
-    """Positions that the short convolution sees."""
+    """Positions covered by the short convolution."""
 
     @property
     def keys(self) -> int:
@@ -41,16 +41,16 @@ class DeltaShape:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Shape of a decoder, and what its layers compute; the defaults are Llama's."""
+    """Sizes of a decoder and its layers' options; defaults are Llama's."""
 
     family: str
-    """A name of families.json, such as "llama" or "qwen3": for messages only, what differs between families is said below."""
+    """A name in families.json, such as "llama" or "qwen3", for messages only; differences between families are fields below."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -59,72 +59,72 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     max_position: int
-    """Longest context the model was made for, in tokens."""
+    """Maximum context length in tokens."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None
-    """The config's rope_scaling / rope_parameters with a "rope_type" (default, linear, llama3, yarn, ...), or None."""
+    """rope_scaling or rope_parameters of the config with a "rope_type" (default, linear, llama3, yarn, ...), or None."""
     tie_embeddings: bool = False
-    """The head is the embedding; no lm_head.weight in the checkpoint."""
+    """The embedding is also the LM head; the checkpoint has no lm_head.weight."""
     qkv_bias: bool = False
     output_bias: bool = False
     """Bias on the attention's output projection."""
     mlp_bias: bool = False
     qk_norm: bool = False
-    """RMSNorm of each query and key head before rope (Qwen3)."""
+    """RMSNorm of each query and key head before RoPE (Qwen3)."""
     is_qk_norm_whole: bool = False
-    """That norm is over all query heads together, and all key heads (OLMo 2)."""
+    """`qk_norm` spans all query heads together, and all key heads (OLMo 2)."""
     windows: tuple[int | None, ...] = ()
-    """Per layer the sliding window in tokens, or None for full attention; empty means all full."""
+    """Sliding window of each layer in tokens, or None for full attention; empty means all full."""
 
     norms: Literal["before", "after", "around"] = "before"
-    """Where RMSNorms stand: before each sublayer, behind it (OLMo 2), or both (Gemma 2)."""
+    """Position of the RMSNorms: before each sublayer, after it (OLMo 2), or both (Gemma 2)."""
     norm_offset: float = 0.0
     """Added to the weights of all norms (Gemma: 1)."""
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
-    """What the gate goes through, before it is multiplied with the other half."""
+    """Activation of the MLP's gate, before it is multiplied by the other half."""
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
-    """Of clamped_swiglu (gpt-oss): a factor within its sigmoid, and the largest number that goes in."""
+    """Parameters of clamped_swiglu (gpt-oss): the factor within its sigmoid, and the clamp on its inputs."""
     num_experts: int = 0
-    """0: every layer has one MLP."""
+    """Number of experts per layer; 0: every layer has one MLP."""
     experts_per_token: int = 0
     expert_size: int = 0
     """Inner width of an expert."""
     normed_experts: bool = True
-    """The weights of a token's experts add up to one."""
+    """The weights of a token's experts are normalised to sum 1."""
     has_expert_biases: bool = False
-    """Of router and experts."""
+    """Router and experts have biases."""
     dense_layers: tuple[int, ...] = ()
-    """Layers that have one MLP all the same."""
+    """Layers with a dense MLP in a model with experts."""
     shared_expert_size: int = 0
-    """Inner width of an expert that every token gets, weighed by a gate of its own; 0 is none."""
+    """Inner width of a gated expert that every token uses; 0: none."""
     delta: DeltaShape | None = None
     linear_layers: tuple[int, ...] = ()
-    """Layers with a gated delta net of these sizes in the place of attention."""
+    """Layers with a gated delta net of these sizes instead of attention."""
     has_mixed_delta: bool = False
-    """Its projections are two matrices, each with the rows of a key head together (Qwen3-Next)."""
+    """Its projections are two matrices with rows grouped by key head (Qwen3-Next)."""
     output_gate: bool = False
-    """What attention puts out is multiplied by sigmoids of as many numbers, which stand behind each head's queries."""
+    """The attention output is multiplied by a sigmoid gate, whose rows follow each head's queries in the projection."""
     has_sinks: bool = False
-    """Each head has a score for a key that is always seen and has no value (gpt-oss)."""
+    """Each head has a learned score for an always visible key without a value (gpt-oss)."""
     num_mtp_layers: int = 0
-    """Layers behind the others that a file has for drafting (`draft/mtp/drafter.py`); no part of the model."""
+    """Number of additional layers in the file for drafting (`draft/mtp/drafter.py`); not part of the model."""
     embedding_scale: float = 1.0
-    """Embeddings are multiplied by it before the first layer."""
+    """Factor on embeddings before the first layer."""
     residual_scale: float = 1.0
-    """What sublayers put out is multiplied by it before it is added."""
+    """Factor on sublayer outputs before the residual addition."""
     attention_scale: float | None = None
-    """Of queries times keys; None: one over the root of the head size."""
+    """Factor on query-key products; None: 1 / sqrt(head_dim)."""
     attention_cap: float = 0.0
-    """Queries times keys are kept within it, by tanh; 0 is off (Gemma 2)."""
+    """Soft cap (tanh) of query-key products; 0 is off (Gemma 2)."""
     logit_scale: float = 1.0
     logit_cap: float = 0.0
-    """Logits are kept within it, by tanh; 0 is off."""
+    """Soft cap (tanh) of logits; 0 is off."""
     rotary_dim: int | None = None
-    """How many numbers of each head are rotated, from the first on; None: all (Phi-4-mini: three quarters)."""
+    """Number of leading channels of each head that RoPE rotates; None: all (Phi-4-mini: three quarters)."""
     ropes: tuple[RopeKind, ...] = ()
-    """Per layer its rotary positions: main, local (the two fields below) or none; empty means all main."""
+    """RoPE of each layer: main, local (the two fields below) or none; empty means all main."""
     local_rope_theta: float = 10000.0
     local_rope_scaling: dict[str, Any] | None = None
 
@@ -142,15 +142,15 @@ class DecoderConfig:
 
 
 def has_llama_layers(family: str) -> bool:
-    """Whether layers of this family have the sublayers, norms and factors of Llama's, with biases and norms of heads at most:
-    then a draft layer may begin as a copy of one."""
-    traits = next(told["traits"] for told in FAMILIES.values() if told["family"] == family)
+    """True if layers of this family have Llama's sublayers, norms and factors, plus at most biases and head norms: a draft
+    layer can then be initialised from one."""
+    traits = next(keys["traits"] for keys in FAMILIES.values() if keys["family"] == family)
     return "numbers" not in traits and traits.get("fields", {}).keys() <= {"qkv_bias", "qk_norm"}
 
 
 def decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
-    """What a config.json says. Raises UnsupportedModelError (architecture or option not implemented), ModelFileError (a key
-    missing or impossible)."""
+    """Parse a config.json. Raises UnsupportedModelError (architecture or option not implemented), ModelFileError (a key is
+    missing or invalid)."""
     raw = text_part(raw, path)
     architecture = _architecture(raw, path)
     defaults = FAMILIES[architecture]
@@ -189,18 +189,18 @@ def decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
 
 
 def _numbers(values: dict[str, Any], traits: dict[str, Any], path: Path) -> dict[str, float]:
-    """Fields that are a key's value raised to a power, of the keys that are there."""
+    """Fields computed as a key's value raised to a power, for the keys present."""
     named: dict[str, tuple[str, float]] = traits.get("numbers", {})
     given = {field: (key, power) for field, (key, power) in named.items() if values.get(key) is not None}
     return {field: fraction(values, key, 1.0, path, 1 / LARGEST) ** power for field, (key, power) in given.items()}
 
 
 def _experts(values: dict[str, Any], traits: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The fields of experts, where the family has some."""
-    told = traits.get("experts")
-    if told is None:
+    """Fields of experts, if the family has any."""
+    keys = traits.get("experts")
+    if keys is None:
         return {}
-    count_key = next((key for key in told["count"] if values.get(key) is not None), told["count"][0])
+    count_key = next((key for key in keys["count"] if values.get(key) is not None), keys["count"][0])
     count, per_token = whole(values, count_key, path), whole(values, "num_experts_per_tok", path)
     if per_token > count or count * values["num_hidden_layers"] > MAX_EXPERTS:
         raise ModelFileError(f"{path}: {per_token} of {count} experts for each token are not possible: correct config.json")
@@ -211,15 +211,15 @@ def _experts(values: dict[str, Any], traits: dict[str, Any], path: Path) -> dict
     return {
         "num_experts": count,
         "experts_per_token": per_token,
-        "expert_size": whole(values, told["size"], path),
-        "normed_experts": "norm" not in told or values.get(told["norm"]) is True,
+        "expert_size": whole(values, keys["size"], path),
+        "normed_experts": "norm" not in keys or values.get(keys["norm"]) is True,
         "dense_layers": tuple(layer for layer in layers if layer in dense or (layer + 1) % step),
-        "shared_expert_size": whole(values, told["shared"], path) if "shared" in told else 0,
+        "shared_expert_size": whole(values, keys["shared"], path) if "shared" in keys else 0,
     }
 
 
 def _delta(values: dict[str, Any], traits: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The fields of gated delta nets, where the family has some."""
+    """Fields of gated delta nets, if the family has any."""
     if not traits.get("delta"):
         return {}
     num_layers, every = values["num_hidden_layers"], whole(values, "full_attention_interval", path, 4)
@@ -237,8 +237,8 @@ def _delta(values: dict[str, Any], traits: dict[str, Any], path: Path) -> dict[s
 
 
 def _ropes(values: dict[str, Any], traits: dict[str, Any], max_position: int, head_dim: int, path: Path) -> dict[str, Any]:
-    """The fields of rotary positions, from `rope_parameters` (Transformers 5; of each kind of layer where they differ) or
-    `rope_theta` and `rope_scaling` (before)."""
+    """Fields of RoPE, from `rope_parameters` (Transformers 5; per layer type where they differ), or from `rope_theta` and
+    `rope_scaling` (earlier versions)."""
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise ModelFileError(f"{path}: rope parameters must be an object (got {short(given)}): correct config.json")
@@ -272,7 +272,7 @@ def _ropes(values: dict[str, Any], traits: dict[str, Any], max_position: int, he
 def _rope(
     given: dict[str, Any], values: dict[str, Any], traits: dict[str, Any], max_position: int, path: Path
 ) -> tuple[float, dict[str, Any] | None]:
-    """Theta and scaling of one kind of layer, `given` its own keys."""
+    """Theta and scaling for one type of layer; `given` has its own keys."""
     scaling = {key: value for key, value in given.items() if key not in ("type", "rope_theta", "partial_rotary_factor")}
     scaling.setdefault("rope_type", given.get("type", "default"))
     if not isinstance(scaling["rope_type"], str):
@@ -293,7 +293,7 @@ def _rope(
 def _rope_kinds(
     values: dict[str, Any], traits: dict[str, Any], windows: tuple[int | None, ...], path: Path
 ) -> tuple[RopeKind, ...]:
-    """`DecoderConfig.ropes`."""
+    """Value of `DecoderConfig.ropes`."""
     if traits.get("unrotated"):
         has_rope = _rotated(values, path)
         return () if all(has_rope) else tuple("main" if rotated else "none" for rotated in has_rope)
@@ -303,7 +303,7 @@ def _rope_kinds(
 
 
 def _rotated(values: dict[str, Any], path: Path) -> list[bool]:
-    """Per layer whether it has rotary positions: `no_rope_layers` has a 1 for one that has (SmolLM3)."""
+    """For each layer, whether it has RoPE: `no_rope_layers` has a 1 if so (SmolLM3)."""
     num_layers, given = values["num_hidden_layers"], values.get("no_rope_layers")
     if given is None:
         every = whole(values, "no_rope_layer_interval", path, 4)
@@ -316,7 +316,7 @@ def _rotated(values: dict[str, Any], path: Path) -> list[bool]:
 
 
 def _windows(values: dict[str, Any], traits: dict[str, Any], path: Path) -> tuple[int | None, ...]:
-    """`DecoderConfig.windows`, by the family's rule for windows or by layer_types."""
+    """Value of `DecoderConfig.windows`, from layer_types or the family's rule."""
     num_layers, rule = values["num_hidden_layers"], traits.get("windows")
     is_off = traits.get("window_flag") and values.get("use_sliding_window") is not True
     if rule is None or is_off or values.get("sliding_window") is None:
@@ -332,7 +332,7 @@ def _windows(values: dict[str, Any], traits: dict[str, Any], path: Path) -> tupl
 
 
 def _sliding(values: dict[str, Any], rule: str | int, path: Path) -> list[bool]:
-    """Which layers slide when layer_types does not say it."""
+    """For each layer, whether it has a sliding window, by the family's rule."""
     layers = range(values["num_hidden_layers"])
     if rule == "unrotated":
         return [not rotated for rotated in _rotated(values, path)]
@@ -344,11 +344,11 @@ def _sliding(values: dict[str, Any], rule: str | int, path: Path) -> list[bool]:
 
 
 def _architecture(raw: dict[str, Any], path: Path) -> str:
-    """Raises UnsupportedModelError for one that is not among FAMILIES, or that a key changes."""
+    """The architecture's name. Raises UnsupportedModelError if it is not in FAMILIES, or a key changes it."""
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else f"model_type {raw.get('model_type')!r}"
     if not isinstance(name, str) or name not in FAMILIES:
-        known = ", ".join(told["family"] for told in FAMILIES.values())
+        known = ", ".join(keys["family"] for keys in FAMILIES.values())
         raise UnsupportedModelError(
             f"{path}: architecture {name!s:.80} is not implemented (known: {known}): "
             "the Transformers fallback runs it from a safetensors folder"
@@ -373,7 +373,7 @@ def _is_quantised_as(config: object, method: str | None) -> bool:
 
 
 def check_rope(scaling: dict[str, Any]) -> None:
-    """Raise when this rope scaling cannot be computed: unknown type, or a number missing or not positive."""
+    """Raises UnsupportedModelError for an unknown RoPE type, ModelFileError for a missing or invalid number."""
     rope_type = scaling.get("rope_type", "default")
     if rope_type not in ROPE_KEYS:
         raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""What the readers of configs share: the table of families, and numbers of a config.json within their limits."""
+"""Shared by config parsers: the table of families, and range checks of numbers in config.json."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ MAX_LAYERS = 4096
 MAX_SIZE = 2**31 - 1
 MAX_EXPERTS = 65536
 LARGEST = 1e18
-"""What no model exceeds: in layers, in any other whole number, in experts of all layers, in any fraction. A file
-that asks for more is refused."""
+"""Upper limits for layers, other integers, experts of all layers, and floats; configs beyond them are rejected."""
 
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
 
 
 def text_part(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """What the config of a model of pictures and text says of its text."""
+    """Config of the text model within a multimodal config; other configs are returned unchanged."""
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in TABLES["text_parts"]:
@@ -37,7 +36,7 @@ def is_whole(value: object) -> bool:
 
 
 def whole(values: dict[str, Any], key: str, path: Path, default: int | None = None, least: int = 1) -> int:
-    """The value of a key, None being as good as none. Raises ModelFileError when it is no whole number from `least` on."""
+    """An integer value; `default` if the key is missing or null. Raises ModelFileError unless it is at least `least`."""
     value: Any = default if values.get(key) is None else values[key]
     most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
     if not is_whole(value) or not least <= value <= most:
@@ -48,7 +47,7 @@ def whole(values: dict[str, Any], key: str, path: Path, default: int | None = No
 
 
 def fraction(values: dict[str, Any], key: str, default: float, path: Path, above: float = 0.0) -> float:
-    """As `whole`, of a number larger than `above`."""
+    """A number larger than `above`; `default` if the key is missing or null. Raises ModelFileError."""
     value = values.get(key)
     if value is None:
         return default

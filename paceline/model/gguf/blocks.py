@@ -1,4 +1,4 @@
-"""Quantised weights as a GGUF file holds them: rows of blocks of 32 or 256 numbers that share scales."""
+"""Quantised weights of GGUF files: rows of blocks of 32 or 256 numbers that share scales."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.model.gguf.package import gguf_package
 
 BlockKind = Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]
 BLOCK_KINDS: tuple[BlockKind, ...] = get_args(BlockKind)
-"""Those that the native pass multiplies as they are."""
+"""Block types that the native pass multiplies directly."""
 BLOCK_SIZES: dict[BlockKind, tuple[int, int]] = {
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
@@ -27,28 +27,28 @@ BLOCK_SIZES: dict[BlockKind, tuple[int, int]] = {
     "IQ4_NL": (32, 18),
     "IQ4_XS": (256, 136),
 }
-"""Numbers and bytes of one block, as in ggml."""
+"""(numbers, bytes) of one block, as in ggml."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A matrix [rows, cols] in ggml's blocks, one row after another."""
+    """A matrix [rows, cols] in ggml's blocks, row by row."""
 
     data: Tensor
-    """uint8 [rows, bytes of a row]."""
+    """uint8 [rows, bytes per row]."""
     shape: tuple[int, ...]
     kind: BlockKind
 
     def scales(self) -> Tensor:
-        """The half-precision numbers of all blocks, float16."""
+        """The half-precision scales and minima of all blocks, float16."""
         num_bytes = BLOCK_SIZES[self.kind][1]
         first = num_bytes - 2 if self.kind == "Q6_K" else 0
         count = 2 if self.kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
         return self.data.view(-1, num_bytes)[:, first : first + 2 * count].contiguous().view(torch.float16)
 
     def dense(self) -> Tensor:
-        """The same numbers as float32 [rows, cols]."""
-        if self.kind == "Q8_0":  # the format of the drafters that ship, which need no gguf package for it
+        """The dequantised matrix, float32 [rows, cols]."""
+        if self.kind == "Q8_0":  # the format of the shipped drafters, which must not need the gguf package
             scale, codes = self.data.view(-1, BLOCK_SIZES["Q8_0"][1]).tensor_split([2], dim=1)
             dense = codes.contiguous().view(torch.int8).float() * scale.contiguous().view(torch.float16).float()
             return dense.reshape(self.shape)
@@ -62,13 +62,13 @@ AnyWeight = TypeVar("AnyWeight", Tensor, Weight)
 
 
 def split_rows(weight: AnyWeight, sizes: list[int]) -> list[AnyWeight]:
-    """Its rows in parts of these sizes, one behind the other."""
+    """Split the rows into consecutive parts of these sizes."""
     ends = list(itertools.accumulate(sizes, initial=0))
     return [select_rows(weight, slice(*pair)) for pair in itertools.pairwise(ends)]
 
 
 def select_rows(weight: AnyWeight, rows: Tensor | slice) -> AnyWeight:
-    """The rows of these numbers, in the same form."""
+    """The rows with these indices, in the same format."""
     if isinstance(weight, Tensor):
         return weight[rows]
     data = weight.data[rows]
@@ -77,8 +77,8 @@ def select_rows(weight: AnyWeight, rows: Tensor | slice) -> AnyWeight:
 
 
 def quantise(weight: Weight, kind: BlockKind) -> Weight:
-    """Rounded to ggml's blocks, of 32 numbers that share a scale or 256 of a K-quant; as it is where rows are no whole blocks,
-    or no matrix."""
+    """Quantise a matrix to ggml's blocks of 32 numbers, or 256 for K-quants. Returned unchanged if its rows are not whole
+    blocks or it is not a matrix."""
     size = BLOCK_SIZES[kind][0]
     if isinstance(weight, Blocks) or weight.dim() != 2 or weight.shape[1] % size:
         return weight
@@ -94,7 +94,7 @@ def quantise(weight: Weight, kind: BlockKind) -> Weight:
 
 
 def _q4_or_q5_k(rows: np.ndarray, bits: int) -> np.ndarray:
-    """Eight times 32 numbers: a factor and a minimum of six bits each, which two half-precision numbers multiply."""
+    """Q4_K or Q5_K: blocks of 8 x 32 numbers with a 6-bit factor and minimum each, scaled by two half-precision numbers."""
     parts = rows.reshape(-1, 8, 32)
     least = np.minimum(parts.min(axis=2), 0.0)
     scale, scales = _in_steps((parts.max(axis=2) - least) / (2**bits - 1), 63)
@@ -114,7 +114,7 @@ def _q4_or_q5_k(rows: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _q6_k(rows: np.ndarray) -> np.ndarray:
-    """Sixteen times 16 numbers: a factor of eight bits each, which a half-precision number multiplies."""
+    """Q6_K: blocks of 16 x 16 numbers with an 8-bit factor each, scaled by a half-precision number."""
     parts = rows.reshape(-1, 16, 16)
     scale, factors = _in_steps(np.abs(parts).max(axis=2) / 31, 127)
     codes = np.clip(np.rint(_over(parts, (scale * factors)[..., None])), -32, 31).astype(np.int8).view(np.uint8) + 32
@@ -126,13 +126,13 @@ def _q6_k(rows: np.ndarray) -> np.ndarray:
 
 
 def _in_steps(values: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """As a half-precision number [n, 1] times whole ones [n, ...] up to `most`."""
+    """Factor values into a half-precision step [n, 1] and integer multiples [n, ...] up to `most`."""
     step = (values.max(axis=1, keepdims=True) / most).astype(np.float16).astype(np.float32)
     return step, np.clip(np.rint(_over(values, step)), 0, most).astype(np.uint8)
 
 
 def _over(values: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """The quotient, 0 where there are no steps."""
+    """Quotient, 0 where the step is 0."""
     return np.divide(values, steps, out=np.zeros_like(values), where=steps != 0)
 
 

@@ -1,8 +1,7 @@
-"""The GGUF container (llama.cpp's format): metadata by key, and where each tensor lies. The file is not trusted.
+"""Parser of the GGUF container (llama.cpp's format): metadata by key, and the location of each tensor. Files are not trusted.
 
-`open_gguf` reads the header once for everyone who asks: config, tensors and tokenizer. Arrays, a vocabulary among
-them, are only located then, and read when they are asked for. A model in parts (x-00001-of-00003.gguf, ...) is opened
-by any of them.
+`open_gguf` parses the header once for all users: config, tensors and tokenizer. Arrays such as the vocabulary are only located,
+and read on access. A split model (x-00001-of-00003.gguf, ...) can be opened by any of its parts.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType as Quant
 
 MAX_HEADER_BYTES = 64 << 20
-"""Metadata and tensor table together; the largest known, with a vocabulary of 262,144 tokens, have 16 MB."""
+"""Limit for metadata and tensor table together; the largest known, with a vocabulary of 262,144 tokens, have 16 MB."""
 MAX_DIMENSIONS = 4
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""GGUF's number types as `struct` and NumPy call them."""
+"""GGUF's number types -> `struct` and NumPy codes."""
 STRING, ARRAY = 8, 9
 ARRAY_TYPES = {STRING: str, 6: float, 7: bool, 12: float}
-"""What the values of an array become in Python; int where nothing is said."""
+"""Python type of an array's values; int by default."""
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
-"""File name of a part, as llama.cpp's gguf-split writes it: name, part from 1, number of parts, suffix."""
+"""File name of a part, as written by llama.cpp's gguf-split: name, part number from 1, number of parts, suffix."""
 _length_at = struct.Struct("<Q").unpack_from
 
 Kind = TypeVar("Kind", int, float, str, bool)
@@ -41,10 +40,10 @@ Kind = TypeVar("Kind", int, float, str, bool)
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies, and what it is."""
+    """Type and location of a tensor."""
 
     path: Path
-    """The file, or the part of it."""
+    """The file or part that holds it."""
     name: str
     kind: Quant
     shape: tuple[int, ...]
@@ -55,7 +54,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """An array of metadata that was located, not read."""
+    """A metadata array that was located but not read."""
 
     kind: int
     length: int
@@ -67,23 +66,23 @@ class _Array:
 class GGUFFile:
     path: Path
     metadata: dict[str, Any]
-    """Numbers, texts, and arrays that `array` reads."""
+    """Numbers, strings, and arrays, which `array` reads."""
     tensors: dict[str, StoredTensor]
 
     def get(self, key: str, kind: type[Kind]) -> Kind | None:
-        """One metadata value, or None. Raises ModelFileError when it has another type."""
+        """One metadata value, or None. Raises ModelFileError if it has another type."""
         value = self.metadata.get(key)
         if value is None or type(value) is kind:
             return value
         if kind is float and type(value) is int:
             return kind(value)
-        found = "an array" if isinstance(value, _Array) else f"{value!r:.80}"
+        value_text = "an array" if isinstance(value, _Array) else f"{value!r:.80}"
         raise ModelFileError(
-            f"{self.path}: GGUF key {key} must be of type {kind.__name__} (got {found}): fetch the model again"
+            f"{self.path}: GGUF key {key} must be of type {kind.__name__} (got {value_text}): fetch the model again"
         )
 
     def array(self, key: str, kind: type[Kind]) -> list[Kind]:
-        """The values of an array, [] without one. Raises ModelFileError when they have another type or are damaged."""
+        """Values of an array, [] if it is missing. Raises ModelFileError if they have another type or are damaged."""
         value = self.metadata.get(key)
         if value is None:
             return []
@@ -100,12 +99,12 @@ class GGUFFile:
             return np.frombuffer(data, dtype="<" + SCALARS[value.kind], count=value.length).tolist()
 
     def length(self, key: str) -> int:
-        """Number of values in an array, 0 without one."""
+        """Number of values in an array, 0 if it is missing."""
         value = self.metadata.get(key)
         return value.length if isinstance(value, _Array) else 0
 
     def read(self, stored: StoredTensor) -> np.ndarray:
-        """The bytes of a tensor, uint8 [..., bytes of a row]. Raises ModelFileError when the file has become shorter."""
+        """Bytes of a tensor, uint8 [..., bytes per row]. Raises ModelFileError if the file became shorter."""
         data = np.fromfile(stored.path, dtype=np.uint8, count=stored.num_bytes, offset=stored.start)
         if len(data) != stored.num_bytes:
             raise ModelFileError(f"{stored.path} became shorter while it was read: fetch it again")
@@ -117,8 +116,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """The file's header, of a model in parts with the tensors of all parts. Raises ModelFileError when it is
-    truncated, damaged, no GGUF, or when a part is missing."""
+    """Parse the header of a file, or of all parts of a split model. Raises ModelFileError if it is truncated, damaged or not
+    GGUF, or if a part is missing."""
     file = _open_one(path)
     count = file.get("split.count", int) or 1
     return file if count == 1 else _joined(path, count)
@@ -126,12 +125,12 @@ def open_gguf(path: Path) -> GGUFFile:
 
 def _joined(path: Path, count: int) -> GGUFFile:
     """All parts as one file: metadata of the first, tensors of each."""
-    named = PART.fullmatch(path.name)
-    if not named or int(named[3]) != count:
+    name_match = PART.fullmatch(path.name)
+    if not name_match or int(name_match[3]) != count:
         raise ModelFileError(f"{path} is one of {count} parts: name them as gguf-split does, NAME-00001-of-{count:05d}.gguf")
     parts, tensors = list[GGUFFile](), dict[str, StoredTensor]()
     for number in range(1, count + 1):
-        part_path = path.with_name(f"{named[1]}-{number:05d}-of-{count:05d}{named[4]}")
+        part_path = path.with_name(f"{name_match[1]}-{number:05d}-of-{count:05d}{name_match[4]}")
         if not part_path.is_file():
             raise ModelFileError(f"part {number} of {count} is missing: put {part_path.name} beside {path}")
         part = _open_one(part_path)
@@ -141,9 +140,9 @@ def _joined(path: Path, count: int) -> GGUFFile:
             raise ModelFileError(f"{part_path} holds {min(twice)} a second time: fetch all parts again")
         parts.append(part)
         tensors |= part.tensors
-    whole = parts[0].get("split.tensors.count", int)
-    if whole is not None and whole != len(tensors):
-        raise ModelFileError(f"the {count} parts of {path} hold {len(tensors)} of {whole} tensors: fetch them again")
+    total = parts[0].get("split.tensors.count", int)
+    if total is not None and total != len(tensors):
+        raise ModelFileError(f"the {count} parts of {path} hold {len(tensors)} of {total} tensors: fetch them again")
     return GGUFFile(parts[0].path, parts[0].metadata, tensors)
 
 
@@ -154,9 +153,9 @@ def _open_one(path: Path) -> GGUFFile:
         return _read_header(path, (status.st_ino, status.st_size, status.st_mtime_ns))
 
 
-@functools.lru_cache(maxsize=32)  # as many as parts that are open together
+@functools.lru_cache(maxsize=32)  # a split model may have as many parts
 def _read_header(path: Path, version: tuple[int, ...]) -> GGUFFile:
-    """Kept for whoever opens the same file again; `version` tells a file from one that was put in its place."""
+    """Parse and cache a header; `version` distinguishes a file from one that replaced it."""
     if not path.is_file():
         raise ValueError("it is no regular file")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -164,7 +163,7 @@ def _read_header(path: Path, version: tuple[int, ...]) -> GGUFFile:
 
 
 class _Reader:
-    """Reads a header from front to back. Raises ValueError or struct.error where it is no GGUF or points beyond its end."""
+    """Parses a header from front to back. Raises ValueError or struct.error if it is not GGUF or exceeds its end."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.data, self.path, self.at = data, path, 0
@@ -192,7 +191,7 @@ class _Reader:
         return values
 
     def move(self, num_bytes: int) -> int:
-        """Step over so many bytes; returns where they begin."""
+        """Advance by `num_bytes`; returns the offset before."""
         start, self.at = self.at, self.at + num_bytes
         if self.at > self.end:
             raise ValueError(f"its header does not end within its {self.end} bytes")
@@ -217,7 +216,7 @@ class _Reader:
         kind, length = self.take("IQ")
         start = self.at
         if kind == STRING:
-            self.move(8 * length)  # the least they can take: a length that is absurd ends here
+            self.move(8 * length)  # the minimum size: rejects absurd lengths early
             at = start
             for _ in range(length):
                 at += 8 + _length_at(self.data, at)[0]
@@ -230,7 +229,7 @@ class _Reader:
         return _Array(kind, length, start, self.at)
 
     def tensor_info(self) -> tuple[tuple[int, ...], int, int]:
-        """Shape, type and offset."""
+        """(shape, type, offset)."""
         (num_dimensions,) = self.take("I")
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
             raise ValueError(f"a tensor has {num_dimensions} dimensions")

@@ -1,6 +1,6 @@
-"""The `gguf` package, imported only when a GGUF file or a block format that only it converts is used.
+"""Imports the `gguf` package on first use, for GGUF files and block formats.
 
-Machines that run safetensors checkpoints alone, such as borrowed GPUs, need not have it.
+Machines that only run safetensors checkpoints, such as rented GPUs, do not need it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from paceline.errors import UnsupportedModelError, needing
 
 
 def gguf_package() -> ModuleType:
-    """Returns the imported package. Raises UnsupportedModelError where it is not installed."""
+    """Return the imported package. Raises UnsupportedModelError if it is not installed."""
     remedy = "pip install gguf, or use a folder of safetensors"
     with needing(UnsupportedModelError, f"GGUF files and weights in their blocks need the gguf package: {remedy}"):
         import gguf

@@ -1,9 +1,9 @@
-"""A GGUF file as an ordinary Transformers folder: config, tokenizer, and weights equal to the dequantised blocks.
+"""Converts a GGUF file to a Transformers folder: config, tokenizer, and dequantised weights.
 
     write_folder(resolve("smollm2-135m"), Path("smollm2"))
 
-For programs that read a folder and no GGUF file (Transformers, TRL, vLLM), and for training, which needs weights as numbers.
-`writer.py` goes the other way.
+For programs that do not read GGUF files (Transformers, TRL, vLLM), and for training, which needs dense weights. `writer.py` is
+the inverse.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from paceline.runs.folder import sync_folder, write_whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OTHER_NAMES = ("phi3",)
-"""Families whose tensors have other names in a folder than those we read them by; so have experts."""
+"""Families whose folder has other tensor names than paceline's; also true for experts."""
 LAST_FILE = "generation_config.json"
-"""Of a folder that is whole."""
+"""The last file written; a folder with it is complete."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def write_folder(source: Path, folder: Path, dtype: str = "float32") -> Path:
-    """Write a new folder of a GGUF file; returns it. In float32 the numbers are the blocks' own, in bfloat16 they are rounded.
+    """Write a GGUF file as a new folder; returns the folder. float32 keeps the dequantised numbers, bfloat16 rounds them.
 
-    Raises ModelFileError or UnsupportedModelError on a bad file, CacheError when `folder` is there or cannot be written.
+    Raises ModelFileError or UnsupportedModelError for a bad file, CacheError if `folder` exists or cannot be written.
     """
     config = checkpoint.load_config(source)
     if config.num_experts or config.family in OTHER_NAMES:
@@ -48,7 +48,7 @@ def write_folder(source: Path, folder: Path, dtype: str = "float32") -> Path:
 
 
 def config_json_of(source: Path) -> dict[str, Any]:
-    """What the config.json of a model in a GGUF file or a folder says, special tokens included."""
+    """config.json of a model in a GGUF file or folder, with the ids of special tokens."""
     shape = checkpoint.config_json(source)
     if source.is_dir():
         return shape
@@ -61,9 +61,9 @@ def config_json_of(source: Path) -> dict[str, Any]:
 def write_model(
     folder: Path, shape: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], words: Path, dtype: str = "float32"
 ) -> Path:
-    """Write a folder of this config.json and these weights, with the tokenizer of `words` (a GGUF file or folder).
+    """Write a folder with this config.json and these weights, and the tokenizer of `words` (a GGUF file or folder).
 
-    Raises CacheError when `folder` is there or cannot be written.
+    Raises CacheError if `folder` exists or cannot be written.
     """
     weights = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in tensors}
     special = {name: shape[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in shape}
@@ -73,13 +73,13 @@ def write_model(
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         write_tokenizer(words, folder)
         (folder / "config.json").write_text(_json(dict(shape) | {"torch_dtype": dtype}), encoding="utf-8")
-        sync_folder(folder)  # the last file says that the others are whole
+        sync_folder(folder)  # LAST_FILE marks the others as complete
         write_whole(folder / LAST_FILE, _json(_generation(words, special)))
     return folder
 
 
 def write_tokenizer(words: Path, folder: Path) -> None:
-    """The tokenizer's files of a GGUF file or folder."""
+    """Write the tokenizer files of a GGUF file or folder."""
     if words.is_dir():
         for name in TOKENIZER_FILES:
             if (words / name).is_file():
@@ -87,10 +87,10 @@ def write_tokenizer(words: Path, folder: Path) -> None:
         return
     tokenizer = Tokenizer.from_path(words)
     tokenizer.backend.save(str(folder / "tokenizer.json"))
-    # Not the model's own class of tokenizer: Transformers 5 rebuilds such classes with their default word splitting.
-    told = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **tokenizer.special_tokens}
-    told |= {"chat_template": tokenizer.chat_template} if tokenizer.chat_template else {}
-    (folder / "tokenizer_config.json").write_text(_json(told), encoding="utf-8")
+    # Not the model's own tokenizer class: Transformers 5 rebuilds those with their default word splitting.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **tokenizer.special_tokens}
+    config |= {"chat_template": tokenizer.chat_template} if tokenizer.chat_template else {}
+    (folder / "tokenizer_config.json").write_text(_json(config), encoding="utf-8")
 
 
 def _generation(words: Path, special: dict[str, Any]) -> dict[str, Any]:

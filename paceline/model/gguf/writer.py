@@ -1,10 +1,10 @@
-"""A Transformers folder as a GGUF file with quantised blocks, by the `gguf` package's own quantisation and writer.
+"""Converts a Transformers folder to a GGUF file with quantised blocks, with the `gguf` package's quantisation and writer.
 
     write_gguf(Path("student"), resolve("smollm2-135m"), Path("student-q4_1.gguf"), "q4_1")
 
-Everything that is no weight (tokenizer, chat template, rope, head counts) is copied from a GGUF file of the same family, such
-as the model that a student was made of; only the number of layers is the folder's. A weight that is still the one of that
-file keeps its very blocks, unless another format is asked for it. `to_folder.py` goes the other way.
+Everything except weights (tokenizer, chat template, RoPE, head counts) is copied from a GGUF file of the same family, such as
+the model a student was trained from; only the number of layers comes from the folder. Unchanged weights keep that file's blocks
+unless another format is requested for them. `to_folder.py` is the inverse.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ FORMATS = {"q8_0": "MOSTLY_Q8_0", "q4_1": "MOSTLY_Q4_1", "bf16": "MOSTLY_BF16", 
 """Weight format -> llama.cpp's file type."""
 Format = Annotated[str, tuple(FORMATS)]
 WRITTEN = ("llama", "qwen2", "qwen3")
-"""llama.cpp's names of the families whose files are written."""
+"""llama.cpp's names of the families that can be written."""
 OWN_KEYS = ("general.architecture", "general.file_type", "general.quantization_version", "general.name")
 _TOP = {ours: theirs for theirs, ours in NAMES.items()}
 _LAYER = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
 
 
 def write_gguf(folder: Path, like: Path, target: Path, form: str = "q8_0", embedding: str | None = None) -> Path:
-    """Write the model of `folder` to `target`, with matrices in `form`, and what is no weight as in the GGUF file `like`.
+    """Write the model of `folder` to `target` with matrices in `form`; everything except weights is copied from the GGUF file
+    `like`.
 
-    `embedding`: format of the embedding and the head, which is `form` where nothing is said and they are not those of `like`.
+    `embedding`: format of embedding and head [default: those of `like` if unchanged, else `form`].
 
-    Raises UnsupportedModelError where `like` is no GGUF file, has another architecture or other sizes, or the rows of a matrix
-    are no whole blocks; CacheError when the disk refuses.
+    Raises UnsupportedModelError if `like` is not a GGUF file, has another architecture or other sizes, or a matrix's rows are
+    not whole blocks; CacheError if writing fails.
     """
     for each in (form, embedding or form):
         if each not in FORMATS:
@@ -84,7 +85,7 @@ def _quant(form: str) -> Quant:
 
 
 def _same_model(folder: Path, like: Path) -> Any:
-    """The folder's config. Raises UnsupportedModelError where more than its number of layers is another than the file's."""
+    """The folder's config. Raises UnsupportedModelError if it differs from the file's in more than the number of layers."""
     ours, theirs = checkpoint.load_config(folder), checkpoint.load_config(like)
     for name in ("family", "hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
         if getattr(ours, name) != getattr(theirs, name):
@@ -106,7 +107,7 @@ def _copy_keys(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, changed: dict[s
 def _stored(
     folder: Path, reader: gguf.GGUFReader, form: Quant, kinds: dict[str, Quant | None], heads: dict[str, int]
 ) -> Iterator[tuple[str, np.ndarray[Any, Any], Quant]]:
-    """Name, data and kind of every tensor of the file."""
+    """Yield (name, data, type) of every tensor of the file."""
     ggml, before = gguf_package(), {stored.name: stored for stored in reader.tensors}
     config = checkpoint.load_config(folder)
     for name, tensor in checkpoint.check_tensors(config, checkpoint.load_tensors(folder), folder):
@@ -114,11 +115,11 @@ def _stored(
         rows = interleaved_rows(tensor, heads[own]) if own in heads else tensor
         values = np.ascontiguousarray(rows.float().numpy())
         old = before.get(stored_name)
-        asked = kinds.get(own)
-        if old is not None and own not in heads and asked in (None, old.tensor_type) and _is_same(old, values):
+        requested = kinds.get(own)
+        if old is not None and own not in heads and requested in (None, old.tensor_type) and _is_same(old, values):
             yield stored_name, old.data, old.tensor_type
             continue
-        own_kind = _quant("f32") if values.ndim == 1 else asked or form
+        own_kind = _quant("f32") if values.ndim == 1 else requested or form
         block = ggml.GGML_QUANT_SIZES[own_kind][0]
         if values.shape[-1] % block:
             raise UnsupportedModelError(
@@ -131,7 +132,7 @@ def _stored(
 
 
 def _is_same(stored: Any, values: np.ndarray[Any, Any]) -> bool:
-    """Whether a stored tensor holds these numbers; bfloat16 copies of them count."""
+    """True if a stored tensor equals these numbers, exactly or after rounding to bfloat16."""
     shape = tuple(int(size) for size in reversed(stored.shape))
     if shape != values.shape:
         return False
@@ -143,7 +144,7 @@ def _is_same(stored: Any, values: np.ndarray[Any, Any]) -> bool:
 
 
 def gguf_name(name: str) -> str:
-    """llama.cpp's name of a tensor. Raises UnsupportedModelError for one that it has not."""
+    """llama.cpp's name of a tensor. Raises UnsupportedModelError if it has none."""
     base, _, kind = name.rpartition(".")
     if base in _TOP:
         return f"{_TOP[base]}.{kind}"
@@ -155,7 +156,7 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved_rows(tensor: Tensor, num_heads: int) -> Tensor:
-    """llama.cpp's order of the rows of q and k: the inverse of `gguf.half_split_rows`."""
+    """Reorder the rows of q or k to llama.cpp's order: the inverse of `metadata.half_split_rows`."""
     if tensor.shape[0] % (2 * num_heads):
         raise ModelFileError(f"{tensor.shape[0]} rows are no {num_heads} heads: is config.json the right one?")
     halves = tensor.reshape(num_heads, 2, tensor.shape[0] // num_heads // 2, *tensor.shape[1:])

@@ -1,8 +1,8 @@
-"""The KV cache of a Transformers model: one Transformers cache per row, with exact rollback for every kind of layer.
+"""KV cache of a Transformers model: one Transformers cache per row, with exact rollback for every type of layer.
 
-Keys and values are cropped. Recurrent state (linear attention, Mamba, short convolutions) cannot be: it is saved before
-each pass of several tokens, and a rollback into that pass restores it and leaves the accepted tokens *pending*; the next
-forward of the row runs them again in front of its own tokens, in one pass. When nothing was refused nothing runs twice.
+Keys and values are cropped. Recurrent state (linear attention, Mamba, short convolutions) cannot be cropped: it is saved before
+each pass of several tokens, and a rollback into that pass restores it and leaves the accepted tokens *pending*. The row's next
+forward recomputes them together with its new tokens. If all tokens were accepted, nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from paceline.model.kv_cache import KVCache
 
 
 def _is_croppable(layer: Any) -> bool:
-    """Layers that hold one entry per position and nothing else. Subclasses may hold more, so they do not count."""
+    """True for layers that hold one entry per position and nothing else; subclasses may hold more and are excluded."""
     return type(layer).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer")
 
 
 def _crop(layer: Any, num_refused: int) -> None:
     if type(layer).__name__ != "DynamicSlidingWindowLayer":
         layer.crop(-num_refused)
-    elif layer.is_initialized:  # layer.crop also forgets what left the window, which a later rollback may need again
+    elif layer.is_initialized:  # layer.crop would also drop entries outside the window, which a later rollback may need
         layer.keys, layer.values = layer.keys[..., :-num_refused, :], layer.values[..., :-num_refused, :]
         layer.cumulative_length -= num_refused
 
 
 def _copy_state(layer: Any) -> Any:
-    """A copy that later passes cannot change: recurrent and conv states are overwritten in place, keys and values never."""
+    """A copy that later passes do not modify: recurrent and conv states are overwritten in place, keys and values are not."""
     from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -43,7 +43,7 @@ def _copy_state(layer: Any) -> Any:
 
 
 class Row:
-    """One sequence's Transformers cache and the tokens it stands for; tokens[num_computed:] are pending."""
+    """One sequence's Transformers cache and its tokens; tokens[num_computed:] are pending."""
 
     def __init__(self, make_cache: Callable[[], Any]) -> None:
         self._make_cache = make_cache
@@ -62,12 +62,12 @@ class Row:
         return self.tokens[self.num_computed :]
 
     def save(self) -> None:
-        """Before a pass that may be rolled back."""
+        """Save recurrent state before a pass that may be rolled back."""
         self._saved = {index: _copy_state(self.cache.layers[index]) for index in self.stateful}
         self._saved_len = self.num_computed
 
     def truncate(self, length: int) -> None:
-        """Forget tokens[length:]; with recurrent state, go back to the last save, or to the start if that is too late."""
+        """Drop tokens[length:]; with recurrent state, restore the last save, or the empty state if the save is too late."""
         del self.tokens[length:]
         if length >= self.num_computed:
             return
@@ -88,7 +88,7 @@ class Row:
 
 
 class HFCache(KVCache):
-    """One Transformers cache per row. Sliding layers keep all positions, so that any rollback is exact."""
+    """One Transformers cache per row. Sliding-window layers keep all positions, so that every rollback is exact."""
 
     def __init__(
         self, make_cache: Callable[[], Any], num_rows: int, max_len: int, *, token_bytes: int, state_bytes: int
@@ -98,11 +98,11 @@ class HFCache(KVCache):
         self._token_bytes = token_bytes
         self._state_bytes = state_bytes
         self.rows: dict[int, Row] = {}
-        """What the allocated rows hold."""
+        """State of the allocated rows."""
 
     @property
     def num_bytes(self) -> int:
-        """The most the rows can grow to; recurrent state counts twice (current and saved). Memory is taken as rows grow."""
+        """Maximum size of all rows; recurrent state counts twice (current and saved). Memory is allocated as rows grow."""
         return self.num_rows * (self.max_len * self._token_bytes + 2 * self._state_bytes)
 
     def allocate(self, wanted: int | None = None) -> int | None:
@@ -124,7 +124,7 @@ class HFCache(KVCache):
         state = self.rows[row]
         kept = [state.tokens[start + slot] for slot in slots]
         state.truncate(start)
-        state.tokens += kept  # they are pending: the next pass runs them again
+        state.tokens += kept  # pending: the next pass recomputes them
 
 
 def make_cache(config: Any) -> Any:
@@ -132,18 +132,18 @@ def make_cache(config: Any) -> Any:
 
     cache = DynamicCache(config=config)
     for layer in cache.layers:
-        if type(layer) is DynamicSlidingWindowLayer:  # else entries that leave the window are dropped at once
+        if type(layer) is DynamicSlidingWindowLayer:  # otherwise entries that leave the window are dropped immediately
             layer.activate_past_recording()
     return cache
 
 
 def tensor_bytes(tensors: list[Any]) -> int:
-    """Bytes of those that are tensors."""
+    """Total bytes of the tensors in the list."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def cache_bytes(cache: Any, num_tokens: int) -> tuple[int, int]:
-    """Bytes per token and bytes of fixed state, measured on a cache that holds `num_tokens`."""
+    """(bytes per token, bytes of fixed state), measured on a cache that holds `num_tokens`."""
     per_token = state = 0
     for layer in cache.layers:
         per_token += tensor_bytes([getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")])
@@ -152,13 +152,13 @@ def cache_bytes(cache: Any, num_tokens: int) -> tuple[int, int]:
 
 
 def is_unused(layer: Any) -> bool:
-    """A layer meant for recurrent state that a pass left empty: the model keeps its state elsewhere (RecurrentGemma)."""
+    """True if a pass left a layer for recurrent state empty: the model stores its state outside the cache (RecurrentGemma)."""
     conv, recurrent = (getattr(layer, name, None) for name in ("conv_states", "recurrent_states"))
     return conv is not None and recurrent is not None and tensor_bytes([*conv.values(), *recurrent.values()]) == 0
 
 
 def poison_recurrent_state(cache: Any) -> bool:
-    """Fill recurrent states with NaN, to see whether a pass reads them; False when there are none."""
+    """Fill recurrent states with NaN to test whether a pass reads them; returns False if there are none."""
     states = [state for layer in cache.layers for state in getattr(layer, "recurrent_states", {}).values() if state is not None]
     for state in states:
         state.fill_(float("nan"))

@@ -1,8 +1,7 @@
-"""Any causal LM of Transformers behind the Target contract: slower than our decoder, but every architecture it knows.
+"""Runs any causal LM of Transformers as a Target: slower than paceline's decoder, but for every architecture of Transformers.
 
-Rows run one after another, each with its own Transformers cache (`cache.py`, which also rolls recurrent state back).
-
-Needs the extra `paceline[hf]`. Models come from a local folder (see `hub.py`), never with remote code.
+Rows run one after another, each with its own Transformers cache (`cache.py`, which also rolls recurrent state back). Needs the
+extra `paceline[hf]`. Models are local folders (see `hub.py`); remote code is never run.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from paceline.model.hf.cache import HFCache, Row, cache_bytes, is_unused, make_c
 from paceline.model.target import DEFAULT_MAX_LEN, EndScales, ForwardBatch, ForwardOutput, Target
 
 _MAX_PENDING = 32
-"""Tokens replayed in front of a forward; beyond that they get a pass of their own, after which they are settled."""
+"""Pending tokens that a pass recomputes before new ones; more get a separate pass first."""
 _PROBE_TOKENS = 4
 _UNLIMITED = 1 << 20
 """`max_position` of models without one (recurrent models)."""
 
 
 class HFTarget(Target):
-    """A Transformers causal LM as a target. `model` must be on its device already and is put into eval mode.
+    """A Transformers causal LM as a target. `model` must already be on its device; it is put into eval mode.
 
-    Raises UnsupportedModelError when the model does not run with Transformers' DynamicCache.
+    Raises UnsupportedModelError if the model does not run with Transformers' DynamicCache.
     """
 
     def __init__(self, model: nn.Module, num_rows: int, max_len: int | None = None) -> None:
@@ -47,7 +46,7 @@ class HFTarget(Target):
         self.hidden_size, self.num_layers = int(config.hidden_size), int(config.num_hidden_layers)
         self.max_position = int(getattr(config, "max_position_embeddings", None) or _UNLIMITED)
         self.weight_bytes = tensor_bytes([*self.model.parameters()])
-        if self._lm_head.weight is not self._embedding.weight:  # then it is looked up, not read
+        if self._lm_head.weight is not self._embedding.weight:  # a separate embedding is looked up, not read whole
             self.weight_bytes -= tensor_bytes([self._embedding.weight])
         parameters = inspect.signature(model.forward).parameters
         self._cache_argument = "past_key_values" if "past_key_values" in parameters else "cache_params"
@@ -73,7 +72,7 @@ class HFTarget(Target):
     ) -> HFTarget:
         """Load a local folder (config.json and safetensors), or only its config with random weights.
 
-        Raises ModelNotFoundError, ModelFileError (no or damaged weights), UnsupportedModelError (unknown architecture,
+        Raises ModelNotFoundError, ModelFileError (missing or damaged weights), UnsupportedModelError (unknown architecture,
         remote code, Transformers not installed).
         """
         missing = "this model runs through Transformers, which is not installed: pip install 'paceline[hf]'"
@@ -101,10 +100,10 @@ class HFTarget(Target):
         return cls(model.to(device), num_rows, max_len)
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
-        """Replace `cache` by an empty one; its memory is taken as rows grow. Raises ContextLengthError.
+        """Replace `cache` by an empty one, whose memory is allocated as rows grow. Raises ContextLengthError.
 
-        A model with LongRoPE (Phi-3, Phi-4 128k) rotates by its short factors when `max_len` is at most the length it was
-        first trained with, and by its long factors otherwise, at every position.
+        LongRoPE models (Phi-3, Phi-4 128k) use their short factors at every position if `max_len` is at most the original
+        training length, else their long factors.
         """
         self.check_len(max_len)
         for module in self.model.modules():
@@ -119,9 +118,9 @@ class HFTarget(Target):
         self.cache = self._cache
 
     def set_taps(self, tap_layers: tuple[int, ...]) -> None:
-        """Hook the tapped layers. The last layer's tap is taken after the final norm, because that is what Transformers'
-        hidden_states[num_layers] holds and what dflash's reference reads. (Pure Mamba models list no embedding, so there
-        layer l is hidden_states[l].)"""
+        """Hook the tapped layers. The last layer's tap is taken after the final norm, as in Transformers'
+        hidden_states[num_layers], which dflash's reference reads. (Pure Mamba models list no embedding, so there layer l is
+        hidden_states[l].)"""
         wrong = [layer for layer in tap_layers if not 0 <= layer < self.num_layers]
         if wrong:
             raise UnsupportedModelError(f"cannot tap layers {wrong}: the model has layers 0 to {self.num_layers - 1}")
@@ -172,7 +171,7 @@ class HFTarget(Target):
         return logits_NV, None if taps_NF is None else taps_NF[-len(tokens) :]
 
     def _run(self, state: Row, num_logits: int) -> tuple[Tensor, Tensor | None]:
-        """Run the row's pending tokens: logits [num_logits, V] of the last ones, taps of all."""
+        """Run the row's pending tokens; returns logits [num_logits, V] of the last ones and taps of all."""
         tokens, first = state.pending, state.num_computed
         step = 1 if self._must_step and first else len(tokens)
         parts = [
@@ -185,11 +184,11 @@ class HFTarget(Target):
         return logits_NV[len(logits_NV) - num_logits :], torch.cat(taps) if taps else None
 
     def _pass(self, tokens: list[int], start: int, cache: Any, num_logits: int) -> tuple[Tensor, Tensor | None]:
-        """One call of the model, for tokens at positions from `start`."""
+        """Call the model once for tokens at positions from `start`."""
         kwargs: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
         if self._keeps_logits:
             kwargs["logits_to_keep"] = max(num_logits, 1)  # 0 would mean all
-        if self._takes_positions:  # most models would count from the cache's length themselves, Bamba from 0
+        if self._takes_positions:  # most models would count from the cache's length, but Bamba from 0
             kwargs["position_ids"] = torch.arange(start, start + len(tokens), device=self.device)[None]
         logits_NV = self.model(input_ids=torch.tensor([tokens], device=self.device), **kwargs).logits[0]
         taps = [self._captured[layer][0] for layer in self.tap_layers]
@@ -206,8 +205,8 @@ class HFTarget(Target):
 
     @torch.no_grad()
     def _probe(self) -> tuple[float, int, int, bool]:
-        """Small passes that measure the embedding scale, the cache's bytes per token and of fixed state, and whether a pass
-        of several tokens ignores the recurrent state before it, so that tokens must go one by one (Mamba 1's layers do)."""
+        """Run small passes to measure the embedding scale, the cache's bytes per token and of fixed state, and whether passes
+        of several tokens ignore earlier recurrent state, so that tokens must run one by one (Mamba 1's layers)."""
         cache = make_cache(self.model.config)
         tokens = [token % self.vocab_size for token in range(_PROBE_TOKENS)]
         name = type(self.model).__name__
@@ -222,7 +221,7 @@ class HFTarget(Target):
             raise UnsupportedModelError(f"{name} does not run with Transformers' DynamicCache: {_first_line(error)}") from error
         embeddings = self.matrix_embed(torch.tensor([tokens], device=self.device))
         if first_input is not None and first_input.shape != embeddings.shape:
-            self._layers = []  # layers that pass on more than one hidden state per position (Gemma 3n) cannot be tapped
+            self._layers = []  # layers with several hidden states per position (Gemma 3n) cannot be tapped
         return _fit_scale(embeddings, first_input), token_bytes, state_bytes, ignores_state
 
     def _first_input(self, tokens: list[int], cache: Any) -> Tensor | None:
@@ -241,9 +240,9 @@ class HFTarget(Target):
 
 
 def _fix_rope_factors(module: Any, max_len: int) -> None:
-    """Have a rotary embedding with LongRoPE use the same factors in every pass, those for texts of `max_len` tokens.
+    """Fix the LongRoPE factors of a rotary embedding to those for texts of `max_len` tokens.
 
-    Transformers chooses them anew for each pass, by its last position: drafts would decide how accepted tokens are rotated.
+    Transformers selects them for each pass by its last position, so drafts would change how accepted tokens are rotated.
     """
     types = getattr(module, "rope_type", None)
     for layer_type, rope_type in types.items() if isinstance(types, dict) else [(None, types)]:
@@ -262,7 +261,8 @@ def _fix_rope_factors(module: Any, max_len: int) -> None:
 
 
 def _find_layers(decoder: nn.Module, num_layers: int) -> tuple[nn.Module, Sequence[nn.Module]]:
-    """The module that runs the layers, and the layers, whatever they are called (layers, h, blocks); empty if not found."""
+    """(module that runs the layers, list of layers), under any of their names (layers, h, blocks); the list is empty if not
+    found."""
     for owner in decoder.modules():
         for child in owner.children():
             if isinstance(child, nn.ModuleList) and len(child) == num_layers:
@@ -271,7 +271,7 @@ def _find_layers(decoder: nn.Module, num_layers: int) -> tuple[nn.Module, Sequen
 
 
 def _fit_scale(embeddings: Tensor, first_input: Tensor | None) -> float:
-    """The factor between embedding table and first layer's input; 1 when it is no factor (learned positions are added)."""
+    """Factor between the embedding table and the first layer's input; 1 if there is none (learned positions are added)."""
     if first_input is None or first_input.shape != embeddings.shape:
         return 1.0
     table, given = embeddings.float(), first_input.float()
@@ -281,7 +281,7 @@ def _fit_scale(embeddings: Tensor, first_input: Tensor | None) -> float:
 
 
 def _logit_scales(config: Any) -> tuple[float, float]:
-    """Factor and soft cap that some families have behind the head: Granite, Cohere, Falcon-H1, Gemma 2."""
+    """(factor, soft cap) of logits in some families: Granite, Cohere, Falcon-H1, Gemma 2."""
     factor = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     for name in ("logit_scale", "lm_head_multiplier"):
         factor *= getattr(config, name, None) or 1.0
