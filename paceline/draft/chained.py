@@ -26,7 +26,7 @@ from paceline.draft.foresight import Foresight, ranked
 from paceline.draft.level import Level
 from paceline.draft.tapped import TappedDrafter, features_of
 from paceline.model.kv_cache import KVCache
-from paceline.model.sampling.logits import likeliest, sample, target_probs
+from paceline.model.sampling.logits import sample, target_probs, top_logprobs
 from paceline.model.sampling.race import FIELD
 from paceline.model.target import Target
 from paceline.plan.trees import LEAST_GAIN, MOST_NODES, Candidates, Likely
@@ -250,7 +250,7 @@ class ChainedDrafter(TappedDrafter):
     def _name(self, row: _Row, logits_NV: Tensor, count: int) -> None:
         """Store the candidates after every node; the chain continues with the most probable one after its end."""
         num_candidates = max(count, FIELD) if row.guesses else count
-        ids_NM, logprobs_NM = likeliest(logits_NV.float(), num_candidates, inverse_temperature(row.seq))
+        ids_NM, logprobs_NM = top_logprobs(logits_NV.float(), num_candidates, inverse_temperature(row.seq))
         noise = rng.Noise(row.seq.seed, len(row.seq.tokens) + len(row.nodes[0].path)) if row.guesses else None
         for number, (node, ids, logprobs) in enumerate(zip(row.nodes, ids_NM, logprobs_NM, strict=True)):
             if not math.isfinite(logprobs[0]):

@@ -58,7 +58,7 @@ def test_the_likeliest_and_of_equals_the_lowest(size: int) -> None:
     exact_KV = logits_KV.double().log_softmax(-1)
     for isa, count in product(ISAS, {1, min(16, size), min(40, size)}):
         use(isa)
-        ids_KM, logs_KM = native_lib.likeliest(logits_KV, count, 1.0)
+        ids_KM, logs_KM = native_lib.top_logprobs(logits_KV, count, 1.0)
         assert ids_KM == [ids[:count] for ids in expected], isa
         told = torch.tensor(logs_KM, dtype=torch.float64)
         torch.testing.assert_close(told, exact_KV.gather(1, torch.tensor(ids_KM)), atol=1e-4, rtol=1e-6)
@@ -72,7 +72,7 @@ def test_rows_that_are_no_distribution(size: int, isa: str) -> None:
     for at in (0, 7, size // 2, size - 1):
         logits_KV = grid(4, size, 40)
         logits_KV[0, at], logits_KV[1, at], logits_KV[2] = NAN, INFINITE, -INFINITE
-        ids_KM, logs_KM = native_lib.likeliest(logits_KV, 5, 1.0)
+        ids_KM, logs_KM = native_lib.top_logprobs(logits_KV, 5, 1.0)
         assert ids_KM == [[0] * 5] * 3 + [first(logits_KV[3], 5)]
         assert [all(map(math.isnan, logs_M)) for logs_M in logs_KM] == [True, True, True, False]
 
@@ -92,7 +92,7 @@ def picked(dtype: torch.dtype, books: torch.dtype, rows: int, slots: int, size: 
     picker = native_lib.Picker(count, (predecessors, successors), gate, dtype, ids_V)
     chosen_BKM, tokens_BKM, scores_BKMM = picker.pick(anchors, logits_BKV, hidden_BKD)
 
-    ids_TM, logs_TM = native_lib.likeliest(logits_BKV.flatten(0, 1), count, 1.0)
+    ids_TM, logs_TM = native_lib.top_logprobs(logits_BKV.flatten(0, 1), count, 1.0)
     assert chosen_BKM.flatten(0, 1).tolist() == ids_TM
     assert torch.equal(tokens_BKM, ids_V[chosen_BKM.long()])
     logs_BKM, tokens_BKM = torch.tensor(logs_TM).view(rows, slots, count), tokens_BKM.long()

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline import rng
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.foresight import Foresight, ranked
-from paceline.model.sampling.logits import MIN_TEMPERATURE, likeliest, sample, target_probs
+from paceline.model.sampling.logits import MIN_TEMPERATURE, sample, target_probs, top_logprobs
 from paceline.model.sampling.race import FIELD
 from paceline.plan.trees import Candidates
 from paceline.types import Sequence
@@ -74,7 +74,7 @@ class Reading:
         with `foresight`, the tokens that the target will most probably sample."""
         assert self._logits_BKV is not None
         num_candidates = max(count, FIELD) if foresight else count
-        ids_KM, logprobs_KM = likeliest(self._logits_BKV[slot, :limit], num_candidates, inverse_temperature(seq))
+        ids_KM, logprobs_KM = top_logprobs(self._logits_BKV[slot, :limit], num_candidates, inverse_temperature(seq))
         num = min(num_finite([logprobs[0] for logprobs in logprobs_KM]), len(ids_KM))
         tokens_KM = ids_KM if self._ids is None else [[self._ids[each] for each in ids] for ids in ids_KM]
         if foresight:

@@ -1,1 +1,1 @@
-"""What a decoder looks like, read from a Hugging Face config.json."""
+"""The decoder's config, parsed from a Hugging Face config.json."""

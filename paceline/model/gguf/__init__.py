@@ -1,1 +1,1 @@
-"""GGUF files: read as models, and written."""
+"""Reads GGUF files as models, and writes them."""

@@ -1,8 +1,8 @@
-"""GGUF files as models: metadata to what config.json says, quantised blocks to float32 tensors under their Hugging Face names,
-the vocabulary to a tokenizer of the `tokenizers` library.
+"""Reads GGUF files as models: metadata as config.json, quantised blocks as float32 tensors under Hugging Face names, the
+vocabulary as a tokenizer of the `tokenizers` library.
 
-`container.py` reads the header, the `gguf` package knows the blocks; ours are the names and the row order of Llama's rope.
-Called by `checkpoint.py` and `model/text/tokenizer.py`.
+`container.py` parses the header, the `gguf` package dequantises; names and the row order of Llama's RoPE are handled here. Used
+by `checkpoint.py` and `model/text/tokenizer.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.model.gguf.package import gguf_package
 
 GGUF: dict[str, dict[str, Any]] = TABLES["gguf"]
 ARCHITECTURES = GGUF["architectures"]
-"""What is known of llama.cpp's families, by their names."""
+"""Properties of llama.cpp's families, by their names."""
 NAMES, LAYER_NAMES = GGUF["model"], GGUF["layer"]
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 KINDS_BY_NAME: dict[str, BlockKind] = {kind: kind for kind in BLOCK_KINDS}
@@ -34,7 +34,7 @@ HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def config_json(path: Path) -> dict[str, Any]:
-    """What the config.json of the same model says. Raises UnsupportedModelError or ModelFileError, naming the key."""
+    """An equivalent config.json of the model. Raises UnsupportedModelError or ModelFileError, naming the key."""
     file = open_gguf(path)
     arch, name = _architecture(file)
     known, has_experts = ARCHITECTURES[arch], bool(file.get(f"{arch}.expert_count", int))
@@ -71,7 +71,7 @@ def config_json(path: Path) -> dict[str, Any]:
 
 
 def _architecture(file: GGUFFile) -> tuple[str, str]:
-    """llama.cpp's name of the family, and the class of config.json."""
+    """(llama.cpp's name of the family, class name for config.json)."""
     arch = file.get("general.architecture", str) or ""
     known, has_experts = ARCHITECTURES.get(arch), bool(file.get(f"{arch}.expert_count", int))
     if known is None or (has_experts and "with_experts" not in known):
@@ -84,7 +84,7 @@ def _architecture(file: GGUFFile) -> tuple[str, str]:
 
 
 def _heads(file: GGUFFile, arch: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Sizes of heads, how much of them is rotated, and how attention is scaled where that is not by the size."""
+    """Size of heads, the rotated share of them, and the attention scale if it differs from the default."""
     whole = values["hidden_size"] // values["num_attention_heads"]
     given, rotated = file.get(f"{arch}.attention.key_length", int), file.get(f"{arch}.rope.dimension_count", int)
     if arch == "phi3":
@@ -98,7 +98,7 @@ def _heads(file: GGUFFile, arch: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _count(file: GGUFFile, *keys: str) -> int:
-    """The first of these keys that the file has."""
+    """Value of the first of these keys that the file has. Raises ModelFileError unless it is positive."""
     value = next((value for key in keys if (value := file.get(key, int)) is not None), None)
     if value is None or not 0 < value <= MAX_SIZE:
         raise ModelFileError(
@@ -108,15 +108,14 @@ def _count(file: GGUFFile, *keys: str) -> int:
 
 
 def decimal(value: float | None) -> float | None:
-    """A float32 as the decimal it was written as: 1e-05, not 9.999999747378752e-06."""
+    """The shortest decimal of a float32: 1e-05, not 9.999999747378752e-06."""
     return None if value is None else float(np.format_float_scientific(np.float32(value)))
 
 
 def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
-    """(Hugging Face name, float32 tensor), one at a time, in the file's order.
+    """Yield (Hugging Face name, float32 tensor), one at a time, in the file's order.
 
-    With `keep_blocks` matrices in one of BLOCK_KINDS, in float16 or bfloat16 stay as they are; others are expanded all the
-    same.
+    With `keep_blocks`, matrices of BLOCK_KINDS, float16 and bfloat16 keep their format; others are still dequantised.
     """
     file = open_gguf(path)
     arch = _architecture(file)[0]
@@ -153,7 +152,7 @@ def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, W
 
 
 def _each(name: str, tensor: Weight, path: Path) -> Iterator[tuple[str, Weight]]:
-    """The tensor itself, or each expert's part of one that holds those of all."""
+    """Yield the tensor, or one matrix per expert if it stacks those of all experts."""
     before, is_stack, behind = name.partition("*")
     if not is_stack:
         yield name, tensor
@@ -169,7 +168,7 @@ def _each(name: str, tensor: Weight, path: Path) -> Iterator[tuple[str, Weight]]
 
 
 def half_split_rows(tensor: Weight, num_heads: int) -> Weight:
-    """Undo convert_hf_to_gguf's `permute`: in a head, ggml's rope pairs neighbouring rows, Hugging Face's the two halves."""
+    """Undo convert_hf_to_gguf's `permute`: within a head, ggml's RoPE pairs adjacent rows, Hugging Face's the two halves."""
     if isinstance(tensor, Blocks):
         return replace(tensor, data=half_split_rows(tensor.data, num_heads))
     pairs = tensor.reshape(num_heads, tensor.shape[0] // num_heads // 2, 2, *tensor.shape[1:])
@@ -177,7 +176,7 @@ def half_split_rows(tensor: Weight, num_heads: int) -> Weight:
 
 
 def _hf_name(name: str, path: Path, others: dict[str, str]) -> str:
-    """`others`: names of a layer's tensors that the family has otherwise."""
+    """Hugging Face name of a tensor. `others`: layer tensors that have other names in this family."""
     base, _, kind = name.rpartition(".")
     if base in NAMES:
         return f"{NAMES[base]}.{kind}"
@@ -191,7 +190,7 @@ def _hf_name(name: str, path: Path, others: dict[str, str]) -> str:
 
 
 def tensor_of(file: GGUFFile, stored: StoredTensor) -> Tensor:
-    """One tensor: halves and whole numbers as they are, everything else in float32."""
+    """Read one tensor: half-precision and int64 as stored, others dequantised to float32."""
     dtype = (HALVES | {"I64": torch.int64}).get(stored.kind.name)
     return _dequantise(file, stored) if dtype is None else torch.from_numpy(file.read(stored)).view(dtype)
 
@@ -217,10 +216,10 @@ def _rope_scaling(file: GGUFFile, arch: str) -> dict[str, Any] | None:
         scaling |= {"long_factor": _dequantise(file, long).flatten().tolist()}
         scaling |= {"short_factor": _dequantise(file, short).flatten().tolist()}
         scaling["attention_factor"] = file.get(f"{prefix}.attn_factor", float)
-    if scaling["factor"] is None:  # the key of files from before there were types
+    if scaling["factor"] is None:  # the key of old files without rope types
         scaling["factor"] = file.get(f"{arch}.rope.scale_linear", float)
     if rope_type is None and scaling["factor"] not in (None, 0.0, 1.0):
-        rope_type = "linear"  # as llama.cpp reads a factor without a type
+        rope_type = "linear"  # llama.cpp's default for a factor without a type
     if rope_type in (None, "none"):
         return None
     return {"rope_type": rope_type} | {key: value for key, value in scaling.items() if value is not None}
@@ -228,23 +227,23 @@ def _rope_scaling(file: GGUFFile, arch: str) -> dict[str, Any] | None:
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 PRE_SPLITS = GGUF["pre_splits"]
-"""Word-splitting patterns of the pre-tokenizers that have one of their own, as in their tokenizer.json."""
+"""Word-splitting patterns of the pre-tokenizers, as in their tokenizer.json."""
 AS_LLAMA: dict[str, str] = dict.fromkeys(("dbrx", "smaug-bpe"), "llama-bpe")
-"""Pre-tokenizers (OLMo 2, Phi-4; SmolLM3) that split as Llama 3's, and merge all the same."""
+"""Pre-tokenizers (OLMo 2, Phi-4; SmolLM3) that split like Llama 3's but always apply merges."""
 
 MAX_TOKEN_LENGTH = 512
-"""Characters; the longest known tokens are runs of a hundred or two."""
+"""Characters; the longest known tokens are runs of one or two hundred."""
 END_KINDS = ("eos", "eot", "eom")
-"""End of text, of turn and of message, as a file may name them."""
+"""End of text, of turn and of message, if the file names them."""
 TURN_ENDS: dict[str, list[str]] = GGUF["ends_of_turns"]
-"""By how architectures begin: chat models end an answer with any of these, and a GGUF file may name but one end of text."""
+"""Family prefix -> tokens that end an answer of its chat models; a GGUF file may name only an end of text."""
 
 
 def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, tuple[int, ...]]:
-    """A `tokenizers` tokenizer equal to the one the GGUF file was made from, and the ids that end an answer.
+    """(the `tokenizers` tokenizer that the GGUF file was made from, ids that end an answer).
 
-    Raises UnsupportedModelError for a tokenizer model or pre-tokenizer we do not know, ModelFileError when a table is missing
-    or an id is none of its tokens.
+    Raises UnsupportedModelError for an unknown tokenizer model or pre-tokenizer, ModelFileError if a table is missing or an id
+    is out of range.
     """
     model = file.get("tokenizer.ggml.model", str)
     tokens, types = file.array("tokenizer.ggml.tokens", str), file.array("tokenizer.ggml.token_type", int)
@@ -257,7 +256,7 @@ def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, tuple[int, ...]]:
     if len(types) not in (0, len(tokens)) or max(map(len, tokens)) > MAX_TOKEN_LENGTH:
         raise ModelFileError(f"{file.path}: tokenizer.ggml.tokens and their types are damaged: fetch the model again")
     vocab = dict(zip(tokens, range(len(tokens)), strict=True))
-    # The library raises plain Exception on tables that do not fit each other.
+    # The library raises plain Exception on inconsistent tables.
     with reraised(ModelFileError, f"{file.path}: its tokenizer is damaged", "fetch the model again", Exception):
         if model == "gpt2":
             backend, adds_bos = _byte_level_bpe(file, vocab)
@@ -270,7 +269,7 @@ def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, tuple[int, ...]]:
 
 
 def special_token(file: GGUFFile, kind: str) -> int | None:
-    """The id of the file's bos, eos, unknown ... token. Raises ModelFileError when that is none of its tokens."""
+    """Id of the file's bos, eos, unknown ... token. Raises ModelFileError if it is out of range."""
     key = f"tokenizer.ggml.{kind}_token_id"
     token, num_tokens = file.get(key, int), file.length("tokenizer.ggml.tokens")
     if token is not None and not 0 <= token < num_tokens:
@@ -279,7 +278,7 @@ def special_token(file: GGUFFile, kind: str) -> int | None:
 
 
 def _ends(file: GGUFFile, vocab: dict[str, int], types: list[int]) -> tuple[int, ...]:
-    """What the file names as an end, and for chat models what it implies."""
+    """Ids that the file names as an end and, for chat models, those that its family implies."""
     named = [special_token(file, kind) for kind in END_KINDS]
     ids = [token for token in named if token is not None]
     arch, chat = file.get("general.architecture", str) or "", file.get("tokenizer.chat_template", str) or ""
@@ -291,7 +290,7 @@ def _ends(file: GGUFFile, vocab: dict[str, int], types: list[int]) -> tuple[int,
 
 
 def _byte_level_bpe(file: GGUFFile, vocab: dict[str, int]) -> tuple[Tokenizer, bool]:
-    """GPT-2's byte-level BPE with the file's word splitting, and whether such models start with a bos token."""
+    """(GPT-2's byte-level BPE with the file's word splitting, whether texts start with a bos token by default)."""
     pre = file.get("tokenizer.ggml.pre", str) or "default"
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in file.array("tokenizer.ggml.merges", str))]
     if not merges:
@@ -321,7 +320,7 @@ def _byte_level_bpe(file: GGUFFile, vocab: dict[str, int]) -> tuple[Tokenizer, b
 
 
 def _sentencepiece_bpe(file: GGUFFile, vocab: dict[str, int], tokens: list[str], types: list[int]) -> Tokenizer:
-    """Llama 1/2's SentencePiece BPE: GGUF keeps no merges, so every split of a piece into two pieces becomes one, by score."""
+    """Llama 1/2's SentencePiece BPE: GGUF stores no merges, so every split of a piece into two pieces becomes one, by score."""
     scores = file.array("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise ModelFileError(
@@ -344,16 +343,17 @@ def _sentencepiece_bpe(file: GGUFFile, vocab: dict[str, int], tokens: list[str],
 
 
 def _merges_by_score(pieces: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """All (left, right) whose union is a piece, best score first; Transformers' `generate_merges` orders ties this way too."""
-    ranked = []
+    """All (left, right) whose concatenation is a piece, best score first; ties are ordered as in Transformers'
+    `generate_merges`."""
+    scored = []
     for piece, index in pieces.items():
         splits = [(piece[:at], piece[at:]) for at in range(1, len(piece)) if piece[:at] in pieces and piece[at:] in pieces]
-        ranked += [(-scores[index], index, pieces[left], pieces[right], left, right) for left, right in splits]
-    return [(left, right) for *_, left, right in sorted(ranked)]
+        scored += [(-scores[index], index, pieces[left], pieces[right], left, right) for left, right in splits]
+    return [(left, right) for *_, left, right in sorted(scored)]
 
 
 def _add_post_processor(backend: Tokenizer, file: GGUFFile, tokens: list[str], adds_bos: bool) -> None:
-    """Wrap encoded text in bos and eos where the file asks for it."""
+    """Wrap encoded text in bos and eos as the file specifies."""
     wrap = {}
     for kind, default in (("bos", adds_bos), ("eos", False)):
         index, is_added = special_token(file, kind), file.get(f"tokenizer.ggml.add_{kind}_token", bool)

@@ -1,1 +1,1 @@
-"""The decoder in C++ for CPUs, and its Python side."""
+"""The decoder in C++ for CPUs, and its Python interface."""

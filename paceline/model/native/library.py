@@ -331,7 +331,7 @@ def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
     return token
 
 
-def likeliest(logits_KV: Tensor, count: int, inverse_temperature: float) -> tuple[list[list[int]], list[list[float]]]:
+def top_logprobs(logits_KV: Tensor, count: int, inverse_temperature: float) -> tuple[list[list[int]], list[list[float]]]:
     """The `count` likeliest tokens of each row and their log-probabilities; float32 [K, V], contiguous, on the CPU."""
     rows, size = logits_KV.shape
     ids, logprobs = (c_int32 * (rows * count))(), (c_float * (rows * count))()

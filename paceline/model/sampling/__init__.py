@@ -1,1 +1,1 @@
-"""From logits to the distribution that a request asked for, and to the token drawn from it."""
+"""Converts logits to the distribution that a request specifies, and samples tokens from it."""

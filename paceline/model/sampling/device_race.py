@@ -1,7 +1,7 @@
-"""`race.py` in tensor operations of fixed shape, so that a recorded round draws its tokens on the device.
+"""`race.py` in tensor operations of fixed shape, so that a recorded round samples its tokens on the device.
 
-The numbers are those of `rng.py`: 64-bit integers that wrap. Exponentials and sums of probabilities may differ from
-Python's in their last bits (2.2e-16 relative), and so may a token where two lie so close.
+Noise is that of `rng.py`: 64-bit integers with wrap-around. Exponentials and sums of probabilities may differ from Python's in
+their last bits (2.2e-16 relative), and so may a token if two are that close.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from paceline.model.sampling.race import FIELD, FILTERED
 from paceline.rng import OTHERS, RACE
 
 FAILED, WHOLE = -1, -2
-"""In the place of a token: logits that are no distribution; a draw that needs the whole distribution."""
+"""In place of a token: the logits are invalid; the draw needs the whole distribution."""
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class Draws(NamedTuple):
-    """How each row's tokens are drawn, [B] each."""
+    """Sampling parameters of each row, [B] each."""
 
     seed_B: Tensor
     top_k_B: Tensor
-    """0: off."""
+    """0 is off."""
     inverse_temperature_B: Tensor
-    """Float64; 0 of greedy rows."""
+    """Float64; 0 for greedy rows."""
     min_p_B: Tensor
     top_p_B: Tensor
 
@@ -37,17 +37,17 @@ class Draws(NamedTuple):
 
 
 def signed(number: int) -> int:
-    """The number as 64 bits with a sign."""
+    """Reinterpret an unsigned 64-bit number as signed."""
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def _shifted(state: Tensor, count: int) -> Tensor:
-    """Logical shift to the right of 64-bit integers."""
+    """Logical right shift of 64-bit integers."""
     return (state >> count) & ((1 << (64 - count)) - 1)
 
 
 def mixed(state: Tensor) -> Tensor:
-    """`rng._mix` of int64."""
+    """`rng._mix` on int64 tensors."""
     state = state + signed(_GOLDEN)
     state = (state ^ _shifted(state, 30)) * signed(_FIRST)
     state = (state ^ _shifted(state, 27)) * signed(_SECOND)
@@ -55,14 +55,14 @@ def mixed(state: Tensor) -> Tensor:
 
 
 def exponentials(seed: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
-    """`rng.Noise.exponentials` in float64, of tensors that broadcast."""
+    """`rng.Noise.exponentials` in float64, on tensors that broadcast."""
     state = mixed(mixed(seed ^ (RACE << 56)) ^ position)
     return -torch.log1p(-(_shifted(mixed(state ^ (tokens << 32)), 11).double() + 0.5) * 2.0**-53)
 
 
-def likeliest(logits_BJV: Tensor, inverse_temperature_B: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` likeliest tokens of each position, best first, and their log-probabilities [B, J, count]; those are
-    NaN where the largest logit is not finite. A row with inverse temperature 0 has its logits as they are."""
+def top_logprobs(logits_BJV: Tensor, inverse_temperature_B: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` most probable tokens of each position, best first, and their log-probabilities [B, J, count], NaN if the
+    largest logit is not finite. Rows with inverse temperature 0 use their logits unscaled."""
     scale_B = inverse_temperature_B.masked_fill(inverse_temperature_B == 0, 1.0).float()
     scaled_BJV = logits_BJV.float() * scale_B[:, None, None]
     values_BJM, ids_BJM = scaled_BJV.topk(min(count, logits_BJV.shape[-1]))
@@ -71,17 +71,16 @@ def likeliest(logits_BJV: Tensor, inverse_temperature_B: Tensor, count: int) -> 
 
 
 def race(logits_BJV: Tensor, draws: Draws, position_BJ: Tensor) -> Tensor:
-    """The token of each position [B, J] as `race.race` draws it; FAILED or WHOLE where there is none. Those of greedy
-    rows mean nothing."""
+    """Token of each position [B, J], as sampled by `race.race`; FAILED or WHOLE if there is none. Undefined for greedy rows."""
     num_vocab = logits_BJV.shape[-1]
     _, top_k_B, _, min_p_B, top_p_B = draws
-    ids_BJM, logprobs_BJM = likeliest(logits_BJV, draws.inverse_temperature_B, FILTERED)
+    ids_BJM, logprobs_BJM = top_logprobs(logits_BJV, draws.inverse_temperature_B, FILTERED)
     weights_BJM = logprobs_BJM.double().exp()
     place_M = torch.arange(ids_BJM.shape[-1], device=ids_BJM.device)
     is_filtered_B = (min_p_B > 0) | (top_k_B > 0) | (top_p_B < 1)
     most_B = torch.full_like(top_k_B, min(FIELD, num_vocab)).masked_fill(is_filtered_B, min(FILTERED, num_vocab))
     kept_BJ, is_whole_BJ, is_unknown_BJ = _kept(weights_BJM, draws, most_B, num_vocab)
-    # Beside all others together no more than FIELD race for themselves.
+    # Unless the kept tokens are the whole support, at most FIELD of them race individually, against all others as one.
     kept_BJ = torch.where(is_whole_BJ, kept_BJ, kept_BJ.clamp(max=FIELD))
     is_racing_BJM = (place_M < kept_BJ[..., None]) & (weights_BJM > 0)
     names_BJN = torch.cat([ids_BJM, torch.full_like(ids_BJM[..., :1], OTHERS)], -1)
@@ -96,8 +95,8 @@ def race(logits_BJV: Tensor, draws: Draws, position_BJ: Tensor) -> Tensor:
 
 
 def _kept(weights_BJM: Tensor, draws: Draws, most_B: Tensor, num_vocab: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`race._kept`: how many of the likeliest tokens race, whether these are all that may win, and where only the
-    whole distribution tells."""
+    """See `race._kept`: (number of top tokens that race, whether no other token can win, whether only the whole distribution
+    can decide)."""
     _, top_k_B, _, min_p_B, top_p_B = draws
     size = weights_BJM.shape[-1]
     place_M = torch.arange(size, device=weights_BJM.device)
@@ -138,9 +137,9 @@ def foreseen(
     spread: float,
     draft_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The token that the target will most likely draw at each position, and the logarithm of its chance [B, K], as
-    `draft/foresight.py` has them: draft tokens, FAILED where the logits are not finite."""
-    ids_BKM, logprobs_BKM = likeliest(logits_BKV, draws.inverse_temperature_B, FIELD)
+    """The token that the target will most probably sample at each position and the log of its probability [B, K], as in
+    `draft/foresight.py`; token ids, or FAILED if the logits are not finite."""
+    ids_BKM, logprobs_BKM = top_logprobs(logits_BKV, draws.inverse_temperature_B, FIELD)
     tokens_BKM = ids_BKM if draft_ids is None else draft_ids[ids_BKM]
     times_BKM = exponentials(draws.seed_B[:, None, None], position_BK[..., None], tokens_BKM)
     scores_BKM = (scale * logprobs_BKM.double() - times_BKM.log()) / spread

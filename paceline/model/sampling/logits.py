@@ -1,11 +1,11 @@
-"""A model's logits turned into the distribution a request asked for; drafters and the engine share it.
+"""Converts a model's logits to the distribution that a request specifies; shared by drafters and the engine.
 
 The order is vLLM's: logit bias, penalties (`penalise`), then temperature, min-p, top-k, top-p (`target_probs`), each filter
-seeing what the one before it left: top-p counts mass among the tokens that min-p and top-k kept. (Hugging Face applies
-top-k and top-p before min-p.) `sample` draws from the result, `draw` does both; `logprobs_of` reports from unmodified logits.
+applied to the result of the previous one: top-p counts the mass of tokens kept by min-p and top-k. (Hugging Face applies top-k
+and top-p before min-p.) `sample` samples from the result, `draw` does both; `logprobs_of` uses unmodified logits.
 
-Penalties depend on the tokens before a position, so row j of the J = K+1 checked positions is treated as if draft[:j]
-already stood in the answer: speculation stays exact.
+Penalties depend on the preceding tokens, so row j of the J = K+1 checked positions assumes that draft[:j] is already in the
+answer: speculation stays exact.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from paceline.model.native import library as native_lib
 from paceline.types import SamplingParams, TokenLogprob
 
 _TOP_P_SIZES = (64, 1024, 8192)
-"""How many of the most likely tokens top-p looks at before it sorts the vocabulary."""
+"""Numbers of top tokens that top-p tries before it sorts the whole vocabulary."""
 MIN_TEMPERATURE = 1e-10
-"""Below this a division would overflow float32, and the distribution is one-hot long before."""
+"""Lower temperatures would overflow float32; the distribution is already one-hot."""
 
 
 def penalise(
@@ -32,10 +32,10 @@ def penalise(
 ) -> Tensor:
     """Add the logit bias, then the repetition, frequency and presence penalties; [J, V] -> [J, V], J = len(draft_tokens) + 1.
 
-    `context` is prompt and answer, `counts` how often each token stands in the answer. Repetition divides positive and
-    multiplies negative logits of every token in context + draft[:j] (CTRL, 1909.05858, section 4.1, with the sign rule of
-    Transformers and vLLM); then `frequency * count + presence * (count > 0)` over answer + draft[:j] is subtracted (OpenAI).
-    Returns a float32 copy, or `logits_JV` itself when the request asks for none of it.
+    `context` is prompt and answer, `counts` the count of each token in the answer. Repetition divides positive and multiplies
+    negative logits of every token in context + draft[:j] (CTRL, 1909.05858, section 4.1, with the sign rule of Transformers and
+    vLLM); then `frequency * count + presence * (count > 0)` over answer + draft[:j] is subtracted (OpenAI). Returns a float32
+    copy, or `logits_JV` itself if the request has no bias and no penalty.
     """
     if not params.logit_bias and not params.has_penalties:
         return logits_JV
@@ -51,7 +51,7 @@ def penalise(
 def _subtract_penalties(
     logits_JV: Tensor, params: SamplingParams, context: Iterable[int], counts: Mapping[int, int], draft_tokens: list[int]
 ) -> None:
-    # Only the N touched columns, each by one formula: a row of the checked block is bit-equal to plain decoding's.
+    # Only the N affected columns, each by one formula: rows of the checked block have the same bits as in plain decoding.
     num_rows, device = len(draft_tokens) + 1, logits_JV.device
     seen = set(context) if params.repetition_penalty != 1.0 else set[int]()
     ids = [*seen, *(set(draft_tokens).union(counts) - seen)]
@@ -74,10 +74,11 @@ def _subtract_penalties(
 
 
 def target_probs(logits_JV: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution a request samples from: temperature, min-p, top-k, top-p; [J, V] -> float32 [J, V], input untouched.
+    """Distribution that a request samples from, after temperature, min-p, top-k and top-p; [J, V] -> float32 [J, V], not in
+    place.
 
-    Temperature must be above 0 (greedy requests take the argmax). Exactly top_k tokens stay, and the fewest that reach
-    top_p (Holtzman et al. 1904.09751, section 3.1); of equally likely tokens the lowest id stays, as argmax has it.
+    Temperature must be above 0 (greedy requests take the argmax). Keeps exactly top_k tokens, and the fewest that reach top_p
+    (Holtzman et al. 1904.09751, section 3.1); on ties the lowest ids, as argmax.
     """
     assert params.temperature > 0, "greedy requests take the argmax of their logits"
     if params.temperature != 1.0:
@@ -88,7 +89,7 @@ def target_probs(logits_JV: Tensor, params: SamplingParams) -> Tensor:
         probs_JV.masked_fill_(probs_JV < params.min_p * probs_JV.amax(-1, keepdim=True), 0.0)
         probs_JV.div_(probs_JV.sum(-1, keepdim=True, dtype=torch.float64))
     if 0 < params.top_k < num_vocab:
-        _keep_top(probs_JV, params.top_k, params.top_p, (params.top_k + 1,))  # one more, to see a tie
+        _keep_top(probs_JV, params.top_k, params.top_p, (params.top_k + 1,))  # one more, to detect a tie
     elif params.top_p < 1:
         sizes = [size for size in _TOP_P_SIZES if size < num_vocab]
         _keep_top(probs_JV, 0, params.top_p, (*sizes, num_vocab))
@@ -96,10 +97,11 @@ def target_probs(logits_JV: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _keep_top(probs_JV: Tensor, top_k: int, top_p: float, sizes: tuple[int, ...]) -> None:
-    """Keep the top_k (0: all), then of these the fewest that reach top_p; a row for which sizes[i] is too few tries the next.
+    """Keep the top_k (0: all), then the fewest of these that reach top_p; rows for which sizes[i] is too small try the next
+    size.
 
-    What stays is a prefix of the row in descending order, and its sums run left to right in float64, so that the size at
-    which a row is settled does not change a bit. Edits `probs_JV`, the rows of which sum to 1.
+    The kept tokens are a prefix of the row in descending order, summed left to right in float64, so that the size does not
+    affect the bits. Modifies `probs_JV`, whose rows must sum to 1.
     """
     num_vocab = probs_JV.shape[-1]
     rows_R = torch.arange(len(probs_JV), device=probs_JV.device)
@@ -112,18 +114,18 @@ def _keep_top(probs_JV: Tensor, top_k: int, top_p: float, sizes: tuple[int, ...]
         last_R1 = (num_kept_R.clamp(max=size) - 1).unsqueeze(-1)
         values_RM = (values_RM / mass_RM.gather(-1, last_R1)).float()
         values_RM.masked_fill_(torch.arange(size, device=probs_JV.device) > last_R1, 0.0)
-        settled_R = (num_kept_R < size) | (size == num_vocab)
-        done_S = rows_R[settled_R]
+        is_final_R = (num_kept_R < size) | (size == num_vocab)
+        done_S = rows_R[is_final_R]
         probs_JV[done_S] = 0.0
-        # Added, not set: an id may stand a second time behind the cut, with weight 0.
-        probs_JV.index_put_((done_S.unsqueeze(-1), ids_RM[settled_R]), values_RM[settled_R], accumulate=True)
-        rows_R = rows_R[~settled_R]
+        # Added, not set: an id may occur again after the cut, with weight 0.
+        probs_JV.index_put_((done_S.unsqueeze(-1), ids_RM[is_final_R]), values_RM[is_final_R], accumulate=True)
+        rows_R = rows_R[~is_final_R]
         if not len(rows_R):
             return
 
 
 def _num_kept(mass_RM: Tensor, top_k: int, top_p: float) -> Tensor:
-    """How long a prefix of the sorted row stays; the size M or more where the row must be looked at further."""
+    """Length of the kept prefix of each sorted row; the size M or more if the row needs a larger size."""
     if not top_k:
         return (mass_RM < top_p).sum(-1) + 1
     mass_RK = mass_RM[:, :top_k]
@@ -133,7 +135,7 @@ def _num_kept(mass_RM: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _keep_lowest_of_ties(probs_RV: Tensor, values_RM: Tensor, ids_RM: Tensor, num_kept_R: Tensor) -> None:
-    """Where equally likely tokens stand on both sides of the cut, put those with the lowest ids in front; edits `ids_RM`."""
+    """If equally probable tokens are on both sides of the cut, move those with the lowest ids before it; modifies `ids_RM`."""
     size = values_RM.shape[-1]
     after_R1 = num_kept_R.clamp(max=size - 1).unsqueeze(-1)
     last_R1 = (after_R1 - 1).clamp_(min=0)
@@ -145,14 +147,14 @@ def _keep_lowest_of_ties(probs_RV: Tensor, values_RM: Tensor, ids_RM: Tensor, nu
         ids_RM[row, num_above:num_kept] = (probs_RV[row] == cut).nonzero().flatten()[: num_kept - num_above]
 
 
-def likeliest(logits_KV: Tensor, count: int, inverse_temperature: float = 1.0) -> tuple[list[list[int]], list[list[float]]]:
-    """Of each row the `count` likeliest tokens, best first, of equals the lowest ids, and their log-probabilities.
+def top_logprobs(logits_KV: Tensor, count: int, inverse_temperature: float = 1.0) -> tuple[list[list[int]], list[list[float]]]:
+    """The `count` most probable tokens of each row, best first, and their log-probabilities; ties keep the lowest ids.
 
-    A row that holds NaN, or whose largest logit is not finite, has NaN for all of them.
+    Log-probabilities are NaN for a row that contains NaN or whose largest logit is not finite.
     """
     count = min(count, logits_KV.shape[-1])
     if logits_KV.device.type == "cpu" and logits_KV.dtype == torch.float32 and native_lib.load() is not None:
-        return native_lib.likeliest(logits_KV.contiguous(), count, inverse_temperature)
+        return native_lib.top_logprobs(logits_KV.contiguous(), count, inverse_temperature)
     scaled_KV = logits_KV.float() * inverse_temperature
     values_KM, ids_KM = scaled_KV.topk(count, dim=-1)
     logprobs_KM = values_KM - scaled_KV.logsumexp(-1, keepdim=True)
@@ -161,10 +163,10 @@ def likeliest(logits_KV: Tensor, count: int, inverse_temperature: float = 1.0) -
 
 
 def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
-    """The token that `uniform` in [0, 1) chooses of `target_probs`, as `sample` would but for rounding; float logits [V].
+    """Token selected from `target_probs` by `uniform` in [0, 1), as by `sample` except for rounding; float logits [V].
 
-    One native call where there is the library: nothing but the logits is as long as the vocabulary and read twice.
-    Raises NumericsError when the largest logit is not a finite number, or one is NaN.
+    One native call if the library is available, which reads the logits twice and allocates nothing of vocabulary size. Raises
+    NumericsError if the largest logit is not finite or any is NaN.
     """
     if logits_V.device.type == "cpu" and logits_V.dtype == torch.float32 and native_lib.load() is not None:
         try:
@@ -175,14 +177,14 @@ def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
 
 
 def sample(weights_V: Tensor, draw: float) -> int:
-    """The token where the running sum of `weights_V` passes `draw` (in [0, 1)) of the whole: inverse transform sampling.
+    """Inverse transform sampling: the token at which the running sum of `weights_V` exceeds `draw` in [0, 1) times the total.
 
-    Weights are probabilities or any non-negative numbers with a positive sum; a token of weight 0 is never returned, not even
-    where rounding puts `draw` times the sum onto the sum. Raises NumericsError when the sum is not a positive, finite number.
+    Weights are probabilities, or any non-negative numbers with a positive sum; tokens of weight 0 are never returned, despite
+    rounding. Raises NumericsError if the sum is not positive and finite.
     """
     num_blocks = -(-len(weights_V) // _BLOCK)
     padded_NB = F.pad(weights_V, (0, num_blocks * _BLOCK - len(weights_V))).view(num_blocks, _BLOCK)
-    mass_N = padded_NB.sum(1, dtype=torch.float64).cumsum(0)  # a running sum over the whole takes fifty times as long
+    mass_N = padded_NB.sum(1, dtype=torch.float64).cumsum(0)  # a running sum over all elements takes fifty times longer
     whole = float(mass_N[-1])
     if not 0 < whole < math.inf:
         raise NumericsError(_NOT_FINITE)
@@ -195,20 +197,20 @@ _BLOCK = 256
 _NOT_FINITE = "this is no distribution: its numbers are not finite, or all of them are zero"
 
 
-def _passes(mass_N: Tensor, wanted: float) -> int:
-    """Where a running sum first passes `wanted`, or, where rounding keeps it from that, where it reaches its end."""
-    index = int(torch.searchsorted(mass_N, wanted, right=True))
+def _passes(mass_N: Tensor, threshold: float) -> int:
+    """Index where a running sum first exceeds `threshold`, or first reaches its maximum if rounding prevents that."""
+    index = int(torch.searchsorted(mass_N, threshold, right=True))
     return index if index < len(mass_N) else int(torch.searchsorted(mass_N, mass_N[-1]))
 
 
 def logprobs_of(logits_V: Tensor, token: int, num_top: int, temperature: float = 1.0) -> TokenLogprob:
-    """Log-probability of `token` and the `num_top` most likely tokens, best first, of the target's logits [V], unmodified but
-    for the temperature."""
+    """Log-probability of `token` and of the `num_top` most probable tokens, best first, from logits [V] modified only by the
+    temperature."""
     return logprobs_of_rows(logits_V[None], [token], num_top, temperature)[0]
 
 
 def logprobs_of_rows(logits_TV: Tensor, tokens: list[int], num_top: int, temperature: float = 1.0) -> list[TokenLogprob]:
-    """`logprobs_of` for each row of the logits [T, V] and its token, in one pass over all rows."""
+    """`logprobs_of` for each row of logits [T, V] and its token, in one pass over all rows."""
     logits_TV = logits_TV.float()
     if temperature != 1.0:
         logits_TV = logits_TV / max(temperature, MIN_TEMPERATURE)

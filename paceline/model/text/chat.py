@@ -1,7 +1,6 @@
-"""The one way from a conversation to a prompt: for server, library, training rows, proxy and evals.
+"""Converts a conversation to a prompt, for the server, library, training data, proxy and evals.
 
-`chat_text` brings messages and tools into normal form, puts calls and results as the model's template has them, and
-renders.
+`chat_text` normalises messages and tools, formats tool calls and results for the model's template, and renders it.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from paceline.errors import PromptError
 from paceline.model.text.tools import with_tools
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
-"""Variables of a template that the conversation itself fills."""
+"""Template variables that the conversation sets."""
 
 
 class Templated(Protocol):
-    """A tokenizer with a chat template."""
+    """Interface of a tokenizer with a chat template."""
 
     def apply_chat_template(
         self, messages: Any, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
@@ -37,14 +36,13 @@ def chat_text(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> str:
-    """The prompt text of a conversation; `variables` reach the template too.
+    """Prompt text of a conversation; `variables` are passed to the template.
 
-    With `continue_final_message` the text ends with the last message's content, so that the answer goes on with it; no
-    turn is opened then. Raises PromptError on malformed messages and RESERVED variables (MessageError names the field), or
-    when the template refuses.
+    With `continue_final_message` the text ends with the last message's content, which the answer continues. Raises PromptError
+    for malformed messages and RESERVED variables (MessageError names the field), or if the template fails.
     """
-    if taken := RESERVED & (variables or {}).keys():
-        name = min(taken)
+    if reserved := RESERVED & (variables or {}).keys():
+        name = min(reserved)
         raise MessageError(f"chat_template_kwargs.{name}", "this is a field of the request itself: leave it out here")
     normal = normalised(messages)
     mark = f"[{secrets.token_hex(8)}]" if continue_final_message else ""
@@ -55,8 +53,8 @@ def chat_text(
     text = tokenizer.apply_chat_template(rendered, add_generation_prompt and not mark, {**(variables or {}), **more})
     if not mark:
         return text
-    before, found, _ = text.rpartition(mark)
-    if not found:
+    before, separator, _ = text.rpartition(mark)
+    if not separator:
         raise PromptError("this model's chat template hides the last message, so it cannot be continued")
     return before
 
@@ -70,5 +68,5 @@ def _check_final(messages: list[dict[str, Any]]) -> None:
 def chat_ids(
     tokenizer: Templated, messages: Any, tools: Iterable[Any] = (), variables: Mapping[str, Any] | None = None, **options: bool
 ) -> list[int]:
-    """Token ids of `chat_text`; the template brings its own special tokens. Raises as it does."""
+    """Token ids of `chat_text`; special tokens come from the template. Raises the errors of `chat_text`."""
     return tokenizer.encode(chat_text(tokenizer, messages, tools, variables, **options), add_special_tokens=False)

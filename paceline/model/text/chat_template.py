@@ -1,7 +1,7 @@
-"""Chat templates: programs of strangers, rendered in Jinja's sandbox within limits of time, text and size.
+"""Renders chat templates, which are untrusted programs, in Jinja's sandbox with limits on time, text and size.
 
-`Tokenizer.apply_chat_template` compiles one and renders it, in any thread. Loops, calls and filters are steps, and the
-time is looked at every few of them; what an operation would build is estimated before it is built.
+`Tokenizer.apply_chat_template` compiles and renders templates, in any thread. Loops, calls and filters count as steps, and time
+is checked every few steps. The size of a result is estimated before it is built.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from paceline.errors import TemplateError
 MAX_TEMPLATE = 200_000
 """Characters of a template; the longest known have 30,000."""
 MAX_TEXT = 10_000_000
-"""Characters of a rendered prompt, and of every text on the way."""
+"""Characters of a rendered prompt, and of every intermediate text."""
 MAX_ITEMS = 250_000
-"""Elements of a list or dictionary, those of its elements included."""
+"""Elements of a list or dictionary, including nested ones."""
 MAX_BITS = 4096
-"""Of a whole number."""
+"""Bits of an integer."""
 MAX_S = 2.0
-"""Seconds of processor time for one prompt; common ones take a thousandth of one."""
+"""Seconds of processor time for one prompt; common templates take a thousandth of a second."""
 
 STEP, CONCAT, WEIGHED = "paceline step", "paceline concat", "paceline weighed"
-"""Filters that only we can call: no template can write a name with a space."""
+"""Internal filters: no template can use a name with a space."""
 REFUSED = frozenset({"decode", "encode", "format_map", "maketrans", "to_bytes", "translate"})
 HTML_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
-"""Methods and filters that can take very long, and that no prompt needs."""
+"""Methods and filters that may take very long and that no prompt needs."""
 GROWING = frozenset(
     {"batch", "center", "expandtabs", "indent", "ljust", "replace", "rjust", "round", "slice", "tojson", "zfill"}
 )
-"""Methods and filters whose result may be as long as their arguments multiplied."""
+"""Methods and filters whose result may be as long as the product of their arguments."""
 FIELD = re.compile(r"%(?:\([^)]{0,99}\))?([-+ #.*\d]*)|\{([^{}]*)")
-"""A place in a format string, and what it says about its width."""
+"""A field of a format string, with its width specification."""
 STRUCTURAL = frozenset(
     {"count", "d", "default", "first", "items", "last", "length", "list", "map", "reject", "rejectattr", "reverse", "select"}
     | {"selectattr", STEP, WEIGHED}
 )
-"""Filters that look at no element, or only at one after another."""
+"""Filters that read no elements, or one after another."""
 
 
 class ChatTemplate:
-    """A compiled template. Raises TemplateError when it is none."""
+    """A compiled template. Raises TemplateError if it is invalid."""
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE:
@@ -67,7 +67,7 @@ class ChatTemplate:
         self._template = _one_line_errors(lambda: _environment().from_string(source))
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Raises TemplateError when the template refuses the messages, is broken, or goes beyond a limit."""
+        """Render the template. Raises TemplateError if it rejects the messages, fails or exceeds a limit."""
         return _one_line_errors(lambda: self._template.render(variables))
 
 
@@ -76,7 +76,7 @@ _REFUSALS += (TypeError, ValueError, SyntaxError)
 
 
 def _one_line_errors(work: Callable[[], Any]) -> Any:
-    """Templates can raise nearly any ordinary error on messages they do not expect: all become one line."""
+    """Call `work`, converting template errors to one-line TemplateErrors; templates raise almost any exception."""
     _spent.begin()
     try:
         return work()
@@ -87,7 +87,7 @@ def _one_line_errors(work: Callable[[], Any]) -> Any:
 
 
 class _Spent(threading.local):
-    """What the rendering of this thread has used."""
+    """Steps, characters and time used by the current rendering of this thread."""
 
     def __init__(self) -> None:
         self.begin()
@@ -108,7 +108,7 @@ _spent = _Spent()
 
 
 def _weigh(value: Any) -> int:
-    """Characters and elements of a nested value, each as often as it is reached. Raises SecurityError beyond the limits."""
+    """Number of characters and elements of a nested value, counting repeated ones. Raises SecurityError beyond the limits."""
     num_items = num_chars = 0
     left = [value]
     while left:
@@ -129,7 +129,7 @@ def _weigh(value: Any) -> int:
 
 
 def _checked(value: Any) -> Any:
-    """The value itself, when its length is within the limits."""
+    """Return the value. Raises SecurityError if it is longer than the limits."""
     if isinstance(value, (str, bytes)):
         if len(value) > MAX_TEXT:
             raise SecurityError(f"a text has more than {MAX_TEXT:,} characters")
@@ -139,7 +139,7 @@ def _checked(value: Any) -> Any:
 
 
 def _check_growth(name: str, values: list[Any]) -> None:
-    """Refuse a method or filter whose result would be too large; `values` are what it works on, then its arguments."""
+    """Raises SecurityError for a call whose result would be too large; `values` are the method's or filter's inputs."""
     if name in REFUSED or (name == "sum" and any(map(_is_sized, values[1:]))):
         raise SecurityError(f"{name!r} is not for chat templates")
     if name == "join":
@@ -162,18 +162,18 @@ def _is_sized(value: Any) -> bool:
 
 
 def _formatted_size(form: str, values: list[Any]) -> int:
-    """The most characters that a format string makes of these values. A width of `*` is refused."""
+    """Maximum number of characters of a format string's result. Raises SecurityError for a width of `*`."""
     fields = [percent or braces for percent, braces in FIELD.findall(form)]
     if any("*" in field for field in fields):
         raise SecurityError("a width of '*' is not for chat templates")
     widest = max((int(digits) for field in fields for digits in re.findall(r"\d{1,9}", field)), default=0)
-    if re.search(r":[^{}]*\{", form):  # a width that comes from the values
+    if re.search(r":[^{}]*\{", form):  # a width taken from the values
         widest += sum(abs(value) for value in values if isinstance(value, int))
     return len(form) + (form.count("%") + form.count("{")) * (widest + sum(map(_weigh, values)))
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter or test that is a step, and builds nothing large. The wrapper keeps what Jinja notes on the function."""
+    """Wrap a filter or test: counts a step and limits the result. The wrapper keeps Jinja's attributes of the function."""
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
@@ -188,13 +188,13 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pass_context
 def _stepped(_context: Any, num_chars: int) -> None:
-    """Takes the context so that Jinja calls it at every pass, not once when it compiles."""
+    """Count a step. Takes the context so that Jinja calls it on every pass rather than once at compile time."""
     _spent.step(num_chars)
 
 
 @pass_context
 def _written(_context: Any, value: Any) -> str:
-    """Jinja's `finalize`: every value that is written passes here."""
+    """Jinja's `finalize`, applied to every value that is output."""
     text = _text(value)
     _spent.step(len(text))
     return text
@@ -218,7 +218,8 @@ def _weighed(value: Any) -> Any:
 
 
 class _Steps(NodeTransformer):
-    """Makes steps of loop bodies, macros and constant text, and sends what Jinja compiles to bare Python through filters."""
+    """Inserts steps into loop bodies, macros and constant text, and routes operations that Jinja compiles to plain Python
+    through filters."""
 
     def visit_Output(self, node: nodes.Output) -> Any:
         self.generic_visit(node)
@@ -237,7 +238,7 @@ class _Steps(NodeTransformer):
         return _filtered(nodes.List(node.nodes), CONCAT)
 
     def visit_Compare(self, node: nodes.Compare) -> Any:
-        """Two nested values may take as long to compare as to write."""
+        """Nested values may take as long to compare as to output."""
         self.generic_visit(node)
         if not isinstance(node.expr, nodes.Const) and not all(isinstance(one.expr, nodes.Const) for one in node.ops):
             node.expr = _filtered(node.expr, WEIGHED)
@@ -259,7 +260,7 @@ def _step(num_chars: int) -> Any:
 
 
 def _is_large_power(base: Any, exponent: Any) -> bool:
-    """True if a power of whole numbers has more bits than MAX_BITS; of others the result has a fixed size."""
+    """True if an integer power has more than MAX_BITS bits; other powers have a fixed size."""
     is_whole = isinstance(base, int) and isinstance(exponent, int)
     return is_whole and abs(base) > 1 and base.bit_length() * max(exponent, 0) > MAX_BITS
 
@@ -272,7 +273,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         changed.set_environment(self)
         return super()._generate(changed, *args, **options)
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **options: Any) -> Any:  # named as Jinja's own
+    def call(__self, __context: Any, __obj: Any, *args: Any, **options: Any) -> Any:  # parameter names are Jinja's
         _spent.step()
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)  # the sandbox wraps `format`
         if isinstance(owner, (str, bytes, int)):
@@ -297,7 +298,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's text for training; when prompting it changes nothing."""
+    """Accepts `{% generation %}`, which marks the assistant's text for training; it has no effect on prompts."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's own attribute)
 
@@ -317,9 +318,9 @@ def _tojson(
 
 
 def _environment() -> jinja2.Environment:
-    """The sandbox chat templates are written for: Transformers' settings, filters and functions."""
+    """The sandbox, with the settings, filters and functions that Transformers gives chat templates."""
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_written)
-    environment.filters["tojson"] = _tojson  # jinja2's own escapes HTML
+    environment.filters["tojson"] = _tojson  # jinja2's version escapes HTML
     for name in HTML_FILTERS:
         del environment.filters[name]
     for functions in (environment.filters, environment.tests):

@@ -1,7 +1,7 @@
-"""Text to token ids and back: the model's own tokenizer, its chat template, and answers as they grow.
+"""The model's tokenizer and chat template, and incremental decoding of answers.
 
-Comes from a folder's tokenizer.json (the `tokenizers` library) or from GGUF metadata; prompts go to the engine as ids, answers
-come back through `stream()` piece by piece.
+Loaded from a folder's tokenizer.json (the `tokenizers` library) or from GGUF metadata. Prompts go to the engine as ids; answers
+are decoded piece by piece by `stream()`.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ STAND_IN_TEMPLATE = (
 )
 
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
-"""SentencePiece's tokens of single bytes."""
+"""SentencePiece's byte tokens."""
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHERS = sorted(set(range(256)) - {*_PRINTABLE})
 BYTES_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
-"""Letter of a byte-level vocabulary -> byte (GPT-2's table)."""
+"""Character of a byte-level vocabulary -> byte (GPT-2's table)."""
 
 _LONG_TEXT = 4096
-"""Characters from which on a text is encoded as a batch of one: only that lets other threads run meanwhile."""
+"""Minimum characters of a text to encode it as a batch of one, which releases the GIL."""
 
 
 class Tokenizer:
-    """A model's tokenizer. Made by `from_path`."""
+    """A model's tokenizer; load it with `from_path`."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.chat_template = chat_template
         self.special_tokens = dict(special_tokens or {})
-        """bos_token, eos_token, unk_token and pad_token as text, those the model has; chat templates read them."""
+        """bos_token, eos_token, unk_token and pad_token as text, if the model has them; used by chat templates."""
         self._compiled: ChatTemplate | None = None
 
     @classmethod
     def from_path(cls, path: Path | str) -> Tokenizer:
-        """The tokenizer of a Hugging Face folder or GGUF file.
+        """Load the tokenizer of a Hugging Face folder or GGUF file.
 
         Raises ModelNotFoundError, ModelFileError (damaged or missing files), UnsupportedModelError (unknown GGUF tokenizer).
         """
@@ -73,7 +73,7 @@ class Tokenizer:
 
     @classmethod
     def stand_in(cls, vocab_size: int) -> Tokenizer:
-        """For a model without one, whose weights are random: a token for each byte, a made-up word for every other id."""
+        """A placeholder tokenizer for random weights: one token per byte, an artificial word for every other id."""
         bytes_first = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab_size]
         words = [*bytes_first, *(f"\u0120t{token}" for token in range(len(bytes_first), vocab_size))]
         vocabulary = {word: token for token, word in enumerate(words)}
@@ -84,11 +84,11 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids, added ones included; a model's embedding may be padded beyond it."""
+        """Number of token ids including added ones; a model's embedding may be padded beyond it."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of raw text, with the tokenizer's own bos or eos if it adds any. Raises PromptError on bad Unicode."""
+        """Token ids of raw text, with bos or eos if the tokenizer adds them. Raises PromptError for invalid Unicode."""
         with reraised(
             PromptError, "the prompt is no valid Unicode text", "re-encode it as UTF-8", UnicodeEncodeError, TypeError
         ):
@@ -97,15 +97,15 @@ class Tokenizer:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary are dropped."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def apply_chat_template(
         self, messages: Messages, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
     ) -> str:
-        """Renders messages as they are; `model.chat.chat_text` makes prompts. `variables` reach the template too.
+        """Render messages without normalising them (`model.text.chat.chat_text` does). `variables` are passed to the template.
 
-        Raises PromptError when the model has no template, or its template refuses the messages, is broken or misbehaves.
+        Raises PromptError if the model has no template, or its template rejects the messages, fails or exceeds a limit.
         """
         _check_messages(messages)
         if self.chat_template is None:
@@ -120,11 +120,11 @@ class Tokenizer:
     def encode_chat(
         self, messages: Messages, variables: Mapping[str, Any] | None = None, tools: Iterable[Any] = ()
     ) -> list[int]:
-        """Token ids of a conversation, ready for the answer, as `model.chat` makes them. Raises PromptError."""
+        """Prompt token ids of a conversation; see `model.text.chat`. Raises PromptError."""
         return chat_ids(self, messages, tools, variables)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token adds to a text, also where it is a piece of a character."""
+        """Bytes that a token adds to a text, even if they are part of a character."""
         piece = self.backend.id_to_token(token) or ""
         if BYTE_TOKEN.fullmatch(piece):
             return bytes([int(piece[3:5], 16)])
@@ -139,13 +139,13 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
-        """Ids of the special tokens by their spelling; texts of answers leave them out."""
+        """Ids of the special tokens by their text; decoded answers omit them."""
         return {each.content: token for token, each in self.backend.get_added_tokens_decoder().items() if each.special}
 
     def split_stop(self, stop: tuple[str, ...], *, are_hidden: bool) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """(stop strings that a text can hold, ids of those that are special tokens).
+        """Split stop strings into (those that a text can contain, ids of those that are special tokens).
 
-        Raises SamplingError when a special token is spelled among other text of a stop string and texts leave them out.
+        Raises SamplingError if a stop string contains a special token and other text while decoded texts hide special tokens.
         """
         texts, tokens = list[str](), list[int]()
         for each in stop:
@@ -163,10 +163,11 @@ class Tokenizer:
 
 
 class IncrementalDetokenizer:
-    """Token ids in, final text out: what `push` returns never changes, and a character split over tokens waits for its rest.
+    """Decodes token ids incrementally: text returned by `push` is final, and incomplete characters wait for their remaining
+    tokens.
 
-    Joined, the pieces equal `decode` of all ids. A token's text may depend on the one before it (SentencePiece drops a first
-    space), so the last finished group stays as context; nothing older is decoded again.
+    The concatenated pieces equal `decode` of all ids. A token's text may depend on the previous one (SentencePiece drops a
+    first space), so the last finished group of tokens is kept as context; older ones are never decoded again.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
@@ -176,7 +177,7 @@ class IncrementalDetokenizer:
         self._pending: list[int] = []
 
     def push(self, ids: list[int]) -> str:
-        """Add token ids; returns the text that became final, often one word, sometimes nothing."""
+        """Add token ids; returns the text that became final, which may be empty."""
         self._pending += ids
         text = self._decode(self._context + self._pending)
         if text.endswith(REPLACEMENT):
@@ -184,14 +185,14 @@ class IncrementalDetokenizer:
         return self._finish(len(self._pending), text)
 
     def flush(self) -> str:
-        """The end of the answer: returns what was held back, an unfinished character as U+FFFD."""
+        """End the answer: returns the remaining text, with U+FFFD for an incomplete character."""
         return self._finish(len(self._pending))
 
     def _last_boundary(self, text: str) -> int:
-        """Number of pending tokens that surely end before the unfinished character at the end of `text`.
+        """Number of pending tokens that end before the incomplete character at the end of `text`.
 
-        A boundary is sure when the two sides, decoded apart, give the same text as together and the right side is not empty.
-        The unfinished character is at most three bytes long, so eight tokens back is far enough; otherwise all wait.
+        At a boundary, both sides decoded separately give the same text as together, and the right side is not empty. The
+        incomplete character has at most three bytes, so eight tokens back suffice; otherwise all tokens wait.
         """
         for end in range(len(self._pending) - 1, max(len(self._pending) - 9, 0), -1):
             if self._in_byte_run(end):
@@ -202,9 +203,10 @@ class IncrementalDetokenizer:
         return 0
 
     def _in_byte_run(self, end: int) -> bool:
-        """Whether a boundary would part SentencePiece byte tokens (<0xE4>), which are text or U+FFFD as a whole run.
+        """True if a boundary would split a run of SentencePiece byte tokens (<0xE4>), which is valid text or U+FFFD only as a
+        whole.
 
-        No character has more than four bytes: a longer run that is still no text never will be, and may be parted.
+        Characters have at most four bytes: a longer run that is still invalid stays invalid and may be split.
         """
         hopeless = len(self._pending) >= 8 and all(map(self._is_byte, self._pending[-8:]))
         return not hopeless and all(map(self._is_byte, self._pending[end - 1 : end + 1]))
@@ -214,14 +216,14 @@ class IncrementalDetokenizer:
         return len(name) == 6 and name.startswith("<0x")
 
     def _finish(self, num_tokens: int, whole: str | None = None) -> str:
-        """The text of the first pending tokens; `whole` is theirs and the context's, where it is known."""
+        """Text of the first pending tokens; `whole`: text of context and these tokens, if known."""
         group, self._pending = self._pending[:num_tokens], self._pending[num_tokens:]
         if not group:
             return ""
         before = self._decode(self._context)
         if whole is None:
             whole = self._decode(self._context + group)
-        # A broken byte run can garble the context it follows; what was returned stays, the group then stands alone.
+        # An invalid byte run can garble the context it follows; returned text stays, and the group is decoded alone.
         text = whole[len(before) :] if whole.startswith(before) else self._decode(group)
         if text or not self._context:
             self._context = group
@@ -232,21 +234,22 @@ class IncrementalDetokenizer:
 
 
 class TextStream:
-    """The text of one answer as it grows, stopped at the first stop string.
+    """Text of one answer, cut at the first stop string.
 
-    Text that might still turn out to be the beginning of a stop string is held back until the next tokens decide.
+    Text that may be the beginning of a stop string is withheld until the next tokens decide.
     """
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop: tuple[str, ...], min_tokens: int = 0) -> None:
-        """The text of the first `min_tokens` tokens is no part of a stop string."""
+        """Stop strings are not searched in the text of the first `min_tokens` tokens."""
         self._detokenizer = detokenizer
         self._stop, self._num_free = stop, min_tokens
         self._held = ""
         self.stopped_by = ""
-        """The stop string that ended the text."""
+        """The stop string that ended the text, or ""."""
 
     def push(self, tokens: list[int]) -> tuple[str, int | None]:
-        """Feed tokens; returns the text now final, and how many of the tokens stand when a stop string ended it."""
+        """Add tokens; returns the text that became final, and the number of tokens used if a stop string ended it, else
+        None."""
         if not self._stop:
             return self._detokenizer.push(tokens), None
         shown = ""
@@ -265,28 +268,28 @@ class TextStream:
         return shown, None
 
     def finish(self) -> str:
-        """No more tokens: whatever was held back is text after all."""
+        """End the answer: returns the withheld text."""
         self._held += self._detokenizer.flush()
         at, self.stopped_by = self._first_stop()
         return self._held[:at]
 
     def _first_stop(self) -> tuple[int, str]:
-        """Returns where the first stop string begins, and which it is; the text's end and "" when there is none."""
+        """(index of the first stop string, the stop string), or (length of the text, "") if there is none."""
         ends = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         return min(ends, default=(len(self._held), ""))
 
 
-def num_undecided(text: str, wanted: tuple[str, ...]) -> int:
-    """Length of the longest tail of the text that may become one of these: the beginning of one, not the whole."""
-    sizes = range(min(max(map(len, wanted)) - 1, len(text)), 0, -1)
-    return next((size for size in sizes if any(each.startswith(text[-size:]) for each in wanted)), 0)
+def num_undecided(text: str, strings: tuple[str, ...]) -> int:
+    """Length of the longest suffix of the text that is a proper prefix of one of these strings."""
+    sizes = range(min(max(map(len, strings)) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if any(each.startswith(text[-size:]) for each in strings)), 0)
 
 
 def _from_folder(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ModelFileError(f"{file} is missing: save the model's fast tokenizer there (AutoTokenizer...save_pretrained)")
-    # The library raises plain Exception on a file it cannot parse.
+    # The library raises plain Exception on a file that it cannot parse.
     with reraised(ModelFileError, f"{file} is damaged", "delete it and fetch the model again", Exception):
         backend = tokenizers.Tokenizer.from_file(str(file))
     backend.no_padding()
@@ -318,13 +321,13 @@ def _from_gguf(path: Path) -> Tokenizer:
 
 
 def _token_text(value: Any) -> str | None:
-    """A special token as text; configs hold it plain or as an AddedToken object."""
+    """A special token as text; configs store a string or an AddedToken object."""
     text = value.get("content") if isinstance(value, dict) else value
     return text.encode("utf-8", "replace").decode() if isinstance(text, str) else None
 
 
 def _folder_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja, else the config's; where it has several, the one named default."""
+    """chat_template.jinja, else the config's template; if it has several, the one named default."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         with reraised(ModelFileError, f"{file} cannot be read", "fetch the model again", OSError, UnicodeDecodeError):

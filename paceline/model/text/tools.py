@@ -1,8 +1,8 @@
-"""Tools in prompts, and calls of them as a schema: through the model's template, or as Hermes has it.
+"""Formats tools and tool calls in prompts, with the model's template or in Hermes format, and the JSON schema of calls.
 
-A template that knows `tools` gets them. For any other a system message describes them, earlier calls and their results become
-text, and the model is asked for `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Messages and tools are in
-normal form (`paceline.data.messages`).
+A template that uses `tools` receives them. For others a system message describes the tools, earlier calls and results become
+text, and the model is instructed to answer with `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Messages and tools
+are normalised (`paceline.data.messages`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from paceline.errors import PromptError
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 ROLES = {"developer": "system", "function": "tool"}
-"""What templates call these."""
-Said = Mapping[str, Any]
+"""Role -> the name that templates use."""
+Message = Mapping[str, Any]
 
 
 def with_tools(
-    messages: Sequence[Said], tools: Sequence[dict[str, Any]], template: str | None
+    messages: Sequence[Message], tools: Sequence[dict[str, Any]], template: str | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Messages and variables for the chat template. Raises PromptError on JSON that is nested beyond reason."""
+    """(messages, variables) for the chat template. Raises PromptError for too deeply nested JSON."""
     is_native = bool(template and re.search(r"\btools\b", template))
     plain = [_native(message) if is_native else _as_text(message) for message in messages]
     if not tools:
@@ -38,14 +38,14 @@ def with_tools(
 
 
 def call_schema(tools: Sequence[dict[str, Any]]) -> str:
-    """JSON schema of one call of one of these tools. Raises PromptError when two of them contradict each other."""
+    """JSON schema of a call of one of these tools. Raises PromptError if two tools have conflicting definitions."""
     definitions: dict[str, dict[str, Any]] = {}
     calls = [_call_schema(tool["function"], definitions) for tool in tools]
     return compact((calls[0] if len(calls) == 1 else {"anyOf": calls}) | definitions)
 
 
 def compact(value: Any) -> str:
-    """JSON as text. Raises PromptError when it is nested beyond reason."""
+    """Encode as JSON. Raises PromptError if it is nested too deeply."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
@@ -53,7 +53,7 @@ def compact(value: Any) -> str:
 
 
 def json_or(text: str, otherwise: Any) -> Any:
-    """What the JSON says; `otherwise` where it is none."""
+    """Decode JSON; returns `otherwise` if it is invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -61,11 +61,11 @@ def json_or(text: str, otherwise: Any) -> Any:
 
 
 def _call_schema(function: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """Definitions move to the root of the document, which `$ref` counts from."""
+    """Schema of one tool's call. Moves its definitions to `definitions`, as `$ref` is relative to the document's root."""
     arguments = _closed(function.get("parameters") or {})
     for key in ("$defs", "definitions"):
-        found = arguments.pop(key, None)
-        for name, value in found.items() if isinstance(found, dict) else ():
+        schemas = arguments.pop(key, None)
+        for name, value in schemas.items() if isinstance(schemas, dict) else ():
             if definitions.setdefault(key, {}).setdefault(name, value) != value:
                 raise PromptError(f"two tools define {name!r} differently: rename one of them")
     return {
@@ -77,14 +77,14 @@ def _call_schema(function: dict[str, Any], definitions: dict[str, Any]) -> dict[
 
 
 def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a call's arguments; of a tool without parameters only {}."""
+    """Schema of a call's arguments; a tool without parameters accepts only {}."""
     if {key for key, value in parameters.items() if value} <= {"type", "title", "description", "$schema"}:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return dict(parameters)
 
 
-def _native(message: Said) -> dict[str, Any]:
-    """Templates expect arguments as an object; reasoning has either name in them."""
+def _native(message: Message) -> dict[str, Any]:
+    """A message for a template with tools: arguments as an object, and reasoning under both of its names."""
     native = {**message, "role": _role(message)}
     if "reasoning_content" in message:
         native["reasoning"] = message["reasoning_content"]
@@ -96,7 +96,7 @@ def _native(message: Said) -> dict[str, Any]:
     return native
 
 
-def _as_text(message: Said) -> dict[str, Any]:
+def _as_text(message: Message) -> dict[str, Any]:
     text, calls = message["content"], message.get("tool_calls", ())
     if _role(message) == "tool":
         return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
@@ -107,13 +107,13 @@ def _as_text(message: Said) -> dict[str, Any]:
     return {**more, "content": text.lstrip("\n") if calls else text}
 
 
-def _role(message: Said) -> str:
+def _role(message: Message) -> str:
     role: str = message["role"]
     return ROLES.get(role, role)
 
 
 def _description(tools: Sequence[dict[str, Any]]) -> str:
-    """The wording of Hermes 2 Pro, which many models were trained on."""
+    """System message in the wording of Hermes 2 Pro, which many models were trained with."""
     lines = "\n".join(compact(tool) for tool in tools)
     return (
         "You are a function calling AI model. You may call one or more functions to assist with the user query.\n"

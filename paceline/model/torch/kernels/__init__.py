@@ -1,1 +1,1 @@
-"""Triton kernels of the decoder's passes on CUDA, each beside the PyTorch formula that other devices run."""
+"""Triton kernels of the decoder on CUDA, each with an equivalent PyTorch implementation for other devices."""

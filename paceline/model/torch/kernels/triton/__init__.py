@@ -1,1 +1,1 @@
-"""The Triton kernels. Imported only where they run."""
+"""The Triton kernels, imported only on CUDA devices."""
