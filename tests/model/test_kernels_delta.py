@@ -47,7 +47,7 @@ def layer_of(config: DecoderConfig, dtype: torch.dtype) -> DeltaNet:
 
 def stage_of(count: int, parents: list[list[int]] | None) -> FixedStage:
     """Passes of ROWS with `count` tokens a row, those too many of a row left out."""
-    held, counts, settled = (torch.tensor(each) for each in zip(*ROWS, strict=True))
+    held, counts, committed = (torch.tensor(each) for each in zip(*ROWS, strict=True))
     counts = counts.clamp(max=count)
     slot_J = torch.arange(count)
     relation_2BJ = torch.stack([slot_J, (2 << slot_J) - 1])[:, None].repeat(1, len(ROWS), 1)
@@ -56,7 +56,7 @@ def stage_of(count: int, parents: list[list[int]] | None) -> FixedStage:
         relation_2BJ[0, row, : len(own)] = torch.tensor(depths)
         relation_2BJ[1, row, : len(own)] = (seen_CC.long() << torch.arange(len(own))).sum(-1)
     live_T = (slot_J < counts[:, None]).flatten()
-    return FixedStage.of(settled + held, counts, settled, ROOM, relation_2BJ, live_T)
+    return FixedStage.of(committed + held, counts, committed, ROOM, relation_2BJ, live_T)
 
 
 def memory_of(config: DecoderConfig, dtype: torch.dtype, stage: FixedStage) -> DeltaMemory:
@@ -67,7 +67,7 @@ def memory_of(config: DecoderConfig, dtype: torch.dtype, stage: FixedStage) -> D
     memory.keys_BNK.copy_(torch.nn.functional.normalize(memory.keys_BNK, dim=-1))
     memory.decays_BNH.abs_().mul_(-0.2)
     for row, held in enumerate((stage.held_B + stage.gone_B).tolist()):
-        for tensor in memory.trail:
+        for tensor in memory.pending:
             if stage.counts_B[row] > 0:
                 tensor[row, held:] = float("nan")
     return memory
@@ -200,14 +200,14 @@ def test_lengths_on_the_device_are_the_cache_s() -> None:
     while cache.lengths[row] < 360:
         count = rng.choice([1, 4, 8, 16, 32])
         own = rng.randint(1, count)
-        numbers = (torch.tensor([each]) for each in (cache.lengths[row], own, cache.settled(row)))
+        numbers = (torch.tensor([each]) for each in (cache.lengths[row], own, cache.committed(row)))
         stage = FixedStage.of(
             *numbers, cache.room, torch.zeros(2, 1, count, dtype=torch.long), torch.ones(count, dtype=torch.bool)
         )
         batch = ForwardBatch([row], [cache.lengths[row]], [own], [0] * own)
-        before = cache.settled(row)
+        before = cache.committed(row)
         cache.passed(batch, count)
-        assert cache.settled(row) - before == int(stage.gone_B) and cache.held([row]) == stage.held_B.tolist()
+        assert cache.committed(row) - before == int(stage.gone_B) and cache.held([row]) == stage.held_B.tolist()
         assert int(stage.held_B) + count <= cache.room
         gone += int(stage.gone_B)
         cache.append([row], [own])

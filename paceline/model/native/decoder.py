@@ -136,7 +136,7 @@ class NativeDecoder(Target):
         self._buffers.fill(rows=batch.rows, starts=batch.starts, counts=batch.counts, tokens=batch.tokens)
         self._buffers.fill(tap_layers=list(self.tap_layers), logit_rows=wanted)
         self._buffers.fill_or_null("parents", batch.parents)
-        self._fill_trails(batch)
+        self._fill_pending(batch)
         argmax = self._buffers.room("argmax", len(wanted))
         if self.config.num_experts:
             self._buffers.fill(experts_read=[0])
@@ -146,16 +146,16 @@ class NativeDecoder(Target):
             self.experts_read = self._buffers.room("experts_read", 1)[0] / self._num_expert_layers
         return ForwardOutput(logits_TV, taps_TF, argmax[: len(wanted)] if wanted else None)
 
-    def _fill_trails(self, batch: ForwardBatch) -> None:
+    def _fill_pending(self, batch: ForwardBatch) -> None:
         """What a pass must know of the trails of gated delta nets."""
         cache = self.kv
         if not isinstance(cache, NativeDeltaCache):
             return
-        held, settles = cache.held(batch.rows), cache.settles(batch)
+        held, commits = cache.held(batch.rows), cache.commits(batch)
         if self._native_cache.room != cache.room:
             cache.show(self._native_cache)
-        rows, before, counts = (list(numbers) for numbers in zip(*settles, strict=True)) if settles else ([], [], [])
-        self._buffers.work.num_settles = len(settles)
+        rows, before, counts = (list(numbers) for numbers in zip(*commits, strict=True)) if commits else ([], [], [])
+        self._buffers.work.num_settles = len(commits)
         self._buffers.fill(held=held, settle_rows=rows, settle_before=before, settle_counts=counts)
 
     def time_stages(self, seconds: Tensor) -> None:

@@ -1,14 +1,13 @@
-"""Attention of a packed batch over the static KV cache, and the rotary positions of its queries and keys.
+"""Attention of a packed batch over the static KV cache, and RoPE of its queries and keys.
 
-A pass holds several rows, each with its own start and count of new tokens. The plan, masks included, is made once per pass
-and used by every layer. Queries that share a key head are stacked as more rows of one product (GQA without repeating keys),
-which on CPU at one position is four times as fast as `enable_gqa=True` (docs/project/log/2026-11.md).
+A pass has several rows, each with its own start and number of new tokens. The plan, including masks, is built once per pass and
+used by every layer. Queries that share a key head are stacked as rows of one product (GQA without repeating keys), four times
+faster on CPU at one position than `enable_gqa=True` (docs/project/log/2026-11.md).
 
-Rows that lie side by side and bring equally many tokens run as one product over a masked rectangle; a row on its own runs
-over exactly its own length.
+Adjacent rows with equal token counts run as one product with a mask; other rows run over exactly their own length.
 
-Rotary tables are in Hugging Face's half split (the frequencies twice, side by side), the formulas are Transformers'
-`modeling_rope_utils`; the tests compare with it for every rope type.
+RoPE tables use Hugging Face's half-split layout (frequencies repeated twice) and the formulas of Transformers'
+`modeling_rope_utils`; tests compare every RoPE type with it.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from paceline.model.torch.sdpa import chosen_kernels
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How queries times keys become weights."""
+    """Options for turning query-key products into attention weights."""
 
     scale: float | None = None
-    """None: one over the root of the head size."""
+    """Factor on the products; None: 1 / sqrt(head_dim)."""
     cap: float = 0.0
-    """They are kept within it, by tanh, before the mask; 0 is off."""
+    """Soft cap (tanh) of the products, before the mask; 0 is off."""
     sinks_H: Tensor | None = None
-    """Of each head the score of a key that is always seen and has no value (gpt-oss)."""
+    """For each head, the learned score of an always visible key without a value (gpt-oss)."""
 
 
 PLAIN = Scores()
@@ -43,22 +42,22 @@ PLAIN = Scores()
 
 @dataclass(slots=True)
 class _Span:
-    """One product: the next num_rows * count tokens of the pass against cache rows [row, row + num_rows)."""
+    """One product: the next num_rows * count tokens of the pass with cache rows [row, row + num_rows)."""
 
     row: int
     num_rows: int
     count: int
     begin: int
     end: int
-    """Cache positions [begin, end) that any query of the span may see."""
+    """Cache positions [begin, end) that are visible to any query of the span."""
     mask: Tensor | None
 
 
 class AttentionPlan:
-    """Who attends to what in one pass, for one kind of layer (full, or one window; causal inside the new tokens or not)."""
+    """Attention pattern of one pass, for layers with one window setting; causal or not among the new tokens."""
 
     live_T: Tensor | None = None
-    """In a pass of fixed shape, which of its tokens count, bool; None: all do."""
+    """In a pass of fixed shape, mask of valid tokens; None: all are valid."""
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class AttentionPlan:
         is_causal: bool = True,
         parents: list[int] | None = None,
     ) -> None:
-        """`parents` as ForwardBatch has them: then a token sees what is before its row's start, its ancestors and itself."""
+        """`parents`: see ForwardBatch; a token then attends to positions before its row's start, its ancestors and itself."""
         self._group = group
         self._window = window
         self._is_causal = is_causal
@@ -93,7 +92,8 @@ class AttentionPlan:
     def masked(
         cls, rows: list[int], counts: list[int], visible: list[Tensor], *, group: int, dtype: torch.dtype, device: torch.device
     ) -> Self:
-        """`visible` by row: which positions of its cache, from the first on, each token sees, bool [count, positions]."""
+        """A plan with explicit masks; `visible`: for each row, the cache positions each token attends to, bool [count,
+        positions]."""
         plan = cls([], [], [], group=group, dtype=dtype, device=device)
         for row, count, seen in zip(rows, counts, visible, strict=True):
             plan.spans.append(_Span(row, 1, count, 0, seen.shape[-1], plan._additive(seen[None].to(device))))
@@ -110,7 +110,7 @@ class AttentionPlan:
         return _Span(row, num_rows, count, begin, end, mask)
 
     def _mask(self, starts: list[int], count: int, begin: int, end: int) -> Tensor:
-        """Additive mask [rows, 1, group * count, end - begin]: 0 where a query sees a key, -inf where not."""
+        """Additive mask [rows, 1, group * count, end - begin]: 0 for visible keys, -inf for others."""
         start_B = torch.tensor(starts, device=self._device)[:, None, None]
         query = start_B + torch.arange(count, device=self._device)[:, None]
         key = torch.arange(begin, end, device=self._device)[None, None, :]
@@ -120,7 +120,7 @@ class AttentionPlan:
         return self._additive(visible)
 
     def _tree_mask(self, starts: list[int], count: int, begin: int, end: int, parents: list[int]) -> Tensor:
-        """As `_mask`, of trees: `parents` of the span's tokens, row after row."""
+        """Like `_mask`, for trees: `parents` of the span's tokens, row after row."""
         visible = torch.zeros(len(starts), count, end, dtype=torch.bool)
         for index, start in enumerate(starts):
             seen_CC, depths = ancestors(parents[index * count : (index + 1) * count])
@@ -139,7 +139,7 @@ class AttentionPlan:
     def attend(self, query_THD: Tensor, keys: Tensor, values: Tensor, scores: Scores = PLAIN) -> Tensor:
         """Attention output [T, heads * head_dim] of queries [T, heads, head_dim].
 
-        keys, values: one layer of the cache, [rows, kv_heads, max_len, head_dim], new tokens already written.
+        keys, values: one layer of the cache, [rows, kv_heads, max_len, head_dim], with the new tokens already written.
         """
         if len(self.spans) == 1:
             return self._attend_span(self.spans[0], query_THD, keys, values, scores)
@@ -153,9 +153,9 @@ class AttentionPlan:
 
 
 def attend_rows(query_THD: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores = PLAIN) -> Tensor:
-    """Attention output [T, heads * head_dim] of rows with equally many queries each, one row after another.
+    """Attention output [T, heads * head_dim] of rows with equal numbers of queries, one row after another.
 
-    keys, values: what the rows may see, [rows, kv_heads, positions, head_dim]; mask as `AttentionPlan._mask` makes it.
+    keys, values: visible range of the cache, [rows, kv_heads, positions, head_dim]; mask: see `AttentionPlan._mask`.
     """
     num_rows, kv_heads, _, head_dim = keys.shape
     count, group = len(query_THD) // num_rows, query_THD.shape[1] // kv_heads
@@ -174,7 +174,7 @@ def attend_rows(query_THD: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
 
 
 def _weigh(stacked: Tensor, keys: Tensor, mask: Tensor | None, scores: Scores, count: int) -> Tensor:
-    """Weights [rows, kv_heads, group * count, positions] of the keys, softmax in float32, where they are not plain."""
+    """Attention weights [rows, kv_heads, group * count, positions] with cap or sinks; softmax in float32."""
     scale = stacked.shape[-1] ** -0.5 if scores.scale is None else scores.scale
     weights = stacked @ keys.transpose(-1, -2) * scale
     if scores.cap:
@@ -188,7 +188,7 @@ def _weigh(stacked: Tensor, keys: Tensor, mask: Tensor | None, scores: Scores, c
 
 
 def ancestors(parents: list[int]) -> tuple[Tensor, list[int]]:
-    """Who is an ancestor of each token of a tree, or the token itself, bool [C, C]; and how many ancestors it has."""
+    """(bool [C, C]: whether a token is an ancestor of another or the token itself, number of ancestors of each token)."""
     seen_CC, depths = torch.eye(len(parents), dtype=torch.bool), list[int]()
     for token, parent in enumerate(parents):
         if parent >= 0:
@@ -198,7 +198,7 @@ def ancestors(parents: list[int]) -> tuple[Tensor, list[int]]:
 
 
 def _runs(rows: list[int], counts: list[int]) -> list[int]:
-    """Lengths of the maximal runs of neighbouring rows that bring equally many tokens."""
+    """Lengths of the maximal runs of adjacent rows with equal token counts."""
     lengths: list[int] = []
     for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
         if index and row == rows[index - 1] + 1 and count == counts[index - 1]:
@@ -209,7 +209,7 @@ def _runs(rows: list[int], counts: list[int]) -> list[int]:
 
 
 class CacheWriter:
-    """Where a pass writes its keys and values: positions are worked out once per pass and used by every layer."""
+    """Writes a pass's keys and values to the cache; positions are computed once per pass and used by every layer."""
 
     def __init__(self, rows: list[int], starts: list[int], counts: list[int], device: torch.device | str = "cpu") -> None:
         self._single = (rows[0], starts[0], counts[0]) if len(rows) == 1 else None
@@ -222,7 +222,7 @@ class CacheWriter:
 
     @property
     def places(self) -> Places:
-        """Cache rows and positions of the tokens, as kernels take them."""
+        """Cache rows and positions of the tokens, for kernels."""
         if self._places is None and self._single is not None:
             row, start, count = self._single
             position_T = torch.arange(start, start + count, device=self._device)
@@ -241,12 +241,12 @@ class CacheWriter:
 
 
 def positions_of(starts: list[int], counts: list[int]) -> list[int]:
-    """Absolute position of every token of a packed pass."""
+    """Absolute position of each token of a packed pass."""
     return [start + offset for start, count in zip(starts, counts, strict=True) for offset in range(count)]
 
 
 class Rope:
-    """Rotary embedding in the half-split layout, from tables [max_len, R]: of R numbers of each head, from the first on."""
+    """RoPE in the half-split layout, from tables [max_len, R] for the first R channels of each head."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         half = cos.shape[-1] // 2
@@ -262,11 +262,11 @@ class Rope:
         return self.tables_at(torch.tensor(positions, device=self._cos.device))
 
     def tables_at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """As `tables`, from a tensor of positions."""
+        """Like `tables`, from a tensor of positions."""
         return self._cos[positions_T][:, None], self._signed_sin[positions_T][:, None]
 
     def rotate(self, heads_THD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """x * cos + rotate_half(x) * sin; swapping the halves is a roll, the sign is in the table."""
+        """x * cos + rotate_half(x) * sin; rotating by half the size swaps the halves, and the table contains the sign."""
         if self._size < heads_THD.shape[-1]:
             rotated, rest = heads_THD.tensor_split([self._size], dim=-1)
             return torch.cat([self.rotate(rotated, tables), rest], dim=-1)
@@ -277,11 +277,11 @@ class Rope:
 def rope_tables(
     config: DecoderConfig, max_len: int, kind: RopeKind = "main", longest: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of `max_len` positions, float32 [max_len, R] each; yarn's attention factor is folded in.
+    """Cosines and sines of `max_len` positions, float32 [max_len, R] each, including yarn's attention factor.
 
-    longest: of texts, where a few positions more have tables; longrope chooses its factors by it, for all positions alike:
-    were they chosen by each pass's last one, drafts would decide how accepted tokens are rotated.
-    Raises UnsupportedModelError for a rope type we do not know, ModelFileError when its numbers are missing.
+    longest: maximum text length [default: max_len]; longrope selects its factors by it, for all positions. If the last position
+    of each pass selected them, drafts would change how accepted tokens are rotated. Raises UnsupportedModelError for an unknown
+    RoPE type, ModelFileError if its numbers are missing.
     """
     inv_freq, attention_factor = inverse_frequencies(config, kind, max_len if longest is None else longest)
     angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inv_freq
@@ -290,7 +290,7 @@ def rope_tables(
 
 
 def inverse_frequencies(config: DecoderConfig, kind: RopeKind = "main", longest: int = 0) -> tuple[Tensor, float]:
-    """Angle per position, float32 [R / 2], and the factor that multiplies cosine and sine."""
+    """(angle per position, float32 [R / 2]; factor on cosine and sine)."""
     theta, scaling = config.rope_theta, config.rope_scaling
     if kind == "local":
         theta, scaling = config.local_rope_theta, config.local_rope_scaling
@@ -315,7 +315,7 @@ def inverse_frequencies(config: DecoderConfig, kind: RopeKind = "main", longest:
 
 
 def _longrope_attention_factor(scaling: dict[str, Any]) -> float:
-    """LongRoPE (arXiv 2402.13753): the root of 1 + log(factor) / log(original length), unless the config says it."""
+    """LongRoPE (arXiv 2402.13753): sqrt(1 + log(factor) / log(original length)), unless the config has a value."""
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
@@ -323,7 +323,7 @@ def _longrope_attention_factor(scaling: dict[str, Any]) -> float:
 
 
 def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones unchanged, those between interpolated."""
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     context = scaling["original_max_position_embeddings"]
     wavelength = 2 * math.pi / plain
@@ -335,7 +335,7 @@ def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:
 
 
 def _yarn(plain: Tensor, scaling: dict[str, Any], theta: float) -> Tensor:
-    """YaRN (arXiv 2309.00071, section 3.2): slow dimensions are interpolated, fast ones kept, a ramp between."""
+    """YaRN (arXiv 2309.00071, section 3.2): low frequencies are interpolated, high ones unchanged, with a ramp between."""
     dim, context = 2 * len(plain), scaling["original_max_position_embeddings"]
 
     def dimension_turning(times: float) -> float:
@@ -346,9 +346,9 @@ def _yarn(plain: Tensor, scaling: dict[str, Any], theta: float) -> Tensor:
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    width = (high - low) or 0.001  # the same guard against a zero-width ramp as Transformers
-    kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-    return plain / scaling["factor"] * (1 - kept) + plain * kept
+    width = (high - low) or 0.001  # Transformers' guard against a ramp of width zero
+    unscaled = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return plain / scaling["factor"] * (1 - unscaled) + plain * unscaled
 
 
 def _yarn_attention_factor(scaling: dict[str, Any]) -> float:

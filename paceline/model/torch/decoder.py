@@ -1,9 +1,9 @@
-"""Our own decoder for the families of families.json, written for the decode step.
+"""The PyTorch decoder for the families of families.json, optimised for decoding.
 
-Weights are fused (q, k, v in one matrix; gate and up in one) and packed for the device; keys and values go into a static
-cache; one call runs a ragged batch and hands out taps on the way. Plain functions on tensors rather than modules: at one
-row the time is in the calls, not in the arithmetic. `model/checkpoint.py` brings the tensors; what families do differently are
-fields of DecoderConfig. `tests/families/` compares every family with Transformers.
+Weights are fused (q, k, v; gate and up) and packed for the device; keys and values go into a static cache; one call runs a
+ragged batch and also returns taps. It uses plain functions on tensors rather than modules, since at one row call overhead
+dominates. `model/checkpoint.py` provides the tensors; differences between families are fields of DecoderConfig.
+`tests/families/` compares every family with Transformers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Layer:
     input_norm: Norm
     qkv: PackedLinear
     qk_norm: RMSNorm | WholeNorm | None
-    """Of heads by themselves with one weight row per query and key head, so that both are normed at once."""
+    """Norms of individual heads; one weight row per query and key head, so that both are normed at once."""
     output: PackedLinear
     attention_out_norm: Norm
     mlp_norm: Norm
@@ -61,7 +61,7 @@ class Layer:
 
     @classmethod
     def of(cls, config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> Layer:
-        """Norms, and the projections that have the same input as one matrix. Takes the weights out of `parts`."""
+        """Build a layer, fusing projections with the same input. Removes the used weights from `parts`."""
         names, dtype = NORMS[config.norms], next(iter(parts.values())).dtype
         norms: dict[str, Norm] = {
             field: RMSNorm(parts[f"{names[field]}.weight"], config.rms_norm_eps, config.norm_offset)
@@ -87,7 +87,7 @@ class Layer:
 
     @property
     def num_bytes(self) -> int:
-        """Of matrices that a pass of one position reads."""
+        """Bytes of the matrices that a pass of one position reads."""
         return self.qkv.num_bytes + self.output.num_bytes + self.mlp.num_bytes
 
     def run(
@@ -100,7 +100,7 @@ class Layer:
         rope: Rope | None,
         tables: Tables | None,
     ) -> None:
-        """Add to the residual stream what attention and MLP make of it; keys and values are the layer's part of the cache."""
+        """Add the outputs of attention and MLP to the residual stream; keys and values are the layer's part of the cache."""
         scale = self.config.residual_scale
         attended_TD = self.attend(residual.normed(self.input_norm), keys, values, plan, writer, rope, tables)
         residual.add(attended_TD, self.attention_out_norm, scale)
@@ -116,7 +116,7 @@ class Layer:
         rope: Rope | None,
         tables: Tables | None,
     ) -> Tensor:
-        """What attention makes of normed hidden states. Without `rope` nothing is rotated."""
+        """Attention output of normed hidden states. Without `rope` nothing is rotated."""
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
         fused_TX = self.qkv(normed_TD)
         query_THD = split_heads(fused_TX, num_heads, keys, values, writer, self.qk_norm, rope, tables)
@@ -137,13 +137,13 @@ def _qk_norm(config: DecoderConfig, parts: dict[str, Tensor]) -> RMSNorm | Whole
 
 
 class Decoder(Target):
-    """Target of a known family with a static KV cache of `num_rows` rows of `max_len` tokens."""
+    """Target of a supported family with a static KV cache of `num_rows` rows of `max_len` tokens."""
 
     kv: StaticKVCache
-    """`cache`, by its own type."""
+    """`cache`, with its concrete type."""
     takes_trees = True
     slack = 0
-    """Spare positions behind each row of the cache."""
+    """Scratch positions after each row of the cache."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Decoder(Target):
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
-        # Drafters record their passes also beside a target that cannot.
+        # Drafters record their own passes even if this target's passes are not recorded.
         self.recorder = Recorder(self.device) if self.device.type == "cuda" else None
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_position = config.num_layers, config.max_position
@@ -172,7 +172,7 @@ class Decoder(Target):
 
     def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         config = self.config
-        # Copies, so that the checkpoint's file does not stay mapped for the sake of one tensor.
+        # Copies, so that the checkpoint's file does not stay mapped.
         copies = ((name, tensor.to(self.device, self.dtype, copy=True)) for name, tensor in tensors)
         layers, rest = build_layers(self.config, copies, self._layer, make_other=lambda name, tensor: tensor)
         self.layers = layers
@@ -182,7 +182,7 @@ class Decoder(Target):
         self.weight_bytes = sum(layer.num_bytes for layer in self.layers) + self._head.num_bytes
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """As Target.load_weights."""
+        """See Target.load_weights."""
         self._take(check_tensors(self.config, tensors, "the new weights"))
         self.allocate_cache(self.cache.num_rows, self.cache.max_len)
 
@@ -229,22 +229,22 @@ class Decoder(Target):
         return ForwardOutput(self.head(self.final_norm(hidden_TD)), taps_TF)
 
     def _stages(self, batch: ForwardBatch) -> list[Stage]:
-        """Of the layers with a state."""
+        """Stages of the layers with recurrent state."""
         self._read_again(batch)
         return self.kv.stages(batch) if isinstance(self.kv, DeltaCache) else []
 
     def _read_again(self, batch: ForwardBatch) -> None:
-        """What the rows of a pass have lost of their states."""
+        """Recompute lost recurrent states of a pass's rows."""
         for again in self.kv.lost(batch.rows) if isinstance(self.kv, DeltaCache) else ():
             self.forward(again)
 
     @property
     def num_mixtures(self) -> int:
-        """Layers that have experts."""
+        """Number of layers with experts."""
         return sum(isinstance(layer.mlp, Experts) for layer in self.layers)
 
     def chosen_experts(self) -> Tensor | None:
-        """Experts of each token of the last pass [L, T, K], of the L layers that have some; None without any."""
+        """Experts of each token of the last pass [L, T, K], for the L layers with experts; None without any."""
         chosen = [layer.mlp.chosen_TK for layer in self.layers if isinstance(layer.mlp, Experts)]
         return torch.stack([each for each in chosen if each is not None]) if chosen else None
 
@@ -256,9 +256,9 @@ class Decoder(Target):
         tables: Mapping[RopeKind, Tables],
         stages: Sequence[Stage] | FixedStage = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Embedding and all layers: hidden states [T, D] before the final norm, and taps [T, F].
+        """Run embedding and all layers; returns hidden states [T, D] before the final norm, and taps [T, F].
 
-        plans by the windows of layers, tables by their kinds of rotary positions; stages as `DeltaCache.stages` gives them.
+        plans: by window; tables: by type of RoPE; stages: see `DeltaCache.stages`.
         """
         taps_TLD = torch.empty(len(tokens_T), len(self.tap_layers), self.hidden_size, dtype=self.dtype, device=self.device)
         residual = Residual(self.embed(tokens_T).to(self._residual_dtype))
@@ -279,7 +279,7 @@ class Decoder(Target):
 
 
 def end_scales(config: DecoderConfig, dtype: torch.dtype) -> EndScales:
-    """The factor of embeddings is rounded to the model's dtype, as Gemma does."""
+    """Scale factors of the config; the embedding's is rounded to the model's dtype, as in Gemma."""
     return EndScales(float(torch.tensor(config.embedding_scale, dtype=dtype)), config.logit_scale, config.logit_cap)
 
 

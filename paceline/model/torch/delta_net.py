@@ -1,12 +1,13 @@
-"""Gated delta nets (arXiv 2412.06464), the layers of Qwen3-Next and Qwen3.5 that have a state in the place of a cache.
+"""Gated delta nets (arXiv 2412.06464): layers of Qwen3-Next and Qwen3.5 with a recurrent state instead of a KV cache.
 
-For each token, by value head: S <- exp(g) S; S <- S + k u^T with u = beta (v - S^T k), the change; output S^T q. Queries, keys
-and values come through a short causal convolution, g <= 0 and 0 < beta < 1 from the token itself.
+For each token and value head: S <- exp(g) S; S <- S + k u^T with the change u = beta (v - S^T k); output S^T q. Queries, keys
+and values come from a short causal convolution, g <= 0 and 0 < beta < 1 from the token itself.
 
-Many tokens at once (section 3.3 there): the changes u solve a triangular system, (I + A) U = beta (V - decayed K S - those of
-the trail), A_ij = beta_i exp(G_i - G_j) k_i.k_j for each j that i follows, G the sum of g on the way. So u of a token depends
-on nothing behind it, and S after any of them is S0 decayed plus a sum of decayed k u^T: `delta_cache.py` keeps k, u and g of
-the latest positions and lets the state lag behind. Whom a token follows is a mask, a tree's as well as a chain's.
+Several tokens at once (section 3.3 of the paper): the changes u solve the triangular system (I + A) U = beta (V - decayed K S -
+pending changes), A_ij = beta_i exp(G_i - G_j) k_i.k_j for each j that i attends to, with G the cumulative sum of g. So a
+token's u does not depend on later tokens, and S after any of them is the decayed S0 plus a sum of decayed k u^T:
+`delta_cache.py` stores k, u and g of the latest positions and lets the state lag behind. A mask selects the tokens that a token
+attends to, in chains and trees.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 
 from paceline.model.config.decoder import DecoderConfig
 from paceline.model.layout import DELTA_NORM, NORMS, delta_apart
-from paceline.model.torch.delta_cache import DeltaMemory, FixedStage, Settling, Stage
+from paceline.model.torch.delta_cache import DeltaMemory, FixedStage, Commit, Stage
 from paceline.model.torch.experts import Experts
 from paceline.model.torch.kernels import delta as kernels
 from paceline.model.torch.kernels.delta import DeltaWeights
@@ -31,10 +32,10 @@ L2_EPS = 1e-6
 
 
 class DeltaNet:
-    """Normed hidden states [T, D] to what is added to them [T, D]."""
+    """Gated delta net: from normed hidden states [T, D] to its output [T, D]."""
 
     def __init__(self, config: DecoderConfig, parts: dict[str, Tensor]) -> None:
-        """Takes the weights out of `parts`."""
+        """Removes the weights from `parts`."""
         assert config.delta is not None
         self._shape, self._eps = config.delta, config.rms_norm_eps
         if config.has_mixed_delta:
@@ -52,28 +53,28 @@ class DeltaNet:
         if can_run(normed_TD):
             fused_TX = self._inputs(normed_TD)
             return self._output(kernels.recur(fused_TX, memory, stages, self._weights, self._shape, self._eps, L2_EPS))
-        # A product with zero hides no number that is invalid.
+        # Multiplying by zero would not remove NaN or infinity.
         fused_TX = self._inputs(normed_TD.masked_fill(~stages.live_T[:, None], 0.0))
         return self._output(self.gated(fused_TX, memory, [stages.whole(memory.decays_BNH.shape[1], self._shape.kernel)]))
 
     def gated(self, fused_TX: Tensor, memory: DeltaMemory, stages: Sequence[Stage]) -> Tensor:
-        """What the output's matrix is multiplied by [T, values], from the fused product of the inputs; the memory goes on."""
+        """Input of the output projection [T, values], from the fused product of the inputs; updates the memory."""
         shape, heads = self._shape, self._shape.num_value_heads
         inputs_TX, gate_TY, beta_TH, step_TH = fused_TX.split([shape.channels, shape.values, heads, heads], dim=-1)
         beta_TH = beta_TH.sigmoid().float()
         decay_TH = self._weights.rate_H * F.softplus(step_TH.float() + self._weights.step_H)
-        found_THV = fused_TX.new_empty(len(fused_TX), heads, shape.value_dim, dtype=torch.float32)
+        output_THV = fused_TX.new_empty(len(fused_TX), heads, shape.value_dim, dtype=torch.float32)
         for stage in stages:
-            if stage.settling is not None:
-                self._settle(memory, stage.settling)
+            if stage.commit is not None:
+                self._commit(memory, stage.commit)
             places = stage.tokens_RC
-            found_THV[places] = self._compute(memory, stage, inputs_TX[places], beta_TH[places], decay_TH[places])
-        found_THV = found_THV.to(fused_TX.dtype).float()
-        normed = F.rms_norm(found_THV, (shape.value_dim,), eps=self._eps).to(fused_TX.dtype).float() * self._weights.norm_V
+            output_THV[places] = self._compute(memory, stage, inputs_TX[places], beta_TH[places], decay_TH[places])
+        output_THV = output_THV.to(fused_TX.dtype).float()
+        normed = F.rms_norm(output_THV, (shape.value_dim,), eps=self._eps).to(fused_TX.dtype).float() * self._weights.norm_V
         return (normed * F.silu(gate_TY.float()).view_as(normed)).to(fused_TX.dtype).flatten(1)
 
     def _compute(self, memory: DeltaMemory, stage: Stage, inputs_RCX: Tensor, beta_RCH: Tensor, decay_RCH: Tensor) -> Tensor:
-        """Outputs [R, C, H, value_dim] in float32; the trails grow."""
+        """Outputs [R, C, H, value_dim] in float32; appends to the pending windows."""
         shape, count, rows, held = self._shape, stage.tokens_RC.shape[1], stage.rows_R, stage.most_held
         query, key, value = self._convolved(memory, stage, inputs_RCX).split([shape.keys, shape.keys, shape.values], dim=-1)
         query, key = (_unit(each.float().unflatten(-1, (shape.num_key_heads, -1))) for each in (query, key))
@@ -91,7 +92,7 @@ class DeltaNet:
         else:
             sums_RCH = seen_RCC.float() @ decay_RCH
         sums_RCH = sums_RCH + total_RH[:, None]
-        # Heads first from here: [R, H, C or N, ...].
+        # Heads come first from here on: [R, H, C or N, ...].
         q, k, u0, k0 = (
             query.transpose(1, 2) * shape.key_dim**-0.5,
             key.transpose(1, 2),
@@ -110,14 +111,14 @@ class DeltaNet:
         changes = beta * (value.transpose(1, 2) - known_k)
         if count > 1:
             changes = _solved(system, changes)
-        found = known_q + (q @ k.transpose(2, 3) * of_new) @ changes
+        outputs = known_q + (q @ k.transpose(2, 3) * of_new) @ changes
         place_RC = stage.held_R[:, None] + torch.arange(count, device=rows.device)
-        for tensor, new in zip(memory.trail, (inputs_RCX, key, changes.transpose(1, 2), decay_RCH), strict=True):
+        for tensor, new in zip(memory.pending, (inputs_RCX, key, changes.transpose(1, 2), decay_RCH), strict=True):
             if stage.live_RC is not None:
                 is_live = stage.live_RC.view(*place_RC.shape, *[1] * (new.ndim - 2))
                 new = torch.where(is_live, new, tensor[rows[:, None], place_RC])
             tensor[rows[:, None], place_RC] = new
-        return found.transpose(1, 2)
+        return outputs.transpose(1, 2)
 
     def _convolved(self, memory: DeltaMemory, stage: Stage, inputs_RCX: Tensor) -> Tensor:
         """SiLU of the causal convolution [R, C, X] over each token's last inputs."""
@@ -125,18 +126,18 @@ class DeltaNet:
         behind = torch.cat([memory.windows_BWX[rows], memory.inputs_BNX[rows, : stage.most_held]], dim=1)
         place_RW = stage.held_R[:, None] + torch.arange(kernel - 1, device=rows.device)
         inputs = torch.cat([behind.gather(1, place_RW[..., None].expand(-1, -1, behind.shape[2])), inputs_RCX], dim=1).float()
-        if stage.before_RCK is None:
+        if stage.conv_inputs_RCK is None:
             windows_RCKX = inputs.unfold(1, kernel, 1).transpose(2, 3)
         else:
             row_R11 = torch.arange(len(rows), device=rows.device)[:, None, None]
-            windows_RCKX = inputs[row_R11, stage.before_RCK]
+            windows_RCKX = inputs[row_R11, stage.conv_inputs_RCK]
         return F.silu((windows_RCKX * self._weights.kernel_KX).sum(2).to(inputs_RCX.dtype))
 
-    def _settle(self, memory: DeltaMemory, settling: Settling) -> None:
-        """The first positions of the trails go into the states; those left move to the front."""
-        rows, gone, left = settling.rows_R, settling.most_gone, settling.most_left
+    def _commit(self, memory: DeltaMemory, commit: Commit) -> None:
+        """Commit the oldest pending positions to the states; the remaining ones move to the front."""
+        rows, gone, left = commit.rows_R, commit.most_gone, commit.most_left
         place = torch.arange(gone, device=rows.device)
-        goes_RN = place < settling.gone_R[:, None]
+        goes_RN = place < commit.gone_R[:, None]
         decays = memory.decays_BNH[rows, :gone].masked_fill(~goes_RN[..., None], 0.0)
         keys = memory.keys_BNK[rows, :gone].masked_fill(~goes_RN[..., None, None], 0.0)
         changes = memory.changes_BNHV[rows, :gone].masked_fill(~goes_RN[..., None, None], 0.0)
@@ -147,28 +148,28 @@ class DeltaNet:
         memory.states_BHKV[rows] = states + keys.transpose(2, 3) @ changes.transpose(1, 2)
         width = self._shape.kernel - 1
         behind = torch.cat([memory.windows_BWX[rows], memory.inputs_BNX[rows, :gone]], dim=1)
-        from_RW = settling.gone_R[:, None] + torch.arange(width, device=rows.device)
+        from_RW = commit.gone_R[:, None] + torch.arange(width, device=rows.device)
         memory.windows_BWX[rows] = behind.gather(1, from_RW[..., None].expand(-1, -1, behind.shape[2]))
         if left:
-            from_RL = settling.gone_R[:, None] + torch.arange(left, device=rows.device)
+            from_RL = commit.gone_R[:, None] + torch.arange(left, device=rows.device)
             from_RL = from_RL.clamp(max=memory.decays_BNH.shape[1] - 1)
-            for tensor in memory.trail:
+            for tensor in memory.pending:
                 tensor[rows, :left] = tensor[rows[:, None], from_RL]
 
     def _spread(self, heads: Tensor) -> Tensor:
-        """Of each key head [R, G, ...] to that of each value head [R, H, ...]."""
+        """Repeat key heads [R, G, ...] for their value heads [R, H, ...]."""
         return heads.repeat_interleave(self._shape.num_value_heads // self._shape.num_key_heads, dim=1)
 
 
 MOST_INVERTED = 32
-"""Tokens of a row up to which a GPU multiplies by the inverse: as many as a decode pass of fixed shape may bring."""
+"""Maximum tokens of a row for which a GPU multiplies by the inverse: those of a decode pass of fixed shape."""
 
 
 def _solved(system: Tensor, right: Tensor) -> Tensor:
-    """X of (I + A) X = right, A the part of `system` below its diagonal.
+    """Solve (I + A) X = right for X, with A the part of `system` below its diagonal.
 
-    On a GPU few tokens go by products of fixed shape: cuBLAS's triangular solver allocates and uploads pointers, which
-    a CUDA graph cannot record. On the CPU the solver is one call, where the products are dozens.
+    On a GPU, few tokens use products of fixed shape: cuBLAS's triangular solver allocates and uploads pointers, which CUDA
+    graphs cannot record. On CPU the solver is one call instead of dozens of products.
     """
     if system.device.type == "cpu" or system.shape[-1] > MOST_INVERTED:
         return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
@@ -176,11 +177,11 @@ def _solved(system: Tensor, right: Tensor) -> Tensor:
 
 
 def unit_lower_inverse(system: Tensor) -> Tensor:
-    """(I + A)^-1 [..., C, C], A the part of `system` [..., C, C] below its diagonal, in log2(C) doublings.
+    """(I + A)^-1 [..., C, C], with A the part of `system` [..., C, C] below its diagonal, in log2(C) doublings.
 
-    Inverses of neighbouring blocks P and Q on the diagonal, with B below P, give that of both together: P^-1 and Q^-1
-    on the diagonal, -Q^-1 B P^-1 below. The shorter (I - A)(I + A^2)(I + A^4) ... is not used: where keys repeat,
-    powers of A grow to hundreds of millions at 32 tokens and cancel.
+    Inverses of adjacent diagonal blocks P and Q, with B below P, give the inverse of both: P^-1 and Q^-1 on the diagonal, -Q^-1
+    B P^-1 below. The shorter (I - A)(I + A^2)(I + A^4) ... is not used: with repeated keys, powers of A grow to hundreds of
+    millions at 32 tokens and cancel.
     """
     count = system.shape[-1]
     size = 1 << (count - 1).bit_length()
@@ -204,7 +205,7 @@ def _unit(heads: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class DeltaLayer:
-    """A decoder layer with a gated delta net in the place of attention."""
+    """A decoder layer with a gated delta net instead of attention."""
 
     config: DecoderConfig
     input_norm: Norm
@@ -214,7 +215,7 @@ class DeltaLayer:
 
     @classmethod
     def of(cls, config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> DeltaLayer:
-        """Takes the weights out of `parts`."""
+        """Build a layer, removing its weights from `parts`."""
         names = NORMS[config.norms]
         norms = [
             RMSNorm(parts[f"{names[field]}.weight"], config.rms_norm_eps, config.norm_offset)
@@ -225,11 +226,11 @@ class DeltaLayer:
 
     @property
     def num_bytes(self) -> int:
-        """Of matrices that a pass of one position reads."""
+        """Bytes of the matrices that a pass of one position reads."""
         return self.delta.num_bytes + self.mlp.num_bytes
 
     def run(self, residual: Residual, memory: DeltaMemory, stages: Sequence[Stage] | FixedStage) -> None:
-        """Add to the residual stream what both sublayers make of it."""
+        """Add the outputs of both sublayers to the residual stream."""
         residual.add(self.delta(residual.normed(self.input_norm), memory, stages))
         live_T = stages.live_T if isinstance(stages, FixedStage) else None
         residual.add(run_mlp(self.mlp, residual.normed(self.mlp_norm), live_T))

@@ -1,4 +1,4 @@
-"""What stands within an MLP: the product of its two halves, and the choice among several of them for each token."""
+"""MLP activations, and mixtures of experts that select several MLPs per token."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.model.torch.kernels.experts import ExpertStack
 from paceline.model.torch.kernels.layer import can_run
 
 MOST_FIXED = 1024
-"""Pairs of a token and an expert up to which a GPU computes an ordinary pass as a recorded one: without waiting."""
+"""Maximum pairs of token and expert for which a GPU runs an eager pass in fixed shape, which avoids a synchronisation."""
 
 
 def gating(config: DecoderConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """What comes of gate and up [T, inner], by `DecoderConfig.activation`."""
+    """Function from gate and up [T, inner] to their activated product, by `DecoderConfig.activation`."""
 
     def silu(gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate).mul_(up)
@@ -35,7 +35,7 @@ def gating(config: DecoderConfig) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 class Part(Protocol):
-    """A function of hidden states [T, D] with weights of its own."""
+    """A function of hidden states [T, D] with weights."""
 
     num_bytes: int
 
@@ -43,10 +43,10 @@ class Part(Protocol):
 
 
 class Experts:
-    """A few of many MLPs for each token, those with the largest scores of a router; their outputs are added by its weights.
+    """Mixture of experts: runs the top-scored MLPs of each token and sums their outputs, weighted by a router.
 
-    On the CPU, and for many tokens, they are sorted by expert: each one that is chosen at all runs once a pass, over all
-    of its tokens. In passes of fixed shape nothing is read on the host (`kernels/experts.py`).
+    On CPU, and for many tokens, tokens are sorted by expert, so that each expert runs once per pass over all its tokens. Passes
+    of fixed shape copy nothing to the host (`kernels/experts.py`).
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class Experts:
         shared: tuple[Part, Part] | None = None,
         stack: ExpertStack | None = None,
     ) -> None:
-        """is_normed: the weights of a token's experts are divided by their sum. shared: an expert that every token gets, and
-        the gate whose sigmoid it is multiplied by. stack: the matrices of all experts, for kernels; None on the CPU."""
+        """is_normed: weights of a token's experts are divided by their sum. shared: (an expert for every token, its gate, of
+        which the sigmoid is applied). stack: matrices of all experts for kernels; None on CPU."""
         self._router, self._experts, self._stack = router, experts, stack
         self._per_token, self._is_normed, self._shared = per_token, is_normed, shared
         read = sum(expert.num_bytes for expert in experts) * per_token // len(experts)
         self.num_bytes = router.num_bytes + read + sum(part.num_bytes for part in shared or ())
-        """Of what one token reads."""
+        """Bytes of weights that one token reads."""
         self.chosen_TK: Tensor | None = None
-        """Experts of each token of the last pass, ascending; -1 where a token does not count."""
+        """Experts of each token of the last pass, ascending; -1 for padding tokens."""
 
     def __call__(self, normed_TD: Tensor, live_T: Tensor | None = None) -> Tensor:
-        """live_T: in a pass of fixed shape, which tokens count; the others get zeros and read no expert."""
+        """live_T: in a pass of fixed shape, mask of valid tokens; others get zeros and read no expert."""
         logits_TE, has_kernels = self._router(normed_TD), self._stack is not None and can_run(normed_TD)
         route = kernels.route if has_kernels else kernels.route_twin
         weights_TK, self.chosen_TK = route(logits_TE, self._per_token, self._is_normed, live_T)
@@ -87,7 +87,7 @@ class Experts:
         return summed_TD
 
     def _sorted(self, normed_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
-        """Weighted sums [T, D] by one call of each expert that is chosen; reads how many tokens each has."""
+        """Weighted sums [T, D] with one call per selected expert; copies the token counts to the host."""
         order_S = chosen_TK.flatten().argsort(stable=True)
         counts = torch.bincount(chosen_TK.flatten(), minlength=len(self._experts)).tolist()
         shares = zip(self._experts, normed_TD[order_S // self._per_token].split(counts), strict=True)
@@ -97,10 +97,10 @@ class Experts:
 
 
 def _summed(weighted_SD: Tensor, place_TK: Tensor) -> Tensor:
-    """The sum [T, D] of each token's outputs, which stand at these places, from the first expert to the last.
+    """Sums [T, D] of each token's outputs at these places, from the first expert to the last.
 
-    One addition after another: `index_add_` adds by atomic operations on CUDA, in another order every run, so that no
-    text would be repeated bit by bit.
+    Uses sequential additions: `index_add_` uses atomics on CUDA in varying order, so results would not be reproducible bit by
+    bit.
     """
     first_T, *others = place_TK.unbind(1)
     summed_TD = weighted_SD[first_T]

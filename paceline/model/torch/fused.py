@@ -1,7 +1,7 @@
-"""The decoder's small operations with their gradients written by hand: one pass where autograd would make five.
+"""Small decoder operations with hand-written gradients: one pass instead of autograd's five.
 
-For training on CPU, where they otherwise take as long as the matrix products. Each gives the result of the plain PyTorch
-operations (tests/model/test_fused.py) and computes in float32 whatever comes in.
+For training on CPU, where they otherwise take as long as the matrix products. Results equal those of plain PyTorch operations
+(tests/model/test_fused.py); all compute in float32.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """What a matrix product of this tensor would run in: autocast's dtype when it is on, else the tensor's own."""
+    """Dtype of a matrix product with this tensor: autocast's dtype if it is on, else the tensor's own."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 def rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """inputs / sqrt(mean(inputs^2) + eps) * weight over the last dimension, in the dtype the next product wants."""
+    """inputs / sqrt(mean(inputs^2) + eps) * weight over the last dimension, in the dtype of the next matrix product."""
     return _RMSNorm.apply(inputs, weight, eps, autocast_dtype(inputs))
 
 
@@ -29,7 +29,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotate(heads_THD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Rotary embedding, half-split: x * cos + swap_halves(x) * signed_sin; the tables broadcast over heads."""
+    """RoPE, half-split: x * cos + swap_halves(x) * signed_sin; the tables broadcast over heads."""
     return _Rotate.apply(heads_THD, cos, signed_sin)
 
 

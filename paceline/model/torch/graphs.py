@@ -1,10 +1,9 @@
-"""Decode passes of fixed shape, for CUDA graphs: at a few rows a GPU waits for Python, unless a recorded pass is replayed.
+"""Decode passes of fixed shape for CUDA graphs: without replay, a GPU waits for Python at small batch sizes.
 
-A `StaticPass` computes rows 0..B-1 of the cache, J tokens each, from static buffers only: attention reads the lengths of
-rows on the device (`kernels/attend.py`), and rows and tokens are rounded up to a grid so that few graphs cover
-everything. Rows that have no part in a pass, and tokens that pad a row, write to scratch positions behind max_len,
-where no token ever looks. On CPU the same pass runs without a graph, which is how `tests/model/test_graphs.py` compares
-it with the ordinary one.
+A `StaticPass` computes rows 0..B-1 of the cache, J tokens each, from static buffers: attention reads row lengths on the device
+(`kernels/attend.py`), and rows and tokens are rounded up to a grid, so that few graphs suffice. Idle rows and padding tokens
+write to scratch positions after max_len, which are never read. On CPU the same pass runs without a graph;
+`tests/model/test_graphs.py` compares it with the eager one.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ from paceline.model.torch.kernels.layer import Places
 from paceline.model.torch.recorded import Grid, Recorder, Recordings, Region, row_sizes
 
 MAX_COUNT = MOST_BITS
-"""Most tokens a row may bring to a static pass, and scratch positions behind each row of the cache."""
+"""Maximum tokens per row of a static pass, and number of scratch positions after each row of the cache."""
 _COUNTS = (1, 4, 8, 16)
 
 
 def can_record(config: DecoderConfig) -> bool:
-    """True for a model whose passes may be a part of a larger recorded region, given tokens and lengths on the device
-    alone. What the states of gated delta nets hold is counted on the host between passes."""
+    """True if this model's passes can be part of a larger recorded region, which has tokens and lengths only on the device.
+    Gated delta nets cannot: their committed positions are counted on the host between passes."""
     return config.delta is None
 
 
 class StaticWriter(CacheWriter):
-    """Writes J tokens to each of the cache rows 0..B-1; tokens behind a row's own count go to its scratch positions."""
+    """Writes J tokens to each of the cache rows 0..B-1; padding tokens go to scratch positions."""
 
     def __init__(self, num_rows: int, count: int, scratch: int, device: torch.device) -> None:
-        """`scratch`: the first of J positions in each row that hold nothing."""
+        """`scratch`: the first of J scratch positions in each row."""
         self.slot_J = torch.arange(count, device=device)
         self._scratch_J = scratch + self.slot_J
         self._rows_T = torch.arange(num_rows, device=device).repeat_interleave(count)
 
     def point(self, starts_B: Tensor, counts_B: Tensor) -> Tensor:
-        """Write behind these lengths from now on; returns the slots [B, J] as if all of them counted."""
+        """Set the lengths after which to write; returns the positions [B, J] as if all tokens were valid."""
         slots_BJ = starts_B[:, None] + self.slot_J
         self.own_BJ = self.slot_J < counts_B[:, None]
         self._slots_T = torch.where(self.own_BJ, slots_BJ, self._scratch_J).flatten()
@@ -60,7 +59,7 @@ class StaticWriter(CacheWriter):
 
 
 class StaticPlan(AttentionPlan):
-    """The attention of a static pass, for one kind of layers."""
+    """Attention of a static pass, for layers with one window setting."""
 
     def __init__(self, sight: Sight, live_T: Tensor | None = None) -> None:
         self._sight, self.live_T = sight, live_T
@@ -70,7 +69,7 @@ class StaticPlan(AttentionPlan):
 
 
 class StaticPass(Region):
-    """One shape: B rows, J tokens each."""
+    """Target pass of one shape: B rows, J tokens each."""
 
     kind = "target"
 
@@ -80,18 +79,18 @@ class StaticPass(Region):
         self._num_rows, self._count = num_rows, count
         device, size = decoder.device, num_rows * count
         self._inputs = torch.zeros(size + 3 * num_rows, dtype=torch.long, device=device)
-        tokens_T, self.starts_B, self.counts_B, self.settled_B = self._inputs.split([size, *[num_rows] * 3])
-        """The last: positions in the states of gated delta nets. The pass adds those that it settles."""
+        tokens_T, self.starts_B, self.counts_B, self.committed_B = self._inputs.split([size, *[num_rows] * 3])
+        """The last: positions committed to states of gated delta nets, which the pass updates."""
         self.tokens_BJ = tokens_T.view(num_rows, count)
         self.relation_2BJ = _chains(num_rows, count).to(device)
-        """How many tokens of its row's pass each follows, and by bits which of them it sees; see Sight."""
+        """[depths, bits] of each token: its number of ancestors in the pass, and these as bits; see Sight."""
         self._is_chain = True
         self.logits_TV, self.taps_TF = logits_TV[:size], None if taps_TF is None else taps_TF[:size]
         self._writer = StaticWriter(num_rows, count, decoder.cache.max_len, device)
         mixtures, per_token = decoder.num_mixtures, decoder.config.experts_per_token
         kind: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self.chosen_LTK = torch.zeros(mixtures, size, per_token, **kind) if mixtures else None
-        """Experts of each token, by layer; as Target.experts_read takes them."""
+        """Experts of each token, by layer; see Target.experts_read."""
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -103,11 +102,11 @@ class StaticPass(Region):
         return [buffer for buffer in buffers if buffer is not None]
 
     def compute(self) -> None:
-        """Fill `logits_TV` and `taps_TF`, row after row, from the buffers."""
+        """Fill `logits_TV` and `taps_TF`, row after row, from the input buffers."""
         self.compute_of(self.tokens_BJ, self.starts_B, self.counts_B)
 
     def compute_of(self, tokens_BJ: Tensor, starts_B: Tensor, counts_B: Tensor) -> None:
-        """Fill `logits_TV` and `taps_TF` from these tensors: for a region of which the pass is a part."""
+        """Fill `logits_TV` and `taps_TF` from these tensors, as part of a larger region."""
         decoder = self._decoder
         self._writer.point(starts_B, counts_B)
         depths_BJ, bits_BJ = self.relation_2BJ
@@ -121,9 +120,9 @@ class StaticPass(Region):
         tables: dict[RopeKind, Tables] = {kind: rope.tables_at(positions_T) for kind, rope in decoder.ropes.items()}
         stages: Sequence[Stage] | FixedStage = ()
         if isinstance(decoder.kv, DeltaCache):
-            own = starts_B, counts_B, self.settled_B
+            own = starts_B, counts_B, self.committed_B
             stages = FixedStage.of(*own, decoder.kv.room, self.relation_2BJ, live_T)
-            self.settled_B.add_(stages.gone_B)
+            self.committed_B.add_(stages.gone_B)
         hidden, taps = decoder.run_layers(tokens_BJ.flatten(), plans, self._writer, tables, stages)
         self.logits_TV.copy_(decoder.head(decoder.final_norm(hidden)))
         if self.taps_TF is not None and taps is not None:
@@ -133,22 +132,22 @@ class StaticPass(Region):
             self.chosen_LTK.copy_(chosen_LTK)
 
     def fill(self, batch: ForwardBatch) -> list[int]:
-        """Give it the tokens of a batch; returns their places in the pass. One copy to the device, two for trees."""
+        """Copy a batch to the input buffers; returns its tokens' indices in the pass. One copy to the device, two for trees."""
         num_rows, count = self._num_rows, self._count
-        tokens, starts, counts, settled = [0] * (num_rows * count), [0] * num_rows, [0] * num_rows, [0] * num_rows
+        tokens, starts, counts, committed = [0] * (num_rows * count), [0] * num_rows, [0] * num_rows, [0] * num_rows
         kv = self._decoder.kv
         places: list[int] = []
         for row, start, own in zip(batch.rows, batch.starts, batch.counts, strict=True):
             tokens[row * count : row * count + own] = batch.tokens[len(places) : len(places) + own]
             starts[row], counts[row] = start, own
-            settled[row] = kv.settled(row) if isinstance(kv, DeltaCache) else 0
+            committed[row] = kv.committed(row) if isinstance(kv, DeltaCache) else 0
             places += range(row * count, row * count + own)
-        self._inputs.copy_(torch.tensor(tokens + starts + counts + settled))
+        self._inputs.copy_(torch.tensor(tokens + starts + counts + committed))
         self.set_parents(batch.rows, batch.counts, batch.parents)
         return places
 
     def set_parents(self, rows: list[int], counts: list[int], parents: list[int] | None) -> None:
-        """Who follows whom in the next pass, as ForwardBatch has it."""
+        """Set the tokens' parents for the next pass; see ForwardBatch."""
         if parents is None and self._is_chain:
             return
         self._is_chain = parents is None
@@ -164,13 +163,13 @@ class StaticPass(Region):
 
 
 def _chains(num_rows: int, count: int) -> Tensor:
-    """Depths and bits [2, B, J] of rows whose tokens follow one another."""
+    """Depths and bits [2, B, J] of rows whose tokens form chains."""
     slot_J = torch.arange(count)
     return torch.stack([slot_J, (2 << slot_J) - 1])[:, None].repeat(1, num_rows, 1)
 
 
 class GraphDecoder(Decoder):
-    """The decoder with decode passes of fixed shape; on CUDA each shape is captured once, by `record`, and replayed."""
+    """Decoder with decode passes of fixed shape; on CUDA `record` captures each shape once for replay."""
 
     slack = MAX_COUNT
 
@@ -183,14 +182,14 @@ class GraphDecoder(Decoder):
         super().allocate_cache(num_rows, max_len)
         self._most_count = 0
         self.rounds: dict[Any, Any] = {}
-        """What `engine/device_round.py` keeps for this cache: the state of its rows, and recorded rounds without a drafter."""
+        """State of `engine/device_round.py` for this cache: its rows, and recorded rounds without a drafter."""
         self._forget(MAX_COUNT)
 
     def _forget(self, most_count: int) -> None:
-        """Drop what is recorded; passes may have up to `most_count` tokens a row from now on."""
+        """Discard all recordings; later passes may have up to `most_count` tokens per row."""
         self._grid = pass_grid(self.cache.num_rows, most_count)
         self._recordings: dict[tuple[int, ...], Recordings[StaticPass]] = {}
-        """By the layers that are tapped: recorded passes return the taps that they were recorded with."""
+        """Recordings by tapped layers: a recorded pass returns the taps that it was recorded with."""
         self._logits_TV: Tensor | None = None
 
     def record(self, most_count: int) -> None:
@@ -201,7 +200,7 @@ class GraphDecoder(Decoder):
         self._tapping().record()
 
     def _tapping(self) -> Recordings[StaticPass]:
-        """Passes that tap what is tapped now."""
+        """Recordings for the current taps."""
         if self.tap_layers not in self._recordings:
             rows, counts = self._grid.sizes
             kind: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
@@ -219,12 +218,12 @@ class GraphDecoder(Decoder):
         return self._recordings[self.tap_layers]
 
     def static_pass(self, num_rows: int, count: int) -> StaticPass:
-        """A pass with the present taps that is a part of another region. `count` is one of `counts`."""
+        """A pass with the current taps for use in another region. `count` is one of `counts`."""
         return self._tapping().make(num_rows, count)
 
     @property
     def counts(self) -> Sequence[int]:
-        """Tokens a row of the passes that are recorded, ascending."""
+        """Tokens per row of recorded passes, ascending."""
         return self._grid.sizes[1]
 
     @torch.inference_mode()
@@ -244,13 +243,13 @@ class GraphDecoder(Decoder):
             self.kv.passed(batch, count)
         self.cache.append(batch.rows, batch.counts)
         self.experts_read = static.chosen_LTK
-        wanted = [places[index] for index in batch.logit_rows]
+        logit_places = [places[index] for index in batch.logit_rows]
         taps_TF = None if static.taps_TF is None else self._at(static.taps_TF, places)
-        return ForwardOutput(self._at(static.logits_TV, wanted), taps_TF)
+        return ForwardOutput(self._at(static.logits_TV, logit_places), taps_TF)
 
     def _ordinary(self, batch: ForwardBatch) -> ForwardOutput:
-        """A pass that is not recorded. Where a large tree had the trails of delta nets made anew, what is recorded refers
-        to the old ones."""
+        """Run an eager pass. If a large tree made it reallocate the pending windows of delta nets, recordings that refer to the
+        old ones are discarded."""
         room = self.kv.room if isinstance(self.kv, DeltaCache) else 0
         out = super().forward(batch)
         if isinstance(self.kv, DeltaCache) and self.kv.room != room:
@@ -258,13 +257,13 @@ class GraphDecoder(Decoder):
         return out
 
     def _at(self, tensor: Tensor, places: list[int]) -> Tensor:
-        """Rows of a pass's outputs; places side by side are a view."""
+        """Rows of a pass's outputs; a view if they are contiguous."""
         if places == list(range(places[0], places[0] + len(places))):
             return tensor[places[0] : places[0] + len(places)]
         return tensor[torch.tensor(places, device=self.device)]
 
 
 def pass_grid(num_rows: int, most_count: int) -> Grid:
-    """Shapes (rows, tokens a row) of target passes with up to `most_count` tokens a row."""
+    """Grid of shapes (rows, tokens per row) of target passes with up to `most_count` tokens per row."""
     most_count = min(most_count, MAX_COUNT)
     return Grid(row_sizes(num_rows), [*(count for count in _COUNTS if count < most_count), most_count])

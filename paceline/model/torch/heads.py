@@ -1,4 +1,4 @@
-"""Queries, keys and values of a fused product: norms, rotary positions, and the writing of keys and values."""
+"""Splits a fused QKV product: applies norms and RoPE, and writes keys and values to the cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.model.torch.kernels import layer as kernels
 from paceline.model.torch.parts import RMSNorm, WholeNorm
 
 Tables = tuple[Tensor, Tensor]
-"""Cosines and signed sines of a pass's positions, as `Rope.tables` gives them."""
+"""(cosines, signed sines) of a pass's positions; see `Rope.tables`."""
 
 
 def split_heads(
@@ -22,10 +22,10 @@ def split_heads(
     rope: Rope | None,
     tables: Tables | None,
 ) -> Tensor:
-    """Queries [T, num_heads, head_dim] of a fused product; keys and values are written into the cache.
+    """Queries [T, num_heads, head_dim] of a fused product; writes keys and values to the cache.
 
-    fused_TX: heads of queries, keys and values side by side, and what else is behind them. keys, values: a layer of the
-    cache [rows, kv_heads, positions, head_dim]. norm: of queries and keys; without `rope` nothing is rotated.
+    fused_TX: heads of queries, keys and values, then any other columns. keys, values: a layer of the cache [rows, kv_heads,
+    positions, head_dim]. norm: for queries and keys. Without `rope` nothing is rotated.
     """
     if not kernels.can_run(fused_TX):
         return heads_twin(fused_TX, num_heads, keys, values, writer, norm, rope, tables)
@@ -44,7 +44,7 @@ def heads_twin(
     rope: Rope | None,
     tables: Tables | None,
 ) -> Tensor:
-    """`split_heads` in PyTorch: the twin of `kernels.layer.heads`."""
+    """`split_heads` in PyTorch: the reference of `kernels.layer.heads`."""
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     num_qk_heads = num_heads + num_kv_heads
     heads = fused_TX.unflatten(-1, (-1, head_dim))

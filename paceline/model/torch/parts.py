@@ -1,4 +1,4 @@
-"""What layers of our decoder are made of: packed matrices, norms, gated MLPs, experts."""
+"""Building blocks of decoder layers: packed matrices, norms, gated MLPs, experts."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from paceline.model.torch.kernels.experts import ExpertStack
 from paceline.model.torch.kernels.layer import NormWeight
 
 _DECODE_ROWS = 8
-"""Row count oneDNN is told to expect when it chooses the blocked layout; measured to suit 1 to 32."""
+"""Row count given to oneDNN when it chooses the blocked layout; suits 1 to 32 rows in measurements."""
 
 
 class PackedLinear:
-    """y = x W^T + b for x [T, in] -> [T, out], the weight packed once for its device; the original is not kept.
+    """y = x W^T + b for x [T, in] -> [T, out], with the weight packed once for its device; the original is not kept.
 
-    On CPU the weight is reordered into oneDNN's blocked layout, which at 1 to 16 rows is 1.4 times as fast as `F.linear` in
-    bfloat16 and two to three times in float32 (docs/project/log/2026-11.md). Elsewhere, and where oneDNN
-    lacks the dtype, it is `F.linear`.
+    On CPU the weight is converted to oneDNN's blocked layout, at 1 to 16 rows 1.4 times faster than `F.linear` in bfloat16 and
+    two to three times in float32 (docs/project/log/2026-11.md). On other devices, or if oneDNN lacks the dtype, it uses
+    `F.linear`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -43,14 +43,14 @@ class PackedLinear:
         return compute(inputs_TD, self._weight, self._bias)
 
     def gated(self, inputs_TD: Tensor, activation: str) -> Tensor | None:
-        """activation(gate) * partner of both halves of the product, in one launch; None where that is not to be had."""
+        """activation(gate) * up for both halves of the product, in one launch; None if no kernel supports it."""
         if self._is_packed or activation not in kernels.GATED or not skinny.can_run(inputs_TD, self._weight, is_gated=True):
             return None
         return skinny.product(inputs_TD, self._weight, self._bias, activation)
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN can take this weight: on CPU, float32, or bfloat16 on a processor that multiplies it."""
+    """True if oneDNN supports this weight: on CPU, float32, or bfloat16 if the processor has instructions for it."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -59,10 +59,10 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * (w + offset) over the last dimension, result in the weight's dtype.
+    """x / sqrt(mean(x^2) + eps) * (w + offset) over the last dimension, in the weight's dtype.
 
-    On CPU it is computed by vector_norm and hypot, exactly and in half the time of `F.rms_norm` at one row; on CUDA by a
-    kernel of `kernels/layer.py`.
+    On CPU it uses vector_norm and hypot, exact and twice as fast as `F.rms_norm` at one row; on CUDA a kernel of
+    `kernels/layer.py`.
     """
 
     def __init__(self, weight: Tensor, eps: float, offset: float = 0.0) -> None:
@@ -70,7 +70,7 @@ class RMSNorm:
         self._eps = eps
         self._is_cpu = weight.device.type == "cpu"
         self._is_wide = self._is_cpu or bool(offset)
-        """Whether it multiplies by the weight in float32, as Transformers does where there is an offset."""
+        """True if it multiplies by the weight in float32, as Transformers does for norms with an offset."""
         size = weight.shape[-1]
         self._weight = weight.float() + offset if self._is_wide else weight
         if self._is_cpu:
@@ -85,7 +85,8 @@ class RMSNorm:
         return inputs.div(scale).mul_(self._weight).to(self._dtype)
 
     def of_first(self, heads_THD: Tensor, num_heads: int) -> Tensor:
-        """Norms of the first heads of a fused product. On a GPU all heads are normed: PyTorch's kernel would copy a slice."""
+        """Norms of the first heads of a fused product. On a GPU all heads are normed, as PyTorch's kernel would copy a
+        slice."""
         if self._is_cpu:
             return self(heads_THD[:, :num_heads])
         normed_THD = kernels.normed(heads_THD, self.for_kernel)[:, :num_heads]
@@ -93,13 +94,13 @@ class RMSNorm:
 
     @property
     def for_kernel(self) -> NormWeight:
-        """The norm as kernels take it; not on CPU."""
+        """The norm's parameters for kernels; not on CPU."""
         assert not self._is_cpu
         return NormWeight(self._weight, self._eps, self._is_wide)
 
 
 class NoNorm:
-    """In the place of a norm that a layer does not have: only the dtype changes."""
+    """Placeholder for an absent norm: only converts the dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -109,7 +110,7 @@ class NoNorm:
 
 
 class WholeNorm:
-    """Norms of all queries of a token together, and of all its keys: heads [T, num_heads + num_kv_heads, head_dim]."""
+    """One norm over all queries of a token and one over all its keys: heads [T, num_heads + num_kv_heads, head_dim]."""
 
     def __init__(self, query_norm: RMSNorm, key_norm: RMSNorm, num_heads: int) -> None:
         self._query_norm, self._key_norm, self._num_heads = query_norm, key_norm, num_heads
@@ -120,12 +121,12 @@ class WholeNorm:
         return torch.cat([queries, keys], dim=1).view(heads_THD.shape)
 
     def of_first(self, heads_THD: Tensor, num_heads: int) -> Tensor:
-        """Norms of the first heads, which are cut out: more heads together would have another norm."""
+        """Norms of the first heads, sliced off first, as other heads would change the norm."""
         return self(heads_THD[:, :num_heads])
 
     @cached_property
     def for_kernel(self) -> NormWeight:
-        """Both norms side by side, as kernels take them; not on CPU."""
+        """Parameters of both norms, concatenated, for kernels; not on CPU."""
         query, key = self._query_norm.for_kernel, self._key_norm.for_kernel
         return query._replace(weight=torch.cat([query.weight, key.weight]))
 
@@ -134,10 +135,10 @@ Norm = RMSNorm | NoNorm
 
 
 class Residual:
-    """The residual stream of a pass. On CUDA an addition waits for the norm behind it: both are one kernel."""
+    """The residual stream of a pass. On CUDA an addition is deferred and fused with the next norm in one kernel."""
 
     def __init__(self, hidden_TD: Tensor) -> None:
-        """`hidden_TD` [T, D] itself is added to."""
+        """`hidden_TD` [T, D] is modified in place."""
         self._hidden_TD = hidden_TD
         self._waiting: tuple[Tensor, NormWeight | None, float] | None = None
 
@@ -159,12 +160,12 @@ class Residual:
 
     @property
     def hidden_TD(self) -> Tensor:
-        """Hidden states [T, D] with all that was added."""
+        """Hidden states [T, D], including all additions."""
         self._complete(None)
         return self._hidden_TD
 
     def _complete(self, norm: NormWeight | None) -> Tensor | None:
-        """Carry out the addition that waits; returns the norm of the sum."""
+        """Carry out the deferred addition; returns the norm of the sum."""
         if self._waiting is None:
             return None
         (update_TD, update_norm, scale), self._waiting = self._waiting, None
@@ -172,17 +173,17 @@ class Residual:
 
 
 class GatedMLP:
-    """down(activation(gate(x)) * up(x)), or what the config has in the place of that product."""
+    """down(activation(gate(x)) * up(x)), or the config's variant of that product."""
 
     def __init__(self, config: DecoderConfig, gate_up: PackedLinear, down: PackedLinear) -> None:
-        """gate_up: outputs of the gate before those of the other half."""
+        """gate_up: fused matrix, the gate's outputs first."""
         self._gate_up, self._down = gate_up, down
         self._multiply, self._activation = gating(config), config.activation
         self.num_bytes = self._gate_up.num_bytes + self._down.num_bytes
 
     @classmethod
     def of(cls, config: DecoderConfig, parts: dict[str, Tensor], name: str) -> GatedMLP:
-        """Takes the weights called `name` out of `parts`."""
+        """Build the MLP from the weights under `name`, removing them from `parts`."""
         gate_up = fuse(parts, f"{name}.gate_proj", f"{name}.up_proj")
         return cls(config, gate_up, fuse(parts, f"{name}.down_proj"))
 
@@ -198,19 +199,19 @@ class GatedMLP:
 
 
 def run_mlp(mlp: GatedMLP | Experts, normed_TD: Tensor, live_T: Tensor | None) -> Tensor:
-    """live_T: in a pass of fixed shape, which tokens count."""
+    """Run an MLP or experts. live_T: in a pass of fixed shape, mask of valid tokens."""
     return mlp(normed_TD, live_T) if isinstance(mlp, Experts) else mlp(normed_TD)
 
 
 def fuse(weights: dict[str, Tensor], *names: str) -> PackedLinear:
-    """One matrix product for several projections of the same input, stacked in this order. Takes them out of `weights`."""
+    """Fuse projections of the same input into one matrix, in this order. Removes their weights from `weights`."""
     biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
     weight = torch.cat([weights.pop(f"{name}.weight") for name in names])
     return PackedLinear(weight, torch.cat(biases) if biases else None)
 
 
 def make_experts(config: DecoderConfig, parts: dict[str, Tensor]) -> Experts:
-    """Takes the weights of a layer's experts out of `parts`. Where kernels may run, their matrices are stacked."""
+    """Build a layer's experts, removing their weights from `parts`. Matrices are stacked if kernels may run."""
     stack, names = None, [f"mlp.experts.{expert}" for expert in range(config.num_experts)]
     if not has_stacks(parts["mlp.gate.weight"]):
         experts = [GatedMLP.of(config, parts, name) for name in names]
@@ -231,13 +232,13 @@ def make_experts(config: DecoderConfig, parts: dict[str, Tensor]) -> Experts:
 
 
 def has_stacks(weight: Tensor) -> bool:
-    """True if a layer's experts are stacked; on the CPU each one's matrices are packed for oneDNN."""
+    """True if a layer's experts are stacked; on CPU each expert's matrices are packed for oneDNN."""
     return weight.device.type != "cpu"
 
 
 def _stacked(parts: dict[str, Tensor], names: list[list[str]]) -> tuple[Tensor, Tensor | None]:
-    """Matrices [E, out, in] and biases [E, out] of experts, those of each under several names one below another. Takes them
-    out of `parts` one by one, so that no more than one is held twice."""
+    """Stack experts' matrices [E, out, in] and biases [E, out]; each expert's are concatenated from several names. Removes them
+    from `parts` one by one, so that at most one expert is in memory twice."""
     stacks: list[Tensor | None] = [None, None]
     for place, kind in enumerate(("weight", "bias")):
         if f"{names[0][0]}.{kind}" not in parts:

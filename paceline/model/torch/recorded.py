@@ -1,9 +1,8 @@
-"""Recorded regions: work of fixed shape, captured in CUDA graphs before traffic; elsewhere computed eagerly.
+"""Recorded regions: work of fixed shape, captured in CUDA graphs before traffic; computed eagerly on other devices.
 
-A region computes outputs from inputs, all of them buffers at fixed addresses, by tensor operations alone, so that a
-replay needs nothing of Python. Its shape is rounded up to a grid of few shapes. A shape that the grid does not cover,
-or that was not recorded, is computed eagerly by the region's owner and counted: a capture takes tenths of a second
-and has no place in traffic.
+A region computes outputs from inputs, all buffers at fixed addresses, with tensor operations only, so that a replay needs no
+Python. Shapes are rounded up to a grid. A shape outside the grid, or not recorded, is computed eagerly by the region's owner
+and counted: a capture takes tenths of a second, too long during traffic.
 """
 
 from __future__ import annotations
@@ -39,56 +38,55 @@ class Region(ABC):
 
     @abstractmethod
     def compute(self) -> None:
-        """Compute the outputs by tensor operations on the device, without reading a value or copying from the host."""
+        """Compute the outputs by tensor operations on the device, without host-device copies in either direction."""
 
 
 class Recorder:
-    """Captures regions of one device, all in one pool of memory, which regions that never run together share.
+    """Captures regions of one device in one memory pool, shared by regions that never run concurrently.
 
-    Outputs must therefore lie in buffers outside the pool: one graph's memory is another's too. Not on CUDA a region is
-    computed as it is, so that the same code is tested without a GPU.
+    Outputs must therefore be in buffers outside the pool, whose memory other graphs reuse. On other devices than CUDA regions
+    are computed directly, so that tests run the same code without a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.records_late = device.type != "cuda"
-        """True if a shape that was not recorded beforehand is recorded at its first use, even in the middle of
-        traffic."""
+        """True if a shape is recorded on first use even during traffic."""
         self.seconds = 0.0
-        """Seconds spent on recording so far."""
+        """Total seconds spent on recording."""
         self.num_recorded = 0
-        """Regions recorded so far: CUDA graphs, on CUDA."""
+        """Number of recorded regions (CUDA graphs, on CUDA)."""
         self.replayed, self.eager = Counter[str](), Counter[str]()
-        """Runs by kind of region, and runs that were computed eagerly because no recorded region covered them."""
+        """Runs by type of region: replays, and eager runs because no recorded region fitted."""
         self.failed = Counter[str]()
-        """Regions by kind whose recording has failed: their work is computed eagerly."""
+        """Failed recordings by type of region; their work is computed eagerly."""
         self._memory: tuple[Any, torch.cuda.Stream] | None = None
 
     def record(self, region: Region) -> None:
-        """Record it as its buffers are now; on CUDA it runs three times for that."""
+        """Record a region with its current buffers; on CUDA this runs it three times."""
         began = time.perf_counter()
         region.replay = self._capture(region) if self.device.type == "cuda" else region.compute
         self.num_recorded += 1
         self.seconds += time.perf_counter() - began
 
     def run(self, region: Region) -> None:
-        """Compute the region's outputs from what its inputs hold now."""
+        """Compute the region's outputs from the current inputs."""
         self.replayed[region.kind] += 1
         region.replay()
 
     def _capture(self, region: Region) -> Callable[[], None]:
-        # The inner stream: a capture that fails leaves its own as the current one.
+        # The inner stream context: a failed capture leaves its own stream as the current one.
         with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream()):
             if self._memory is None:
                 self._memory = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
-            pool, stream = self._memory  # a pool is shared among captures of one stream
+            pool, stream = self._memory  # captures can share a pool only on one stream
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                for _ in range(_WARM_UPS):  # loads kernels and makes workspaces, which a capture may not
+                for _ in range(_WARM_UPS):  # loads kernels and allocates workspaces, impossible during capture
                     region.compute()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # thread_local: what other threads pin, allocate or wait for meanwhile is none of this capture's business
+            # thread_local: allocations and synchronisations of other threads must not fail this capture
             own = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
             with _no_garbage_collection(), torch.cuda.graph(graph, **own):
                 region.compute()
@@ -97,9 +95,8 @@ class Recorder:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Recordings refer to their decoder and it to them: what the collector frees may be graphs of an earlier target,
-    and CUDA ends a capture within which a graph is destroyed. The collector is the whole process's: one capture at a
-    time."""
+    """Disable garbage collection, which could free CUDA graphs of an earlier target: destroying a graph ends a capture. The
+    collector belongs to the process, so captures run one at a time."""
     with _CAPTURING:
         was_enabled = gc.isenabled()
         gc.disable()
@@ -111,7 +108,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 class Grid:
-    """Shapes that are recorded: the product of some sizes in each dimension."""
+    """Shapes to record: the product of the sizes in each dimension."""
 
     def __init__(self, *sizes: Sequence[int]) -> None:
         """`sizes`: ascending, by dimension."""
@@ -119,15 +116,15 @@ class Grid:
 
     @property
     def shapes(self) -> list[Shape]:
-        """Largest first, so that later captures fit into the memory of earlier ones."""
+        """All shapes, largest first, so that later captures reuse the memory of earlier ones."""
         return sorted(itertools.product(*self.sizes), key=lambda shape: (math.prod(shape), shape), reverse=True)
 
     def round_up(self, dimension: int, needed: int) -> int | None:
-        """The least size of this dimension that is large enough; None when none is."""
+        """The smallest size of this dimension that is at least `needed`; None if there is none."""
         return next((size for size in self.sizes[dimension] if size >= needed), None)
 
     def cover(self, *needed: int) -> Shape | None:
-        """The least shape that is large enough in every dimension."""
+        """The smallest shape that is large enough in every dimension, or None."""
         shape = [self.round_up(dimension, size) for dimension, size in enumerate(needed)]
         return None if None in shape else tuple(size for size in shape if size is not None)
 
@@ -136,13 +133,13 @@ AnyRegion = TypeVar("AnyRegion", bound=Region)
 
 
 class Recordings(Generic[AnyRegion]):
-    """Regions of one kind, by shape."""
+    """Recorded regions of one type, by shape."""
 
     def __init__(self, recorder: Recorder, kind: str, grid: Grid, make: Callable[..., AnyRegion]) -> None:
-        """`make`: a region of the shape that it is given, one argument a dimension."""
+        """`make` creates a region; it receives the shape, one argument per dimension."""
         self._recorder, self._kind, self.grid, self.make = recorder, kind, grid, make
         self._regions: dict[Shape, AnyRegion | None] = {}
-        """None where recording has failed."""
+        """Shape -> region, or None if recording failed."""
 
     @torch.inference_mode()
     def record(self) -> None:
@@ -153,7 +150,7 @@ class Recordings(Generic[AnyRegion]):
 
     @torch.inference_mode()
     def find(self, *needed: int) -> AnyRegion | None:
-        """A recorded region that is large enough in every dimension; None, counted as an eager run, without one."""
+        """A recorded region that is large enough in every dimension; None, counted as an eager run, if there is none."""
         shape = self.grid.cover(*needed)
         if shape is not None and shape not in self._regions and self._recorder.records_late:
             self._add(shape)
@@ -163,7 +160,7 @@ class Recordings(Generic[AnyRegion]):
         return region
 
     def _add(self, shape: Shape) -> None:
-        """Record a region of this shape. Where that fails its work is computed eagerly."""
+        """Record a region of this shape; if that fails, log it, and its work is computed eagerly."""
         self._regions[shape] = None
         try:
             region = self.make(*shape)

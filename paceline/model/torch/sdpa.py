@@ -1,8 +1,8 @@
-"""PyTorch's kernels of scaled-dot-product attention on a GPU: for passes that are not recorded, and without Triton.
+"""Selects PyTorch's attention kernels on GPUs, for eager passes and without Triton.
 
-Our masks are floating-point numbers, which the flash kernel does not take. The memory-efficient one does; what it does
-not take either (head sizes, strides) goes to the math kernel, which holds the whole matrix of scores. cuDNN's is left
-out: it makes a new plan for every shape, and a prefill has a new length in every chunk.
+Masks are floating-point numbers, which the flash kernel does not support. The memory-efficient kernel does; cases that it does
+not support (head sizes, strides) fall back to the math kernel, which stores the whole score matrix. cuDNN is excluded: it
+builds a plan for every shape, and prefill chunks vary in length.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBacken
 
 
 def chosen_kernels(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """On CUDA attention within runs on one of KERNELS; elsewhere nothing changes.
+    """Context in which attention on CUDA uses only KERNELS; no effect on other devices.
 
-    Entering takes some 30 us, so a pass enters it once: within it, or where cuDNN is off anyway, it only reads a flag.
+    Entering takes some 30 us, so a pass enters it once; nested uses, or with cuDNN already off, only read a flag.
     """
     is_needed = device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()
     return sdpa_kernel(KERNELS) if is_needed else _UNCHANGED

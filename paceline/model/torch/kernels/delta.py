@@ -54,9 +54,9 @@ def recur(
     value = torch.empty(len(fused_TX), shape.values, **kind)
     found = torch.empty(len(fused_TX), shape.values, dtype=fused_TX.dtype, device=fused_TX.device)
     sizes, tile, slots = _constants(shape, room, count)
-    trail = memory.keys_BNK, memory.changes_BNHV, memory.decays_BNH
+    pending = memory.keys_BNK, memory.changes_BNHV, memory.decays_BNH
     lengths = stage.gone_B, stage.held_B
-    _launch("settle", (tiles, heads, num_rows), [memory.states_BHKV, *trail, *lengths], **sizes, **tile, num_warps=4)
+    _launch("commit", (tiles, heads, num_rows), [memory.states_BHKV, *pending, *lengths], **sizes, **tile, num_warps=4)
     _launch(
         "convolve",
         (num_rows, 2 * key_heads + heads),
@@ -75,7 +75,7 @@ def recur(
         "recur",
         (tiles, heads, num_rows),
         [
-            *(fused_TX, weights.rate_H, weights.step_H, memory.states_BHKV, *trail, query, value, found),
+            *(fused_TX, weights.rate_H, weights.step_H, memory.states_BHKV, *pending, query, value, found),
             *(stage.held_B, stage.counts_B, stage.bits_BJ, columns),
         ],
         **sizes,

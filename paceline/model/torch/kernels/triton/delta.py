@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 @triton.jit
-def settle(
+def commit(
     states_ptr, keys_ptr, changes_ptr, decays_ptr, gone_ptr, held_ptr,
     ROOM: tl.constexpr, BLOCK_R: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -23,14 +23,14 @@ def settle(
         place, key = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
         value = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
         is_value, goes = value < VALUE, place < gone
-        trail = row * ROOM + place
-        decays = tl.load(decays_ptr + trail * NUM_HEADS + head, mask=goes, other=0.0)
+        pending = row * ROOM + place
+        decays = tl.load(decays_ptr + pending * NUM_HEADS + head, mask=goes, other=0.0)
         total = tl.sum(decays, 0)
         rest = tl.exp(total - tl.cumsum(decays, 0))
         key_head = head // (NUM_HEADS // NUM_KEY_HEADS)
-        key_at = (trail * NUM_KEY_HEADS + key_head)[:, None] * KEY + key
+        key_at = (pending * NUM_KEY_HEADS + key_head)[:, None] * KEY + key
         keys_RK = tl.load(keys_ptr + key_at, mask=goes[:, None] & (key < KEY), other=0.0) * rest[:, None]
-        change_at = (trail * NUM_HEADS + head)[:, None] * VALUE + value
+        change_at = (pending * NUM_HEADS + head)[:, None] * VALUE + value
         changes_RV = tl.load(changes_ptr + change_at, mask=goes[:, None] & is_value, other=0.0)
         stays = (place < held)[:, None] & is_value
         moved_RV = tl.load(changes_ptr + change_at + gone * NUM_HEADS * VALUE, mask=stays, other=0.0)
@@ -155,13 +155,13 @@ def recur(
     bits = tl.load(bits_ptr + token, mask=is_live, other=0).to(tl.int32)
     is_seen = (((bits[:, None] >> slot) & 1) != 0) & is_live[:, None] & is_live
 
-    trail = row * ROOM + place
-    old_decays = tl.load(decays_ptr + trail * NUM_HEADS + head, mask=is_held, other=0.0)
+    pending = row * ROOM + place
+    old_decays = tl.load(decays_ptr + pending * NUM_HEADS + head, mask=is_held, other=0.0)
     old_sums, total = tl.cumsum(old_decays, 0), tl.sum(old_decays, 0)
     sums = total + tl.sum(tl.where(is_seen, decay[None, :], 0.0), 1)
 
     own_trail = row * ROOM + held + slot
-    old_change_at = (trail * NUM_HEADS + head)[:, None] * VALUE + value
+    old_change_at = (pending * NUM_HEADS + head)[:, None] * VALUE + value
     old_RV = tl.load(changes_ptr + old_change_at, mask=is_held[:, None] & is_value, other=0.0)
     known_JV = tl.zeros([BLOCK_J, BLOCK_V], tl.float32)
     found_JV = tl.zeros([BLOCK_J, BLOCK_V], tl.float32)
@@ -178,7 +178,7 @@ def recur(
         key_JK = tl.load(keys_ptr + key_at, mask=is_live[:, None] & is_key, other=0.0)
         state_at = ((row * NUM_HEADS + head) * KEY + key)[:, None] * VALUE + value
         state_KV = tl.load(states_ptr + state_at, mask=is_key[:, None] & is_value & (count > 0), other=0.0)
-        old_key_at = (trail * NUM_KEY_HEADS + key_head)[:, None] * KEY + key
+        old_key_at = (pending * NUM_KEY_HEADS + key_head)[:, None] * KEY + key
         old_RK = tl.load(keys_ptr + old_key_at, mask=is_held[:, None] & is_key, other=0.0)
         known_JV += tl.dot(key_JK, state_KV, input_precision="tf32x3")
         found_JV += tl.dot(query_JK, state_KV, input_precision="tf32x3")
