@@ -140,7 +140,9 @@ class Eagle3Path(EagleNorms):
             if kind not in plan_by_kind:
                 queries = (rows, ends, [1] * len(rows)) if kind[1] else (rows, starts, counts)
                 group = self._shape.num_heads // self._shape.num_kv_heads
-                plan_by_kind[kind] = AttentionPlan(*queries, group=group, dtype=self._dtype, device=self._device, window=layer.window)
+                plan_by_kind[kind] = AttentionPlan(
+                    *queries, group=group, dtype=self._dtype, device=self._device, window=layer.window
+                )
             plans.append(plan_by_kind[kind])
         return plans
 

@@ -97,7 +97,9 @@ def described_eagle3(stored: Eagle3Checkpoint, folder: Path) -> list[Fact]:
         Fact("taps", ", ".join(map(str, config.tap_layers)) or "not said", "target layers; not said: as engines choose them"),
         Fact("features' norms", norms, "before they are put together (fc_norm, norm_before_fc)"),
         Fact("adds to", residual, f"norm_before_residual {str(config.norm_before_residual).lower()}"),
-        Fact("told", f"{position} the final norm", f"norm_output {str(config.norm_output).lower()}: what the next draft is told"),
+        Fact(
+            "told", f"{position} the final norm", f"norm_output {str(config.norm_output).lower()}: what the next draft is told"
+        ),
         Fact("rotary", f"theta {shape.rope_theta:g}", f"scaling {shape.rope_scaling}" if shape.rope_scaling else ""),
         Fact("head", f"{config.draft_vocab_size} tokens", "of its own, among which it drafts"),
         Fact("embedding", "of its own" if has_own else "the target's"),

@@ -63,7 +63,9 @@ def write_gguf(
         if ids is not None:
             tensors["d2t"] = ids
     elif ids is not None:
-        notes.append(f"the draft vocabulary of {len(ids)} tokens, for llama.cpp, which drafts among all tokens{_remedy(config)}")
+        notes.append(
+            f"the draft vocabulary of {len(ids)} tokens, for llama.cpp, which drafts among all tokens{_remedy(config)}"
+        )
     notes += [f"{name}: the target's own is used" for name in stored.others]
     if config.second is None and (config.output_multiplier, config.final_logit_softcapping) != (1.0, 0.0):
         notes.append(

@@ -1,12 +1,12 @@
-"""Compiles the native CPU library: the C++ sources of a folder in, one shared library with a plain C interface out.
+"""Compiles the native CPU library: from the C++ sources of a folder to one shared library with a C interface.
 
     python paceline/model/native/build.py                # into this folder, where paceline looks for it
     python paceline/model/native/build.py --sanitize     # with address and undefined-behaviour checks, into build/native
-    python paceline/model/native/build.py --emulated     # with AMX tiles and AVX-VNNI made of other instructions, for tests
+    python paceline/model/native/build.py --emulated     # with AMX tiles and AVX-VNNI emulated, for tests
 
-Every source is compiled for the oldest processor of its kind, except those of an instruction set (kernels_avx2.cpp and the
-like), which are left out where compiler or machine cannot make them. setup.py loads this file by path, before paceline and
-torch are there: it needs the standard library only.
+Sources are compiled for the oldest processor of their architecture, except those of an instruction set (kernels_avx2.cpp etc.),
+which are skipped if the compiler or machine does not support it. setup.py loads this file by path before paceline and torch are
+installed: it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 COMPILERS = ("g++", "clang++", "c++")
 
-# Contraction would give every instruction set its own rounding; the other two only let loops become vectors.
+# Contraction would make rounding depend on the instruction set; the other two only enable vectorisation.
 ARITHMETIC_FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-# GCC notes that passing wide vectors depends on the instruction set; ours never leave their file.
+# GCC warns that passing wide vectors depends on the instruction set; these never leave their file.
 WARNING_FLAGS = ("-Wall", "-Wextra", "-Wno-psabi")
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", *ARITHMETIC_FLAGS, *WARNING_FLAGS)
 SANITIZE_FLAGS = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g1", "-O1")
@@ -43,19 +43,19 @@ INSTRUCTION_SETS = {
     "dotprod": ("-march=armv8.2-a+dotprod",),
     "i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
 }
-"""Flags of kernels_<name>.cpp, oldest first, x86 and ARM. PN_HAS_<NAME> tells the other files that it was compiled."""
+"""Flags of kernels_<name>.cpp, oldest first, x86 and ARM. Other files see that it was compiled by PN_HAS_<NAME>."""
 AMX = ("-mamx-tile", "-mamx-int8")
-"""More flags of kernels_avx512bf16.cpp where the compiler knows them, with PN_HAS_AMX for the others."""
+"""Additional flags of kernels_avx512bf16.cpp if the compiler supports them; other files then see PN_HAS_AMX."""
 
 PROBES = HERE / "probes"
-"""A flag the compiler takes may still be unknown to its assembler, so a probe uses an instruction of each kind."""
+"""Programs with one instruction of each set: an assembler may lack instructions whose flag the compiler accepts."""
 
-# A library that needs nothing of the machine that made it, and whose C++ runtime stays out of PyTorch's.
+# The library must not depend on the build machine, and its C++ runtime must not clash with PyTorch's.
 LINK_FLAGS_IF_ACCEPTED = (("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL"), ("-Wl,-z,defs",))
 
 
 class NativeBuildError(RuntimeError):
-    """The library cannot be compiled. The first line of the message says why, the others what the compiler said."""
+    """The library cannot be compiled. The first line of the message is the reason, the others are the compiler's output."""
 
 
 def library_name() -> str:
@@ -94,24 +94,23 @@ class _Compiler:
             print(done.stderr, end="", file=sys.stderr)
 
     def accepts(self, probe: str, *flags: str) -> bool:
-        made = self.scratch / f"probe_{probe}.out"
-        done = self._start((*COMMON_FLAGS, *flags, str(PROBES / f"{probe}.cpp"), "-o", str(made)))
+        probe_out = self.scratch / f"probe_{probe}.out"
+        done = self._start((*COMMON_FLAGS, *flags, str(PROBES / f"{probe}.cpp"), "-o", str(probe_out)))
         return done.returncode == 0
 
 
 def _first_errors(output: str) -> str:
-    """The compiler's lines from the first error on."""
+    """Up to 12 lines of the compiler's output, from the first error on."""
     lines = output.strip().splitlines()
     first = next((number for number, line in enumerate(lines) if "error:" in line or "undefined reference" in line), 0)
     return "\n".join(lines[first : first + 12])
 
 
 def compile_library(source_folder: Path, out_path: Path, *, sanitize: bool = False, emulated: bool = False) -> list[str]:
-    """Compile the .cpp files of `source_folder` into the library `out_path`, which is replaced in one step or not at all.
+    """Compile the .cpp files of `source_folder` into the library `out_path`, replacing it atomically.
 
-    sanitize: with address and undefined-behaviour checks.
-    emulated: with the instruction sets made of other instructions, which tests run where the processor lacks them.
-    Returns the instruction sets beyond the portable one that went in. Raises NativeBuildError.
+    sanitize: with address and undefined-behaviour checks. emulated: with instruction sets emulated by others, for tests on
+    processors that lack them. Returns the included instruction sets beyond the portable one. Raises NativeBuildError.
     """
     sources = sorted(source_folder.glob("*.cpp"))
     if not sources:
@@ -133,10 +132,10 @@ def compile_library(source_folder: Path, out_path: Path, *, sanitize: bool = Fal
 
 
 def _compile_all(tool: _Compiler, sources: list[Path], sets: list[str], has_amx: bool, more: tuple[str, ...]) -> list[Path]:
-    """Objects in the order they must be linked.
+    """Compile the sources; returns the object files in linking order.
 
-    Of an inline function or template that several files instantiate the linker keeps the first. The portable files come first,
-    so that code every processor runs never holds a newer instruction.
+    The linker keeps the first copy of an inline function or template. Portable files come first, so that shared code never
+    contains newer instructions.
     """
     special = {f"kernels_{name}": name for name in INSTRUCTION_SETS}
     portable = [source for source in sources if source.stem not in special]
@@ -152,15 +151,15 @@ def _compile_all(tool: _Compiler, sources: list[Path], sets: list[str], has_amx:
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as workers:
-        # The newest instruction sets take longest: begun last, one of them would compile alone at the end.
+        # The newest instruction sets take longest, so they start first.
         objects = [workers.submit(compile_one, source) for source in reversed(portable + newer)]
         return [each.result() for each in reversed(objects)]
 
 
 def build_for_install(source_folder: Path, out_path: Path, *, emulated: bool = False) -> bool:
-    """What an installation does: True when the library is there. It goes on without, after one line that says what is lost.
+    """Build during an installation; returns True if the library was built. A failure prints one warning and returns False.
 
-    PACELINE_NATIVE_BUILD=0 compiles nothing; PACELINE_NATIVE_BUILD=require turns that line into NativeBuildError.
+    PACELINE_NATIVE_BUILD=0 skips compiling; PACELINE_NATIVE_BUILD=require raises NativeBuildError on failure.
     """
     wish = os.environ.get("PACELINE_NATIVE_BUILD") or "1"
     if wish not in ("0", "1", "require"):
@@ -170,7 +169,7 @@ def build_for_install(source_folder: Path, out_path: Path, *, emulated: bool = F
     try:
         compile_library(source_folder, out_path, emulated=emulated)
     except NativeBuildError as error:
-        out_path.unlink(missing_ok=True)  # an older library would not be made of these sources
+        out_path.unlink(missing_ok=True)  # an older library would not match these sources
         if wish == "require":
             raise
         reason = str(error).splitlines()[0]

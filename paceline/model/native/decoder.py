@@ -1,8 +1,8 @@
-"""The decoder as one native call per pass: same contract and same mathematics as `model/torch/decoder.py`, its reference.
+"""The decoder as one native call per pass: same interface and mathematics as its reference, `model/torch/decoder.py`.
 
-Weights are packed once, in the form the file has them in: a GGUF file's blocks of four to eight bits stay blocks and are
-expanded in registers, at a third to a half of a dense copy's bytes. A row's result does not
-depend on the rows beside it, so speculation changes nothing, in bfloat16 either.
+Weights are packed once, in the file's format: blocks of four to eight bits of a GGUF file stay quantised and are expanded in
+registers, with a third to a half of a dense copy's bytes. A row's result is batch-invariant, so speculation does not change it,
+in bfloat16 either.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from paceline.model.torch.delta_cache import DeltaCache
 
 
 class NativeDecoder(Target):
-    """Target of a known family on CPU, computed by the native library."""
+    """Target of a supported family on CPU, computed by the native library."""
 
     kv: StaticKVCache
-    """`cache`, by its own type; heads are padded to `native` head size."""
+    """`cache`, with its concrete type; heads are padded to the library's head size."""
     has_own_threads = takes_trees = True
     overwrites_taps = False
 
@@ -58,13 +58,13 @@ class NativeDecoder(Target):
         max_len: int = 2048,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """It takes as many threads as PyTorch has. Raises NativeError without the library."""
+        """Uses as many threads as PyTorch. Raises NativeError without the library."""
         native.follow_torch()
         self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.num_layers, self.max_position = config.num_layers, config.max_position
         self.ends = end_scales(config, dtype)
-        # A state and its trail are added up in another order once the trail goes into the state: then the last bits differ.
+        # Committing pending positions to a recurrent state changes the order of summation, and so the last bits.
         self.is_width_invariant = config.delta is None
         self._logits = torch.empty(0, self.vocab_size)
         self._buffers = Buffers()
@@ -84,21 +84,21 @@ class NativeDecoder(Target):
         self._layers = layers
         self._final_norm = rest["model.norm.weight"]
         self.embedding_matrix: Matrix = rest["model.embed_tokens.weight"]
-        """The packed embedding, for drafters that share it."""
+        """The packed embedding, shared with drafters."""
         self.head_matrix: Matrix = self.embedding_matrix if config.tie_embeddings else rest["lm_head.weight"]
-        """The packed head, for drafters that share it."""
+        """The packed LM head, shared with drafters."""
         matrices = [part for layer in self._layers for part in layer.values() if isinstance(part, Matrix)]
-        matrices.append(self.head_matrix)  # with all layers, what a pass reads whole
+        matrices.append(self.head_matrix)  # together with the layers: everything that a pass reads in full
         experts = [_matrices(layer.get("experts", ())) for layer in self._layers]
         self._num_expert_layers = max(1, sum(map(bool, experts)))
         self.weight_bytes = sum(matrix.num_bytes for matrix in matrices) + sum(_read_by_a_token(config, own) for own in experts)
         matrices += [matrix for own in experts for pair in own for matrix in pair]
         self.weight_format = "+".join(sorted({name for matrix in matrices for name in matrix.formats}))
         self.has_blocks = self.weight_format not in ("float32", "bfloat16")
-        """Whether it reads quantised weights as the file has them: drafters beside it are rounded to blocks too."""
+        """True if it uses quantised weights of the file; drafters for it are then quantised too."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """As Target.load_weights. Weights in blocks become dense ones."""
+        """See Target.load_weights. Quantised weights are replaced by dense ones."""
         self._take(check_tensors(self.config, tensors, "the new weights"))
         self.allocate_cache(self.cache.num_rows, self.cache.max_len)
 
@@ -121,33 +121,33 @@ class NativeDecoder(Target):
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         if isinstance(self.kv, NativeDeltaCache):
-            for again in self.kv.lost(batch.rows):  # the same buffers: before they are filled
+            for again in self.kv.lost(batch.rows):  # uses the same buffers, so it comes before they are filled
                 self.forward(again)
-        wanted = batch.logit_rows
+        logit_rows = batch.logit_rows
         taps_TF = None
         if self.tap_layers:
             taps_TF = torch.empty(batch.num_tokens, len(self.tap_layers) * self.hidden_size, dtype=self.dtype)
-        if len(self._logits) < len(wanted) and not batch.only_argmax:
-            self._logits = torch.empty(len(wanted), self.vocab_size)
-        logits_TV = None if batch.only_argmax or not wanted else self._logits[: len(wanted)]
+        if len(self._logits) < len(logit_rows) and not batch.only_argmax:
+            self._logits = torch.empty(len(logit_rows), self.vocab_size)
+        logits_TV = None if batch.only_argmax or not logit_rows else self._logits[: len(logit_rows)]
         work = self._buffers.work
-        work.num_rows, work.num_taps, work.num_logit_rows = len(batch.rows), len(self.tap_layers), len(wanted)
+        work.num_rows, work.num_taps, work.num_logit_rows = len(batch.rows), len(self.tap_layers), len(logit_rows)
         work.taps, work.logits, work.logits_stride = pointer(taps_TF), pointer(logits_TV), self.vocab_size
         self._buffers.fill(rows=batch.rows, starts=batch.starts, counts=batch.counts, tokens=batch.tokens)
-        self._buffers.fill(tap_layers=list(self.tap_layers), logit_rows=wanted)
+        self._buffers.fill(tap_layers=list(self.tap_layers), logit_rows=logit_rows)
         self._buffers.fill_or_null("parents", batch.parents)
         self._fill_pending(batch)
-        argmax = self._buffers.room("argmax", len(wanted))
+        argmax = self._buffers.room("argmax", len(logit_rows))
         if self.config.num_experts:
             self._buffers.fill(experts_read=[0])
         self._model.forward(self._native_cache, work)
         self.cache.append(batch.rows, batch.counts)
         if self.config.num_experts:
             self.experts_read = self._buffers.room("experts_read", 1)[0] / self._num_expert_layers
-        return ForwardOutput(logits_TV, taps_TF, argmax[: len(wanted)] if wanted else None)
+        return ForwardOutput(logits_TV, taps_TF, argmax[: len(logit_rows)] if logit_rows else None)
 
     def _fill_pending(self, batch: ForwardBatch) -> None:
-        """What a pass must know of the trails of gated delta nets."""
+        """Pass the pending windows of gated delta nets to the library."""
         cache = self.kv
         if not isinstance(cache, NativeDeltaCache):
             return
@@ -159,16 +159,16 @@ class NativeDecoder(Target):
         self._buffers.fill(held=held, settle_rows=rows, settle_before=before, settle_counts=counts)
 
     def time_stages(self, seconds: Tensor) -> None:
-        """From now on each pass adds to these float32 what its stages (`native_lib.STAGES`) took, as thread 0 saw it."""
+        """Make each pass add the seconds of its stages (`native.STAGES`), measured on thread 0, to this float32 tensor."""
         self._stage_s = seconds
         self._buffers.work.stage_s = pointer(seconds)
 
 
 class NativeKVCache(StaticKVCache):
-    """The same tensors as the library lays them out: see `keys` and `values` of Attention in `native/kernels.h`."""
+    """A StaticKVCache in the library's layout: see `keys` and `values` of Attention in `native/kernels.h`."""
 
     mover: Callable[[int, int, list[int]], None] | None = None
-    """Moves positions together, as `_move` says: the model's own; a drafter's cache moves none."""
+    """Moves positions (see `_move`): the model's function; None for a drafter's cache, which moves none."""
 
     def _move(self, row: int, start: int, slots: list[int]) -> None:
         assert self.mover is not None, "this cache does not move positions"
@@ -176,16 +176,17 @@ class NativeKVCache(StaticKVCache):
 
 
 class NativeDeltaCache(DeltaCache, NativeKVCache):
-    """Both, for a model with gated delta nets; all that they remember is in float32."""
+    """A NativeKVCache for a model with gated delta nets; all recurrent data is float32."""
 
     def show(self, view: CCache) -> None:
-        """Let the library see the states and trails. They must outlive the view, and a trail that has grown is another one."""
+        """Pass the memory of states and pending windows to the library. It must outlive the view; enlarged windows must be
+        passed again."""
         memories = [CMemory(*map(pointer, memory.tensors())) for memory in self.memories]
         view.memories, view.room = (CMemory * len(memories))(*memories), self.room
 
 
 def native_cache(config: DecoderConfig, num_rows: int, max_len: int, dtype: torch.dtype, slack: int = 0) -> NativeKVCache:
-    """Keys and values of all layers, heads and rows padded as the library wants them."""
+    """Keys and values of all layers, with heads and rows padded for the library."""
     head_dim, slack = padded(config, max_len, slack)
     if config.delta is not None:
         more: dict[str, Any] = {"head_dim": head_dim, "slack": slack, "inputs": torch.float32}
@@ -194,12 +195,12 @@ def native_cache(config: DecoderConfig, num_rows: int, max_len: int, dtype: torc
 
 
 def padded(config: DecoderConfig, max_len: int, slack: int) -> tuple[int, int]:
-    """Numbers of a head, and spare positions behind each row, as the library wants them."""
+    """(head size, slack positions per row), padded for the library."""
     return native.require().pn_padded_head_dim(config.head_dim), slack + -(max_len + slack) % native.KEYS
 
 
 def cache_view(cache: StaticKVCache) -> CCache:
-    """The cache as the library sees it; the tensors must outlive it."""
+    """The cache as a C struct; the tensors must outlive it."""
     layer, row, head, _, _ = cache.keys.stride()
     view = CCache(cache.keys.data_ptr(), cache.values.data_ptr(), layer, row, head, cache.keys.shape[3], cache.num_rows)
     if isinstance(cache, NativeDeltaCache):
@@ -215,9 +216,9 @@ def native_model(
     first_position: int = 0,
     **parts: Any,
 ) -> Model:
-    """A model of the library, of matrices, float32 vectors and numbers by the names of the fields of CLayer and CConfig.
+    """Create a model of the library from matrices, float32 vectors and numbers, named like the fields of CLayer and CConfig.
 
-    first_position: to which the first of `max_len` positions of the cache is rotated.
+    first_position: RoPE position of the first cache position; the cache has `max_len`.
     """
     tables = {"": rope_tables(config, first_position + max_len)}
     if "local" in config.ropes:
@@ -276,7 +277,7 @@ def _matrices(experts: Sequence[dict[str, Any]]) -> list[tuple[Matrix, Matrix]]:
 
 
 def _read_by_a_token(config: DecoderConfig, experts: list[tuple[Matrix, Matrix]]) -> int:
-    """Bytes of a layer's experts that one token reads, the shared one, which is the last, among them."""
+    """Bytes of a layer's experts that one token reads, including the shared expert, which is last."""
     sizes = [gate_up.num_bytes + down.num_bytes for gate_up, down in experts]
     return sum(sizes[: config.num_experts]) * config.experts_per_token // max(config.num_experts, 1) + sum(
         sizes[config.num_experts :]
@@ -284,7 +285,7 @@ def _read_by_a_token(config: DecoderConfig, experts: list[tuple[Matrix, Matrix]]
 
 
 def pack(weights: list[Weight], dtype: torch.dtype) -> Matrix:
-    """Stack matrices [n_i, cols], each padded to a multiple of 16 rows, each in the form it comes in."""
+    """Stack matrices [n_i, cols], each padded to a multiple of 16 rows and kept in its format."""
     forms = [_form(weight, dtype) for weight in weights]
     counts = [padded_rows(weight.shape[0]) for weight in weights] if len(weights) > 1 else [weights[0].shape[0]]
     groups = groupby(zip(forms, counts, strict=True), itemgetter(0))
@@ -300,7 +301,7 @@ def pack(weights: list[Weight], dtype: torch.dtype) -> Matrix:
 
 
 def _form(weight: Weight, dtype: torch.dtype) -> str:
-    """How it is kept. Of bfloat16 products float16 weights become bfloat16."""
+    """Storage format of a weight. For bfloat16 products float16 weights become bfloat16."""
     if isinstance(weight, Blocks):
         return weight.kind
     if weight.dtype in (dtype, torch.bfloat16) or (weight.dtype == torch.float16 and dtype == torch.float32):
@@ -309,7 +310,7 @@ def _form(weight: Weight, dtype: torch.dtype) -> str:
 
 
 def pack_vectors(vectors: list[Tensor | None]) -> Tensor | None:
-    """Biases behind one another as the rows of `pack`, or None when there are none."""
+    """Concatenate biases with the row padding of `pack`; None if there are no biases."""
     if all(vector is None for vector in vectors):
         return None
     padded = []
@@ -322,12 +323,12 @@ def pack_vectors(vectors: list[Tensor | None]) -> Tensor | None:
 
 def _vector(vector: Weight, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
     assert isinstance(vector, Tensor)
-    # Never the tensor itself: whoever owns it may go on changing it.
+    # Always a copy: the tensor's owner may modify it.
     return vector.to(dtype).float().add(offset).contiguous()
 
 
 def layer_parts(config: DecoderConfig, index: int, parts: dict[str, Weight], dtype: torch.dtype) -> dict[str, Any]:
-    """The fields of a CLayer. Takes the weights out of `parts`."""
+    """Fields of a CLayer. Removes the weights from `parts`."""
     offset = config.norm_offset
     layer: dict[str, Any] = {
         field: _vector(parts[f"{name}.weight"], dtype, offset) for field, name in NORMS[config.norms].items()
@@ -375,14 +376,14 @@ def _delta(config: DecoderConfig, parts: dict[str, Weight], dtype: torch.dtype) 
 
 
 def _mlp(parts: dict[str, Weight], dtype: torch.dtype, name: str) -> dict[str, Any]:
-    """The fields of a CExpert, or those of a CLayer with one MLP, `inner_size` apart."""
+    """Fields of a CExpert, or of a CLayer with one MLP; `inner_size` is the MLP's inner width."""
     inner_size = parts[f"{name}.down_proj.weight"].shape[1]
     gate_up = _stacked(parts, dtype, "gate_up", f"{name}.gate_proj", f"{name}.up_proj")
     return gate_up | _stacked(parts, dtype, "down", f"{name}.down_proj") | {"inner_size": inner_size}
 
 
 def _stacked(parts: dict[str, Weight], dtype: torch.dtype, name: str, *projections: str) -> dict[str, Any]:
-    """Projections of the same input as one matrix, and their biases."""
+    """Fields for projections of the same input, stacked into one matrix, and their biases."""
     vectors = [parts.get(f"{each}.bias") for each in projections]
     biases = [None if vector is None else _vector(vector, dtype) for vector in vectors]
     matrix = pack([parts.pop(f"{each}.weight") for each in projections], dtype)

@@ -1,7 +1,7 @@
-"""The native CPU library through ctypes: matrices, models and passes of `native/api.h`, with Python's errors.
+"""ctypes interface of the native CPU library: matrices, models and passes of `native/api.h`, with Python errors.
 
-A call holds no Python lock while it computes. The library is found beside this file, where the installation puts it, or under
-PACELINE_NATIVE_LIBRARY; PACELINE_NATIVE=0 switches it off. `load()` is None without it: PyTorch then does the work.
+Calls release the GIL. The library is next to this file, where the installation puts it, or at PACELINE_NATIVE_LIBRARY;
+PACELINE_NATIVE=0 disables it. Without it `load()` returns None, and PyTorch is used.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ FORMAT_NAMES: list[str] = ["float32", "bfloat16", "Q8_0", "Q4_1", "float16", "Q4
 FORMAT_NAMES += ["IQ4_NL", "IQ4_XS"]
 """In the order of the library's PnFormat."""
 FORMATS = {getattr(torch, name): FORMAT_NAMES.index(name) for name in ("float32", "bfloat16")}
-"""Of inputs, caches and taps."""
+"""Dtypes of inputs, caches and taps."""
 STAGES = ("embed", "norm", "qkv", "rope", "attend", "output", "gate_up", "down", "head")
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 ROPES = ("main", "local", "none")
 GROUP = 16
-"""Matrices of a stack begin at multiples of so many rows."""
+"""Matrices of a stack begin at multiples of this many rows."""
 KEYS = 16
-"""A row of the cache holds a multiple of so many positions."""
+"""Cache rows hold a multiple of this many positions."""
 MAX_HEAD_DIM, MAX_TAPS, MAX_THREADS = 1024, 64, 256
 
 
@@ -159,7 +159,7 @@ def library_path() -> Path:
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The library, or None when it is not there or switched off. Warns when it is there and cannot be used."""
+    """The library, or None if it is missing or disabled. Warns if it exists but cannot be used."""
     path = library_path()
     if os.environ.get("PACELINE_NATIVE") == "0" or not path.is_file():
         return None
@@ -186,18 +186,18 @@ def require() -> ctypes.CDLL:
 
 
 def multiplies_blocks(dtype: torch.dtype) -> bool:
-    """Whether quantised blocks make faster products than a dense copy: float32 expands them, portable code emulates."""
+    """True if quantised blocks multiply faster than a dense copy: float32 expands them, and the portable code is slow."""
     return dtype == torch.bfloat16 and require().pn_in_use() != b"portable"
 
 
 def check(status: int) -> None:
-    """Raise NativeError with the library's own words when a call failed."""
+    """Raises NativeError with the library's message if a call failed."""
     if status != 0:
         raise NativeError(f"native pass: {require().pn_last_error().decode()}")
 
 
 def pointer(tensor: Tensor | None) -> int | None:
-    """The address of a contiguous CPU tensor; None stays null."""
+    """Address of a contiguous CPU tensor; None for None."""
     if tensor is None:
         return None
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
@@ -208,7 +208,7 @@ AnyStructure = TypeVar("AnyStructure", bound=Structure)
 
 
 def filled(struct: AnyStructure, parts: dict[str, Any]) -> AnyStructure:
-    """The struct with matrices, float32 vectors and numbers put into the fields of these names."""
+    """The struct with these fields set to matrices, float32 vectors and numbers."""
     for name, part in parts.items():
         setattr(struct, name, part.handle if isinstance(part, Matrix) else pointer(part) if isinstance(part, Tensor) else part)
     return struct
@@ -219,15 +219,15 @@ def int32s(values: list[int]) -> Any:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows that so many take in a stack."""
+    """Rows that `num_rows` rows occupy in a stack."""
     return -(-num_rows // GROUP) * GROUP
 
 
 class Matrix:
-    """A packed weight matrix [rows, cols] of parts below one another, each in a format of its own (`FORMAT_NAMES`)."""
+    """A packed weight matrix [rows, cols] of stacked parts, each with its own format (`FORMAT_NAMES`)."""
 
     def __init__(self, parts: list[tuple[int, str]], cols: int) -> None:
-        """`parts`: rows and format of each; all but the last have whole groups of 16 rows."""
+        """`parts`: (rows, format) of each; all but the last have a multiple of 16 rows."""
         rows, self.formats = [rows for rows, _ in parts], [name for _, name in parts]
         numbers = int32s([FORMAT_NAMES.index(name) for name in self.formats])
         self._adopt(require().pn_matrix_new(len(parts), int32s(rows), numbers, cols), sum(rows), cols)
@@ -241,13 +241,13 @@ class Matrix:
         weakref.finalize(self, library.pn_matrix_free, handle)
 
     def fill(self, first_row: int, source: Tensor, format: str | None = None) -> None:
-        """Put rows of one part at `first_row` and behind: dense [n, cols], or uint8 blocks [n, bytes] in the part's format."""
+        """Set rows of one part from `first_row` on: dense [n, cols], or uint8 blocks [n, bytes] in the part's format."""
         source = source.contiguous()
         given = FORMAT_NAMES.index(format or str(source.dtype).removeprefix("torch."))
         check(require().pn_matrix_fill(self.handle, first_row, source.shape[0], given, source.data_ptr()))
 
     def rows_of(self, ids: list[int], dtype: torch.dtype) -> Tensor:
-        """Rows [n, cols] in `dtype`: an embedding."""
+        """Rows [n, cols] in `dtype`, as an embedding."""
         out = torch.empty(len(ids), self.cols)
         check(require().pn_matrix_rows(self.handle, int32s(ids), len(ids), FORMATS[dtype], out.data_ptr()))
         return out.to(dtype)
@@ -260,7 +260,7 @@ class Matrix:
         return part
 
     def multiply(self, x_TD: Tensor, dtype: torch.dtype) -> Tensor:
-        """x W^T as float32 [T, rows], x rounded to `dtype` first."""
+        """x W^T as float32 [T, rows]; x is rounded to `dtype` first."""
         x_TD = x_TD.float().contiguous()
         out = torch.empty(x_TD.shape[0], self.rows)
         arguments = (self.handle, FORMATS[dtype], x_TD.data_ptr(), x_TD.shape[0], out.data_ptr())
@@ -269,7 +269,7 @@ class Matrix:
 
 
 class Model:
-    """A model of the library and everything it borrows. `config.layers` and its arrays must be set; see `native/api.h`."""
+    """A model of the library, with references to all memory it uses. `config.layers` must be set; see `native/api.h`."""
 
     def __init__(self, config: CConfig, keep: list[object]) -> None:
         library = require()
@@ -284,26 +284,26 @@ class Model:
         check(self._forward(self.handle, byref(cache), byref(work)))
 
     def keep(self, cache: CCache, row: int, start: int, slots: list[int]) -> None:
-        """Position start + i of the row becomes what stands at start + slots[i], in all layers."""
+        """Copy the entries at start + slots[i] of the row to start + i, in all layers."""
         check(
             require().pn_keep(self.handle, byref(cache), 1, int32s([row]), int32s([start]), int32s([len(slots)]), int32s(slots))
         )
 
     def inject(self, cache: CCache, rows: list[int], starts: list[int], counts: list[int], features: Tensor) -> None:
-        """Keys and values of all layers from features [T, F] in the model's dtype, behind `starts`."""
+        """Write keys and values of all layers after `starts`, from features [T, F] in the model's dtype."""
         arrays = (int32s(rows), int32s(starts), int32s(counts))
         check(require().pn_inject(self.handle, byref(cache), len(rows), *arrays, pointer(features)))
 
 
 class Buffers:
-    """A pass and the arrays it points to, kept from one pass to the next: to make them anew takes longer than to fill them."""
+    """A pass struct and its arrays, reused between passes: allocating them takes longer than filling them."""
 
     def __init__(self) -> None:
         self.work = CPass()
         self._arrays: dict[str, Any] = {}
 
     def room(self, name: str, size: int) -> Any:
-        """The array behind this field, for at least `size` numbers."""
+        """The array of this field, for at least `size` numbers."""
         array = self._arrays.get(name)
         if array is None or len(array) < size:
             array = self._arrays[name] = (c_int32 * max(size, 64))()
@@ -315,7 +315,7 @@ class Buffers:
             self.room(name, len(numbers))[: len(numbers)] = numbers
 
     def fill_or_null(self, name: str, numbers: list[int] | None) -> None:
-        """As `fill`; the library sees null in place of None."""
+        """Like `fill`; None sets a null pointer."""
         if numbers is None:
             setattr(self.work, name, None)
             return
@@ -324,7 +324,7 @@ class Buffers:
 
 
 def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
-    """The token that `uniform` in [0, 1) chooses of a request's distribution; float32 [V], contiguous, on the CPU."""
+    """The token selected by `uniform` in [0, 1) from a request's distribution; float32 [V], contiguous, on CPU."""
     given = (params.temperature, params.min_p, params.top_k, params.top_p, uniform)
     token = require().pn_draw(pointer(logits_V), len(logits_V), *given)
     check(min(token, 0))
@@ -332,7 +332,7 @@ def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
 
 
 def top_logprobs(logits_KV: Tensor, count: int, inverse_temperature: float) -> tuple[list[list[int]], list[list[float]]]:
-    """The `count` likeliest tokens of each row and their log-probabilities; float32 [K, V], contiguous, on the CPU."""
+    """The `count` most probable tokens of each row and their log-probabilities; float32 [K, V], contiguous, on CPU."""
     rows, size = logits_KV.shape
     ids, logprobs = (c_int32 * (rows * count))(), (c_float * (rows * count))()
     check(require().pn_likeliest(pointer(logits_KV), rows, size, count, inverse_temperature, ids, logprobs))
@@ -341,13 +341,14 @@ def top_logprobs(logits_KV: Tensor, count: int, inverse_temperature: float) -> t
 
 
 class Picker:
-    """DFlash 2's selector in one call: a drafter's codebooks and gate, and what they make of a pass."""
+    """DFlash 2's selector in one native call: holds a drafter's codebooks and gate, and scores candidates."""
 
     def __init__(
         self, count: int, books: tuple[Tensor, Tensor], gate: Matrix, dtype: torch.dtype, ids_V: Tensor | None
     ) -> None:
-        """`count` candidates a slot. Codebooks of predecessors and successors [vocabulary, rank], both float32 or bfloat16.
-        `gate` [rank, D] in `dtype`. ids_V int32: the token of each column of the logits; None: they are the columns."""
+        """`count`: candidates per draft position. Codebooks of predecessors and successors [vocabulary, rank], both float32 or
+        bfloat16. `gate` [rank, D] in `dtype`. ids_V int32: token of each column of the logits; None: the columns are the
+        tokens."""
         self.count, self._keep = count, (books, gate, ids_V)
         (vocabulary, rank), predecessors, successors = books[0].shape, pointer(books[0]), pointer(books[1])
         self._call, self._pick = require().pn_pick, CPick(vocabulary=vocabulary, rank=rank, dtype=FORMATS[dtype])
@@ -355,10 +356,10 @@ class Picker:
         filled(self._pick, {"gate": gate, "token_of": ids_V, **numbers})
 
     def pick(self, anchors: list[int], logits_BKV: Tensor, hidden_BKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each slot the `count` likeliest columns and their tokens, int32 [B, K, M], and their scores behind each candidate
-        of the slot before, or behind the anchor in the first, [B, K, M, M].
+        """(columns, tokens, scores): the `count` most probable columns at each draft position and their tokens, int32 [B, K,
+        M], and their scores after each candidate of the previous position, or after the last verified token, [B, K, M, M].
 
-        logits_BKV float32, contiguous; hidden_BKD in the gate's dtype, the slots of a row side by side.
+        logits_BKV float32, contiguous; hidden_BKD in the gate's dtype, contiguous within a row.
         """
         num_rows, slots, size = logits_BKV.shape
         assert hidden_BKD.stride()[1:] == (hidden_BKD.shape[2], 1)
@@ -375,16 +376,16 @@ class Picker:
 
 
 def walk(scores_KMM: Tensor, inverse_temperature: float) -> tuple[list[int], list[float]]:
-    """Places of the largest scores, each behind the one before it, and their log-probabilities in
-    softmax(scores * inverse_temperature); a score that is not finite ends them. float32, contiguous, on the CPU."""
+    """Indices of the largest scores, each given the previous one, and their log-probabilities in softmax(scores *
+    inverse_temperature); a non-finite score ends the walk. float32, contiguous, on CPU."""
     slots, count, _ = scores_KMM.shape
     places, logprobs = (c_int32 * slots)(), (c_double * slots)()
-    found = require().pn_walk(pointer(scores_KMM), slots, count, inverse_temperature, places, logprobs)
-    return places[:found], logprobs[:found]
+    num_places = require().pn_walk(pointer(scores_KMM), slots, count, inverse_temperature, places, logprobs)
+    return places[:num_places], logprobs[:num_places]
 
 
 def use(isa: str) -> None:
-    """Run on this instruction set from here on. Raises NativeError when library or processor lack it."""
+    """Use this instruction set from now on. Raises NativeError if library or processor lack it."""
     library = require()
     if library.pn_use(isa.encode()) != 0:
         known = ", ".join(each for each in library.pn_available().decode().split(",") if "emulated" not in each)
@@ -392,7 +393,7 @@ def use(isa: str) -> None:
 
 
 def set_threads(num_threads: int) -> None:
-    """Threads of the library's pool, the caller's included."""
+    """Set the size of the library's thread pool, including the calling thread."""
     check(require().pn_set_threads(num_threads))
 
 

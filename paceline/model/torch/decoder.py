@@ -292,8 +292,8 @@ def build_layers(
     make_layer: Callable[[int, dict[str, AnyWeight]], AnyLayer],
     make_other: Callable[[str, AnyWeight], Any],
 ) -> tuple[list[AnyLayer], dict[str, Any]]:
-    """Layers, each made of its tensors by their names within it as soon as they are all there, so that nothing is held twice;
-    and what is made of every other tensor, by its name."""
+    """(layers, other tensors by name). Builds each layer from its tensors, by their names within it, as soon as all are there,
+    so that nothing is in memory twice."""
     sizes = [len(layer_shapes(config, index)) for index in range(config.num_layers)]
     waiting: dict[int, dict[str, AnyWeight]] = {}
     layers: dict[int, AnyLayer] = {}

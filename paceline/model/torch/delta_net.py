@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from paceline.model.config.decoder import DecoderConfig
 from paceline.model.layout import DELTA_NORM, NORMS, delta_apart
-from paceline.model.torch.delta_cache import DeltaMemory, FixedStage, Commit, Stage
+from paceline.model.torch.delta_cache import Commit, DeltaMemory, FixedStage, Stage
 from paceline.model.torch.experts import Experts
 from paceline.model.torch.kernels import delta as kernels
 from paceline.model.torch.kernels.delta import DeltaWeights

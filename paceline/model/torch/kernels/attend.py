@@ -1,8 +1,8 @@
-"""Attention of recorded passes over the cache's own lengths: a Triton kernel on CUDA, and its PyTorch twin.
+"""Attention of recorded passes with lengths on the device: a Triton kernel on CUDA, and an equivalent PyTorch function (twin).
 
-A pass brings J tokens to each of the cache rows 0..B-1. Lengths, and which of its row's new tokens each token sees, are
-read on the device, so that one recorded pass serves every length and the work follows the real one. The kernel splits
-the positions of each row among programs and adds up their parts (Flash-Decoding).
+A pass has J tokens for each of the cache rows 0..B-1. Lengths and visibility among new tokens are read on the device, so that
+one recorded pass serves every length and does work proportional to it. The kernel splits each row's positions among programs
+and combines their partial results (Flash-Decoding).
 """
 
 from __future__ import annotations
@@ -18,38 +18,37 @@ from paceline.model.torch.attention import PLAIN, Scores, attend_rows
 from paceline.model.torch.kernels import available
 
 MOST_BITS = 32
-"""Most tokens of a row whose relation is given as bits."""
+"""Maximum tokens per row whose visibility is given as bits."""
 PROGRAMS = 264
-"""Programs to make at least: two for each multiprocessor of an H100."""
+"""Minimum number of programs: two per multiprocessor of an H100."""
 H100_SHARED = 227 * 1024
 MOST_POSITIONS = 2048
-"""Positions of a row that one program walks at most, however many rows there are."""
+"""Maximum positions of a row per program, for any number of rows."""
 CHUNK = 32
-"""Splits that are added up at a time."""
+"""Splits that are combined at a time."""
 _LOADED = 64 * 128
-"""Elements of a block of keys, and of one of values."""
+"""Elements of a block of keys, and of a block of values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sight:
-    """Which cache positions the tokens of a pass see, on the device: all before their row's start, and of the J new
-    ones those that `bits_BJ` names, else those up to themselves, else all. Nobody sees new tokens behind the row's
-    own count."""
+    """Cache positions that the tokens of a pass attend to, on the device: all before their row's start and, of the J new
+    tokens, those in `bits_BJ`, or causally earlier ones, or all. New tokens beyond the row's own count are never visible."""
 
     starts_B: Tensor
     counts_B: Tensor
     count: int
-    """J, tokens of each row with those that pad it."""
+    """J, tokens per row including padding."""
     window: int | None = None
-    """Positions that a token sees, itself included, back from its own; the other way too where it sees that far."""
+    """Window size in positions, including the token's own; also limits later positions if they are visible."""
     is_causal: bool = True
     depths_BJ: Tensor | None = None
-    """Positions of the new tokens behind their row's start; None: one behind another."""
+    """Depth of each new token, counted from its row's start; None: 0, 1, 2, ..."""
     bits_BJ: Tensor | None = None
-    """Bit i: the token sees new token i of its row. With `depths_BJ`, for up to MOST_BITS tokens."""
+    """Bit i: the token attends to new token i of its row. Used with `depths_BJ`, for up to MOST_BITS tokens."""
 
     def mask(self, length: int) -> Tensor:
-        """Which of the first `length` positions each token sees, bool [B, J, length]."""
+        """Mask of the first `length` positions for each token, bool [B, J, length]."""
         slot_J = torch.arange(self.count, device=self.starts_B.device)
         place_BS = torch.arange(length, device=self.starts_B.device) - self.starts_B[:, None]
         at_BS = place_BS.clamp(0, self.count - 1)
@@ -67,11 +66,11 @@ class Sight:
 
 
 def twin(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores = PLAIN) -> Tensor:
-    """As `attend`, by masked products over all positions of the cache."""
+    """`attend` in PyTorch, by masked products over all cache positions."""
     seen_BJS = sight.mask(keys.shape[2])
     mask = torch.zeros(seen_BJS.shape, dtype=keys.dtype, device=keys.device).masked_fill_(~seen_BJS, float("-inf"))
     mask_B1TS = mask.repeat(1, query_THD.shape[1] // keys.shape[1], 1)[:, None]
-    # Where dead positions hold NaN, masks do not hide it; and a token that sees nothing is 0 / 0.
+    # A mask does not remove NaN in unused positions, and a token without visible keys would be 0 / 0.
     dead_B1S1 = ~seen_BJS.any(1)[:, None, :, None]
     keys, values = (cache[: len(mask)].masked_fill(dead_B1S1, 0.0) for cache in (keys, values))
     out_TX = attend_rows(query_THD, keys, values, mask_B1TS, scores)
@@ -81,8 +80,8 @@ def twin(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: 
 def attend(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores = PLAIN) -> Tensor:
     """Attention output [B * J, heads * head_dim] of queries [B * J, heads, head_dim], row after row.
 
-    keys, values: one layer of the cache, [rows, kv_heads, positions, head_dim], new tokens already written; rows 0..B-1
-    are read. A token that sees no position gives zeros.
+    keys, values: one layer of the cache, [rows, kv_heads, positions, head_dim], with new tokens already written; rows 0..B-1
+    are read. A token without visible positions yields zeros.
     """
     if not available.can_use(query_THD.device):
         return twin(query_THD, keys, values, sight, scores)
@@ -91,10 +90,10 @@ def attend(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Sizes of the kernel's blocks, for one shape of a pass."""
+    """Block sizes of the kernel for one shape of pass."""
 
     members: int
-    """Stacked queries of a program: BLOCK_M."""
+    """Stacked queries per program: BLOCK_M."""
     keys: int
     channels: int
     warps: int
@@ -102,9 +101,9 @@ class Tiles:
 
     @classmethod
     def of(cls, group: int, count: int, head_dim: int, dtype: torch.dtype, shared: int = H100_SHARED) -> Tiles:
-        """`shared`: bytes of shared memory that a program may use."""
+        """Choose block sizes. `shared`: bytes of shared memory per program."""
         channels, stacked = max(16, _power_of_2(head_dim)), max(16, _power_of_2(group * count))
-        if dtype.itemsize > 2:  # products of float32 run without tensor cores, from registers
+        if dtype.itemsize > 2:  # float32 products run without tensor cores, from registers
             return cls(min(stacked, 32), 32, channels, warps=4, stages=1)
         keys = min(64, max(32, _LOADED // channels))
         sizes = [(members, stages) for members in (128, 64, 32, 16) for stages in (3, 2)]
@@ -114,11 +113,11 @@ class Tiles:
         return cls(members, keys, channels, warps=8 if members > 64 else 4, stages=stages)
 
     def splits(self, pairs: int, stacked: int, positions: int) -> int:
-        """How many programs share the positions of one row and key head, of `pairs` of them."""
+        """Number of programs that share the positions of one (row, key head) pair; `pairs`: number of such pairs."""
         programs = pairs * -(-stacked // self.members)
-        # Not all rows of many are long, or in use: none should wait for one that a single program walks.
-        wanted = max(PROGRAMS // programs, -(-positions // MOST_POSITIONS))
-        return max(1, min(wanted, -(-positions // self.keys)))
+        # Rows differ in length and may be idle: a single program must not walk a long row alone.
+        num_splits = max(PROGRAMS // programs, -(-positions // MOST_POSITIONS))
+        return max(1, min(num_splits, -(-positions // self.keys)))
 
 
 def _power_of_2(number: int) -> int:
@@ -127,12 +126,12 @@ def _power_of_2(number: int) -> int:
 
 @cache
 def _shared_bytes(device: torch.device) -> int:
-    """Bytes of shared memory that a program may use; an H100's where there is no card, as under Triton's interpreter."""
+    """Bytes of shared memory per program; an H100's if there is no GPU, as under Triton's interpreter."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else H100_SHARED
 
 
 def run_kernels(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores) -> Tensor:
-    """As `attend`, by the kernels."""
+    """`attend` with the Triton kernels."""
     from paceline.model.torch.kernels.triton import attend as attend_triton
 
     launched: Any = attend_triton

@@ -1,4 +1,4 @@
-"""Tells where the Triton kernels run: on NVIDIA cards of Ampere or later, where Triton can compile and start one."""
+"""Decides where the Triton kernels run: NVIDIA GPUs of Ampere or later on which Triton can compile and start a kernel."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 log = logging.getLogger("paceline.model")
 LEAST_CAPABILITY = (8, 0)
-"""Older cards have no products in bfloat16."""
+"""Older GPUs have no bfloat16 products."""
 OVERLAPPING_CAPABILITY = (9, 0)
-"""From Hopper on a kernel's programs may start before the kernel before has ended."""
+"""From Hopper on, a kernel's programs may start before the previous kernel has ended."""
 
 
 def can_use(device: torch.device | str) -> bool:
-    """True if tensors on `device` can be given to the Triton kernels. Elsewhere PyTorch's operations run."""
+    """True if the Triton kernels can process tensors on `device`; otherwise PyTorch operations are used."""
     device = torch.device(device)
     if device.type != "cuda" or torch.version.hip or find_spec("triton") is None:
         return False
@@ -25,7 +25,7 @@ def can_use(device: torch.device | str) -> bool:
 
 @cache
 def overlap_options(device: torch.device) -> dict[str, bool]:
-    """Options of every launch on `device`: whether kernels start beside the one before (`triton/overlap.py`)."""
+    """Launch options for `device`: whether kernels may overlap with the previous one (`triton/overlap.py`)."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < OVERLAPPING_CAPABILITY:
         return {"OVERLAPS": False}
     return {"OVERLAPS": True, "launch_pdl": True}
@@ -33,8 +33,8 @@ def overlap_options(device: torch.device) -> dict[str, bool]:
 
 @cache
 def _starts_kernels(index: int) -> bool:
-    """True if Triton compiles and starts a kernel on this card. It comes with PyTorch's builds for CUDA, but needs a C
-    compiler, Python's headers and a folder for its cache beside it."""
+    """True if Triton compiles and starts a kernel on this GPU. It is part of PyTorch's CUDA builds, but also needs a C
+    compiler, Python's headers and a cache folder."""
     if torch.cuda.get_device_capability(index) < LEAST_CAPABILITY:
         return False
     try:

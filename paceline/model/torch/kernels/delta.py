@@ -1,7 +1,7 @@
 """Gated delta nets in passes of fixed shape: Triton kernels that read lengths on the device.
 
-The twin is `paceline.model.torch.delta_net.DeltaNet` itself, over a stage of the greatest lengths (`FixedStage.whole`). Kernels
-add up in another order; they compute in float32 and round to the dtype where the twin does.
+Their PyTorch equivalent is `paceline.model.torch.delta_net.DeltaNet` with a stage of maximum lengths (`FixedStage.whole`).
+Kernels sum in another order; they compute in float32 and round to the dtype at the same points.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from paceline.model.torch.delta_cache import DeltaMemory, FixedStage
 from paceline.model.torch.kernels.layer import check_contiguous, next_power
 
 _TILE = 32
-"""Values of a head that one program computes."""
+"""Values of a head per program."""
 _KEYS = 16
-"""Numbers of keys that `recur` multiplies at a time."""
+"""Key channels that `recur` multiplies at a time."""
 
 
 class DeltaWeights(NamedTuple):
     """Small weights of a layer, float32."""
 
     kernel_KX: Tensor
-    """Of the convolution, the newest input last."""
+    """Convolution weights, the newest input last."""
     rate_H: Tensor
     step_H: Tensor
     norm_V: Tensor
@@ -40,10 +40,10 @@ def recur(
     eps: float,
     unit_eps: float,
 ) -> Tensor:
-    """Gated outputs [T, values] of the fused product of a layer's inputs, in four launches; state and trail go on.
+    """Gated outputs [T, values] from the fused product of a layer's inputs, in four launches; updates state and pending window.
 
-    fused_TX: inputs of the convolution, gates, and each head's logits of beta and steps of decay, side by side. eps: of the
-    output's norm; unit_eps: of the length of queries and keys. Tokens that do not count get zeros.
+    fused_TX: concatenated convolution inputs, gates, and each head's logits of beta and steps of decay. eps: for the output
+    norm; unit_eps: for the normalisation of queries and keys. Padding tokens yield zeros.
     """
     check_contiguous(fused_TX, *weights, *memory.tensors(), stage.bits_BJ, stage.depths_BJ)
     num_rows, count = stage.bits_BJ.shape
@@ -52,7 +52,7 @@ def recur(
     kind = {"dtype": torch.float32, "device": fused_TX.device}
     query = torch.empty(len(fused_TX), shape.keys, **kind)
     value = torch.empty(len(fused_TX), shape.values, **kind)
-    found = torch.empty(len(fused_TX), shape.values, dtype=fused_TX.dtype, device=fused_TX.device)
+    outputs = torch.empty(len(fused_TX), shape.values, dtype=fused_TX.dtype, device=fused_TX.device)
     sizes, tile, slots = _constants(shape, room, count)
     pending = memory.keys_BNK, memory.changes_BNHV, memory.decays_BNH
     lengths = stage.gone_B, stage.held_B
@@ -75,7 +75,7 @@ def recur(
         "recur",
         (tiles, heads, num_rows),
         [
-            *(fused_TX, weights.rate_H, weights.step_H, memory.states_BHKV, *pending, query, value, found),
+            *(fused_TX, weights.rate_H, weights.step_H, memory.states_BHKV, *pending, query, value, outputs),
             *(stage.held_B, stage.counts_B, stage.bits_BJ, columns),
         ],
         **sizes,
@@ -83,16 +83,16 @@ def recur(
         **slots,
         num_warps=4,
     )
-    return _gated_norm(found, fused_TX, weights.norm_V, shape, eps)
+    return _gated_norm(outputs, fused_TX, weights.norm_V, shape, eps)
 
 
-def _gated_norm(found: Tensor, fused_TX: Tensor, norm_V: Tensor, shape: DeltaShape, eps: float) -> Tensor:
-    """Norms of the heads of `found` [T, values], times the activated gates of the fused product."""
-    heads, out = shape.num_value_heads, torch.empty_like(found)
+def _gated_norm(outputs: Tensor, fused_TX: Tensor, norm_V: Tensor, shape: DeltaShape, eps: float) -> Tensor:
+    """Norms of the heads of `outputs` [T, values], multiplied by the activated gates of the fused product."""
+    heads, out = shape.num_value_heads, torch.empty_like(outputs)
     _launch(
         "gated_norm",
         (len(fused_TX), heads),
-        [found, fused_TX, norm_V, out, fused_TX.shape[1], shape.channels, eps],
+        [outputs, fused_TX, norm_V, out, fused_TX.shape[1], shape.channels, eps],
         NUM_HEADS=heads,
         VALUE=shape.value_dim,
         BLOCK=next_power(shape.value_dim),
@@ -102,7 +102,7 @@ def _gated_norm(found: Tensor, fused_TX: Tensor, norm_V: Tensor, shape: DeltaSha
 
 
 def _constants(shape: DeltaShape, room: int, count: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Sizes that all kernels know, those of one tile of a state, and those of the pass."""
+    """(sizes for all kernels, sizes of one tile of a state, sizes of the pass)."""
     sizes = {
         "ROOM": room, "BLOCK_R": max(16, next_power(room)), "NUM_KEY_HEADS": shape.num_key_heads,
         "NUM_HEADS": shape.num_value_heads, "KEY": shape.key_dim, "VALUE": shape.value_dim,
@@ -112,7 +112,7 @@ def _constants(shape: DeltaShape, room: int, count: int) -> tuple[dict[str, int]
 
 
 def _launch(kernel: str, grid: tuple[int, ...], args: list[Tensor | float], **constants: int) -> None:
-    """Launches a kernel of `delta_triton` on the device of its first argument; a grid without programs is none."""
+    """Launch a kernel of `triton/delta.py` on the device of its first argument, unless the grid is empty."""
     from paceline.model.torch.kernels.triton import delta as delta_triton
 
     first = args[0]

@@ -1,8 +1,8 @@
-"""Mixtures of experts in passes of fixed shape: routing and products without reading anything on the host.
+"""Mixtures of experts in passes of fixed shape: routing and products without device-to-host copies.
 
-On CUDA kernels of `model/torch/kernels/triton/experts.py` compute only the experts that tokens chose, each of whose
-matrices is read once for up to FEW tokens. Their PyTorch twins compute all experts for all tokens. A token's experts
-come in ascending order and are summed in it, so that the same pass has the same bits twice.
+On CUDA, kernels of `model/torch/kernels/triton/experts.py` compute only the selected experts and read each of their matrices
+once for up to FEW tokens. Their PyTorch twins compute all experts for all tokens. A token's experts are summed in ascending
+order, so that results are reproducible bit by bit.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from torch import Tensor
 from paceline.model.torch.kernels.layer import check_contiguous, next_power
 
 FEW = 16
-"""Tokens up to which an expert finds its own without a list: all of them are one block of a product."""
+"""Maximum tokens for which an expert finds its tokens without a list; they are one block of a product."""
 _BUSY = 512
-"""Programs that fill a card: with fewer of them, tiles become smaller."""
+"""Programs needed to fill a GPU; with fewer, tiles become smaller."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertStack:
-    """Matrices of all experts of a layer; outputs of gates before those of the other half."""
+    """Matrices of all experts of a layer; the gates' outputs come first in `gate_up_EXD`."""
 
     gate_up_EXD: Tensor
     down_EDI: Tensor
     gate_up_bias_EX: Tensor | None
     down_bias_ED: Tensor | None
     activation: str
-    """As in DecoderConfig; the last two belong to clamped_swiglu."""
+    """See DecoderConfig; `limit` and `alpha` belong to clamped_swiglu."""
     limit: float
     alpha: float
 
 
 def route_twin(logits_TE: Tensor, per_token: int, is_normed: bool, live_T: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Shares [T, K] in float32 of the K experts with the largest logits, and their numbers [T, K] in ascending order.
+    """(weights [T, K] in float32 of the K experts with the largest logits, their indices [T, K] in ascending order).
 
-    is_normed: the shares of a token add up to one. A token that is not live gets -1 for each expert.
+    is_normed: a token's weights sum to one. A padding token gets -1 for each expert.
     """
     weights_TK, chosen_TK = logits_TE.softmax(-1, torch.float32).topk(per_token, dim=-1)
     if is_normed:
@@ -70,7 +70,7 @@ def route(logits_TE: Tensor, per_token: int, is_normed: bool, live_T: Tensor | N
 
 
 def mix_twin(inputs_TD: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
-    """Weighted sum [T, D] of the outputs of each token's experts, in the inputs' dtype; zeros where -1 is chosen."""
+    """Weighted sum [T, D] of the outputs of each token's experts, in the inputs' dtype; zeros for index -1."""
     outputs_ETD = torch.stack([expert(inputs_TD) for expert in experts])
     token_T = torch.arange(len(inputs_TD), device=inputs_TD.device)
     summed_TD = torch.zeros(outputs_ETD.shape[1:], dtype=torch.float32, device=inputs_TD.device)
@@ -87,9 +87,9 @@ def mix(
     chosen_TK: Tensor,
     shared: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`mix_twin` in three launches, for more than FEW tokens in four.
+    """`mix_twin` in three launches, or four for more than FEW tokens.
 
-    shared: an output [T, D] that is added, and gates [T, 1] by whose sigmoid it is multiplied.
+    shared: (an additional output [T, D], gates [T, 1] of which the sigmoid is applied to it).
     """
     check_contiguous(inputs_TD, weights_TK, chosen_TK)
     (num_tokens, hidden), per_token, device = inputs_TD.shape, chosen_TK.shape[1], inputs_TD.device
@@ -124,21 +124,21 @@ def mix(
 
 
 class _Pairs(NamedTuple):
-    """Pairs of a token and an expert, and how programs share them."""
+    """(token, expert) pairs and their distribution among programs."""
 
     chosen_TK: Tensor
     lists: Tensor
     counts: Tensor
     num_tokens: int
     slots: int
-    """Programs beside one another: one for each pair, or for each expert."""
+    """Number of program groups: one per pair or per expert."""
     block_t: int
     has_lists: bool
     is_by_pair: bool
 
 
 def _multiply(inputs: Tensor, stack: ExpertStack, pairs: _Pairs, size: int, *, is_up: bool) -> Tensor:
-    """Products [pairs, size] of the inputs with the first matrix of their experts, activated, or with the second."""
+    """Products [pairs, size] of the inputs with their experts' first matrix, activated, or with the second."""
     per_token, num_pairs = pairs.chosen_TK.shape[1], pairs.chosen_TK.numel()
     weight, bias = (stack.gate_up_EXD, stack.gate_up_bias_EX) if is_up else (stack.down_EDI, stack.down_bias_ED)
     block_n = 32 if pairs.block_t <= 32 else 64
@@ -171,7 +171,7 @@ def _multiply(inputs: Tensor, stack: ExpertStack, pairs: _Pairs, size: int, *, i
 
 
 def _launch(kernel: str, grid: tuple[int, ...], args: list[Tensor | float], **constants: int | str) -> None:
-    """Launches a kernel of `experts_triton` on the device of its first argument; a grid without programs is none."""
+    """Launch a kernel of `triton/experts.py` on the device of its first argument, unless the grid is empty."""
     from paceline.model.torch.kernels.triton import experts as experts_triton
 
     first = args[0]

@@ -1,8 +1,8 @@
 """Small operations of a decoder layer in one launch each, on CUDA: residual addition and norms, heads, gated product.
 
-Each function launches a kernel of `model/torch/kernels/triton/layer.py`. Its PyTorch twin beside it is the reference.
-Kernels round to the tensors' dtype where the twin does; sums of squares are added in another order, and exponentials
-differ in the last bits of float32. They have no gradients.
+Each function launches a kernel of `model/torch/kernels/triton/layer.py`; its PyTorch twin is the reference. Kernels round to
+the tensors' dtype at the same points; sums of squares use another order, and exponentials differ in the last bits of float32.
+They have no gradients.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch.nn import functional as F
 from paceline.model.torch.kernels import available
 
 GATED = ("silu", "gelu_tanh")
-"""Activations that `gated` has."""
+"""Activations that `gated` supports."""
 _BLOCK = 1024
-"""Columns of one program of the gated product."""
+"""Columns per program of the gated product."""
 
 
 class NormWeight(NamedTuple):
-    """An RMS norm over the last dimension."""
+    """Parameters of an RMSNorm over the last dimension."""
 
     weight: Tensor
     eps: float
     is_wide: bool = False
-    """True if the normed values are multiplied by the weight in float32, before they are rounded to the dtype."""
+    """True if values are multiplied by the weight in float32, before rounding to the dtype."""
 
 
 class Places(NamedTuple):
@@ -38,22 +38,22 @@ class Places(NamedTuple):
 
 
 def can_run(tensor: Tensor) -> bool:
-    """True if the kernels take this tensor: on CUDA with Triton, and no gradient is wanted."""
+    """True if the kernels can process this tensor: on CUDA with Triton, without gradients."""
     return available.can_use(tensor.device) and not (tensor.requires_grad and torch.is_grad_enabled())
 
 
 def rms_norm_twin(inputs: Tensor, norm: NormWeight, dtype: torch.dtype) -> Tensor:
-    """RMS norm in PyTorch, in `dtype`."""
+    """RMSNorm in PyTorch, in `dtype`."""
     return weighted(normed(inputs, norm), norm, dtype)
 
 
 def normed(inputs: Tensor, norm: NormWeight) -> Tensor:
-    """`rms_norm_twin` before the product with the weight: in float32 if the norm is wide."""
+    """`rms_norm_twin` before multiplication by the weight; float32 if the norm is wide."""
     return F.rms_norm(inputs.float() if norm.is_wide else inputs, inputs.shape[-1:], eps=norm.eps)
 
 
 def weighted(normed: Tensor, norm: NormWeight, dtype: torch.dtype) -> Tensor:
-    """Product of normed values with the norm's weight, in `dtype`."""
+    """Normed values multiplied by the norm's weight, in `dtype`."""
     return (normed * norm.weight).to(dtype) if norm.is_wide else normed.to(dtype) * norm.weight
 
 
@@ -68,7 +68,7 @@ def rms_norm(inputs: Tensor, norm: NormWeight, dtype: torch.dtype) -> Tensor:
 def add_norm_twin(
     hidden_TD: Tensor, update_TD: Tensor, update_norm: NormWeight | None, norm: NormWeight | None, scale: float
 ) -> Tensor | None:
-    """Adds scale * update_norm(update) to `hidden_TD` in place; returns norm(hidden), both without a norm that is None."""
+    """Add scale * update_norm(update) to `hidden_TD` in place; returns norm(hidden). A norm that is None is skipped."""
     normed_TD = update_TD if update_norm is None else rms_norm_twin(update_TD, update_norm, update_TD.dtype)
     hidden_TD.add_(normed_TD, alpha=scale)
     return None if norm is None else rms_norm_twin(hidden_TD, norm, update_TD.dtype)
@@ -93,7 +93,7 @@ def _launch_norm(
     scale: float,
     has_update: bool = False,
 ) -> None:
-    """Pointers that are not needed are those of `hidden`."""
+    """Launch the kernel; unused pointers are those of `hidden`."""
     size = hidden.shape[-1]
     check_contiguous(hidden)
     unused = NormWeight(hidden, 0.0)
@@ -124,12 +124,12 @@ def heads(
     tables: tuple[Tensor, Tensor] | None,
     is_whole: bool = False,
 ) -> Tensor:
-    """Queries [T, num_heads, size] of a fused product, normed and rotated; keys and values go into the cache.
+    """Queries [T, num_heads, size] of a fused product, normed and rotated; writes keys and values to the cache.
 
-    fused_TX: heads of queries, keys and values side by side, and what else is behind them. keys, values: a layer of the
-    cache [rows, kv_heads, positions, size]. norm: one weight row for each query and key head; `is_whole`: over all queries
-    together, and over all keys. tables: cosines and signed sines of the tokens' positions (`Rope.tables`).
-    The twin is `paceline.model.torch.heads.heads_twin`.
+    fused_TX: heads of queries, keys and values, then any other columns. keys, values: a layer of the cache [rows, kv_heads,
+    positions, size]. norm: one weight row per query and key head; `is_whole`: one norm over all queries and one over all keys.
+    tables: cosines and signed sines of the tokens' positions (`Rope.tables`). The twin is
+    `paceline.model.torch.heads.heads_twin`.
     """
     _, num_kv_heads, _, size = keys.shape
     rotary = 0 if tables is None else tables[0].shape[-1]
@@ -178,19 +178,19 @@ def gated(gate_up_TX: Tensor, activation: str) -> Tensor:
 
 
 def check_contiguous(*tensors: Tensor) -> None:
-    """Raises ValueError for a tensor that kernels would read in the wrong order."""
+    """Raises ValueError for a tensor that is not contiguous."""
     for tensor in tensors:
         if not tensor.is_contiguous():
             raise ValueError(f"a kernel's input must be contiguous, not {tuple(tensor.shape)} with strides {tensor.stride()}")
 
 
 def next_power(size: int) -> int:
-    """The least power of two that is at least `size`."""
+    """The smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
 
 
 def _launch(kernel: str, grid: tuple[int, ...], args: list[Tensor | float], **constants: int) -> None:
-    """Launches a kernel of `layer_triton` on the device of its first argument; a grid without programs is none."""
+    """Launch a kernel of `triton/layer.py` on the device of its first argument, unless the grid is empty."""
     from paceline.model.torch.kernels.triton import layer as layer_triton
 
     first = args[0]

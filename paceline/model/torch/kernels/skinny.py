@@ -1,7 +1,7 @@
-"""Products of a few tokens with a matrix, on CUDA: as fast as the memory gives the matrix, where cuBLAS is not.
+"""Products of a few tokens with a matrix on CUDA, limited only by reading the matrix, unlike cuBLAS's.
 
-Each function launches the kernel of `model/torch/kernels/triton/skinny.py`; its twin is PyTorch's product. Sums have
-another order, so that results differ from the twin's in the last bits, and one token's from those of several.
+Each function launches the kernel of `model/torch/kernels/triton/skinny.py`; its twin is PyTorch's product. Sums use another
+order, so results differ from the twin's in the last bits, and one token's from those of several.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from paceline.model.torch.kernels import available
 from paceline.model.torch.kernels.layer import GATED, gated_twin
 
 MOST_TOKENS = 16
-"""With more a product has enough work for cuBLAS to win."""
+"""With more tokens cuBLAS is faster."""
 
 
 class Tile(NamedTuple):
-    """What one program reads at a time, of a matrix [rows, columns]."""
+    """Part of a matrix [rows, columns] that one program reads at a time."""
 
     rows: int
     columns: int
@@ -34,12 +34,11 @@ TILES = {
     (False, False): Tile(16, 256, 2, 4),
     (False, True): Tile(16, 256, 4, 4),
 }
-"""By whether there is one token, and whether the product is gated; the best of five to seven each on an H100
-(docs/project/log/2026-11.md)."""
+"""Tile by (single token, gated product); the best of five to seven candidates each on an H100 (docs/project/log/2026-11.md)."""
 
 
 def tile_of(num_tokens: int, size: int, inner: int, is_gated: bool) -> Tile | None:
-    """The tile for a matrix [size, inner] (twice as many rows if gated); None where none divides it."""
+    """The tile for a matrix [size, inner] (twice as many rows if gated); None if no tile divides it."""
     tile = TILES[num_tokens == 1, is_gated]
     columns = tile.columns
     while columns >= 64 and inner % columns:
@@ -48,7 +47,7 @@ def tile_of(num_tokens: int, size: int, inner: int, is_gated: bool) -> Tile | No
 
 
 def can_run(inputs_TD: Tensor, weight: Tensor, is_gated: bool = False) -> bool:
-    """True if `skinny` takes these: few tokens, on CUDA with Triton, of one dtype, and no gradient is wanted."""
+    """True if `product` supports these inputs: few bfloat16 tokens on CUDA with Triton, without gradients."""
     num_tokens, (size, inner) = inputs_TD.numel() // inputs_TD.shape[-1], weight.shape
     return (
         0 < num_tokens <= MOST_TOKENS
@@ -60,14 +59,14 @@ def can_run(inputs_TD: Tensor, weight: Tensor, is_gated: bool = False) -> bool:
 
 
 def product_twin(inputs_TD: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
-    """inputs [..., D] times the matrix [N, D], and its bias. With `activation`, one of GATED: activation(gate) * partner of
-    both halves of the product."""
+    """inputs [..., D] times the matrix [N, D], plus its bias. With `activation`, one of GATED: activation(gate) * up for both
+    halves of the product."""
     product = F.linear(inputs_TD, weight, bias)
     return product if activation is None else gated_twin(product, activation)
 
 
 def product(inputs_TD: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
-    """`product_twin` in one launch, where `can_run` allows."""
+    """`product_twin` in one launch; requires `can_run`."""
     inputs_TD = inputs_TD.contiguous()
     num_tokens, (size, inner) = inputs_TD.numel() // inputs_TD.shape[-1], weight.shape
     size = size if activation is None else size // 2

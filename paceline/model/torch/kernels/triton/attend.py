@@ -1,7 +1,7 @@
-"""The Triton kernels of `model/torch/kernels/attend.py`: attention split over keys, and the sum of the splits (Flash-Decoding).
+"""Triton kernels of `model/torch/kernels/attend.py`: attention split over keys, and the combination of splits (Flash-Decoding).
 
-Queries that share a key head are stacked: member m of a row and key head is query head m % GROUP of slot m // GROUP.
-Scores are in base 2, so that weights are exp2 of them. Imported on the first use, as it needs Triton.
+Queries that share a key head are stacked: member m of a row and key head is query head m % GROUP of token m // GROUP. Scores
+are in base 2, so that weights are exp2 of them. Imported on first use, as they need Triton.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def attend_split(
     HAS_BITS: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the members of one row and key head, against one share of the positions that the row has."""
+    """One tile of the members of one row and key head, with one share of the row's positions."""
     overlap(OVERLAPS)
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     pair = tl.program_id(2)
@@ -64,7 +64,7 @@ def attend_split(
         if HAS_CAP:
             score_MN = cap * (2 * tl.sigmoid(score_MN * (2 / cap)) - 1)  # tanh
         score_MN *= LOG2_E
-        place = at - start  # among the row's own tokens, from 0 on
+        place = at - start  # index among the row's new tokens, negative before them
         seen = is_key[None, :] & (member >= 0)[:, None]
         if HAS_BITS:
             bit = tl.minimum(tl.maximum(place, 0), 31)
@@ -81,7 +81,7 @@ def attend_split(
             seen &= (distance < window) & (distance > -window)
         score_MN = tl.where(seen, score_MN, float("-inf"))
         larger = tl.maximum(largest, tl.max(score_MN, 1))
-        offset = tl.where(larger == float("-inf"), 0.0, larger)  # a member that sees no key yet
+        offset = tl.where(larger == float("-inf"), 0.0, larger)  # a member without a visible key yet
         weight_MN = tl.exp2(score_MN - offset[:, None])
         fade = tl.exp2(largest - offset)
         weight = weight * fade + tl.sum(weight_MN, 1)
@@ -94,7 +94,7 @@ def attend_split(
     one_at = (pair * total + member) * splits + split
     tl.store(maxima + one_at, largest, mask=is_member)
     tl.store(weights + one_at, weight, mask=is_member)
-    if first < last:  # combine_splits reads no sums of a split without keys
+    if first < last:  # combine_splits does not read the sums of a split without keys
         sum_at = ((pair * splits + split) * total + member) * HEAD
         tl.store(sums + sum_at[:, None] + channel, sum_MD, mask=is_member[:, None] & is_channel)
 
@@ -105,7 +105,7 @@ def combine_splits(
     GROUP: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One member of one row and key head: the sum of its splits. Zeros where it sees no key."""
+    """One member of one row and key head: the sum of its splits; zeros if it sees no key."""
     overlap(OVERLAPS)
     member, pair = tl.program_id(0), tl.program_id(1)
     row, kv_head = pair // kv_heads, pair % kv_heads

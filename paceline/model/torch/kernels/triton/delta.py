@@ -1,7 +1,7 @@
-"""Triton kernels of gated delta nets. `model/torch/kernels/delta.py` launches them; this module is imported only for that.
+"""Triton kernels of gated delta nets, imported only when `model/torch/kernels/delta.py` launches them.
 
-A row's trail holds its positions behind the state (`delta_cache.py`). Of these the first `gone` go into the state, `held`
-are left, and `count` new ones come behind them. Layouts are those of `DeltaMemory`, with one row after another.
+A row's pending window holds the positions after its state (`delta_cache.py`). Of these the first `gone` are committed to the
+state, `held` remain, and `count` new ones follow. Layouts are those of `DeltaMemory`, row after row.
 """
 
 import triton
@@ -14,8 +14,8 @@ def commit(
     ROOM: tl.constexpr, BLOCK_R: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One row, value head and tile of values: the state takes up positions; changes behind them move to the front.
-    Everything else that moves is left to `convolve`."""
+    """One row, value head and tile of values: commits positions to the state and moves the remaining changes to the front.
+    `convolve` moves all other tensors."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     gone = tl.load(gone_ptr + row).to(tl.int32)
     if gone > 0:
@@ -39,7 +39,7 @@ def commit(
         state_KV = tl.load(state_at, mask=mask_KV, other=0.0) * tl.exp(total)
         state_KV += tl.dot(tl.trans(keys_RK), changes_RV, input_precision="tf32x3")
         tl.store(state_at, state_KV, mask=mask_KV)
-        tl.debug_barrier()  # all threads have read what is written now
+        tl.debug_barrier()  # all threads have read before anything is overwritten
         tl.store(changes_ptr + change_at, moved_RV, mask=stays)
 
 
@@ -51,8 +51,8 @@ def convolve(
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr, BLOCK_W: tl.constexpr,
     COUNT: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """One head's channels of one row: what `settle` left moves to the front; then SiLU of the convolution, unit queries and
-    keys. New inputs and keys go into the trail."""
+    """One head's channels of one row: moves pending data that `commit` left to the front; then SiLU of the convolution, unit
+    queries and keys. Appends new inputs and keys to the pending window."""
     head, row = tl.program_id(1), tl.program_id(0).to(tl.int64)
     channels: tl.constexpr = 2 * NUM_KEY_HEADS * KEY + NUM_HEADS * VALUE
     width: tl.constexpr = TAPS - 1
@@ -77,13 +77,13 @@ def convolve(
         )  # fmt: skip
         decay_at = decays_ptr + (row * ROOM + place) * NUM_HEADS + value_head
         decays = tl.load(decay_at + gone * NUM_HEADS, mask=stays & is_value, other=0.0)
-        source = tap + gone  # of the window and the trail, one behind the other
+        source = tap + gone  # index into the window followed by the pending inputs
         is_tap = (tap < width)[:, None] & is_own
         old_WX = tl.load(windows_at + source[:, None] * channels, mask=is_tap & (source < width)[:, None], other=0.0)
         new_WX = tl.load(
             inputs_at + (source - width)[:, None] * channels, mask=is_tap & (source >= width)[:, None], other=0.0
         )  # fmt: skip
-        tl.debug_barrier()  # all threads have read what is written now
+        tl.debug_barrier()  # all threads have read before anything is overwritten
         tl.store(inputs_at + place[:, None] * channels, moved_RX, mask=stays_RX)
         tl.store(key_at + place[:, None] * (NUM_KEY_HEADS * KEY), keys_RK, mask=stays_RX & is_key)
         tl.store(decay_at, decays, mask=stays & is_value)
@@ -134,9 +134,10 @@ def recur(
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     COUNT: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """One row, value head and tile of values: outputs of the new tokens; their changes and decays go into the trail.
+    """One row, value head and tile of values: outputs of the new tokens; appends their changes and decays to the pending
+    window.
 
-    Zeros for tokens that do not count.
+    Padding tokens yield zeros.
     """
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     held, count = tl.load(held_ptr + row).to(tl.int32), tl.load(counts_ptr + row).to(tl.int32)
@@ -169,7 +170,7 @@ def recur(
     found_JR = tl.zeros([BLOCK_J, BLOCK_R], tl.float32)
     known_JJ = tl.zeros([BLOCK_J, BLOCK_J], tl.float32)
     found_JJ = tl.zeros([BLOCK_J, BLOCK_J], tl.float32)
-    for begin in range(0, KEY, BLOCK_K):  # at once it is too much code for ptxas to keep values in registers
+    for begin in range(0, KEY, BLOCK_K):  # unrolled at once, ptxas would spill registers
         key = begin + tl.arange(0, BLOCK_K)
         is_key = key < KEY
         query_at = (token * NUM_KEY_HEADS + key_head)[:, None] * KEY + key
@@ -214,7 +215,7 @@ def gated_norm(
     found_ptr, fused_ptr, weight_ptr, out_ptr, num_columns, first, eps,
     NUM_HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token and head: norm(found) * weight * silu(gate), the gates from column `first` on."""
+    """One token and head: norm(found) * weight * silu(gate), with the gates from column `first` on."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     mask = at < VALUE

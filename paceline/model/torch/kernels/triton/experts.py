@@ -1,7 +1,6 @@
-"""Triton kernels of a mixture of experts. `model/torch/kernels/experts.py` launches them; this module is imported only
-for that.
+"""Triton kernels of a mixture of experts, imported only when `model/torch/kernels/experts.py` launches them.
 
-A pair is one token with one of its experts: pair token * PER_TOKEN + k is its k-th. All compute in float32 and round to
+A pair is one token with one of its experts: pair token * PER_TOKEN + k is the token's k-th. All compute in float32 and round to
 the tensors' dtype where the formulas of `model/torch/kernels/experts.py` do.
 """
 
@@ -14,14 +13,14 @@ def route(
     logits_ptr, live_ptr, weights_ptr, chosen_ptr, num_experts,
     PER_TOKEN: tl.constexpr, BLOCK_E: tl.constexpr, IS_NORMED: tl.constexpr, HAS_LIVE: tl.constexpr,
 ):  # fmt: skip
-    """One program a token: its experts in ascending order, and the shares that their outputs get."""
+    """One program per token: its experts in ascending order, and the weights of their outputs."""
     token = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     is_expert = expert < num_experts
     logits = tl.load(logits_ptr + token * num_experts + expert, mask=is_expert, other=float("-inf")).to(tl.float32)
     powers = tl.exp(logits - tl.max(logits, 0))
     probs = powers / tl.sum(powers, 0)
-    # An invalid number is chosen last, so that every index is one; the shares of its token are invalid all the same.
+    # NaN is chosen last, so that every index is valid; the token's weights are still NaN.
     left = tl.where(probs == probs, probs, 0.0)
     left = tl.where(is_expert, left, -1.0)
     is_chosen = expert < 0
@@ -46,7 +45,7 @@ def list_pairs(
     chosen_ptr, lists_ptr, counts_ptr, num_tokens,
     PER_TOKEN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """One program an expert: its pairs in the order of tokens, at most one a token, and how many they are."""
+    """One program per expert: its pairs in the order of tokens, at most one per token, and their number."""
     expert = tl.program_id(0)
     place = tl.arange(0, BLOCK_P)
     count = 0
@@ -85,9 +84,9 @@ def multiply(
 ):  # fmt: skip
     """One tile of the outputs of one expert, for all of its pairs: outputs [pairs, OUT].
 
-    IS_UP: the activated product of both halves of a matrix [2 * OUT, IN] with inputs [tokens, IN]; else the product
-    of a matrix [OUT, IN] with inputs [pairs, IN]. IS_BY_PAIR: programs are made for pairs instead of experts, and an
-    expert's first pair works for all of them. HAS_LISTS: pairs come from `list_pairs`; else tokens fit in one block.
+    IS_UP: the activated product of both halves of a matrix [2 * OUT, IN] with inputs [tokens, IN]; otherwise the product of a
+    matrix [OUT, IN] with inputs [pairs, IN]. IS_BY_PAIR: one program per pair instead of per expert; an expert's first pair
+    computes all of its pairs. HAS_LISTS: pairs come from `list_pairs`; otherwise all tokens fit in one block.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -148,7 +147,7 @@ def combine(
 ):  # fmt: skip
     """One token and BLOCK of columns: the weighted sum of its experts' outputs, from the first expert to the last.
 
-    HAS_SHARED: and an output that every token gets, times the sigmoid of the token's gate.
+    HAS_SHARED: adds the shared expert's output times the sigmoid of the token's gate.
     """
     token = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

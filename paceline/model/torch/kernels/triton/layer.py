@@ -1,5 +1,4 @@
-"""Triton kernels of a decoder layer's small operations. `model/torch/kernels/layer.py` launches them; this module is
-imported only for that.
+"""Triton kernels of a decoder layer's small operations, imported only when `model/torch/kernels/layer.py` launches them.
 
 All compute in float32 and round where the PyTorch formulas of `model/torch/kernels/layer.py` round.
 """
@@ -12,7 +11,7 @@ from paceline.model.torch.kernels.triton.overlap import overlap
 
 @triton.jit
 def _weighted(values, scale, weight_ptr, at, mask, IS_WIDE: tl.constexpr, DTYPE: tl.constexpr):
-    """values * scale * weight, rounded to DTYPE; unless IS_WIDE also before the product with the weight."""
+    """values * scale * weight, rounded to DTYPE; unless IS_WIDE, also rounded before the multiplication by the weight."""
     normed = values * scale
     if not IS_WIDE:
         normed = normed.to(DTYPE).to(tl.float32)
@@ -26,7 +25,7 @@ def add_norm(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_UPDATE: tl.constexpr, HAS_UPDATE_NORM: tl.constexpr,
     HAS_NORM: tl.constexpr, IS_UPDATE_WIDE: tl.constexpr, IS_WIDE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: hidden += scale * norm(update), out = norm(hidden)."""
+    """One program per row: hidden += scale * norm(update), out = norm(hidden)."""
     overlap(OVERLAPS)
     begin = tl.program_id(0).to(tl.int64) * SIZE
     at = tl.arange(0, BLOCK)
@@ -55,9 +54,9 @@ def heads(
     ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, IS_WIDE: tl.constexpr, IS_WHOLE: tl.constexpr, WHOLE_BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each token and head: norm and rotation of queries and keys; keys and values go into the cache.
+    """One program per token and head: norm and RoPE of queries and keys; writes keys and values to the cache.
 
-    ROTARY: numbers of each head that are rotated, 0 for none. IS_WHOLE: one norm over all queries, and one over all keys.
+    ROTARY: rotated channels of each head, 0 for none. IS_WHOLE: one norm over all queries, and one over all keys.
     """
     overlap(OVERLAPS)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -105,7 +104,7 @@ def heads(
 
 @triton.jit
 def gated(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr, OVERLAPS: tl.constexpr):
-    """One program for each row and BLOCK of columns: out = activation(gate) * up."""
+    """One program per row and BLOCK of columns: out = activation(gate) * up."""
     overlap(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Programs that start while those of the kernel before still run (programmatic dependent launch, from Hopper on)."""
+"""Lets programs start while those of the previous kernel still run (programmatic dependent launch, from Hopper on)."""
 
 import triton
 import triton.language as tl
@@ -7,10 +7,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def overlap(OVERLAPS: tl.constexpr):
-    """Let the next kernel start its programs, then wait until the kernel before has ended and what it wrote can be read.
+    """Allow the next kernel to start its programs, then wait until the previous kernel has ended and its writes are visible.
 
-    Every program of a kernel that is launched with `launch_pdl` must call it before it reads or writes what another kernel
-    writes or reads. Each waits for the kernel before alone; that one has ended only when its own wait was over.
+    Every program of a kernel launched with `launch_pdl` must call it before it accesses data shared with other kernels. It
+    waits only for the previous kernel, which itself waited for the one before.
     """
     if OVERLAPS:
         gdc_launch_dependents()

@@ -1,4 +1,4 @@
-"""The least Triton kernel, to see whether one can be compiled and started. Imported on the first use, as it needs Triton."""
+"""A minimal Triton kernel that tests whether Triton can compile and start one. Imported on first use, as it needs Triton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def write_one(out):
 
 
 def starts(index: int) -> bool:
-    """Compiles the kernel and starts it on a card. Raises whatever Triton does."""
+    """Compile the kernel and start it on a GPU. Raises Triton's errors."""
     with torch.cuda.device(index):
         out = torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
         kernel: Any = write_one

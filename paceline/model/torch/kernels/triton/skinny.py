@@ -1,8 +1,8 @@
-"""The Triton kernel of `model/torch/kernels/skinny.py`: a product of few tokens with a matrix, which takes as long as
-reading the matrix does.
+"""Triton kernel of `model/torch/kernels/skinny.py`: the product of a few tokens with a matrix, in the time of reading the
+matrix.
 
-A program multiplies all tokens with ROWS rows of the matrix, along their whole length. It asks for its first rows before it
-waits for the kernel before it (`overlap`), as the matrix does not depend on that.
+A program multiplies all tokens with ROWS whole rows of the matrix. It loads its first rows before it waits for the previous
+kernel (`overlap`), on which the matrix does not depend.
 """
 
 import triton
@@ -15,7 +15,7 @@ from paceline.model.torch.kernels.triton.overlap import overlap
 def _product(
     inputs_ptr, at_T, is_token, weight_RC, at, INNER: tl.constexpr, IS_ONE: tl.constexpr, PRECISION: tl.constexpr, sums
 ):
-    """Adds the product of a tile of the matrix with the same columns of the inputs to `sums`."""
+    """Add the product of a tile of the matrix with the same columns of the inputs to `sums`."""
     if IS_ONE:
         input_C = tl.load(inputs_ptr + at).to(tl.float32)
         sums += weight_RC.to(tl.float32) * input_C[None, :]
@@ -27,7 +27,7 @@ def _product(
 
 @triton.jit
 def _rounded(sums, bias_ptr, row, IS_ONE: tl.constexpr, HAS_BIAS: tl.constexpr, dtype: tl.constexpr):
-    """What a product of matrices returns: [1, rows] or [tokens, rows], rounded to `dtype`, then in float32 again."""
+    """Final sums plus bias, [1, rows] or [tokens, rows], rounded to `dtype`, in float32."""
     result = tl.sum(sums, 1)[None, :] if IS_ONE else sums
     if HAS_BIAS:
         result += tl.load(bias_ptr + row).to(tl.float32)[None, :]
@@ -40,11 +40,11 @@ def skinny(
     INNER: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, size] = inputs [tokens, INNER] times the matrix [size, INNER], and its bias.
+    """out [tokens, size] = inputs [tokens, INNER] times the matrix [size, INNER], plus its bias.
 
-    TOKENS: 1, or the least power of two from 16 on that holds them. COLUMNS divides INNER, ROWS divides size. GATE: 0, or the
-    matrix has `size` rows of a gate and behind them as many of its partner, and out = activation(gate) * partner: 1 SiLU,
-    2 GELU by tanh.
+    TOKENS: 1, or the smallest power of two, at least 16, that holds the tokens. COLUMNS divides INNER, ROWS divides size. GATE:
+    0, or the matrix has `size` rows of a gate followed by `size` rows of up, and out = activation(gate) * up: 1 SiLU, 2 GELU by
+    tanh.
     """
     IS_ONE: tl.constexpr = TOKENS == 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
