@@ -73,7 +73,7 @@ def forced(target: Target, drafter: MtpDrafter, document: Document, anchor: int)
     drafter.observe([Observed(sequence, 0, anchor, taps)])
     drafter._sort()
     drafter._inject([row])
-    told, found = drafter._told[[row]], []
+    told, found = drafter._states[[row]], []
     for step in range(STEPS):
         found.append(drafter._path.logits(told)[0])
         level = Level([row], [anchor], [step], [[list(range(step + 1))]])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -56,18 +56,23 @@ class Norm(nn.Module):
         return rms_norm(inputs, self.weight, self.eps)
 
 
-class _Attention(nn.Module):
-    def __init__(self, shape: DecoderConfig) -> None:
-        super().__init__()
-        self.head_dim = shape.head_dim
-        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, queries, bias=shape.qkv_bias)
-        self.k_proj = nn.Linear(shape.hidden_size, keys, bias=shape.qkv_bias)
-        self.v_proj = nn.Linear(shape.hidden_size, keys, bias=shape.qkv_bias)
-        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=shape.output_bias)
-        self.q_norm = Norm(shape.head_dim, shape.rms_norm_eps)
-        self.k_norm = Norm(shape.head_dim, shape.rms_norm_eps)
+class Projections(nn.Module):
+    """Attention's projections, and norms of query and key heads if the config has them."""
 
+    def __init__(self, shape: DecoderConfig, input_size: int) -> None:
+        super().__init__()
+        self.head_dim, self.has_norm = shape.head_dim, shape.qk_norm
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(input_size, queries, bias=shape.qkv_bias)
+        self.k_proj = nn.Linear(input_size, keys, bias=shape.qkv_bias)
+        self.v_proj = nn.Linear(input_size, keys, bias=shape.qkv_bias)
+        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=shape.output_bias)
+        if shape.qk_norm:
+            self.q_norm = Norm(shape.head_dim, shape.rms_norm_eps)
+            self.k_norm = Norm(shape.head_dim, shape.rms_norm_eps)
+
+
+class _Attention(Projections):
     def forward(self, layer: int, block_TD: Tensor, context_ND: Tensor, attend: Attend) -> Tensor:
         query = self.q_norm(self._heads(self.q_proj(block_TD)))
         return self.o_proj(attend(layer, query, self._key_value(block_TD), self._key_value(context_ND)))
@@ -79,12 +84,14 @@ class _Attention(nn.Module):
         return projected_TX.unflatten(-1, (-1, self.head_dim))
 
 
-class _MLP(nn.Module):
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
     def __init__(self, shape: DecoderConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=shape.mlp_bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_proj(inputs), self.up_proj(inputs)))
@@ -93,8 +100,8 @@ class _MLP(nn.Module):
 class DraftLayer(nn.Module):
     def __init__(self, shape: DecoderConfig) -> None:
         super().__init__()
-        self.self_attn = _Attention(shape)
-        self.mlp = _MLP(shape)
+        self.self_attn = _Attention(shape, shape.hidden_size)
+        self.mlp = MLP(shape)
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
@@ -124,16 +131,7 @@ class DFlashNetwork(nn.Module):
         """Create a network that shares `tensors`. Raises ModelFileError naming a tensor that does not fit the config."""
         with torch.device("meta"):
             network = cls(config)
-        expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-        given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if expected != given:
-            name = min(key for key in expected | given if expected.get(key) != given.get(key))
-            raise ModelFileError(
-                f"{source}: tensor {name!r} has shape {given.get(name)}, the config asks for {expected.get(name)}: "
-                "config and weights are of different drafters"
-            )
-        network.load_state_dict(dict(tensors), assign=True)
-        return network
+        return with_tensors(network, tensors, source)
 
     def of_file(self) -> dict[str, Tensor]:
         """Tensors under the names of the checkpoint file."""
@@ -149,7 +147,7 @@ class DFlashNetwork(nn.Module):
     ) -> Self:
         """A network with random weights from `checkpoint.random_weights`."""
         with torch.device("meta"):
-            shapes = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
+            shapes = shapes_of(cls(config).state_dict())
         return cls.of(config, dict(random_weights(shapes, seed, device, dtype)))
 
     def forward(self, block_TD: Tensor, taps_NF: Tensor, attend: Attend) -> Tensor:
@@ -162,6 +160,26 @@ class DFlashNetwork(nn.Module):
         for index, layer in enumerate(self.layers):
             block_TD = layer(index, block_TD, context_ND, attend)
         return self.norm(block_TD)
+
+
+AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
+
+
+def with_tensors(network: AnyNetwork, tensors: Mapping[str, Tensor], source: Path | str) -> AnyNetwork:
+    """Assign `tensors` to a network, without a copy. Raises ModelFileError naming a tensor that does not fit."""
+    expected, given = shapes_of(network.state_dict()), shapes_of(tensors)
+    if expected != given:
+        name = min(key for key in expected | given if expected.get(key) != given.get(key))
+        raise ModelFileError(
+            f"{source}: tensor {name!r} has shape {given.get(name)}, the config asks for {expected.get(name)}: "
+            "config and weights are of different drafters"
+        )
+    network.load_state_dict(dict(tensors), assign=True)
+    return network
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def visible(query_T: Tensor, key_S: Tensor, window: int | None, is_causal: bool) -> Tensor:

@@ -17,7 +17,7 @@ from paceline.model.kv_cache import StaticKVCache
 from paceline.model.native.decoder import NativeDecoder, cache_view, layer_parts, native_cache, native_model, pack, pack_vectors
 from paceline.model.native.library import Buffers, Matrix, pointer
 from paceline.model.target import Target, head_weight
-from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
+from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, positions_of
 from paceline.model.torch.decoder import Layer, build_layers
 from paceline.model.torch.heads import split_heads
 from paceline.model.torch.parts import PackedLinear, Residual, RMSNorm, fuse
@@ -74,7 +74,7 @@ class TorchPath:
         key_norms = [weights[f"{name}.k_norm.weight"].expand(shape.num_kv_heads, -1) for name in attentions]
         self._context_norm = RMSNorm(torch.cat(key_norms), shape.rms_norm_eps)
         slack = config.block_size
-        self.rope = Rope(*(table.to(device, dtype) for table in rope_tables(shape, max_len + slack)))
+        self.rope = Rope.of(shape, max_len + slack, dtype, device)
         heads = shape.num_layers * shape.num_kv_heads
         self.cache = StaticKVCache(1, num_rows, heads, max_len, shape.head_dim, dtype, device, slack=slack)
         """Injected keys and values, by the target's rows."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.draft.chained import ChainedDrafter
-from paceline.draft.dflash.drafter import Norm
+from paceline.draft.dflash.drafter import MLP, Norm, Projections, shapes_of, with_tensors
 from paceline.draft.eagle3.checkpoint import (
     DEFAULT_DRAFTED,
     Eagle3Checkpoint,
@@ -36,12 +36,10 @@ from paceline.draft.eagle3.checkpoint import (
 )
 from paceline.draft.eagle3.native import Eagle3NativePath
 from paceline.draft.eagle3.path import Eagle3Path
-from paceline.errors import ConfigError, ModelFileError, refuse
+from paceline.errors import ConfigError, refuse
 from paceline.model.checkpoint import random_weights
-from paceline.model.config.decoder import DecoderConfig
 from paceline.model.native.decoder import NativeDecoder
 from paceline.model.target import Target
-from paceline.model.torch.fused import swiglu
 
 
 class Attend(Protocol):
@@ -51,20 +49,7 @@ class Attend(Protocol):
     def __call__(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> Tensor: ...
 
 
-class _Attention(nn.Module):
-    def __init__(self, shape: DecoderConfig, input_size: int) -> None:
-        super().__init__()
-        self.head_dim = shape.head_dim
-        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(input_size, queries, bias=shape.qkv_bias)
-        self.k_proj = nn.Linear(input_size, keys, bias=shape.qkv_bias)
-        self.v_proj = nn.Linear(input_size, keys, bias=shape.qkv_bias)
-        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=shape.output_bias)
-        if shape.qk_norm:
-            self.q_norm = Norm(shape.head_dim, shape.rms_norm_eps)
-            self.k_norm = Norm(shape.head_dim, shape.rms_norm_eps)
-        self.has_norm = shape.qk_norm
-
+class _Attention(Projections):
     def forward(self, layer: int, inputs_TX: Tensor, attend: Attend) -> Tensor:
         query, key, value = (
             project(inputs_TX).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -72,17 +57,6 @@ class _Attention(nn.Module):
         if self.has_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         return self.o_proj(attend(layer, query, key, value))
-
-
-class _MLP(nn.Module):
-    def __init__(self, shape: DecoderConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=shape.mlp_bias)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(inputs), self.up_proj(inputs)))
 
 
 class Eagle3Layer(nn.Module):
@@ -93,7 +67,7 @@ class Eagle3Layer(nn.Module):
         shape = config.shape
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.self_attn = _Attention(shape, 2 * size if is_first else size)
-        self.mlp = _MLP(shape)
+        self.mlp = MLP(shape)
         self.input_layernorm, self.post_attention_layernorm = Norm(size, eps), Norm(size, eps)
         if is_first:
             self.hidden_norm = Norm(size, eps)
@@ -133,16 +107,7 @@ class Eagle3Network(nn.Module):
         """Create a network that shares `tensors`. Raises ModelFileError naming a tensor that does not fit the config."""
         with torch.device("meta"):
             network = cls(config, has_embedding="embed_tokens.weight" in tensors)
-        expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-        given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if expected != given:
-            name = min(key for key in expected | given if expected.get(key) != given.get(key))
-            raise ModelFileError(
-                f"{source}: tensor {name!r} has shape {given.get(name)}, the config asks for {expected.get(name)}: "
-                "config and weights are of different drafters"
-            )
-        network.load_state_dict(dict(tensors), assign=True)
-        return network
+        return with_tensors(network, tensors, source)
 
     @classmethod
     def random(
@@ -154,7 +119,7 @@ class Eagle3Network(nn.Module):
     ) -> Self:
         """A network with random weights from `checkpoint.random_weights`."""
         with torch.device("meta"):
-            shapes = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
+            shapes = shapes_of(cls(config).state_dict())
         tensors = dict(random_weights(shapes, seed, device, dtype))
         for name in tensors:
             if name.startswith("fc_norm."):  # named like a matrix, so it was drawn at random

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from paceline.draft.eagle3.checkpoint import Eagle3Config
-from paceline.draft.eagle3.path import EagleEnds, within
+from paceline.draft.eagle3.path import EagleNorms, within
 from paceline.draft.level import Level
 from paceline.model.gguf.blocks import quantise
 from paceline.model.native.decoder import NativeDecoder, cache_view, layer_parts, native_cache, native_model, pack
 from paceline.model.native.library import Buffers, Matrix, pointer
 
 
-class Eagle3NativePath(EagleEnds):
+class Eagle3NativePath(EagleNorms):
     """Eagle3Path in native calls: one native pass per step, one product each for the features and the LM head.
 
     In a tree, every step recomputes the earlier drafts: parents can only be given for a pass's own tokens, and a few more

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from paceline.draft.level import Level
 from paceline.model.gguf.blocks import AnyWeight
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.target import Target
-from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
+from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, positions_of
 from paceline.model.torch.decoder import Layer
 from paceline.model.torch.heads import split_heads
 from paceline.model.torch.parts import PackedLinear, RMSNorm
@@ -63,13 +64,14 @@ class Eagle3Path(EagleNorms):
         weights = {name: tensor.detach().to(device, dtype) for name, tensor in network.items()}
         super().__init__(config, weights, dtype, torch.float32 if device.type == "cpu" else dtype)
         self._target, self._device = target, device
+        self._group = shape.num_heads // shape.num_kv_heads
         self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
         """Bytes of packed matrices, without the target's own."""
         self._hidden_norm = RMSNorm(weights.pop("layers.0.hidden_norm.weight"), shape.rms_norm_eps)
         self._fc, self._head = PackedLinear(weights["fc.weight"]), PackedLinear(weights["lm_head.weight"])
         self._embedding = weights.get("embed_tokens.weight")
         self._layers = [Layer.of(shape, index, within(weights, f"layers.{index}.")) for index in range(shape.num_layers)]
-        self._rope = Rope(*(table.to(device, dtype) for table in rope_tables(shape, max_len + slack + 1)))
+        self._rope = Rope.of(shape, max_len + slack + 1, dtype, device)
         self.cache = StaticKVCache(
             shape.num_layers, num_rows, shape.num_kv_heads, max_len, shape.head_dim, dtype, device, slack=slack
         )
@@ -85,9 +87,8 @@ class Eagle3Path(EagleNorms):
     @torch.inference_mode()
     def step(self, level: Level, tokens: list[int], state_TD: Tensor) -> Tensor:
         """See ChainPath.step."""
-        group = self._shape.num_heads // self._shape.num_kv_heads
         windows = {layer.window for layer in self._layers}
-        plans = {window: level.plan(group, self._dtype, self._device, window) for window in windows}
+        plans = {window: level.plan(self._group, self._dtype, self._device, window) for window in windows}
         own = [plans[layer.window] for layer in self._layers]
         return self._layers_of(own, level.writer(self._device), level.positions, tokens, state_TD, None)
 
@@ -134,15 +135,13 @@ class Eagle3Path(EagleNorms):
         """Attention plans, one per layer."""
         ends = [start + count - 1 for start, count in zip(starts, counts, strict=True)]
         plan_by_kind: dict[tuple[int | None, bool], AttentionPlan] = {}
+        options: dict[str, Any] = {"group": self._group, "dtype": self._dtype, "device": self._device}
         plans: list[AttentionPlan] = []
         for index, layer in enumerate(self._layers):
             kind = layer.window, only_last and index == len(self._layers) - 1
             if kind not in plan_by_kind:
                 queries = (rows, ends, [1] * len(rows)) if kind[1] else (rows, starts, counts)
-                group = self._shape.num_heads // self._shape.num_kv_heads
-                plan_by_kind[kind] = AttentionPlan(
-                    *queries, group=group, dtype=self._dtype, device=self._device, window=layer.window
-                )
+                plan_by_kind[kind] = AttentionPlan(*queries, window=layer.window, **options)
             plans.append(plan_by_kind[kind])
         return plans
 

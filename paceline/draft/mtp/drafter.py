@@ -26,7 +26,7 @@ from paceline.draft.mtp.checkpoint import MtpLayer, is_mtp, read_mtp, write_mtp
 from paceline.errors import ConfigError, DrafterMismatchError, refuse
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.target import Target
-from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, positions_of, rope_tables
+from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, positions_of
 from paceline.model.torch.decoder import Layer
 from paceline.model.torch.parts import PackedLinear, Residual, RMSNorm
 
@@ -52,14 +52,16 @@ class MtpPath:
         self._fc = PackedLinear(parts.pop("fc.weight"))
         self._layer, self._group = Layer.of(shape, 0, parts), shape.num_heads // shape.num_kv_heads
         self.weight_bytes = self._fc.num_bytes + self._layer.num_bytes
-        self._rope = Rope(*(table.to(device, dtype) for table in rope_tables(shape, max_len + slack, longest=max_len)))
+        self._rope = Rope.of(shape, max_len, dtype, device, slack=slack)
         sizes = (1, num_rows, shape.num_kv_heads, max_len, shape.head_dim)
         self.cache = StaticKVCache(*sizes, dtype, device, slack=slack)
 
     @torch.inference_mode()
     def extend(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor) -> Tensor:
         """See ChainPath.extend."""
-        state_TD = self._run(rows, starts, counts, tokens, taps_TF[: len(tokens)])
+        plan = AttentionPlan(rows, starts, counts, group=self._group, dtype=self._dtype, device=self._device)
+        writer = CacheWriter(rows, starts, counts, self._device)
+        state_TD = self._layer_of(plan, writer, positions_of(starts, counts), tokens, taps_TF[: len(tokens)])
         self.cache.append(rows, counts)
         return state_TD[torch.tensor([end - 1 for end in accumulate(counts)], device=self._device)]
 
@@ -73,11 +75,6 @@ class MtpPath:
     def logits(self, state_TD: Tensor) -> Tensor:
         """See ChainPath.logits; over the target's vocabulary."""
         return self._target.head(state_TD.to(self._dtype) if self._tells_normed else self._final_norm(state_TD))
-
-    def _run(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], hidden_TD: Tensor) -> Tensor:
-        plan = AttentionPlan(rows, starts, counts, group=self._group, dtype=self._dtype, device=self._device)
-        writer = CacheWriter(rows, starts, counts, self._device)
-        return self._layer_of(plan, writer, positions_of(starts, counts), tokens, hidden_TD)
 
     def _layer_of(
         self, plan: AttentionPlan, writer: CacheWriter, positions: list[int], tokens: list[int], hidden_TD: Tensor

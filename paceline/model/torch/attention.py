@@ -254,6 +254,14 @@ class Rope:
         self._cos = cos
         self._signed_sin = torch.cat([-sin[:, :half], sin[:, half:]], dim=-1)
 
+    @classmethod
+    def of(
+        cls, config: DecoderConfig, max_len: int, dtype: torch.dtype, device: torch.device, kind: RopeKind = "main", slack: int = 0
+    ) -> Self:
+        """RoPE for texts of up to `max_len` tokens, with tables for `slack` more positions; see `rope_tables`."""
+        tables = rope_tables(config, max_len + slack, kind, longest=max_len)
+        return cls(*(table.to(device, dtype) for table in tables))
+
     def tables(self, positions: list[int]) -> tuple[Tensor, Tensor]:
         """cos and signed sin [T, 1, R] for these positions."""
         if len(positions) == 1:

@@ -22,7 +22,7 @@ from paceline.model.gguf.blocks import AnyWeight
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.layout import NORMS, gate_apart, layer_shapes
 from paceline.model.target import EndScales, ForwardBatch, ForwardOutput, Target
-from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, Scores, rope_tables
+from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, Scores
 from paceline.model.torch.delta_cache import DeltaCache, FixedStage, Stage
 from paceline.model.torch.delta_net import DeltaLayer
 from paceline.model.torch.experts import Experts
@@ -36,7 +36,7 @@ from paceline.model.torch.parts import (
     RMSNorm,
     WholeNorm,
     fuse,
-    make_experts,
+    make_mlp,
     run_mlp,
 )
 from paceline.model.torch.recorded import Recorder
@@ -78,7 +78,7 @@ class Layer:
             qkv=fuse(parts, *(f"self_attn.{which}_proj" for which in "qkv"), *gate),
             qk_norm=_qk_norm(config, parts) if config.qk_norm else None,
             output=fuse(parts, "self_attn.o_proj"),
-            mlp=make_experts(config, parts) if config.has_experts(index) else GatedMLP.of(config, parts, "mlp"),
+            mlp=make_mlp(config, index, parts),
             window=config.window(index),
             rope=config.rope(index),
             scores=Scores(config.attention_scale, config.attention_cap, sinks),
@@ -193,16 +193,13 @@ class Decoder(Target):
         config = self.config
         self.check_len(max_len)
         kinds: set[RopeKind] = {config.rope(layer) for layer in range(config.num_layers)}
-        self.ropes: dict[RopeKind, Rope] = {kind: self._rope(kind, max_len) for kind in kinds if kind != "none"}
+        shape = config, max_len, self.dtype, self.device
+        self.ropes: dict[RopeKind, Rope] = {kind: Rope.of(*shape, kind, self.slack) for kind in kinds if kind != "none"}
         if config.delta is not None:
             self.kv = self.cache = DeltaCache(config, num_rows, max_len, self.dtype, self.device, slack=self.slack)
             return
-        shape = (config.num_layers, num_rows, config.num_kv_heads, max_len, config.head_dim)
-        self.kv = self.cache = StaticKVCache(*shape, self.dtype, self.device, slack=self.slack)
-
-    def _rope(self, kind: RopeKind, max_len: int) -> Rope:
-        tables = rope_tables(self.config, max_len + self.slack, kind, longest=max_len)
-        return Rope(*(table.to(self.device, self.dtype) for table in tables))
+        sizes = config.num_layers, num_rows, config.num_kv_heads, max_len, config.head_dim
+        self.kv = self.cache = StaticKVCache(*sizes, self.dtype, self.device, slack=self.slack)
 
     def matrix_embed(self, tokens_T: Tensor) -> Tensor:
         return F.embedding(tokens_T, self.embedding)

@@ -26,7 +26,7 @@ from paceline.model.torch.experts import Experts
 from paceline.model.torch.kernels import delta as kernels
 from paceline.model.torch.kernels.delta import DeltaWeights
 from paceline.model.torch.kernels.layer import can_run
-from paceline.model.torch.parts import GatedMLP, Norm, Residual, RMSNorm, fuse, make_experts, run_mlp
+from paceline.model.torch.parts import GatedMLP, Norm, Residual, RMSNorm, fuse, make_mlp, run_mlp
 
 L2_EPS = 1e-6
 
@@ -221,8 +221,7 @@ class DeltaLayer:
             RMSNorm(parts[f"{names[field]}.weight"], config.rms_norm_eps, config.norm_offset)
             for field in ("input_norm", "mlp_norm")
         ]
-        mlp = make_experts(config, parts) if config.has_experts(index) else GatedMLP.of(config, parts, "mlp")
-        return cls(config, norms[0], DeltaNet(config, parts), norms[1], mlp)
+        return cls(config, norms[0], DeltaNet(config, parts), norms[1], make_mlp(config, index, parts))
 
     @property
     def num_bytes(self) -> int:

@@ -198,6 +198,11 @@ class GatedMLP:
         return self._down(self._multiply(gate, up))
 
 
+def make_mlp(config: DecoderConfig, index: int, parts: dict[str, Tensor]) -> GatedMLP | Experts:
+    """Build a layer's MLP or experts, removing their weights from `parts`."""
+    return make_experts(config, parts) if config.has_experts(index) else GatedMLP.of(config, parts, "mlp")
+
+
 def run_mlp(mlp: GatedMLP | Experts, normed_TD: Tensor, live_T: Tensor | None) -> Tensor:
     """Run an MLP or experts. live_T: in a pass of fixed shape, mask of valid tokens."""
     return mlp(normed_TD, live_T) if isinstance(mlp, Experts) else mlp(normed_TD)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.model.torch.attention import PLAIN, Scores, attend_rows
 from paceline.model.torch.kernels import available
+from paceline.model.torch.kernels.layer import next_power
 
 MOST_BITS = 32
 """Maximum tokens per row whose visibility is given as bits."""
@@ -102,7 +103,7 @@ class Tiles:
     @classmethod
     def of(cls, group: int, count: int, head_dim: int, dtype: torch.dtype, shared: int = H100_SHARED) -> Tiles:
         """Choose block sizes. `shared`: bytes of shared memory per program."""
-        channels, stacked = max(16, _power_of_2(head_dim)), max(16, _power_of_2(group * count))
+        channels, stacked = max(16, next_power(head_dim)), max(16, next_power(group * count))
         if dtype.itemsize > 2:  # float32 products run without tensor cores, from registers
             return cls(min(stacked, 32), 32, channels, warps=4, stages=1)
         keys = min(64, max(32, _LOADED // channels))
@@ -118,10 +119,6 @@ class Tiles:
         # Rows differ in length and may be idle: a single program must not walk a long row alone.
         num_splits = max(PROGRAMS // programs, -(-positions // MOST_POSITIONS))
         return max(1, min(num_splits, -(-positions // self.keys)))
-
-
-def _power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 @cache

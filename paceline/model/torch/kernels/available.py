@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from functools import cache
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 log = logging.getLogger("paceline.model")
 LEAST_CAPABILITY = (8, 0)
@@ -29,6 +31,15 @@ def overlap_options(device: torch.device) -> dict[str, bool]:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < OVERLAPPING_CAPABILITY:
         return {"OVERLAPS": False}
     return {"OVERLAPS": True, "launch_pdl": True}
+
+
+def launch(module: str, kernel: str, grid: tuple[int, ...], args: list[Tensor | float], **constants: int | str) -> None:
+    """Launch a kernel of `triton/{module}.py` on the device of its first argument, unless the grid is empty."""
+    assert isinstance(args[0], Tensor)
+    if 0 not in grid:
+        kernels = importlib.import_module(f"paceline.model.torch.kernels.triton.{module}")
+        with torch.cuda.device_of(args[0]):
+            getattr(kernels, kernel)[grid](*args, **constants)
 
 
 @cache

@@ -6,6 +6,7 @@ Kernels sum in another order; they compute in float32 and round to the dtype at 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from paceline.model.config.decoder import DeltaShape
 from paceline.model.torch.delta_cache import DeltaMemory, FixedStage
+from paceline.model.torch.kernels import available
 from paceline.model.torch.kernels.layer import check_contiguous, next_power
 
+_launch = partial(available.launch, "delta")
 _TILE = 32
 """Values of a head per program."""
 _KEYS = 16
@@ -109,15 +112,3 @@ def _constants(shape: DeltaShape, room: int, count: int) -> tuple[dict[str, int]
     }  # fmt: skip
     tile = {"BLOCK_K": max(16, next_power(shape.key_dim)), "BLOCK_V": _TILE}
     return sizes, tile, {"COUNT": count, "BLOCK_J": max(16, next_power(count))}
-
-
-def _launch(kernel: str, grid: tuple[int, ...], args: list[Tensor | float], **constants: int) -> None:
-    """Launch a kernel of `triton/delta.py` on the device of its first argument, unless the grid is empty."""
-    from paceline.model.torch.kernels.triton import delta as delta_triton
-
-    first = args[0]
-    assert isinstance(first, Tensor)
-    if 0 in grid:
-        return
-    with torch.cuda.device_of(first):
-        getattr(delta_triton, kernel)[grid](*args, **constants)

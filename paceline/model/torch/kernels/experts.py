@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from paceline.model.torch.kernels import available
 from paceline.model.torch.kernels.layer import check_contiguous, next_power
 
+_launch = partial(available.launch, "experts")
 FEW = 16
 """Maximum tokens for which an expert finds its tokens without a list; they are one block of a product."""
 _BUSY = 512
@@ -168,15 +171,3 @@ def _multiply(inputs: Tensor, stack: ExpertStack, pairs: _Pairs, size: int, *, i
         num_warps=4,
     )
     return out
-
-
-def _launch(kernel: str, grid: tuple[int, ...], args: list[Tensor | float], **constants: int | str) -> None:
-    """Launch a kernel of `triton/experts.py` on the device of its first argument, unless the grid is empty."""
-    from paceline.model.torch.kernels.triton import experts as experts_triton
-
-    first = args[0]
-    assert isinstance(first, Tensor)
-    if 0 in grid:
-        return
-    with torch.cuda.device_of(first):
-        getattr(experts_triton, kernel)[grid](*args, **constants)

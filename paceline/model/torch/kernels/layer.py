@@ -190,12 +190,5 @@ def next_power(size: int) -> int:
 
 
 def _launch(kernel: str, grid: tuple[int, ...], args: list[Tensor | float], **constants: int) -> None:
-    """Launch a kernel of `triton/layer.py` on the device of its first argument, unless the grid is empty."""
-    from paceline.model.torch.kernels.triton import layer as layer_triton
-
-    first = args[0]
-    assert isinstance(first, Tensor)
-    if 0 in grid:
-        return
-    with torch.cuda.device_of(first):
-        getattr(layer_triton, kernel)[grid](*args, **constants, **available.overlap_options(first.device))
+    assert isinstance(args[0], Tensor)
+    available.launch("layer", kernel, grid, args, **constants, **available.overlap_options(args[0].device))
