@@ -125,7 +125,7 @@ class _Row:
 
 class ChainedDrafter(TappedDrafter):
     """Greedy and seeded requests get deterministic drafts; sampled requests get drafts with their distribution, or noise-aware
-    drafts if the target's own sampling noise decides acceptance. `bind` of a subclass sets `_path` and calls `_begin`."""
+    drafts if the target's own sampling noise decides acceptance. `bind` of a subclass calls `_bind_path`, then `_begin`."""
 
     is_stepwise, has_own_threads = True, False
     looks_ahead = 1
@@ -134,15 +134,8 @@ class ChainedDrafter(TappedDrafter):
 
     def _begin(self, target: Target, size: int) -> None:
         """Allocate drafting states [rows, size]."""
-        self._overwrites_taps = target.overwrites_taps
-        self._most_len = target.cache.max_len
         self._states = torch.zeros(target.cache.num_rows, size, dtype=self._path.residual_dtype, device=target.device)
         """Drafting state after each row's last entry."""
-        self._forget_rows()
-
-    @property
-    def _cache(self) -> KVCache:
-        return self._path.cache
 
     @property
     def _slack(self) -> int:
@@ -266,7 +259,7 @@ class ChainedDrafter(TappedDrafter):
 
     def _candidates(self, row: _Row) -> Candidates:
         chain = [row.branches[tuple(row.tokens[:length])] for length in range(len(row.tokens))]
-        most = min(self._most_len - row.seq.cached_len - 1, MOST_NODES)
+        most = min(self._cache.max_len - row.seq.cached_len - 1, MOST_NODES)
         return Candidates([tokens for tokens, _ in chain], [logprobs for _, logprobs in chain], most, branches=row.branches)
 
     def _token(self, place: int) -> int:

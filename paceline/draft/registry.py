@@ -66,10 +66,9 @@ def _make(spec: str, target: Target, target_name: str, options: dict[str, Any]) 
     path = checkpoint_of(spec)
     if holds_dflash(path):
         return read_drafter(path, **options)
-    raw = read_json(path / "config.json") if path.is_dir() else {}
-    if is_mtp(raw):
+    if holds_mtp(path):
         return MtpDrafter.from_folder(path, **options)
-    if is_eagle3(raw):
+    if holds_eagle3(path):
         return Eagle3Drafter.from_folder(path, **options)
     # Anything else is a language model that drafts.
     cache, dtype, device = target.cache, str(target.dtype).removeprefix("torch."), str(target.device)

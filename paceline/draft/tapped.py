@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from paceline.draft.base import Drafter, Observed
 from paceline.model.kv_cache import KVCache
+from paceline.model.target import Target
 from paceline.types import Sequence
 
 MOST_PENDING = 512
@@ -29,7 +31,7 @@ MOST_UNSORTED = 16
 
 
 class TappedDrafter(Drafter):
-    """Row state of such a drafter; `bind` of a subclass sets `_overwrites_taps` and calls `_forget_rows`."""
+    """Row state of such a drafter; `bind` of a subclass calls `_bind_path`."""
 
     network: Any
     """An nn.Module with the weights as read."""
@@ -37,11 +39,31 @@ class TappedDrafter(Drafter):
     """Number of following tokens that a position's keys and values depend on; that many last positions of a shared prefix are
     recomputed."""
     _overwrites_taps: bool
+    _path: Any
+    """The decode path for the bound target."""
+    _bound: tuple[Target, KVCache] | None = None
+
+    def _bind_path(self, target: Target, make_path: Callable[[], Any]) -> None:
+        """Make the decode path for a target; if the drafter is bound to its current cache, keep the path and reset all rows."""
+        if self._bound is not None and self._bound[0] is target and self._bound[1] is target.cache:
+            self._cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
+        else:
+            self._path = make_path()
+        self._bound, self._overwrites_taps = (target, target.cache), target.overwrites_taps
+        self._forget_rows()
 
     @property
-    @abstractmethod
+    def weight_bytes(self) -> int:
+        own = sum(tensor.nbytes for tensor in self._own_tensors().values())
+        return own + (self._path.weight_bytes if self._bound else 0)
+
+    def _own_tensors(self) -> Mapping[str, Tensor]:
+        return self.network.state_dict()
+
+    @property
     def _cache(self) -> KVCache:
         """The drafter's KV cache, indexed by the target's rows."""
+        return self._path.cache
 
     @abstractmethod
     def _take_in(self, rows: list[int], starts: list[int], counts: list[int], observed: list[Observed]) -> None:

@@ -141,8 +141,7 @@ def new_config(
     The mask token defaults to the vocabulary's last id; up to four query heads share a key head.
     """
     layer_ids = default_layer_ids(num_target_layers, num_layers)
-    num_heads = max(1, hidden_size // head_dim)
-    group = next(group for group in (4, 3, 2, 1) if num_heads % group == 0)
+    num_heads, num_kv_heads = head_sizes(hidden_size, head_dim)
     return {
         "architectures": [ARCHITECTURE],
         **TABLES["drafter"]["always"],
@@ -151,9 +150,9 @@ def new_config(
         "num_hidden_layers": num_layers,
         "num_target_layers": num_target_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": num_heads // group,
+        "num_key_value_heads": num_kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": intermediate_size or -(-hidden_size * 8 // 3 // 64) * 64,
+        "intermediate_size": intermediate_size or mlp_size(hidden_size),
         "block_size": block_size,
         "dflash_config": {
             "mask_token_id": vocab_size - 1 if mask_token_id is None else mask_token_id,
@@ -186,12 +185,28 @@ def check_fit(config: DFlashConfig, target: Sizes, draft_ids: Tensor | None = No
         (head != [rows, target.hidden_size], "head", f"{head[0]} x {head[-1]}", f"{rows} tokens x {target.hidden_size}"),
         (bool(wrong_layers), "tapped layers", wrong_layers, f"{num_layers} layers"),
     )
+    refuse_mismatch(*checks)
+
+
+def refuse_mismatch(*checks: tuple[bool, str, object, object]) -> None:
+    """Raises DrafterMismatchError for the first (is wrong, property, drafter's value, target's value) that is wrong."""
     for is_wrong, what, drafter_value, target_value in checks:
         if is_wrong:
             raise DrafterMismatchError(
                 f"{what}: the drafter says {drafter_value}, the target has {target_value}: "
                 "give a drafter that was trained for this target"
             )
+
+
+def head_sizes(hidden_size: int, head_dim: int) -> tuple[int, int]:
+    """(query heads, key heads) of a new draft layer; up to four query heads share a key head."""
+    num_heads = max(1, hidden_size // head_dim)
+    return num_heads, num_heads // next(group for group in (4, 3, 2, 1) if num_heads % group == 0)
+
+
+def mlp_size(hidden_size: int) -> int:
+    """Inner width of a new draft layer's MLP: 8/3 of the hidden size, rounded up to a multiple of 64."""
+    return -(-hidden_size * 8 // 3 // 64) * 64
 
 
 def is_dflash(raw: Mapping[str, Any]) -> bool:

@@ -27,7 +27,6 @@ from paceline.draft.tapped import TappedDrafter, features_of
 from paceline.errors import ConfigError, ModelFileError, UnsupportedModelError
 from paceline.model.checkpoint import random_weights
 from paceline.model.config.decoder import DecoderConfig
-from paceline.model.kv_cache import KVCache
 from paceline.model.native.decoder import NativeDecoder, padded
 from paceline.model.target import Target
 from paceline.model.torch.fused import rms_norm, swiglu
@@ -218,8 +217,6 @@ class DFlashDrafter(TappedDrafter):
             raise ConfigError(f"this drafter's block of {self.block_size} drafts 0 to {most}, not {num_drafted}")
         self.draft_ids, self.head_VD = draft_ids, head_VD
         self.tap_layers = self.config.target_layer_ids
-        self._target: Target | None = None
-        self._bound_cache: object | None = None
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
@@ -248,14 +245,8 @@ class DFlashDrafter(TappedDrafter):
     def bind(self, target: Target) -> None:
         """See Drafter.bind. Binding to the same cache again keeps the packed matrices and resets all rows."""
         check_fit(self.config, target, self.draft_ids, self.head_VD)
-        if self._target is target and self._bound_cache is target.cache:
-            self._path.cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
-        else:
-            self._path = self._make_path(target)
-        self._target, self._bound_cache = target, target.cache
-        self._vocab_size, self._overwrites_taps = target.vocab_size, target.overwrites_taps
-        self.has_own_threads = isinstance(self._path, NativePath)
-        self._forget_rows()
+        self._bind_path(target, lambda: self._make_path(target))
+        self._vocab_size, self.has_own_threads = target.vocab_size, isinstance(self._path, NativePath)
 
     def _make_path(self, target: Target) -> TorchPath | NativePath:
         made_of = self.config, self.network.state_dict()
@@ -280,18 +271,9 @@ class DFlashDrafter(TappedDrafter):
         positions = target.cache.num_rows * (max_len + slack)
         return 2 * shape.num_layers * shape.num_kv_heads * head_dim * positions * target.dtype.itemsize
 
-    @property
-    def weight_bytes(self) -> int:
-        own = sum(tensor.nbytes for tensor in self.network.state_dict().values())
-        return own + (self._path.weight_bytes if self._target else 0)
-
     def keep_weights(self) -> None:
         self.head_VD = None if self.head_VD is None else self.head_VD.clone()
         super().keep_weights()
-
-    @property
-    def _cache(self) -> KVCache:
-        return self._path.cache
 
     def _take_in(self, rows: list[int], starts: list[int], counts: list[int], observed: list[Observed]) -> None:
         self._path.inject(rows, starts, counts, features_of(observed))
@@ -325,7 +307,7 @@ class DFlashDrafter(TappedDrafter):
             if drawn[slot]:
                 block.tokens_B[index], block.probs_B[index], sure = reading.drawn(slot, limits[index], seq)
             elif has_candidates[slot]:
-                most, count = min(self._cache_room(seq), MOST_NODES), max(batch.num_candidates, 1)
+                most, count = min(self._cache.max_len - seq.cached_len - 1, MOST_NODES), max(batch.num_candidates, 1)
                 foresight = self.config.foresight if predicts[slot] else None
                 candidates = reading.candidates(slot, limits[index], seq, count, most, foresight)
                 candidates_B[index] = candidates if has_tree[slot] else None
@@ -340,11 +322,6 @@ class DFlashDrafter(TappedDrafter):
         """Probability that each of `tokens` is drafted after the row's last token, given the tokens before it. `probs_KV`: the
         distributions of the row's latest sampled drafts, at least as many."""
         return probs_KV[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.int64)].tolist()
-
-    def _cache_room(self, seq: Sequence) -> int:
-        """Number of drafts that fit the target's cache after the row's last token."""
-        assert self._target is not None
-        return self._target.cache.max_len - seq.cached_len - 1
 
     def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Reading:
         best_BK, logits_BKV, sure_BK = self._draft(rows, anchors, width, size, with_logits)

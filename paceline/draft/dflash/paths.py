@@ -268,17 +268,8 @@ class NativePath:
         self._model.inject(self._view, rows, starts, counts, taps_TF)
         self.cache.append(rows, counts)
 
-    def draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
-        return self.run(rows, anchors, width, size, with_logits)
-
-    def run(
-        self,
-        rows: list[int],
-        anchors: list[int],
-        width: int,
-        size: int,
-        with_logits: bool = True,
-        taps_TD: Tensor | None = None,
+    def draft(
+        self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool, taps_TD: Tensor | None = None
     ) -> Drafts:
         """See TorchPath.draft; `taps_TD` [B * size, D] in the target's dtype receives the block's final normed hidden
         states."""

@@ -60,7 +60,10 @@ class Reading:
         """Sampled drafts, their distribution [K, V] under the request's sampling parameters, and the log-probability of the
         most probable token at every position."""
         assert self._logits_BKV is not None
-        probs_KV = target_probs(self._over_all_tokens(self._logits_BKV[slot, :limit]), seq.params)
+        logits_KV = self._logits_BKV[slot, :limit]
+        if self._draft_ids is not None:
+            logits_KV = over_vocabulary(logits_KV, self._draft_ids, self._vocab_size)
+        probs_KV = target_probs(logits_KV, seq.params)
         sure = probs_KV.amax(-1).log_().tolist()
         probs_KV = probs_KV[: num_finite(sure)]
         draws = [rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, place) for place in range(len(probs_KV))]
@@ -80,16 +83,16 @@ class Reading:
         if foresight:
             ranks = list[tuple[list[int], list[float]]]()
             for place, (tokens, logprobs) in enumerate(zip(tokens_KM[:num], logprobs_KM[:num], strict=True)):
-                times = rng.Noise(seq.seed, len(seq.tokens) + place).exponentials(tokens)
-                ranks.append(ranked(tokens, foresight.chances(logprobs, times), count))
+                noise = rng.Noise(seq.seed, len(seq.tokens) + place)
+                ranks.append(ranked(tokens, foresight.chances(logprobs, noise.exponentials(tokens)), count))
             return Candidates([tokens for tokens, _ in ranks], [logprobs for _, logprobs in ranks], most)
         return Candidates(tokens_KM[:num], logprobs_KM[:num], most)
 
-    def _over_all_tokens(self, logits_KV: Tensor) -> Tensor:
-        if self._draft_ids is None:
-            return logits_KV
-        every_KV = logits_KV.new_full((len(logits_KV), self._vocab_size), float("-inf"))
-        return every_KV.index_copy_(1, self._draft_ids.to(logits_KV.device), logits_KV)
+
+def over_vocabulary(logits_KV: Tensor, draft_ids: Tensor, vocab_size: int) -> Tensor:
+    """Expand logits over a draft vocabulary to the target's whole vocabulary; other tokens get -inf."""
+    full_KV = logits_KV.new_full((len(logits_KV), vocab_size), float("-inf"))
+    return full_KV.index_copy_(1, draft_ids.to(logits_KV.device), logits_KV)
 
 
 def inverse_temperature(seq: Sequence) -> float:

@@ -118,7 +118,7 @@ class DFlash2NativePath(NativePath):
     def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
         """See DFlash2Path.read."""
         taps_TD = torch.empty(len(rows) * size, self.config.shape.hidden_size, dtype=self.cache.keys.dtype)
-        logits_BKV = self.run(rows, anchors, width, size, taps_TD=taps_TD)[1]
+        logits_BKV = self.draft(rows, anchors, width, size, True, taps_TD)[1]
         assert logits_BKV is not None
         first = 0 if self.config.from_anchor else 1
         hidden_BKD = taps_TD.unflatten(0, (len(rows), size))[:, first : first + width]

@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 from paceline.draft.dflash.checkpoint import write_checkpoint
-from paceline.draft.formats.speculators import VERSION
-from paceline.errors import DrafterMismatchError, ModelFileError, UnsupportedModelError
+from paceline.draft.dflash.config import head_sizes, mlp_size, refuse_mismatch
+from paceline.draft.formats.speculators import VERSION, proposal_config
+from paceline.draft.vocabulary import as_tensors
+from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.checkpoint import check_finite, load_tensors, read_json
 from paceline.model.config.decoder import FAMILIES, DecoderConfig, decoder_config, is_whole, short, whole
 from paceline.model.target import Sizes
@@ -132,8 +134,7 @@ def new_config(
 
     `version` 3.1 norms each tapped layer's features and the state passed to the next step; 3 does neither.
     """
-    num_heads = max(1, hidden_size // head_dim)
-    group = next(group for group in (4, 3, 2, 1) if num_heads % group == 0)
+    num_heads, num_kv_heads = head_sizes(hidden_size, head_dim)
     taps = list(keys.pop("tap_layers", None) or default_taps(num_target_layers))
     return {
         "architectures": [ARCHITECTURE],
@@ -143,9 +144,9 @@ def new_config(
         "draft_vocab_size": draft_vocab_size or vocab_size,
         "num_hidden_layers": 1,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": num_heads // group,
+        "num_key_value_heads": num_kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": intermediate_size or -(-hidden_size * 8 // 3 // 64) * 64,
+        "intermediate_size": intermediate_size or mlp_size(hidden_size),
         "hidden_act": "silu",
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
@@ -196,28 +197,18 @@ def write_eagle3(folder: Path | str, checkpoint: Eagle3Checkpoint, verifier: Map
         raw = specforge_json(config)
     else:
         raw = speculators_json(config, verifier, str(tensors["fc.weight"].dtype).removeprefix("torch."))
-    has_token = torch.zeros(config.shape.vocab_size, dtype=torch.bool)
-    has_token[ids] = True
-    maps = {"d2t": ids - torch.arange(len(ids)), "t2d": has_token}
-    write_checkpoint(folder, raw, {**checkpoint.others, **tensors, **maps})
+    write_checkpoint(folder, raw, {**checkpoint.others, **tensors, **as_tensors(ids, config.shape.vocab_size)})
 
 
 def speculators_json(config: Eagle3Config, verifier: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """config.json of either format converted to that of `speculators` 0.9, which vLLM reads."""
-    raw, target_info = dict(config.raw), {name: value for name, value in verifier.items() if value}
+    raw = dict(config.raw)
     layer = raw.pop("transformer_layer_config", None)
     if layer is None:
         layer = {name: raw.pop(name) for name in list(raw) if name not in KEYS["eagle"]}
         layer |= {"architectures": [FAMILY[layer.get("model_type", "llama")]]}
         raw.pop("eagle_config", None)
-    proposal = raw.pop("speculators_config", None) or {
-        "algorithm": "eagle3",
-        "default_proposal_method": "greedy",
-        "proposal_methods": [
-            {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": DEFAULT_DRAFTED, "verifier_accept_k": 1}
-        ],
-        "verifier": {"architectures": [], "name_or_path": None},
-    }
+    proposal = proposal_config(raw.pop("speculators_config", None), "eagle3", DEFAULT_DRAFTED, verifier)
     taps = {LAYER_IDS: [each + 1 for each in config.tap_layers]} if config.tap_layers else {}
     return {
         "dtype": dtype,
@@ -225,7 +216,7 @@ def speculators_json(config: Eagle3Config, verifier: Mapping[str, Any], dtype: s
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,
-        "speculators_config": {**proposal, "verifier": {**proposal.get("verifier", {}), **target_info}},
+        "speculators_config": proposal,
         "transformer_layer_config": layer,
         "target_hidden_size": raw.get("target_hidden_size") or config.target_hidden_size,
         **taps,
@@ -247,17 +238,12 @@ def check_eagle3_fit(config: Eagle3Config, target: Sizes, taps: Iterable[int], h
     """Raises DrafterMismatchError with both values if a drafter does not fit a target."""
     wrong = [layer for layer in taps if not 0 <= layer < target.num_layers]
     size, hidden_size = config.shape.hidden_size, target.hidden_size
-    for is_wrong, what, drafter_value, target_value in (
+    refuse_mismatch(
         (config.target_hidden_size != hidden_size, "hidden size", config.target_hidden_size, hidden_size),
         (not has_embedding and size != hidden_size, "embedding (the drafter has none of its own)", size, hidden_size),
         (config.shape.vocab_size != target.vocab_size, "vocabulary", config.shape.vocab_size, target.vocab_size),
         (bool(wrong), "tapped layers", wrong, f"{target.num_layers} layers"),
-    ):
-        if is_wrong:
-            raise DrafterMismatchError(
-                f"{what}: the drafter says {drafter_value}, the target has {target_value}: "
-                "give a drafter that was trained for this target"
-            )
+    )
 
 
 def _shape(layer: Mapping[str, Any], path: Path) -> DecoderConfig:

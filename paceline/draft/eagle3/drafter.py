@@ -14,7 +14,6 @@ any target. `tests/draft/test_eagle3.py` compares both with the formulas, `exper
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from paceline.draft.chained import ChainedDrafter
 from paceline.draft.dflash.drafter import MLP, Norm, Projections, shapes_of, with_tensors
+from paceline.draft.dflash.reading import over_vocabulary
 from paceline.draft.eagle3.checkpoint import (
     DEFAULT_DRAFTED,
     Eagle3Checkpoint,
@@ -165,8 +165,6 @@ class Eagle3Drafter(ChainedDrafter):
         refuse(ConfigError, (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"))
         self.tap_layers = self.config.tap_layers
         self._others = dict(others or {})
-        self._target: Target | None = None
-        self._bound_cache: object | None = None
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> Eagle3Drafter:
@@ -192,23 +190,12 @@ class Eagle3Drafter(ChainedDrafter):
         """See Drafter.bind. Binding to the same cache again keeps the packed matrices and resets all rows."""
         taps, has_embedding = self.config.tap_layers or default_taps(target.num_layers), hasattr(self.network, "embed_tokens")
         check_eagle3_fit(self.config, target, taps, has_embedding)
-        if self._target is target and self._bound_cache is target.cache:
-            self._path.cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
-        else:
-            weights = self.network.state_dict()
-            if isinstance(target, NativeDecoder):
-                self._path = Eagle3NativePath(self.config, weights, target, slack=self._slack)
-            else:
-                self._path = Eagle3Path(self.config, weights, target, slack=self._slack)
-        self._target, self._bound_cache, self.tap_layers = target, target.cache, taps
+        make_path: Any = Eagle3NativePath if isinstance(target, NativeDecoder) else Eagle3Path
+        self._bind_path(target, lambda: make_path(self.config, self.network.state_dict(), target, slack=self._slack))
+        self.tap_layers = taps
         self.has_own_threads = isinstance(self._path, Eagle3NativePath)
         self._token_of, self._ids = self.ids.tolist(), self.ids.to(target.device)
         self._begin(target, self.config.shape.hidden_size)
-
-    @property
-    def weight_bytes(self) -> int:
-        own = sum(tensor.nbytes for tensor in self.network.state_dict().values())
-        return own + (self._path.weight_bytes if self._target else 0)
 
     def cache_bytes(self, target: Target) -> int:
         shape, positions = self.config.shape, target.cache.num_rows * (target.cache.max_len + self._slack)
@@ -218,5 +205,4 @@ class Eagle3Drafter(ChainedDrafter):
         return self._token_of[place]
 
     def _over_all_tokens(self, logits_KV: Tensor) -> Tensor:
-        every_KV = logits_KV.new_full((len(logits_KV), self.config.shape.vocab_size), -math.inf)
-        return every_KV.index_copy_(1, self._ids, logits_KV)
+        return over_vocabulary(logits_KV, self._ids, self.config.shape.vocab_size)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from paceline.draft.dflash.checkpoint import PACKED, StoredDrafter, weights_file
 from paceline.draft.eagle3.checkpoint import Eagle3Checkpoint
 from paceline.draft.mtp.checkpoint import MtpLayer
-from paceline.model.config.decoder import decoder_config
+from paceline.model.config.decoder import DecoderConfig, decoder_config
 
 
 class Fact(NamedTuple):
@@ -22,19 +25,18 @@ def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
     """Facts about a DFlash drafter that determine what it drafts, each with an explanation."""
     config, shape = stored.config, stored.config.shape
     ids, head_VD = stored.vocabulary
-    size = sum(tensor.nbytes for tensor in stored.tensors.values())
-    dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in stored.tensors.values()}))
     packed = ", read from blocks of 8 bits" if weights_file(folder).name == PACKED else ""
-    heads = f"{shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} for keys"
     taps = ", ".join(map(str, config.target_layer_ids))
     one_more = ", ".join(str(each + 1) for each in config.target_layer_ids)
     aligned = "slot k says the token behind its place" if config.from_anchor else "slot k says the token at its place"
     facts = [
-        Fact("format", stored.form, f"{len(stored.tensors)} tensors, {size / 1e6:.1f} MB, {dtypes}{packed}"),
+        Fact("format", stored.form, _tensors(stored.tensors) + packed),
         Fact("kind", "DFlash 2" if config.second else "DFlash v1", _second(stored)),
         Fact("made for", _target(stored)),
         Fact(
-            "network", f"{shape.num_layers} layers", f"hidden size {shape.hidden_size}, {heads}, MLP {shape.intermediate_size}"
+            "network",
+            f"{shape.num_layers} layers",
+            f"hidden size {shape.hidden_size}, {_heads(shape)}, MLP {shape.intermediate_size}",
         ),
         Fact("taps", taps, f"outputs of these target layers, counted from 0; hidden_states[{one_more}]"),
         Fact("block", config.block_size, f"drafts {config.num_slots} tokens a round; {aligned}"),
@@ -58,18 +60,15 @@ def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
 def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
     """Facts about a folder that holds only an MTP layer."""
     shape = layer.config
-    size = sum(tensor.nbytes for tensor in layer.tensors.values())
-    dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in layer.tensors.values()}))
     layout = "Qwen3-Next's and Qwen3.5's" if layer.tells_normed else "DeepSeek-V3's"
     mlp = f"{shape.num_experts} experts of {shape.expert_size}" if shape.has_experts(0) else f"MLP {shape.intermediate_size}"
-    heads = f"{shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} for keys"
     of_target = decoder_config(layer.raw, folder)
     position = "behind" if layer.tells_normed else "before"
     return [
-        Fact("format", f"{layout} names", f"{len(layer.tensors)} tensors, {size / 1e6:.1f} MB, {dtypes}"),
+        Fact("format", f"{layout} names", _tensors(layer.tensors)),
         Fact("kind", "MTP layer", "drafts token after token; embedding and head are the target's"),
         Fact("made for", f"{shape.family}, {of_target.num_layers} layers, {shape.vocab_size} tokens"),
-        Fact("network", "1 layer", f"hidden size {shape.hidden_size}, {heads}, {mlp}"),
+        Fact("network", "1 layer", f"hidden size {shape.hidden_size}, {_heads(shape)}, {mlp}"),
         Fact("taps", of_target.num_layers - 1, "the target's last hidden state, behind its final norm"),
         Fact("drafts", layer.steps, "tokens a round, one behind the other: so many steps it learned"),
         Fact("told", f"{position} the final norm", "where the hidden state is taken that the next draft is told"),
@@ -79,21 +78,18 @@ def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
 def described_eagle3(stored: Eagle3Checkpoint, folder: Path) -> list[Fact]:
     """Facts about an EAGLE-3 drafter's folder."""
     config, shape, raw = stored.config, stored.config.shape, stored.config.raw
-    size = sum(tensor.nbytes for tensor in stored.tensors.values())
-    dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in stored.tensors.values()}))
     style = "speculators' names" if "transformer_layer_config" in raw else "SpecForge's names"
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
     named = f"{verifier['name_or_path']}: " if verifier.get("name_or_path") else ""
-    heads = f"{shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} for keys"
     residual = "the normed features" if config.norm_before_residual else "the features"
     position = "behind" if config.norm_output else "before"
     norms = "one for each layer" if config.fc_norm else "one over all" if config.norm_before_fc else "none"
     has_own = "embed_tokens.weight" in stored.tensors
     return [
-        Fact("format", style, f"{len(stored.tensors)} tensors, {size / 1e6:.1f} MB, {dtypes}"),
+        Fact("format", style, _tensors(stored.tensors)),
         Fact("kind", "EAGLE-3", "drafts token after token, chains and trees"),
         Fact("made for", f"{named}hidden size {config.target_hidden_size}, {shape.vocab_size} tokens"),
-        Fact("network", f"{shape.num_layers} layers", f"{shape.family}, hidden size {shape.hidden_size}, {heads}"),
+        Fact("network", f"{shape.num_layers} layers", f"{shape.family}, hidden size {shape.hidden_size}, {_heads(shape)}"),
         Fact("taps", ", ".join(map(str, config.tap_layers)) or "not said", "target layers; not said: as engines choose them"),
         Fact("features' norms", norms, "before they are put together (fc_norm, norm_before_fc)"),
         Fact("adds to", residual, f"norm_before_residual {str(config.norm_before_residual).lower()}"),
@@ -104,6 +100,16 @@ def described_eagle3(stored: Eagle3Checkpoint, folder: Path) -> list[Fact]:
         Fact("head", f"{config.draft_vocab_size} tokens", "of its own, among which it drafts"),
         Fact("embedding", "of its own" if has_own else "the target's"),
     ]
+
+
+def _tensors(tensors: Mapping[str, Tensor]) -> str:
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}))
+    return f"{len(tensors)} tensors, {size / 1e6:.1f} MB, {dtypes}"
+
+
+def _heads(shape: DecoderConfig) -> str:
+    return f"{shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} for keys"
 
 
 def _target(stored: StoredDrafter) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.draft.dflash.config import DFlash2Sizes
 from paceline.draft.vocabulary import Vocabulary, check_ids, split
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.checkpoint import check_finite
@@ -38,7 +39,7 @@ COUNTS = {
     "block_size": "block_size",
 }
 FRACTIONS = {"rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base"}
-SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+SECOND = DFlash2Sizes.__slots__
 SCALES = {"output_multiplier": "logit_scale", "final_logit_softcapping": "final_logit_softcapping"}
 ROPE = {"factor": "factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 WHOLE_NAMES = {

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.draft.dflash.config import DFlash2Sizes
 from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model.config.decoder import is_whole, short
 
@@ -32,7 +33,7 @@ OUTSIDE = ("architectures", "auto_map", "block_size", "dflash_config", "num_targ
 OWN = ("speculators_model_type", "architectures", "transformer_layer_config", "aux_hidden_state_layer_ids", "block_size")
 OWN += ("mask_token_id", "sliding_window_non_causal", "sample_from_anchor", "draft_vocab_size", "z_lab")
 """Keys of speculators that have a z-lab counterpart."""
-SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+SECOND = DFlash2Sizes.__slots__
 DEFAULTS: dict[str, Any] = {
     "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768,
@@ -102,21 +103,7 @@ def from_z_lab(
     layer = {name: value for name, value in raw.items() if name not in OUTSIDE}
     layer["model_type"] = kept.pop("model_type", "qwen3")
     outside = {name: raw[name] for name in ("auto_map", "num_target_layers", "dflash_config") if name in raw}
-    proposal = kept.pop("speculators_config", None) or {
-        "algorithm": kind,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [
-            {
-                "accept_tolerance": 0.0,
-                "proposal_type": "greedy",
-                "speculative_tokens": settings["num_slots"],
-                "verifier_accept_k": 1,
-            }
-        ],
-        "verifier": {"architectures": [], "name_or_path": None},
-    }
-    target_info = {name: value for name, value in verifier.items() if value}
-    proposal = {**proposal, "verifier": {**proposal.get("verifier", {}), **target_info}}
+    proposal = proposal_config(kept.pop("speculators_config", None), kind, settings["num_slots"], verifier)
     nested = raw.get("dflash_config") or {}
     return {
         "architectures": [KINDS[kind]],
@@ -137,6 +124,21 @@ def from_z_lab(
         **{name: nested[name] for name in SECOND if kind == "dflash2" and name in nested},
         **({"z_lab": outside} if outside else {}),
     }
+
+
+def proposal_config(
+    config: Mapping[str, Any] | None, algorithm: str, num_drafted: int, verifier: Mapping[str, Any]
+) -> dict[str, Any]:
+    """speculators_config with the target's known name_or_path and architectures: `config`, or a new one that drafts greedily."""
+    method = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": num_drafted, "verifier_accept_k": 1}
+    config = config or {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [method],
+        "verifier": {"architectures": [], "name_or_path": None},
+    }
+    known = {name: value for name, value in verifier.items() if value}
+    return {**config, "verifier": {**config.get("verifier", {}), **known}}
 
 
 def _check_sizes(raw: Mapping[str, Any], layer: Mapping[str, Any], path: Path) -> None:

@@ -12,6 +12,7 @@ Transformers' layers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -100,7 +101,6 @@ class MtpDrafter(ChainedDrafter):
         self._stored = layer
         self.num_drafted = (layer.steps or DEFAULT_DRAFTED) if num_drafted is None else num_drafted
         refuse(ConfigError, (self.num_drafted < 0, f"num_drafted must be 0 or more, not {num_drafted}"))
-        self._bound: tuple[Target, object] | None = None
 
     @classmethod
     def of_target(cls, target_name: str, *, num_drafted: int | None = None) -> MtpDrafter:
@@ -135,11 +135,7 @@ class MtpDrafter(ChainedDrafter):
                 raise DrafterMismatchError(
                     f"{what}: the mtp layer has {mine}, the target {theirs}: it drafts for the model whose file it is in alone"
                 )
-        if self._bound is not None and self._bound[0] is target and self._bound[1] is target.cache:
-            self._path.cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
-        else:
-            self._path = MtpPath(self._stored, target, slack=self._slack)
-        self._bound = target, target.cache
+        self._bind_path(target, lambda: MtpPath(self._stored, target, slack=self._slack))
         self.tap_layers = (target.num_layers - 1,)
         self._begin(target, own.hidden_size)
 
@@ -147,10 +143,8 @@ class MtpDrafter(ChainedDrafter):
         own = {name: tensor.clone() for name, tensor in self._stored.tensors.items()}
         self._stored = replace(self._stored, tensors=own)
 
-    @property
-    def weight_bytes(self) -> int:
-        own = sum(tensor.nbytes for tensor in self._stored.tensors.values())
-        return own + (self._path.weight_bytes if self._bound else 0)
+    def _own_tensors(self) -> Mapping[str, Tensor]:
+        return self._stored.tensors
 
     def cache_bytes(self, target: Target) -> int:
         shape, positions = self._stored.config, target.cache.num_rows * (target.cache.max_len + self._slack)

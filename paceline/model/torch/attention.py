@@ -256,7 +256,13 @@ class Rope:
 
     @classmethod
     def of(
-        cls, config: DecoderConfig, max_len: int, dtype: torch.dtype, device: torch.device, kind: RopeKind = "main", slack: int = 0
+        cls,
+        config: DecoderConfig,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kind: RopeKind = "main",
+        slack: int = 0,
     ) -> Self:
         """RoPE for texts of up to `max_len` tokens, with tables for `slack` more positions; see `rope_tables`."""
         tables = rope_tables(config, max_len + slack, kind, longest=max_len)
