@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from paceline import rng
+from paceline.model.sampling.logits import sample, target_probs
 from paceline.model.target import Target
 from paceline.types import Batch, DraftBlock, Sequence
 
@@ -106,6 +108,12 @@ class Drafter(ABC):
 
     def drop(self, seq: Sequence) -> None:
         """The sequence has finished; its row may be reallocated."""
+
+
+def sample_draft(seq: Sequence, logits_V: Tensor, place: int) -> tuple[int, Tensor]:
+    """(draft sampled from logits [V] with the request's sampling parameters, its distribution [V]). `place`: draft position."""
+    probs_V = target_probs(logits_V[None], seq.params)[0]
+    return sample(probs_V, rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, place)), probs_V
 
 
 class NoDrafter(Drafter):

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from paceline import rng
-from paceline.draft.base import Observed
+from paceline.draft.base import Observed, sample_draft
 from paceline.draft.dflash.reading import inverse_temperature
 from paceline.draft.foresight import Foresight, ranked
 from paceline.draft.level import Level
 from paceline.draft.tapped import TappedDrafter, features_of
 from paceline.model.kv_cache import KVCache
-from paceline.model.sampling.logits import sample, target_probs, top_logprobs
+from paceline.model.sampling.logits import top_logprobs
 from paceline.model.sampling.race import FIELD
 from paceline.model.target import Target
 from paceline.plan.trees import LEAST_GAIN, MOST_NODES, Candidates, Likely
@@ -100,6 +100,11 @@ class _Row:
     def is_drawn(self) -> bool:
         """True if drafts are sampled, each with its distribution."""
         return self.seq.kind == "sampled" and not (self.grows or self.guesses)
+
+    @property
+    def is_certain(self) -> bool:
+        """True if drafts are deterministic and the row needs no candidates."""
+        return not (self.grows or self.guesses or self.is_drawn)
 
     def next_nodes(self) -> list[tuple[int, _Node]]:
         """Nodes for the next step, each with its parent's index in `nodes`: the chain's next draft and, for trees, the most
@@ -205,8 +210,7 @@ class ChainedDrafter(TappedDrafter):
     def _extend(self, rows: list[_Row], logits_TV: Tensor, count: int) -> None:
         """Append a draft to every chain and candidates to every node, where logits are finite."""
         first = 0
-        certain = [row for row in rows if not (row.grows or row.guesses or row.is_drawn)]
-        best = iter(self._best(rows, logits_TV)) if certain else iter(())
+        best = iter(self._best(rows, logits_TV) if any(row.is_certain for row in rows) else ())
         for row in rows:
             logits_NV = logits_TV[first : first + len(row.nodes)]
             first += len(row.nodes)
@@ -224,7 +228,7 @@ class ChainedDrafter(TappedDrafter):
         """Most probable token and its log-probability, for the rows with deterministic drafts."""
         firsts, first = list[int](), 0
         for row in rows:
-            if not (row.grows or row.guesses or row.is_drawn):
+            if row.is_certain:
                 firsts.append(first)
             first += len(row.nodes)
         own_BV = logits_TV[torch.tensor(firsts, device=logits_TV.device)].float()
@@ -235,9 +239,8 @@ class ChainedDrafter(TappedDrafter):
     def _draw(self, row: _Row, logits_NV: Tensor) -> None:
         if not math.isfinite(float(logits_NV[0].float().max())):
             return
-        seq = row.seq
-        probs_V = target_probs(self._over_all_tokens(logits_NV[:1]), seq.params)[0]
-        row.tokens.append(sample(probs_V, rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, len(row.tokens))))
+        token, probs_V = sample_draft(row.seq, self._over_all_tokens(logits_NV[:1])[0], len(row.tokens))
+        row.tokens.append(token)
         row.probs.append(probs_V)
 
     def _name(self, row: _Row, logits_NV: Tensor, count: int) -> None:

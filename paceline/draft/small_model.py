@@ -12,10 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from paceline import rng
-from paceline.draft.base import Drafter, Observed
+from paceline.draft.base import Drafter, Observed, sample_draft
 from paceline.errors import ConfigError, DrafterMismatchError, refuse
-from paceline.model.sampling.logits import sample, target_probs
 from paceline.model.target import ForwardBatch, Target
 from paceline.types import Batch, DraftBlock, Sequence
 
@@ -87,7 +85,10 @@ class SmallModelDrafter(Drafter):
             assert logits_BV is not None
             best_B = logits_BV.max(-1).indices.tolist()
             for index, seq, best, logits_V in zip(drafting, sequences, best_B, logits_BV, strict=True):
-                token = best if seq.kind != "sampled" else _drawn(seq, logits_V, probs_BK[index])
+                token = best
+                if seq.kind == "sampled":
+                    token, probs_V = sample_draft(seq, logits_V, len(probs_BK[index]))
+                    probs_BK[index].append(probs_V)
                 block.tokens_B[index].append(token)
             drafting = [index for index in drafting if len(block.tokens_B[index]) < limits[index]]
         for index, probs_K in probs_BK.items():
@@ -100,11 +101,3 @@ class SmallModelDrafter(Drafter):
         starts = [self.model.cache.lengths[row] for row in rows]
         rests = [text[start:] for text, start in zip(texts, starts, strict=True)]
         return ForwardBatch(rows, starts, list(map(len, rests)), [token for rest in rests for token in rest], logits)
-
-
-def _drawn(seq: Sequence, logits_V: Tensor, probs_K: list[Tensor]) -> int:
-    """One draft sampled from the request's distribution over these logits; appends that distribution to `probs_K`."""
-    probs_V = target_probs(logits_V[None], seq.params)[0]
-    draw = rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, len(probs_K))
-    probs_K.append(probs_V)
-    return sample(probs_V, draw)

@@ -7,7 +7,6 @@ downloaded.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,16 +111,16 @@ def _files_of_ends(folder: Path) -> tuple[str, ...]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return ("model.safetensors",)
-    with reraised(ModelFileError, f"{index} cannot be read", "fetch it again", OSError, ValueError, KeyError):
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    with reraised(ModelFileError, f"{index} cannot be read", "fetch it again", KeyError, AttributeError):
+        names = read_json(index)["weight_map"]
         return tuple({file for name, file in names.items() if name.endswith((EMBEDDING, HEAD))})
 
 
 def _read(folder: Path, wanted: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
     for file in sorted(folder.glob("*.safetensors")):
-        refused = reraised(ModelFileError, f"{file} cannot be read", "fetch it again", OSError, SafetensorError)
         check_header(file)
-        with refused, safe_open(file, "pt") as tensors:
+        damaged = reraised(ModelFileError, f"{file} cannot be read", "fetch it again", OSError, SafetensorError)
+        with damaged, safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (not a dict)
                 for ending in wanted:
                     if name.endswith(ending) and "visual" not in name:

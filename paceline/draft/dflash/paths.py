@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.draft.dflash.config import DFlashConfig
 from paceline.draft.dflash.reading import scale_logits, top_logprob
 from paceline.draft.dflash.static import Kind, StaticForms
-from paceline.model.gguf.blocks import Weight, quantise
+from paceline.model.gguf.blocks import Weight
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.native.decoder import NativeDecoder, cache_view, layer_parts, native_cache, native_model, pack, pack_vectors
 from paceline.model.native.library import Buffers, Matrix, pointer
@@ -151,7 +151,12 @@ class TorchPath:
         masks = [self.config.mask_token_id] * (size - 1)
         tokens = [token for anchor in anchors for token in (anchor, *masks)]
         embedded_TD = self.embed_block(torch.tensor(tokens, device=self.device))
-        return self._drafting_slots(self.run_block(rows, embedded_TD), len(rows), width)
+        starts, counts = [self.cache.lengths[row] for row in rows], [size] * len(rows)
+        plan = partial(AttentionPlan, rows, starts, counts, group=self.group, dtype=self.dtype, device=self.device)
+        plans = {(window, is_causal): plan(window=window, is_causal=is_causal) for window, is_causal in set(self.kinds)}
+        writer = CacheWriter(rows, starts, counts, self.device)
+        hidden_TD = self.run_layers(embedded_TD, size, plans, writer, self.rope.tables(positions_of(starts, counts)))
+        return self._drafting_slots(hidden_TD, len(rows), width)
 
     def embed_block(self, tokens_T: Tensor) -> Tensor:
         """Input embeddings [T, D] of the blocks' tokens."""
@@ -163,15 +168,6 @@ class TorchPath:
         """Final normed hidden states [B * width, D] of the first `width` draft positions."""
         first = 0 if self.config.from_anchor else 1
         return self._final_norm(hidden_TD.unflatten(0, (num_rows, -1))[:, first : first + width].flatten(0, 1))
-
-    def run_block(self, rows: list[int], hidden_TD: Tensor) -> Tensor:
-        """Hidden states [B * size, D] before the final norm; each block follows its row's context."""
-        starts, counts = [self.cache.lengths[row] for row in rows], [len(hidden_TD) // len(rows)] * len(rows)
-        plan = partial(AttentionPlan, rows, starts, counts, group=self.group, dtype=self.dtype, device=self.device)
-        plans = {(window, is_causal): plan(window=window, is_causal=is_causal) for window, is_causal in set(self.kinds)}
-        writer = CacheWriter(rows, starts, counts, self.device)
-        tables = self.rope.tables(positions_of(starts, counts))
-        return self.run_layers(hidden_TD, counts[0], plans, writer, tables)
 
     def run_layers(
         self,
@@ -224,9 +220,8 @@ class NativePath:
     ) -> None:
         """`more`: additional fields of a CLayer, by layer index."""
         self.config, shape, dtype = config, config.shape, target.dtype
-        in_blocks = target.has_blocks
         rounded = {name: tensor.detach().to("cpu", dtype) for name, tensor in network.items()}
-        weights = {name: quantise(tensor, "Q8_0") if in_blocks else tensor for name, tensor in rounded.items()}
+        weights = {name: target.as_weight(tensor) for name, tensor in rounded.items()}
 
         def make_layer(index: int, own: dict[str, Weight]) -> dict[str, Any]:
             fields = {**layer_parts(shape, index, own, dtype), "is_causal": int(config.is_causal[index])}
@@ -235,8 +230,7 @@ class NativePath:
         layers, _ = build_layers(shape, weights.items(), make_layer, make_other=lambda name, weight: None)
         context = [f"layers.{index}.self_attn.{which}_proj" for which in "kv" for index in range(shape.num_layers)]
         if head_VD is not None:
-            own_VD = head_VD.to("cpu", dtype)
-            self._head = pack([quantise(own_VD, "Q8_0") if in_blocks else own_VD], dtype)
+            self._head = pack([target.as_weight(head_VD)], dtype)
         else:
             self._head = target.head_matrix if draft_ids is None else target.head_matrix.select(draft_ids.tolist())
         slack, max_len = config.block_size, target.cache.max_len

@@ -164,7 +164,6 @@ class DFlash2Drafter(DFlashDrafter):
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
-        """See DFlashDrafter.from_folder."""
         return read_drafter(folder, num_drafted=num_drafted)
 
     @classmethod

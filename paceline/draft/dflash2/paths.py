@@ -15,7 +15,6 @@ from paceline.draft.dflash.paths import LayerAttention, NativePath, TorchPath, r
 from paceline.draft.dflash.reading import scale_logits
 from paceline.draft.dflash2.selector import BOOKS, Picks, Selector, score
 from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary
-from paceline.model.gguf.blocks import quantise
 from paceline.model.native.decoder import NativeDecoder, pack
 from paceline.model.native.library import FORMATS, GROUP, Picker
 from paceline.model.target import Target
@@ -116,7 +115,6 @@ class DFlash2NativePath(NativePath):
         return Picks(*self._picker.pick(anchors, logits_BKV, hidden_BKD))
 
     def read(self, rows: list[int], anchors: list[int], width: int, size: int) -> tuple[Tensor, Tensor]:
-        """See DFlash2Path.read."""
         taps_TD = torch.empty(len(rows) * size, self.config.shape.hidden_size, dtype=self.cache.keys.dtype)
         logits_BKV = self.draft(rows, anchors, width, size, True, taps_TD)[1]
         assert logits_BKV is not None
@@ -154,7 +152,6 @@ def _mixes(config: DFlashConfig, tensors: Mapping[str, Tensor], target: NativeDe
     fields: dict[str, Any] = {"mix_taps": config.second.conv_kernel_size}
     for name, conv in zip(("attention", "mlp"), CONVS, strict=True):
         projection, base = (tensors[f"layers.{index}.{conv}.{part}"] for part in ("kernel_projection.weight", "base_kernel"))
-        rounded = projection.detach().to("cpu", target.dtype)
-        fields[f"{name}_mix"] = pack([quantise(rounded, "Q8_0") if target.has_blocks else rounded], target.dtype)
+        fields[f"{name}_mix"] = pack([target.as_weight(projection)], target.dtype)
         fields[f"{name}_base"] = base.detach().to("cpu", target.dtype).float().contiguous()
     return fields

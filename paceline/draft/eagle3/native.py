@@ -12,7 +12,6 @@ from torch import Tensor
 from paceline.draft.eagle3.checkpoint import Eagle3Config
 from paceline.draft.eagle3.path import EagleNorms, within
 from paceline.draft.level import Level
-from paceline.model.gguf.blocks import quantise
 from paceline.model.native.decoder import NativeDecoder, cache_view, layer_parts, native_cache, native_model, pack
 from paceline.model.native.library import Buffers, Matrix, pointer
 
@@ -29,8 +28,7 @@ class Eagle3NativePath(EagleNorms):
         shape, dtype = config.shape, target.dtype
         rounded = {name: tensor.detach().to("cpu", dtype) for name, tensor in network.items()}
         super().__init__(config, rounded, dtype, torch.float32)
-        in_blocks = target.has_blocks
-        weights = {name: quantise(tensor, "Q8_0") if in_blocks else tensor for name, tensor in rounded.items()}
+        weights = {name: target.as_weight(tensor) for name, tensor in rounded.items()}
         self._size = shape.hidden_size
         self._fc, self._head = pack([weights["fc.weight"]], dtype), pack([weights["lm_head.weight"]], dtype)
         own = weights.get("embed_tokens.weight")
@@ -57,7 +55,6 @@ class Eagle3NativePath(EagleNorms):
 
     @torch.inference_mode()
     def extend(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor) -> Tensor:
-        """See Eagle3Path.extend."""
         features_TD = self._fc.multiply(self.normed_features(taps_TF[: len(tokens)]), self._dtype)
         hidden_TD = self._pass(rows, starts, counts, tokens, features_TD, None)
         self.cache.append(rows, counts)
@@ -65,7 +62,6 @@ class Eagle3NativePath(EagleNorms):
 
     @torch.inference_mode()
     def step(self, level: Level, tokens: list[int], state_TD: Tensor) -> Tensor:
-        """See Eagle3Path.step."""
         starts, counts, parents = list[int](), list[int](), list[int]()
         read, states, output_rows, first = list[int](), list[Tensor](), list[int](), 0
         for row, base, before, seen in zip(level.rows, level.bases, level.before, level.seen, strict=True):

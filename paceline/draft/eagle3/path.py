@@ -78,7 +78,6 @@ class Eagle3Path(EagleNorms):
 
     @torch.inference_mode()
     def extend(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor) -> Tensor:
-        """See ChainPath.extend."""
         features_TD = self._fc(self.normed_features(taps_TF[: len(tokens)])).to(self.residual_dtype)
         state_BD = self._run(rows, starts, counts, tokens, features_TD)
         self.cache.append(rows, counts)
@@ -86,7 +85,6 @@ class Eagle3Path(EagleNorms):
 
     @torch.inference_mode()
     def step(self, level: Level, tokens: list[int], state_TD: Tensor) -> Tensor:
-        """See ChainPath.step."""
         windows = {layer.window for layer in self._layers}
         plans = {window: level.plan(self._group, self._dtype, self._device, window) for window in windows}
         own = [plans[layer.window] for layer in self._layers]
@@ -94,7 +92,6 @@ class Eagle3Path(EagleNorms):
 
     @torch.inference_mode()
     def logits(self, state_TD: Tensor) -> Tensor:
-        """See ChainPath.logits."""
         return self._head(self.head_input(state_TD))
 
     def _run(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], hidden_TD: Tensor) -> Tensor:

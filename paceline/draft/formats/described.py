@@ -26,6 +26,7 @@ def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
     config, shape = stored.config, stored.config.shape
     ids, head_VD = stored.vocabulary
     packed = ", read from blocks of 8 bits" if weights_file(folder).name == PACKED else ""
+    head = "with the target's head" if head_VD is None else "with a head of its own"
     taps = ", ".join(map(str, config.target_layer_ids))
     one_more = ", ".join(str(each + 1) for each in config.target_layer_ids)
     aligned = "slot k says the token behind its place" if config.from_anchor else "slot k says the token at its place"
@@ -41,7 +42,11 @@ def described(stored: StoredDrafter, folder: Path) -> list[Fact]:
         Fact("taps", taps, f"outputs of these target layers, counted from 0; hidden_states[{one_more}]"),
         Fact("block", config.block_size, f"drafts {config.num_slots} tokens a round; {aligned}"),
         Fact("mask token", config.mask_token_id, "stands in the slots to be drafted"),
-        Fact("draft vocabulary", "all tokens" if ids is None else f"{len(ids)} tokens", _head(head_VD is not None)),
+        Fact(
+            "draft vocabulary",
+            "all tokens" if ids is None else f"{len(ids)} tokens",
+            head,
+        ),
         Fact("rotary", f"theta {shape.rope_theta:g}", _rotary(stored)),
         Fact("window", _windows(stored), _causality(stored)),
         Fact("norms", f"mean weight {_norm_mean(stored):.2f}", _norms(stored)),
@@ -140,10 +145,6 @@ def _books(stored: StoredDrafter) -> str:
     return f"; its codebooks have rows of {num_rows} tokens: behind others it adds nothing"
 
 
-def _head(has_own: bool) -> str:
-    return "with a head of its own" if has_own else "with the target's head"
-
-
 def _rotary(stored: StoredDrafter) -> str:
     shape = stored.config.shape
     scaling = shape.rope_scaling
@@ -155,12 +156,10 @@ def _windows(stored: StoredDrafter) -> str:
     shape = stored.config.shape
     windows = [shape.window(layer) for layer in range(shape.num_layers)]
     if not any(windows):
-        return "none" + (f" (sliding_window {stored.config.raw['sliding_window']} is switched off)" if _is_off(stored) else "")
+        raw = stored.config.raw
+        is_off = bool(raw.get("sliding_window")) and not raw.get("use_sliding_window")
+        return f"none (sliding_window {raw['sliding_window']} is switched off)" if is_off else "none"
     return ", ".join(str(each or "full") for each in windows)
-
-
-def _is_off(stored: StoredDrafter) -> bool:
-    return bool(stored.config.raw.get("sliding_window")) and not stored.config.raw.get("use_sliding_window")
 
 
 def _causality(stored: StoredDrafter) -> str:

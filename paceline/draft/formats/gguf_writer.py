@@ -32,7 +32,7 @@ from paceline.draft.formats.gguf_reader import (
     WHOLE_NAMES,
 )
 from paceline.errors import ConfigError, UnsupportedModelError
-from paceline.model.gguf.package import gguf_package
+from paceline.model.gguf.package import copy_keys, finish, gguf_package
 from paceline.runs.folder import whole_file
 
 if TYPE_CHECKING:
@@ -63,9 +63,8 @@ def write_gguf(
         if ids is not None:
             tensors["d2t"] = ids
     elif ids is not None:
-        notes.append(
-            f"the draft vocabulary of {len(ids)} tokens, for llama.cpp, which drafts among all tokens{_remedy(config)}"
-        )
+        remedy = "" if config.second else "; --model gives it the head's rows"
+        notes.append(f"the draft vocabulary of {len(ids)} tokens, for llama.cpp, which drafts among all tokens{remedy}")
     notes += [f"{name}: the target's own is used" for name in stored.others]
     if config.second is None and (config.output_multiplier, config.final_logit_softcapping) != (1.0, 0.0):
         notes.append(
@@ -79,13 +78,8 @@ def write_gguf(
         notes += _add_tokenizer(writer, config, target)
         for name, tensor in tensors.items():
             _add_tensor(writer, _their_name(name), tensor)
-        for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
-            write()
+        finish(writer)
     return notes
-
-
-def _remedy(config: DFlashConfig) -> str:
-    return "" if config.second else "; --model gives it the head's rows"
 
 
 def _check_sayable(config: DFlashConfig, tensors: dict[str, Tensor]) -> None:
@@ -167,16 +161,13 @@ def _add_tokenizer(writer: gguf.GGUFWriter, config: DFlashConfig, target: Path |
     """Copy the keys `tokenizer.*` from the target's file; returns a remark if no target is given."""
     if target is None:
         return ["the target's tokenizer, without which llama.cpp does not load the file: name the target's GGUF file (--model)"]
-    fields = gguf_package().GGUFReader(target).fields
-    tokens = len(fields[TOKENS].data) if TOKENS in fields else 0
+    reader = gguf_package().GGUFReader(target)
+    tokens = len(reader.fields[TOKENS].data) if TOKENS in reader.fields else 0
     if tokens != config.vocab_size:
         raise ConfigError(
             f"{target} has {tokens} tokens, the drafter's target {config.vocab_size}: name the GGUF of its target"
         )
-    for name, field in fields.items():
-        if name.startswith("tokenizer.") and name != MASK:
-            kind, *inner = field.types
-            writer.add_key_value(name, field.contents(), kind, inner[-1] if inner else None)
+    copy_keys(reader, writer, [name for name in reader.fields if name.startswith("tokenizer.") and name != MASK])
     return []
 
 

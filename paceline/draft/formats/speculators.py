@@ -129,7 +129,7 @@ def from_z_lab(
 def proposal_config(
     config: Mapping[str, Any] | None, algorithm: str, num_drafted: int, verifier: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """speculators_config with the target's known name_or_path and architectures: `config`, or a new one that drafts greedily."""
+    """speculators_config with the target's name and architectures, if known: `config`, or a new one that drafts greedily."""
     method = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": num_drafted, "verifier_accept_k": 1}
     config = config or {
         "algorithm": algorithm,

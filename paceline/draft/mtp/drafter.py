@@ -59,7 +59,6 @@ class MtpPath:
 
     @torch.inference_mode()
     def extend(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor) -> Tensor:
-        """See ChainPath.extend."""
         plan = AttentionPlan(rows, starts, counts, group=self._group, dtype=self._dtype, device=self._device)
         writer = CacheWriter(rows, starts, counts, self._device)
         state_TD = self._layer_of(plan, writer, positions_of(starts, counts), tokens, taps_TF[: len(tokens)])
@@ -68,7 +67,6 @@ class MtpPath:
 
     @torch.inference_mode()
     def step(self, level: Level, tokens: list[int], state_TD: Tensor) -> Tensor:
-        """See ChainPath.step."""
         plan = level.plan(self._group, self._dtype, self._device, None)
         return self._layer_of(plan, level.writer(self._device), level.positions, tokens, state_TD)
 

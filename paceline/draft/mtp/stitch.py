@@ -92,8 +92,8 @@ def _stored(name: str, original: Tensor, ours: Mapping[str, Tensor]) -> Tensor:
     tensor = _fused(name, original, ours)
     if tensor.shape != original.shape or not original.is_floating_point() or original.element_size() == 1:
         raise UnsupportedModelError(
-            f"tensor {name!r} of the target's mtp layer is {original.dtype} of shape {tuple(original.shape)}, a trained one is not "
-            "written so: use the drafter's folder (--drafter) beside the target"
+            f"tensor {name!r} of the target's mtp layer is {original.dtype} of shape {tuple(original.shape)}, "
+            "a trained one is not written so: use the drafter's folder (--drafter) beside the target"
         )
     return tensor.to(original.dtype).contiguous()
 

@@ -67,14 +67,14 @@ def write_model(
     """
     weights = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in tensors}
     special = {name: shape[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in shape}
-    refused = reraised(CacheError, f"cannot write {folder}", "choose another folder", OSError, SafetensorError)
-    with refused:
+    file = words / LAST_FILE
+    with reraised(CacheError, f"cannot write {folder}", "choose another folder", OSError, SafetensorError):
         folder.mkdir(parents=True)
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         write_tokenizer(words, folder)
         (folder / "config.json").write_text(_json(dict(shape) | {"torch_dtype": dtype}), encoding="utf-8")
         sync_folder(folder)  # LAST_FILE marks the others as complete
-        write_whole(folder / LAST_FILE, _json(_generation(words, special)))
+        write_whole(folder / LAST_FILE, _json(checkpoint.read_json(file) if words.is_dir() and file.is_file() else special))
     return folder
 
 
@@ -91,11 +91,6 @@ def write_tokenizer(words: Path, folder: Path) -> None:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **tokenizer.special_tokens}
     config |= {"chat_template": tokenizer.chat_template} if tokenizer.chat_template else {}
     (folder / "tokenizer_config.json").write_text(_json(config), encoding="utf-8")
-
-
-def _generation(words: Path, special: dict[str, Any]) -> dict[str, Any]:
-    file = words / LAST_FILE
-    return checkpoint.read_json(file) if words.is_dir() and file.is_file() else special
 
 
 def _json(value: dict[str, Any]) -> str:

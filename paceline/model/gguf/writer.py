@@ -21,7 +21,7 @@ from paceline.errors import ModelFileError, UnsupportedModelError
 from paceline.model import checkpoint
 from paceline.model.gguf.container import is_gguf
 from paceline.model.gguf.metadata import LAYER_NAMES, NAMES
-from paceline.model.gguf.package import gguf_package
+from paceline.model.gguf.package import copy_keys, finish, gguf_package
 from paceline.runs.folder import whole_file
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def write_gguf(folder: Path, like: Path, target: Path, form: str = "q8_0", embed
         )
     with whole_file(target, "free space or choose another --out") as scratch:
         writer = ggml.GGUFWriter(scratch, arch)
-        _copy_keys(reader, writer, {f"{arch}.block_count": config.num_layers})
+        keys = [key for key in reader.fields if not key.startswith("GGUF.") and key not in OWN_KEYS]
+        copy_keys(reader, writer, keys, {f"{arch}.block_count": config.num_layers})
         writer.add_name(target.stem)
         writer.add_file_type(ggml.LlamaFileType[FORMATS[form]])
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if arch == "llama" else {}
@@ -73,10 +74,7 @@ def write_gguf(folder: Path, like: Path, target: Path, form: str = "q8_0", embed
         kinds = {"embed_tokens": of_ends, "lm_head": of_ends}
         for stored_name, values, kind in _stored(folder, reader, _quant(form), kinds, heads):
             writer.add_tensor(stored_name, values, raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
     return target
 
 
@@ -94,14 +92,6 @@ def _same_model(folder: Path, like: Path) -> Any:
                 "model, or convert the folder with llama.cpp's convert_hf_to_gguf.py"
             )
     return ours
-
-
-def _copy_keys(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, changed: dict[str, int]) -> None:
-    for key, entry in reader.fields.items():
-        if key.startswith("GGUF.") or key in OWN_KEYS:
-            continue
-        inner = entry.types[1] if entry.types[0] == gguf_package().GGUFValueType.ARRAY else None
-        writer.add_key_value(key, changed.get(key, entry.contents()), entry.types[0], sub_type=inner)
 
 
 def _stored(

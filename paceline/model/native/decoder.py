@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.model.checkpoint import check_tensors
 from paceline.model.config.decoder import DecoderConfig
-from paceline.model.gguf.blocks import Blocks, Weight
+from paceline.model.gguf.blocks import Blocks, Weight, quantise
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.layout import NORMS, delta_apart, gate_apart
 from paceline.model.native import library as native
@@ -89,13 +89,13 @@ class NativeDecoder(Target):
         """The packed LM head, shared with drafters."""
         matrices = [part for layer in self._layers for part in layer.values() if isinstance(part, Matrix)]
         matrices.append(self.head_matrix)  # together with the layers: everything that a pass reads in full
-        experts = [_matrices(layer.get("experts", ())) for layer in self._layers]
+        experts = [[(each["gate_up"], each["down"]) for each in layer.get("experts", ())] for layer in self._layers]
         self._num_expert_layers = max(1, sum(map(bool, experts)))
         self.weight_bytes = sum(matrix.num_bytes for matrix in matrices) + sum(_read_by_a_token(config, own) for own in experts)
         matrices += [matrix for own in experts for pair in own for matrix in pair]
         self.weight_format = "+".join(sorted({name for matrix in matrices for name in matrix.formats}))
         self.has_blocks = self.weight_format not in ("float32", "bfloat16")
-        """True if it uses quantised weights of the file; drafters for it are then quantised too."""
+        """True if it uses quantised weights of the file."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See Target.load_weights. Quantised weights are replaced by dense ones."""
@@ -112,6 +112,11 @@ class NativeDecoder(Target):
         self.kv = self.cache = cache
         self._native_cache = cache_view(cache)
         cache.mover = partial(self._model.keep, self._native_cache)
+
+    def as_weight(self, tensor: Tensor) -> Weight:
+        """A drafter's tensor in this target's dtype, or quantised to Q8_0 if the target uses quantised weights."""
+        rounded = tensor.detach().to("cpu", self.dtype)
+        return quantise(rounded, "Q8_0") if self.has_blocks else rounded
 
     def matrix_embed(self, tokens_T: Tensor) -> Tensor:
         return self.embedding_matrix.rows_of(tokens_T.tolist(), self.dtype)
@@ -270,10 +275,6 @@ def _delta_sizes(config: DecoderConfig) -> dict[str, int]:
 
 def _expert_structs(experts: Sequence[dict[str, Any]]) -> Any:
     return (CExpert * len(experts))(*(filled(CExpert(), expert) for expert in experts)) if experts else None
-
-
-def _matrices(experts: Sequence[dict[str, Any]]) -> list[tuple[Matrix, Matrix]]:
-    return [(expert["gate_up"], expert["down"]) for expert in experts]
 
 
 def _read_by_a_token(config: DecoderConfig, experts: list[tuple[Matrix, Matrix]]) -> int:

@@ -182,7 +182,6 @@ class Decoder(Target):
         self.weight_bytes = sum(layer.num_bytes for layer in self.layers) + self._head.num_bytes
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See Target.load_weights."""
         self._take(check_tensors(self.config, tensors, "the new weights"))
         self.allocate_cache(self.cache.num_rows, self.cache.max_len)
 
