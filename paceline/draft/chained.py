@@ -33,11 +33,11 @@ from paceline.plan.trees import LEAST_GAIN, MOST_NODES, Candidates, Likely
 from paceline.types import Batch, DraftBlock, Sequence
 
 MOST_BRANCHES = 4
-"""Drafts of one row that one step reads, at most."""
+"""Maximum drafts of one row that one step reads."""
 
 
 class ChainPath(Protocol):
-    """A network prepared for decoding with one target."""
+    """A network prepared for decoding with one target. Its *drafting state* is the hidden state passed from step to step."""
 
     @property
     def cache(self) -> KVCache: ...
@@ -80,12 +80,12 @@ class _Row:
     seq: Sequence
     limit: int
     grows: bool
-    """Collect candidates for a tree."""
+    """True if candidates for a tree are collected."""
     guesses: bool
-    """Predict the target's sampled tokens by its sampling noise (common random numbers)."""
+    """True if drafts predict the target's sampled tokens by its sampling noise (common random numbers)."""
     tokens: list[int] = field(default_factory=list)
     """The chain: at every draft position the most probable token, or the sampled one."""
-    sure: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     """Log-probabilities along the chain. Empty for sampled drafts: the number of checked drafts must not depend on sampled
     tokens (`DraftBlock.sure_B`)."""
     probs: list[Tensor] = field(default_factory=list)
@@ -94,7 +94,7 @@ class _Row:
     nodes: list[_Node] = field(default_factory=lambda: [_Node(())])
     """Nodes read by the latest step."""
     num_entries: int = 0
-    """Cache entries of drafts, after the row's verified entries."""
+    """Number of cache entries of drafts, after the row's verified entries."""
 
     @property
     def is_drawn(self) -> bool:
@@ -178,7 +178,7 @@ class ChainedDrafter(TappedDrafter):
         block.candidates_B = candidates_B if grows else None
         for row in rows:
             block.tokens_B[row.index] = row.tokens
-            sure_B[row.index] = row.sure or None
+            sure_B[row.index] = row.logprobs or None
             block.probs_B[row.index] = torch.stack(row.probs) if row.probs else None
             if row.grows:
                 candidates_B[row.index] = self._candidates(row)
@@ -222,7 +222,7 @@ class ChainedDrafter(TappedDrafter):
                 token, logprob = next(best)
                 if math.isfinite(logprob):
                     row.tokens.append(token)
-                    row.sure.append(logprob)
+                    row.logprobs.append(logprob)
 
     def _best(self, rows: list[_Row], logits_TV: Tensor) -> list[tuple[int, float]]:
         """Most probable token and its log-probability, for the rows with deterministic drafts."""
@@ -233,8 +233,8 @@ class ChainedDrafter(TappedDrafter):
             first += len(row.nodes)
         own_BV = logits_TV[torch.tensor(firsts, device=logits_TV.device)].float()
         largest_B, best_B = own_BV.max(-1)
-        sure_B = (largest_B - own_BV.logsumexp(-1)).tolist()
-        return [(self._token(place), sure) for place, sure in zip(best_B.tolist(), sure_B, strict=True)]
+        logprob_B = (largest_B - own_BV.logsumexp(-1)).tolist()
+        return [(self._token(place), logprob) for place, logprob in zip(best_B.tolist(), logprob_B, strict=True)]
 
     def _draw(self, row: _Row, logits_NV: Tensor) -> None:
         if not math.isfinite(float(logits_NV[0].float().max())):
@@ -258,7 +258,7 @@ class ChainedDrafter(TappedDrafter):
             row.branches[node.path] = tokens, logprobs
             if number == 0:
                 row.tokens.append(tokens[0])
-                row.sure.append(logprobs[0])
+                row.logprobs.append(logprobs[0])
 
     def _candidates(self, row: _Row) -> Candidates:
         chain = [row.branches[tuple(row.tokens[:length])] for length in range(len(row.tokens))]

@@ -49,7 +49,7 @@ class Level:
         return CacheWriter(self.rows, self.starts, self.counts, device)
 
     def plan(self, group: int, dtype: torch.dtype, device: torch.device, window: int | None) -> AttentionPlan:
-        """Attention plan of this level, for layers with this window."""
+        """Attention plan of this level for layers with this sliding window (None: full attention)."""
         kind: dict[str, Any] = {"group": group, "dtype": dtype, "device": device}
         chains = [[list(range(before + 1))] for before in self.before]
         if [[list(own) for own in seen] for seen in self.seen] == chains:

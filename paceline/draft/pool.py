@@ -169,18 +169,18 @@ class Pool:
 
     def offers(self, seq: Sequence, planner: Planner, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
         """Drafts that could be checked next, by source; the sequence's own drafter first, without `unwanted` sources."""
-        drafter, found = self._leases[seq.row].drafter, []
-        for each in (drafter, self._lookups_for(drafter)):
-            if each is None or each.name in unwanted:
+        drafter, offers = self._leases[seq.row].drafter, []
+        for source in (drafter, self._lookups_for(drafter)):
+            if source is None or source.name in unwanted:
                 continue
-            most = seq.most_drafted(each.num_drafted)
-            if not most or not each.can_draft(seq):
+            most = seq.most_drafted(source.num_drafted)
+            if not most or not source.can_draft(seq):
                 continue
-            if not each.is_at_hand:
-                found.append(planner.offer(each.name, seq.planned_kind, most, is_stepwise=each.is_stepwise))
-            elif chance := each.chance(seq):
-                found.append(Offer(each.name, (chance,) * most))
-        return found
+            if not source.is_at_hand:
+                offers.append(planner.offer(source.name, seq.planned_kind, most, is_stepwise=source.is_stepwise))
+            elif chance := source.chance(seq):
+                offers.append(Offer(source.name, (chance,) * most))
+        return offers
 
     def propose(self, batch: Batch) -> DraftBlock:
         """Draft from the sources in `batch.takes_B`, or from every sequence's own drafter without them."""

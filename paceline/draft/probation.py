@@ -59,10 +59,10 @@ class Probation(Drafter):
         if not most or not self.drafter.can_draft(seq):
             raise DrafterMismatchError("the drafter cannot draft after a short text that it has read")
         block = self.drafter.propose(Batch([seq], [Take(self.drafter.name, most)], whole_blocks=False))
-        tokens, sure = block.tokens_B[0], (block.sure_B or [None])[0]
+        tokens, logprobs = block.tokens_B[0], (block.sure_B or [None])[0]
         if any(not 0 <= token < self._vocab_size for token in tokens):
             raise DrafterMismatchError("the drafter drafts tokens that the target does not have: it is of another model")
-        if not tokens or not all(math.isfinite(each) for each in sure or ()):
+        if not tokens or not all(math.isfinite(each) for each in logprobs or ()):
             raise DrafterMismatchError("the drafter drafts nothing after a short text: its weights are damaged")
         self._drafted = tokens
 

@@ -52,8 +52,8 @@ class SmallModelDrafter(Drafter):
         return self.model.weight_bytes
 
     def cache_bytes(self, target: Target) -> int:
-        own, wanted = self.model.cache, target.cache
-        return own.num_bytes * wanted.num_rows * wanted.max_len // (own.num_rows * own.max_len)
+        own, other = self.model.cache, target.cache
+        return own.num_bytes * other.num_rows * other.max_len // (own.num_rows * own.max_len)
 
     def start(self, seq: Sequence) -> None:
         self.model.cache.free(seq.row)

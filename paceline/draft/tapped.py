@@ -31,7 +31,7 @@ MOST_UNSORTED = 16
 
 
 class TappedDrafter(Drafter):
-    """Row state of such a drafter; `bind` of a subclass calls `_bind_path`."""
+    """Base class with the state of each row; `bind` of a subclass calls `_bind_path`."""
 
     network: Any
     """An nn.Module with the weights as read."""

@@ -249,12 +249,12 @@ def _read_shard(
         check_header(file)
         with safe_open(file, framework="pt") as shard:
             stored = shard.keys()
-            wanted = [name for name in names or stored if is_wanted(name)]
+            selected = [name for name in names or stored if is_wanted(name)]
         if len(stored) > MOST_TENSORS:
             raise ModelFileError(f"{file} holds {len(stored):,} tensors, no model has so many: fetch the model again")
-        per_map = max(_TENSORS_PER_MAP, -(-len(wanted) // _MOST_MAPS))
-        for first in range(0, len(wanted), per_map):
+        per_map = max(_TENSORS_PER_MAP, -(-len(selected) // _MOST_MAPS))
+        for first in range(0, len(selected), per_map):
             # Map anew every few tensors: pages that were read count as this process's memory until they are unmapped.
             with safe_open(file, framework="pt") as shard:
-                for name in wanted[first : first + per_map]:
+                for name in selected[first : first + per_map]:
                     yield name, shard.get_tensor(name)

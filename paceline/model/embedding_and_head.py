@@ -116,12 +116,12 @@ def _files_of_ends(folder: Path) -> tuple[str, ...]:
         return tuple({file for name, file in names.items() if name.endswith((EMBEDDING, HEAD))})
 
 
-def _read(folder: Path, wanted: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+def _read(folder: Path, endings: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
     for file in sorted(folder.glob("*.safetensors")):
         check_header(file)
         damaged = reraised(ModelFileError, f"{file} cannot be read", "fetch it again", OSError, SafetensorError)
         with damaged, safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (not a dict)
-                for ending in wanted:
+                for ending in endings:
                     if name.endswith(ending) and "visual" not in name:
                         yield ending, tensors.get_tensor(name)

@@ -74,15 +74,15 @@ class KVCache(ABC):
             self.lengths[row] = length
 
     def keep(self, rows: list[int], starts: list[int], slots: list[list[int]]) -> None:
-        """Keep only these positions of each row after its start, counted from there and ascending, and move them together.
+        """Keep only positions `slots` of each row, counted from its start and ascending, and move them together.
 
         General form of `rollback` for passes over trees: the kept positions are a path from the root.
         """
-        for row, start, kept in zip(rows, starts, slots, strict=True):
-            assert kept == sorted(set(kept)) and all(0 <= slot < self.lengths[row] - start for slot in kept)
-            if kept != list(range(len(kept))):
-                self._move(row, start, kept)
-        self.rollback(rows, [start + len(kept) for start, kept in zip(starts, slots, strict=True)])
+        for row, start, own_slots in zip(rows, starts, slots, strict=True):
+            assert own_slots == sorted(set(own_slots)) and all(0 <= slot < self.lengths[row] - start for slot in own_slots)
+            if own_slots != list(range(len(own_slots))):
+                self._move(row, start, own_slots)
+        self.rollback(rows, [start + len(own_slots) for start, own_slots in zip(starts, slots, strict=True)])
 
     def _move(self, row: int, start: int, slots: list[int]) -> None:
         """Copy the entries at start + slots[i] to start + i."""

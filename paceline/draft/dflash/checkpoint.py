@@ -115,8 +115,8 @@ def read_draft_ids(folder: Path | str) -> Tensor | None:
     folder = Path(folder).expanduser()
     if is_gguf(folder):
         return read_stored(folder).vocabulary.ids
-    if beside := vocabulary.read_draft_ids(folder):
-        return beside.ids
+    if separate := vocabulary.read_draft_ids(folder):
+        return separate.ids
     return None if (folder / PACKED).is_file() else vocabulary.split(dict(load_tensors(folder)), folder)[1].ids
 
 

@@ -35,12 +35,12 @@ class DFlash2Sizes:
     """Sizes that DFlash 2 adds to a DFlash network (`draft/dflash2/drafter.py`)."""
 
     conv_kernel_size: int
-    """Taps of a convolution: each position and those before it."""
+    """Number of taps of a convolution: a position and those before it."""
     conv_group_size: int
-    """Adjacent channels that share the input-dependent part of the taps."""
+    """Number of adjacent channels that share the input-dependent part of the taps."""
     selector_rank: int
     selector_top_k: int
-    """Candidates per draft position."""
+    """Number of candidates per draft position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +254,9 @@ def _flag(own: Mapping[str, Any], names: tuple[str, ...], path: Path) -> bool:
 def _second(raw: Mapping[str, Any], own: dict[str, Any], shape: DecoderConfig, path: Path) -> DFlash2Sizes | None:
     names = DFlash2Sizes.__slots__
     if ARCHITECTURE_2 not in (raw.get("architectures") or []):
-        if found := [name for name in names if own.get(name) is not None]:
+        if keys := [name for name in names if own.get(name) is not None]:
             raise ModelFileError(
-                f"{path}: {found[0]} is of DFlash 2, the architecture is {ARCHITECTURE}: without convolution and selector its "
+                f"{path}: {keys[0]} is of DFlash 2, the architecture is {ARCHITECTURE}: without convolution and selector its "
                 f"drafts would be others; write {ARCHITECTURE_2} in config.json"
             )
         return None

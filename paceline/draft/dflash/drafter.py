@@ -303,18 +303,18 @@ class DFlashDrafter(TappedDrafter):
         block.candidates_B = candidates_B if any(has_tree) else None
         sure_B: list[list[float] | None] = [None] * len(limits)
         block.sure_B = sure_B if with_confidence else None
-        for slot, (seq, index) in enumerate(zip(sequences, drafting, strict=True)):
-            if drawn[slot]:
-                block.tokens_B[index], block.probs_B[index], sure = reading.drawn(slot, limits[index], seq)
-            elif has_candidates[slot]:
+        for place, (seq, index) in enumerate(zip(sequences, drafting, strict=True)):
+            if drawn[place]:
+                block.tokens_B[index], block.probs_B[index], sure = reading.drawn(place, limits[index], seq)
+            elif has_candidates[place]:
                 most, count = min(self._cache.max_len - seq.cached_len - 1, MOST_NODES), max(batch.num_candidates, 1)
-                foresight = self.config.foresight if predicts[slot] else None
-                candidates = reading.candidates(slot, limits[index], seq, count, most, foresight)
-                candidates_B[index] = candidates if has_tree[slot] else None
+                foresight = self.config.foresight if predicts[place] else None
+                candidates = reading.candidates(place, limits[index], seq, count, most, foresight)
+                candidates_B[index] = candidates if has_tree[place] else None
                 block.tokens_B[index] = [tokens[0] for tokens in candidates.tokens_KM]
                 sure = [logprobs[0] for logprobs in candidates.logprobs_KM]
             else:
-                block.tokens_B[index], sure = reading.certain(slot, limits[index], with_confidence)
+                block.tokens_B[index], sure = reading.certain(place, limits[index], with_confidence)
             sure_B[index] = sure[: num_finite(sure)] if sure and with_confidence else None
         return block
 

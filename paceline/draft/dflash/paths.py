@@ -18,7 +18,7 @@ from paceline.model.native.decoder import NativeDecoder, cache_view, layer_parts
 from paceline.model.native.library import Buffers, Matrix, pointer
 from paceline.model.target import Target, head_weight
 from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, positions_of
-from paceline.model.torch.decoder import Layer, build_layers
+from paceline.model.torch.decoder import Layer, LayerAttention, build_layers
 from paceline.model.torch.heads import split_heads
 from paceline.model.torch.parts import PackedLinear, Residual, RMSNorm, fuse
 
@@ -32,10 +32,6 @@ class Drafts(NamedTuple):
     """The head's output [B, K, V]."""
     sure_BK: list[list[float]] | None = None
     """Log-probability of the most probable token, if the pass computes it."""
-
-
-LayerAttention = tuple[Tensor, Tensor, AttentionPlan, CacheWriter, Rope, tuple[Tensor, Tensor]]
-"""(keys, values, plan, cache writer, RoPE, RoPE tables): arguments of `Layer.run` after the residual stream."""
 
 
 class TorchPath:
@@ -180,12 +176,12 @@ class TorchPath:
         """Run all draft layers on blocks of `size` positions, at the positions of plans, writer and tables."""
         residual = Residual(hidden_TD.to(self._residual_dtype))
         for index, (kind, keys, values) in enumerate(zip(self.kinds, self._keys, self._values, strict=True)):
-            self.run_layer(index, residual, size, (keys, values, plans[kind], writer, self.rope, tables))
+            self.run_layer(index, residual, size, LayerAttention(keys, values, plans[kind], writer, self.rope, tables))
         return residual.hidden_TD
 
     def run_layer(self, index: int, residual: Residual, size: int, attention: LayerAttention) -> None:
         """Add the output of one draft layer to the residual stream of blocks of `size` positions."""
-        self._layers[index].run(residual, *attention)
+        self._layers[index].run(residual, attention)
 
 
 def rows_of(tensor: Tensor, rows: list[int]) -> Tensor:

@@ -47,20 +47,20 @@ class Reading:
         self._vocab_size = vocab_size
         self._sure_BK = sure_BK
 
-    def certain(self, slot: int, limit: int, with_confidence: bool) -> tuple[list[int], list[float] | None]:
+    def certain(self, row: int, limit: int, with_confidence: bool) -> tuple[list[int], list[float] | None]:
         """The most probable token at each of a row's first `limit` positions, and their log-probabilities (None unless
         requested)."""
-        best_K = list(takewhile(lambda token: token >= 0, self._best_BK[slot][:limit]))
+        best_K = list(takewhile(lambda token: token >= 0, self._best_BK[row][:limit]))
         if with_confidence and self._sure_BK is None and self._logits_BKV is not None:
             self._sure_BK = top_logprob(self._logits_BKV).tolist()
-        sure = self._sure_BK[slot][: len(best_K)] if with_confidence and self._sure_BK else None
+        sure = self._sure_BK[row][: len(best_K)] if with_confidence and self._sure_BK else None
         return best_K if self._ids is None else [self._ids[best] for best in best_K], sure
 
-    def drawn(self, slot: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
+    def drawn(self, row: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
         """Sampled drafts, their distribution [K, V] under the request's sampling parameters, and the log-probability of the
         most probable token at every position."""
         assert self._logits_BKV is not None
-        logits_KV = self._logits_BKV[slot, :limit]
+        logits_KV = self._logits_BKV[row, :limit]
         if self._draft_ids is not None:
             logits_KV = over_vocabulary(logits_KV, self._draft_ids, self._vocab_size)
         probs_KV = target_probs(logits_KV, seq.params)
@@ -71,13 +71,13 @@ class Reading:
         return tokens, probs_KV if tokens else None, sure
 
     def candidates(
-        self, slot: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
+        self, row: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
         """The `count` most probable tokens of each position at the request's temperature, for a tree of at most `most` nodes;
         with `foresight`, the tokens that the target will most probably sample."""
         assert self._logits_BKV is not None
         num_candidates = max(count, FIELD) if foresight else count
-        ids_KM, logprobs_KM = top_logprobs(self._logits_BKV[slot, :limit], num_candidates, inverse_temperature(seq))
+        ids_KM, logprobs_KM = top_logprobs(self._logits_BKV[row, :limit], num_candidates, inverse_temperature(seq))
         num = min(num_finite([logprobs[0] for logprobs in logprobs_KM]), len(ids_KM))
         tokens_KM = ids_KM if self._ids is None else [[self._ids[each] for each in ids] for ids in ids_KM]
         if foresight:

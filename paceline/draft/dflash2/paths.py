@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.draft.dflash.config import DFlashConfig
-from paceline.draft.dflash.paths import LayerAttention, NativePath, TorchPath, rows_of
+from paceline.draft.dflash.paths import NativePath, TorchPath, rows_of
 from paceline.draft.dflash.reading import scale_logits
 from paceline.draft.dflash2.selector import BOOKS, Picks, Selector, score
 from paceline.draft.vocabulary import ALL_TOKENS, Vocabulary
 from paceline.model.native.decoder import NativeDecoder, pack
 from paceline.model.native.library import FORMATS, GROUP, Picker
 from paceline.model.target import Target
+from paceline.model.torch.decoder import LayerAttention
 from paceline.model.torch.parts import PackedLinear, Residual
 
 SELECTOR, CONVS = "candidate_selector.", ("attention_conv", "mlp_conv")
@@ -64,7 +65,7 @@ class DFlash2Path(TorchPath):
 
     def run_layer(self, index: int, residual: Residual, size: int, attention: LayerAttention) -> None:
         layer = self._layers[index]
-        sublayers = ((layer.input_norm, lambda inputs: layer.attend(inputs, *attention)), (layer.mlp_norm, layer.mlp))
+        sublayers = ((layer.input_norm, lambda inputs: layer.attend(inputs, attention)), (layer.mlp_norm, layer.mlp))
         for (norm, run), (base, project) in zip(sublayers, self._convs[index], strict=True):
             inputs_TD = residual.normed(norm)
             added = project(inputs_TD).view(len(inputs_TD), 2, base.shape[1], -1)

@@ -111,37 +111,37 @@ class WalkedReading(Reading):
         self._host_BKPM = picks.scores_BKPM.cpu()  # one copy for all rows
         self._scores: dict[int, list[list[list[float]]]] = {}
 
-    def certain(self, slot: int, limit: int, with_confidence: bool) -> tuple[list[int], list[float] | None]:
-        places, logprobs = self._walk(slot, limit, 1.0)
-        tokens = [candidates[place] for candidates, place in zip(self._tokens_BKM[slot], places, strict=False)]
+    def certain(self, row: int, limit: int, with_confidence: bool) -> tuple[list[int], list[float] | None]:
+        places, logprobs = self._walk(row, limit, 1.0)
+        tokens = [candidates[place] for candidates, place in zip(self._tokens_BKM[row], places, strict=False)]
         return tokens, logprobs if with_confidence else None
 
-    def drawn(self, slot: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
+    def drawn(self, row: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
         """See Reading.drawn; samples from softmax(S / T) over the candidates after the previous draft. Confidences follow the
         walk with the largest scores, as they must not depend on sampled tokens."""
-        inverse, scores_KPM = inverse_temperature(seq), self._scores_of(slot)
-        probs_KPM = torch.softmax(self._scores_BKPM[slot, :limit] * inverse, dim=-1)
+        inverse, scores_KPM = inverse_temperature(seq), self._scores_of(row)
+        probs_KPM = torch.softmax(self._scores_BKPM[row, :limit] * inverse, dim=-1)
         tokens, rows, before = list[int](), list[Tensor](), 0
-        for place, candidates in enumerate(self._tokens_BKM[slot][:limit]):
+        for place, candidates in enumerate(self._tokens_BKM[row][:limit]):
             if best_of(scores_KPM[place][before]) < 0:
                 break
             rows.append(probs_KPM[place, before])
             before = sample(rows[-1], rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, place))
             tokens.append(candidates[before])
-        logprobs = self._walk(slot, limit, inverse)[1]
+        logprobs = self._walk(row, limit, inverse)[1]
         if not tokens:
             return tokens, None, logprobs
         probs_KV = rows[0].new_zeros(len(tokens), self._vocab_size)
-        ids_KM = torch.tensor(self._tokens_BKM[slot][: len(tokens)], device=probs_KV.device)
+        ids_KM = torch.tensor(self._tokens_BKM[row][: len(tokens)], device=probs_KV.device)
         return tokens, probs_KV.scatter_(1, ids_KM, torch.stack(rows)), logprobs
 
-    def along(self, slot: int, tokens: list[int], seq: Sequence) -> list[float]:
+    def along(self, row: int, tokens: list[int], seq: Sequence) -> list[float]:
         """Probability that `drawn` samples each of these tokens, given those before it; 0 for a token that is not a candidate,
         and for all after it."""
         inverse, chances, before = inverse_temperature(seq), [0.0] * len(tokens), 0
         for place, token in enumerate(tokens):
-            candidates = self._tokens_BKM[slot][place]
-            scores_M = self._scores_of(slot)[place][before]
+            candidates = self._tokens_BKM[row][place]
+            scores_M = self._scores_of(row)[place][before]
             if token not in candidates or best_of(scores_M) < 0:
                 break
             before = candidates.index(token)
@@ -149,10 +149,10 @@ class WalkedReading(Reading):
         return chances
 
     def candidates(
-        self, slot: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
+        self, row: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
         """See Reading.candidates, along the walk with the largest scores; `behind` lists the candidates after any other one."""
-        inverse, scores_KPM, tokens_KM = inverse_temperature(seq), self._scores_of(slot), self._tokens_BKM[slot]
+        inverse, scores_KPM, tokens_KM = inverse_temperature(seq), self._scores_of(row), self._tokens_BKM[row]
         first, known = len(seq.tokens), dict[int, list[float]]()
 
         def at(place: int, before: int) -> tuple[list[int], list[float]]:
@@ -174,19 +174,19 @@ class WalkedReading(Reading):
             before = tokens_KM[place].index(ranks[-1][0][0])
         return Candidates([tokens for tokens, _ in ranks], [logprobs for _, logprobs in ranks], most, behind)
 
-    def _scores_of(self, slot: int) -> list[list[list[float]]]:
+    def _scores_of(self, row: int) -> list[list[list[float]]]:
         """Scores [K, P, M] of one row."""
-        if slot not in self._scores:
-            self._scores[slot] = self._host_BKPM[slot].tolist()
-        return self._scores[slot]
+        if row not in self._scores:
+            self._scores[row] = self._host_BKPM[row].tolist()
+        return self._scores[row]
 
-    def _walk(self, slot: int, limit: int, inverse: float) -> tuple[list[int], list[float]]:
+    def _walk(self, row: int, limit: int, inverse: float) -> tuple[list[int], list[float]]:
         """Candidate indices of the drafts with the largest scores, and their log-probabilities; a non-finite score ends the
         walk."""
-        scores_KPM = self._host_BKPM[slot, :limit]
+        scores_KPM = self._host_BKPM[row, :limit]
         if scores_KPM.is_contiguous() and native_lib.load() is not None:
             return native_lib.walk(scores_KPM, inverse)
-        return walk(self._scores_of(slot)[:limit], inverse)
+        return walk(self._scores_of(row)[:limit], inverse)
 
 
 def walk(scores_KPM: list[list[list[float]]], inverse: float) -> tuple[list[int], list[float]]:

@@ -189,7 +189,7 @@ def read_eagle3(folder: Path | str) -> Eagle3Checkpoint:
 
 
 def write_eagle3(folder: Path | str, checkpoint: Eagle3Checkpoint, verifier: Mapping[str, Any] | None = None) -> None:
-    """Write SpecForge's format, or speculators' if `verifier` is given: the target's name_or_path and architectures, if known.
+    """Write SpecForge's format, or speculators' if `verifier` (the target's name_or_path and architectures) is given.
     config.json is written as read if it already has that format. Raises CacheError."""
     config, ids, tensors = checkpoint.config, checkpoint.ids.cpu(), checkpoint.tensors
     if verifier is None:
@@ -299,10 +299,10 @@ def _check_flags(config: Eagle3Config, tensors: Mapping[str, Tensor], folder: Pa
     for flag, prefix in (("fc_norm", "fc_norm."), ("norm_before_fc", "input_norm.")):
         is_there = any(name.startswith(prefix) for name in tensors)
         if is_there != getattr(config, flag):
-            found, wanted = ("are there", "true") if is_there else ("are missing", "false")
+            state, flag_value = ("are there", "true") if is_there else ("are missing", "false")
             raise ModelFileError(
-                f"{folder}: weights {prefix}* {found}, and {flag} is {str(not is_there).lower()} in config.json: "
-                f"set {flag} to {wanted} if that is how it was trained"
+                f"{folder}: weights {prefix}* {state}, and {flag} is {str(not is_there).lower()} in config.json: "
+                f"set {flag} to {flag_value} if that is how it was trained"
             )
 
 

@@ -104,10 +104,10 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], Vocabulary
 
 
 def _own_name(name: str, path: Path) -> str:
-    whole = next((own for own, theirs in WHOLE_NAMES.items() if theirs == name), None)
+    whole = next((own for own, gguf_name in WHOLE_NAMES.items() if gguf_name == name), None)
     head, _, rest = name.partition(".")
     number, _, inner = rest.partition(".")
-    own = next((own for own, theirs in LAYER_NAMES.items() if theirs == inner), None) if head == "blk" else None
+    own = next((own for own, gguf_name in LAYER_NAMES.items() if gguf_name == inner), None) if head == "blk" else None
     if whole or (own and number.isdecimal()):
         return whole or f"layers.{number}.{own}"
     raise UnsupportedModelError(
@@ -129,36 +129,36 @@ def _narrowed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _config(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """The config.json stored by our export, else one converted from llama.cpp's keys. Raises ModelFileError if both exist and
     differ, as after an edit."""
-    said = _said(file, tensors)
-    kept = file.get(CONFIG, str)
-    if kept is None:
-        return said
+    converted = _z_lab_config(file, tensors)
+    exported = file.get(CONFIG, str)
+    if exported is None:
+        return converted
     try:
-        raw = json.loads(kept)
+        raw = json.loads(exported)
     except ValueError as error:
         raise ModelFileError(f"{file.path}: GGUF key {CONFIG} is no JSON: export the drafter again") from error
     if not isinstance(raw, dict):
         raise ModelFileError(f"{file.path}: GGUF key {CONFIG} is no object: export the drafter again")
     nested = raw.get("dflash_config")
-    own = {**raw, **(nested if isinstance(nested, dict) else {})}
-    told = {**said, **said["dflash_config"]}
+    exported_keys = {**raw, **(nested if isinstance(nested, dict) else {})}
+    native_keys = {**converted, **converted["dflash_config"]}
     for name in ("hidden_size", "num_hidden_layers", "head_dim", "block_size", "target_layer_ids", "mask_token_id"):
-        if told.get(name) is not None and own.get(name) not in (None, told[name]):
+        if native_keys.get(name) is not None and exported_keys.get(name) not in (None, native_keys[name]):
             raise ModelFileError(
-                f"{file.path}: {name} is {told[name]} in llama.cpp's keys and {own[name]} in {CONFIG}: "
+                f"{file.path}: {name} is {native_keys[name]} in llama.cpp's keys and {exported_keys[name]} in {CONFIG}: "
                 "export the drafter again, or take that key out of the file"
             )
     return raw
 
 
-def _said(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _z_lab_config(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """z-lab's config.json from llama.cpp's keys; missing keys are left to the config parser's defaults and errors."""
 
     def key(name: str) -> str:
         return f"{ARCH}.{name}"
 
-    found: dict[str, Any] = {name: file.get(key(theirs), int) for name, theirs in COUNTS.items()}
-    found |= {name: decimal(file.get(key(theirs), float)) for name, theirs in (FRACTIONS | SCALES).items()}
+    config: dict[str, Any] = {name: file.get(key(gguf_key), int) for name, gguf_key in COUNTS.items()}
+    config |= {name: decimal(file.get(key(gguf_key), float)) for name, gguf_key in (FRACTIONS | SCALES).items()}
     layers = [layer - 1 for layer in file.array(key("target_layers"), int)]
     if not layers:
         raise ModelFileError(f"{file.path} has no {key('target_layers')}, which a drafter's file needs: convert it again")
@@ -171,23 +171,28 @@ def _said(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     second = "candidate_selector.hidden_projection.weight" in tensors
     if second:
         nested |= {name: file.get(key(name), int) for name in SECOND}
-    found["architectures"] = ["DFlash2DraftModel" if second else "DFlashDraftModel"]
-    found["vocab_size"] = file.length(TOKENS) or file.get(key("vocab_size"), int)
+    config["architectures"] = ["DFlash2DraftModel" if second else "DFlashDraftModel"]
+    config["vocab_size"] = file.length(TOKENS) or file.get(key("vocab_size"), int)
     window = file.get(key("attention.sliding_window"), int)
     if window:
         kinds = file.array(key("attention.sliding_window_pattern"), bool)
-        kinds = kinds or [True] * (found["num_hidden_layers"] or 0)
-        found |= {"sliding_window": window, "use_sliding_window": True}
-        found["layer_types"] = ["sliding_attention" if each else "full_attention" for each in kinds]
+        kinds = kinds or [True] * (config["num_hidden_layers"] or 0)
+        config |= {"sliding_window": window, "use_sliding_window": True}
+        config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in kinds]
     if file.get(key("rope.scaling.type"), str) not in (None, "none"):
-        found["rope_scaling"] = _rope_scaling(file, key("rope.scaling"))
-    given = {name: value for name, value in found.items() if value is not None}
-    told = {name: value for name, value in nested.items() if value is not None}
-    return {**given, "model_type": "qwen3", "is_causal": bool(file.get(key("attention.causal"), bool)), "dflash_config": told}
+        config["rope_scaling"] = _rope_scaling(file, key("rope.scaling"))
+    present = {name: value for name, value in config.items() if value is not None}
+    present_nested = {name: value for name, value in nested.items() if value is not None}
+    return {
+        **present,
+        "model_type": "qwen3",
+        "is_causal": bool(file.get(key("attention.causal"), bool)),
+        "dflash_config": present_nested,
+    }
 
 
 def _rope_scaling(file: GGUFFile, prefix: str) -> dict[str, Any]:
-    scaling: dict[str, Any] = {name: file.get(f"{prefix}.{theirs}", float) for name, theirs in ROPE.items()}
+    scaling: dict[str, Any] = {name: file.get(f"{prefix}.{gguf_key}", float) for name, gguf_key in ROPE.items()}
     scaling["original_max_position_embeddings"] = file.get(f"{prefix}.original_context_length", int)
-    told = {name: value for name, value in scaling.items() if value is not None}
-    return {"rope_type": file.get(f"{prefix}.type", str), **told}
+    present = {name: value for name, value in scaling.items() if value is not None}
+    return {"rope_type": file.get(f"{prefix}.type", str), **present}

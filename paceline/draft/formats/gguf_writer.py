@@ -123,8 +123,8 @@ def _add_config(writer: gguf.GGUFWriter, config: DFlashConfig) -> None:
     }
     writer.add_type("model")
     writer.add_name("DFlash 2 drafter" if config.second else "DFlash drafter")
-    for name, theirs in COUNTS.items():
-        writer.add_uint32(f"{ARCH}.{theirs}", sizes[name])
+    for name, gguf_key in COUNTS.items():
+        writer.add_uint32(f"{ARCH}.{gguf_key}", sizes[name])
     writer.add_uint32(f"{ARCH}.attention.value_length", shape.head_dim)
     writer.add_float32(f"{ARCH}.{FRACTIONS['rms_norm_eps']}", shape.rms_norm_eps)
     writer.add_float32(f"{ARCH}.{FRACTIONS['rope_theta']}", shape.rope_theta)
@@ -132,9 +132,9 @@ def _add_config(writer: gguf.GGUFWriter, config: DFlashConfig) -> None:
     writer.add_array(f"{ARCH}.target_layers", [layer + 1 for layer in config.target_layer_ids])
     for name in SECOND if config.second else ():
         writer.add_uint32(f"{ARCH}.{name}", getattr(config.second, name))
-    for name, theirs in SCALES.items():
+    for name, gguf_key in SCALES.items():
         if values.get(name):
-            writer.add_float32(f"{ARCH}.{theirs}", getattr(config, name))
+            writer.add_float32(f"{ARCH}.{gguf_key}", getattr(config, name))
     windows = [shape.window(layer) for layer in range(shape.num_layers)]
     if any(windows):
         writer.add_uint32(f"{ARCH}.attention.sliding_window", next(each for each in windows if each))
@@ -150,9 +150,9 @@ def _add_rope_scaling(writer: gguf.GGUFWriter, scaling: dict[str, Any]) -> None:
     if scaling.get("rope_type", "default") == "default":
         return
     writer.add_string(f"{ARCH}.rope.scaling.type", scaling["rope_type"])
-    for name, theirs in ROPE.items():
+    for name, gguf_key in ROPE.items():
         if scaling.get(name) is not None:
-            writer.add_float32(f"{ARCH}.rope.scaling.{theirs}", scaling[name])
+            writer.add_float32(f"{ARCH}.rope.scaling.{gguf_key}", scaling[name])
     if original := scaling.get("original_max_position_embeddings"):
         writer.add_uint32(f"{ARCH}.rope.scaling.original_context_length", original)
 

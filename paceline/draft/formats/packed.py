@@ -40,8 +40,8 @@ def packed(tensors: Mapping[str, Tensor], draft_ids: Tensor | None = None) -> di
 
     draft_ids: token ids whose codebook rows are kept, int64 ascending; None: all.
     """
-    kept = tensors if draft_ids is None else without_rows(tensors, draft_ids)
-    rounded = {name: quantise(tensor, "Q8_0") for name, tensor in kept.items()}
+    trimmed = tensors if draft_ids is None else without_rows(tensors, draft_ids)
+    rounded = {name: quantise(tensor, "Q8_0") for name, tensor in trimmed.items()}
     return {name: each.data if isinstance(each, Blocks) else each for name, each in rounded.items()}
 
 
@@ -51,8 +51,8 @@ def without_rows(tensors: Mapping[str, Tensor], draft_ids: Tensor) -> dict[str, 
     if BOOK_IDS in tensors or not any(map(_is_book, tensors)):
         return dict(tensors)
     ids = draft_ids.cpu()
-    kept = {name: tensor[ids].contiguous() if _is_book(name) else tensor for name, tensor in tensors.items()}
-    return kept | {BOOK_IDS: ids.to(torch.int32)}
+    trimmed = {name: tensor[ids].contiguous() if _is_book(name) else tensor for name, tensor in tensors.items()}
+    return trimmed | {BOOK_IDS: ids.to(torch.int32)}
 
 
 def pack_smaller(file: Path, out: Path, draft_ids: Tensor) -> None:

@@ -51,8 +51,8 @@ def to_z_lab(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
             f"{path}: drafters of speculators_model_type {kind!r} are not implemented in speculators format: "
             f"give one of {', '.join(KINDS)}"
         )
-    layer, kept = raw.get("transformer_layer_config"), raw.get("z_lab") or {}
-    if not isinstance(layer, dict) or not isinstance(kept, dict):
+    layer, z_lab = raw.get("transformer_layer_config"), raw.get("z_lab") or {}
+    if not isinstance(layer, dict) or not isinstance(z_lab, dict):
         raise ModelFileError(f"{path}: transformer_layer_config must be an object: correct config.json")
     ids = raw.get("aux_hidden_state_layer_ids")
     if not isinstance(ids, list) or not ids or not all(map(is_whole, ids)):
@@ -64,12 +64,12 @@ def to_z_lab(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
             f"{path}: aux_hidden_state_layer_ids 0 is the target's embedding, which is never tapped here"
         )
     _check_sizes(raw, layer, path)
-    nested = {**(kept.get("dflash_config") or {}), "target_layer_ids": [each - 1 for each in ids]}
+    nested = {**(z_lab.get("dflash_config") or {}), "target_layer_ids": [each - 1 for each in ids]}
     if raw.get("mask_token_id") is not None:
         nested["mask_token_id"] = raw["mask_token_id"]
     nested |= {name: raw[name] for name in SECOND if kind == "dflash2" and name in raw}
     converted = {**DEFAULTS, **layer, "model_type": "qwen3", "architectures": [KINDS[kind]]}
-    converted |= {name: value for name, value in kept.items() if name in OUTSIDE}
+    converted |= {name: value for name, value in z_lab.items() if name in OUTSIDE}
     converted["dflash_config"] = nested
     (nested if "block_size" in nested else converted)["block_size"] = raw.get("block_size", 8)
     converted |= _causality(converted, bool(raw.get("sliding_window_non_causal", kind == "dflash2")), path)
@@ -83,14 +83,16 @@ def to_z_lab(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def _causality(layer: dict[str, Any], is_non_causal: bool, path: Path) -> dict[str, Any]:
     """z-lab's is_causal: only sliding-window layers may be causal. Removes is_causal from `layer`, where a converter may have
     left it without effect."""
-    types, given = layer.get("layer_types") or [], layer.pop("is_causal", None)
+    types, is_causal_key = layer.get("layer_types") or [], layer.pop("is_causal", None)
     has_window = layer.get("use_sliding_window") is True and layer.get("sliding_window") is not None
     is_causal = has_window and not is_non_causal
-    if given is not None and given is not is_causal and has_window:
-        log.warning("%s: is_causal %s in transformer_layer_config, which sliding_window_non_causal contradicts", path, given)
+    if is_causal_key is not None and is_causal_key is not is_causal and has_window:
+        log.warning(
+            "%s: is_causal %s in transformer_layer_config, which sliding_window_non_causal contradicts", path, is_causal_key
+        )
     if "sliding_attention" in types and not is_causal:
         return {"is_causal": False}
-    return {} if given is None or given is not is_causal else {"is_causal": given}
+    return {} if is_causal_key is None or is_causal_key is not is_causal else {"is_causal": is_causal_key}
 
 
 def from_z_lab(
@@ -99,11 +101,11 @@ def from_z_lab(
     """config.json in speculators format. `settings`: effective values of block_size, mask_token_id, target_layer_ids,
     num_slots, sample_from_anchor, sliding_window_non_causal and draft_vocab_size; `verifier`: the target's name_or_path and
     architectures, if known."""
-    kept = dict(raw.get("speculators") or {})
+    own_keys = dict(raw.get("speculators") or {})
     layer = {name: value for name, value in raw.items() if name not in OUTSIDE}
-    layer["model_type"] = kept.pop("model_type", "qwen3")
+    layer["model_type"] = own_keys.pop("model_type", "qwen3")
     outside = {name: raw[name] for name in ("auto_map", "num_target_layers", "dflash_config") if name in raw}
-    proposal = proposal_config(kept.pop("speculators_config", None), kind, settings["num_slots"], verifier)
+    proposal = proposal_config(own_keys.pop("speculators_config", None), kind, settings["num_slots"], verifier)
     nested = raw.get("dflash_config") or {}
     return {
         "architectures": [KINDS[kind]],
@@ -112,7 +114,7 @@ def from_z_lab(
         "dtype": dtype,
         "target_hidden_size": None,
         "tie_word_embeddings": False,
-        **kept,
+        **own_keys,
         "speculators_config": proposal,
         "transformer_layer_config": layer,
         "draft_vocab_size": settings["draft_vocab_size"],

@@ -75,10 +75,10 @@ def is_mtp(raw: dict[str, Any]) -> bool:
 def read_mtp(path: Path) -> MtpLayer:
     """Read the layer from a target's folder or its own. Raises ModelFileError if there is none or a tensor does not fit the
     config, UnsupportedModelError for a target or layer that paceline's decoder does not implement."""
-    found = find_mtp(path)
-    if found is None:
+    layer = find_mtp(path)
+    if layer is None:
         raise ModelFileError(f"{path} holds no multi-token-prediction layer (no tensors {_looked_for(path)}): {CHOOSE}")
-    return found
+    return layer
 
 
 def find_mtp(path: Path) -> MtpLayer | None:
@@ -91,12 +91,12 @@ def find_mtp(path: Path) -> MtpLayer | None:
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{error}; its mtp layer is not read then: {CHOOSE}") from error
     last = f"model.layers.{config.num_layers}."
-    found = dict(load_named(path, lambda name: name.startswith(("mtp.", last, f"model.layers.{config.num_layers + 1}."))))
-    if not found:
+    stored = dict(load_named(path, lambda name: name.startswith(("mtp.", last, f"model.layers.{config.num_layers + 1}."))))
+    if not stored:
         return None
-    is_qwen = any(name.startswith("mtp.") for name in found)
+    is_qwen = any(name.startswith("mtp.") for name in stored)
     layer = one_layer(config)
-    tensors = dict(as_ours(layer, _shapes(layer), _renamed(found, last, is_qwen, path), path))
+    tensors = dict(as_ours(layer, _shapes(layer), _renamed(stored, last, is_qwen, path), path))
     return MtpLayer(layer, checked(layer, tensors, path), is_qwen, _checked_mark(raw, is_qwen, path))
 
 
@@ -136,15 +136,15 @@ def write_mtp(folder: Path | str, layer: MtpLayer) -> None:
 def target_names(layer: MtpLayer) -> dict[str, Tensor]:
     """The tensors under their names in the target's file."""
     last = f"model.layers.{decoder_config(layer.raw, Path('config.json')).num_layers}."
-    theirs = {ours: name for name, ours in QWEN.items() if ours != LAYER}
+    file_names = {own_name: name for name, own_name in QWEN.items() if own_name != LAYER}
     if not layer.tells_normed:
-        theirs = {ours: last + name for name, ours in DEEPSEEK.items()}
-    found: dict[str, Tensor] = {}
+        file_names = {own_name: last + name for name, own_name in DEEPSEEK.items()}
+    renamed: dict[str, Tensor] = {}
     for name, tensor in layer.tensors.items():
         owner, dot, rest = name.partition(".")
         inside = "mtp.layers.0." if layer.tells_normed else last
-        found[theirs[owner + dot] + rest if owner + dot in theirs else inside + name] = tensor
-    return found
+        renamed[file_names[owner + dot] + rest if owner + dot in file_names else inside + name] = tensor
+    return renamed
 
 
 def _shapes(layer: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -154,27 +154,27 @@ def _shapes(layer: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return own | norms | {"fc.weight": (size, 2 * size)}
 
 
-def _renamed(found: dict[str, Tensor], last: str, is_qwen: bool, path: Path) -> Iterator[tuple[str, Tensor]]:
-    names = QWEN if is_qwen else {f"{last}{theirs}": ours for theirs, ours in DEEPSEEK.items()} | {last: LAYER}
-    for name, tensor in found.items():
+def _renamed(tensors: dict[str, Tensor], last: str, is_qwen: bool, path: Path) -> Iterator[tuple[str, Tensor]]:
+    names = QWEN if is_qwen else {f"{last}{file_name}": own_name for file_name, own_name in DEEPSEEK.items()} | {last: LAYER}
+    for name, tensor in tensors.items():
         if name.startswith(tuple(f"{last}{copy}" for copy in COPIES)):
             continue
-        theirs = next((theirs for theirs in names if name.startswith(theirs)), None)
-        if theirs is None:
+        file_name = next((file_name for file_name in names if name.startswith(file_name)), None)
+        if file_name is None:
             raise UnsupportedModelError(f"{path}: tensor {name!r}: mtp of more than one layer is not implemented: {CHOOSE}")
         if "self_attn.kv_a_proj" in name:
             raise UnsupportedModelError(f"{path}: the mtp layer's attention is MLA, which is not implemented: {CHOOSE}")
-        yield name.replace(theirs, names[theirs], 1), tensor
+        yield name.replace(file_name, names[file_name], 1), tensor
 
 
 def checked(layer: DecoderConfig, tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     """The tensors under their names within the layer. Raises ModelFileError for a missing, unknown or wrongly shaped one."""
     expected = _shapes(layer)
     for name in [*expected, *tensors]:
-        shape, found = expected.get(name), tuple(tensors[name].shape) if name in tensors else None
-        if shape != found:
+        shape, given = expected.get(name), tuple(tensors[name].shape) if name in tensors else None
+        if shape != given:
             raise ModelFileError(
-                f"{path}: tensor {name.removeprefix(LAYER)!r} of the mtp layer has shape {found}, the config asks for {shape}: "
+                f"{path}: tensor {name.removeprefix(LAYER)!r} of the mtp layer has shape {given}, the config asks for {shape}: "
                 "config and weights are of different models, fetch the model again"
             )
         check_finite(name, tensors[name], path)

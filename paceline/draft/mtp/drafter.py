@@ -28,7 +28,7 @@ from paceline.errors import ConfigError, DrafterMismatchError, refuse
 from paceline.model.kv_cache import StaticKVCache
 from paceline.model.target import Target
 from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, positions_of
-from paceline.model.torch.decoder import Layer
+from paceline.model.torch.decoder import Layer, LayerAttention
 from paceline.model.torch.parts import PackedLinear, Residual, RMSNorm
 
 DEFAULT_DRAFTED = 3
@@ -83,7 +83,8 @@ class MtpPath:
         hidden_TD = self._fc(both_TX).to(self.residual_dtype, copy=True)
         tables = self._rope.tables(positions)
         residual = Residual(hidden_TD)
-        self._layer.run(residual, self.cache.keys[0], self.cache.values[0], plan, writer, self._rope, tables)
+        attention = LayerAttention(self.cache.keys[0], self.cache.values[0], plan, writer, self._rope, tables)
+        self._layer.run(residual, attention)
         if self._tells_normed:
             return residual.normed(self._final_norm).to(self.residual_dtype)
         return residual.hidden_TD

@@ -122,9 +122,9 @@ class HFCache(KVCache):
 
     def _move(self, row: int, start: int, slots: list[int]) -> None:
         state = self.rows[row]
-        kept = [state.tokens[start + slot] for slot in slots]
+        tokens = [state.tokens[start + slot] for slot in slots]
         state.truncate(start)
-        state.tokens += kept  # pending: the next pass recomputes them
+        state.tokens += tokens  # pending: the next pass recomputes them
 
 
 def make_cache(config: Any) -> Any:

@@ -64,12 +64,12 @@ def library_name() -> str:
 
 def find_compiler() -> list[str]:
     """`$CXX`, else the first of g++, clang++ and c++ on the path. Raises NativeBuildError."""
-    wanted = shlex.split(os.environ.get("CXX", ""))
-    for command in [wanted] if wanted else [[name] for name in COMPILERS]:
+    configured = shlex.split(os.environ.get("CXX", ""))
+    for command in [configured] if configured else [[name] for name in COMPILERS]:
         if shutil.which(command[0]):
             return command
-    if wanted:
-        raise NativeBuildError(f"no C++ compiler (CXX={wanted[0]} is not on the path)\nunset CXX, or name one that is")
+    if configured:
+        raise NativeBuildError(f"no C++ compiler (CXX={configured[0]} is not on the path)\nunset CXX, or name one that is")
     raise NativeBuildError(f"no C++ compiler (none of {', '.join(COMPILERS)} is on the path)\ninstall g++, or set CXX")
 
 
@@ -124,8 +124,8 @@ def compile_library(source_folder: Path, out_path: Path, *, sanitize: bool = Fal
         has_amx = "avx512bf16" in sets and tool.accepts("amx", *AMX, "-c")
         more = (*(SANITIZE_FLAGS if sanitize else ()), *(("-DPN_EMULATED",) if emulated else ()))
         objects, finished = _compile_all(tool, sources, sets, has_amx, more), Path(scratch, "linked")
-        wanted = (SANITIZE_FLAGS,) if sanitize else LINK_FLAGS_IF_ACCEPTED
-        flags = [flag for group in wanted if sanitize or tool.accepts("link", "-shared", *group) for flag in group]
+        flag_groups = (SANITIZE_FLAGS,) if sanitize else LINK_FLAGS_IF_ACCEPTED
+        flags = [flag for group in flag_groups if sanitize or tool.accepts("link", "-shared", *group) for flag in group]
         tool.run("-shared", "-pthread", *flags, *map(str, objects), "-o", str(finished))
         os.replace(finished, out_path)
     return [*sets, "amx"] if has_amx else sets

@@ -41,10 +41,10 @@ def race(logits_V: Tensor, params: SamplingParams, noise: Noise) -> int:
     if not math.isfinite(logprobs_M[0]):
         raise NumericsError("this is no distribution: its largest logit is not a finite number, or one is NaN")
     weights_M = [math.exp(logprob) for logprob in logprobs_M]
-    kept = _kept(weights_M, params, len(logits_V))
-    if kept is None:
+    field = _kept(weights_M, params, len(logits_V))
+    if field is None:
         return _of_all(target_probs(logits_V.unsqueeze(0), params)[0], noise)
-    count, is_whole = kept
+    count, is_whole = field
     if is_whole:
         return _winner(ids_M[:count], weights_M[:count], noise)[1]
     return _with_rest(

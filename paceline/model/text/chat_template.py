@@ -29,15 +29,15 @@ from jinja2.visitor import NodeTransformer
 from paceline.errors import TemplateError
 
 MAX_TEMPLATE = 200_000
-"""Characters of a template; the longest known have 30,000."""
+"""Maximum characters of a template; the longest known have 30,000."""
 MAX_TEXT = 10_000_000
-"""Characters of a rendered prompt, and of every intermediate text."""
+"""Maximum characters of a rendered prompt, and of every intermediate text."""
 MAX_ITEMS = 250_000
-"""Elements of a list or dictionary, including nested ones."""
+"""Maximum elements of a list or dictionary, including nested ones."""
 MAX_BITS = 4096
-"""Bits of an integer."""
+"""Maximum bits of an integer."""
 MAX_S = 2.0
-"""Seconds of processor time for one prompt; common templates take a thousandth of a second."""
+"""Maximum seconds of processor time for one prompt; common templates take a thousandth of a second."""
 
 STEP, CONCAT, WEIGHED = "paceline step", "paceline concat", "paceline weighed"
 """Internal filters: no template can use a name with a space."""
@@ -58,7 +58,7 @@ STRUCTURAL = frozenset(
 
 
 class ChatTemplate:
-    """A compiled template. Raises TemplateError if it is invalid."""
+    """A compiled chat template. Raises TemplateError if it is invalid."""
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,18 @@ from paceline.model.torch.parts import (
 )
 from paceline.model.torch.recorded import Recorder
 from paceline.model.torch.sdpa import chosen_kernels
+
+
+class LayerAttention(NamedTuple):
+    """Inputs of a layer's attention in addition to hidden states: its part of the cache, and the pass's plan and positions."""
+
+    keys: Tensor
+    values: Tensor
+    plan: AttentionPlan
+    writer: CacheWriter
+    rope: Rope | None
+    """None: nothing is rotated."""
+    tables: Tables | None
 
 
 @dataclass(slots=True)
@@ -90,33 +102,15 @@ class Layer:
         """Bytes of the matrices that a pass of one position reads."""
         return self.qkv.num_bytes + self.output.num_bytes + self.mlp.num_bytes
 
-    def run(
-        self,
-        residual: Residual,
-        keys: Tensor,
-        values: Tensor,
-        plan: AttentionPlan,
-        writer: CacheWriter,
-        rope: Rope | None,
-        tables: Tables | None,
-    ) -> None:
-        """Add the outputs of attention and MLP to the residual stream; keys and values are the layer's part of the cache."""
+    def run(self, residual: Residual, attention: LayerAttention) -> None:
+        """Add the outputs of attention and MLP to the residual stream."""
         scale = self.config.residual_scale
-        attended_TD = self.attend(residual.normed(self.input_norm), keys, values, plan, writer, rope, tables)
-        residual.add(attended_TD, self.attention_out_norm, scale)
-        residual.add(run_mlp(self.mlp, residual.normed(self.mlp_norm), plan.live_T), self.mlp_out_norm, scale)
+        residual.add(self.attend(residual.normed(self.input_norm), attention), self.attention_out_norm, scale)
+        residual.add(run_mlp(self.mlp, residual.normed(self.mlp_norm), attention.plan.live_T), self.mlp_out_norm, scale)
 
-    def attend(
-        self,
-        normed_TD: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        plan: AttentionPlan,
-        writer: CacheWriter,
-        rope: Rope | None,
-        tables: Tables | None,
-    ) -> Tensor:
-        """Attention output of normed hidden states. Without `rope` nothing is rotated."""
+    def attend(self, normed_TD: Tensor, attention: LayerAttention) -> Tensor:
+        """Attention output of normed hidden states."""
+        keys, values, plan, writer, rope, tables = attention
         num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
         fused_TX = self.qkv(normed_TD)
         query_THD = split_heads(fused_TX, num_heads, keys, values, writer, self.qk_norm, rope, tables)
@@ -266,7 +260,8 @@ class Decoder(Target):
                     layer.run(residual, next(memories), stages)
                 else:
                     rope = self.ropes.get(layer.rope)
-                    layer.run(residual, *next(caches), plans[layer.window], writer, rope, tables.get(layer.rope))
+                    plan, own_tables = plans[layer.window], tables.get(layer.rope)
+                    layer.run(residual, LayerAttention(*next(caches), plan, writer, rope, own_tables))
                 if index in self.tap_layers:
                     # The last layer is tapped after the final norm, as Transformers' hidden_states[-1].
                     tapped_TD = residual.normed(self.final_norm) if index == self.num_layers - 1 else residual.hidden_TD

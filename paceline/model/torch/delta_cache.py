@@ -31,14 +31,14 @@ HALF = ROOM // 2
 
 @dataclass(slots=True)
 class Commit:
-    """Rows whose oldest pending positions are committed to the state: R rows."""
+    """A commit of the oldest pending positions of R rows to their recurrent states."""
 
     rows_R: Tensor
     gone_R: Tensor
     """Number of positions committed, for each row."""
     most_gone: int
     most_left: int
-    """Maximum over the rows; `most_left`: positions that stay pending."""
+    """Maximum number of positions that stay pending in a row; `most_gone`: of positions committed."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Stage:
     tokens_RC: Tensor
     """Indices among the tokens of the pass."""
     held_R: Tensor
-    """Positions in each row's pending window before these tokens."""
+    """Number of positions in each row's pending window before these tokens."""
     most_held: int
     seen_RCC: Tensor | None
     """For a tree: which tokens each one attends to, including itself. None: all tokens before it."""
@@ -57,7 +57,7 @@ class Stage:
     """For a tree: the K inputs of each token's convolution, the last its own, as indices into the K - 1 inputs before the pass
     followed by those of the pass."""
     commit: Commit | None
-    """Commits to carry out first."""
+    """Commit of pending positions to carry out first."""
     live_RC: Tensor | None = None
     """In a pass of fixed shape, mask of valid tokens; others do not change the pending window."""
 
@@ -69,9 +69,9 @@ class FixedStage:
     counts_B: Tensor
     """Number of valid tokens of each row."""
     gone_B: Tensor
-    """Positions of each row's pending window that are committed first."""
+    """Number of positions of each row's pending window to commit first."""
     held_B: Tensor
-    """Pending positions after that, at most the window's size minus J."""
+    """Number of positions still pending after that, at most the window's size minus J."""
     depths_BJ: Tensor
     bits_BJ: Tensor
     """Ancestors of each token as bits; see `kernels.attend.Sight`."""

@@ -19,7 +19,7 @@ from paceline.model.torch.kernels import available
 from paceline.model.torch.kernels.layer import next_power
 
 MOST_BITS = 32
-"""Maximum tokens per row whose visibility is given as bits."""
+"""Maximum new tokens per row if their visibility is given as a bit mask."""
 PROGRAMS = 264
 """Minimum number of programs: two per multiprocessor of an H100."""
 H100_SHARED = 227 * 1024
