@@ -92,7 +92,7 @@ class Drafter(ABC):
         return True
 
     def chance(self, seq: Sequence) -> float:
-        """Predicted acceptance probability of each draft, given that the previous ones are accepted; 0.0 if there is no draft.
+        """Predicted acceptance probability of each draft, given that the previous ones are accepted; 0.0 without a draft.
         Only for drafters with `is_at_hand`."""
         return 0.0
 

@@ -1,5 +1,4 @@
-"""Base of autoregressive drafters (EAGLE-3, MTP): one small network drafts token by token, each step from the state of the
-last.
+"""Base of autoregressive drafters (EAGLE-3, MTP): one small network drafts token by token.
 
 Verified positions are read with the target's own features, in one pass over all pending positions of a row
 (`TappedDrafter`); their keys and values are permanent. Entries of drafts follow them in the cache, and the next pass

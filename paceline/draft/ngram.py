@@ -6,8 +6,7 @@ one on ties. The acceptance probability of a draft is estimated from the length 
     chance = distrusted + (trusted - distrusted) * trust      MATCH_CLASSES, by the length of the match
     trust: share of drafts accepted, decayed by 0.85 per round, initially 0.8
 
-The planner decides how many are checked (`paceline/plan/planner.py`). All state is per row, so that outputs are
-batch-invariant.
+The planner decides how many are checked (`paceline/plan/planner.py`). All state is per row: outputs are batch-invariant.
 """
 
 from __future__ import annotations

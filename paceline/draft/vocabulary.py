@@ -75,7 +75,7 @@ def as_tensors(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
 
 
 def read_draft_ids(folder: Path) -> Vocabulary | None:
-    """Read `draft_ids.safetensors`; None if there is no such file. Raises ModelFileError if it is damaged."""
+    """Read `draft_ids.safetensors`; None without such a file. Raises ModelFileError if it is damaged."""
     file = folder / DRAFT_IDS
     if not file.is_file():
         return None

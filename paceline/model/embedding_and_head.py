@@ -43,7 +43,7 @@ class Ends(Target):
         self.weight_bytes = embedding_VD.nbytes + (0 if head_VD is embedding_VD else head_VD.nbytes)
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
-        """No-op: there is no cache."""
+        """No-op: passes cannot run, so no cache is needed."""
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Raises UnsupportedModelError."""

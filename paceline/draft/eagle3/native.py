@@ -101,7 +101,7 @@ class Eagle3NativePath(EagleNorms):
         work.num_rows, work.hidden, work.hidden_out = len(rows), pointer(hidden_TD), pointer(out_TD)
         arrays: dict[str, Any] = {"rows": rows, "starts": starts, "counts": counts, "tokens": tokens}
         self._buffers.fill(**arrays)
-        self._buffers.fill_or_null("parents", parents)
+        self._buffers.fill_parents(parents)
         self._model.forward(self._view, work)
         return out_TD
 

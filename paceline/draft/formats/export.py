@@ -124,7 +124,7 @@ def _as_speculators(stored: StoredDrafter, out: Path, head_rows: HeadRows | None
 
 
 def _is_non_causal(config: DFlashConfig) -> bool:
-    """True if no layer with a window is causal, also if there is no window: vLLM applies the key to all layers, including full
+    """True if no layer with a window is causal, also without windows: vLLM applies the key to all layers, including full
     ones, and would draft with untrained causal attention (vllm 56692)."""
     return not any(causal for layer, causal in enumerate(config.is_causal) if config.shape.window(layer))
 

@@ -101,7 +101,7 @@ def _check_sayable(config: DFlashConfig, tensors: dict[str, Tensor]) -> None:
 
 
 def _their_name(name: str) -> str:
-    """llama.cpp's name of a tensor, or "" if it has none."""
+    """llama.cpp's name of a tensor, or "" without one."""
     if name in WHOLE_NAMES:
         return WHOLE_NAMES[name]
     _, _, rest = name.partition("layers.")

@@ -73,7 +73,7 @@ def is_mtp(raw: dict[str, Any]) -> bool:
 
 
 def read_mtp(path: Path) -> MtpLayer:
-    """Read the layer from a target's folder or its own. Raises ModelFileError if there is none or a tensor does not fit the
+    """Read the layer from a target's folder or its own. Raises ModelFileError without a layer or if a tensor does not fit the
     config, UnsupportedModelError for a target or layer that paceline's decoder does not implement."""
     layer = find_mtp(path)
     if layer is None:
@@ -82,7 +82,7 @@ def read_mtp(path: Path) -> MtpLayer:
 
 
 def find_mtp(path: Path) -> MtpLayer | None:
-    """Like `read_mtp`, but returns None if there is no layer."""
+    """Like `read_mtp`, but returns None without a layer."""
     if is_gguf(path):
         raise ModelFileError(f"{path}: the mtp drafter reads a folder of safetensors, not a GGUF file: {CHOOSE}")
     raw = config_json(path)

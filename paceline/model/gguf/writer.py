@@ -134,7 +134,7 @@ def _is_same(stored: Any, values: np.ndarray[Any, Any]) -> bool:
 
 
 def gguf_name(name: str) -> str:
-    """llama.cpp's name of a tensor. Raises UnsupportedModelError if it has none."""
+    """llama.cpp's name of a tensor. Raises UnsupportedModelError for a tensor without one."""
     base, _, kind = name.rpartition(".")
     if base in _TOP:
         return f"{_TOP[base]}.{kind}"

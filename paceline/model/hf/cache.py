@@ -158,7 +158,7 @@ def is_unused(layer: Any) -> bool:
 
 
 def poison_recurrent_state(cache: Any) -> bool:
-    """Fill recurrent states with NaN to test whether a pass reads them; returns False if there are none."""
+    """Fill recurrent states with NaN to test whether a pass reads them; returns False without recurrent states."""
     states = [state for layer in cache.layers for state in getattr(layer, "recurrent_states", {}).values() if state is not None]
     for state in states:
         state.fill_(float("nan"))

@@ -271,7 +271,8 @@ def _find_layers(decoder: nn.Module, num_layers: int) -> tuple[nn.Module, Sequen
 
 
 def _fit_scale(embeddings: Tensor, first_input: Tensor | None) -> float:
-    """Factor between the embedding table and the first layer's input; 1 if there is none (learned positions are added)."""
+    """Factor between the embedding table and the first layer's input; 1 for models without a factor (learned positions are
+    added)."""
     if first_input is None or first_input.shape != embeddings.shape:
         return 1.0
     table, given = embeddings.float(), first_input.float()

@@ -140,7 +140,7 @@ class NativeDecoder(Target):
         work.taps, work.logits, work.logits_stride = pointer(taps_TF), pointer(logits_TV), self.vocab_size
         self._buffers.fill(rows=batch.rows, starts=batch.starts, counts=batch.counts, tokens=batch.tokens)
         self._buffers.fill(tap_layers=list(self.tap_layers), logit_rows=logit_rows)
-        self._buffers.fill_or_null("parents", batch.parents)
+        self._buffers.fill_parents(batch.parents)
         self._fill_pending(batch)
         argmax = self._buffers.room("argmax", len(logit_rows))
         if self.config.num_experts:
@@ -311,7 +311,7 @@ def _form(weight: Weight, dtype: torch.dtype) -> str:
 
 
 def pack_vectors(vectors: list[Tensor | None]) -> Tensor | None:
-    """Concatenate biases with the row padding of `pack`; None if there are no biases."""
+    """Concatenate biases with the row padding of `pack`; None without biases."""
     if all(vector is None for vector in vectors):
         return None
     padded = []

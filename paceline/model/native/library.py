@@ -314,13 +314,12 @@ class Buffers:
         for name, numbers in values.items():
             self.room(name, len(numbers))[: len(numbers)] = numbers
 
-    def fill_or_null(self, name: str, numbers: list[int] | None) -> None:
-        """Like `fill`; None sets a null pointer."""
-        if numbers is None:
-            setattr(self.work, name, None)
-            return
-        self.fill(**{name: numbers})
-        setattr(self.work, name, ctypes.addressof(self._arrays[name]))
+    def fill_parents(self, parents: list[int] | None) -> None:
+        """Fill the array of parents; None sets a null pointer, which means chains."""
+        self.work.parents = None
+        if parents is not None:
+            self.fill(parents=parents)
+            self.work.parents = ctypes.addressof(self._arrays["parents"])
 
 
 def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:

@@ -71,7 +71,7 @@ def top_logprobs(logits_BJV: Tensor, inverse_temperature_B: Tensor, count: int) 
 
 
 def race(logits_BJV: Tensor, draws: Draws, position_BJ: Tensor) -> Tensor:
-    """Token of each position [B, J], as sampled by `race.race`; FAILED or WHOLE if there is none. Undefined for greedy rows."""
+    """Token of each position [B, J], as sampled by `race.race`; or FAILED or WHOLE. Undefined for greedy rows."""
     num_vocab = logits_BJV.shape[-1]
     _, top_k_B, _, min_p_B, top_p_B = draws
     ids_BJM, logprobs_BJM = top_logprobs(logits_BJV, draws.inverse_temperature_B, FILTERED)

@@ -3,11 +3,9 @@
 Every token has its own exponential noise with mean 1 at every position (`rng.Noise`). The token with the smallest noise divided
 by its probability wins, so that each token wins with its probability (an exponential race; the Gumbel-max trick, Maddison et
 al., 1411.0030, section 2, is equivalent). A slightly different distribution mostly has the same winner. With inverse transform
-sampling it would not: a change of one token's probability shifts all tokens after it. `draft/foresight.py` uses this to predict
-tokens.
+sampling it would not: a change of one token's probability shifts all tokens after it. `draft/foresight.py` uses this.
 
-Only the FIELD most probable tokens have individual noise; all others race as one, and if they win, one number selects among
-them.
+Only the FIELD most probable tokens have individual noise; all others race as one; if they win, one number selects one.
 """
 
 from __future__ import annotations

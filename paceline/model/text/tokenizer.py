@@ -274,7 +274,7 @@ class TextStream:
         return self._held[:at]
 
     def _first_stop(self) -> tuple[int, str]:
-        """(index of the first stop string, the stop string), or (length of the text, "") if there is none."""
+        """(index of the first stop string, the stop string), or (length of the text, "") without one."""
         ends = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         return min(ends, default=(len(self._held), ""))
 

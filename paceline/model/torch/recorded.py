@@ -120,7 +120,7 @@ class Grid:
         return sorted(itertools.product(*self.sizes), key=lambda shape: (math.prod(shape), shape), reverse=True)
 
     def round_up(self, dimension: int, needed: int) -> int | None:
-        """The smallest size of this dimension that is at least `needed`; None if there is none."""
+        """The smallest size of this dimension that is at least `needed`, or None."""
         return next((size for size in self.sizes[dimension] if size >= needed), None)
 
     def cover(self, *needed: int) -> Shape | None:
@@ -150,7 +150,7 @@ class Recordings(Generic[AnyRegion]):
 
     @torch.inference_mode()
     def find(self, *needed: int) -> AnyRegion | None:
-        """A recorded region that is large enough in every dimension; None, counted as an eager run, if there is none."""
+        """A recorded region that is large enough in every dimension; None, counted as an eager run, if none is recorded."""
         shape = self.grid.cover(*needed)
         if shape is not None and shape not in self._regions and self._recorder.records_late:
             self._add(shape)

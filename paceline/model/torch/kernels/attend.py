@@ -123,7 +123,7 @@ class Tiles:
 
 @cache
 def _shared_bytes(device: torch.device) -> int:
-    """Bytes of shared memory per program; an H100's if there is no GPU, as under Triton's interpreter."""
+    """Bytes of shared memory per program; an H100's without a GPU, as under Triton's interpreter."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else H100_SHARED
 
 

@@ -1,5 +1,4 @@
-"""Triton kernel of `model/torch/kernels/skinny.py`: the product of a few tokens with a matrix, in the time of reading the
-matrix.
+"""Triton kernel of `model/torch/kernels/skinny.py`: a product of few tokens with a matrix, as fast as reading the matrix.
 
 A program multiplies all tokens with ROWS whole rows of the matrix. It loads its first rows before it waits for the previous
 kernel (`overlap`), on which the matrix does not depend.
