@@ -1,7 +1,7 @@
 // The plain C interface of the native CPU pass. paceline/model/native/library.py declares the same structs for ctypes;
 // pn_abi_version guards against the two drifting apart. Nothing here throws: functions return 0, or -1 with pn_last_error set.
 //
-// A matrix is packed once and belongs to whoever made it; a model borrows matrices and vectors, which must outlive it.
+// A matrix is packed once and belongs to its creator; a model borrows matrices and vectors, which must outlive it.
 // One pass runs at a time per pool: the pool's lock makes a second caller wait.
 #pragma once
 #include <stdint.h>
@@ -111,8 +111,8 @@ struct PnConfig {
     int32_t are_experts_normed;  // the weights of a token's experts are divided by their sum
     int32_t has_output_gate;     // behind the values `qkv` has gates of what attention puts out, by head
     int32_t delta_key_heads, delta_value_heads, delta_key_dim, delta_value_dim, delta_taps;
-    // EAGLE-3 drafters: into the first layer's attention goes the token's embedding, normed by input_norm, beside the hidden state,
-    // normed by this; its qkv is [.., 2 * hidden], and a pass has tokens and hidden states. Null otherwise.
+    // EAGLE-3 drafters: the first layer's attention reads the token's embedding, normed by input_norm, concatenated with the hidden
+    // state, normed by this; its qkv is [.., 2 * hidden], and a pass has tokens and hidden states. Null otherwise.
     const float* beside_norm;
     int32_t adds_to_normed;  // attention of that layer adds to the hidden state as this has normed it
     // DFlash drafters: features of the target -> keys and values of all layers. Null otherwise.
@@ -122,11 +122,11 @@ struct PnConfig {
     const float* context_bias;   // in the rows of context_kv, or null
 };
 
-// What a layer with a gated delta net remembers of each row, all floats: its state behind some of the row's tokens, and for each of
-// the tokens behind these, its trail, what it adds to the state.
+// Memory of a layer with a gated delta net for each row, all floats: the state after the row's committed tokens, and the pending
+// updates of the tokens after these.
 struct PnMemory {
     float* states;   // [num_rows, delta_value_heads, delta_key_dim, delta_value_dim]
-    float* windows;  // [num_rows, delta_taps - 1, channels], inputs of the convolution before the trail
+    float* windows;  // [num_rows, delta_taps - 1, channels], inputs of the convolution before the pending tokens
     float* inputs;   // [num_rows, room, channels]
     float* keys;     // [num_rows, room, delta_key_heads, delta_key_dim]
     float* changes;  // [num_rows, room, delta_value_heads, delta_value_dim]
@@ -142,7 +142,7 @@ struct PnCache {
     int32_t max_len;  // positions of a row, slack included
     int32_t num_rows;
     const PnMemory* memories;  // of the layers with gated delta nets, or null
-    int32_t room;              // tokens of a trail
+    int32_t room;              // capacity in pending tokens
 };
 
 // Tokens of several rows, packed one row after another.
@@ -164,11 +164,11 @@ struct PnPass {
         argmax;  // [num_logit_rows] or null; of equal logits the lowest index, -1 where the largest is not finite or one is NaN
     float* stage_s;  // PN_NUM_STAGES seconds to add to, or null
     // Of a tree of tokens for each [T] the place of its parent among its row's tokens of this pass, -1 for one that follows the
-    // cache; parents come first. Token i of a row stands in the cache at start + i. Null: every token follows the one before it.
+    // cache; parents come first. Token i of a row is in the cache at start + i. Null: every token follows the one before it.
     const int32_t* parents;
-    // Of models with gated delta nets: tokens in the trail of each row before the pass; and whose trails become shorter on the way,
-    // in the order of rows and tokens: before token settle_before[i] of its own of row settle_rows[i] of the pass, the first
-    // settle_counts[i] tokens of the trail go into the state.
+    // For models with gated delta nets: the number of pending tokens of each row before the pass, and the commits during it, in the
+    // order of rows and tokens: before token settle_before[i] of row settle_rows[i] of the pass, the first settle_counts[i] pending
+    // tokens are committed to the state.
     const int32_t* held;
     int32_t num_settles;
     const int32_t* settle_rows;
@@ -178,11 +178,11 @@ struct PnPass {
     int32_t* experts_read;  // how many of each layer's experts any token chose, all layers together, is added to it; or null
 };
 
-// DFlash 2's selector: of each of `rows` rows of logits, `slots` to a block, the `count` likeliest columns, as pn_likeliest has
-// them, and their scores behind each token p that may stand before them,
+// DFlash 2's selector: for each of `rows` rows of logits, `slots` per block, the `count` most probable columns (see pn_likeliest),
+// and their scores after each possible previous token p,
 //   log-probability + <predecessors[p] * gate hidden[row], successors[token]>.
-// What stands before is the anchor of the block for its first slot, the candidates of the slot before for the others. A row whose
-// logs are NaN has scores that are NaN.
+// The previous token is the block's anchor for its first slot, and each candidate of the previous slot for the others. A row whose
+// log-probabilities are NaN has NaN scores.
 struct PnPick {
     int32_t rows, size, count, slots;
     int32_t dtype;  // of `hidden` and `gate`
@@ -268,7 +268,7 @@ PN_API PnModel* pn_model_new(const PnConfig* config);
 PN_API void pn_model_free(PnModel* model);
 // The whole pass: embedding, layers, keys and values appended behind `starts`, taps, final norm, head.
 PN_API int32_t pn_forward(PnModel* model, const PnCache* cache, const PnPass* pass);
-// Of each row what stands at starts[row] + slots becomes positions starts[row], starts[row] + 1, ... `slots`: counts[row] of each,
+// Moves each row's entries at starts[row] + slots to positions starts[row], starts[row] + 1, ... `slots`: counts[row] for each row,
 // ascending, counted from the start. For all layers and key heads of the model.
 PN_API int32_t pn_keep(const PnModel* model, const PnCache* cache, int32_t num_rows, const int32_t* rows, const int32_t* starts,
                        const int32_t* counts, const int32_t* slots);

@@ -1,4 +1,4 @@
-// What an ARM processor has beyond the NEON that all of them have, as the system tells it.
+// Detects an ARM processor's instructions beyond NEON, as reported by the system.
 #include "kernels.h"
 
 #if defined(__aarch64__) && defined(__linux__)

@@ -21,7 +21,7 @@ inline int first_of_all(const Attention& a, int query) {
 }
 
 // Scores of one query become weights that sum to one, rounded to T, in place; keys outside [first, end) weigh nothing. A position
-// keeps its lane whatever `begin` is, so that the sum is the same in any company. `sink` as Attention has it.
+// keeps its lane for any `begin`, so that the sum does not depend on the rest of the batch. `sink`: see Attention.
 template <class T>
 inline void softmax(float* scores, int begin, int first, int end, int padded_end, float sink) {
     const float none = -__builtin_inff();
@@ -61,8 +61,8 @@ inline void score_blocks(const Attention& a, const float* queries, int key, floa
                              a.scale, scores + key, ldscores);
 }
 
-// The scores of a query's path, which stand where its tokens do in the cache, go to where the tokens stand in the text: sums along
-// the path are then those of a text that is nothing but this path, to the bit.
+// Moves the scores of a query's path from its tokens' cache positions to their text positions: sums along the path then have the
+// same bits as for a text of this path alone.
 inline void scores_along(const TreePath& path, float* scores) {
     for (int at = 0; at < path.size; ++at) scores[at] = scores[path.slots[at]];  // slots ascend: none is lost
 }

@@ -1,7 +1,7 @@
 // Gated delta nets (arXiv 2412.06464). For each token, by value head: S <- e^g S, then S <- S + k u^T with u = beta (v - S^T k);
-// found: S^T q. What a token adds, k, u and g, does not depend on what follows, so the state in memory lags behind: a token reads it
-// and the tokens of the trail and of the pass that it follows, in a tree its ancestors. model/torch/delta_cache.py says when the first
-// tokens of a trail go into the state.
+// output: S^T q. A token's update (k, u, g) does not depend on later tokens, so the state in memory lags behind: a token reads it,
+// and the pending tokens and tokens of the pass before it (in a tree, its ancestors). model/torch/delta_cache.py decides when the
+// oldest pending tokens are committed to the state.
 #include <cmath>
 #include <cstring>
 
@@ -171,7 +171,7 @@ void Forward::delta_head(int thread, const PnMemory& memory, int row_index, int 
         const int fresh = std::max(gone - held, 0);  // the first token of the pass that is not in the state
         kernels_.dots(new_keys + fresh * channels, channels, token - fresh, key, key_dim, of_key + held + fresh);
         kernels_.dots(new_keys + fresh * channels, channels, token + 1 - fresh, query, key_dim, of_query + held + fresh);
-        // Sums of decays run along the path, and weights of tokens beside it are zero.
+        // Sums of decays run along the path; tokens outside the path have weight zero.
         float sum = 0.0f;
         for (int at = gone; at < held; ++at) sums[at] = sum += old_decays[int64_t(at) * heads];
         for (int at = std::max(gone, held); at < all; ++at) weights[at] = 0.0f;
@@ -238,8 +238,8 @@ void Forward::settle(const PnMemory& memory, int row_index, int head, int first,
     }
 }
 
-// The trail of a row behind the pass: what is left of it moves to the front, the tokens of the pass come behind. `kind`: inputs and
-// windows, keys, changes or decays.
+// Updates a row's pending window after the pass: remaining tokens move to the front, followed by those of the pass. `kind`: inputs
+// and windows, keys, changes or decays.
 void Forward::keep_trail(const PnMemory& memory, int row_index, int kind) {
     const int row = pass_.rows[row_index], held = pass_.held[row_index], count = pass_.counts[row_index],
               gone = gone_[size_t(row_index)], windows = config_.delta_taps - 1;

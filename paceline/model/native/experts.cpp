@@ -1,6 +1,6 @@
-// A layer's experts: a few of many MLPs for each token. Tokens are sorted by expert, and each expert that any token chose runs
-// once, over all of its tokens; what comes out is added for each token in the order of its own choice, so that a token's result
-// does not depend on the tokens beside it.
+// A layer's experts: a few of many MLPs for each token. Tokens are sorted by expert, so that each selected expert runs once over
+// all of its tokens. Outputs are added for each token in the order of its own experts, so that its result does not depend on the
+// rest of the batch.
 #include <cmath>
 #include <cstring>
 

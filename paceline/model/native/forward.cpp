@@ -1,4 +1,4 @@
-// One pass through a decoder: every thread runs the same stages and shares out the work of each; barriers stand between them.
+// One pass through a decoder: every thread runs the same stages and shares the work of each; barriers separate them.
 #include "forward.h"
 
 #include <algorithm>
@@ -47,7 +47,7 @@ int32_t Forward::prepare() {
     return reserve();
 }
 
-// Where the tokens of a row stand: in the text, and in the cache.
+// Positions of a row's tokens in the text and in the cache.
 int32_t Forward::place_tokens(int index) {
     const int start = pass_.starts[index], first = int(model_.token_row.size());
     for (int offset = 0; offset < pass_.counts[index]; ++offset) {
@@ -321,7 +321,7 @@ const Buffer& Forward::normed_input(int thread, const float* weight, int tapped_
     return to;
 }
 
-// The input of the first layer's attention where that is the embedding beside the hidden state.
+// The input of the first layer's attention if that is the embedding concatenated with the hidden state.
 const Buffer& Forward::beside_input(int thread) {
     const int size = config_.hidden_size, padded = padded_cols(2 * size);
     const bool is_shared = num_tokens_ > kOwnInputs;

@@ -101,7 +101,7 @@ private:
     Pool& pool_;
     const Kernels& kernels_;
     int num_tokens_ = 0, max_end_ = 0;
-    std::vector<int> first_token_, gone_;  // of every row of the pass: its first token, and how much leaves its trail
+    std::vector<int> first_token_, gone_;  // for every row of the pass: its first token, and the number of pending tokens committed
     Clock::time_point stage_began_;
     size_t next_share_[kMaxThreads] = {};  // every thread walks through the shares in the same order
 };

@@ -1,7 +1,7 @@
 // What every instruction set provides; one table per translation unit (kernels_*.cpp), chosen at run time.
 //
-// A row's result never depends on how many rows are beside it: every output is one accumulator that runs through the columns
-// in order, and sums across lanes have one fixed tree. Speculation is token-identical in bfloat16 because of this.
+// A row's result does not depend on the number of rows in the batch: every output is one accumulator that runs through the
+// columns in order, and sums across lanes have one fixed tree. Speculation is token-identical in bfloat16 because of this.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace pn {
 
-// Whether weights are asked for into the second cache and twice as far ahead. Zen 4 has few requests of the nearest cache under
+// True if weights are prefetched into the second-level cache, twice as far ahead. Zen 4 has few requests of the nearest cache under
 // way, and a tile that computes for long waits for them: memory and arithmetic took turns. Older ones were not measured and are
 // taken for alike. For Zen 5 the nearest cache is as fast or faster; of others it is not known.
 extern const bool asks_far;
@@ -29,7 +29,7 @@ struct Product {
     int num_columns;    // nothing is written at or behind this column of y
     bool accumulate;    // add to y, a residual
     const float* bias;  // by column of y, or null
-    int chunk_rows;     // 0, or planes stand in chunks of so many rows, each chunk_rows * row_bytes behind the one before
+    int chunk_rows;     // 0, or planes are in chunks of this many rows, each chunk_rows * row_bytes after the previous one
 };
 
 // A row of inputs in sixteen-bit fixed point, one scale for each block of 32: integer products with codes are exact, and bfloat16
@@ -46,8 +46,8 @@ struct TreePath {
     int size;
 };
 
-// Queries of one head and one row of the cache: query i stands at position `position + i` and sees [first_i, end_i). In a tree it
-// stands at `position + paths[i].size - 1`, and sees its path behind what is before `position`.
+// Queries of one head and one row of the cache: query i is at position `position + i` and attends to [first_i, end_i). In a tree it
+// is at `position + paths[i].size - 1`, and attends to everything before `position` and to its path.
 struct Attention {
     const void* query;  // [num_queries, query_stride], head_dim padded
     int64_t query_stride;

@@ -1,4 +1,4 @@
-// Models and what is asked of single matrices; DFlash's features.
+// Models, operations on single matrices, and DFlash's features.
 #include "model.h"
 
 #include <algorithm>

@@ -16,8 +16,8 @@ namespace {
 
 // Between passes the host works for some tens of microseconds: a worker that slept would cost as much to wake.
 constexpr auto kSpin = std::chrono::microseconds(300);
-// A barrier is a matter of less than a microsecond unless another program has the core of a thread that is waited for; then it
-// gets there sooner when this core is given away, and where nobody wants it that costs no more than a pause.
+// A barrier takes less than a microsecond, unless another program occupies the core of a late thread; yielding this core then helps
+// it to finish sooner, and costs no more than a pause if no other program wants the core.
 constexpr int kSpinsBeforeYield = 200;
 
 void wait_a_little(int spins) {

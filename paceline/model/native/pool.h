@@ -13,8 +13,8 @@ namespace pn {
 constexpr int kMaxThreads = 256;
 
 // Hands out [0, count). Every thread has a part of its own, which it walks through from the front, so that it reads memory in order
-// and writes what it wrote the last time; whoever is done takes from the back of the others' parts, so that a thread that was held
-// up delays them little.
+// and writes what it wrote the last time; a finished thread takes from the back of other parts, so that a
+// delayed thread holds up the others little.
 class Share {
 public:
     void reset() {

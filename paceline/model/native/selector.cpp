@@ -27,7 +27,7 @@ public:
         const uint16_t* from = static_cast<const uint16_t*>(data_) + int64_t(token) * rank_;
         for (int at = 0; at < rank_; ++at) out[at] = bfloat_to_float(from[at]);
     }
-    // Rows of a book lie far apart: all that are wanted are asked for before the first is read.
+    // Rows of a codebook are far apart: all needed rows are prefetched before the first is read.
     void ask_for(int token) const {
         const int64_t bytes = int64_t(rank_) * (is_wide_ ? 4 : 2);
         const uint8_t* from = static_cast<const uint8_t*>(data_) + int64_t(token) * bytes;
@@ -131,7 +131,7 @@ private:
         }
     }
 
-    // What stands before is the anchor of the block for its first slot: the same behind whichever candidate.
+    // The token before a block's first slot is the anchor, for every candidate.
     void score(int thread, int row) {
         const int count = pick_.count, rank = pick_.rank;
         const bool is_first = row % pick_.slots == 0;

@@ -36,7 +36,7 @@ struct InstructionSet {
 };
 
 #if defined(PN_HAS_AMX) && !defined(__linux__)
-bool has_amx() { return false; }  // nobody knows how to ask for them
+bool has_amx() { return false; }  // this system has no way to detect them
 #elif defined(PN_HAS_AMX)
 // Whether the processor has tiles of bytes and the kernel lets this process use them.
 bool has_amx() {
@@ -55,7 +55,7 @@ bool has_avxvnni() {
 }
 #endif
 
-// Those that the library was compiled with, best first; what is only for tests stands last.
+// Instruction sets that the library was compiled with, best first; those for tests only come last.
 const std::vector<InstructionSet>& instruction_sets() {
     static const std::vector<InstructionSet> all = [] {
         std::vector<InstructionSet> sets;

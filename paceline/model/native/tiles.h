@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kTileRows = 16;
 
-// The shape of every tile, as the processor wants to be told: Intel's manual, volume 1, chapter 18.
+// The shape of every tile, in the processor's format: Intel's manual, volume 1, chapter 18.
 struct alignas(64) TileShapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
