@@ -1,1 +1,1 @@
-"""The folder of a run: what was asked, the lock, SIGTERM, and where curves are sent."""
+"""Run folders: settings and results, the lock, SIGTERM handling, experiment trackers."""

@@ -1,12 +1,12 @@
-"""The run folder: what was asked, what was measured, what it means. One writer for train, bench, serve and adapt.
+"""The run folder: settings, metrics, results. One writer for train, bench, serve and adapt.
 
     runs/<what>-<timestamp>/
-        config.json     settings, and what made it     command.txt   the command line that made it
+        config.json     settings and provenance        command.txt   the command line
         metrics.jsonl   one line per `log` call        report.md     for people      *.svg   figures
-        results.json    the figures, and what made them: processor, versions, commit
+        results.json    figures and provenance: processor, versions, commit
 
-Scripts write their results with `write_results`, the same way. Files appear whole or not at all, also after a power cut
-(`whole_file`: written beside, synced, renamed); metrics.jsonl only grows, line by line.
+Scripts write their results with `write_results`. A file is complete or absent, also after a power cut (`whole_file`
+writes a temporary file, syncs and renames it); metrics.jsonl is append-only.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from paceline.errors import CacheError, reraised
 from paceline.hardware import processor
 
 PACKAGES = ("paceline", "torch", "transformers", "tokenizers", "safetensors", "numpy", "llama-cpp-python", "vllm")
-"""Those that decide speed or output, ours and peers."""
-ELSEWHERE = "choose another folder with --out"
+"""Packages whose versions are recorded with results: they affect speed or output."""
+REMEDY = "choose another folder with --out"
 SCRATCH = re.compile(r".+\.[0-9a-f]{16}\.part")
-"""Names of files that are being written."""
+"""Names of temporary files (see `whole_file`)."""
 LEFT_S = 86400.0
-"""Nobody writes a file any more that was not changed for so long."""
+"""Age in seconds from which a temporary file counts as abandoned."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """One run's folder. Every method raises CacheError when the disk refuses."""
+    """One run's folder. Every method raises CacheError when the disk cannot be written."""
 
     path: Path
 
     @classmethod
     def create(cls, what: str, config: dict[str, Any], out: str | Path | None = None) -> RunFolder:
-        """A fresh run in `out`, else in runs/<what>-<timestamp>; a folder used before loses its old metrics."""
+        """Start a run in `out`, or in runs/<what>-<timestamp>. Deletes the metrics of an earlier run there."""
         path = Path(out) if out else _unused(Path("runs") / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}")
-        with reraised(CacheError, f"cannot write {path}", ELSEWHERE, OSError):
+        with reraised(CacheError, f"cannot write {path}", REMEDY, OSError):
             path.mkdir(parents=True, exist_ok=True)
             (path / "metrics.jsonl").unlink(missing_ok=True)
         run, record = cls(path), record_of({"what": what, **config})
@@ -60,8 +60,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """Continue a run: its metrics go on where they ended, a last line cut short by a crash is dropped. Raises CacheError
-        when there is none."""
+        """Open a run to continue it; drops a last line of metrics cut short by a crash. Raises CacheError without a run."""
         if not (Path(path) / "config.json").is_file():
             raise CacheError(f"{path} is not a run folder (no config.json): check the path")
         drop_cut_line(Path(path) / "metrics.jsonl")
@@ -69,38 +68,38 @@ class RunFolder:
 
     def log(self, **figures: Any) -> None:
         """Append one line to metrics.jsonl."""
-        with reraised(CacheError, f"cannot write {self.path}", ELSEWHERE, OSError):
+        with reraised(CacheError, f"cannot write {self.path}", REMEDY, OSError):
             append_lines(self.path / "metrics.jsonl", [plain(figures)])
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All lines logged so far; one cut short by a crash is left out."""
+        """All lines logged so far, without one cut short by a crash."""
         return self.lines("metrics.jsonl")
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """The objects of a file of JSON Lines; a last one cut short by a crash is left out."""
-        file, found = self.path / name, []
+        """The objects of a JSON Lines file, without a last one cut short by a crash."""
+        file, values = self.path / name, []
         for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else []:
             with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-        return [line for line in found if isinstance(line, dict)]
+                values.append(json.loads(line))
+        return [value for value in values if isinstance(value, dict)]
 
     def results(self, figures: dict[str, Any], name: str = "results.json") -> Path:
-        """Write a file of figures that says what made them."""
+        """Write figures with their provenance (`record_of`)."""
         return write_results(self.path / name, figures)
 
     def write_json(self, name: str, value: Any) -> Path:
         return self.write(name, json.dumps(plain(value), indent=2) + "\n")
 
     def write(self, name: str, text: str) -> Path:
-        """Write a file of the run at once; returns its path."""
+        """Write one text file of the run atomically; returns its path."""
         path = self.path / name
         write_whole(path, text)
         return path
 
 
 def drop_cut_line(file: Path) -> None:
-    """Cut off a last line that a crash left without its end."""
-    with reraised(CacheError, f"cannot write {file}", ELSEWHERE, OSError):
+    """Remove a last line that has no newline, as a crash leaves one."""
+    with reraised(CacheError, f"cannot write {file}", REMEDY, OSError):
         if not file.exists() or _ends_whole(file):
             return
         os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
@@ -115,11 +114,14 @@ def _ends_whole(file: Path) -> bool:
 
 
 def append_lines(file: Path, lines: Iterable[Any], *, is_synced: bool = False) -> None:
-    """Append objects as JSON Lines, all or none: a line that a crash cut is dropped first, what a full disk took of these is
-    taken back. `is_synced`: they are on the disk on return. Raises OSError."""
+    """Append objects as JSON Lines, all or none: drops a line cut by a crash first; on an error, truncates to the old size.
+
+    `is_synced`: calls fsync before returning. Raises OSError.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     drop_cut_line(file)
-    text, size = "".join(json.dumps(line) + "\n" for line in lines), file.stat().st_size if file.exists() else 0
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    size = file.stat().st_size if file.exists() else 0
     try:
         with file.open("a", encoding="utf-8") as opened:
             opened.write(text)
@@ -133,53 +135,53 @@ def append_lines(file: Path, lines: Iterable[Any], *, is_synced: bool = False) -
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that a reader sees the old file or the new one, never half."""
+    """Write a text file atomically: a reader sees the old content or the new, never a part."""
     with whole_file(path) as scratch:
         scratch.write_text(text, encoding="utf-8")
 
 
-def check_place(out: Path, remedy: str = ELSEWHERE) -> Path | None:
-    """Returns the first of the folders above `out` that will be made to write there, None if all exist.
+def check_place(out: Path, remedy: str = REMEDY) -> Path | None:
+    """Returns the topmost missing parent folder of `out` (it will be created), or None if all exist.
 
-    Raises CacheError with the remedy, before any work, when nothing can be written at `out`: a file or a folder, made or not.
+    Raises CacheError with the remedy if `out`, a file or a folder, cannot be written. Call it before any work.
     """
-    above = [*reversed(out.absolute().parents)]
-    found = next(each for each in (out.absolute(), *reversed(above)) if each.exists())
-    if found != out.absolute() and not found.is_dir():
-        raise CacheError(f"cannot write {out}: {found} is a file: {remedy}")
-    if not os.access(found, os.W_OK) or found.resolve().is_relative_to("/proc"):
-        raise CacheError(f"cannot write {out}: {found} may not be written to: {remedy}")
-    return next((each for each in above if not each.exists()), None)
+    parents = [*reversed(out.absolute().parents)]
+    nearest = next(path for path in (out.absolute(), *reversed(parents)) if path.exists())
+    if nearest != out.absolute() and not nearest.is_dir():
+        raise CacheError(f"cannot write {out}: {nearest} is a file: {remedy}")
+    if not os.access(nearest, os.W_OK) or nearest.resolve().is_relative_to("/proc"):
+        raise CacheError(f"cannot write {out}: {nearest} may not be written to: {remedy}")
+    return next((parent for parent in parents if not parent.exists()), None)
 
 
 def check_file(out: Path, remedy: str) -> Path | None:
-    """Like `check_place`, for a file alone. Raises CacheError also when `out` is a folder."""
+    """Like `check_place`, for a file: raises CacheError also when `out` is a folder."""
     if out.is_dir():
         raise CacheError(f"{out} is a folder: name a file in it, or {remedy}")
     return check_place(out, remedy)
 
 
 def check_folder(out: Path) -> None:
-    """Raises CacheError, before any work, when `out` cannot be the folder of a run: a file is there, or it is named as one."""
+    """Raises CacheError if `out` cannot be a run folder: it is a file, or has a file's suffix. Call it before any work."""
     if out.exists() and not out.is_dir():
-        raise CacheError(f"{out} is a file, and a run needs a folder: {ELSEWHERE}")
+        raise CacheError(f"{out} is a file, and a run needs a folder: {REMEDY}")
     if out.suffix in (".html", ".json", ".jsonl", ".md", ".svg"):
         raise CacheError(f"{out} is named as a file, and a run needs a folder: give --out {out.with_suffix('')}")
     check_place(out)
 
 
 def check_new(out: Path, what: str = "folder") -> None:
-    """Raises CacheError when something is there already; an empty folder is nothing."""
+    """Raises CacheError if `out` exists; an empty folder is accepted."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CacheError(f"{out} is there already: choose another {what}")
 
 
 @contextlib.contextmanager
-def whole_file(path: Path, remedy: str = ELSEWHERE, mode: int = 0o666) -> Iterator[Path]:
-    """Yields a new empty file beside `path`, this writer's alone, which takes its place once it is on the disk.
+def whole_file(path: Path, remedy: str = REMEDY, mode: int = 0o666) -> Iterator[Path]:
+    """Yields a new empty temporary file in the same folder; on exit it is synced and replaces `path`.
 
-    `mode` is that of the new file, less the umask. Files that killed writers left in the folder are deleted when they
-    are a day old. Raises CacheError with the remedy when the disk refuses; then `path` is as it was.
+    `mode`: permissions of the new file, less the umask. Temporary files of killed writers are deleted when they are a day
+    old. Raises CacheError with the remedy when the disk cannot be written; `path` is then unchanged.
     """
     from safetensors import SafetensorError
 
@@ -199,18 +201,17 @@ def whole_file(path: Path, remedy: str = ELSEWHERE, mode: int = 0o666) -> Iterat
 
 @functools.lru_cache(maxsize=1024)
 def _drop_leftovers(folder: Path) -> None:
-    """Once a process and folder: a folder of many files takes long to list."""
+    """Delete abandoned temporary files; cached, so once per process and folder, because listing a large folder is slow."""
     for left in folder.glob("*.part"):
         if SCRATCH.fullmatch(left.name):
-            # It was renamed, another process deletes it too, or it is another user's in a folder like /tmp: it only
-            # takes up room, and what is to be written now does not depend on it.
+            # An error is harmless: the file was renamed, another process deletes it too, or it is another user's in /tmp.
             with contextlib.suppress(OSError):
                 if time.time() - left.stat().st_mtime > LEFT_S:
                     left.unlink()
 
 
 def sync(*paths: Path) -> None:
-    """Flush files or folders to the disk, so that a rename never comes before the content."""
+    """Flush files or folders to the disk (fsync), so that a rename never precedes the content."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -220,7 +221,7 @@ def sync(*paths: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder with all its files to the disk, before it is renamed or marked as whole."""
+    """Flush a folder with all its files to the disk (fsync)."""
     for path in folder.iterdir():
         if path.is_dir():
             sync_folder(path)
@@ -230,13 +231,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def plain(value: Any) -> Any:
-    """What JSON can hold: dataclasses become objects, paths text, NaN and infinities null, numpy and torch values Python's."""
+    """Convert to JSON types: dataclasses to objects, paths to text, NaN and infinities to null, arrays and tensors to lists."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain(asdict(value))
     if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -246,39 +247,39 @@ def plain(value: Any) -> Any:
 
 
 def write_results(path: Path, figures: dict[str, Any], peers: dict[str, str] | None = None) -> Path:
-    """Write a result file, as of `record_of`."""
+    """Write figures with their provenance (`record_of`) as JSON; returns the path."""
     write_whole(path, json.dumps(record_of(figures, peers), indent=1) + "\n")
     return path
 
 
 def record_of(figures: dict[str, Any], peers: dict[str, str] | None = None) -> dict[str, Any]:
-    """What figures depend on beside their settings, then the figures. `peers`: versions of other programs that took part."""
+    """Returns the provenance (command, date, processor, versions, commit), then the figures. `peers`: other programs' versions."""
     program = Path(sys.argv[0])
     words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
-    made = {
+    provenance = {
         "command": shlex.join([*words, *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "processor": processor(),
         "versions": {**versions(), **(peers or {})},
         "commit": commit(),
     }
-    return plain({**made, **figures})
+    return plain({**provenance, **figures})
 
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Python, paceline and the packages that decide speed or output."""
+    """Versions of Python and of the installed PACKAGES, by name."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            installed[package] = version(package)
+    return installed
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+" when files differ from it; None outside a checkout."""
+    """The checkout's commit, with "+" for uncommitted changes; None outside a checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
@@ -295,7 +296,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def _unused(path: Path) -> Path:
-    """Two runs may start within a second."""
+    """Returns the path with the first free number appended if it exists: two runs may start within a second."""
     candidate, number = path, 2
     while candidate.exists():
         candidate, number = path.with_name(f"{path.name}-{number}"), number + 1

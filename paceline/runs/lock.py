@@ -1,9 +1,7 @@
-"""One run per folder: a lock that the kernel holds.
+"""One run per folder: a kernel lock (flock) on runs/x/.lock, which holds pid, activity and group of its latest owner.
 
-Two runs in one folder would write the same lines twice and delete each other's unfinished files. The kernel gives the lock
-back when the process ends, however it ends. All processes that one torchrun started share it: they are one run.
-
-    runs/x/.lock     pid, doing and group of the run that has the lock, or had it last
+Two runs in one folder would write lines twice and delete each other's unfinished files. The kernel releases the lock when
+the process ends, also when it is killed. All processes of one torchrun share the lock.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ from paceline.errors import CacheError, ConfigError, reraised
 from paceline.runs.ranks import Ranks
 
 PATIENCE_S = 5.0
-"""How long a process waits for another one of its group that is just taking the lock."""
+"""Seconds that a process waits while another one of its group takes the lock."""
 
 
 @contextlib.contextmanager
 def only_run(folder: Path, doing: str, ranks: Ranks, say: Callable[[str], None]) -> Iterator[None]:
-    """Within, no other run may work in this folder; `doing` is what that one is told: training, answering.
+    """Lock the folder within the block. `doing`: this run's activity for the error message, such as "training".
 
-    Raises ConfigError when another run is there, CacheError when the folder cannot be written.
+    Raises ConfigError when another run has the lock, CacheError when the folder cannot be written.
     """
     with reraised(CacheError, f"cannot write {folder}", "choose another folder with --out", OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,11 +34,11 @@ def only_run(folder: Path, doing: str, ranks: Ranks, say: Callable[[str], None])
     with file:
         group = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if ranks.world > 1 else None
         try:
-            is_ours = _take(file, {"pid": os.getpid(), "doing": doing, "group": group})
+            is_taken = _take(file, {"pid": os.getpid(), "doing": doing, "group": group})
         except OSError as error:
             say(f"note: the disk of {folder} knows no locks ({error}): see to it that no other run writes there")
-            is_ours = True
-        if not is_ours:
+            is_taken = True
+        if not is_taken:
             other = {"doing": "at work", "pid": "unknown", **_holder(file)}
             raise ConfigError(
                 f"another run is {other['doing']} here: {folder} (pid {other['pid']}): wait until it "
@@ -49,18 +47,18 @@ def only_run(folder: Path, doing: str, ranks: Ranks, say: Callable[[str], None])
         yield
 
 
-def _take(file: IO[str], ours: dict[str, Any]) -> bool:
-    """Take the lock, alone or beside the others of our group; whether it worked."""
-    give_up_at = time.monotonic() + (PATIENCE_S if ours["group"] else 0.0)
+def _take(file: IO[str], owner: dict[str, Any]) -> bool:
+    """Take the lock, exclusive or shared with the same group; returns True on success."""
+    give_up_at = time.monotonic() + (PATIENCE_S if owner["group"] else 0.0)
     while True:
         if _locks(file, fcntl.LOCK_EX):
             file.truncate(0)
-            file.write(json.dumps(ours))
+            file.write(json.dumps(owner))
             file.flush()
-            if ours["group"] is None or _locks(file, fcntl.LOCK_SH):
+            if owner["group"] is None or _locks(file, fcntl.LOCK_SH):
                 return True
-        elif ours["group"] and _locks(file, fcntl.LOCK_SH):
-            return _holder(file).get("group") == ours["group"]
+        elif owner["group"] and _locks(file, fcntl.LOCK_SH):
+            return _holder(file).get("group") == owner["group"]
         if time.monotonic() >= give_up_at:
             return False
         time.sleep(0.05)

@@ -1,7 +1,4 @@
-"""Which of how many processes this is.
-
-Every stage shares its work out by rank, which `torchrun --nproc-per-node 2 -m paceline train ...` tells each process.
-"""
+"""Rank and world size of this process, from torchrun's environment. Stages divide their work by rank."""
 
 from __future__ import annotations
 
@@ -11,23 +8,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One process among `world`."""
+    """One process of a group of `world` processes."""
 
     rank: int = 0
     world: int = 1
     local: int = 0
-    """Number of this process on its own machine: which GPU it takes."""
+    """Rank within this machine; selects the GPU."""
 
     @classmethod
     def here(cls) -> Ranks:
-        """From torchrun's environment; one process alone without it."""
-        values = [int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))]
-        return cls(*values)
+        """Reads torchrun's environment variables; without them this is the only process."""
+        return cls(
+            *(int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+        )
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def share_of(self, number: int) -> range:
-        """This process's part of `number` things: neighbours stay together."""
+        """This process's contiguous part of `number` items."""
         return range(number * self.rank // self.world, number * (self.rank + 1) // self.world)

@@ -1,7 +1,4 @@
-"""Reads files of settings, YAML or JSON: no key twice, no code, one error class.
-
-read_settings_file(Path("serve.yaml"), "correct it, or leave --config out")     # {"port": 8000, ...}
-"""
+"""Reads settings files, YAML or JSON; rejects duplicate keys, which YAML's own loader silently accepts."""
 
 from __future__ import annotations
 
@@ -12,15 +9,14 @@ from paceline.errors import ConfigError, needing, reraised
 
 
 def read_settings_file(file: Path, remedy: str) -> dict[str, Any]:
-    """The mapping at the top of the file. Raises ConfigError, with the remedy, where it cannot be read or is no
-    mapping, and naming the key and line where a key stands twice in one mapping: YAML's own loader silently takes
-    the last."""
+    """Returns the file's top-level mapping.
+
+    Raises ConfigError with the remedy when the file cannot be read or is not a mapping; for a duplicate key, with its line.
+    """
     with needing(ConfigError, f"reading {file} needs PyYAML: pip install 'paceline[serve]'"):
         import yaml
 
     class Loader(yaml.SafeLoader):
-        """YAML's safe loader, which also refuses a key that stands twice."""
-
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen = dict[str, int]()
             for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():

@@ -1,8 +1,8 @@
-"""SIGTERM ends a run in good order: a training step is finished and written down, every other stage stops where it is.
+"""SIGTERM handling: training finishes its step and writes a checkpoint; every other stage stops immediately.
 
 with stopped_by_signal(progress.say) as stop:
-    ...                                     # elsewhere: SystemExit(143) at once, answers and features so far are kept
-    with stop.later():                      # while it trains: `stop.is_asked` is looked at after every step
+    ...                                     # SIGTERM raises SystemExit(143); finished answers and features are kept
+    with stop.later():                      # SIGTERM sets `stop.is_asked`, which training checks after every step
         ...
 """
 
@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 STATUS = 143
-"""Exit status of a process that SIGTERM ended: 128 + 15."""
-HOW_TO_GO_ON = "the same command goes on from there"
+"""Exit status of a process ended by SIGTERM: 128 + 15."""
 
 
 class Stop:
-    """Whether somebody asked this process to end."""
+    """The stop request of this process, set by SIGTERM."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.is_asked = False
@@ -28,7 +27,7 @@ class Stop:
 
     @contextlib.contextmanager
     def later(self) -> Iterator[None]:
-        """Within, being asked to end only sets `is_asked`."""
+        """Within the block, SIGTERM only sets `is_asked`."""
         self._waits = True
         try:
             yield
@@ -36,20 +35,20 @@ class Stop:
             self._waits = False
 
     def ask(self, *_: Any) -> None:
-        """The handler of the signal. Raises SystemExit outside of `later`."""
+        """Handle the signal. Raises SystemExit outside of `later`."""
         self.is_asked = True
         if not self._waits:
             self.end("what is finished is kept")
 
     def end(self, state: str) -> None:
-        """Say how to go on, and raise SystemExit."""
-        self._say(f"stopped by SIGTERM, {state}: {HOW_TO_GO_ON}")
+        """Print how to continue the run, and raise SystemExit. `state`: what was saved."""
+        self._say(f"stopped by SIGTERM, {state}: the same command goes on from there")
         raise SystemExit(STATUS)
 
 
 @contextlib.contextmanager
 def stopped_by_signal(say: Callable[[str], None]) -> Iterator[Stop]:
-    """Within, SIGTERM goes to the Stop given; in a thread that is not the main one nothing changes."""
+    """Within the block, the yielded Stop handles SIGTERM. Outside the main thread nothing changes."""
     stop = Stop(say)
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -1,7 +1,7 @@
-"""Curves for TensorBoard, Weights & Biases or MLflow while a drafter learns (`train --log-to`); off by default.
+"""Logs training curves to TensorBoard, Weights & Biases or MLflow (`train --log-to`); off by default.
 
-Each is a package of its own, imported when it is asked for. Where its server or account is, its own environment says
-(WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI).
+Each tracker's package is imported on use and configured by its own environment variables (WANDB_PROJECT, WANDB_MODE,
+MLFLOW_TRACKING_URI).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow"
 
 
 def check_tracker(name: str) -> None:
-    """Raises ConfigError when the package of this tracker is missing: before hours are spent."""
+    """Raises ConfigError when the tracker's package is missing. Call it before training."""
     if name != "none":
         with needing(ConfigError, f"log_to {name} needs its package: pip install {name}, or leave it out"):
             importlib.import_module(PACKAGES[name])
@@ -29,14 +29,14 @@ def check_tracker(name: str) -> None:
 
 @contextlib.contextmanager
 def tracker(name: str, run: Path) -> Iterator[AddScalars]:
-    """A function that takes the scalars of a step; values that are no finite numbers are left out."""
+    """Yields a function (scalars, step) that logs the finite values."""
     if name == "none":
         yield ignore
         return
     check_tracker(name)
     module: Any = importlib.import_module(PACKAGES[name])
-    opened = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}[name]
-    with opened(module, run) as add:
+    backend = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}[name]
+    with backend(module, run) as add:
         yield lambda scalars, step: add({key: value for key, value in scalars.items() if math.isfinite(value)}, step)
 
 
