@@ -253,7 +253,7 @@ def write_results(path: Path, figures: dict[str, Any], peers: dict[str, str] | N
 
 
 def record_of(figures: dict[str, Any], peers: dict[str, str] | None = None) -> dict[str, Any]:
-    """Returns the provenance (command, date, processor, versions, commit), then the figures. `peers`: other programs' versions."""
+    """Returns figures with their provenance: command, date, processor, versions (`peers`: of other programs), commit."""
     program = Path(sys.argv[0])
     words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
     provenance = {

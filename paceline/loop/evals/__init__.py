@@ -1,4 +1,4 @@
-"""Is the answer right: suites of questions whose answers can be checked, asked of a model, a drafter or an endpoint.
+"""Evals: suites of questions with checkable answers, run on a model, a model with a drafter, or an endpoint.
 
     from paceline.loop.evals import compare, read_suite, run_suite
     from paceline.loop.evals.answerers import LLMAnswerer
@@ -6,7 +6,7 @@
     before, after = run_suite(suite, LLMAnswerer(llm)), run_suite(suite, LLMAnswerer(other))
     compare(before, after).verdict                        # "better", "worse", "no difference seen"
 
-Anything with `name` and `answers(cases, samples, advance)` is an answerer (`scores.Answerer`). Importing this is quick.
+Any object with `name` and `answers(cases, samples, advance)` is an answerer (`scores.Answerer`). This import is cheap.
 """
 
 from __future__ import annotations

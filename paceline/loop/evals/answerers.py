@@ -1,4 +1,4 @@
-"""Who answers a suite: a model here, with a drafter or without, or an OpenAI-compatible endpoint.
+"""Answerers of a suite: a local model, with or without a drafter, or an OpenAI-compatible endpoint.
 
 LLMAnswerer(llm, EvalSampling(max_tokens=256))       EndpointAnswerer(url, "model", EvalSampling())
 """
@@ -23,16 +23,16 @@ from paceline.types import SamplingParams
 
 __all__ = ["EndpointAnswerer", "EvalSampling", "LLMAnswerer", "post"]
 TRIES = 2
-"""Times that a request is sent; then the eval stops: a score without an answer is none."""
+"""Attempts per request; after the last failure the eval stops, because a score needs every answer."""
 
 
 def named(model: str) -> str:
-    """What a model is called: of a path its last part."""
+    """Returns a model's display name: the last part of a path or hub id."""
     return model.rstrip("/").rpartition("/")[2] or model
 
 
 class LLMAnswerer:
-    """A model that is loaded here."""
+    """Answers with a local model."""
 
     is_remote = False
 
@@ -42,27 +42,27 @@ class LLMAnswerer:
         self.name = name or f"{named(llm.config.model)}{drafter}"
 
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
-        """Raises ContextLengthError, before anything is answered, when a case does not fit; PromptError."""
+        """Returns `samples` replies per case. Raises PromptError and ContextLengthError before generating any answer."""
         ids = [self._ids(case) for case in cases]
         at_once = self.llm.target.cache.num_rows
-        found: list[list[Reply]] = [[] for _ in cases]
+        replies: list[list[Reply]] = [[] for _ in cases]
         jobs = [(place, sample) for place in range(len(cases)) for sample in range(samples)]
         for begin in range(0, len(jobs), at_once):
             part = jobs[begin : begin + at_once]
             params = [self._params(cases[place], sample) for place, sample in part]
-            done = self.llm.generate_ids([ids[place] for place, _ in part], params)
-            for (place, _), each in zip(part, done, strict=True):
-                stats = each.stats
-                reason = str(each.finish_reason)
+            completions = self.llm.generate_ids([ids[place] for place, _ in part], params)
+            for (place, _), completion in zip(part, completions, strict=True):
+                stats = completion.stats
+                reason = str(completion.finish_reason)
                 numbers = (stats.total_s, stats.num_prompt_tokens, stats.num_output_tokens, reason, stats.lossless)
-                found[place].append(Reply(each.text, *numbers))
-                if len(found[place]) == samples:
+                replies[place].append(Reply(completion.text, *numbers))
+                if len(replies[place]) == samples:
                     advance("answering")
-        return found
+        return replies
 
     def _params(self, case: Case, sample: int) -> SamplingParams:
-        asked = self.sampling
-        return SamplingParams(temperature=asked.temperature, max_tokens=asked.max_tokens, seed=asked.seed_of(case, sample))
+        config = self.sampling
+        return SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens, seed=config.seed_of(case, sample))
 
     def _ids(self, case: Case) -> list[int]:
         ids, vocab = list(case.token_ids), self.llm.tokenizer.vocab_size
@@ -80,7 +80,7 @@ class LLMAnswerer:
 
 
 class EndpointAnswerer:
-    """An OpenAI-compatible server: chats go to /v1/chat/completions, exact tokens to /v1/completions."""
+    """Answers with an OpenAI-compatible server: messages go to /v1/chat/completions, token ids to /v1/completions."""
 
     is_remote = True
 
@@ -92,56 +92,55 @@ class EndpointAnswerer:
         name: str | None = None,
         more: dict[str, Any] | None = None,
     ) -> None:
-        """`more`: further fields of every request."""
+        """`more`: additional fields of every request."""
         self.client, self.model, self.sampling = client, model, sampling or EvalSampling()
         self.name, self._more = name or f"{model} at {client.url}", more or {}
 
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
-        """Raises DownloadError when a request has failed twice, naming the case and what the server said."""
+        """Returns `samples` replies per case. Raises DownloadError naming the case when a request has failed TRIES times."""
         jobs = [(case, sample) for case in cases for sample in range(samples)]
-        found: list[list[Reply]] = []
+        replies: list[list[Reply]] = []
         with ThreadPoolExecutor(self.sampling.at_once) as pool:
-            waiting = [pool.submit(self._ask, case, sample) for case, sample in jobs]
+            futures = [pool.submit(self._ask, case, sample) for case, sample in jobs]
             try:
                 for place in range(len(cases)):
-                    found.append([each.result() for each in waiting[place * samples : (place + 1) * samples]])
+                    replies.append([future.result() for future in futures[place * samples : (place + 1) * samples]])
                     advance("answering")
             finally:
-                for each in waiting:
-                    each.cancel()
-        return found
+                for future in futures:
+                    future.cancel()
+        return replies
 
     def _ask(self, case: Case, sample: int) -> Reply:
-        asked = self.sampling
-        body = {"model": self.model, "max_tokens": asked.max_tokens, "temperature": asked.temperature, **self._more}
-        body["seed"] = asked.seed_of(case, sample)
-        path, own = case.prompt.api_request()
-        body |= own
-        told, seconds = post(self.client, path, body, f"case {case.id}")
+        config = self.sampling
+        body = {"model": self.model, "max_tokens": config.max_tokens, "temperature": config.temperature, **self._more}
+        body["seed"] = config.seed_of(case, sample)
+        path, prompt = case.prompt.api_request()
+        response, seconds = post(self.client, path, body | prompt, f"case {case.id}")
         try:
-            choice, usage = told["choices"][0], told.get("usage") or {}
+            choice, usage = response["choices"][0], response.get("usage") or {}
             text = choice["message"].get("content") if case.messages else choice["text"]
             counts = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise DownloadError(
                 f"{self.client.url} answered case {case.id} with no completion: is it the right URL?"
             ) from error
-        return Reply(text or "", seconds, *counts, str(choice.get("finish_reason")), told.get("lossless") is not False)
+        return Reply(text or "", seconds, *counts, str(choice.get("finish_reason")), response.get("lossless") is not False)
 
 
 def post(client: Client, path: str, body: dict[str, Any], what: str) -> tuple[dict[str, Any], float]:
-    """The JSON object that a server answers, and the seconds it took. Raises DownloadError after TRIES failures."""
+    """Sends a request; returns the JSON object of the response and its seconds. Raises DownloadError after TRIES failures."""
     data, stream = json.dumps(body).encode(), Stream(0.0)
     for attempt in range(TRIES):
         if attempt:
             time.sleep(0.5)
         stream = client.post(path, data)
         if stream.status in (400, 401, 403, 404, 422):
-            break  # asked again it would be the same
+            break  # a retry would fail the same way
         if stream.status == 200 and not stream.failure:
             with contextlib.suppress(ValueError, RecursionError):
-                told = json.loads(stream.body)
-                if isinstance(told, dict):
-                    return told, stream.ended_s - stream.sent_s
-    said = stream.failure or f"status {stream.status}: {' '.join(stream.body.decode(errors='replace').split())[:160]}"
-    raise DownloadError(f"{client.url} did not answer {what} ({said}): check the server, its key and the model's name")
+                response = json.loads(stream.body)
+                if isinstance(response, dict):
+                    return response, stream.ended_s - stream.sent_s
+    reason = stream.failure or f"status {stream.status}: {' '.join(stream.body.decode(errors='replace').split())[:160]}"
+    raise DownloadError(f"{client.url} did not answer {what} ({reason}): check the server, its key and the model's name")

@@ -1,12 +1,12 @@
-"""Two runs of one suite beside each other, case by case: how far apart they are, and whether chance alone could do that.
+"""Paired comparison of two runs of one suite: difference, interval and significance.
 
-    found = compare(before, after)        # after minus before
-    found.difference, found.interval, found.chance, found.verdict
+    comparison = compare(before, after)        # after minus before
+    comparison.difference, comparison.interval, comparison.chance, comparison.verdict
 
 The interval is the 95% percentile bootstrap of the paired difference over cases (Efron and Tibshirani 1993, chapter 13).
-`chance` is the two-sided probability of a difference as large if both were the same: a permutation test that flips the sign of
-each case's difference (Fisher; for right-or-wrong scores it is McNemar's exact test). Verdicts use `chance` below `level`,
-0.01: a gate that is asked twenty times must not cry once on average, as it would at 0.05.
+`chance` is the two-sided p-value of a permutation test that flips the sign of each case's difference (Fisher; for scores of
+0 and 1 it is McNemar's exact test). A difference counts if `chance` is below `level`, 0.01: at 0.05 a gate that runs twenty
+times would give one false alarm on average.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Verdict = Literal["better", "worse", "no difference seen"]
 LEVEL = 0.01
 DRAWS = 9_999
 EXACT = 14
-"""Up to so many cases that differ, all ways of flipping signs are counted, not drawn."""
+"""Up to this many differing cases, all sign flips are enumerated instead of sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`after` minus `before`, over the cases that both answered."""
+    """Result of `compare`: `after` minus `before`, over all cases."""
 
     before: str
     after: str
@@ -42,27 +42,37 @@ class Comparison:
     score_after: float
     difference: float
     interval: tuple[float, float]
-    """95%; of a single case everything."""
+    """95% interval of the difference; (-1, 1) for a single case."""
     chance: float
-    """Of a difference at least as large if the two were the same."""
+    """p-value of the difference."""
     gained: int
-    """Cases that score higher after, and lower."""
+    """Cases with a higher score after."""
     lost: int
+    """Cases with a lower score after."""
     same_text: int
-    """Cases whose answers are the same, letter by letter."""
+    """Cases with identical answer texts."""
     verdict: Verdict
     times_p50: float | None
-    """Median seconds of an answer after over before: below 1 is faster."""
+    """Median seconds per answer, after divided by before: below 1 is faster."""
     price_ratio: float | None
     smallest: float
-    """A difference of this size would be found nine times in ten, as far apart as cases lie here."""
+    """Smallest difference that the test detects with probability 0.9, given the spread of the cases."""
 
     def as_line(self) -> dict[str, Any]:
         return asdict(self)
 
+    def __str__(self) -> str:
+        """The difference with its interval, as "+0.010 [-0.005, +0.025]"."""
+        return f"{self.difference:+.3f} [{self.interval[0]:+.3f}, {self.interval[1]:+.3f}]"
+
+    def loss_above(self, margin: float) -> str:
+        """Reason for a refusal if the interval does not rule out a loss of more than `margin`; else ""."""
+        is_possible = self.interval[0] < -margin
+        return f"a loss of more than {margin:g} compared with {self.before} is not ruled out: {self}" if is_possible else ""
+
 
 def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) -> Comparison:
-    """Raises ConfigError when they are of different suites."""
+    """Compares two runs case by case. Raises ConfigError when they are of different suites."""
     import numpy as np
 
     ids = [case.id for case in before.cases]
@@ -102,42 +112,42 @@ def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) 
 
 
 def sign_flips(gains: np.ndarray, seed: int = 0, draws: int = DRAWS) -> float:
-    """Two-sided probability of a sum as far from 0 when each case's sign is a coin's. 1.0 where no case differs."""
+    """Two-sided p-value of the sum of `gains` [cases] under random sign flips; 1.0 if no case differs."""
     import numpy as np
 
     moved = np.abs(gains[gains != 0])
     if not len(moved):
         return 1.0
-    seen = abs(float(gains.sum())) - 1e-9
+    observed = abs(float(gains.sum())) - 1e-9
     if len(moved) <= EXACT:
-        ways = (np.arange(2 ** len(moved))[:, None] >> np.arange(len(moved))) & 1
-        return float((np.abs((2 * ways - 1) @ moved) >= seen).mean())
+        flips = (np.arange(2 ** len(moved))[:, None] >> np.arange(len(moved))) & 1
+        return float((np.abs((2 * flips - 1) @ moved) >= observed).mean())
     values, counts = np.unique(moved, return_counts=True)
     generator, hits = np.random.default_rng(seed), 0
     for number in parts_of(draws):
-        heads = generator.binomial(counts, 0.5, (number, len(values)))  # of the cases of each value
-        hits += int((np.abs((2 * heads - counts) @ values) >= seen).sum())
+        heads = generator.binomial(counts, 0.5, (number, len(values)))  # positive signs among the cases of each value
+        hits += int((np.abs((2 * heads - counts) @ values) >= observed).sum())
     return (hits + 1) / (draws + 1)
 
 
 def findable(num_cases: int, deviation: float, level: float = LEVEL, power: float = 0.9) -> float:
-    """The difference that a paired test of `level` finds with probability `power`: (z_(1-level/2) + z_power) * s / sqrt(n), the
-    normal approximation of the paired test."""
+    """Smallest difference that a paired test at `level` detects with probability `power`, where `deviation` s is the standard
+    deviation of a case's difference: (z_(1-level/2) + z_power) * s / sqrt(n), the normal approximation."""
     return (NormalDist().inv_cdf(1 - level / 2) + NormalDist().inv_cdf(power)) * deviation / math.sqrt(num_cases)
 
 
 def cases_needed(loss: float, deviation: float, level: float = LEVEL, power: float = 0.9) -> int:
-    """How many cases find a difference of `loss`, when paired differences of a case have this standard deviation."""
+    """Cases needed to detect a difference of `loss` (see `findable`)."""
     return math.ceil((findable(1, deviation, level, power) / loss) ** 2)
 
 
 class Gate(GateConfig):
-    """What scores must hold for a new model to pass; its fields are those of `config.GateConfig`."""
+    """The gate of `evals run` and `compare`; its fields are those of `config.GateConfig`."""
 
     __slots__ = ()
 
-    def refusals(self, scores: Scores, found: Comparison | None = None) -> list[str]:
-        """Why it does not pass; empty when it does."""
+    def refusals(self, scores: Scores, comparison: Comparison | None = None) -> list[str]:
+        """Returns the reasons for which the scores fail the gate; empty if they pass."""
         reasons = []
         if self.fail_below is not None:
             low = scores.interval[0]
@@ -145,13 +155,13 @@ class Gate(GateConfig):
             word = "the low end of the score's interval" if self.surely else "the score"
             if value < self.fail_below:
                 reasons.append(f"{word}, {value:.3f}, is below {self.fail_below:g}")
-        if found is not None and found.verdict == "worse":
-            reasons.append(f"{found.after} is worse than {found.before}: {found.difference:+.3f}, by chance {found.chance:.2g}")
-        if found is not None and self.margin is not None and found.interval[0] < -self.margin:
-            reasons.append(
-                f"a loss of more than {self.margin:g} beside {found.before} is not ruled out: {found.difference:+.3f} "
-                f"[{found.interval[0]:+.3f}, {found.interval[1]:+.3f}]"
-            )
-        if self.same_text and found is not None and found.same_text < found.cases:
-            reasons.append(f"{found.cases - found.same_text} of {found.cases} answers differ from those of {found.before}")
+        if comparison is None:
+            return reasons
+        one, other, num_cases = comparison.after, comparison.before, comparison.cases
+        if comparison.verdict == "worse":
+            reasons.append(f"{one} is worse than {other}: {comparison.difference:+.3f}, by chance {comparison.chance:.2g}")
+        if self.margin is not None and (loss := comparison.loss_above(self.margin)):
+            reasons.append(loss)
+        if self.same_text and comparison.same_text < num_cases:
+            reasons.append(f"{num_cases - comparison.same_text} of {num_cases} answers differ from those of {other}")
         return reasons

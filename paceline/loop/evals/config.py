@@ -1,4 +1,4 @@
-"""What `paceline evals` is asked for: frozen dataclasses, whose fields are the commands' options. Quick to import."""
+"""Settings of `paceline evals`: frozen dataclasses whose fields are the commands' options. Cheap to import."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ KINDS = ("auto", "exact", "numeric", "regex", "json", "code", "judge")
 
 @dataclass(frozen=True, slots=True)
 class EvalSampling:
-    """How answers are drawn."""
+    """Sampling of answers."""
 
     max_tokens: Count = 256
     """Longest answer, in tokens."""
     temperature: Annotated[float, within("0 or more", least=0)] = 0.0
     """0 is greedy."""
     seed: int = 0
-    """Base of the requests' seeds: a case and a sample have the same one in every run with this base."""
+    """Base seed; the seed of each request is derived from it, the case and the sample."""
     at_once: Count = 8
-    """Answers under way at once."""
+    """Concurrent requests."""
 
     def __post_init__(self) -> None:
         check(self)
 
     def seed_of(self, case: Case, sample: int) -> int:
-        """By the case's id, not its place: a suite that grows keeps its answers."""
+        """Derives the request's seed from the case's id, not its index, so that a growing suite keeps its answers."""
         return zlib.crc32(f"{self.seed}/{case.id}/{sample}".encode())
 
 
 @dataclass(frozen=True, slots=True)
 class MakeConfig:
-    """Which cases a suite has, and how they are scored."""
+    """Cases of a suite and their scorer."""
 
     sources: tuple[str, ...] = ()
-    """A store, whose side for evals is taken; or JSON lines, Parquet or a data set id."""
+    """A store (its evals split), JSON lines, Parquet, or a data set id."""
     scorer: Annotated[str, KINDS] = "auto"
-    """auto: by what a row has: a number, tests, a JSON answer."""
+    """auto: chosen by the row's content: a number, tests, a JSON answer."""
     limit: Count | None = None
-    """Only so many cases."""
+    """Use at most this many cases."""
     fields: tuple[str, ...] = ()
-    """json: fields of the recorded answer that must be equal [default: all of them]."""
+    """json: fields that must equal the recorded answer's [default: all of them]."""
     schema: Path | None = None
-    """json: file with the schema that answers must keep."""
+    """json: file of the JSON schema that answers must satisfy."""
     pattern: str | None = None
-    """regex: what must be found in every answer."""
+    """regex: pattern that every answer must contain."""
     tolerance: Amount = 0.0
-    """numeric: how far a number may be off."""
+    """numeric: largest accepted error of the number."""
     criteria: str | None = None
-    """judge: what makes an answer the better one."""
+    """judge: the question by which the judge compares two answers."""
     tag: str | None = None
-    """Of a store: only rows with this tag."""
+    """Store: use only rows with this tag."""
     seed: int = 0
-    """Which cases a limit leaves."""
+    """Seed of the random choice under a limit."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -69,19 +69,19 @@ class MakeConfig:
 
 @dataclass(frozen=True, slots=True)
 class GateConfig:
-    """When `evals run` and `compare` end with exit status 3."""
+    """Conditions of `evals run` and `compare`; if one fails, the command exits with status 3."""
 
     fail_below: Share | None = None
     """Least score."""
     surely: bool = False
-    """The low end of the score's 95% interval must not be below it either."""
+    """The low end of the score's 95% interval must also reach it."""
     no_worse_than: Path | None = None
-    """Run folder of evals: be held against it, case by case."""
+    """Run folder of evals to compare with, case by case."""
     margin: Share | None = None
-    """Most that may be lost beside the other run, and surely so: the low end of the difference's 95% interval [default: it must
-    not be surely worse]."""
+    """Largest accepted loss against the other run, by the low end of the difference's 95% interval [default: only a significant
+    loss fails]."""
     same_text: bool = False
-    """Every answer must be the other run's, letter by letter: what a drafter owes."""
+    """Every answer must be identical to the other run's, as a lossless drafter guarantees."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -89,16 +89,16 @@ class GateConfig:
 
 @dataclass(frozen=True, slots=True)
 class EndpointConfig:
-    """A server to be asked in place of a model here."""
+    """A server that answers in place of a local model."""
 
     url: str | None = None
     """Address of an OpenAI-compatible server, as http://HOST:PORT [default: the model runs here]."""
     served_name: str | None = None
-    """What it calls its model [default: the first it names]."""
+    """The server's name of the model [default: the first it lists]."""
     key_file: Path | None = None
     """File with its key; else PACELINE_API_KEY."""
     timeout_s: Positive = 600.0
-    """Seconds after which a request has failed."""
+    """Timeout of a request in seconds."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -106,19 +106,19 @@ class EndpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class JudgeConfig:
-    """Who ranks answers of suites that need a judge."""
+    """The judge of suites that need one."""
 
     url: str | None = None
     """Address of an OpenAI-compatible server."""
     served_name: str | None = None
-    """Its model [default: the first it names]."""
+    """The judge's model [default: the first the server lists]."""
     key_file: Path | None = None
     """File with its key; else PACELINE_JUDGE_KEY."""
 
 
 @dataclass(frozen=True, slots=True)
 class PricesConfig:
-    """What answers cost, in any currency."""
+    """Prices of answers, in any currency."""
 
     price_per_hour: Amount | None = None
     """Price of an hour of this machine."""
@@ -131,7 +131,7 @@ class PricesConfig:
         check(self)
 
     def of_1000(self, wall_s: float, num_answers: int, prompt_tokens: int, answer_tokens: int) -> float | None:
-        """Of 1,000 answers; None without any price."""
+        """Returns the price of 1,000 answers; None without any price."""
         if not num_answers or (self.price_per_hour, self.price_in, self.price_out) == (None, None, None):
             return None
         tokens = prompt_tokens * (self.price_in or 0.0) + answer_tokens * (self.price_out or 0.0)

@@ -1,6 +1,6 @@
-"""Cases that a store trains on: an eval of what was learned by heart says nothing.
+"""Finds contaminated cases: cases that a store trains on measure memorisation.
 
-leaking(suite, Store.open("store"))          # ids of cases that are nearly the same as a prompt on the training side
+leaking(suite, Store.open("store"))          # ids of cases that nearly equal a prompt of the training split
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def leaking(suite: Suite, store: Store, overlap: float | None = None) -> list[str]:
-    """By runs of five words, whatever the tokens; what stands in more than a tenth of all texts is a form and not compared.
-    `overlap`: the share in common from which on [default: the store's `related`]."""
+    """Returns the ids of cases that overlap with training prompts in 5-word n-grams.
+
+    N-grams in more than a tenth of all texts are boilerplate and ignored. `overlap`: Jaccard threshold
+    [default: the store's `related`].
+    """
     prompts = [_words(row["prompt"]) for row in store.rows("train")]
     cases = [_words(case.question) for case in suite]
     near = Near(store.split.related if overlap is None else overlap, common_pieces(prompts + cases))
@@ -29,5 +32,5 @@ def leaking(suite: Suite, store: Store, overlap: float | None = None) -> list[st
 
 
 def _words(text: str) -> np.ndarray:
-    found = [zlib.crc32(word.encode()) for word in WORD.findall(text.lower())]
-    return pieces_of(found or [0])
+    hashes = [zlib.crc32(word.encode()) for word in WORD.findall(text.lower())]
+    return pieces_of(hashes or [0])

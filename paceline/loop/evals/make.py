@@ -1,10 +1,9 @@
-"""Suites from a store's side for evals, or from files of questions.
+"""Builds suites from a store's evals split, or from files of questions.
 
     make_suite(MakeConfig(("store",), scorer="json"))
     make_suite(MakeConfig(("gsm8k_test.jsonl",)))               # GSM8K, HumanEval, MBPP and tickets are known by their keys
 
-Of a store the recorded answer is what is right: the text itself, its last number, the fields of its JSON, or what a judge holds
-another answer against.
+In cases from a store the recorded answer is the reference: its text, its last number, or the fields of its JSON.
 """
 
 from __future__ import annotations
@@ -32,30 +31,29 @@ ID_KEYS = ("id", "task_id", "question_id")
 MBPP = "{}\nYour code should pass these tests:\n\n{}"
 
 
-class Asked(NamedTuple):
-    """What a row asks."""
+class Question(NamedTuple):
+    """A row of a file, parsed."""
 
     messages: list[Row]
     answer: str | None
-    """The recorded one."""
+    """The recorded answer."""
     scorer: Row | None
-    """If the row's keys say which."""
+    """The scorer, if the row's keys determine it."""
     read: set[str]
-    """Keys of the row that were read."""
+    """Keys of the row that were used."""
 
 
 def make_suite(config: MakeConfig, name: str = "suite", dropped: Dropped | None = None) -> Suite:
-    """Raises PromptError naming the row that cannot be scored, ConfigError on what does not go together.
+    """Builds a suite. Raises PromptError naming the row that cannot be scored, ConfigError on contradictory settings.
 
-    With `dropped` rows that cannot be asked or scored are left out and counted there, and so are keys that are not read;
-    otherwise such keys are logged.
+    With `dropped`, unusable rows are skipped and counted there instead, as are unused keys; without it, unused keys are logged.
     """
     counted = Dropped() if dropped is None else dropped
     cases = [case for source in config.sources for case in _cases(source, config, counted, raises=dropped is None)]
     if dropped is None and counted.unread:
         log.warning("%s: %s", ", ".join(config.sources), counted.unread_text)
-    told = f" ({dropped})" if dropped else ""
-    refuse(PromptError, (not cases, f"{', '.join(config.sources)} holds nothing to ask: give at least one row{told}"))
+    counts = f" ({dropped})" if dropped else ""
+    refuse(PromptError, (not cases, f"{', '.join(config.sources)} holds nothing to ask: give at least one row{counts}"))
     if config.limit is not None and config.limit < len(cases):
         chosen = set(random.Random(config.seed).sample(range(len(cases)), config.limit))
         cases = [case for number, case in enumerate(cases) if number in chosen]
@@ -63,7 +61,7 @@ def make_suite(config: MakeConfig, name: str = "suite", dropped: Dropped | None 
 
 
 def _cases(source: str, config: MakeConfig, dropped: Dropped, *, raises: bool) -> Iterator[Case]:
-    """Rows that cannot be used are counted in `dropped`, unless the first of them `raises`."""
+    """Yields the cases of a source. An unusable row is counted in `dropped`, or its error is raised if `raises`."""
     if (Path(source) / "store.json").is_file():
         rows = _stored(source, config)
     else:
@@ -79,29 +77,29 @@ def _cases(source: str, config: MakeConfig, dropped: Dropped, *, raises: bool) -
 
 
 def _of_file(source: str, config: MakeConfig, dropped: Dropped) -> Iterator[Case | PromptError]:
-    """One case for each row; keys that are not read are counted in `dropped`."""
+    """Yields a case or an error for each row; counts unused keys in `dropped`."""
     name, rows = rows_of(source)
     for number, (where, row) in enumerate(rows):
         if isinstance(row, RowError):
             yield row
             continue
         try:
-            asked = _asked(row, where)
-            scorer = asked.scorer if asked.scorer and config.scorer in ("auto", asked.scorer["kind"]) else None
-            scorer = scorer or _scorer(config, asked.answer, where)
+            question = _question(row, where)
+            scorer = question.scorer if question.scorer and config.scorer in ("auto", question.scorer["kind"]) else None
+            scorer = scorer or _scorer(config, question.answer, where)
             check_scorer(scorer, where)
             tools, variables = read_tools(row.get("tools"), where), read_variables(row.get("chat_template_kwargs"), where)
         except PromptError as error:
             yield error
             continue
         id_of = next((row[key] for key in ID_KEYS if row.get(key) is not None), number)
-        dropped.unread.update(unread_keys(row, {*asked.read, *ID_KEYS, "tools", "chat_template_kwargs"}))
-        origin, messages = {"file": name}, tuple(asked.messages)
+        dropped.unread.update(unread_keys(row, {*question.read, *ID_KEYS, "tools", "chat_template_kwargs"}))
+        origin, messages = {"file": name}, tuple(question.messages)
         yield Case(f"{name}/{id_of}", scorer, messages, tools=tools, variables=variables, origin=origin)
 
 
 def _stored(source: str, config: MakeConfig) -> Iterator[Case | PromptError]:
-    """One case for each prompt: its first recorded answer counts."""
+    """Yields a case or an error for each distinct prompt of the evals split; its first recorded answer is the reference."""
     from paceline.loop.store.folder import Store
 
     store, seen = Store.open(source), set[tuple[int, ...]]()
@@ -122,30 +120,30 @@ def _stored(source: str, config: MakeConfig) -> Iterator[Case | PromptError]:
         yield Case(row["digest"], scorer, token_ids=prompt, text=row["prompt"], origin=origin)
 
 
-def _asked(row: Row, where: str) -> Asked:
+def _question(row: Row, where: str) -> Question:
     if isinstance(row.get("scorer"), dict):
-        return Asked(read_messages(row.get("messages"), where), None, row["scorer"], {"messages", "scorer"})
+        return Question(read_messages(row.get("messages"), where), None, row["scorer"], {"messages", "scorer"})
     if row.get("messages") is not None:
         messages = read_messages(row["messages"], where)
         answer = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
-        return Asked(messages, answer, _ticket({**row, "messages": messages}), {"messages"})
+        return Question(messages, answer, _ticket({**row, "messages": messages}), {"messages"})
     if row.get("entry_point") and row.get("test"):
         scorer = {"kind": "code", "prompt": row["prompt"], "entry_point": row["entry_point"], "tests": row["test"]}
         read = {"prompt", "entry_point", "test", "canonical_solution"}
-        return Asked(_user(HUMANEVAL.format(row["prompt"])), None, scorer, read)
+        return Question(_user(HUMANEVAL.format(row["prompt"])), None, scorer, read)
     if row.get("test_list"):
         tests = "\n".join([*filter(None, [row.get("test_setup_code")]), *row["test_list"]])
         key = "text" if row.get("text") else "prompt"
         read = {key, "test_list", "test_setup_code", "code", "challenge_test_list"}
-        return Asked(_user(MBPP.format(row.get(key), tests)), None, {"kind": "code", "tests": tests}, read)
+        return Question(_user(MBPP.format(row.get(key), tests)), None, {"kind": "code", "tests": tests}, read)
     for key in ("question", "prompt", "text", "instruction"):
         if isinstance(row.get(key), str):
             answer_key = next((name for name in ("answer", "reference", "output") if row.get(name) is not None), None)
             answer = None if answer_key is None else row[answer_key]
             read = {key} if answer_key is None else {key, answer_key}
             if key == "question" and isinstance(answer, str) and "####" in answer:
-                return Asked(_user(GSM8K.format(row[key])), answer.rpartition("####")[2].strip(), None, read)
-            return Asked(_user(row[key]), None if answer is None else str(answer), None, read)
+                return Question(_user(GSM8K.format(row[key])), answer.rpartition("####")[2].strip(), None, read)
+            return Question(_user(row[key]), None if answer is None else str(answer), None, read)
     raise PromptError(f"{where}: none of the keys messages, question, prompt, text, instruction: there is nothing to ask")
 
 
@@ -154,7 +152,7 @@ def _user(text: str) -> list[Row]:
 
 
 def _ticket(row: Row) -> Row | None:
-    """Support tickets state in their last line what is right."""
+    """Returns the scorer of a support ticket, whose last line states the right policy and action; else None."""
     last = str(row["messages"][-1]["content"]) if row["messages"] else ""
     policy, _, action = last.rpartition("\nPolicy ")[2].partition(": ")
     fields = {"policy_id": policy, "action": action}
@@ -163,7 +161,7 @@ def _ticket(row: Row) -> Row | None:
 
 
 def _scorer(config: MakeConfig, answer: str | None, where: str) -> Row:
-    """What the config asks for, of this recorded answer; auto: by what the answer is."""
+    """Returns the configured scorer for this recorded answer; auto chooses json or numeric by the answer."""
     kind = config.scorer
     if kind == "regex":
         return {"kind": kind, "pattern": config.pattern}
@@ -201,11 +199,11 @@ def _json(config: MakeConfig, value: Row | None, where: str) -> Row:
 
 
 def without_leaks(suite: Suite, store: Path, dropped: Dropped) -> Suite:
-    """Without the cases that a store trains on, which are counted. Raises PromptError when none is left."""
+    """Removes and counts the cases that a store trains on. Raises PromptError when no case remains."""
     from paceline.loop.evals.leaks import leaking
     from paceline.loop.store.folder import Store
 
-    found = set(leaking(suite, Store.open(store)))
-    for name in sorted(found):
+    leaks = set(leaking(suite, Store.open(store)))
+    for name in sorted(leaks):
         dropped.add(f"that {store.name} trains on", name)
-    return suite_of(suite.name, [case for case in suite if case.id not in found], f"{suite.name}, apart from {store},")
+    return suite_of(suite.name, [case for case in suite if case.id not in leaks], f"{suite.name}, apart from {store},")

@@ -1,4 +1,4 @@
-"""The folder of a run of evals: results.json, report.md, report.html; what it means first."""
+"""Writes the run folder of evals: results.json, report.md, report.html."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from paceline.report.tables import Column, Progress, Table, flat
 from paceline.runs.folder import RunFolder
 
 SHOWN, LONGEST = 20, 1500
-"""Answers that the page shows, those that score lowest first, and letters of each."""
+"""Number of answers in report.html, lowest scores first, and characters shown of each."""
 
 
-def _interval(interval: Interval, form: str = "{:.3f}") -> str:
+def _interval(interval: Interval) -> str:
     low, high = interval
-    return "" if low is None or high is None else f" [{form.format(low)}, {form.format(high)}]"
+    return "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
 
 
 FIGURES = (
@@ -35,9 +35,9 @@ FIGURES = (
     Column("cut", lambda each: each.num_cut, "{:,}", "right"),
 )
 PAIRS = (
-    Column("beside", lambda each: each.before),
+    Column("compared with", lambda each: each.before),
     Column("who", lambda each: each.after),
-    Column("difference [95%]", lambda each: f"{each.difference:+.3f}{_interval(each.interval, '{:+.3f}')}", cut=" ["),
+    Column("difference [95%]", str, cut=" ["),
     Column("by chance", lambda each: each.chance, "{:.2g}", "right"),
     Column("verdict", lambda each: each.verdict),
     Column("gained / lost", lambda each: f"{each.gained} / {each.lost}", align="right"),
@@ -48,63 +48,61 @@ PAIRS = (
 )
 
 
-def sentence(scores: Scores, found: Sequence[Comparison], refusals: Sequence[str]) -> str:
-    """What it means, in a line or two."""
-    said = f"{scores.name} scores {scores.mean:.3f}{_interval(scores.interval)} on {scores.suite} ({len(scores.cases)} cases)."
-    for each in found:
-        said += f" Beside {each.before}: {each.verdict} ({each.difference:+.3f}{_interval(each.interval, '{:+.3f}')})."
-    return said + (f" REFUSED: {'; '.join(refusals)}." if refusals else "")
+def sentence(scores: Scores, comparisons: Sequence[Comparison], refusals: Sequence[str]) -> str:
+    """Summarises score, comparisons and refusals in a line or two."""
+    text = f"{scores.name} scores {scores.mean:.3f}{_interval(scores.interval)} on {scores.suite} ({len(scores.cases)} cases)."
+    for each in comparisons:
+        text += f" Compared with {each.before}: {each.verdict} ({each})."
+    return text + (f" REFUSED: {'; '.join(refusals)}." if refusals else "")
 
 
-def _tone(found: Sequence[Comparison], refusals: Sequence[str]) -> Tone:
-    """Red if refused; else of the comparisons: amber for a worse score, green for a better one."""
-    verdicts = {each.verdict for each in found}
+def _tone(comparisons: Sequence[Comparison], refusals: Sequence[str]) -> Tone:
+    """Returns red if refused; else amber if a comparison is worse, green if one is better."""
+    verdicts = {each.verdict for each in comparisons}
     return "bad" if refusals else "cost" if "worse" in verdicts else "good" if "better" in verdicts else ""
 
 
 def write_report(
     scores: Sequence[Scores],
-    found: Sequence[Comparison],
+    comparisons: Sequence[Comparison],
     refusals: Sequence[str],
     settings: dict[str, Any],
     out: str | Path | None,
     progress: Progress,
 ) -> RunFolder:
-    """Write the run's folder, and show the figures. The last of `scores` is the one that is judged."""
+    """Writes the run folder and shows the figures. The last of `scores` is the one that the gate judged."""
     run, last = RunFolder.create("evals", settings, out), scores[-1]
-    lines = {"scores": [each.as_line() for each in scores], "comparisons": [each.as_line() for each in found]}
+    lines = {"scores": [each.as_line() for each in scores], "comparisons": [each.as_line() for each in comparisons]}
     run.results({**lines, "refusals": list(refusals), "passed": not refusals})
-    said, figures, pairs = sentence(last, found, refusals), Table(FIGURES, list(scores)), Table(PAIRS, list(found))
+    verdict = sentence(last, comparisons, refusals)
+    figures, pairs = Table(FIGURES, list(scores)), Table(PAIRS, list(comparisons))
     values: dict[str, Any] = {
         "title": f"Evals: {last.suite}",
-        "verdict": said,
-        "tone": _tone(found, refusals),
+        "verdict": verdict,
+        "tone": _tone(comparisons, refusals),
         "figures": figures,
         "beside": pairs,
     }
     run.write("report.md", render("evals.md", **values))
-    for table in (figures, pairs) if found else (figures,):
+    for table in (figures, pairs) if comparisons else (figures,):
         progress.table(table)
-    progress.say(said)
+    progress.say(verdict)
     try:
-        drawn = _plots(scores, found)
+        drawn = _plots(scores, comparisons)
     except ConfigError as error:
         progress.say(f"no plots in report.html: {error}")
         drawn = []
-    texts = [(case, case.texts[0][:LONGEST], case.why[0]) for case in _worst(last)]
+    worst: list[Scored] = sorted((case for case in last.cases if case.score < 1), key=lambda case: case.score)[:SHOWN]
+    texts = [(case, case.texts[0][:LONGEST], case.why[0]) for case in worst]
     run.write("report.html", render("evals.html", drawn=drawn, texts=texts, settings=flat(settings), **values))
     progress.say(f"report: {run.path / 'report.html'}")
     return run
 
 
-def _worst(scores: Scores) -> list[Scored]:
-    return sorted((case for case in scores.cases if case.score < 1), key=lambda case: case.score)[:SHOWN]
-
-
-def _plots(scores: Sequence[Scores], found: Sequence[Comparison]) -> list[Plot]:
+def _plots(scores: Sequence[Scores], comparisons: Sequence[Comparison]) -> list[Plot]:
     rows = [(short(each.name), each.mean, each.interval, number) for number, each in enumerate(scores)]
     plots = [ranges("Score, with 95% intervals over cases", rows, "score")]
-    if found:
-        pairs = [(short(f"beside {each.before}"), each.difference, each.interval, n) for n, each in enumerate(found)]
+    if comparisons:
+        pairs = [(short(f"over {each.before}"), each.difference, each.interval, n) for n, each in enumerate(comparisons)]
         plots.append(ranges("Difference, case by case, with 95% intervals", pairs, "difference of scores", mark=0.0))
     return plots

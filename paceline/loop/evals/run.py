@@ -1,4 +1,4 @@
-"""`paceline evals run` and `compare` as library calls: who is asked, the gate, and the run's folder.
+"""`paceline evals run` and `compare` as library calls.
 
 done = evaluate("suite.jsonl", EngineConfig(model="smollm2-135m"), Asked(endpoint=EndpointConfig()))
 done.refusals, done.scores, done.comparison
@@ -34,7 +34,7 @@ JUDGE_KEY = "PACELINE_JUDGE_KEY"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a run of evals is asked, beside the suite and the model."""
+    """Settings of a run of evals, in addition to the suite and the engine."""
 
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
@@ -46,35 +46,36 @@ class Asked:
     limit: int | None = None
     name: str | None = None
     check_drafter: bool = True
-    """A drafter must change nothing: the model alone is asked, too, and greedy answers must be the same."""
+    """With a drafter and greedy sampling, also run the model alone; all answers must be identical."""
     unsafe_code: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """What came of it."""
+    """Result of `evaluate`."""
 
     scores: Scores
     run: RunFolder
     refusals: list[str]
-    """Why the gate is shut; empty when it is open."""
+    """Reasons for which the gate fails; empty if it passes."""
     comparison: Comparison | None = None
+    """Comparison with the run `no_worse_than`."""
     drafter_check: Comparison | None = None
-    """Beside the model without its drafter."""
+    """Comparison with the model without its drafter."""
 
     def as_line(self) -> dict[str, Any]:
-        found = {"comparison": self.comparison, "drafter_check": self.drafter_check}
-        line = {name: each and each.as_line() for name, each in found.items()}
+        comparisons = {"comparison": self.comparison, "drafter_check": self.drafter_check}
+        line = {name: each and each.as_line() for name, each in comparisons.items()}
         return {**self.scores.as_line(), **line, "passed": not self.refusals, "refusals": self.refusals, "run": self.run.path}
 
 
 def evaluate(
     suite_file: str | Path, engine: EngineConfig, asked: Asked, *, out: str | Path | None = None, progress: Progress = SILENT
 ) -> Evaluated:
-    """Ask, score, hold against another run, judge the gate, write the folder.
+    """Generates answers, scores them, compares them with another run, applies the gate, writes the run folder.
 
-    Raises PromptError and ConfigError on suites and settings that cannot be used, DownloadError, JudgeError and SandboxError
-    where something that is needed does not answer, and what loading the model raises.
+    Raises PromptError and ConfigError on unusable suites and settings; DownloadError, JudgeError and SandboxError when the
+    endpoint, the judge or the sandbox fails; and the errors of loading the model.
     """
     suite = read_suite(suite_file).first(asked.limit)
     other = read_scores(asked.gate.no_worse_than) if asked.gate.no_worse_than else None
@@ -93,34 +94,33 @@ def evaluate(
     with contextlib.ExitStack() as stack:
         options["judge"] = stack.enter_context(_judge(suite, asked.judge))
         answerer, alone_scores = _answerer(engine, asked, stack, progress), None
-        if isinstance(answerer, LLMAnswerer) and _is_to_check(engine, asked):
+        checks_drafter = asked.check_drafter and engine.drafter != BASELINE and asked.sampling.temperature == 0
+        if isinstance(answerer, LLMAnswerer) and checks_drafter:
             drafter = answerer.llm.drafter
             answerer.llm.use_drafter(None)
             alone = LLMAnswerer(answerer.llm, asked.sampling, f"{named(engine.model)} alone")
             alone_scores = run_suite(suite, alone, **options)
             answerer.llm.use_drafter(drafter)
         scores = run_suite(suite, answerer, **options)
-    found = compare(other, scores) if other else None
+    comparison = compare(other, scores) if other else None
     check = compare(alone_scores, scores) if alone_scores else None
-    refusals = asked.gate.refusals(scores, found) + (Gate(same_text=True).refusals(scores, check) if check else [])
-    run = write_report([scores], [each for each in (found, check) if each], refusals, plain(settings), out, progress)
+    refusals = asked.gate.refusals(scores, comparison) + (Gate(same_text=True).refusals(scores, check) if check else [])
+    run = write_report([scores], [each for each in (comparison, check) if each], refusals, plain(settings), out, progress)
     scores.write(run.path / "scores.json")
-    return Evaluated(scores, run, refusals, found, check)
+    return Evaluated(scores, run, refusals, comparison, check)
 
 
 def beside(
     before: str | Path, after: str | Path, gate: Gate, *, out: str | Path | None = None, progress: Progress = SILENT
 ) -> tuple[Comparison, list[str], RunFolder]:
-    """Two finished runs. Raises ConfigError when they are of different suites."""
+    """Compares two finished runs; returns the comparison, the gate's refusals and the run folder.
+
+    Raises ConfigError when they are of different suites."""
     one, two = read_scores(before), read_scores(after)
-    found = compare(one, two)
-    refusals = gate.refusals(two, found)
+    comparison = compare(one, two)
+    refusals = gate.refusals(two, comparison)
     settings = {"before": str(before), "after": str(after), **asdict(gate)}
-    return found, refusals, write_report([one, two], [found], refusals, settings, out, progress)
-
-
-def _is_to_check(engine: EngineConfig, asked: Asked) -> bool:
-    return asked.check_drafter and engine.drafter != BASELINE and asked.sampling.temperature == 0
+    return comparison, refusals, write_report([one, two], [comparison], refusals, settings, out, progress)
 
 
 def _answerer(engine: EngineConfig, asked: Asked, stack: contextlib.ExitStack, progress: Progress) -> Answerer:
@@ -136,7 +136,7 @@ def _answerer(engine: EngineConfig, asked: Asked, stack: contextlib.ExitStack, p
 
 @contextlib.contextmanager
 def _judge(suite: Suite, config: JudgeConfig) -> Iterator[Judge | None]:
-    """None where the suite needs none, or none is named: `run_suite` refuses a suite that needs one."""
+    """Yields None if the suite needs no judge or no judge is configured; `run_suite` then rejects a suite that needs one."""
     if config.url is None or not suite.needs_judge:
         yield None
         return

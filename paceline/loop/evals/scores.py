@@ -1,8 +1,8 @@
-"""A suite asked of an answerer: replies, scores and what they cost.
+"""Runs a suite on an answerer: replies, scores and their cost.
 
     scores = run_suite(suite, answerer)          scores.mean, scores.interval, scores.write(folder / "scores.json")
 
-Case by case, `samples` answers each; a case's score is the mean over its samples, and cases are what intervals resample.
+Each case has `samples` answers; its score is their mean, and intervals resample cases.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What an answerer said to one case."""
+    """One answer to one case."""
 
     text: str
     seconds: float
-    """From the request to the last token."""
+    """Seconds from the request to the last token."""
     prompt_tokens: int = 0
     answer_tokens: int = 0
     finish_reason: str = "stop"
     lossless: bool = True
-    """False where a lossy rule or mocked acceptance had a part in it."""
+    """False if a lossy rule or mocked acceptance was used."""
 
 
 class Answerer(Protocol):
@@ -49,34 +49,33 @@ class Answerer(Protocol):
     name: str
 
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
-        """`samples` replies to each case, in order; `advance` is called once a case. Raises rather than leaves one out."""
+        """Returns `samples` replies to each case, in order, or raises; calls `advance` once per case."""
         ...
 
 
 class Judge(Protocol):
-    """Who says how an answer stands beside a reference: `judge.Judge`, or a double."""
+    """Scores an answer against a reference: `judge.Judge`, or a double in a test."""
 
     def score(self, case: Case, text: str) -> tuple[float, str]:
-        """From 0 to 1, and why it is not 1. Raises JudgeError."""
+        """Returns the score, from 0 to 1, and the reason for less than 1. Raises JudgeError."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """One case with its answers."""
+    """One case with its answers; tuples have one element per sample."""
 
     id: str
     kind: str
     scores: tuple[float, ...]
-    """Of each sample."""
     texts: tuple[str, ...]
     why: tuple[str, ...]
-    """Of each sample: "" or what is wrong."""
+    """Reasons for scores below 1; "" for a score of 1."""
     seconds: tuple[float, ...]
     prompt_tokens: int
     answer_tokens: tuple[int, ...]
     cut: int = 0
-    """Answers that ran into their limit of tokens."""
+    """Answers truncated at the token limit."""
 
     @property
     def score(self) -> float:
@@ -85,19 +84,19 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What came of one suite and one answerer."""
+    """Scores of one suite and one answerer."""
 
     name: str
-    """The answerer's."""
+    """Name of the answerer."""
     suite: str
     digest: str
-    """The suite's: only scores of the same suite are compared."""
+    """Digest of the suite; only scores with the same digest are compared."""
     cases: tuple[Scored, ...]
     wall_s: float
     core_s: float | None = None
-    """Processor seconds of this process while it answered; None for an endpoint, where they are somebody else's."""
+    """CPU seconds of this process while answering; None for an endpoint."""
     price_per_1000: float | None = None
-    """Of 1,000 answers, in the currency of the prices that were given."""
+    """Price of 1,000 answers, in the currency of the given prices."""
     lossless: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -107,15 +106,15 @@ class Scores:
 
     @property
     def interval(self) -> Interval:
-        """95%, over cases."""
+        """95% interval of the mean over cases; (None, None) for a single case."""
         import numpy as np
 
         return resampled(np.array([case.score for case in self.cases])) if len(self.cases) > 1 else (None, None)
 
     @property
     def latency(self) -> Spread:
-        """Seconds of answers."""
-        return Spread.of([each for case in self.cases for each in case.seconds])
+        """Mean and percentiles of the seconds per answer."""
+        return Spread.of([seconds for case in self.cases for seconds in case.seconds])
 
     @property
     def num_answers(self) -> int:
@@ -150,13 +149,13 @@ class Scores:
         }
 
     def write(self, file: str | Path) -> Path:
-        """Raises CacheError when the disk refuses."""
+        """Writes scores.json with its provenance. Raises CacheError when the disk cannot be written."""
         write_whole(Path(file), json.dumps(record_of({"scores": asdict(self)})) + "\n")
         return Path(file)
 
 
 def resampled(values: np.ndarray, seed: int = 0, draws: int = 4000) -> tuple[float, float]:
-    """95% percentile interval of the mean of values [cases]: how often each is drawn is multinomial."""
+    """95% percentile bootstrap interval of the mean of values [cases]; resamples distinct values with multinomial counts."""
     import numpy as np
 
     unique, counts = np.unique(values, return_counts=True)
@@ -167,23 +166,23 @@ def resampled(values: np.ndarray, seed: int = 0, draws: int = 4000) -> tuple[flo
 
 
 def parts_of(draws: int, most: int = 500) -> list[int]:
-    """Draws in parts: all at once would need their number times the number of values in memory."""
+    """Splits a number of draws into parts of at most `most`, to bound memory."""
     return [min(most, draws - begin) for begin in range(0, draws, most)]
 
 
 def read_scores(file: str | Path) -> Scores:
-    """Of a file that `Scores.write` made, or of the run folder that holds one. Raises ConfigError."""
+    """Reads a file of `Scores.write`, or the one in a run folder. Raises ConfigError."""
     path = Path(file) / "scores.json" if Path(file).is_dir() else Path(file)
     remedy = "give the folder of an evals run"
     caught = (OSError, ValueError, TypeError, LookupError, AttributeError)
     with reraised(ConfigError, f"{path} holds no scores", remedy, *caught):
-        told = json.loads(path.read_text(encoding="utf-8"))["scores"]
-        return Scores(**{**told, "cases": tuple(map(_read_case, told["cases"]))})
+        fields = json.loads(path.read_text(encoding="utf-8"))["scores"]
+        return Scores(**{**fields, "cases": tuple(map(_read_case, fields["cases"]))})
 
 
-def _read_case(told: dict[str, Any]) -> Scored:
-    """JSON knows lists only."""
-    read: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
+def _read_case(fields: dict[str, Any]) -> Scored:
+    """Returns the case with lists, as JSON has them, converted to tuples."""
+    read: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     return Scored(**read)
 
 
@@ -198,9 +197,9 @@ def run_suite(
     settings: dict[str, Any] | None = None,
     progress: Progress = SILENT,
 ) -> Scores:
-    """Ask, then score. Nothing is asked when something could not be scored.
+    """Generates all answers, then scores them; checks sandbox and judge before the first request.
 
-    Raises ConfigError when code has no sandbox, or a judge is missing; SandboxError, JudgeError; and what the answerer raises.
+    Raises ConfigError when the judge is missing, SandboxError, JudgeError, and the answerer's errors.
     """
     refuse(
         ConfigError,
@@ -221,11 +220,11 @@ def run_suite(
         raise PromptError(f"{answerer.name} left cases without an answer: an eval needs them all")
     with progress.bar("scoring", len(suite)) as advance:
         cases = []
-        for case, said in zip(suite.cases, replies, strict=True):
-            cases.append(_scored(case, said, sandbox, judge))
+        for case, samples_of_case in zip(suite.cases, replies, strict=True):
+            cases.append(_scored(case, samples_of_case, sandbox, judge))
             advance("scoring")
-    num_in = sum(each.prompt_tokens for said in replies for each in said)
-    num_out = sum(each.answer_tokens for said in replies for each in said)
+    flat = [reply for samples_of_case in replies for reply in samples_of_case]
+    num_in, num_out = sum(each.prompt_tokens for each in flat), sum(each.answer_tokens for each in flat)
     return Scores(
         name=answerer.name,
         suite=suite.name,
@@ -234,7 +233,7 @@ def run_suite(
         wall_s=wall_s,
         core_s=None if getattr(answerer, "is_remote", False) else core_s,
         price_per_1000=(prices or PricesConfig()).of_1000(wall_s, len(suite) * samples, num_in, num_out),
-        lossless=all(each.lossless for said in replies for each in said),
+        lossless=all(each.lossless for each in flat),
         settings={"samples": samples, **(settings or {})},
     )
 

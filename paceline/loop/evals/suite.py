@@ -1,16 +1,16 @@
-"""A suite: cases, each with what is asked and how an answer is scored, as JSON lines.
+"""Suites: cases, each with a prompt and a scorer, stored as JSON lines.
 
     {"id": "gsm8k/0", "messages": [{"role": "user", "content": "..."}], "scorer": {"kind": "numeric", "answer": 18}}
 
-A case without `messages` has `token_ids`, as traces know prompts, and `text`, what these say. `read_prompts` reads such a file
-too. Suites are made from files and stores by `make.py`.
+A case has either `messages` or, if it comes from traces, `prompt_ids` and their `text`. `read_prompts` reads such a file too.
+Suites are built from files and stores by `make.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,49 +18,49 @@ from typing import Any
 from paceline.data.prompts import Message, Prompt, read_tools, read_variables
 from paceline.errors import PromptError, reraised
 from paceline.loop.evals.scorers import check_scorer
-from paceline.runs.folder import whole_file
+from paceline.runs.folder import write_whole
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One question, and what a right answer is."""
+    """One question and its scorer."""
 
     id: str
     scorer: Row
-    """As of `scorers.SCORERS`: its "kind", and what that kind needs."""
+    """The scorer's "kind" and its fields (see `scorers`)."""
     messages: tuple[Message, ...] = ()
     token_ids: tuple[int, ...] = ()
-    """In place of messages: the very tokens, of the vocabulary of the model that was recorded."""
+    """Prompt tokens in place of messages, in the vocabulary of the recorded model."""
     text: str = ""
-    """What these tokens say, for people, judges and endpoints."""
+    """Decoded `token_ids`, for people, judges and endpoints."""
     tools: tuple[Row, ...] = ()
-    """What may be called, as the API takes it."""
+    """Tool definitions in OpenAI's format."""
     variables: tuple[tuple[str, Any], ...] = ()
-    """Variables of the chat template, as of `Prompt`."""
+    """Variables of the chat template (see `Prompt`)."""
     origin: Row = field(default_factory=dict)
-    """Where it comes from: a file, or a store's version, key and conversation."""
+    """Source of the case: a file, or a store's version, key and conversation."""
 
     @property
     def question(self) -> str:
-        """For people and judges."""
-        return self.text or "\n\n".join(str(each.get("content") or "") for each in self.messages)
+        """The prompt as text, for people and judges."""
+        return self.text or "\n\n".join(str(message.get("content") or "") for message in self.messages)
 
     @property
     def prompt(self) -> Prompt:
         return Prompt(self.id, list(self.messages), (), "", self.token_ids, self.tools, variables=self.variables)
 
     def as_row(self) -> Row:
-        asked: Row = {"prompt_ids": list(self.token_ids), "text": self.text}
+        prompt: Row = {"prompt_ids": list(self.token_ids), "text": self.text}
         if self.messages:
-            asked = self.prompt.api_request()[1]
-        return {"id": self.id, **asked, "scorer": self.scorer, "origin": self.origin}
+            prompt = self.prompt.api_request()[1]
+        return {"id": self.id, **prompt, "scorer": self.scorer, "origin": self.origin}
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Cases that are asked together."""
+    """A named list of cases."""
 
     name: str
     cases: tuple[Case, ...]
@@ -73,8 +73,13 @@ class Suite:
 
     @property
     def digest(self) -> str:
-        """Names what is asked and how it is scored: scores of suites with different digests are not compared."""
-        return digest_of(self.cases)
+        """Hash of all prompts and scorers, without origins; only scores with equal digests are compared."""
+        named = hashlib.sha256()
+        for case in self.cases:
+            row = case.as_row()
+            del row["origin"]
+            named.update(json.dumps(row, sort_keys=True).encode())
+        return named.hexdigest()[:16]
 
     @property
     def runs_code(self) -> bool:
@@ -88,24 +93,13 @@ class Suite:
         return Suite(self.name, self.cases[:limit])
 
     def write(self, file: str | Path) -> Path:
-        """Raises CacheError when the disk refuses."""
-        path = Path(file)
-        with whole_file(path) as scratch:
-            scratch.write_text("".join(json.dumps(case.as_row()) + "\n" for case in self.cases), encoding="utf-8")
-        return path
-
-
-def digest_of(cases: Iterable[Case]) -> str:
-    named = hashlib.sha256()
-    for case in cases:
-        row = case.as_row()
-        del row["origin"]
-        named.update(json.dumps(row, sort_keys=True).encode())
-    return named.hexdigest()[:16]
+        """Writes the suite as JSON lines. Raises CacheError when the disk cannot be written."""
+        write_whole(Path(file), "".join(json.dumps(case.as_row()) + "\n" for case in self.cases))
+        return Path(file)
 
 
 def read_suite(file: str | Path) -> Suite:
-    """Raises PromptError naming file and line when a case is malformed, or an id stands twice."""
+    """Reads a suite. Raises PromptError naming file and line when a case is malformed or an id is duplicate."""
     path = Path(file)
     with reraised(PromptError, f"cannot read the suite {path}", "make one with paceline evals make", OSError, ValueError):
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -114,7 +108,7 @@ def read_suite(file: str | Path) -> Suite:
 
 
 def suite_of(name: str, cases: list[Case], where: str) -> Suite:
-    """Raises PromptError when there are none, or two of one id."""
+    """Returns the cases as a suite. Raises PromptError without a case, or on a duplicate id."""
     if not cases:
         raise PromptError(f"{where} holds no case: an eval needs at least one")
     seen: set[str] = set()
@@ -135,5 +129,5 @@ def _case(line: str, where: str) -> Case:
         raise PromptError(f"{where}: a case has either messages or prompt_ids")
     check_scorer(row["scorer"], where)
     tools, variables = read_tools(row.get("tools"), where), read_variables(row.get("chat_template_kwargs"), where)
-    given = (tuple(messages), tuple(token_ids), row.get("text") or "", tools, variables, row.get("origin") or {})
-    return Case(row["id"], row["scorer"], *given)
+    prompt = (tuple(messages), tuple(token_ids), row.get("text") or "", tools, variables)
+    return Case(row["id"], row["scorer"], *prompt, row.get("origin") or {})

@@ -57,7 +57,7 @@ def test_an_answer_that_ends_the_process_has_passed_nothing(code: str) -> None:
 @needs_sandbox
 def test_it_says_why() -> None:
     assert BOX.run("assert 1 == 2, 'not equal'").why == "AssertionError: not equal"
-    assert "invalid syntax" in BOX.run("def (").said
+    assert "invalid syntax" in BOX.run("def (").stderr
     assert BOX.run("x = '\0'").outcome == "ended"
     assert BOX.run("import sys; sys.stderr.write('\x1b[2J' * 9999); raise SystemExit(1)").why.startswith(
         "\N{REPLACEMENT CHARACTER}"
@@ -115,7 +115,7 @@ def test_a_python_that_only_root_may_run_is_said(tmp_path: Path) -> None:
     python.symlink_to(os.path.realpath(sys.executable))
     box = Sandbox(kinds=("landlock",), python=str(python))
     done = box.run_in("landlock", "pass")
-    assert not done.passed and "the answer runs as nobody, who may not run" in done.said
+    assert not done.passed and "the answer runs as nobody, who may not run" in done.stderr
     with pytest.raises(SandboxError, match="who may not run .*as root with a Python that all users may run"):
         box.check()
 
@@ -136,10 +136,10 @@ def test_no_descriptor_and_no_environment_come_along(tmp_path: Path, monkeypatch
         os.set_inheritable(file.fileno(), True)
         told = BOX.run(
             "import os, sys\nprint(sorted(os.environ), os.getcwd(), os.listdir('/'), file=sys.stderr)\nos._exit(1)"
-        ).said
+        ).stderr
         count = BOX.run("import os\nassert len(os.listdir('/proc/self/fd')) <= 5")
     assert "A_SECRET" not in told and "LC_ALL" in told and "/tmp" in told and "work" not in told and "home" not in told
-    assert count.passed, count.said
+    assert count.passed, count.stderr
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ if process == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7
 """
     done = BOX.run(code)
-    assert done.passed, done.said
+    assert done.passed, done.stderr
 
 
 @pytest.mark.slow
@@ -180,12 +180,12 @@ for folder in ("/usr", "/"):
     assert os.statvfs(folder).f_flag & os.ST_RDONLY, folder
 """
     done = Sandbox(replace(LIMITS, wall_s=30.0)).run(code)
-    assert done.passed, done.said
+    assert done.passed, done.stderr
 
 
 @pytest.mark.slow
 def test_without_a_sandbox_nothing_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(module, "_found", lambda _: ("none", "code cannot be kept apart: add --unsafe-code"))
+    monkeypatch.setattr(module, "_probed", lambda _: ("none", "code cannot be kept apart: add --unsafe-code"))
     with pytest.raises(SandboxError, match="--unsafe-code"):
         Sandbox().run(f"open({str(tmp_path / 'x')!r}, 'w')")
     assert not (tmp_path / "x").exists()

@@ -63,7 +63,7 @@ def test_a_loss_is_refused_unless_it_is_ruled_out() -> None:
     good, bad = scores([1.0] * 39 + [0.0]), scores([1.0] * 30 + [0.0] * 10)
     assert lost(compare(before, good), 0.1) is None
     why = lost(compare(before, bad), 0.1)
-    assert why is not None and "beside teacher is not ruled out: -0.250 [" in why
+    assert why is not None and "compared with teacher is not ruled out: -0.250 [" in why
     some = compare(before, scores([1.0] * 36 + [0.0] * 4))
     assert some.difference > -0.12 and lost(some, 0.12) is not None, "its mean is within, its interval is not"
     assert lost(some, 0.3) is None and lost(compare(before, good), 0.0) is not None

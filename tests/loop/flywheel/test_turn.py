@@ -261,7 +261,7 @@ def test_a_refused_student_leaves_what_served(
     lenient = {"least_agreement": 0.0, "least_fields": 0.0, "num_answers": 0}
     patched = asked(tmp_path, teacher, teaching=hardly | {"max_steps": 2}, student_gate=lenient, **changes)
     found = turn(patched)
-    assert not found.passed and "evals: a loss of more than 0.8 beside model is not ruled out" in found.reason
+    assert not found.passed and "evals: a loss of more than 0.8 compared with model is not ruled out" in found.reason
     assert (config.out / "serving.json").read_bytes() == before and Path(turned.first.model).read_bytes() == model
     refused = [line for line in ledger.read(config.out) if line["state"] == "refused"]
     assert [line["why"] for line in refused] == [done["reason"], found.reason] and refused[1]["score"] == 0

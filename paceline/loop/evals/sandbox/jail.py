@@ -1,14 +1,14 @@
-"""The inside of the sandbox (`run.py`): a program of its own that imports nothing of ours. Linux only.
+"""The sandbox's inner program (started by `run.py`); imports only the standard library. Linux only.
 
-    python -I -S jail.py < job.json          what came of it is one JSON object on stdout
+    python -I -S jail.py < job.json          prints the result as one JSON object
 
-    launcher      new user, mount, process, network, IPC and host-name namespaces; dies with who started it
-      warden      process 1 in there: a file tree of read-only binds and one small /tmp, no network, clock, memory, then the end
-        answer    no privileges, no inherited environment or files, limits of the kernel (setrlimit), a filter of system calls
+    launcher      creates user, mount, process, network, IPC and host-name namespaces; dies with its parent process
+      warden      process 1 of the namespace: read-only bind mounts and a small /tmp, no network; enforces time and memory
+        answer    no privileges, no inherited environment or files, kernel limits (setrlimit), a system call filter
 
-The answer's processes die with the warden: the kernel ends a process namespace whole. Without namespaces the launcher is the
-warden, Landlock keeps the answer to its folder, and the filter lets it start threads but no process. Sources:
-namespaces(7), pivot_root(2), mount_setattr(2), landlock(7), seccomp(2), capset(2).
+The kernel kills all processes of the namespace when the warden ends. Without namespaces the launcher acts as the warden,
+Landlock restricts the answer to its folder, and the filter allows threads but no processes. Sources: namespaces(7),
+pivot_root(2), mount_setattr(2), landlock(7), seccomp(2), capset(2).
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from typing import Any
 
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 NEW_ANY = 0x7E020000
-"""Every flag of clone that makes a namespace."""
+"""All clone flags that create a namespace."""
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 8, 0x1000, 0x4000, 0x40000, 2
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_NOEXEC = 1, 2, 4, 8
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 MOUNT_SETATTR, CLONE3, CLONE_THREAD = 442, 435, 0x10000
 LANDLOCK, LANDLOCK_ABI = (444, 445, 446), 3
-"""Calls: a rule set, a rule, restrict oneself; and the first version (Linux 6.2) that knows of truncation."""
+"""System calls landlock_create_ruleset, _add_rule, _restrict_self; and the least ABI version (Linux 6.2: truncation)."""
 FS_READ, FS_FILE, FS_ALL = 0b1101, 0b1100000000000111, 0b1111111111111111
-"""Run and read; what files can be allowed; everything."""
+"""Landlock access rights: execute and read; all rights of files; all rights."""
 NOBODY = 65534
 DEVICES = ("null", "zero", "random", "urandom")
 TICK_S = 0.01
 MOST_KEPT = 4096
-"""Bytes of what the answer wrote to stderr."""
+"""Bytes kept of the end of the answer's stderr."""
 RUNNER = """import os, sys
 with open("answer.py", encoding="utf-8") as file:
     source = file.read()
@@ -49,14 +49,14 @@ exec(compile(source, "answer.py", "exec"), {"__name__": "answer"})
 os.write(int(sys.argv[1]), os.read(0, 64))
 os._exit(0)
 """
-"""Says the word that it is given once everything was carried out: an answer that ends the process has passed nothing."""
+"""Runs the answer, then echoes the secret word: an answer that exits early has not passed."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 Job = dict[str, Any]
 
 
 class SetupError(OSError):
-    """The machine does not let the sandbox be built."""
+    """The machine does not allow the sandbox to be set up."""
 
 
 def _call(what: str, result: int) -> None:
@@ -75,10 +75,10 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
 
 
 def restrict(target: str, attributes: int, recursive: bool = True) -> None:
-    """Of a mount and those below it: read-only, no set-user-id, no devices. Linux 5.12 and newer."""
-    given = struct.pack("QQQQ", attributes, 0, 0, 0)
+    """Sets mount attributes (read-only, nosuid, nodev) of a mount and those below it. Linux 5.12 and newer."""
+    packed = struct.pack("QQQQ", attributes, 0, 0, 0)
     flags = AT_RECURSIVE if recursive else 0
-    result = libc.syscall(MOUNT_SETATTR, AT_FDCWD, target.encode(), flags, given, ctypes.c_size_t(len(given)))
+    result = libc.syscall(MOUNT_SETATTR, AT_FDCWD, target.encode(), flags, packed, ctypes.c_size_t(len(packed)))
     _call(f"read-only {target}", result)
 
 
@@ -91,7 +91,7 @@ def _write(path: str, text: str) -> None:
 
 
 def enter_namespaces() -> None:
-    """A user namespace in which we may mount, and the others. Root maps itself and nobody, others only themselves."""
+    """Creates the namespaces. Root maps itself and user 65534 into them; other users map only themselves."""
     uid, gid = os.geteuid(), os.getegid()
     ready, begin, done, written = *os.pipe(), *os.pipe()
     me, mapper = os.getpid(), os.fork() if uid == 0 else 0
@@ -100,10 +100,10 @@ def enter_namespaces() -> None:
     _call("unshare", libc.unshare(NEWUSER | NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS))
     if uid == 0:
         os.write(begin, b"x")
-        said = os.read(done, 200)
+        reply = os.read(done, 200)
         os.waitpid(mapper, 0)
-        if said != b"ok":
-            raise SetupError(1, said.decode(errors="replace") or "no map of users was written")
+        if reply != b"ok":
+            raise SetupError(1, reply.decode(errors="replace") or "no map of users was written")
     else:
         with contextlib.suppress(SetupError):  # very old kernels have no such file
             _write("/proc/self/setgroups", "deny")
@@ -114,7 +114,7 @@ def enter_namespaces() -> None:
 
 
 def _map_for(process: int, ready: int, written: int) -> None:
-    """In a process that root keeps outside: only it may map a second user."""
+    """Writes the user and group maps from a process outside the namespace: only that one may map a second user."""
     try:
         os.read(ready, 1)
         for name in ("uid_map", "gid_map"):
@@ -127,7 +127,7 @@ def _map_for(process: int, ready: int, written: int) -> None:
 
 
 def build_tree(job: Job) -> None:
-    """The file tree: what is readable, four devices, /proc of these processes alone, and a /tmp of bounded size."""
+    """Mounts the file tree: the readable folders, four devices, a /proc of this namespace, and a /tmp of bounded size."""
     root, limits = job["root"], job["limits"]
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=2048,mode=755")
@@ -167,13 +167,13 @@ def _bind(root: str, path: str, attributes: int) -> None:
 
 
 def fence(job: Job) -> None:
-    """Without namespaces: Landlock allows to read what is readable and to write in one folder (landlock(7))."""
+    """Restricts file access by Landlock, for use without namespaces: read the readable folders, write the answer's folder."""
     abi = libc.syscall(LANDLOCK[0], None, ctypes.c_size_t(0), 1)
     if abi < LANDLOCK_ABI:
         raise SetupError(1, f"Landlock of version {abi}, {LANDLOCK_ABI} is needed")
     everything = FS_ALL if abi >= 5 else FS_ALL >> 1
-    given = struct.pack("QQQ", everything, 3, 3)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
-    rules = libc.syscall(LANDLOCK[0], given, ctypes.c_size_t(len(given)), 0)
+    packed = struct.pack("QQQ", everything, 3, 3)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
+    rules = libc.syscall(LANDLOCK[0], packed, ctypes.c_size_t(len(packed)), 0)
     _call("landlock", rules)
     devices = [f"/dev/{name}" for name in DEVICES]
     for path in (*job["readable"], *devices, job["root"]):
@@ -189,14 +189,17 @@ def fence(job: Job) -> None:
 
 
 def filter_calls(job: Job) -> None:
-    """Refuses, with EPERM, what `syscalls.json` names, and what makes namespaces; without them processes, too, but threads."""
+    """Installs a seccomp filter: EPERM for the calls in `syscalls.json` and for new namespaces.
+
+    Without namespaces it also refuses new processes; threads stay allowed.
+    """
     calls, load, equal, greater, test, end = job["calls"], 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, unknown, kill = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
     lines = [(load, 0, 0, 4), (equal, 1, 0, calls["arch"]), (end, 0, 0, kill), (load, 0, 0, 0)]
     lines += [(greater, 0, 1, 0x40000000), (end, 0, 0, unknown)]  # x32's numbers
     for number in calls["refused"]:
         lines += [(equal, 0, 1, number), (end, 0, 0, refuse)]
-    lines += [(equal, 0, 1, CLONE3), (end, 0, 0, unknown)]  # its flags cannot be looked at: libraries then take clone
+    lines += [(equal, 0, 1, CLONE3), (end, 0, 0, unknown)]  # a filter cannot read its flags; libraries fall back to clone
     cloning = [(load, 0, 0, 16), (test, 0, 1, NEW_ANY), (end, 0, 0, refuse)]
     cloning += [] if job["namespaces"] else [(test, 1, 0, CLONE_THREAD), (end, 0, 0, refuse)]
     lines += [(equal, 0, len(cloning), calls["clone"]), *cloning, (end, 0, 0, allow)]
@@ -208,12 +211,12 @@ def filter_calls(job: Job) -> None:
 
 
 def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) -> None:
-    """Give everything away, then run the answer in this process."""
+    """Drops files, privileges and limits, then executes the answer in this process."""
     null = os.open("/dev/null", os.O_RDWR)
     os.setsid()
     for source, target in ((word, 0), (null, 1), (errors, 2)):
         os.dup2(source, target)
-    kept = os.dup2(result, 3)
+    result = os.dup2(result, 3)
     os.closerange(4, 4096)
     if is_root:
         os.setgroups([])
@@ -226,7 +229,7 @@ def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) 
     for name, value in (
         ("CPU", limits["cpu_s"]),
         ("AS", limits["memory_bytes"]),
-        *((("NPROC", limits["processes"]),) if job["namespaces"] else ()),  # else it counts all of the user's
+        *((("NPROC", limits["processes"]),) if job["namespaces"] else ()),  # without, it counts all the user's processes
         ("FSIZE", limits["disk_bytes"]),
         ("NOFILE", limits["open_files"]),
         ("CORE", 0),
@@ -240,19 +243,19 @@ def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) 
     if not job["namespaces"]:
         fence(job)
     filter_calls(job)
-    os.execve(job["python"], [job["python"], "-I", "-B", "-c", RUNNER, str(kept)], {"PATH": "/usr/bin", "LC_ALL": "C.UTF-8"})
+    os.execve(job["python"], [job["python"], "-I", "-B", "-c", RUNNER, str(result)], {"PATH": "/usr/bin", "LC_ALL": "C.UTF-8"})
 
 
 class Warden:
-    """Process 1 of the namespace: watches, and ends it."""
+    """Process 1 of the namespace: starts the answer, enforces its limits, and kills it."""
 
     def __init__(self, job: Job, is_root: bool) -> None:
         self.job, self.limits, self.is_root = job, job["limits"], is_root
         self.peak_bytes, self.cpu_s = 0, 0.0
-        self.said, self.told = b"", b""
+        self.stderr, self.echo = b"", b""
 
     def run(self) -> Job:
-        """What came of the answer."""
+        """Runs the answer; returns the fields of `run.Ran`."""
         word_out, word_in = os.pipe()
         result_out, result_in = os.pipe()
         errors_out, errors_in = os.pipe()
@@ -268,21 +271,21 @@ class Warden:
             os._exit(125)
         for each in (word_out, result_in, errors_in):
             os.close(each)
-        outcome = self._watch(answer, began, {result_out: "told", errors_out: "said"})
+        outcome = self._watch(answer, began, {result_out: "echo", errors_out: "stderr"})
         with contextlib.suppress(OSError):
             os.kill(answer, signal.SIGKILL)
             os.waitpid(answer, 0)
-        passed = outcome == "ended" and self.told == self.job["word"].encode()
+        passed = outcome == "ended" and self.echo == self.job["word"].encode()
         return {
             "outcome": "passed" if passed else outcome,
             "wall_s": time.monotonic() - began,
             "cpu_s": self.cpu_s,
             "peak_bytes": self.peak_bytes,
-            "said": self.said.decode(errors="replace")[-MOST_KEPT:],
+            "stderr": self.stderr.decode(errors="replace")[-MOST_KEPT:],
         }
 
     def _watch(self, answer: int, began: float, pipes: dict[int, str]) -> str:
-        """How it ended: "ended", "time", "cpu", "memory"."""
+        """Waits until the answer ends or exceeds a limit; returns "ended", "time", "cpu", "memory" or "disk"."""
         for pipe in pipes:
             os.set_blocking(pipe, False)
         outcome = ""
@@ -310,14 +313,14 @@ class Warden:
             return
         if not data:
             del pipes[pipe]
-        elif pipes[pipe] == "told":
-            self.told = (self.told + data)[:128]
+        elif pipes[pipe] == "echo":
+            self.echo = (self.echo + data)[:128]
         else:
-            self.said = (self.said + data)[-MOST_KEPT:]
+            self.stderr = (self.stderr + data)[-MOST_KEPT:]
 
     @staticmethod
     def _status_of(answer: int) -> int | None:
-        """How it ended; None while it runs. Also takes in orphans."""
+        """Returns the answer's wait status, None while it runs. Also reaps orphaned processes."""
         process, status = -1, 0
         while process:
             process, status = os.waitpid(-1, os.WNOHANG)
@@ -326,7 +329,7 @@ class Warden:
         return None
 
     def _look(self, answer: int) -> None:
-        """Memory and processor time of all processes in here but this one; without namespaces the answer is one process."""
+        """Updates peak memory and CPU time of all processes in the namespace; without namespaces, of the answer's process."""
         num_bytes, ticks = 0, 0
         for name in os.listdir("/proc") if self.job["namespaces"] else (str(answer),):
             if not name.isdecimal() or name == "1":
@@ -336,8 +339,8 @@ class Warden:
                     fields = file.read().rpartition(b")")[2].split()
                 ticks += int(fields[11]) + int(fields[12])
                 with open(f"/proc/{name}/status", "rb") as file:
-                    told = file.read()
-                num_bytes += sum(1024 * int(line.split()[1]) for line in told.splitlines() if line.startswith(OWN))
+                    lines = file.read().splitlines()
+                num_bytes += sum(1024 * int(line.split()[1]) for line in lines if line.startswith(OWN))
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         self.peak_bytes = max(self.peak_bytes, num_bytes)
         self.cpu_s = max(self.cpu_s, ticks / os.sysconf("SC_CLK_TCK") + ended.ru_utime + ended.ru_stime)
@@ -347,7 +350,7 @@ OWN = (b"RssAnon:", b"RssShmem:", b"VmSwap:")
 
 
 def _size_of(folder: str) -> int:
-    """Bytes of all files in it."""
+    """Returns the disk usage of all files in the folder, in bytes."""
     num_bytes = 0
     for path, _, names in os.walk(folder):
         for name in names:
@@ -357,7 +360,7 @@ def _size_of(folder: str) -> int:
 
 
 def warden(job: Job, is_root: bool) -> Job:
-    """In process 1, or in the launcher where there are no namespaces."""
+    """Sets up the answer's folder and runs the answer; called in process 1, or in the launcher without namespaces."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         if job["namespaces"]:
@@ -372,7 +375,7 @@ def warden(job: Job, is_root: bool) -> Job:
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
         return Warden(job, is_root).run()
     except OSError as error:
-        return {"outcome": "setup", "said": str(error)}
+        return {"outcome": "setup", "stderr": str(error)}
 
 
 def main() -> None:
@@ -384,12 +387,11 @@ def main() -> None:
     try:
         enter_namespaces()
     except OSError as error:
-        print(json.dumps({"outcome": "setup", "said": str(error)}))
+        print(json.dumps({"outcome": "setup", "stderr": str(error)}))
         return
     process = os.fork()
     if process == 0:
-        told = json.dumps(warden(job, is_root)).encode()
-        os.write(1, told)
+        os.write(1, json.dumps(warden(job, is_root)).encode())
         os._exit(0)
     os.waitpid(process, 0)
 
