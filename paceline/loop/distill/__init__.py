@@ -1,11 +1,11 @@
-"""From a teacher and its answers to a smaller student, as a library call; `paceline distill` shows what it says.
+"""Distillation of a teacher and its answers into a smaller student, as a library call; `paceline distill` calls it.
 
     from paceline.loop.distill import distill
     from paceline.loop.distill.config import DistillConfig
     result = distill(DistillConfig(out=Path("runs/student"), answers=(Path("runs/answers/answers"),)))
     llm = LLM(str(result.student))
 
-Importing this is quick: PyTorch and TRL come with the call.
+This import is cheap; PyTorch and TRL are imported by the call.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 def distill(config: DistillConfig, *, judges: Sequence[Judge] = (), progress: Progress | None = None) -> DistillResult:
-    """Teach a student, measure it beside its teacher and keep it only if every gate passes; `judges` are gates of one's own.
+    """Trains a student and accepts it if every gate passes; `judges` are additional gates of the caller.
 
-    Goes on where an earlier call with the same folder stopped. A student that is refused comes back with `passed` False, in
-    a folder named `refused`; what an earlier run kept stays as it is. Raises ConfigError, PromptError, TrainingError (its
-    numbers diverged), CacheError, and what reading the models raises.
+    A call with the same folder resumes. A refused student is returned with `passed` False, in the folder `refused`, and an
+    earlier accepted student is unchanged. Raises ConfigError, PromptError, TrainingError (training diverged), CacheError, and
+    the errors of loading models.
     """
     from paceline.loop.distill.run import run
 

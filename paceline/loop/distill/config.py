@@ -1,6 +1,6 @@
-"""What a distillation is asked for: one frozen dataclass per part, checked when it is made. Nothing here needs PyTorch.
+"""Settings of a distillation: frozen dataclasses, validated on creation. Imports no PyTorch.
 
-The options of `paceline distill` are these fields, and their help is the docstring under each field.
+The fields are the options of `paceline distill`, and their docstrings are the help texts.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ SomeSteps = Annotated[int, at_least(1)]
 
 @dataclass(frozen=True, slots=True)
 class StudentConfig:
-    """What the student is before it has learned anything."""
+    """Initialisation of the student."""
 
     layers: Count | None = None
-    """Layers it takes over from the teacher, the first and the last among them [default: two of five]."""
+    """Number of the teacher's layers to copy, including the first and the last [default: two of five]."""
     choice: Literal["influence", "even"] = "influence"
-    """Which layers: influence, those that change most of what passes through them along the answers; even, spread evenly."""
+    """Selection of the layers. influence: those that change the hidden states most along the answers; even: evenly spaced."""
     keep_layers: tuple[int, ...] = ()
-    """Which layers of the teacher it takes over, counted from 0, as 0,3,5."""
+    """Indices of the teacher's layers to copy, counted from 0, as 0,3,5."""
     student: str | None = None
-    """Begin from this smaller model of the family, not from the teacher's layers: folder, GGUF file, built-in name, hub id."""
+    """Start from this smaller model of the family instead of the teacher's layers: folder, GGUF file, built-in name, hub id."""
     freeze_embeddings: bool = True
-    """Leave the embedding (and a head tied to it) as it is: faster, and its stored blocks stay the teacher's."""
+    """Do not train the embedding (and a head tied to it): faster, and its stored blocks stay the teacher's."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -56,44 +56,44 @@ class StudentConfig:
 
 @dataclass(frozen=True, slots=True)
 class TeachingConfig:
-    """How the student learns, and for how long."""
+    """Training of the student: loss, duration, optimiser."""
 
     method: Literal["hard", "soft", "gkd"] = "soft"
-    """hard: the tokens of the teacher's answers (TRL's SFTTrainer). soft: the teacher's log-probabilities of its likeliest
-    tokens, computed once and kept. gkd: its whole distribution, computed at every step (TRL's GKDTrainer), which takes about
-    three times as long."""
+    """hard: the tokens of the teacher's answers (TRL's SFTTrainer). soft: the teacher's top-k log-probabilities, computed once
+    and stored. gkd: its whole distribution, computed at every step (TRL's GKDTrainer), which takes about three times as
+    long."""
     top_k: Annotated[int, at_least(2)] = 32
-    """soft: so many of the teacher's likeliest tokens; all others count as one."""
+    """soft: number of the teacher's top tokens; all others count as one."""
     beta: Share = 0.0
-    """gkd: 0 is the forward divergence, 1 the reverse one, between them the generalised Jensen-Shannon divergence."""
+    """gkd: 0 is the forward KL divergence, 1 the reverse one, between them the generalised Jensen-Shannon divergence."""
     on_policy: Share = 0.0
-    """gkd: share of steps that learn from what the student writes itself."""
+    """gkd: share of steps that train on answers sampled from the student."""
     minutes: Positive | None = None
-    """Train so long, over all resumed parts [default: for the epochs]."""
+    """Minutes of training, over all resumed parts [default: for the epochs]."""
     max_steps: SomeSteps | None = None
-    """Train so many steps at most."""
+    """Largest number of steps."""
     epochs: Positive | None = None
-    """See every answer so many times at most [default: 3; with minutes or steps as often as they allow]."""
+    """Largest number of epochs [default: 3; with minutes or steps as many as they allow]."""
     batch_size: Count = 8
-    """Answers a step."""
+    """Answers per step."""
     micro_batch: Count | None = None
-    """Answers computed together: less memory, the same step [default: the batch]."""
+    """Answers per forward pass: less memory, the same step [default: the batch]."""
     lr: Rate = 1e-3
-    """Highest learning rate of AdamW; it rises over the first twentieth and falls to a tenth along a cosine."""
+    """Peak learning rate of AdamW; linear warmup over 5% of the training, then cosine decay to a tenth."""
     weight_decay: Amount = 0.01
-    """Of AdamW."""
+    """Weight decay of AdamW."""
     max_len: Annotated[int, at_least(8)] = 1024
-    """Longest prompt and answer together, in tokens; answers are cut there."""
+    """Longest prompt plus answer, in tokens; longer answers are truncated."""
     heldout_share: Share = 0.05
-    """Share of the prompts that the student never learns from, and is measured on."""
+    """Share of the prompts held out of training to measure the student."""
     max_heldout: Count = 64
-    """Most of them."""
+    """Largest number of held-out prompts."""
     autocast: bool = True
-    """Multiply in bfloat16; weights and their optimiser stay float32."""
+    """Multiply in bfloat16; weights and optimiser state stay float32."""
     checkpoint_minutes: Positive = 5.0
-    """Between two checkpoints; SIGTERM writes one, too."""
+    """Minutes between two checkpoints; SIGTERM also writes one."""
     seed: Whole = 0
-    """Order of the answers."""
+    """Seed of the order of the answers."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -109,26 +109,26 @@ class TeachingConfig:
 
     @property
     def most_epochs(self) -> float:
-        """How often every answer is seen at most."""
+        """Largest number of epochs, with the default resolved."""
         return self.epochs or (MANY_EPOCHS if self.minutes or self.max_steps else DEFAULT_EPOCHS)
 
     @property
     def together(self) -> int:
-        """Answers in one pass forward and back."""
+        """Answers per forward and backward pass."""
         return self.micro_batch or self.batch_size
 
 
 @dataclass(frozen=True, slots=True)
 class GateConfig:
-    """What the student must reach on held-out prompts to be kept."""
+    """Thresholds on held-out prompts that the student must reach to be accepted."""
 
     least_agreement: Share = 0.9
-    """Share of the teacher's tokens that the student says too, read along the teacher's answers: the lower end of its 95%
-    interval over prompts must reach this."""
+    """Least share of positions along the teacher's answers at which the student's top token is the teacher's; the low end of
+    the 95% interval over prompts must reach it."""
     least_fields: Share = 0.98
-    """Where the teacher answers with JSON objects: share of their fields that are the same in the student's own answers."""
+    """If the teacher answers with JSON objects: least share of their fields that are equal in the student's own answers."""
     num_answers: Whole = 40
-    """Held-out prompts that the student answers itself, in the engine; 0 for none."""
+    """Held-out prompts that the student answers by itself; 0 for none."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -136,25 +136,25 @@ class GateConfig:
 
 @dataclass(frozen=True, slots=True)
 class FilesConfig:
-    """In which forms the student is kept."""
+    """Output formats of the student."""
 
     save_dtype: Annotated[str, ("bfloat16", "float32")] = "bfloat16"
-    """Of the Transformers folder."""
+    """Dtype of the Transformers folder."""
     gguf: Annotated[str, ("auto", "none", "q8_0", "q4_1", "bf16", "f32")] = "auto"
-    """Also a GGUF file with matrices in these blocks, of which the gate then judges; it needs a teacher in a GGUF file, whose
-    tokenizer it copies. For q4_1 it learns with its matrices rounded so. auto: q4_1 for such a teacher, else none."""
+    """Also write a GGUF file with matrices in this format, which the gates then test; needs a teacher in a GGUF file, whose
+    tokenizer is copied. q4_1 uses quantisation-aware training. auto: q4_1 for such a teacher, else none."""
     embedding_format: Annotated[str, ("same", "q8_0", "q4_1", "bf16", "f32")] = "same"
-    """Of the embedding and the head in the GGUF file: same keeps the teacher's stored blocks where they are frozen."""
+    """Format of the embedding and the head in the GGUF file; same keeps the teacher's stored blocks where they are frozen."""
 
 
 @dataclass(frozen=True, slots=True)
 class DistillConfig:
-    """What `distill` does: a teacher's answers become a student in a folder."""
+    """Settings of `distill`."""
 
     out: Path
-    """Run folder; the same command again goes on where it stopped."""
+    """Run folder; the same command resumes a stopped run."""
     teacher: EngineConfig = field(default_factory=EngineConfig)
-    """The model that is to be made smaller."""
+    """The model to distil."""
     answers: tuple[Path, ...] = ()
     """The teacher's answers, or traces: a folder or file of regenerate, serve --traces or record."""
     asked: PromptsConfig = field(default_factory=PromptsConfig)
@@ -165,7 +165,7 @@ class DistillConfig:
     files: FilesConfig = field(default_factory=FilesConfig)
 
     def require_answers(self) -> None:
-        """Raises ConfigError where there is nothing to learn from."""
+        """Raises ConfigError without answers and prompts."""
         refuse(
             ConfigError,
             (

@@ -1,7 +1,7 @@
-"""How much each layer of a model changes what passes through it, along the answers of an application.
+"""Measures each layer's influence along answers, to select the layers of a student.
 
-influence of layer l = 1 - mean over the answers' tokens of cos(what goes in, what comes out): ShortGPT's block influence
-(arXiv 2403.03853, section 3.1). Layers that change little are those whose loss is soonest made good.
+influence of layer l = 1 - mean over the answers' tokens of cos(input, output): ShortGPT's block influence (arXiv 2403.03853,
+section 3.1). A model recovers fastest from the removal of layers with low influence.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from paceline.model.target import ForwardBatch
 from paceline.train.documents.dataset import Document
 
 NUM_DOCUMENTS = 4
-"""Answers that are looked at: some hundred tokens decide the order of most layers."""
+"""Answers measured; a few hundred tokens suffice to rank most layers."""
 
 
 @torch.inference_mode()
 def influences(llm: LLM, documents: Sequence[Document]) -> list[float]:
-    """Of each layer; infinite for the first and the last, which every student keeps."""
+    """Returns the influence of each layer; infinite for the first and the last, which every student copies."""
     target = llm.target
     num_layers = target.num_layers
     if num_layers < 3:
@@ -43,6 +43,6 @@ def influences(llm: LLM, documents: Sequence[Document]) -> list[float]:
     return [float("inf"), *(sums / num_tokens).tolist(), float("inf")]
 
 
-def most_influential(found: Sequence[float], kept: int) -> tuple[int, ...]:
-    """So many layers, in their order; of equal ones the first."""
-    return tuple(sorted(sorted(range(len(found)), key=lambda layer: (-found[layer], layer))[:kept]))
+def most_influential(influence: Sequence[float], number: int) -> tuple[int, ...]:
+    """Returns the `number` layers of the highest influence in ascending order; ties go to the lower layer."""
+    return tuple(sorted(sorted(range(len(influence)), key=lambda layer: (-influence[layer], layer))[:number]))

@@ -1,9 +1,9 @@
-"""What a distillation will take, before any of it is done: a training step of the student timed here, with random weights.
+"""Estimates the time and memory of a distillation by timing a few steps; writes nothing to the run folder.
 
-    price(config, progress).text
+    price(config).text
 
-Nothing is written into the run's folder. The student of this shape computes two steps of real answers; the teacher reads four
-of them, where the method needs it. What remains are products.
+A randomly initialised student of the requested shape trains TIMED steps on real answers, and the teacher reads READ answers;
+the rest is multiplication.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from paceline.loop.distill.reading import Reader
 from paceline.loop.distill.start import check_layers, check_same_words, num_kept, num_weights
 from paceline.model import checkpoint
 from paceline.model.gguf.to_folder import config_json_of
-from paceline.train.documents.dataset import Document, read_corpus
+from paceline.train.documents.dataset import Corpus, Document, read_corpus
 
 TIMED, READ = 2, 4
 BYTES_A_WEIGHT, BYTES_FROZEN = 16, 4
-"""In training: the weight, its gradient and two averages in float32."""
+"""Training memory per trained weight (weight, gradient, two Adam moments in float32) and per frozen weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What was found, and in words."""
+    """The estimate, as text and as figures."""
 
     text: str
     figures: dict[str, Any]
 
 
 def price(config: DistillConfig) -> Price:
-    """Raises ConfigError and PromptError as the run would, ConfigError where no answers are there to be timed."""
+    """Estimates a run. Raises ConfigError without answers to time, and ConfigError and PromptError as the run would."""
     if not config.answers:
         raise ConfigError(
             "a dry run times steps on answers: make them first with paceline regenerate, and give --answers FOLDER"
@@ -58,17 +58,17 @@ def price(config: DistillConfig) -> Price:
     shape = checkpoint.load_config(teacher)
     if config.student.student:
         source = resolve(config.student.student)
-        ours, raw = check_same_words(source, teacher), config_json_of(source)
+        smaller, raw = check_same_words(source, teacher), config_json_of(source)
     else:
         layers = num_kept(config.student, shape.num_layers)
-        ours, raw = replace(shape, num_layers=layers), config_json_of(teacher) | {"num_hidden_layers": layers}
+        smaller, raw = replace(shape, num_layers=layers), config_json_of(teacher) | {"num_hidden_layers": layers}
     step_s = _step_seconds(config, raw, corpus.train)
     read_s = _read_seconds(config, teacher, corpus.train)
-    return _told(config, corpus.train, (num_weights(shape), num_weights(ours)), step_s, read_s, len(corpus.heldout))
+    return _estimate(config, corpus, (num_weights(shape), num_weights(smaller)), step_s, read_s)
 
 
 def _step_seconds(config: DistillConfig, raw: dict[str, Any], documents: Sequence[Document]) -> float:
-    """Of one step of the student, of this shape and with random weights, on answers of middling length."""
+    """Seconds of one training step of a randomly initialised student, on copies of the answer of median length."""
     import transformers
 
     teaching = config.teaching
@@ -78,12 +78,12 @@ def _step_seconds(config: DistillConfig, raw: dict[str, Any], documents: Sequenc
     model = transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
     if config.student.freeze_embeddings:
         model.get_input_embeddings().weight.requires_grad_(False)
-    middling = sorted(documents, key=len)[len(documents) // 2]
-    ids_BT = torch.from_numpy(middling.tokens).long().repeat(teaching.together, 1)
-    columns = torch.arange(max(1, middling.answer_start) - 1, len(middling) - 1)
+    median = sorted(documents, key=len)[len(documents) // 2]
+    ids_BT = torch.from_numpy(median.tokens).long().repeat(teaching.together, 1)
+    columns = torch.arange(max(1, median.answer_start) - 1, len(median) - 1)
     began = 0.0
     for number in range(1 + TIMED):
-        began = time.perf_counter() if number == 1 else began  # the first one prepares
+        began = time.perf_counter() if number == 1 else began  # the first step is a warm-up
         with torch.autocast("cpu", torch.bfloat16, enabled=teaching.autocast):
             logits_BNV = model(ids_BT, logits_to_keep=columns, use_cache=False).logits
         logits_BNV.float().log_softmax(-1)[..., 0].mean().backward()
@@ -91,7 +91,7 @@ def _step_seconds(config: DistillConfig, raw: dict[str, Any], documents: Sequenc
 
 
 def _read_seconds(config: DistillConfig, teacher: Path, documents: Sequence[Document]) -> float:
-    """Of the teacher's reading of one answer; the beginnings that answers share are read once."""
+    """Seconds for the teacher to read one answer, without the prefix that answers share."""
     settings = replace(config.teacher, model=str(teacher), drafter="none", max_len=config.teaching.max_len, max_batch=1)
     reader = Reader(LLM.of(settings), config.teaching.top_k)
     reader.read(documents[0])
@@ -101,20 +101,15 @@ def _read_seconds(config: DistillConfig, teacher: Path, documents: Sequence[Docu
     return (time.perf_counter() - began) / READ
 
 
-def _told(
-    config: DistillConfig,
-    documents: Sequence[Document],
-    weights: tuple[tuple[int, int], tuple[int, int]],
-    step_s: float,
-    read_s: float,
-    num_heldout: int,
+def _estimate(
+    config: DistillConfig, corpus: Corpus, weights: tuple[tuple[int, int], tuple[int, int]], step_s: float, read_s: float
 ) -> Price:
-    teaching = config.teaching
+    teaching, documents, num_heldout = config.teaching, corpus.train, len(corpus.heldout)
     by_epochs = max(1, round(teaching.most_epochs * len(documents) / teaching.batch_size))
     whole = min(by_epochs, teaching.max_steps or by_epochs)
     steps = whole if teaching.minutes is None else min(whole, max(1, int(60 * teaching.minutes / step_s)))
     if teaching.method == "gkd":
-        step_s *= 1 + sum(weights[0]) / sum(weights[1]) / 3  # the teacher's pass besides, a third of forward and back
+        step_s *= 1 + sum(weights[0]) / sum(weights[1]) / 3  # plus the teacher's pass, a third of forward and backward
     num_read = num_heldout + (len(documents) if teaching.method == "soft" else 0)
     (layers, ends), (own_layers, own_ends) = weights
     share = (own_layers + own_ends) / (layers + ends)

@@ -1,14 +1,14 @@
-"""Models read along the teacher's answers: log-probabilities of each token, and the likeliest ones, kept on disk.
+"""Computes a model's top-k log-probabilities along the teacher's answers, and stores them.
 
     top-k/train-00003.safetensors     ids [N, K], logprobs [N, K], own [N], counts [D] of 128 documents' answers
 
-`Reader(llm, k).read(document)` is one document; what it shares with the one before, such as a system message, is not computed
-again. The native pass computes what the engine serves, so a teacher in quantised blocks is read as it is.
+`Reader(llm, k).read(document)` reuses the cached prefix shared with the previous document, such as a system message. It runs
+the engine's own forward pass, so a quantised teacher is read as it is served.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,24 +26,24 @@ from paceline.runs.folder import whole_file
 from paceline.train.documents.dataset import Document
 
 CHUNK = 256
-"""Positions of a pass."""
+"""Positions per forward pass."""
 AT_ONCE = 128
-"""Documents of a file."""
+"""Documents per file."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a model says along an answer of N tokens."""
+class AnswerLogprobs:
+    """A model's log-probabilities along an answer of N tokens."""
 
     ids_NK: NDArray[np.int32]
-    """The likeliest tokens first."""
+    """Top-k tokens, most probable first."""
     logprobs_NK: NDArray[np.float32]
     own_N: NDArray[np.float32]
-    """Log-probability of the answer's own token."""
+    """Log-probabilities of the answer's tokens."""
 
 
 class Reader:
-    """Reads documents with the target of an engine that is idle."""
+    """Reads documents with the target of an idle engine."""
 
     def __init__(self, llm: LLM, top_k: int) -> None:
         self._target, self._top_k = llm.target, min(top_k, llm.target.vocab_size)
@@ -53,25 +53,25 @@ class Reader:
         self._row, self._cached = row, list[int]()
 
     def close(self) -> None:
-        """Give the cache's row back."""
+        """Free the cache row."""
         self._target.cache.rollback([self._row], [0])
         self._target.cache.free(self._row)
 
     @torch.inference_mode()
-    def read(self, document: Document) -> Told:
-        """Raises NumericsError where the model's numbers are not finite."""
+    def read(self, document: Document) -> AnswerLogprobs:
+        """Computes the log-probabilities along one document's answer. Raises NumericsError if one is not finite."""
         tokens, first = document.tokens.tolist(), max(1, document.answer_start)
         common = _num_common(self._cached, tokens[: first - 1])
         self._target.cache.rollback([self._row], [common])
         for start in range(common, first - 1, CHUNK):
             part = tokens[start : min(start + CHUNK, first - 1)]
             self._target.forward(ForwardBatch([self._row], [start], [len(part)], part, "none"))
-        told = [self._answer(tokens, start) for start in range(first - 1, len(tokens) - 1, CHUNK)]
+        chunks = [self._answer(tokens, start) for start in range(first - 1, len(tokens) - 1, CHUNK)]
         self._cached = tokens[:-1]
-        made = Told(*(np.concatenate(each) for each in zip(*told, strict=True)))
-        if not np.isfinite(made.own_N).all():
+        logprobs = AnswerLogprobs(*(np.concatenate(arrays) for arrays in zip(*chunks, strict=True)))
+        if not np.isfinite(logprobs.own_N).all():
             raise NumericsError(f"the model's numbers are not finite at {document.key}: use another checkpoint")
-        return made
+        return logprobs
 
     def _answer(self, tokens: list[int], start: int) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
         part = tokens[start : min(start + CHUNK, len(tokens) - 1)]
@@ -89,47 +89,44 @@ def _num_common(before: list[int], now: list[int]) -> int:
     return int(differs[0]) if len(differs) else most
 
 
-def read_all(reader: Reader, documents: Sequence[Document], what: str, progress: Progress) -> list[Told]:
-    """Of every document, in order."""
-    found: list[Told] = []
-    with progress.bar(what, len(documents)) as advance:
-        for document in documents:
-            found.append(reader.read(document))
-            advance(what)
-    return found
+def read_all(reader: Reader, documents: Sequence[Document], advance: Callable[[str], object]) -> list[AnswerLogprobs]:
+    """Reads documents in order; calls `advance` after each."""
+    logprobs: list[AnswerLogprobs] = []
+    for document in documents:
+        logprobs.append(reader.read(document))
+        advance("reading")
+    return logprobs
 
 
 class Stored:
-    """What a teacher said along documents, in files of a folder; those that are there are not read again."""
+    """A teacher's log-probabilities along documents, in the files of a folder; existing files are not computed again."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
 
     def missing(self, documents: Sequence[Document]) -> list[int]:
-        """First documents of the files that are not there."""
+        """Returns the index of the first document of each missing file."""
         return [start for start in range(0, len(documents), AT_ONCE) if not self._file(start).is_file()]
 
     def write(self, reader: Reader, documents: Sequence[Document], progress: Progress) -> None:
-        """Read what is missing. Raises CacheError when the disk refuses."""
-        starts, what = self.missing(documents), "the teacher reads its answers"
-        with progress.bar(what, sum(len(documents[start : start + AT_ONCE]) for start in starts)) as advance:
+        """Computes and writes the missing files. Raises CacheError when the disk cannot be written."""
+        starts = self.missing(documents)
+        total = sum(len(documents[start : start + AT_ONCE]) for start in starts)
+        with progress.bar("the teacher reads its answers", total) as advance:
             for start in starts:
-                told: list[Told] = []
-                for document in documents[start : start + AT_ONCE]:
-                    told.append(reader.read(document))
-                    advance(what)
+                logprobs = read_all(reader, documents[start : start + AT_ONCE], advance)
                 arrays = {
-                    "ids": np.concatenate([each.ids_NK for each in told]),
-                    "logprobs": np.concatenate([each.logprobs_NK for each in told]),
-                    "own": np.concatenate([each.own_N for each in told]),
-                    "counts": np.array([len(each.own_N) for each in told], dtype=np.int64),
+                    "ids": np.concatenate([each.ids_NK for each in logprobs]),
+                    "logprobs": np.concatenate([each.logprobs_NK for each in logprobs]),
+                    "own": np.concatenate([each.own_N for each in logprobs]),
+                    "counts": np.array([len(each.own_N) for each in logprobs], dtype=np.int64),
                 }
                 with whole_file(self._file(start), "free space, then run the same command") as scratch:
                     save_file(arrays, scratch)
 
-    def load(self, documents: Sequence[Document]) -> list[Told]:
-        """Of every document, in order. Raises CacheError where files are damaged or of other documents."""
-        found: list[Told] = []
+    def load(self, documents: Sequence[Document]) -> list[AnswerLogprobs]:
+        """Loads every document's log-probabilities, in order. Raises CacheError on damaged files or other documents'."""
+        logprobs: list[AnswerLogprobs] = []
         caught = (OSError, SafetensorError, KeyError)
         for start in range(0, len(documents), AT_ONCE):
             with reraised(CacheError, f"{self._file(start)} cannot be read", "delete it, then run the same command", *caught):
@@ -139,8 +136,8 @@ class Stored:
             if arrays["counts"].tolist() != expected:
                 raise CacheError(f"{self._file(start)} is of other answers: delete {self._folder}, then run the same command")
             for first, end in zip([0, *ends[:-1]], ends, strict=True):
-                found.append(Told(arrays["ids"][first:end], arrays["logprobs"][first:end], arrays["own"][first:end]))
-        return found
+                logprobs.append(AnswerLogprobs(*(arrays[name][first:end] for name in ("ids", "logprobs", "own"))))
+        return logprobs
 
     def _file(self, start: int) -> Path:
         return self._folder / f"{self._name}-{start // AT_ONCE:05d}.safetensors"

@@ -1,9 +1,8 @@
-"""Training for blocks of four bits: the student computes with weights as they will be stored, and learns behind them.
+"""Quantisation-aware training for Q4_1: the student computes with its matrices rounded as they will be stored.
 
-Q4_1 holds 32 weights of a row as codes 0 to 15, with a scale and a minimum in float16. A student that begins with weights read
-from such blocks moves them by less than half a step while it learns, and rounding them afterwards would undo most of what it
-has learned. So every product is made with the rounded matrix, and the gradient goes to the exact one as if nothing had been
-rounded (the straight-through estimator, arXiv 1308.3432).
+Q4_1 stores 32 weights of a row as codes 0 to 15, with a scale and a minimum in float16. Training moves weights by less than
+half a quantisation step, so rounding afterwards would undo most of it. Every product therefore uses the rounded matrix, and the
+gradient is passed to the exact one unchanged (the straight-through estimator, arXiv 1308.3432).
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ BLOCK, TOP = 32, 15
 
 
 def q4_1(weight: Tensor) -> Tensor:
-    """The numbers that `gguf.quantize` stores of a matrix whose rows are whole blocks, dequantised."""
+    """Quantises to Q4_1 and dequantises, as `gguf.quantize` does; the row length must be a multiple of 32."""
     blocks = weight.detach().float().reshape(-1, BLOCK)
     low, high = blocks.aminmax(dim=-1, keepdim=True)
     scale = (high - low) / TOP
     inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
     codes = (blocks - low).mul_(inverse).add_(0.5).floor_().clamp_(0, TOP)
-    made = codes.mul_(scale.half().float()).add_(low.half().float())
-    return made.reshape(weight.shape).to(weight.dtype)
+    rounded = codes.mul_(scale.half().float()).add_(low.half().float())
+    return rounded.reshape(weight.shape).to(weight.dtype)
 
 
 class _Through(torch.autograd.Function):
-    """Rounded forward, untouched backward."""
+    """Straight-through estimator: rounds forward, identity backward."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -40,7 +39,7 @@ class _Through(torch.autograd.Function):
 
 
 class _Product:
-    """Takes the place of a linear layer's forward; the matrix is rounded once for each of its values."""
+    """Replaces a linear layer's forward; rounds the matrix once per weight update."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self._layer, self._version, self._rounded = layer, -1, None
@@ -54,19 +53,19 @@ class _Product:
 
 
 def matrices(model: nn.Module) -> list[nn.Linear]:
-    """Those of a causal model's layers that can be stored in blocks: without the head."""
-    found = [each for name, each in model.named_modules() if isinstance(each, nn.Linear) and ".layers." in f".{name}."]
-    return [each for each in found if each.in_features % BLOCK == 0]
+    """Returns the linear layers of a causal model that can be stored in blocks; excludes the head."""
+    linear = [each for name, each in model.named_modules() if isinstance(each, nn.Linear) and ".layers." in f".{name}."]
+    return [each for each in linear if each.in_features % BLOCK == 0]
 
 
 def compute_rounded(model: nn.Module) -> None:
-    """From now on the model computes with rounded matrices. Names of parameters stay."""
+    """Makes the model compute with rounded matrices. Parameter names do not change."""
     for layer in matrices(model):
         layer.forward = _Product(layer)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @torch.no_grad()
-def settle(model: nn.Module) -> None:
-    """The matrices become their rounded values."""
+def round_weights(model: nn.Module) -> None:
+    """Replaces the matrices by their rounded values."""
     for layer in matrices(model):
         layer.weight.copy_(q4_1(layer.weight))

@@ -1,11 +1,11 @@
-"""The run `distill`: a teacher's answers in, a student out. Stages, each resumed where a killed run left it:
+"""The run `distill`: trains a student on a teacher's answers. Stages, each resumed after a killed run:
 
-regenerate   runs/x/regenerate/answers/   the teacher answers the prompts, where no answers were given
-start        runs/x/start/                the student before it learned: some of the teacher's layers
-top-k        runs/x/top-k/                what the teacher says along its answers (reading.py)
-train        runs/x/checkpoints/          by TRL (teach.py)
-gate         runs/x/candidate/            the student in its forms, measured (gate.py)
-             runs/x/student/, student.gguf     kept; or runs/x/refused/, refused.gguf
+regenerate   runs/x/regenerate/answers/   the teacher answers the prompts, if prompts were given
+start        runs/x/start/                the untrained student: some of the teacher's layers
+top-k        runs/x/top-k/                the teacher's log-probabilities along its answers (reading.py)
+train        runs/x/checkpoints/          training by TRL (teach.py)
+gate         runs/x/candidate/            the student in its output formats, measured (gate.py)
+             runs/x/student/, student.gguf     accepted; or runs/x/refused/, refused.gguf
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.engine.llm import LLM
 from paceline.errors import CacheError, PromptError, reraised
 from paceline.hub import resolve
 from paceline.loop.distill.config import DistillConfig
-from paceline.loop.distill.gate import Agreement, Finding, Judge, OwnAnswers, Seat
+from paceline.loop.distill.gate import Agreement, Finding, GateInputs, Judge, OwnAnswers
 from paceline.loop.distill.influence import influences
 from paceline.loop.distill.reading import Reader, Stored, read_all
 from paceline.loop.distill.start import num_weights, write_start
@@ -39,36 +39,36 @@ from paceline.train.answers.run_identity import check_same_run
 from paceline.train.config import RegenerateConfig
 from paceline.train.documents.dataset import Corpus, Document, check_answers, check_vocabulary, read_corpus
 
-KEPT, REFUSED, CANDIDATE = "student", "refused", "candidate"
+ACCEPTED, REFUSED, CANDIDATE = "student", "refused", "candidate"
 RESULT = "distilled.json"
 LENGTH = ("minutes", "max_steps", "epochs", "checkpoint_minutes", "micro_batch")
-"""A resumed run may be asked for more of these."""
+"""Fields of `TeachingConfig` that may change when a run is resumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class DistillResult:
-    """What came of it."""
+    """Result of a distillation."""
 
     run: Path
     student: Path
-    """The Transformers folder: in `student` when it was kept, in `refused` when not."""
+    """The Transformers folder: `student` if it was accepted, else `refused`."""
     gguf: Path | None
     passed: bool
     reason: str
     layers: tuple[int, ...]
-    """Of the teacher; none for a student that was a model before."""
+    """Indices of the copied teacher layers; empty for a student that started from a smaller model."""
     steps: int
     minutes: float
-    """Of training."""
+    """Minutes of training."""
     findings: tuple[Finding, ...] = ()
     weights: dict[str, int] = field(default_factory=dict)
-    """That a pass reads, of teacher and student."""
+    """Number of weights read per forward pass, of "teacher" and "student"."""
 
 
 def run(config: DistillConfig, judges: Sequence[Judge], progress: Progress) -> DistillResult:
-    """As `paceline.loop.distill.distill`."""
+    """Implements `paceline.loop.distill.distill`."""
     config.require_answers()
-    import paceline.loop.distill.teach as teach  # says what to install before anything is computed
+    import paceline.loop.distill.teach as teach  # raises before any computation if TRL is not installed
 
     with only_run(config.out, "distilling", Ranks(), progress.say), stopped_by_signal(progress.say) as stop:
         return _Stages(config, judges, progress, stop, teach).run()
@@ -89,35 +89,35 @@ class _Stages:
         if layers:
             self.progress.say(f"the student begins with the teacher's layers {', '.join(map(str, layers))}")
         self._read_teacher(corpus)
-        taught = self._train(corpus, folder)
-        student, gguf = self._forms()
+        trained = self._train(corpus, folder)
+        student, gguf = self._write_candidate()
         findings = self._judge(corpus, gguf or student)
         passed = all(each.passed for each in findings)
         reason = "; ".join(each.reason for each in findings if passed or not each.passed)
         self._show(findings)
-        student, gguf = self._settle(passed, student, gguf)
+        student, gguf = self._rename(passed, student, gguf)
         weights = {
-            name: sum(num_weights(checkpoint.load_config(at))) for name, at in (("teacher", self.teacher), (KEPT, student))
+            name: sum(num_weights(checkpoint.load_config(at))) for name, at in (("teacher", self.teacher), ("student", student))
         }
-        minutes = taught.seconds / 60
-        made = DistillResult(
-            self.config.out, student, gguf, passed, reason, layers, taught.steps, minutes, tuple(findings), weights
+        minutes = trained.seconds / 60
+        result = DistillResult(
+            self.config.out, student, gguf, passed, reason, layers, trained.steps, minutes, tuple(findings), weights
         )
-        folder.results(plain(asdict(made)), RESULT)
-        self._say(made)
-        return made
+        folder.results(plain(asdict(result)), RESULT)
+        self._say(result)
+        return result
 
     def _open(self) -> RunFolder:
-        """Raises ConfigError where the folder was begun with other settings."""
-        asked = plain(asdict(self.config))
+        """Creates or reopens the run folder. Raises ConfigError if it was started with other settings."""
+        settings = plain(asdict(self.config))
         for name in LENGTH:
-            asked["teaching"].pop(name)
+            settings["teaching"].pop(name)
         for part in ("out", "gate"):
-            asked.pop(part)
+            settings.pop(part)
         if (self.config.out / "config.json").is_file():
-            check_same_run(self.config.out, "distill", asked)
+            check_same_run(self.config.out, "distill", settings)
         else:
-            RunFolder.create("distill", {"distill": asked}, self.config.out)
+            RunFolder.create("distill", {"distill": settings}, self.config.out)
         return RunFolder.open(self.config.out)
 
     def _answers(self) -> list[Path]:
@@ -144,7 +144,7 @@ class _Stages:
         return corpus
 
     def _read_teacher(self, corpus: Corpus) -> None:
-        """What the teacher says along held-out answers, and for soft along all of them."""
+        """Stores the teacher's log-probabilities along held-out answers and, for soft, training answers."""
         wanted: list[tuple[Stored, Sequence[Document]]] = [(self._stored("heldout"), corpus.heldout)]
         if self.config.teaching.method == "soft":
             wanted.append((self._stored("train"), corpus.train))
@@ -172,24 +172,29 @@ class _Stages:
             if not (teacher / LAST_FILE).is_file():
                 shutil.rmtree(teacher, ignore_errors=True)
                 write_folder(self.teacher, teacher)
-        told = self._stored("train").load(corpus.train) if config.teaching.method == "soft" else None
-        in_blocks, words = self._form == "q4_1", config.files.embedding_format == "q4_1"
-        freeze = config.student.freeze_embeddings
-        lesson = self.teach.Lesson(
-            out / "start", teacher, corpus.train, told, out / "checkpoints", freeze, in_blocks, in_blocks and words
+        logprobs = self._stored("train").load(corpus.train) if config.teaching.method == "soft" else None
+        q4_1 = self._gguf_format == "q4_1"
+        inputs = self.teach.TrainingInputs(
+            start=out / "start",
+            teacher=teacher,
+            documents=corpus.train,
+            logprobs=logprobs,
+            out=out / "checkpoints",
+            freeze=config.student.freeze_embeddings,
+            blocks=q4_1,
+            round_embedding=q4_1 and config.files.embedding_format == "q4_1",
         )
-        return self.teach.teach(lesson, config.teaching, out / "trained", self.stop, folder, self.progress)
+        return self.teach.teach(inputs, config.teaching, out / "trained", self.stop, folder, self.progress)
 
     @property
-    def _form(self) -> str:
-        """Of the GGUF file, none for none."""
-        asked = self.config.files.gguf
-        if asked != "auto":
-            return asked
+    def _gguf_format(self) -> str:
+        """Format of the GGUF file, with auto resolved; "none" for no file."""
+        if self.config.files.gguf != "auto":
+            return self.config.files.gguf
         return "q4_1" if is_gguf(self.teacher) and not self.config.student.student else "none"
 
-    def _forms(self) -> tuple[Path, Path | None]:
-        """The trained student as a folder and, where asked for, as a GGUF file."""
+    def _write_candidate(self) -> tuple[Path, Path | None]:
+        """Writes the trained student as a folder and, if configured, as a GGUF file."""
         config, out = self.config, self.config.out
         folder, trained = out / CANDIDATE, out / "trained"
         with reraised(CacheError, f"cannot write {folder}", "free space", OSError):
@@ -197,44 +202,45 @@ class _Stages:
         shape = checkpoint.load_config(trained)
         tensors = checkpoint.check_tensors(shape, checkpoint.load_tensors(trained), trained)
         write_model(folder, checkpoint.config_json(out / "start"), tensors, out / "start", config.files.save_dtype)
-        form = self._form
-        if form == "none":
+        if self._gguf_format == "none":
             return folder, None
         like = resolve(config.student.student) if config.student.student else self.teacher
         embedding = None if config.files.embedding_format == "same" else config.files.embedding_format
-        return folder, write_gguf(trained, like, out / f"{CANDIDATE}.gguf", form, embedding)
+        return folder, write_gguf(trained, like, out / f"{CANDIDATE}.gguf", self._gguf_format, embedding)
 
     def _judge(self, corpus: Corpus, student: Path) -> list[Finding]:
         documents, top_k = corpus.heldout, self.config.teaching.top_k
-        read = []
+        logprobs = []
         for model, what in ((self.config.out / "start", "before learning"), (student, "the student reads")):
             llm = self._load(model)
             reader = Reader(llm, top_k)
-            read.append(read_all(reader, documents, what, self.progress))
+            with self.progress.bar(what, len(documents)) as advance:
+                logprobs.append(read_all(reader, documents, advance))
             reader.close()
-        seat = Seat(llm, documents, self._stored("heldout").load(documents), read[1], read[0], self.progress)
+        teacher = self._stored("heldout").load(documents)
+        inputs = GateInputs(llm, documents, teacher, logprobs[1], logprobs[0], self.progress)
         gate = self.config.gate
         judges: list[Judge] = [Agreement(gate), *([OwnAnswers(gate)] if gate.num_answers else []), *self.judges]
         findings: list[Finding] = []
         for judge in judges:
-            findings.append(judge(seat))
+            findings.append(judge(inputs))
             if not findings[-1].passed:
-                break  # what follows costs time and changes nothing
+                break  # further gates would not change the result
         return findings
 
-    def _settle(self, passed: bool, folder: Path, gguf: Path | None) -> tuple[Path, Path | None]:
-        """Give the candidate its name. One that is refused takes no student's place."""
-        name, out = KEPT if passed else REFUSED, self.config.out
+    def _rename(self, passed: bool, folder: Path, gguf: Path | None) -> tuple[Path, Path | None]:
+        """Renames the candidate to `student`, or to `refused`, replacing an earlier one of that name."""
+        name, out = ACCEPTED if passed else REFUSED, self.config.out
         before = out / f".{name}-before"
         with reraised(CacheError, f"cannot write {out / name}", "free space", OSError):
             shutil.rmtree(before, ignore_errors=True)
             if (out / name).is_dir():
                 (out / name).rename(before)
-            settled = folder.rename(out / name)
+            renamed = folder.rename(out / name)
             file = gguf.replace(out / f"{name}.gguf") if gguf else None
             sync(out)
             shutil.rmtree(before, ignore_errors=True)
-        return settled, file
+        return renamed, file
 
     def _show(self, findings: Sequence[Finding]) -> None:
         columns = [
@@ -244,12 +250,13 @@ class _Stages:
         ]
         self.progress.table(Table(columns, findings, title="Gates, on prompts that the student never saw"))
 
-    def _say(self, made: DistillResult) -> None:
-        served = made.gguf or made.student
-        if not made.passed:
-            self.progress.say(f"REFUSED: {made.reason}. It lies in {served}; nothing else was touched")
+    def _say(self, result: DistillResult) -> None:
+        served = result.gguf or result.student
+        if not result.passed:
+            self.progress.say(f"REFUSED: {result.reason}. It lies in {served}; nothing else was touched")
             return
+        share = result.weights["student"] / result.weights["teacher"]
         self.progress.say(
-            f"student: {served}, {made.weights[KEPT] / made.weights['teacher']:.0%} of the teacher's weights; its drafter: "
-            f"paceline train --target {served} --prompts PROMPTS --out {made.run / 'drafter-run'}"
+            f"student: {served}, {share:.0%} of the teacher's weights; its drafter: "
+            f"paceline train --target {served} --prompts PROMPTS --out {result.run / 'drafter-run'}"
         )

@@ -1,10 +1,10 @@
-"""The student's training, by TRL's trainers: SFTTrainer on answers, or on a teacher's kept log-probabilities; GKDTrainer.
+"""Trains the student with TRL: SFTTrainer on answers or on a teacher's stored log-probabilities, or GKDTrainer.
 
-    checkpoints/checkpoint-000120/     TRL's own: weights, optimiser, schedule, random numbers, trainer_state.json last
-    checkpoints/clock.json             seconds of training at each checkpoint that is there
+    checkpoints/checkpoint-000120/     TRL's checkpoint: weights, optimiser, schedule, random state, trainer_state.json last
+    checkpoints/clock.json             seconds of training at each checkpoint
 
-TRL computes, steps, saves and resumes; ours are the documents it gets, the clock, the loss on kept log-probabilities and,
-on a CPU, the head at the answers' positions alone, which TRL's fused head would compute at all of them.
+TRL runs, saves and resumes the training. This module adds the documents, the clock, the loss on stored log-probabilities and,
+on a CPU, logits at the answers' positions only, where TRL computes them at all positions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from paceline.errors import CacheError, ConfigError, TrainingError, needing, reraised
 from paceline.loop.distill import rounding
 from paceline.loop.distill.config import TeachingConfig
-from paceline.loop.distill.reading import Told
+from paceline.loop.distill.reading import AnswerLogprobs
 from paceline.report.tables import Progress
 from paceline.runs.folder import RunFolder, write_whole
 from paceline.runs.stopping import Stop
@@ -36,12 +36,12 @@ from paceline.train.documents.dataset import Document
 
 IGNORED = -100
 WARMUP, FLOOR = 0.05, 0.1
-"""Share of the training in which the learning rate rises; what is left of it at the end."""
+"""Share of the training with rising learning rate; final learning rate as a share of the peak."""
 CLOCK = "clock.json"
 LEAST_SHARED = 16
-"""Tokens that all rows of a batch begin with, from which on they are computed once."""
+"""Shortest common prefix of a batch, in tokens, that is computed once."""
 
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL tells its hub of every trainer that is made
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports every trainer to the hub
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # GKDTrainer counts as experimental; its version is pinned
 with needing(ConfigError, "distill trains with TRL, which is not installed: pip install 'paceline[distill]'"):
     import datasets
@@ -51,38 +51,38 @@ with needing(ConfigError, "distill trains with TRL, which is not installed: pip 
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """What a training begins with."""
+class TrainingInputs:
+    """Models, data and folders of a training."""
 
     start: Path
-    """The student's first weights: a folder."""
+    """Folder of the untrained student."""
     teacher: Path | None
-    """A folder, for gkd."""
+    """Folder of the teacher, for gkd."""
     documents: Sequence[Document]
-    told: Sequence[Told] | None
-    """What the teacher says along each document, for soft."""
+    logprobs: Sequence[AnswerLogprobs] | None
+    """The teacher's log-probabilities along each document, for soft."""
     out: Path
-    """Where checkpoints are kept."""
+    """Folder of the checkpoints."""
     freeze: bool = True
-    """Leave the embedding as it is."""
+    """Do not train the embedding."""
     blocks: bool = False
-    """Learn for matrices in Q4_1 blocks (rounding.py)."""
+    """Train with matrices rounded to Q4_1 (rounding.py)."""
     round_embedding: bool = False
-    """The embedding will be in Q4_1 blocks too."""
+    """Also round the embedding to Q4_1."""
 
 
 @dataclass(frozen=True, slots=True)
-class Taught:
-    """How a training ended."""
+class TrainingResult:
+    """Length and final loss of a training."""
 
     steps: int
     seconds: float
     loss: float | None
-    """Mean of the last lines of the log."""
+    """Mean of the last five logged losses."""
 
 
 class Clock:
-    """How far a training is, by its seconds over all its parts or by its steps, whichever ends it first."""
+    """Progress of a training by elapsed time, over all resumed parts, or by steps, whichever is further."""
 
     def __init__(self, folder: Path, num_steps: int, minutes: float | None) -> None:
         self.num_steps, self.limit_s = num_steps, None if minutes is None else 60.0 * minutes
@@ -91,22 +91,21 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Of training, those of earlier parts included."""
+        """Seconds of training, including earlier parts."""
         return self._before + time.monotonic() - self._began
 
     @property
     def share(self) -> float:
-        """Of the whole, at most 1."""
+        """Completed share of the training, from 0 to 1."""
         by_time = self.seconds / self.limit_s if self.limit_s else 0.0
         return min(1.0, max(by_time, self.step / max(1, self.num_steps)))
 
     def resume(self, step: int) -> None:
-        """Go on as of this step; begins to count now."""
-        times = self._times()
-        self.step, self._before, self._began = step, times.get(str(step), 0.0), time.monotonic()
+        """Restores the seconds of this step's checkpoint and starts counting."""
+        self.step, self._before, self._began = step, self._times().get(str(step), 0.0), time.monotonic()
 
     def write(self) -> None:
-        """Note the seconds of this step."""
+        """Stores the seconds of the current step, with those of the last three checkpoints."""
         newest = dict(list(self._times().items())[-3:])
         write_whole(self._file, json.dumps(newest | {str(self.step): self.seconds}) + "\n")
 
@@ -117,7 +116,7 @@ class Clock:
             return json.loads(self._file.read_text(encoding="utf-8"))
 
     def rate(self, _: int = 0) -> float:
-        """What the learning rate is multiplied with."""
+        """Learning rate multiplier at the current progress: linear warmup, then cosine decay to FLOOR."""
         share = self.share
         if share < WARMUP:
             return max(0.01, share / WARMUP)
@@ -125,7 +124,7 @@ class Clock:
 
 
 class Watch(transformers.TrainerCallback):
-    """Ends a training in time, at SIGTERM and when its numbers diverge; shows how far it is."""
+    """Saves checkpoints; ends the training at its limit, at SIGTERM and on divergence; reports progress."""
 
     def __init__(self, clock: Clock, config: TeachingConfig, stop: Stop, folder: RunFolder, advance: Any) -> None:
         self.clock, self._config, self._stop, self._folder, self._advance = clock, config, stop, folder, advance
@@ -153,13 +152,13 @@ class Watch(transformers.TrainerCallback):
 
 
 def rest_of(logprobs_NK: Tensor) -> Tensor:
-    """Log-probability of all other tokens together, [N, 1]."""
+    """Log-probability of all tokens outside the top K together, [N, 1]."""
     return torch.log1p(-logprobs_NK.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
 
 
 def kept_divergence(logits_NV: Tensor, ids_NK: Tensor, logprobs_NK: Tensor) -> Tensor:
-    """Forward divergence from the teacher to the student [N], in nats, over the teacher's K likeliest tokens and all others
-    as one more: sum over k of p_k (log p_k - log q_k). A lower bound of the divergence over the whole vocabulary."""
+    """Forward KL divergence from the teacher to the student [N], in nats, over the teacher's top K tokens and one class of all
+    others: sum over k of p_k (log p_k - log q_k). A lower bound of the divergence over the whole vocabulary."""
     own_NK = logits_NV.float().log_softmax(-1).gather(-1, ids_NK)
     teacher = torch.cat([logprobs_NK, rest_of(logprobs_NK)], -1)
     student = torch.cat([own_NK, rest_of(own_NK)], -1)
@@ -167,24 +166,23 @@ def kept_divergence(logits_NV: Tensor, ids_NK: Tensor, logprobs_NK: Tensor) -> T
 
 
 def answer_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor, columns_C: Tensor) -> Any:
-    """A causal model's outputs with logits [B, C, V] at these positions alone.
+    """Returns a causal model's outputs with logits [B, C, V] at the given columns only.
 
-    A beginning that all rows share, such as an application's system message, is computed once: its keys and values, gradients
-    included, are every row's. The numbers are those of a plain pass up to rounding.
+    A prefix shared by all rows, such as a system message, is computed once and its keys and values are repeated, with
+    gradients. Equal to a plain pass up to rounding.
     """
     shared = num_shared(ids_BT, mask_BT, int(columns_C[0]))
     slides = getattr(model.config, "sliding_window", None) and getattr(model.config, "use_sliding_window", True)
     if shared < LEAST_SHARED or slides:
         return model(input_ids=ids_BT, attention_mask=mask_BT, logits_to_keep=columns_C, use_cache=False)
-    begun = model(input_ids=ids_BT[:1, :shared], use_cache=True, logits_to_keep=1)
-    cache = begun.past_key_values
+    cache = model(input_ids=ids_BT[:1, :shared], use_cache=True, logits_to_keep=1).past_key_values
     cache.batch_repeat_interleave(len(ids_BT))
     rest = {"input_ids": ids_BT[:, shared:], "attention_mask": mask_BT, "past_key_values": cache, "use_cache": True}
     return model(**rest, logits_to_keep=columns_C - shared)
 
 
 def num_shared(ids_BT: Tensor, mask_BT: Tensor, most: int) -> int:
-    """How many first tokens all rows have in common, at most so many; 0 for a single row."""
+    """Length of the prefix shared by all rows, at most `most` tokens; 0 for a single row."""
     if len(ids_BT) < 2:
         return 0
     differs_T = ((ids_BT != ids_BT[:1]) | (mask_BT == 0)).any(0)[:most]
@@ -192,45 +190,41 @@ def num_shared(ids_BT: Tensor, mask_BT: Tensor, most: int) -> int:
 
 
 class AnswerTrainer(SFTTrainer):
-    """TRL's SFTTrainer, with the loss of `hard` or `soft` at the answers' positions alone."""
+    """TRL's SFTTrainer with the loss of `hard` or `soft`, computed at the answers' positions only."""
 
-    told: Sequence[Told] | None = None
-    """What the teacher says, by the document's number; None for hard."""
+    logprobs: Sequence[AnswerLogprobs] | None = None
+    """The teacher's log-probabilities by document index; None for hard."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-        """Mean over the answers' tokens of the step."""
+        """Mean loss over the answer tokens of the step."""
         numbers = inputs.pop("document", None)
-        if self.told is None and inputs["input_ids"].device.type == "cuda":
+        if self.logprobs is None and inputs["input_ids"].device.type == "cuda":
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         wanted_BT = inputs["labels"][:, 1:] != IGNORED
         columns = wanted_BT.any(0).nonzero()[:, 0]
         outputs = answer_logits(model, inputs["input_ids"], inputs["attention_mask"], columns)
         logits_NV = outputs.logits[wanted_BT[:, columns]]
         labels_N = inputs["labels"][:, 1:][wanted_BT]
-        if self.told is None:
+        if self.logprobs is None:
             losses_N = torch.nn.functional.cross_entropy(logits_NV.float(), labels_N, reduction="none")
         else:
             assert numbers is not None
-            told = [self.told[number] for number in numbers.tolist()]
-            ids, logprobs = (
-                [torch.from_numpy(each) for each in kind]
-                for kind in zip(*((t.ids_NK, t.logprobs_NK) for t in told), strict=True)
-            )
-            losses_N = kept_divergence(
-                logits_NV, torch.cat(ids).long().to(labels_N.device), torch.cat(logprobs).to(labels_N.device)
-            )
+            teacher = [self.logprobs[number] for number in numbers.tolist()]
+            ids_NK = torch.cat([torch.from_numpy(each.ids_NK) for each in teacher]).long()
+            logprobs_NK = torch.cat([torch.from_numpy(each.logprobs_NK) for each in teacher])
+            losses_N = kept_divergence(logits_NV, ids_NK.to(labels_N.device), logprobs_NK.to(labels_N.device))
         loss = losses_N.sum() / (len(losses_N) if num_items_in_batch is None else num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
 
 class Collator:
-    """Documents to a padded batch; the prompt's tokens carry no label, and for gkd stand by themselves too."""
+    """Pads documents to a batch, with labels at answer tokens only; for gkd it adds the prompts as a batch of their own."""
 
     def __init__(self, pad: int, with_prompts: bool) -> None:
         self._pad, self._with_prompts = pad, with_prompts
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """input_ids, attention_mask and labels [B, T], document [B]."""
+        """Returns input_ids, attention_mask and labels [B, T], and document [B]; for gkd prompts instead of document."""
         longest = max(len(row["input_ids"]) for row in rows)
         batch = {
             "input_ids": torch.full((len(rows), longest), self._pad),
@@ -254,28 +248,31 @@ class Collator:
         return batch | {"prompts": prompts, "prompt_attention_mask": mask}
 
 
-def teach(lesson: Lesson, config: TeachingConfig, student: Path, stop: Stop, folder: RunFolder, progress: Progress) -> Taught:
-    """Train, or go on with a training that was killed, and write the student to the folder `student`, in float32.
+def teach(
+    inputs: TrainingInputs, config: TeachingConfig, student: Path, stop: Stop, folder: RunFolder, progress: Progress
+) -> TrainingResult:
+    """Trains the student, or resumes its training, and writes it to the folder `student` in float32.
 
-    With `blocks` its matrices are those that the blocks will hold.
-
-    Raises TrainingError when its numbers diverge, CacheError when the disk refuses, SystemExit (143) at SIGTERM.
+    With `blocks` its matrices are rounded to Q4_1. Raises TrainingError on divergence, CacheError when the disk cannot be
+    written, SystemExit (143) at SIGTERM.
     """
     with _quiet():
-        return _teach(lesson, config, student, stop, folder, progress)
+        return _teach(inputs, config, student, stop, folder, progress)
 
 
-def _teach(lesson: Lesson, config: TeachingConfig, student: Path, stop: Stop, folder: RunFolder, progress: Progress) -> Taught:
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(lesson.start, dtype=torch.float32)
-    if lesson.round_embedding:
+def _teach(
+    inputs: TrainingInputs, config: TeachingConfig, student: Path, stop: Stop, folder: RunFolder, progress: Progress
+) -> TrainingResult:
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(inputs.start, dtype=torch.float32)
+    if inputs.round_embedding:
         with torch.no_grad():
-            words = model.get_input_embeddings().weight
-            words.copy_(rounding.q4_1(words))
-    if lesson.freeze:
+            embedding = model.get_input_embeddings().weight
+            embedding.copy_(rounding.q4_1(embedding))
+    if inputs.freeze:
         model.get_input_embeddings().weight.requires_grad_(False)
-    if lesson.blocks:
+    if inputs.blocks:
         rounding.compute_rounded(model)
-    clock = Clock(lesson.out, _num_steps(len(lesson.documents), config), config.minutes)
+    clock = Clock(inputs.out, _num_steps(len(inputs.documents), config), config.minutes)
     optimiser = torch.optim.AdamW(
         [each for each in model.parameters() if each.requires_grad],
         config.lr,
@@ -283,27 +280,27 @@ def _teach(lesson: Lesson, config: TeachingConfig, student: Path, stop: Stop, fo
         betas=(0.9, 0.95),
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, clock.rate)
-    trainer = _trainer(lesson, config, model, (optimiser, schedule), clock.num_steps)
-    newest = newest_checkpoint(lesson.out)
+    trainer = _trainer(inputs, config, model, (optimiser, schedule), clock.num_steps)
+    newest = newest_checkpoint(inputs.out)
     clock.resume(int(newest.name.split("-")[1]) if newest else 0)
     if newest:
         progress.say(f"goes on at step {clock.step}, after {clock.seconds / 60:.1f} minutes of training")
     if clock.share < 1.0:
         with stop.later(), progress.bar("training", 1000) as advance:
             trainer.add_callback(Watch(clock, config, stop, folder, advance))
-            with reraised(CacheError, f"cannot write {lesson.out}", "free space, then run the same command", OSError):
+            with reraised(CacheError, f"cannot write {inputs.out}", "free space, then run the same command", OSError):
                 trainer.train(resume_from_checkpoint=str(newest) if newest else None)
         if stop.is_asked and clock.share < 1.0:
             stop.end(f"step {clock.step} of the training is kept")
     elif newest:
         model = transformers.AutoModelForCausalLM.from_pretrained(newest, dtype=torch.float32)
-    if lesson.blocks:
-        rounding.settle(model)
+    if inputs.blocks:
+        rounding.round_weights(model)
     shutil.rmtree(student, ignore_errors=True)
     with reraised(CacheError, f"cannot write {student}", "free space, then run the same command", OSError):
         model.save_pretrained(student)
     losses = [line["loss"] for line in folder.metrics() if line.get("stage") == "train"][-5:]
-    return Taught(clock.step, clock.seconds, sum(losses) / len(losses) if losses else None)
+    return TrainingResult(clock.step, clock.seconds, sum(losses) / len(losses) if losses else None)
 
 
 def _num_steps(num_documents: int, config: TeachingConfig) -> int:
@@ -312,20 +309,20 @@ def _num_steps(num_documents: int, config: TeachingConfig) -> int:
 
 
 def newest_checkpoint(out: Path) -> Path | None:
-    """The last one that is whole, or None; broken ones are deleted."""
-    found: list[Path] = []
-    for each in out.glob("checkpoint-*"):
-        if (each / "trainer_state.json").is_file():  # the last file that is written
-            found.append(each)
+    """Returns the newest complete checkpoint, or None; deletes incomplete ones."""
+    complete: list[Path] = []
+    for folder in out.glob("checkpoint-*"):
+        if (folder / "trainer_state.json").is_file():  # TRL writes this file last
+            complete.append(folder)
         else:
-            shutil.rmtree(each, ignore_errors=True)
-    return max(found, key=lambda each: int(each.name.split("-")[1]), default=None)
+            shutil.rmtree(folder, ignore_errors=True)
+    return max(complete, key=lambda folder: int(folder.name.split("-")[1]), default=None)
 
 
-def _trainer(lesson: Lesson, config: TeachingConfig, model: Any, optimisers: Any, num_steps: int) -> Any:
+def _trainer(inputs: TrainingInputs, config: TeachingConfig, model: Any, optimisers: Any, num_steps: int) -> Any:
     on_cuda = torch.cuda.is_available()
     settings: dict[str, Any] = {
-        "output_dir": str(lesson.out),
+        "output_dir": str(inputs.out),
         "per_device_train_batch_size": config.together,
         "gradient_accumulation_steps": config.batch_size // config.together,
         "max_steps": num_steps,
@@ -337,7 +334,7 @@ def _trainer(lesson: Lesson, config: TeachingConfig, model: Any, optimisers: Any
         "use_cpu": not on_cuda,
         "dataloader_pin_memory": on_cuda,
         "gradient_checkpointing": False,
-        "save_strategy": "no",  # the clock asks for checkpoints
+        "save_strategy": "no",  # `Watch` requests checkpoints
         "save_total_limit": 2,
         "logging_steps": min(10, max(1, num_steps // 5)),
         "logging_nan_inf_filter": False,
@@ -348,9 +345,9 @@ def _trainer(lesson: Lesson, config: TeachingConfig, model: Any, optimisers: Any
     }
     rows = [
         {"input_ids": document.tokens.tolist(), "answer_start": document.answer_start, "document": number}
-        for number, document in enumerate(lesson.documents)
+        for number, document in enumerate(inputs.documents)
     ]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(lesson.start)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(inputs.start)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
     more: dict[str, Any] = {
@@ -361,31 +358,31 @@ def _trainer(lesson: Lesson, config: TeachingConfig, model: Any, optimisers: Any
         "optimizers": optimisers,
     }
     if config.method == "gkd":
-        own = {"lmbda": config.on_policy, "beta": config.beta, "temperature": 1.0, "max_new_tokens": 128}
-        assert lesson.teacher is not None
+        gkd = {"lmbda": config.on_policy, "beta": config.beta, "temperature": 1.0, "max_new_tokens": 128}
+        assert inputs.teacher is not None
         teacher = transformers.AutoModelForCausalLM.from_pretrained(
-            str(lesson.teacher), dtype=torch.bfloat16 if config.autocast else torch.float32
+            str(inputs.teacher), dtype=torch.bfloat16 if config.autocast else torch.float32
         )
-        made: Any = GKDTrainer(teacher_model=teacher, args=GKDConfig(**settings, **own), **more)
+        trainer: Any = GKDTrainer(teacher_model=teacher, args=GKDConfig(**settings, **gkd), **more)
     else:
-        made = AnswerTrainer(args=SFTConfig(**settings), **more)
-        made.told = lesson.told
+        trainer = AnswerTrainer(args=SFTConfig(**settings), **more)
+        trainer.logprobs = inputs.logprobs
     for shown in (transformers.PrinterCallback, transformers.ProgressCallback):
-        made.remove_callback(shown)
-    return made
+        trainer.remove_callback(shown)
+    return trainer
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Within, TRL and Transformers do not speak of what is as it should be here."""
-    told = logging.getLogger("transformers")
-    level = told.level
+    """Silences progress bars, log lines and warnings of TRL and Transformers within the block."""
+    log = logging.getLogger("transformers")
+    level = log.level
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    told.setLevel(logging.ERROR)
+    log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"(trl|torch|transformers|accelerate)\b.*")
             yield
     finally:
-        told.setLevel(level)
+        log.setLevel(level)

@@ -7,21 +7,23 @@ import pytest
 from small_llm import EOS, Parrot, fake_llm
 
 from paceline.loop.distill.config import GateConfig
-from paceline.loop.distill.gate import Agreement, OwnAnswers, Seat, json_object, same_fields
-from paceline.loop.distill.reading import Told
+from paceline.loop.distill.gate import Agreement, GateInputs, OwnAnswers, json_object, same_fields
+from paceline.loop.distill.reading import AnswerLogprobs
 from paceline.report.tables import Progress
 from paceline.train.documents.dataset import Document
 
 
-def told(right: int, loss: float, wrong: int = 0) -> Told:
+def told(right: int, loss: float, wrong: int = 0) -> AnswerLogprobs:
     """Of ten places: so many have token 1 first, the others token 2."""
     first = np.array([1] * right + [2] * (10 - right), dtype=np.int32)
-    return Told(np.stack([first, first + 5], 1), np.zeros((10, 2), dtype=np.float32), np.full(10, -loss, dtype=np.float32))
+    return AnswerLogprobs(
+        np.stack([first, first + 5], 1), np.zeros((10, 2), dtype=np.float32), np.full(10, -loss, dtype=np.float32)
+    )
 
 
-def seat(student: Told, start: Told, number: int = 12) -> Seat:
+def seat(student: AnswerLogprobs, start: AnswerLogprobs, number: int = 12) -> GateInputs:
     documents = [Document(f"{place}", np.ones(15, dtype=np.int32), 5) for place in range(number)]
-    return Seat(fake_llm(), documents, [told(10, 0.1)] * number, [student] * number, [start] * number, Progress())
+    return GateInputs(fake_llm(), documents, [told(10, 0.1)] * number, [student] * number, [start] * number, Progress())
 
 
 @pytest.mark.parametrize(
@@ -33,7 +35,7 @@ def seat(student: Told, start: Told, number: int = 12) -> Seat:
         (told(10, float("inf")), False, "learned nothing"),
     ],
 )
-def test_agreement_with_the_teacher(student: Told, passed: bool, reason: str) -> None:
+def test_agreement_with_the_teacher(student: AnswerLogprobs, passed: bool, reason: str) -> None:
     finding = Agreement(GateConfig())(seat(student, told(1, 4.0)))
     assert finding.passed is passed and reason in finding.reason
 
@@ -41,7 +43,9 @@ def test_agreement_with_the_teacher(student: Told, passed: bool, reason: str) ->
 def test_the_lower_end_of_the_interval_counts() -> None:
     """On average 92% of 90% needed; but some prompts go wrong, so it may be less."""
     mixed = seat(told(10, 0.2), told(1, 4.0))
-    mixed = Seat(mixed.llm, mixed.documents, mixed.teacher, [told(10, 0.2)] * 11 + [told(0, 0.2)], mixed.start, Progress())
+    mixed = GateInputs(
+        mixed.llm, mixed.documents, mixed.teacher, [told(10, 0.2)] * 11 + [told(0, 0.2)], mixed.start, Progress()
+    )
     finding = Agreement(GateConfig())(mixed)
     assert finding.figures["agreement"] == pytest.approx(0.917, abs=1e-3) and not finding.passed
 
@@ -51,7 +55,7 @@ def answers_of(said: str, wanted: str) -> tuple[bool, str, dict]:
     llm = fake_llm(Parrot("go:", [*said.encode(), EOS]))
     tokens = np.array([*b"go:", *wanted.encode()], dtype=np.int32)
     documents = [Document(f"{place}", tokens, 3) for place in range(4)]
-    finding = OwnAnswers(GateConfig())(Seat(llm, documents, [], [], [], Progress()))
+    finding = OwnAnswers(GateConfig())(GateInputs(llm, documents, [], [], [], Progress()))
     return finding.passed, finding.reason, finding.figures
 
 

@@ -11,7 +11,7 @@ from small_teacher import write_untaught
 
 from paceline.engine.llm import LLM
 from paceline.errors import CacheError
-from paceline.loop.distill.reading import AT_ONCE, Reader, Stored, Told
+from paceline.loop.distill.reading import AT_ONCE, AnswerLogprobs, Reader, Stored
 from paceline.model.gguf.to_folder import write_folder
 from paceline.report.tables import Progress
 from paceline.train.documents.dataset import Document
@@ -53,7 +53,7 @@ class Counting(Reader):
 
     num_read = 0
 
-    def read(self, document: Document) -> Told:
+    def read(self, document: Document) -> AnswerLogprobs:
         self.num_read += 1
         return super().read(document)
 

@@ -25,7 +25,7 @@ def test_a_model_computes_with_rounded_matrices_and_learns_behind_them() -> None
     """The same outputs as a model whose matrices are rounded; gradients on the exact ones, whose names stay."""
     model, other = untaught(), untaught()
     rounding.compute_rounded(model)
-    rounding.settle(other)
+    rounding.round_weights(other)
     ids = torch.arange(3, 40)[None]
     torch.testing.assert_close(model(ids).logits, other(ids).logits)
     names = set(model.state_dict())

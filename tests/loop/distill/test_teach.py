@@ -21,9 +21,9 @@ from paceline.errors import ConfigError, TrainingError
 from paceline.loop.distill import distill
 from paceline.loop.distill import teach as teaching
 from paceline.loop.distill.config import DistillConfig, FilesConfig, GateConfig, StudentConfig, TeachingConfig
-from paceline.loop.distill.gate import Finding, Seat
+from paceline.loop.distill.gate import Finding, GateInputs
 from paceline.loop.distill.price import price
-from paceline.loop.distill.reading import Told
+from paceline.loop.distill.reading import AnswerLogprobs
 from paceline.loop.distill.run import DistillResult
 from paceline.model import checkpoint
 from paceline.train.documents.dataset import Document
@@ -103,13 +103,13 @@ def test_the_divergence_over_all_tokens_is_the_whole_one() -> None:
         assert torch.allclose(found, whole, atol=1e-4) if kept == 8 else bool((found < whole + 1e-5).all())
 
 
-def trainer_of(told: list[Told] | None, tmp_path: Path, start: Path) -> Any:
+def trainer_of(told: list[AnswerLogprobs] | None, tmp_path: Path, start: Path) -> Any:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     documents = [Document(f"{place}", np.arange(3, 30, dtype=np.int32), 20) for place in range(4)]
     config = TeachingConfig(max_steps=1, batch_size=2, max_len=96, autocast=False)
-    lesson = teaching.Lesson(start, None, documents, told, tmp_path / "checkpoints")
+    lesson = teaching.TrainingInputs(start, None, documents, told, tmp_path / "checkpoints")
     optimiser = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda _: 1.0)
     with teaching._quiet():
@@ -159,8 +159,8 @@ class Never:
 
     name = "never"
 
-    def __call__(self, seat: Seat) -> Finding:
-        return Finding(self.name, False, f"{len(seat.documents)} prompts are not enough")
+    def __call__(self, inputs: GateInputs) -> Finding:
+        return Finding(self.name, False, f"{len(inputs.documents)} prompts are not enough")
 
 
 def test_one_that_is_refused_takes_no_ones_place(taught: tuple[Path, Path], whole: DistillResult, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from paceline.data.answers import read_answers
 from paceline.errors import ConfigError, JudgeError, PromptError, TrainingError
 from paceline.loop.distill import teach as teaching
 from paceline.loop.distill.config import GateConfig
-from paceline.loop.distill.gate import Finding, Seat
+from paceline.loop.distill.gate import Finding, GateInputs
 from paceline.loop.flywheel import ledger, price, stages, turn
 from paceline.loop.flywheel.config import FlywheelConfig, read_config
 from paceline.loop.flywheel.state import TurnState, traces_of
@@ -130,8 +130,8 @@ class Passing:
     def __init__(self, config: GateConfig) -> None:
         self.config = config
 
-    def __call__(self, seat: Seat) -> Finding:
-        return Finding(self.name, len(seat.student) == len(seat.documents) > 0, "whatever it learned")
+    def __call__(self, inputs: GateInputs) -> Finding:
+        return Finding(self.name, len(inputs.student) == len(inputs.documents) > 0, "whatever it learned")
 
 
 class Turned:
