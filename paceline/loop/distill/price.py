@@ -23,7 +23,7 @@ from paceline.errors import ConfigError, PromptError, needing
 from paceline.hub import resolve
 from paceline.loop.distill.config import DistillConfig
 from paceline.loop.distill.reading import Reader
-from paceline.loop.distill.start import check_layers, check_same_words, num_kept, num_weights
+from paceline.loop.distill.start import check_layers, check_same_words, kept_layers, num_weights
 from paceline.model import checkpoint
 from paceline.model.gguf.to_folder import config_json_of
 from paceline.train.documents.dataset import Corpus, Document, read_corpus
@@ -60,7 +60,7 @@ def price(config: DistillConfig) -> Price:
         source = resolve(config.student.student)
         smaller, raw = check_same_words(source, teacher), config_json_of(source)
     else:
-        layers = num_kept(config.student, shape.num_layers)
+        layers = len(kept_layers(config.student, shape.num_layers))
         smaller, raw = replace(shape, num_layers=layers), config_json_of(teacher) | {"num_hidden_layers": layers}
     step_s = _step_seconds(config, raw, corpus.train)
     read_s = _read_seconds(config, teacher, corpus.train)

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from paceline.engine.llm import LLM
 from paceline.errors import CacheError, NumericsError, reraised
 from paceline.model.target import ForwardBatch
+from paceline.report.statistics import num_common
 from paceline.report.tables import Progress
 from paceline.runs.folder import whole_file
 from paceline.train.documents.dataset import Document
@@ -61,7 +62,7 @@ class Reader:
     def read(self, document: Document) -> AnswerLogprobs:
         """Computes the log-probabilities along one document's answer. Raises NumericsError if one is not finite."""
         tokens, first = document.tokens.tolist(), max(1, document.answer_start)
-        common = _num_common(self._cached, tokens[: first - 1])
+        common = num_common(self._cached, tokens[: first - 1])
         self._target.cache.rollback([self._row], [common])
         for start in range(common, first - 1, CHUNK):
             part = tokens[start : min(start + CHUNK, first - 1)]
@@ -81,12 +82,6 @@ class Reader:
         own_T = logprobs_TV.gather(-1, torch.tensor(tokens[start + 1 : start + 1 + len(part)])[:, None].to(logprobs_TV.device))
         top = logprobs_TV.topk(self._top_k, dim=-1)
         return top.indices.int().cpu().numpy(), top.values.cpu().numpy(), own_T[:, 0].cpu().numpy()
-
-
-def _num_common(before: list[int], now: list[int]) -> int:
-    most = min(len(before), len(now))
-    differs = np.flatnonzero(np.array(before[:most]) != np.array(now[:most]))
-    return int(differs[0]) if len(differs) else most
 
 
 def read_all(reader: Reader, documents: Sequence[Document], advance: Callable[[str], object]) -> list[AnswerLogprobs]:

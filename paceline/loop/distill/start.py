@@ -43,20 +43,14 @@ def spread_layers(num_layers: int, number: int) -> tuple[int, ...]:
     return tuple(round(place * (num_layers - 1) / (number - 1)) for place in range(number))
 
 
-def num_kept(config: StudentConfig, num_layers: int) -> int:
-    """Returns the number of layers to copy from a teacher with `num_layers`. Raises ConfigError."""
-    number = config.layers or len(config.keep_layers) or max(1, round(DEFAULT_SHARE * num_layers))
-    return len(spread_layers(num_layers, number))
-
-
 def kept_layers(config: StudentConfig, num_layers: int, influence: Sequence[float] | None = None) -> tuple[int, ...]:
     """Returns the layers to copy: the configured ones, else by influence, else evenly spaced. Raises ConfigError."""
-    if not config.keep_layers:
-        number = num_kept(config, num_layers)
-        return spread_layers(num_layers, number) if influence is None else most_influential(influence, number)
-    if config.keep_layers[-1] >= num_layers:
-        raise ConfigError(f"keep_layers names layer {config.keep_layers[-1]}, the teacher's are 0 to {num_layers - 1}")
-    return config.keep_layers
+    if config.keep_layers:
+        if config.keep_layers[-1] >= num_layers:
+            raise ConfigError(f"keep_layers names layer {config.keep_layers[-1]}, the teacher's are 0 to {num_layers - 1}")
+        return config.keep_layers
+    even = spread_layers(num_layers, config.layers or max(1, round(DEFAULT_SHARE * num_layers)))
+    return even if influence is None else most_influential(influence, len(even))
 
 
 def check_layers(config: StudentConfig, teacher: Path) -> None:

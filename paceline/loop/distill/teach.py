@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from paceline.errors import CacheError, ConfigError, TrainingError, needing, reraised
 from paceline.loop.distill import rounding
@@ -225,29 +226,42 @@ class Collator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """Returns input_ids, attention_mask and labels [B, T], and document [B]; for gkd prompts instead of document."""
-        longest = max(len(row["input_ids"]) for row in rows)
+        tokens = [torch.tensor(row["input_ids"]) for row in rows]
+        prompts = [ids[: max(1, row["answer_start"])] for ids, row in zip(tokens, rows, strict=True)]
+        labels = [
+            torch.cat([torch.full_like(prompt, IGNORED), ids[len(prompt) :]])
+            for prompt, ids in zip(prompts, tokens, strict=True)
+        ]
         batch = {
-            "input_ids": torch.full((len(rows), longest), self._pad),
-            "attention_mask": torch.zeros((len(rows), longest), dtype=torch.long),
-            "labels": torch.full((len(rows), longest), IGNORED),
+            "input_ids": pad_sequence(tokens, True, self._pad),
+            "attention_mask": pad_sequence([torch.ones_like(ids) for ids in tokens], True),
+            "labels": pad_sequence(labels, True, IGNORED),
         }
-        for place, row in enumerate(rows):
-            tokens = torch.tensor(row["input_ids"])
-            first = max(1, row["answer_start"])
-            batch["input_ids"][place, : len(tokens)] = tokens
-            batch["attention_mask"][place, : len(tokens)] = 1
-            batch["labels"][place, first : len(tokens)] = tokens[first:]
         if not self._with_prompts:
             return batch | {"document": torch.tensor([row["document"] for row in rows])}
-        widest = max(max(1, row["answer_start"]) for row in rows)
-        prompts = torch.full((len(rows), widest), self._pad)
-        mask = torch.zeros((len(rows), widest), dtype=torch.long)
-        for place, row in enumerate(rows):
-            prompt = torch.tensor(row["input_ids"][: max(1, row["answer_start"])])
-            prompts[place, widest - len(prompt) :], mask[place, widest - len(prompt) :] = prompt, 1
-        return batch | {"prompts": prompts, "prompt_attention_mask": mask}
+        return batch | {
+            "prompts": pad_sequence(prompts, True, self._pad, padding_side="left"),
+            "prompt_attention_mask": pad_sequence([torch.ones_like(ids) for ids in prompts], True, padding_side="left"),
+        }
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences progress bars, log lines and warnings of TRL and Transformers within the block."""
+    log = logging.getLogger("transformers")
+    level = log.level
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"(trl|torch|transformers|accelerate)\b.*")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+@_quiet()
 def teach(
     inputs: TrainingInputs, config: TeachingConfig, student: Path, stop: Stop, folder: RunFolder, progress: Progress
 ) -> TrainingResult:
@@ -256,13 +270,6 @@ def teach(
     With `blocks` its matrices are rounded to Q4_1. Raises TrainingError on divergence, CacheError when the disk cannot be
     written, SystemExit (143) at SIGTERM.
     """
-    with _quiet():
-        return _teach(inputs, config, student, stop, folder, progress)
-
-
-def _teach(
-    inputs: TrainingInputs, config: TeachingConfig, student: Path, stop: Stop, folder: RunFolder, progress: Progress
-) -> TrainingResult:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(inputs.start, dtype=torch.float32)
     if inputs.round_embedding:
         with torch.no_grad():
@@ -370,19 +377,3 @@ def _trainer(inputs: TrainingInputs, config: TeachingConfig, model: Any, optimis
     for shown in (transformers.PrinterCallback, transformers.ProgressCallback):
         trainer.remove_callback(shown)
     return trainer
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences progress bars, log lines and warnings of TRL and Transformers within the block."""
-    log = logging.getLogger("transformers")
-    level = log.level
-    transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module=r"(trl|torch|transformers|accelerate)\b.*")
-            yield
-    finally:
-        log.setLevel(level)

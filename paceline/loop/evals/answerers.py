@@ -84,17 +84,9 @@ class EndpointAnswerer:
 
     is_remote = True
 
-    def __init__(
-        self,
-        client: Client,
-        model: str,
-        sampling: EvalSampling | None = None,
-        name: str | None = None,
-        more: dict[str, Any] | None = None,
-    ) -> None:
-        """`more`: additional fields of every request."""
+    def __init__(self, client: Client, model: str, sampling: EvalSampling | None = None, name: str | None = None) -> None:
         self.client, self.model, self.sampling = client, model, sampling or EvalSampling()
-        self.name, self._more = name or f"{model} at {client.url}", more or {}
+        self.name = name or f"{model} at {client.url}"
 
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
         """Returns `samples` replies per case. Raises DownloadError naming the case when a request has failed TRIES times."""
@@ -113,10 +105,10 @@ class EndpointAnswerer:
 
     def _ask(self, case: Case, sample: int) -> Reply:
         config = self.sampling
-        body = {"model": self.model, "max_tokens": config.max_tokens, "temperature": config.temperature, **self._more}
-        body["seed"] = config.seed_of(case, sample)
+        body = {"model": self.model, "max_tokens": config.max_tokens, "temperature": config.temperature}
         path, prompt = case.prompt.api_request()
-        response, seconds = post(self.client, path, body | prompt, f"case {case.id}")
+        body |= {"seed": config.seed_of(case, sample), **prompt}
+        response, seconds = post(self.client, path, body, f"case {case.id}")
         try:
             choice, usage = response["choices"][0], response.get("usage") or {}
             text = choice["message"].get("content") if case.messages else choice["text"]

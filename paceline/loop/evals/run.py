@@ -24,7 +24,7 @@ from paceline.loop.evals.judge import Judge
 from paceline.loop.evals.report import write_report
 from paceline.loop.evals.sandbox.run import Limits, Sandbox
 from paceline.loop.evals.scores import Answerer, Scores, read_scores, run_suite
-from paceline.loop.evals.suite import Suite, read_suite
+from paceline.loop.evals.suite import read_suite
 from paceline.net.streaming import Client
 from paceline.report.tables import SILENT, Progress
 from paceline.runs.folder import RunFolder, plain
@@ -70,42 +70,45 @@ class Evaluated:
 
 
 def evaluate(
-    suite_file: str | Path, engine: EngineConfig, asked: Asked, *, out: str | Path | None = None, progress: Progress = SILENT
+    suite_file: str | Path, engine: EngineConfig, config: Asked, *, out: str | Path | None = None, progress: Progress = SILENT
 ) -> Evaluated:
     """Generates answers, scores them, compares them with another run, applies the gate, writes the run folder.
 
     Raises PromptError and ConfigError on unusable suites and settings; DownloadError, JudgeError and SandboxError when the
     endpoint, the judge or the sandbox fails; and the errors of loading the model.
     """
-    suite = read_suite(suite_file).first(asked.limit)
-    other = read_scores(asked.gate.no_worse_than) if asked.gate.no_worse_than else None
+    suite, gate = read_suite(suite_file).first(config.limit), config.gate
+    other = read_scores(gate.no_worse_than) if gate.no_worse_than else None
     refuse(
         ConfigError,
         (
             other is not None and other.digest != suite.digest,
-            f"{asked.gate.no_worse_than} answered another suite than {suite_file}: run both on the same one",
+            f"{gate.no_worse_than} answered another suite than {suite_file}: run both on the same one",
+        ),
+        (
+            other is None and (gate.margin is not None or gate.same_text),
+            "margin and same_text need another run: name it with no_worse_than",
         ),
     )
-    needs_other = (asked.gate.margin is not None or asked.gate.same_text) and other is None
-    refuse(ConfigError, (needs_other, "margin and same_text need another run: name it with no_worse_than"))
-    settings = {"engine": engine, "asked": asked, "suite_file": str(suite_file), "samples": asked.samples}
-    options: dict[str, Any] = {"samples": asked.samples, "prices": asked.prices, "settings": plain(settings)}
-    options |= {"sandbox": Sandbox(asked.limits, unsafe=asked.unsafe_code), "progress": progress}
+    settings = plain({"engine": engine, "asked": config, "suite_file": str(suite_file), "samples": config.samples})
+    options: dict[str, Any] = {"samples": config.samples, "prices": config.prices, "settings": settings}
+    options |= {"sandbox": Sandbox(config.limits, unsafe=config.unsafe_code), "progress": progress}
     with contextlib.ExitStack() as stack:
-        options["judge"] = stack.enter_context(_judge(suite, asked.judge))
-        answerer, alone_scores = _answerer(engine, asked, stack, progress), None
-        checks_drafter = asked.check_drafter and engine.drafter != BASELINE and asked.sampling.temperature == 0
+        if suite.needs_judge and config.judge.url is not None:
+            options["judge"] = stack.enter_context(open_judge(config.judge, "--judge"))
+        answerer, alone_scores = _answerer(engine, config, stack, progress), None
+        checks_drafter = config.check_drafter and engine.drafter != BASELINE and config.sampling.temperature == 0
         if isinstance(answerer, LLMAnswerer) and checks_drafter:
             drafter = answerer.llm.drafter
             answerer.llm.use_drafter(None)
-            alone = LLMAnswerer(answerer.llm, asked.sampling, f"{named(engine.model)} alone")
+            alone = LLMAnswerer(answerer.llm, config.sampling, f"{named(engine.model)} alone")
             alone_scores = run_suite(suite, alone, **options)
             answerer.llm.use_drafter(drafter)
         scores = run_suite(suite, answerer, **options)
     comparison = compare(other, scores) if other else None
     check = compare(alone_scores, scores) if alone_scores else None
-    refusals = asked.gate.refusals(scores, comparison) + (Gate(same_text=True).refusals(scores, check) if check else [])
-    run = write_report([scores], [each for each in (comparison, check) if each], refusals, plain(settings), out, progress)
+    refusals = gate.refusals(scores, comparison) + (Gate(same_text=True).refusals(scores, check) if check else [])
+    run = write_report([scores], [each for each in (comparison, check) if each], refusals, settings, out, progress)
     scores.write(run.path / "scores.json")
     return Evaluated(scores, run, refusals, comparison, check)
 
@@ -123,23 +126,21 @@ def beside(
     return comparison, refusals, write_report([one, two], [comparison], refusals, settings, out, progress)
 
 
-def _answerer(engine: EngineConfig, asked: Asked, stack: contextlib.ExitStack, progress: Progress) -> Answerer:
-    where = asked.endpoint
-    if where.url is None:
-        llm = LLM.of(replace(engine, max_batch=asked.sampling.at_once))
+def _answerer(engine: EngineConfig, config: Asked, stack: contextlib.ExitStack, progress: Progress) -> Answerer:
+    endpoint = config.endpoint
+    if endpoint.url is None:
+        llm = LLM.of(replace(engine, max_batch=config.sampling.at_once))
         progress.loaded(llm)
-        return LLMAnswerer(llm, asked.sampling, asked.name)
-    key = next(iter(read_api_keys((), where.key_file)), None)
-    client = stack.enter_context(contextlib.closing(Client(where.url, key, where.timeout_s)))
-    return EndpointAnswerer(client, served_name(client, where.served_name), asked.sampling, asked.name)
+        return LLMAnswerer(llm, config.sampling, config.name)
+    key = next(iter(read_api_keys((), endpoint.key_file)), None)
+    client = stack.enter_context(contextlib.closing(Client(endpoint.url, key, endpoint.timeout_s)))
+    return EndpointAnswerer(client, served_name(client, endpoint.served_name), config.sampling, config.name)
 
 
 @contextlib.contextmanager
-def _judge(suite: Suite, config: JudgeConfig) -> Iterator[Judge | None]:
-    """Yields None if the suite needs no judge or no judge is configured; `run_suite` then rejects a suite that needs one."""
-    if config.url is None or not suite.needs_judge:
-        yield None
-        return
+def open_judge(config: JudgeConfig, option: str, timeout_s: float = 600.0) -> Iterator[Judge]:
+    """Connects to the judge. Raises ConfigError naming `option` on an invalid address, and the errors of `served_name`."""
+    assert config.url is not None
     key = next(iter(read_api_keys((), config.key_file, JUDGE_KEY)), None)
-    with contextlib.closing(Client(config.url, key, 600.0, "--judge")) as client:
+    with contextlib.closing(Client(config.url, key, timeout_s, option)) as client:
         yield Judge(client, served_name(client, config.served_name))

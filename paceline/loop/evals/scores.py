@@ -239,10 +239,21 @@ def run_suite(
 
 
 def _scored(case: Case, replies: Sequence[Reply], sandbox: Sandbox | None, judge: Judge | None) -> Scored:
-    verdicts = [_verdict(case, reply.text, sandbox, judge) for reply in replies]
+    kind = case.scorer["kind"]
+
+    def verdict(text: str) -> tuple[float, str]:
+        if kind == "code":
+            assert sandbox is not None, "checked by run_suite"
+            return score_code(case.scorer, text, sandbox)
+        if kind == "judge":
+            assert judge is not None, "checked by run_suite"
+            return judge.score(case, text)
+        return SCORERS[kind](case.scorer, text)
+
+    verdicts = [verdict(reply.text) for reply in replies]
     return Scored(
         id=case.id,
-        kind=case.scorer["kind"],
+        kind=kind,
         scores=tuple(score for score, _ in verdicts),
         texts=tuple(reply.text for reply in replies),
         why=tuple(why for _, why in verdicts),
@@ -251,14 +262,3 @@ def _scored(case: Case, replies: Sequence[Reply], sandbox: Sandbox | None, judge
         answer_tokens=tuple(reply.answer_tokens for reply in replies),
         cut=sum(reply.finish_reason == "length" for reply in replies),
     )
-
-
-def _verdict(case: Case, text: str, sandbox: Sandbox | None, judge: Judge | None) -> tuple[float, str]:
-    kind = case.scorer["kind"]
-    if kind == "code":
-        assert sandbox is not None, "checked before anything was asked"
-        return score_code(case.scorer, text, sandbox)
-    if kind == "judge":
-        assert judge is not None, "checked before anything was asked"
-        return judge.score(case, text)
-    return SCORERS[kind](case.scorer, text)

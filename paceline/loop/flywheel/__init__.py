@@ -1,11 +1,11 @@
-"""One turn of the flywheel, as a library call; `paceline turn` shows what it says.
+"""One iteration ("turn") of the flywheel, as a library call; `paceline turn` calls it.
 
     from paceline.loop.flywheel import turn
     from paceline.loop.flywheel.config import read_config
     result = turn(read_config(Path("flywheel.yaml")))       # result.passed, result.model, result.drafter
 
-What was recorded becomes evals, a drafter, a smaller model, and its drafter; the next call starts from what that answered.
-Importing this is quick: PyTorch and TRL come with the call.
+A turn makes evals, a drafter, a smaller model and its drafter from recorded answers; the next turn starts from the answers of
+that model. This import is cheap; PyTorch and TRL are imported by the call.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def turn(config: FlywheelConfig, *, progress: Progress | None = None) -> TurnResult:
-    """One turn, stage by stage; a stage that is finished is not run again, one that was killed goes on where it stopped.
+    """Runs one turn, stage by stage; skips finished stages and resumes a killed one.
 
-    A student that a gate refuses comes back with `passed` False; what serves is then what served before. Raises the errors of
-    its stages (paceline.errors), with nothing swapped: PromptError on an empty or poisoned store and on evals that leak,
-    JudgeError, TrainingError, ConfigError where the turn was begun with other settings or has nothing to begin with.
+    If a gate refuses the student, `passed` is False and the served model does not change. Raises the errors of its stages
+    without changing the served model: PromptError on an empty or poisoned store and on contaminated evals, JudgeError,
+    TrainingError, ConfigError if the turn was started with other settings or has no answers to start from.
     """
     from paceline.loop.flywheel.run import run
 
@@ -33,7 +33,7 @@ def turn(config: FlywheelConfig, *, progress: Progress | None = None) -> TurnRes
 
 
 def price(config: FlywheelConfig, *, progress: Progress | None = None) -> TurnPrice:
-    """What the next turn, or what is left of it, would take: minutes, tokens, disk, and money. Writes nothing."""
+    """Estimates minutes, tokens, disk and cost of the remaining stages of the next turn. Writes no files."""
     from paceline.loop.flywheel.pricing import price_of
 
     return price_of(config, progress or Progress())

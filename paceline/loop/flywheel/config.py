@@ -1,11 +1,11 @@
-"""What a turn of the flywheel is asked for: the fields of flywheel.yaml, part by part. Nothing here needs PyTorch.
+"""Settings of a turn of the flywheel: the fields of flywheel.yaml. Imports no PyTorch.
 
-    model: smollm2-135m            # the shortest case: what answers now,
-    record: [traces]               # what it answered,
-    layers: [12, 8]                # how small its students become, turn by turn,
-    minutes: 40                    # and how long a turn may train
+    model: smollm2-135m            # minimal example: the model that serves now,
+    record: [traces]               # its recorded answers,
+    layers: [12, 8]                # the students' layers, turn by turn,
+    minutes: 40                    # training time per turn
 
-`read_config` reads the file; unknown names are refused with the nearest one.
+`read_config` reads the file; unknown names are rejected with a suggestion.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from paceline.train.run_file import leaves, read_settings, settings_of
 
 FILE = "flywheel.yaml"
 OF_STUDENT, OF_DRAFTER = 0.5, 0.25
-"""Shares of a turn's minutes: the student's training, and each of two drafters'."""
+"""Shares of a turn's training minutes: the student, and each of two drafters."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterConfig:
-    """How drafters are trained, as of `paceline train`: what is not named here is chosen by its plan."""
+    """Training of the drafters, with the settings of `paceline train`."""
 
     of_teacher: bool = True
-    """Also train one for the model that answers now, from what it answered: it can serve at once, whatever becomes of the
-    student."""
+    """Also train a drafter for the model that serves now, which can be served even if the student is refused."""
     minutes: Positive | None = None
-    """Of each drafter, answers that it learns from included [default: a quarter of a turn's, where `loop` has no length]."""
+    """Minutes per drafter, including generating its training answers [default: a quarter of the turn's, unless `loop` has a
+    length]."""
     plan: Annotated[str, ("auto", "off")] = "auto"
-    """auto: what is not asked for is chosen for target, data and machine; off: it is the default."""
+    """auto: settings not given are chosen for target, data and machine; off: they keep their defaults."""
     features: Annotated[str, ("auto", "online", "cached", "streamed")] = "auto"
-    """Where hidden states are kept."""
+    """Storage of the hidden states."""
     max_len: Annotated[int, at_least(8)] | None = None
-    """Longest document, in tokens [default: what the store has, between 1,024 and 4,096]."""
+    """Longest document, in tokens [default: the store's longest, between 1,024 and 4,096]."""
     shape: DrafterShape = field(default_factory=DrafterShape)
     loop: LoopConfig = field(default_factory=LoopConfig)
 
@@ -52,28 +52,27 @@ class DrafterConfig:
 
     @property
     def has_length(self) -> bool:
-        """Whether `minutes` or `loop` say how long."""
+        """True if `minutes` or `loop` sets the length of the training."""
         return self.minutes is not None or self.loop.max_steps is not None or self.loop.max_minutes is not None
 
 
 @dataclass(frozen=True, slots=True)
 class TurnGates:
-    """What must hold for a turn to go on."""
+    """Conditions for a turn to continue."""
 
     least_rows: Count = 50
-    """Fewest answers to learn from."""
+    """Least number of answers to train on."""
     least_cases: Count = 20
-    """Fewest cases to judge by."""
+    """Least number of eval cases."""
     most_bad: Share = 0.2
-    """Share of the recorded answers that may be of no use: empty, loops, tokens of another model or that are not the text."""
+    """Largest share of bad recorded answers: empty, repetitive, of another tokenizer, or tokens that differ from the text."""
     most_lost: Share = 0.05
-    """Most of the evals' score that a student may lose beside its teacher, and surely so: the low end of the difference's 95%
-    interval."""
+    """Largest loss of evals score against the teacher, by the low end of the difference's 95% interval."""
     most_lost_in_all: Share = 0.1
-    """From the second turn on: the same beside the very first model, on the suite of the first turn, so that small losses do
-    not add up unseen."""
+    """From the second turn on: largest loss against the very first model, on the first turn's suite, so that small losses do
+    not accumulate."""
     least_speedup: Amount = 1.0
-    """Least tokens per second with a drafter over those without; one below is not served."""
+    """Least tokens/s with a drafter divided by tokens/s without; a slower drafter is not served."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -81,24 +80,24 @@ class TurnGates:
 
 @dataclass(frozen=True, slots=True)
 class FlywheelConfig:
-    """All of flywheel.yaml."""
+    """Top level of flywheel.yaml."""
 
     model: str = ""
-    """What answers now, the first teacher: a built-in name, a folder, a GGUF file, or a hub id."""
+    """The model that serves now, the first teacher: a built-in name, a folder, a GGUF file, or a hub id."""
     record: tuple[Path, ...] = ()
-    """What it answered: folders of traces (serve --traces, record) or of regenerate, Parquet files, or one store."""
+    """Its recorded answers: folders of traces (serve --traces, record) or of regenerate, Parquet files, or one store."""
     prompts: tuple[str, ...] = ()
-    """Prompts that the model of a turn answers where nothing was recorded: JSON lines, Parquet, a folder of traces."""
+    """Prompts that the model answers in turns without recorded answers: JSON lines, Parquet, a folder of traces."""
     out: Path = Path("runs/flywheel")
-    """Folder of the flywheel: turns, ledger, and what serves."""
+    """Folder of the flywheel: turns, ledger, serving.json."""
     layers: tuple[Count, ...] = ()
-    """Layers of the students, turn by turn [default, and beyond the last: two of five of the teacher's]."""
+    """Number of layers of the students, turn by turn [default, and beyond the last: two of five of the teacher's]."""
     minutes: Positive = 60.0
-    """Of training in a turn: half for the student, a quarter for each drafter. Answers, evals and gates come on top."""
+    """Minutes of training per turn: half for the student, a quarter per drafter. Answers, evals and gates are extra."""
     price_per_core_hour: Amount | None = None
-    """For the costs of the ledger and of the dry run, in any currency."""
+    """Price for the ledger and the dry run, in any currency."""
     suite: Path | None = None
-    """Evals to judge by [default: made of what was recorded and kept aside]."""
+    """Suite of evals [default: made of held-out recorded answers]."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     answering: AnswerConfig = field(default_factory=AnswerConfig)
     split: SplitConfig = field(default_factory=SplitConfig)
@@ -112,16 +111,16 @@ class FlywheelConfig:
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     gates: TurnGates = field(default_factory=TurnGates)
     given: tuple[str, ...] = ()
-    """Names that the file has, as drafter.loop.optim.lr: no plan and no default changes them."""
+    """Names set in the file, as drafter.loop.optim.lr: no plan or default changes them."""
 
     def __post_init__(self) -> None:
         check(self)
-        layers_elsewhere = self.student.layers is not None or self.student.keep_layers or self.student.student
+        student_has_layers = self.student.layers is not None or self.student.keep_layers or self.student.student
         refuse(
             ConfigError,
             (not self.model, f"{FILE} needs a model: what answers now, as model: smollm2-135m"),
             (not self.record and not self.prompts, f"{FILE} needs record (what was answered), or prompts to be answered"),
-            (bool(self.layers and layers_elsewhere), "layers says it turn by turn: leave it out, or student's own way"),
+            (bool(self.layers and student_has_layers), "layers says it turn by turn: leave it out, or student's own way"),
             (
                 list(self.layers) != sorted(self.layers, reverse=True),
                 f"layers must not rise, unlike {', '.join(map(str, self.layers))}: the student of a turn teaches the next one",
@@ -139,32 +138,32 @@ class FlywheelConfig:
         return name in self.given
 
     def student_of(self, turn: int) -> StudentConfig:
-        """What the student of a turn, counted from 1, begins as."""
+        """Returns the student's settings in a turn, counted from 1."""
         return replace(self.student, layers=self.layers[turn - 1]) if turn <= len(self.layers) else self.student
 
     @property
     def lesson(self) -> TeachingConfig:
-        """How the student learns: half of the minutes, where nothing else is said."""
+        """Training settings of the student; without a length, half of the turn's minutes."""
         teaching = self.teaching
-        has_length = any(each is not None for each in (teaching.minutes, teaching.max_steps, teaching.epochs))
+        has_length = (teaching.minutes, teaching.max_steps, teaching.epochs) != (None, None, None)
         return teaching if has_length else replace(teaching, minutes=OF_STUDENT * self.minutes)
 
     @property
     def drafter_minutes(self) -> float | None:
-        """Of each drafter; None where its loop says how long."""
+        """Training minutes per drafter; None if its loop sets the length."""
         drafter = self.drafter
         return drafter.minutes if drafter.has_length else OF_DRAFTER * self.minutes
 
 
 FREE = ("minutes", "price_per_core_hour", "gates", "student_gate", "given")
-"""What may change while a turn is under way; so may the length of the student's training."""
+"""Fields that may change while a turn is in progress, in addition to the length of the student's training."""
 
 
 def read_config(file: Path) -> FlywheelConfig:
-    """Raises ConfigError naming the file where it cannot be read, has an unknown name, or a value that cannot be."""
+    """Reads flywheel.yaml. Raises ConfigError naming the file if it is unreadable or has an unknown name or invalid value."""
     tree = read_settings(file, FlywheelConfig, f"give a {FILE}, as docs/how-to/smaller-model.md shows one")
     for name, usual in (("evals", {"limit": 200}), ("sampling", {"at_once": 1})):
         if name in tree:
             tree[name] = usual | tree[name]
-    made = settings_of(FlywheelConfig, tree, file, "docs/how-to/smaller-model.md says what it may be")
-    return replace(made, given=tuple(leaves(tree)))
+    config = settings_of(FlywheelConfig, tree, file, "docs/how-to/smaller-model.md says what it may be")
+    return replace(config, given=tuple(leaves(tree)))

@@ -1,8 +1,8 @@
-"""The ledger of a flywheel: a line for each model that was measured, with what it brought, and for each that was refused, why.
+"""The ledger of a flywheel: a line for each measured model with its figures, and for each refused one with the reason.
 
     {"turn": 1, "what": "student", "model": "runs/flywheel/turn-1/student/student.gguf", "state": "kept", "score": 0.99, ...}
 
-`append` adds a line, `read` takes them back, `table` shows them. Figures are those of `evals run`, on the suite of the turn.
+Figures are those of `evals run` on the turn's suite.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from paceline.runs.folder import append_lines, plain
 LEDGER = "ledger.jsonl"
 Line = dict[str, Any]
 KEYS = {"turn": int, "what": str, "state": str}
-"""In every line, and their types."""
+"""Keys of every line, with their types."""
 
 
-def append(out: Path, line: Line) -> Line:
-    """Add a line, with the time. Raises CacheError when the disk refuses."""
-    told = plain({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **line})
+def append(out: Path, line: Line) -> None:
+    """Appends a line with the current time. Raises CacheError when the disk cannot be written."""
+    timed = plain({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **line})
     with reraised(CacheError, f"cannot write {out / LEDGER}", "free space, then run the same command", OSError):
-        append_lines(out / LEDGER, [told])
-    return told
+        append_lines(out / LEDGER, [timed])
 
 
 def read(out: Path) -> list[Line]:
-    """Oldest first. A stage that was killed behind its line writes it again: of lines of one turn, name and state the last one
-    counts, in the place of the first; refusals all stay. Raises ConfigError on a damaged line."""
-    file, found = out / LEDGER, dict[Any, Line]()
+    """Returns the lines, oldest first. Raises ConfigError on a damaged line.
+
+    A stage killed after writing its line writes it again: a later "measured" or "kept" line replaces the one of the same turn,
+    name and state. All refusals are returned."""
+    file, lines = out / LEDGER, dict[Any, Line]()
     remedy = "restore it from a copy, or delete the line that is damaged"
     with reraised(ConfigError, f"{file} is damaged", remedy, OSError, ValueError, RecursionError):
         for number, text in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []):
             line = json.loads(text)
             if not isinstance(line, dict) or not all(type(line.get(key)) is kind for key, kind in KEYS.items()):
                 raise ValueError(f"{text[:80]} is no line of it")
-            found[tuple(line[key] for key in KEYS) if line["state"] in ("measured", "kept") else number] = line
-    return list(found.values())
+            lines[tuple(line[key] for key in KEYS) if line["state"] in ("measured", "kept") else number] = line
+    return list(lines.values())
 
 
 def table(lines: Sequence[Line]) -> Table:
-    """For people: a row a line; which models these are and why something was refused stands below."""
+    """Returns the lines as a table, with model paths and reasons of refusals as notes."""
     has_first = any(line.get("first_score") is not None for line in lines)
     columns = [
         Column("turn", lambda line: line["turn"], align="right"),
@@ -58,7 +59,7 @@ def table(lines: Sequence[Line]) -> Table:
         Column("tokens/s", lambda line: line.get("tokens_per_s"), "{:.1f}", align="right"),
         Column("core-s per 1,000", lambda line: line.get("core_s_per_1000"), "{:,.0f}", align="right"),
         Column("price per 1,000", lambda line: line.get("price_per_1000"), "{:.4g}", align="right"),
-        Column("core-hours", lambda line: _hours(line), "{:.2f}", align="right"),
+        Column("core-hours", lambda line: line.get("core_s") and line["core_s"] / 3600, "{:.2f}", align="right"),
         Column("cost", lambda line: line.get("price"), "{:.4g}", align="right"),
     ]
     models: dict[str, Line] = {}
@@ -68,11 +69,6 @@ def table(lines: Sequence[Line]) -> Table:
     notes = [f"turn {line['turn']}, {line['what']}: {model}" for model, line in models.items()]
     notes += [f"turn {line['turn']}, {line['what']}, {line['state']}: {line['why']}" for line in lines if line.get("why")]
     return Table(columns, lines, title="Ledger", notes=notes)
-
-
-def _hours(line: Line) -> float | None:
-    """Of making all of a turn."""
-    return None if line.get("core_s") is None else line["core_s"] / 3600
 
 
 def _score(line: Line, name: str, interval: str) -> str | None:

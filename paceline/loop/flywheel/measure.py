@@ -1,4 +1,4 @@
-"""A model asked a turn's suites: what the gates judge by, and a line of the ledger."""
+"""Runs a turn's suites on models, for the turn's gates and its ledger."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from paceline.loop.flywheel.state import NO_DRAFTER
 from paceline.report.tables import Progress
 
 OWN, FIRST = "suite", "first-suite"
-"""Names of the suites of a turn: its own, and what is left of the first turn's."""
+"""Names of a turn's suites: its own, and the uncontaminated cases of the first turn's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Asks models in one turn."""
+    """Measures models in one turn."""
 
     config: FlywheelConfig
     folder: Path
-    """The turn's."""
+    """Folder of the turn."""
     max_tokens: int
-    """Longest answer, where the file says nothing."""
+    """Longest answer in tokens, unless the file sets sampling.max_tokens."""
     progress: Progress
     suites: dict[str, Path] = field(default_factory=dict)
 
-    def ask(self, what: str, model: str, drafter: str, beside: str | None = None) -> tuple[Scores, Comparison | None]:
-        """Scores on the turn's own suite, kept in evals/<what>; and the difference to the run `beside`. Raises what
-        `paceline.loop.evals.run.evaluate` does."""
-        scores = self._evaluate(what, self.suites[OWN], model, drafter)
-        if beside is None:
-            return scores, None
-        found = compare(read_scores(self.folder / "evals" / beside), scores)  # a turn's gates are its own, not those of evals
-        low, high = found.interval
-        same = f"{found.same_text} of {found.cases} answers the same"
-        self.progress.say(f"{what} beside {beside}: {found.difference:+.3f} [{low:+.3f}, {high:+.3f}], {same}")
-        return scores, found
+    def scores(self, what: str, model: str, drafter: str = NO_DRAFTER) -> Scores:
+        """Measures a model on the turn's own suite; the run is evals/<what>. Raises the errors of `evals.run.evaluate`."""
+        return self._evaluate(what, self.suites[OWN], model, drafter)
 
-    def ask_first(self, what: str, model: str, own: Scores, first_run: Path) -> tuple[Scores, Comparison] | None:
-        """The same on what is left of the first turn's suite, beside the first model's scores there. None where nothing is.
-        `own`: the model's scores on the turn's own suite, which may be that very suite."""
+    def compared(self, what: str, scores: Scores, base: str) -> Comparison:
+        """Compares scores with the turn's earlier run `base`, and reports the difference."""
+        comparison = compare(read_scores(self.folder / "evals" / base), scores)
+        same = f"{comparison.same_text} of {comparison.cases} answers the same"
+        self.progress.say(f"{what} compared with {base}: {comparison}, {same}")
+        return comparison
+
+    def compared_with_first(self, what: str, model: str, own: Scores, first_run: Path) -> tuple[Scores, Comparison] | None:
+        """Measures a model on the first turn's suite and compares it with the first model; None if no case remains.
+
+        `own`: the model's scores on the turn's own suite, which are reused if both suites are equal."""
         if FIRST not in self.suites:
             return None
         suite, scores = read_suite(self.suites[FIRST]), own
         if suite.digest != own.digest:
             scores = self._evaluate(f"{what}-on-first", self.suites[FIRST], model, NO_DRAFTER)
-        asked, before = {case.id for case in suite}, read_scores(first_run)
-        left = tuple(case for case in before.cases if case.id in asked)
-        return scores, compare(replace(before, cases=left, digest=scores.digest), scores)
+        ids, before = {case.id for case in suite}, read_scores(first_run)
+        common = tuple(case for case in before.cases if case.id in ids)
+        return scores, compare(replace(before, cases=common, digest=scores.digest), scores)
 
     def _evaluate(self, what: str, suite: Path, model: str, drafter: str) -> Scores:
         engine = replace(self.config.engine, model=model, drafter=drafter)
@@ -63,27 +63,24 @@ class Bench:
         return evaluate(suite, engine, asked, out=self.folder / "evals" / what, progress=self.progress).scores
 
     def figures(self, scores: Scores) -> dict[str, Any]:
-        """Of the ledger: evals with interval, and what answers cost."""
-        told, price = scores.as_line(), self.config.price_per_core_hour
-        core_s = told["core_s_per_1000"]
-        kept = ("score", "interval", "cases", "p50_s", "tokens_per_s", "core_s_per_1000", "lossless")
+        """Returns the figures of a ledger line: score with interval, speed and cost."""
+        line, price = scores.as_line(), self.config.price_per_core_hour
+        core_s = line["core_s_per_1000"]
+        names = ("score", "interval", "cases", "p50_s", "tokens_per_s", "core_s_per_1000", "lossless")
         cost = None if price is None or core_s is None else core_s / 3600 * price
-        return {**{name: told[name] for name in kept}, "price_per_1000": cost}
+        return {**{name: line[name] for name in names}, "price_per_1000": cost}
 
 
-def lost(found: Comparison, most: float) -> str | None:
-    """Why a student that scores so beside another model is refused: a loss above `most` is not ruled out. None where it is."""
-    low, high = found.interval
-    if low >= -most:
-        return None
-    told = f"{found.difference:+.3f} [{low:+.3f}, {high:+.3f}]"
-    return f"evals: a loss of more than {most:g} beside {found.before} is not ruled out: {told}"
+def lost(comparison: Comparison, most: float) -> str | None:
+    """Reason to refuse a student if a loss of more than `most` is not ruled out; else None."""
+    loss = comparison.loss_above(most)
+    return f"evals: {loss}" if loss else None
 
 
-def slower(alone: Scores, drafted: Scores, found: Comparison | None, least: float, is_greedy: bool) -> str | None:
-    """Why a drafter is not served: it changed an answer, or brought no speed. None where it did neither."""
-    if is_greedy and found is not None and found.same_text < found.cases:
-        return f"{found.cases - found.same_text} of {found.cases} answers differ from those without it"
+def slower(alone: Scores, drafted: Scores, comparison: Comparison, least: float, is_greedy: bool) -> str | None:
+    """Reason not to serve a drafter: it changed a greedy answer, or its speed-up is below `least`; else None."""
+    if is_greedy and comparison.same_text < comparison.cases:
+        return f"{comparison.cases - comparison.same_text} of {comparison.cases} answers differ from those without it"
     rates = [scores.num_tokens / scores.wall_s if scores.wall_s else 0.0 for scores in (alone, drafted)]
     if rates[1] < least * rates[0]:
         return f"{rates[1]:.1f} tokens/s with it, {rates[0]:.1f} without, {least:g} times as many are needed"

@@ -1,7 +1,7 @@
-"""A turn, from what is recorded to what serves next: the stages of stages.py, each kept when it is finished.
+"""Runs a turn: executes the stages of stages.py and stores the result of each finished stage.
 
-Whatever serves is named by one file, serving.json, which is written last, whole, when every gate has let pass. A stage that
-raises ends the turn before that; so does a gate. The same command goes on at the stage that was not finished.
+The file serving.json names the served model; it is replaced atomically at the end, if every gate passes. An error or a refusal
+ends the turn before that. The same command resumes at the first unfinished stage.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import shlex
 import time
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 from paceline.errors import CacheError, ConfigError, PacelineError, refuse, reraised
 from paceline.hub import resolve
@@ -20,51 +18,52 @@ from paceline.loop.distill.start import check_layers
 from paceline.loop.flywheel import ledger
 from paceline.loop.flywheel.checks import check_judge
 from paceline.loop.flywheel.config import FlywheelConfig
-from paceline.loop.flywheel.stages import STAGES, Refused, Told, Turn
-from paceline.loop.flywheel.state import Serving, TurnState, serving_of, traces_of, turn_folder, write_serving
+from paceline.loop.flywheel.stages import STAGES, Refused, StageResult, Turn
+from paceline.loop.flywheel.state import NO_DRAFTER, Serving, TurnState, serving_of, traces_of, turn_folder, write_serving
 from paceline.loop.store.folder import Store
 from paceline.report.tables import Progress
+from paceline.runs.folder import plain
 from paceline.runs.lock import only_run
 from paceline.runs.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """What came of a turn."""
+    """Result of a turn."""
 
     turn: int
     passed: bool
     reason: str
-    """Why it was refused; empty when it was not."""
+    """Reason of the refusal; empty if the turn passed."""
     model: str
-    """That serves now, with its drafter next."""
+    """The model that serves now."""
     drafter: str
     command: str
-    """That serves it, and keeps what it answers for the next turn."""
+    """Command that serves it and records its answers for the next turn."""
     core_s: float
-    """Seconds of processors that the turn took, over all its parts."""
+    """CPU seconds of the turn, over all resumed parts."""
     price: float | None
-    """Of these, where an hour of a core has one."""
+    """Price of the CPU seconds; None without a price per core-hour."""
 
 
 def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
-    """The turn that is next, or under way. Raises ConfigError where it was begun with other settings. Writes nothing."""
+    """Returns the turn in progress, or the next one. Raises ConfigError if it was started with other settings."""
     serving = serving_of(config)
     number = serving.turn + 1
     folder = turn_folder(config, number)
     state = TurnState.read(folder)
     state.check(config, progress.say)
-    told = state.stages.get("store")
-    if told and (now := Store.open(told["store"]).version) != told["version"]:
+    store = state.stages.get("store")
+    if store and (now := Store.open(store["store"]).version) != store["version"]:
         raise ConfigError(
-            f"{told['store']} was at version {told['version']} when turn {number} began, and is at {now}: what was learned is "
-            f"of another store; delete {folder} to begin the turn anew"
+            f"{store['store']} was at version {store['version']} when turn {number} began, and is at {now}: what was learned "
+            f"is of another store; delete {folder} to begin the turn anew"
         )
     return Turn(config, number, serving, folder, state, progress)
 
 
 def run(config: FlywheelConfig, progress: Progress) -> TurnResult:
-    """As `paceline.loop.flywheel.turn`."""
+    """Implements `paceline.loop.flywheel.turn`."""
     refuse(ConfigError, (find_spec("trl") is None, "a turn distils with Transformers and TRL: pip install 'paceline[distill]'"))
     with only_run(config.out, "turning the flywheel", Ranks(), progress.say):
         turn = open_turn(config, progress)
@@ -80,56 +79,47 @@ def run(config: FlywheelConfig, progress: Progress) -> TurnResult:
             try:
                 _finish(turn, name)
             except Refused as refusal:
-                turn.state.stages.pop("student", None)  # it may learn for longer
+                turn.state.stages.pop("student", None)  # a rerun may train it longer
                 turn.state.write()
                 return _refused(turn, str(refusal))
         return _swap(turn)
 
 
 def _finish(turn: Turn, name: str) -> None:
-    """Run a stage, unless it is finished; keep what it came to, and what it took in any case."""
+    """Runs a stage unless it is finished; stores its result, and its time even on an error."""
     state, progress = turn.state, turn.progress
     if name in state.stages:
         progress.say(f"{name}: finished before")
         return
     progress.say(f"== {name}")
-    gc.collect()  # models of the stage before
+    gc.collect()  # frees the models of the previous stage
     began, core_began = time.perf_counter(), time.process_time()
-    told: Told | None = None
+    result: StageResult | None = None
     try:
-        told = STAGES[name](turn)
+        result = STAGES[name](turn)
     except PacelineError as error:
         if name == "evals":
-            state.stages.pop("store", None)  # more may be recorded
+            state.stages.pop("store", None)  # the user may record more before the rerun
         turn.line(name, "stopped", why=" ".join(str(error).split()))
         raise
     finally:
         state.add_spent(name, time.perf_counter() - began, time.process_time() - core_began)
-        if told is not None:
-            state.stages[name] = _as_text(told)
+        if result is not None:
+            state.stages[name] = plain(result)
         state.write()
 
 
-def _as_text(told: Any) -> Any:
-    """As JSON gives it back."""
-    if isinstance(told, dict):
-        return {str(name): _as_text(value) for name, value in told.items()}
-    if isinstance(told, list | tuple):
-        return [_as_text(value) for value in told]
-    return str(told) if isinstance(told, Path) else told
-
-
 def _refused(turn: Turn, why: str) -> TurnResult:
-    serving, told = turn.serving, f"turn {turn.number} REFUSED: {why}. What served before still does: {turn.serving.model}"
-    made = turn.of("drafter")["drafter"]
-    if made != "none":
-        told += f"; a drafter for it was kept all the same: {made}"
-    turn.progress.say(f"{told}. Give more minutes or other settings of gates, and run the same command: it goes on")
-    return _result(turn, serving, why)
+    text = f"turn {turn.number} REFUSED: {why}. What served before still does: {turn.serving.model}"
+    drafter = turn.of("drafter")["drafter"]
+    if drafter != NO_DRAFTER:
+        text += f"; a drafter for it was kept all the same: {drafter}"
+    turn.progress.say(f"{text}. Give more minutes or other settings of gates, and run the same command: it goes on")
+    return _result(turn, turn.serving, why)
 
 
 def _swap(turn: Turn) -> TurnResult:
-    """What is next to serve takes the place of what did."""
+    """Makes the student and its drafter the served model."""
     config, model = turn.config, turn.of("student")["student"]
     drafter = turn.of("student-drafter")["drafter"]
     words = ["paceline", "serve", "--model", model, "--drafter", drafter]

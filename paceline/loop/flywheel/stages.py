@@ -1,12 +1,12 @@
-"""The stages of a turn: functions of what the turn knows, each of which returns what is kept of it as JSON.
+"""The stages of a turn: functions that take the turn and return their result as JSON.
 
-record            what the model of this turn answered: recorded before, or asked now
-store             split into what may be learned from and what is kept for evals; checked
-evals             a suite of the latter, and what the model scores
-drafter           one for the model, from what it answered
-student           fewer layers, taught what the model says, judged by distill's own gates
-student-evals     the student on the suite, beside the model
-student-drafter   one for the student, from its own answers
+record            finds the served model's recorded answers, or generates them
+store             builds a store with a training and an evals split, and checks it
+evals             makes a suite of the evals split, and measures the model on it
+drafter           trains a drafter for the model on its answers
+student           distils a student with fewer layers, subject to distill's gates
+student-evals     measures the student on the suite and compares it with the model
+student-drafter   trains a drafter for the student on the student's own answers
 """
 
 from __future__ import annotations
@@ -37,29 +37,30 @@ from paceline.train import regenerate, train
 from paceline.train.config import PromptsConfig, RegenerateConfig, TrainConfig
 
 USUAL_LEN, MOST_LEN = 1024, 4096
-"""Documents may be so long, in tokens, where nothing else is said: the first, and up to the second where the store needs it."""
+"""Default longest document, in tokens, and its limit when the store's documents are longer."""
 MORE_TOKENS, ROOM = 32, 2048
-"""An answer may be so much longer than the longest that was recorded, while prompt and answer fit in so much."""
-Told = dict[str, Any]
+"""Tokens by which an answer may exceed the longest recorded one; default limit of prompt plus answer."""
+StageResult = dict[str, Any]
 
 
 class Refused(Exception):
-    """A gate is shut: the turn ends, and nothing is swapped."""
+    """A gate failed: the turn ends, and the served model does not change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What stages know."""
+    """Context of the stages of one turn."""
 
     config: FlywheelConfig
     number: int
     serving: Serving
-    """What answers now."""
+    """The model that serves now."""
     folder: Path
     state: TurnState
     progress: Progress
 
-    def of(self, stage: str) -> Told:
+    def of(self, stage: str) -> StageResult:
+        """Returns the result of a finished stage."""
         return self.state.stages[stage]
 
     @property
@@ -73,20 +74,21 @@ class Turn:
 
     @property
     def earlier_stores(self) -> list[Path]:
-        """Of the turns before: the models of this one were trained on them."""
+        """Stores of the earlier turns, on which this turn's models were trained."""
         states = [TurnState.read(turn_folder(self.config, number)) for number in range(1, self.number)]
         return [Path(each.stages["store"]["store"]) for each in states if "store" in each.stages]
 
-    def max_len(self, given: int | None = None) -> int:
-        """Longest document of a training."""
-        return given or min(max(USUAL_LEN, self.of("store")["longest"]), MOST_LEN)
+    @property
+    def max_len(self) -> int:
+        """Default of the longest training document, in tokens."""
+        return min(max(USUAL_LEN, self.of("store")["longest"]), MOST_LEN)
 
     def line(self, what: str, state: str, **more: Any) -> None:
         ledger.append(self.config.out, {"turn": self.number, "what": what, "state": state, **more})
 
 
-def record(turn: Turn) -> Told:
-    """Where the answers are. Raises ConfigError when a later turn has none to begin with."""
+def record(turn: Turn) -> StageResult:
+    """Returns the folders of the answers; generates them if none are recorded. Raises ConfigError without prompts for that."""
     config, traces = turn.config, traces_of(turn.config, turn.number)
     if turn.number == 1 and config.record:
         return {"sources": list(config.record)}
@@ -103,34 +105,32 @@ def record(turn: Turn) -> Told:
     return {"sources": [out / "answers"], "answers": done.num_answers, "tokens": done.num_tokens}
 
 
-def store(turn: Turn) -> Told:
-    """A store of this turn's answers, or the one that was given. Raises PromptError on one that is empty or poisoned."""
-    sources = [Path(each) for each in turn.of("record")["sources"]]
-    stores = [each for each in sources if (each / "store.json").is_file()]
+def store(turn: Turn) -> StageResult:
+    """Builds a store of this turn's answers, or uses the recorded one. Raises PromptError if it is empty or poisoned."""
+    sources = [Path(source) for source in turn.of("record")["sources"]]
+    stores = [source for source in sources if (source / "store.json").is_file()]
     refuse(
         ConfigError,
         (bool(stores) and len(sources) > 1, f"record names {stores and stores[0]}, a store, and more: give it alone"),
     )
     left_out: dict[str, int] = {}
     if stores:
-        found = Store.open(sources[0])
-        same = found.model == turn.serving.model
-        refuse(
-            ConfigError, (not same, f"{sources[0]} holds tokens of {found.model}, not of {turn.serving.model}: give its own")
-        )
+        data = Store.open(sources[0])
+        same = data.model == turn.serving.model
+        refuse(ConfigError, (not same, f"{sources[0]} holds tokens of {data.model}, not of {turn.serving.model}: give its own"))
     else:
         path = turn.folder / "store"
-        shutil.rmtree(path, ignore_errors=True)  # of a start that was killed, or had other answers
-        found = Store.create(path, turn.serving.model, turn.config.split)
-        left_out = found.add(sources, progress=turn.progress)["left_out"]
-    contents = checks.check_store(found, left_out, turn.config.gates)
+        shutil.rmtree(path, ignore_errors=True)  # incomplete, from a killed run, or of other answers
+        data = Store.create(path, turn.serving.model, turn.config.split)
+        left_out = data.add(sources, progress=turn.progress)["left_out"]
+    contents = checks.check_store(data, left_out, turn.config.gates)
     room = min(turn.config.engine.max_len or ROOM, load_config(resolve(turn.serving.model)).max_position)
     max_tokens = max(1, min(contents.longest_answer + MORE_TOKENS, room - contents.longest_prompt))
-    return {"store": found.path, "version": found.version, "max_tokens": max_tokens, **asdict(contents)}
+    return {"store": data.path, "version": data.version, "max_tokens": max_tokens, **asdict(contents)}
 
 
-def evals(turn: Turn) -> Told:
-    """The suites, and the model's scores. Raises PromptError on too few cases and on a suite that leaks; JudgeError."""
+def evals(turn: Turn) -> StageResult:
+    """Makes the suites and measures the model. Raises PromptError on too few cases or a contaminated suite; JudgeError."""
     config, own = turn.config, turn.store
     trained = [*turn.earlier_stores, own.path]
     file, dropped = turn.folder / "suite.jsonl", Dropped()
@@ -138,8 +138,8 @@ def evals(turn: Turn) -> Told:
         suite: Suite | None = read_suite(config.suite)
         checks.check_given(suite, trained, config.suite)
     else:
-        made = make_suite(replace(config.evals, sources=(str(own.path),)), "suite", dropped)
-        suite = checks.apart(made, trained, dropped)
+        suite = make_suite(replace(config.evals, sources=(str(own.path),)), "suite", dropped)
+        suite = checks.apart(suite, trained, dropped)
     suite = checks.check_cases(suite, config.gates, dropped)
     if dropped:
         turn.progress.say(str(dropped))
@@ -151,12 +151,13 @@ def evals(turn: Turn) -> Told:
     if turn.number > 1:
         suites |= _first_suite(turn, trained)
     bench = Bench(config, turn.folder, turn.of("store")["max_tokens"], turn.progress, suites)
-    scores, _ = bench.ask("model", turn.serving.model, NO_DRAFTER)
+    scores = bench.scores("model", turn.serving.model)
     turn.line("model", "measured", model=turn.serving.model, drafter=NO_DRAFTER, **bench.figures(scores))
     return {"suites": suites, "cases": len(suite), "score": scores.mean}
 
 
 def _first_suite(turn: Turn, trained: list[Path]) -> dict[str, Path]:
+    """Writes the first turn's suite without contaminated cases; returns {FIRST: file}, or {} if no case remains."""
     dropped = Dropped()
     first = checks.apart(read_suite(turn_folder(turn.config, 1) / "suite.jsonl"), trained, dropped)
     if dropped:
@@ -169,22 +170,22 @@ def _first_suite(turn: Turn, trained: list[Path]) -> dict[str, Path]:
     return {FIRST: file}
 
 
-def drafter(turn: Turn) -> Told:
-    """One for the model that answers now, from what it answered; continued from the one that serves, where one does."""
+def drafter(turn: Turn) -> StageResult:
+    """Trains a drafter for the served model on its answers, initialised from the served drafter if there is one."""
     if not turn.config.drafter.of_teacher:
         return {"drafter": NO_DRAFTER}
     init = None if turn.serving.drafter == NO_DRAFTER else turn.serving.drafter
-    asked = _training(turn, "drafter", turn.serving.model)
-    made = train(replace(asked, init=init, answers=(turn.store.path / "train",)), progress=turn.progress)
-    return _tried(turn, "drafter", turn.serving.model, made.drafter, beside="model", parents=[init] if init else [])
+    config = _training(turn, "drafter", turn.serving.model)
+    trained = train(replace(config, init=init, answers=(turn.store.path / "train",)), progress=turn.progress)
+    return _tried(turn, "drafter", turn.serving.model, trained.drafter, base="model", parents=[init] if init else [])
 
 
-def student(turn: Turn) -> Told:
-    """By `paceline distill`, from what the model answered. Raises Refused where one of its gates is shut, TrainingError."""
+def student(turn: Turn) -> StageResult:
+    """Distils the student from the model's answers. Raises Refused if one of distill's gates fails, TrainingError."""
     config, teaching = turn.config, turn.config.lesson
     if not config.is_given("teaching.max_len"):
-        teaching = replace(teaching, max_len=turn.max_len())
-    made = distill(
+        teaching = replace(teaching, max_len=turn.max_len)
+    result = distill(
         DistillConfig(
             turn.folder / "student",
             replace(config.engine, model=turn.serving.model, drafter=NO_DRAFTER),
@@ -196,65 +197,68 @@ def student(turn: Turn) -> Told:
         ),
         progress=turn.progress,
     )
-    model = str(made.gguf or made.student)
-    if not made.passed:
-        turn.line("student", "refused", model=model, drafter=NO_DRAFTER, why=made.reason)
-        raise Refused(made.reason)
-    return {"student": model, "layers": made.layers, "weights": made.weights, "steps": made.steps, "reason": made.reason}
+    model = str(result.gguf or result.student)
+    if not result.passed:
+        turn.line("student", "refused", model=model, drafter=NO_DRAFTER, why=result.reason)
+        raise Refused(result.reason)
+    return {"student": model, **{name: getattr(result, name) for name in ("layers", "weights", "steps", "reason")}}
 
 
-def student_evals(turn: Turn) -> Told:
-    """The student beside its teacher, and from the second turn on beside the first model. Raises Refused."""
+def student_evals(turn: Turn) -> StageResult:
+    """Compares the student with its teacher and, from the second turn on, with the first model. Raises Refused."""
     model, gates, bench = turn.of("student")["student"], turn.config.gates, turn.bench
-    scores, found = bench.ask("student", model, NO_DRAFTER, beside="model")
-    assert found is not None
-    figures, why = bench.figures(scores), lost(found, gates.most_lost)
-    first = bench.ask_first("student", model, scores, turn_folder(turn.config, 1) / "evals" / "model")
+    scores = bench.scores("student", model)
+    comparison = bench.compared("student", scores, base="model")
+    figures, why = bench.figures(scores), lost(comparison, gates.most_lost)
+    first = bench.compared_with_first("student", model, scores, turn_folder(turn.config, 1) / "evals" / "model")
     if first is not None:
         figures |= {"first_score": first[0].mean, "first_interval": list(first[0].interval)}
         why = why or lost(replace(first[1], before="the first model"), gates.most_lost_in_all)
     turn.line("student", "refused" if why else "kept", model=model, drafter=NO_DRAFTER, why=why, **figures)
     if why:
         raise Refused(why)
-    return {**figures, "difference": found.difference, "difference_interval": found.interval}
+    return {**figures, "difference": comparison.difference, "difference_interval": comparison.interval}
 
 
-def student_drafter(turn: Turn) -> Told:
-    """One for the student, from its own answers to the prompts that were learned from."""
+def student_drafter(turn: Turn) -> StageResult:
+    """Trains a drafter for the student on the student's own answers to the training prompts."""
     model = turn.of("student")["student"]
-    asked = _training(turn, "student-drafter", model)
-    made = train(replace(asked, asked=PromptsConfig((str(turn.store.path / "train"),))), progress=turn.progress)
-    return _tried(turn, "student + drafter", model, made.drafter, beside="student")
+    config = _training(turn, "student-drafter", model)
+    trained = train(replace(config, asked=PromptsConfig((str(turn.store.path / "train"),))), progress=turn.progress)
+    return _tried(turn, "student + drafter", model, trained.drafter, base="student")
 
 
 def _training(turn: Turn, name: str, model: str) -> TrainConfig:
-    """Of a drafter, as far as both have it in common: answers as long as those that were recorded, and some more."""
-    config, given, told = turn.config, turn.config.drafter, turn.of("store")
-    answering = replace(config.answering, seed=given.loop.seed)
+    """Returns the settings that both drafters' trainings share; generated answers may be as long as the evals'."""
+    config, drafter, store = turn.config, turn.config.drafter, turn.of("store")
+    answering = replace(config.answering, seed=drafter.loop.seed)
     if not config.is_given("answering.max_tokens"):
-        answering = replace(answering, max_tokens=told["max_tokens"])
+        answering = replace(answering, max_tokens=store["max_tokens"])
     if not config.is_given("answering.max_prompt_tokens"):
-        answering = replace(answering, max_prompt_tokens=told["longest_prompt"])
+        answering = replace(answering, max_prompt_tokens=store["longest_prompt"])
     return TrainConfig(
         turn.folder / name,
         replace(config.engine, model=model, drafter=NO_DRAFTER),
-        max_len=turn.max_len(given.max_len),
+        max_len=drafter.max_len or turn.max_len,
         minutes=config.drafter_minutes,
-        plan=given.plan,
-        features=given.features,
-        shape=given.shape,
-        loop=given.loop,
+        plan=drafter.plan,
+        features=drafter.features,
+        shape=drafter.shape,
+        loop=drafter.loop,
         answering=answering,
         given=tuple(each.removeprefix("drafter.") for each in config.given if each.startswith("drafter.")),
     )
 
 
-def _tried(turn: Turn, what: str, model: str, folder: Path, beside: str, parents: list[str] | None = None) -> Told:
-    """Ask the model with its new drafter: it must change no answer, and bring speed. One that does not is not served."""
+def _tried(turn: Turn, what: str, model: str, folder: Path, base: str, parents: list[str] | None = None) -> StageResult:
+    """Measures the model with its new drafter against the run `base` without; a drafter that changes an answer or is too slow
+    is not served."""
     bench, is_greedy = turn.bench, turn.config.sampling.temperature == 0
-    scores, found = bench.ask(what.replace(" + ", "-and-"), model, str(folder), beside=beside)
-    alone = read_scores(turn.folder / "evals" / beside)
-    why = slower(alone, scores, found, turn.config.gates.least_speedup, is_greedy)
+    name = what.replace(" + ", "-and-")
+    scores = bench.scores(name, model, str(folder))
+    comparison = bench.compared(name, scores, base)
+    alone = read_scores(turn.folder / "evals" / base)
+    why = slower(alone, scores, comparison, turn.config.gates.least_speedup, is_greedy)
     state = "refused" if why else "kept"
     turn.line(what, state, model=model, drafter=str(folder), why=why, **bench.figures(scores))
     lineage = {"parents": parents or [], "state": state, "turn": turn.number, "target": model, "reason": why or ""}
@@ -264,7 +268,7 @@ def _tried(turn: Turn, what: str, model: str, folder: Path, beside: str, parents
     return {"drafter": NO_DRAFTER if why else str(folder), "trained": str(folder), "why": why}
 
 
-STAGES: dict[str, Callable[[Turn], Told]] = {
+STAGES: dict[str, Callable[[Turn], StageResult]] = {
     "record": record,
     "store": store,
     "evals": evals,
@@ -273,4 +277,4 @@ STAGES: dict[str, Callable[[Turn], Told]] = {
     "student-evals": student_evals,
     "student-drafter": student_drafter,
 }
-"""In their order."""
+"""All stages, in execution order."""

@@ -1,4 +1,4 @@
-"""What other servers answer, as the traces that `paceline train` learns from: seen by a proxy, or read from what they logged.
+"""Records other servers' answers as traces for `paceline train`, by a proxy or from their logs.
 
 from paceline.loop.record import read
 read(RecordConfig("smollm2-135m", imports=(Path("vllm.log"),)), TraceConfig(Path("traces")))
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def proxy(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, *, progress: Progress | None = None) -> Recorded:
-    """Pass on what clients ask of `config.upstream`, and keep traces of it, until a signal comes.
+    """Forwards requests to `config.upstream` and records traces, until a signal comes.
 
-    Raises ConfigError when the address is taken or nothing can be kept, and what keeps the tokenizer from being read.
+    Raises ConfigError if the port is taken or no trace folder is set, and the errors of loading the tokenizer.
     """
     from paceline.loop.record.run import run
 
@@ -27,10 +27,10 @@ def proxy(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, *, p
 
 
 def read(config: RecordConfig, tracing: TraceConfig, *, progress: Progress | None = None) -> Recorded:
-    """Keep traces of what the files `config.imports` say was asked and answered.
+    """Converts the logs in `config.imports` to traces.
 
-    Raises PromptError naming file and line when one is damaged, of another kind, or says nothing of use: then nothing of that
-    file is kept.
+    Raises PromptError naming file and line if a file is damaged, of an unknown format or without usable requests; no trace of
+    that file is then written.
     """
     from paceline.loop.record.run import run_imports
 

@@ -1,4 +1,4 @@
-"""What `paceline record` is asked: frozen, documented field by field."""
+"""Settings of `paceline record`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from paceline.errors import ConfigError, refuse
 
 @dataclass(frozen=True, slots=True)
 class RecordConfig:
-    """Whose answers are kept. Raises ConfigError on impossible values."""
+    """Source of the recorded answers. Raises ConfigError on impossible values."""
 
     model: str
-    """The model behind that server: built-in name, folder, GGUF file or hub id. Of it only tokenizer and template are read."""
+    """The served model: built-in name, folder, GGUF file or hub id. Only its tokenizer and chat template are read."""
     upstream: str | None = None
-    """Address of an OpenAI-compatible server, without /v1: its clients ask this proxy instead."""
+    """Address of an OpenAI-compatible server, without /v1; clients send their requests to this proxy instead."""
     imports: tuple[Path, ...] = ()
-    """In place of a proxy: a log of vllm serve, or OpenTelemetry spans as OTLP JSON lines."""
+    """Files to import in place of a proxy: logs of vllm serve, or OpenTelemetry spans as OTLP JSON lines."""
     served_names: tuple[str, ...] = ()
-    """Keep only what was asked of the model under this name [default: of any]."""
+    """Record only requests for this model name [default: any]."""
 
     def __post_init__(self) -> None:
         if bool(self.imports) == (self.upstream is not None):

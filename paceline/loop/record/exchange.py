@@ -1,4 +1,4 @@
-"""A request and its answer: as bytes that passed by (`Observed`), and in OpenAI's words (`Exchange`), from wherever they come.
+"""A request and its answer: as the proxy's bytes (`Observed`), and parsed in OpenAI's format (`Exchange`).
 
     Proxy -> Observed -> Exchange \\
     a log of vLLM, OTLP spans -> Exchange -> Reader (reader.py) -> Trace
@@ -19,15 +19,15 @@ from starlette.types import Scope
 
 from paceline.serve.admin.traces import Lost
 
-KEPT_PATHS = {"/chat/completions": True, "/completions": False}
-"""Ends of the paths whose answers are kept, and whether they are conversations."""
+RECORDED_PATHS = {"/chat/completions": True, "/completions": False}
+"""Suffixes of the recorded paths, and whether they are chats."""
 MAX_BYTES = 8 * 2**20
-"""Of a request, and of an answer, that is kept; longer ones only pass."""
+"""Size limit of a recorded request or answer; longer ones are only forwarded."""
 MAX_DECODED = 64 * 2**20
 EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
-"""Two ends of a line, of whichever kind (HTML, 9.2.5). A \\r\\n is one end, never two."""
+"""Two line ends of any kind (HTML, 9.2.5). A \\r\\n is one end, never two."""
 MAX_MEMBERS = 1000
-"""Members of a gzip body: each costs a copy of what follows it."""
+"""Limit on the members of a gzip body, because each costs a copy of the rest."""
 BOM = b"\xef\xbb\xbf"
 GZIP = b"\x1f\x8b"
 DONE = b"[DONE]"
@@ -35,35 +35,35 @@ DONE = b"[DONE]"
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What was asked and answered."""
+    """A parsed request and its answer."""
 
     is_chat: bool
-    asked: dict[str, Any]
-    """The request's body: of a chat completion, or of a completion."""
-    said: list[dict[str, Any]]
-    """The answer's body, or the chunks of its stream."""
+    request: dict[str, Any]
+    """Body of the chat completion or completion request."""
+    chunks: list[dict[str, Any]]
+    """Body of the answer, or the chunks of its stream."""
     ended: float | None = None
-    """Seconds since 1970."""
+    """End of the answer, in seconds since 1970."""
     tag: str | None = None
     seconds: dict[str, float | None] = field(default_factory=dict)
-    """As a Trace has them."""
+    """Durations in the format of `Trace.seconds`."""
     logged_as: str = ""
-    """What tells it from all others where it was logged; empty when it was not."""
+    """Text that identifies the exchange in its log; empty if it comes from the proxy."""
 
     @property
     def mark(self) -> str | None:
-        """Sixteen letters that stand for that: read again it is the same."""
+        """Hash of `logged_as`, sixteen hex digits, by which repeated imports are detected; None for the proxy."""
         return hashlib.blake2b(self.logged_as.encode(errors="replace"), digest_size=8).hexdigest() if self.logged_as else None
 
 
-class Kept:
-    """Pieces of a body as they pass; forgotten when they are too many."""
+class Body:
+    """The pieces of a request's or answer's body; discarded above MAX_BYTES."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
         self.num_bytes = 0
         self.encoding = ""
-        """As of Content-Encoding."""
+        """Value of Content-Encoding."""
 
     def take(self, piece: bytes) -> None:
         self.num_bytes += len(piece)
@@ -73,7 +73,7 @@ class Kept:
             self.pieces.clear()
 
     def decoded(self) -> bytes:
-        """The body's bytes. Raises Lost when they are too many, or packed in a way that we do not know."""
+        """Returns the decompressed body. Raises Lost if it is too large or its encoding is unknown."""
         data = b"".join(self.pieces)
         if self.num_bytes > MAX_BYTES:
             raise Lost("size")
@@ -85,52 +85,52 @@ class Kept:
 
 
 class Observed:
-    """An exchange on its way through the proxy: references to the pieces that pass, and when they did."""
+    """An exchange in the proxy: references to the forwarded pieces, and their times."""
 
     def __init__(self, is_chat: bool, headers: Headers) -> None:
         self.is_chat, self.tag = is_chat, headers.get("x-paceline-tag")
-        self.asked, self.said = Kept(), Kept()
-        self.asked.encoding = headers.get("content-encoding", "").strip().lower()
-        self.is_answered = self._is_stream = False
-        """Whether the status is 200: nothing is kept of failures."""
+        self.request, self.answer = Body(), Body()
+        self.request.encoding = headers.get("content-encoding", "").strip().lower()
+        self.is_answered = False
+        """True if the status is 200; failed requests are not recorded."""
+        self._is_stream = False
         self._began_s = time.perf_counter()
         self._first_s: float | None = None
         self._ended = self._ended_s = 0.0
 
     @classmethod
     def of(cls, scope: Scope) -> Observed | None:
-        """None for a request whose answer is no completion."""
-        is_chat = next((is_chat for end, is_chat in KEPT_PATHS.items() if scope["path"].endswith(end)), None)
+        """Starts recording a request; returns None for other requests than completions."""
+        is_chat = next((is_chat for end, is_chat in RECORDED_PATHS.items() if scope["path"].endswith(end)), None)
         return None if is_chat is None or scope["method"] != "POST" else cls(is_chat, Headers(scope=scope))
 
     @property
     def num_bytes(self) -> int:
-        return self.asked.num_bytes + self.said.num_bytes
+        return self.request.num_bytes + self.answer.num_bytes
 
     def begins(self, status: int, raw: list[tuple[bytes, bytes]]) -> None:
-        """The head of the answer."""
+        """Records status and headers of the answer."""
         headers = Headers(raw=[(name.lower(), value) for name, value in raw])
         self.is_answered = status == 200
         self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
-        self.said.encoding = headers.get("content-encoding", "").strip().lower()
+        self.answer.encoding = headers.get("content-encoding", "").strip().lower()
 
     def take(self, piece: bytes) -> None:
-        """A piece of the answer."""
+        """Appends one piece of the answer's body."""
         self._first_s = self._first_s or time.perf_counter()
-        self.said.take(piece)
+        self.answer.take(piece)
 
     def ends(self) -> None:
         self._ended, self._ended_s = time.time(), time.perf_counter()
 
     def exchange(self) -> Exchange:
-        """Read what passed. Raises Lost when it is no answer to a completion; takes milliseconds."""
-        asked = _object(self.asked.decoded())
-        said = self.said.decoded()
+        """Parses the recorded bytes, which takes milliseconds. Raises Lost if they are not a complete completion."""
+        request, answer = _object(self.request.decoded()), self.answer.decoded()
         first_token_s = self._first_s - self._began_s if self._first_s and self._is_stream else None
         return Exchange(
             is_chat=self.is_chat,
-            asked=asked,
-            said=_chunks(said) if self._is_stream else [_object(said)],
+            request=request,
+            chunks=_chunks(answer) if self._is_stream else [_object(answer)],
             ended=self._ended,
             tag=self.tag,
             seconds={"first_token": first_token_s, "total": self._ended_s - self._began_s},
@@ -138,7 +138,7 @@ class Observed:
 
 
 def _unpacked(packed: bytes) -> bytes:
-    """The contents of gzip, of up to MAX_MEMBERS members in a row (RFC 1952, 2.2), or of zlib. Raises Lost."""
+    """Decompresses gzip, with up to MAX_MEMBERS members (RFC 1952, 2.2), or zlib. Raises Lost."""
     data, is_first, num_members = b"", True, 0
     while is_first or packed.startswith(GZIP):
         num_members += 1
@@ -158,7 +158,7 @@ def _unpacked(packed: bytes) -> bytes:
 
 
 def _chunks(data: bytes) -> list[dict[str, Any]]:
-    """The JSON of a stream of server-sent events. Raises Lost when it has not come to its end."""
+    """Parses the JSON objects of a stream of server-sent events. Raises Lost if the stream is incomplete."""
     events = [_data_of(event) for event in EVENT_END.split(data.removeprefix(BOM))]
     if DONE not in events:
         raise Lost("failed")

@@ -1,8 +1,9 @@
-"""OpenTelemetry's spans of calls of models (GenAI semantic conventions), as exchanges.
+"""Reads OpenTelemetry spans of model calls (GenAI semantic conventions) as exchanges.
 
-The file is OTLP JSON, an object of `resourceSpans` a line, as the collector's file exporter writes it. A span is of use when it
-holds what was said: `gen_ai.input.messages`, `gen_ai.output.messages`, `gen_ai.system_instructions`, `gen_ai.tool.definitions`,
-each structured or as JSON text. Instrumented clients write them when they are told to; vLLM's own spans hold no text at all.
+The file is OTLP JSON lines, each an object with `resourceSpans`, as written by the collector's file exporter. A span is usable
+if it contains the messages: `gen_ai.input.messages`, `gen_ai.output.messages`, `gen_ai.system_instructions`,
+`gen_ai.tool.definitions`, structured or as JSON text. Instrumented clients write them if configured to; vLLM's own spans
+contain no text.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from paceline.loop.record.exchange import Exchange
 
 OPERATIONS = ("chat", "generate_content")
 FAILED = 2
-"""status.code of a span that failed."""
+"""status.code of a failed span."""
 REQUEST = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -30,15 +31,15 @@ REQUEST = {
     "choice.count": "n",
     "model": "model",
 }
-"""gen_ai.request.* and OpenAI's name of it."""
+"""Suffix of gen_ai.request.* -> OpenAI's name."""
 USAGE = {"prompt_tokens": ("input_tokens", "prompt_tokens"), "completion_tokens": ("output_tokens", "completion_tokens")}
-"""OpenAI's name, and those of gen_ai.usage.*, the newer first."""
+"""OpenAI's name -> suffixes of gen_ai.usage.*, newest first."""
 FINISHED = {"tool_call": "tool_calls"}
 
 
 def exchanges(path: Path) -> Iterator[Exchange]:
-    """What the spans of a file hold. Raises PromptError naming the line that is damaged, or when no span holds text."""
-    num_spans = num_found = 0
+    """Yields the exchanges of a file. Raises PromptError naming a damaged line, or if no span contains text."""
+    num_spans = num_exchanges = 0
     with reraised(PromptError, f"cannot read {path}", "check --import", OSError), path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -47,10 +48,11 @@ def exchanges(path: Path) -> Iterator[Exchange]:
             caught = (ValueError, RecursionError, TypeError, AttributeError, KeyError)
             with reraised(PromptError, where, "this is no OTLP JSON of spans, an object of resourceSpans a line", *caught):
                 spans = list(_spans(json.loads(line)))
-                found = [exchange for span in spans if (exchange := _exchange(span))]
-            num_spans, num_found = num_spans + len(spans), num_found + len(found)
-            yield from found
-    if not num_found:
+                parsed = [exchange for span in spans if (exchange := _exchange(span))]
+            num_spans += len(spans)
+            num_exchanges += len(parsed)
+            yield from parsed
+    if not num_exchanges:
         raise PromptError(
             f"{path} holds {num_spans} spans, none of an answered request with its text (gen_ai.input.messages and "
             "gen_ai.output.messages): vLLM's own have none; let the client's instrumentation record contents"
@@ -66,31 +68,36 @@ def _spans(line: Any) -> Iterator[dict[str, Any]]:
 
 
 def _exchange(span: dict[str, Any]) -> Exchange | None:
-    """None for a span that failed, is of something else, or holds no text."""
-    told = {each["key"]: _value(each["value"]) for each in span.get("attributes", ())}
-    asked, said = _structured(told.get("gen_ai.input.messages")), _structured(told.get("gen_ai.output.messages"))
-    is_wrong = told.get("gen_ai.operation.name", "chat") not in OPERATIONS or "error.type" in told
-    if is_wrong or not asked or not said or (span.get("status") or {}).get("code") in (FAILED, "STATUS_CODE_ERROR"):
+    """Parses one span; returns None if it failed, is another operation, or contains no text."""
+    attributes = {each["key"]: _value(each["value"]) for each in span.get("attributes", ())}
+    inputs = _structured(attributes.get("gen_ai.input.messages"))
+    outputs = _structured(attributes.get("gen_ai.output.messages"))
+    is_wrong = attributes.get("gen_ai.operation.name", "chat") not in OPERATIONS or "error.type" in attributes
+    if is_wrong or not inputs or not outputs or (span.get("status") or {}).get("code") in (FAILED, "STATUS_CODE_ERROR"):
         return None
-    system = _structured(told.get("gen_ai.system_instructions"))
+    system = _structured(attributes.get("gen_ai.system_instructions"))
     messages = [_message({"role": "system", "parts": system})] if system else []
-    messages += [_message(each) for each in asked]
-    request = {ours: told[f"gen_ai.request.{name}"] for name, ours in REQUEST.items() if f"gen_ai.request.{name}" in told}
-    if tools := _structured(told.get("gen_ai.tool.definitions")):
+    messages += [_message(each) for each in inputs]
+    request = {
+        openai: attributes[f"gen_ai.request.{name}"]
+        for name, openai in REQUEST.items()
+        if f"gen_ai.request.{name}" in attributes
+    }
+    if tools := _structured(attributes.get("gen_ai.tool.definitions")):
         request["tools"] = [_tool(each) for each in tools]
     usage = {
-        ours: int(told[f"gen_ai.usage.{name}"])
-        for ours, names in USAGE.items()
+        openai: int(attributes[f"gen_ai.usage.{name}"])
+        for openai, names in USAGE.items()
         for name in reversed(names)
-        if f"gen_ai.usage.{name}" in told
+        if f"gen_ai.usage.{name}" in attributes
     }
-    model = told.get("gen_ai.response.model") or told.get("gen_ai.request.model")
+    model = attributes.get("gen_ai.response.model") or attributes.get("gen_ai.request.model")
     ids = span.get("traceId"), span.get("spanId")
     began, ended = (int(span.get(f"{name}TimeUnixNano") or 0) / 1e9 for name in ("start", "end"))
     return Exchange(
         is_chat=True,
-        asked={**request, "messages": messages},
-        said=[{"model": model, "choices": [_choice(*each) for each in enumerate(said)], "usage": usage}],
+        request={**request, "messages": messages},
+        chunks=[{"model": model, "choices": [_choice(*each) for each in enumerate(outputs)], "usage": usage}],
         ended=ended or None,
         seconds={"total": ended - began if began and ended else None},
         logged_as=" ".join(map(str, ids)) if all(ids) else json.dumps(span, sort_keys=True),
@@ -103,7 +110,7 @@ def _choice(index: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's form. What is neither text nor a call becomes a part that no reader of text takes."""
+    """Converts a message to OpenAI's format. Unknown parts become an `audio` part, which the reader rejects."""
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
     more: dict[str, Any] = {}
@@ -139,12 +146,12 @@ def _structured(value: Any) -> Any:
 
 
 def _value(value: dict[str, Any]) -> Any:
-    """An AnyValue of OTLP: 64-bit numbers are written as text."""
+    """Converts an OTLP AnyValue, in which 64-bit integers are text."""
     if not value:
         return None
-    ((kind, held),) = value.items()
+    ((kind, content),) = value.items()
     if kind == "arrayValue":
-        return [_value(each) for each in held.get("values", ())]
+        return [_value(each) for each in content.get("values", ())]
     if kind == "kvlistValue":
-        return {each["key"]: _value(each["value"]) for each in held.get("values", ())}
-    return int(held) if kind == "intValue" else held
+        return {each["key"]: _value(each["value"]) for each in content.get("values", ())}
+    return int(content) if kind == "intValue" else content

@@ -1,12 +1,10 @@
-"""The proxy: every request goes to the server behind it, every answer comes back, byte for byte and as it arrives.
+"""The recording proxy: forwards every request to the upstream server and streams the answer back unchanged.
 
-Nothing is parsed on the way. When an answer to a completion has ended well, its bytes and its request's are handed over
-(`keep`), to be read elsewhere (`exchange.py`). Headers are passed on and forgotten; only X-Paceline-Tag, which is there to be
-kept, and the encoding of the bodies are looked at.
+The bytes of a complete answer to a completion and of its request are passed to `keep`, and parsed later in another thread
+(`exchange.py`). The only headers used are X-Paceline-Tag, which is recorded, and the encodings of the bodies.
 
-What a client would see of the server it sees here: errors with their status, an answer cut off where it was cut off, slowness
-in both directions (a client that does not read is not read for). When it hangs up, the server is hung up on. Only headers that
-belong to one connection (RFC 9110, 7.6.1) are not passed on.
+Clients see the upstream server's behaviour: its status codes, truncated answers, and backpressure in both directions. If the
+client disconnects, the upstream request is cancelled. Only hop-by-hop headers (RFC 9110, 7.6.1) are removed.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from paceline.loop.record.exchange import Kept, Observed
+from paceline.loop.record.exchange import Body, Observed
 from paceline.serve.http.failures import ApiError, RequestRefused, error_response
 from paceline.serve.http.security import allowed_hosts, host_name
 from paceline.serve.replies.events import unless_gone
@@ -32,13 +30,13 @@ OF_ONE_CONNECTION = frozenset(
 )
 CONNECT_S = 10.0
 IDLE_S = 2.0
-"""A connection to the server is used again for so long: less than the 5 s after which uvicorn, vLLM's too, closes one."""
+"""Keep-alive of upstream connections in seconds; below the 5 s after which uvicorn, also vLLM's, closes one."""
 log = logging.getLogger("paceline.loop.record")
 RawHeaders = list[tuple[bytes, bytes]]
 
 
 class Proxy:
-    """The application, for uvicorn. `keep` gets each answer that may become a trace, and must not wait."""
+    """The ASGI application. `keep` is called with each complete exchange and must not block."""
 
     def __init__(self, upstream: str, config: ServeConfig, keep: Callable[[Observed], None]) -> None:
         parts = urlsplit(upstream)
@@ -54,10 +52,10 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
-        body = _Body(receive)
+        body = _RequestBody(receive)
         try:
             self._check(Headers(scope=scope))
-            # The body and the client's leaving come by the same way, one after the other.
+            # `receive` yields the request's body first, then the client's disconnect.
             await unless_gone(body.gone, self._pass_on(scope, body, send))
         except ClientDisconnect:
             return
@@ -67,16 +65,16 @@ class Proxy:
             log.warning("an answer was cut off: %s", error)  # uvicorn closes the connection of an answer that has no end
 
     def _check(self, headers: Headers) -> None:
-        """As the server itself would: the name that it is called by here is not passed on."""
+        """Rejects ambiguous lengths and unknown hosts here, because the client's Host header is not forwarded."""
         if "transfer-encoding" in headers and "content-length" in headers:
             raise RequestRefused("a request has either Content-Length or Transfer-Encoding: leave one out", code="invalid_http")
         name = host_name(headers.get("host", ""))
         if self._hosts is not None and name and name not in self._hosts:
             raise ApiError.known("host_not_allowed", name=name[:100])
 
-    async def _pass_on(self, scope: Scope, body: _Body, send: Send) -> None:
+    async def _pass_on(self, scope: Scope, body: _RequestBody, send: Send) -> None:
         observed = Observed.of(scope)
-        body.seen = observed and observed.asked
+        body.recorded = observed and observed.request
         try:
             response = await self._pool.handle_async_request(self._request(scope, body))
         except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException) as error:
@@ -98,7 +96,7 @@ class Proxy:
             observed.ends()
             self._keep(observed)
 
-    def _request(self, scope: Scope, body: _Body) -> httpcore2.Request:
+    def _request(self, scope: Scope, body: _RequestBody) -> httpcore2.Request:
         raw: RawHeaders = scope["headers"]
         headers = [(b"host", self._authority), *(pair for pair in _passed_on(raw) if pair[0] != b"host")]
         if any(name == b"transfer-encoding" for name, _ in raw):
@@ -110,13 +108,14 @@ class Proxy:
         return httpcore2.Request(scope["method"], url, headers=headers, content=body, extensions=timeout)
 
 
-class _Body:
-    """A request's body as it comes, piece by piece, then the client's leaving."""
+class _RequestBody:
+    """Streams a request's body, then waits for the client's disconnect."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._is_whole = asyncio.Event()
-        self.seen: Kept | None = None
+        self.recorded: Body | None = None
+        """Receives a copy of each piece."""
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         more = True
@@ -126,19 +125,19 @@ class _Body:
                 raise ClientDisconnect
             more = message.get("more_body", False)
             if piece := message.get("body", b""):
-                if self.seen:
-                    self.seen.take(piece)
+                if self.recorded:
+                    self.recorded.take(piece)
                 yield piece
         self._is_whole.set()
 
     async def gone(self) -> Message:
-        """A `receive` for what follows the body."""
+        """Returns the message after the body: the client's disconnect."""
         await self._is_whole.wait()
         return await self._receive()
 
 
 def _passed_on(headers: RawHeaders) -> RawHeaders:
-    """Without those that belong to one connection, and those that Connection names."""
+    """Removes hop-by-hop headers and those named by the Connection header."""
     named = {name.strip().lower() for key, value in headers if key.lower() == b"connection" for name in value.split(b",")}
     left_out = OF_ONE_CONNECTION | named
     return [pair for pair in headers if pair[0].lower() not in left_out]

@@ -1,14 +1,13 @@
-"""Exchanges as traces: what was asked as the tokens that the target was given, what was said as the tokens that it wrote.
+"""Converts exchanges to traces: reconstructs the prompt's and the answer's tokens.
 
-A server tells text. The target's own tokenizer and chat template make tokens of it, and whatever the server tells beside the
-text is held against them: token ids (vLLM's, with `return_token_ids`) are taken as they are, numbers of tokens must agree. What
-cannot be known is left out:
+The target's tokenizer and chat template encode the text; token ids from the server (vLLM's `return_token_ids`) are used as they
+are, and its token counts must match. Tokens that cannot be reconstructed are dropped:
 
-- the prompt, and with it the trace, where our rendering has another number of tokens, or a part of the request that we do not
-  render (images, a template of its own) decides what the target was given;
-- the answer where its text is not what the target wrote (tool calls and reasoning, which the server has parsed), does not
-  encode to its tokens, or has another number of them: a prompt remains;
-- the last token of an answer that a limit or a stop string ended, and its end token unless it surely wrote one.
+- the whole trace, if the prompt's token count differs, or the request has parts that are not rendered here (images, its own
+  chat template);
+- the answer, leaving the prompt alone, if its text is not the model's output (tool calls and reasoning parsed by the server),
+  does not round-trip through the tokenizer, or has another token count;
+- the last token of an answer ended by a limit or a stop string, and the end token unless the model certainly generated it.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ from paceline.serve.requests.protocol import ChatRequest, CompletionRequest
 from paceline.serve.requests.tools import text_of
 
 FINISHED = {"stop": "stop", "length": "length", "tool_calls": "stop", "function_call": "stop", "unknown": "unknown"}
-"""How answers end that are no failures; `unknown` is a log's that does not tell."""
+"""Finish reasons of successful answers -> those of traces; `unknown` is used for logs without a reason."""
 UNKNOWN = "unknown"
-"""The finish reason of a trace without its answer."""
+"""Finish reason of a trace without its answer."""
 NOT_RENDERED = ("chat_template", "truncate_prompt_tokens", "functions")
-"""Fields that change the prompt in ways that are not followed here."""
+"""Fields that change the prompt in ways not reproduced here."""
 NOT_READ = {"echo": False, "suffix": None, "best_of": None, "prompt_embeds": None, "mm_processor_kwargs": None}
-"""Fields that make a prompt or an answer of more than tokens that follow each other."""
+"""Fields for which prompt and answer are not plain token sequences, with their harmless values."""
 DELIVERY = frozenset(
     {
         *("model", "stream", "stream_options", "logprobs", "top_logprobs", "parallel_tool_calls"),
         *("return_metrics", "return_token_ids", "return_timings", "paceline_timings"),
     }
 )
-"""Fields that say how an answer is sent: neither prompt nor answer depends on them, so the server's word is enough."""
-NOT_SAID = ("tool_calls", "reasoning", "reasoning_content", "refusal", "audio", "function_call")
-"""Parts of a message that are not the words of the target, but what the server has read from them."""
+"""Fields of the delivery, on which neither prompt nor answer depends; they are not validated."""
+PARSED = ("tool_calls", "reasoning", "reasoning_content", "refusal", "audio", "function_call")
+"""Parts of a message that the server has parsed from the model's output."""
 
 
 @dataclass(slots=True)
 class _Choice:
-    """One answer, put together."""
+    """One answer, assembled from its chunks."""
 
     text: str = ""
     token_ids: list[int] | None = None
@@ -59,12 +58,12 @@ class _Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     is_parsed: bool = False
-    """Whether there is more than its text."""
+    """True if the message has PARSED parts."""
 
 
 @dataclass(slots=True)
-class _Said:
-    """An answer's body, put together from its chunks."""
+class _Response:
+    """The response of a request, assembled from its chunks."""
 
     model: str | None = None
     prompt_ids: list[int] | None = None
@@ -72,30 +71,30 @@ class _Said:
     usage: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, chunks: Iterable[dict[str, Any]]) -> _Said:
-        said = cls()
+    def of(cls, chunks: Iterable[dict[str, Any]]) -> _Response:
+        response = cls()
         for chunk in chunks:
             if chunk.get("error"):
                 raise Lost("failed")
             if chunk.get("lossless") is False:
                 raise Lost("lossy")
             try:
-                said.model = _text(chunk.get("model")) or said.model
-                said.prompt_ids = chunk.get("prompt_token_ids") or said.prompt_ids
-                said.usage = dict(chunk.get("usage") or said.usage)
+                response.model = _text(chunk.get("model")) or response.model
+                response.prompt_ids = chunk.get("prompt_token_ids") or response.prompt_ids
+                response.usage = dict(chunk.get("usage") or response.usage)
                 for part in chunk.get("choices") or ():
-                    said._add(part)
+                    response._add(part)
             except (AttributeError, TypeError, ValueError):
                 raise Lost("unreadable") from None
-        if sorted(said.choices) != [*range(len(said.choices))]:
+        if sorted(response.choices) != [*range(len(response.choices))]:
             raise Lost("unreadable")
-        return said
+        return response
 
     def _add(self, part: dict[str, Any]) -> None:
         choice = self.choices.setdefault(int(part.get("index") or 0), _Choice())
         message = part.get("delta") or part.get("message") or {}
         choice.text += part.get("text") or message.get("content") or ""
-        choice.is_parsed |= any(message.get(name) for name in NOT_SAID)
+        choice.is_parsed |= any(message.get(name) for name in PARSED)
         choice.finish_reason = _text(part.get("finish_reason")) or choice.finish_reason
         choice.stop_reason = choice.stop_reason if part.get("stop_reason") is None else part["stop_reason"]
         choice.prompt_ids = part.get("prompt_token_ids") or choice.prompt_ids
@@ -104,7 +103,7 @@ class _Said:
 
 
 class Reader:
-    """Reads exchanges with a model; belongs in one thread."""
+    """Converts exchanges of one model to traces; not thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, served_names: Iterable[str] = ()) -> None:
         self.tokenizer, self._names = tokenizer, frozenset(served_names)
@@ -112,16 +111,16 @@ class Reader:
         self._end = _end_token(tokenizer)
 
     def traces(self, exchange: Exchange) -> Iterator[Trace]:
-        """Each answer of it, or the prompt alone. Raises Lost when the prompt cannot be known, or the request failed."""
-        asked = exchange.asked
-        if self._names and asked.get("model") not in self._names:
+        """Yields a trace per answer, or of the prompt alone. Raises Lost if the prompt is unknown or the request failed."""
+        body = exchange.request
+        if self._names and body.get("model") not in self._names:
             raise Lost("model")
-        said = _Said.of(exchange.said)
-        if not said.choices or any(choice.finish_reason not in FINISHED for choice in said.choices.values()):
+        response = _Response.of(exchange.chunks)
+        if not response.choices or any(choice.finish_reason not in FINISHED for choice in response.choices.values()):
             raise Lost("failed")
         try:
             request = _request(exchange)
-            prompts = self._prompts(request, exchange, said)
+            prompts = self._prompts(request, body, response)
             grammar = grammar_of(request)
             params = params_of(request, self._vocab_size, None, grammar[1] if grammar else None)
         except (ValidationError, ApiError, PacelineError):
@@ -130,78 +129,71 @@ class Reader:
         if longest := getattr(request, "max_completion_tokens", None) or request.max_tokens:
             sampling["max_tokens"] = longest
         if is_default:
-            sampling.pop("temperature", None)  # what the server takes then is its own affair
-        answers = self._answers(said, has_stops=bool(params.stop or params.stop_token_ids))
-        told = {
+            sampling.pop("temperature", None)  # the server's default is unknown
+        answers = self._answers(response, has_stops=bool(params.stop or params.stop_token_ids))
+        common = {
             "ended": exchange.ended,
             "temperature": None if is_default else params.temperature,
             "sampling": sampling,
             "eos_token_ids": tuple(self.tokenizer.eos_token_ids),
             "seed": params.seed if n == 1 else None,
             "tag": exchange.tag,
-            "model": said.model or asked.get("model"),
-            "num_reused": _num_reused(said.usage),
+            "model": response.model or body.get("model"),
+            "num_reused": _num_reused(response.usage),
             "seconds": exchange.seconds,
         }
-        for index, choice in said.choices.items():
+        for index, choice in response.choices.items():
             if answers is None and index % n:
-                continue  # one prompt is enough
+                continue  # the same prompt again
             answer_ids = [] if answers is None else answers[index]
             reason = UNKNOWN if answers is None else FINISHED[str(choice.finish_reason)]
             mark = f"{exchange.mark}-{index}" if exchange.mark else None
-            yield Trace(prompt_ids=prompts[index // n], answer_ids=answer_ids, finish_reason=reason, mark=mark, **told)
+            yield Trace(prompt_ids=prompts[index // n], answer_ids=answer_ids, finish_reason=reason, mark=mark, **common)
 
-    def _prompts(self, request: ChatRequest | CompletionRequest, exchange: Exchange, said: _Said) -> list[list[int]]:
-        """The tokens of each prompt: the server's word, else as our template and tokenizer make them.
-
-        Raises Lost when the server was given others.
-        """
-        asked, n = exchange.asked, request.n or 1
-        firsts = [said.choices[index] for index in sorted(said.choices) if not index % n]
-        told = [choice.prompt_ids or said.prompt_ids for choice in firsts]
-        if not all(told) and any(asked.get(name) is not None for name in NOT_RENDERED):
+    def _prompts(self, request: ChatRequest | CompletionRequest, body: dict[str, Any], response: _Response) -> list[list[int]]:
+        """Returns the token ids of each prompt: the server's, else the rendered ones. Raises Lost on a mismatch."""
+        n = request.n or 1
+        firsts = [response.choices[index] for index in sorted(response.choices) if not index % n]
+        reported = [choice.prompt_ids or response.prompt_ids for choice in firsts]
+        if not all(reported) and any(body.get(name) is not None for name in NOT_RENDERED):
             raise Lost("unsupported")
-        prompts = told if all(told) else self._rendered(request, asked)
-        if len(prompts) != len(firsts) or not all(map(self._are_ours, prompts)):
+        prompts = reported if all(reported) else self._rendered(request, body)
+        if len(prompts) != len(firsts) or not all(map(self._is_valid, prompts)):
             raise Lost("mismatch")
-        num_tokens = said.usage.get("prompt_tokens")
+        num_tokens = response.usage.get("prompt_tokens")
         if num_tokens is not None and num_tokens != sum(len(prompt or ()) for prompt in prompts):
             raise Lost("mismatch")
         return [list(prompt or ()) for prompt in prompts]
 
-    def _rendered(self, request: ChatRequest | CompletionRequest, asked: dict[str, Any]) -> list[list[int]]:
+    def _rendered(self, request: ChatRequest | CompletionRequest, body: dict[str, Any]) -> list[list[int]]:
         tokenizer = self.tokenizer
         if isinstance(request, ChatRequest):
-            if asked.get("add_special_tokens"):
+            if body.get("add_special_tokens"):
                 raise Lost("unsupported")
             return [encode_request(request, tokenizer)]
-        prompt, with_special = request.prompt, bool(asked.get("add_special_tokens", True))
+        prompt, with_special = request.prompt, bool(body.get("add_special_tokens", True))
         many: list[Any] = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else [*prompt]
         return [encode_text(each, tokenizer, with_special) if isinstance(each, str) else each for each in many]
 
-    def _answers(self, said: _Said, *, has_stops: bool) -> dict[int, list[int]] | None:
-        """Token ids of every answer; None when they are not known."""
-        found = {index: self._answer(choice, has_stops) for index, choice in said.choices.items()}
-        told = said.usage.get("completion_tokens")
-        num_tokens = 0
-        for answer in found.values():
-            if answer is None:
-                return None
-            num_tokens += answer[1]
-        if told is not None and told != num_tokens and not has_stops:
+    def _answers(self, response: _Response, *, has_stops: bool) -> dict[int, list[int]] | None:
+        """Returns the token ids of every answer by index; None if one is unknown."""
+        answers = {index: self._answer(choice, has_stops) for index, choice in response.choices.items()}
+        known = {index: answer for index, answer in answers.items() if answer is not None}
+        num_tokens, reported = sum(number for _, number in known.values()), response.usage.get("completion_tokens")
+        if len(known) < len(answers) or (reported is not None and reported != num_tokens and not has_stops):
             return None
-        return {index: answer[0] for index, answer in found.items() if answer}
+        return {index: ids for index, (ids, _) in known.items()}
 
     def _answer(self, choice: _Choice, has_stops: bool) -> tuple[list[int], int] | None:
-        """What is sure of an answer's tokens, and how many the server must have counted."""
+        """Returns the certain token ids of an answer, and the number that the server must have counted; None if unknown."""
         tokenizer, ids = self.tokenizer, choice.token_ids
         if ids is not None:
-            if ids and not self._are_ours(ids):
+            if ids and not self._is_valid(ids):
                 raise Lost("mismatch")
-            texts = [tokenizer.decode(ids, skip) for skip in (True, False)]
+            decoded = [tokenizer.decode(ids, skip) for skip in (True, False)]
             text = choice.text.rstrip(REPLACEMENT).strip()
-            if not choice.is_parsed and not any(each.strip().startswith(text) for each in texts):
-                raise Lost("mismatch")  # the ids of another tokenizer
+            if not choice.is_parsed and not any(each.strip().startswith(text) for each in decoded):
+                raise Lost("mismatch")  # the server's tokenizer differs
             return ids, len(ids)
         if choice.is_parsed:
             return None
@@ -216,43 +208,44 @@ class Reader:
             return ids[:-1], len(ids)
         return ([*ids, self._end] if self._end is not None else ids), len(ids) + 1
 
-    def _are_ours(self, ids: Any) -> bool:
+    def _is_valid(self, ids: Any) -> bool:
+        """True for a non-empty list of token ids of the model's vocabulary."""
         return (
             isinstance(ids, list) and bool(ids) and all(type(token) is int and 0 <= token < self._vocab_size for token in ids)
         )
 
 
 def _text(value: Any) -> str | None:
-    """A text or nothing. Raises TypeError on anything else."""
+    """Returns a string or None unchanged. Raises TypeError on other values."""
     if value is not None and not isinstance(value, str):
         raise TypeError(f"expected a text, not {type(value).__name__}")
     return value
 
 
 def _num_reused(usage: dict[str, Any]) -> int | None:
-    """Tokens of the prompt that the server had in its cache, where it says so."""
-    told = usage.get("prompt_tokens_details")
-    number = told.get("cached_tokens") if isinstance(told, dict) else None
+    """Number of prompt tokens that the server reports as cached, or None."""
+    details = usage.get("prompt_tokens_details")
+    number = details.get("cached_tokens") if isinstance(details, dict) else None
     return number if type(number) is int and 0 <= number < 2**31 else None
 
 
 def _request(exchange: Exchange) -> ChatRequest | CompletionRequest:
-    """What was asked, if it is of text alone. Raises Lost, ValidationError and ApiError."""
-    asked = exchange.asked
-    if any(asked.get(name) not in (None, usual) for name, usual in NOT_READ.items()):
+    """Validates the request, which must contain text only. Raises Lost, ValidationError and ApiError."""
+    body = exchange.request
+    if any(body.get(name) not in (None, usual) for name, usual in NOT_READ.items()):
         raise Lost("unsupported")
     model = ChatRequest if exchange.is_chat else CompletionRequest
-    held = {name: value for name, value in asked.items() if name in model.model_fields.keys() - DELIVERY}
+    fields = {name: value for name, value in body.items() if name in model.model_fields.keys() - DELIVERY}
     if not exchange.is_chat:
-        return CompletionRequest.model_validate(held)
-    chat = ChatRequest.model_validate(held)
+        return CompletionRequest.model_validate(fields)
+    chat = ChatRequest.model_validate(fields)
     for message in chat.messages:
         text_of(message)
     return chat
 
 
 def _end_token(tokenizer: Tokenizer) -> int | None:
-    """The token that ends an answer: the tokenizer's own end where a model has several; None when it cannot be told."""
+    """Returns the end-of-sequence token; of several, the tokenizer's own; None if ambiguous."""
     ends = tokenizer.eos_token_ids
     own = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
     return own if own in ends else ends[0] if len(ends) == 1 else None

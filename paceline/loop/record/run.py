@@ -1,4 +1,4 @@
-"""The proxy as a process, and files read into the same store; the library calls of `paceline.loop.record`."""
+"""Implements the library calls of `paceline.loop.record`: runs the proxy, and imports files."""
 
 from __future__ import annotations
 
@@ -33,34 +33,35 @@ with needing(ConfigError, "recording needs the libraries of a server: pip instal
     from paceline.serve.run import SWITCH_SECONDS, listen, settings_of
 
 MAX_WAITING_BYTES = 256 * 2**20
-"""Of exchanges that wait to be read; what comes then is lost."""
+"""Limit of exchanges waiting to be parsed; further ones are dropped and counted."""
 CLOSE_S = 600.0
-"""Longest time to write what was imported."""
+"""Timeout of writing the last imported traces, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What came of it."""
+    """Result of a recording."""
 
     folder: Path
     num_written: int
+    """Traces written."""
     num_answers: int = 0
-    """Of these, traces that have their answer: of the others the prompt alone is known."""
+    """Traces with an answer; the others have only a prompt."""
     dropped: dict[str, int] = field(default_factory=dict)
-    """What is in no file, by reason."""
+    """Number of dropped exchanges, by reason."""
 
 
 class Recorder:
-    """Takes exchanges from the proxy, and has them read in the thread of the writer. Nothing here waits or raises."""
+    """Queues the proxy's exchanges for parsing in the writer's thread. Never blocks or raises."""
 
     def __init__(self, reader: Reader, writer: TraceWriter) -> None:
         self._reader, self._writer = reader, writer
         self._num_taken = self._num_read = 0
-        """Bytes; each is counted by one thread only."""
+        """Bytes queued and parsed; each counter is written by one thread only."""
 
     def keep(self, observed: Observed) -> None:
         is_full = self._num_taken - self._num_read > MAX_WAITING_BYTES
-        if self._writer.put(partial(self._traces, observed), is_full=is_full):  # what it does not take is never read
+        if self._writer.put(partial(self._traces, observed), is_full=is_full):
             self._num_taken += observed.num_bytes
 
     def _traces(self, observed: Observed) -> Iterator[Trace]:
@@ -69,14 +70,14 @@ class Recorder:
 
 
 class Server(uvicorn.Server):
-    """Ends when answers under way have come to their end, or at once with a second signal; the traces are then written."""
+    """Uvicorn server of the proxy; on a signal it finishes the answers in flight, on a second one it stops immediately."""
 
     def __init__(self, upstream: str, serving: ServeConfig, keep: Callable[[Observed], None]) -> None:
         self._proxy = Proxy(upstream, serving, keep)
         super().__init__(settings_of(self._proxy, serving, close_seconds=serving.drain_seconds, dated=False))
 
     async def run_on(self, bound: socket) -> None:
-        """Serve until a signal comes."""
+        """Serves on the bound socket until a signal comes."""
         try:
             await self.serve(sockets=[bound])
         finally:
@@ -87,9 +88,9 @@ class Server(uvicorn.Server):
 
 
 def run(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, progress: Progress) -> Recorded:
-    """As `paceline.loop.record.proxy`."""
+    """Implements `paceline.loop.record.proxy`."""
     assert config.upstream is not None
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # an answer that was cut off is no fault of this program
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # hides errors on answers truncated by the upstream
     sys.setswitchinterval(SWITCH_SECONDS)
     with listen(serving) as bound:
         writer, reader = _store(config, tracing)
@@ -103,13 +104,13 @@ def run(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, progre
 
 
 def run_imports(config: RecordConfig, tracing: TraceConfig, progress: Progress) -> Recorded:
-    """Read the logs in `config.imports` into the store, each exchange once; what was kept and what was not."""
+    """Implements `paceline.loop.record.read`; skips exchanges that the folder has traces of."""
     writer, reader = _store(config, tracing)
     known = _known(writer.folder)
     try:
         for path in config.imports:
             read = otlp.exchanges if _is_json(path) else partial(vllm_log.exchanges, tokenizer=reader.tokenizer)
-            deque(read(path), maxlen=0)  # all of it is sound, or nothing of it is kept
+            deque(read(path), maxlen=0)  # raises on a damaged file before any of its traces is written
             progress.say(f"reading {path}")
             for exchange in read(path):
                 if exchange.mark in known:
@@ -134,13 +135,13 @@ def _store(config: RecordConfig, tracing: TraceConfig) -> tuple[TraceWriter, Rea
 
 
 def _known(folder: Path) -> set[str]:
-    """Marks of the exchanges that the store has traces of; a shard that cannot be read has none."""
-    found = set[str]()
+    """Returns the marks of the exchanges that the folder has traces of; skips unreadable files."""
+    marks = set[str]()
     for path in folder.glob("traces-*.parquet"):
         with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
             keys = parquet.ParquetFile(path).read(["key"])["key"].to_pylist()
-            found.update(key.rpartition("#")[2].rpartition("-")[0] for key in keys if key)
-    return found
+            marks.update(key.rpartition("#")[2].rpartition("-")[0] for key in keys if key)
+    return marks
 
 
 def _done(writer: TraceWriter) -> Recorded:
@@ -149,6 +150,6 @@ def _done(writer: TraceWriter) -> Recorded:
 
 
 def _is_json(path: Path) -> bool:
-    """Whether a file is JSON lines rather than a log: by the first sign in it."""
+    """True if the file is JSON lines rather than a log: its first character is "{"."""
     with reraised(PromptError, f"cannot read {path}", "check --import", OSError), path.open("rb") as file:
         return file.read(4096).lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"{")

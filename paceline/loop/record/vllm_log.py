@@ -1,4 +1,4 @@
-"""The log of `vllm serve --enable-log-requests --enable-log-outputs`, as exchanges.
+"""Reads the log of `vllm serve --enable-log-requests --enable-log-outputs` as exchanges.
 
     Received request chatcmpl-1: prompt: '...', params: SamplingParams(...), prompt_token_ids: [...], ...     until 0.10
     Request chatcmpl-1 details: prompt: '...', prompt_token_ids: [...], ...       since, with VLLM_LOGGING_LEVEL=DEBUG
@@ -6,8 +6,8 @@
     Generated response chatcmpl-1: output: '...', output_token_ids: [...], finish_reason: stop
     Generated response chatcmpl-1 (streaming complete): output: '...', output_token_ids: None, finish_reason: ...
 
-(`vllm/entrypoints/logger.py`.) Other lines are left alone. A stream's tokens are not all logged, so its answer is read from its
-text. What `--max-log-len` has cut is left out; without token ids that cannot be seen, so log without it.
+(`vllm/entrypoints/logger.py`.) Other lines are ignored. Streams are logged without token ids, so their answers are encoded from
+the text. Requests truncated by `--max-log-len` are skipped; without token ids truncation cannot be detected, so do not set it.
 """
 
 from __future__ import annotations
@@ -26,26 +26,28 @@ from paceline.model.text.tokenizer import Tokenizer
 
 TEXT = r"""(?:'(?:[^'\\]+|\\.)*'|"(?:[^"\\]+|\\.)*"|None)"""
 IDS = r"(?:[\[(][\d, ]*[\])]|None)"
-ASKED = re.compile(
+REQUEST = re.compile(
     rf"(?:Received request|Request) (?P<id>\S+?)(?: details)?: prompt: (?P<prompt>{TEXT}), "
     rf"(?:params: (?P<params>.*?), )?prompt_token_ids: (?P<ids>{IDS}),"
 )
 PARAMS = re.compile(r"Received request (?P<id>\S+?): params: (?P<params>.*), lora_request: ")
-SAID = re.compile(
+RESPONSE = re.compile(
     rf"Generated response (?P<id>\S+)(?P<stream> \(streaming (?:delta|complete)\))?: output: (?P<text>{TEXT}), "
     rf"(?:output_token_ids: (?P<ids>{IDS}), )?finish_reason: (?P<reason>\w+)"
 )
 BEGINS = re.compile(r"(?:Received request|Generated response) \S+?(?: \(streaming \w+\))?: |Request \S+ details: ")
 STAMP = re.compile(r"\b(?:INFO|DEBUG) (\d\d-\d\d \d\d:\d\d:\d\d) ")
-TAKEN = ("temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "max_tokens", "ignore_eos")
-TAKEN += ("presence_penalty", "frequency_penalty", "repetition_penalty")
-"""Of SamplingParams, which the API's fields are named as."""
+PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "max_tokens", "ignore_eos")
+PARAMETERS += ("presence_penalty", "frequency_penalty", "repetition_penalty")
+"""Fields of SamplingParams that are read; the API's fields have the same names."""
 MAX_WAITING = 100_000
-"""Requests whose answer has not come: the oldest are forgotten."""
+"""Limit of requests without an answer yet; the oldest are dropped."""
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Request:
+    """A logged request that waits for its answer."""
+
     prompt: str | None = None
     ids: list[int] | None = None
     params: dict[str, Any] = field(default_factory=dict)
@@ -53,9 +55,9 @@ class _Asked:
 
 
 def exchanges(path: Path, tokenizer: Tokenizer) -> Iterator[Exchange]:
-    """What a log holds, in its order. Raises PromptError naming the line that is damaged, or when it logs no requests."""
-    waiting: dict[str, _Asked] = {}
-    num_asked = num_said = 0
+    """Yields the log's exchanges in order. Raises PromptError naming a damaged line, or if requests or answers are missing."""
+    waiting: dict[str, _Request] = {}
+    num_requests = num_answers = 0
     changed = path.stat().st_mtime
     with reraised(PromptError, f"cannot read {path}", "check --import", OSError), path.open("rb") as lines:
         for number, raw in enumerate(lines, start=1):
@@ -65,65 +67,67 @@ def exchanges(path: Path, tokenizer: Tokenizer) -> Iterator[Exchange]:
             with reraised(
                 PromptError, f"{path}, line {number}", "this is no request as vLLM logs it", ValueError, SyntaxError, IndexError
             ):
-                if said := SAID.search(line):
-                    num_said += 1
-                    if asked := _answered(said, waiting):
-                        exchange = _exchange(asked, said, _moment(line, changed), tokenizer, line)
+                if answer := RESPONSE.search(line):
+                    num_answers += 1
+                    if request := _answered(answer, waiting):
+                        exchange = _exchange(request, answer, _moment(line, changed), tokenizer, line)
                         yield from [exchange] if exchange else []
                 else:
-                    num_asked += 1
-                    _request(line, waiting, _moment(line, changed))
-    if not num_asked or not num_said:
-        missing = "no requests" if not num_asked else "no answers"
+                    num_requests += 1
+                    _add_request(line, waiting, _moment(line, changed))
+    if not num_requests or not num_answers:
+        missing = "no requests" if not num_requests else "no answers"
         raise PromptError(
             f"{path} holds {missing}: start vLLM with --enable-log-requests --enable-log-outputs, and newer ones with "
             "VLLM_LOGGING_LEVEL=DEBUG too"
         )
 
 
-def _request(line: str, waiting: dict[str, _Asked], began: float | None) -> None:
-    found = ASKED.search(line) or PARAMS.search(line)
-    if found is None:
+def _add_request(line: str, waiting: dict[str, _Request], began: float | None) -> None:
+    match = REQUEST.search(line) or PARAMS.search(line)
+    if match is None:
         raise ValueError("its prompt or parameters cannot be read")
-    parts = found.groupdict()
-    asked = waiting.setdefault(parts["id"], _Asked(began=began))
+    parts = match.groupdict()
+    request = waiting.setdefault(parts["id"], _Request(began=began))
     if parts.get("params"):
-        asked.params = _params(parts["params"])
+        request.params = _params(parts["params"])
     if "prompt" in parts:
-        asked.prompt, asked.ids = ast.literal_eval(parts["prompt"]), _ids(parts["ids"])
+        request.prompt, request.ids = ast.literal_eval(parts["prompt"]), _ids(parts["ids"])
     if len(waiting) > MAX_WAITING:
         waiting.pop(next(iter(waiting)))
 
 
-def _answered(said: re.Match[str], waiting: dict[str, _Asked]) -> _Asked | None:
-    """The request of an answer that is whole. A completion's prompts are numbered in their requests' ids, not in its own."""
-    if "delta" in (said["stream"] or ""):
+def _answered(answer: re.Match[str], waiting: dict[str, _Request]) -> _Request | None:
+    """Returns the request of a complete answer. A completion's request ids have the prompt's number appended."""
+    if "delta" in (answer["stream"] or ""):
         return None
-    return waiting.pop(said["id"], None) or waiting.pop(f"{said['id']}-0", None)
+    return waiting.pop(answer["id"], None) or waiting.pop(f"{answer['id']}-0", None)
 
 
-def _exchange(asked: _Asked, said: re.Match[str], ended: float | None, tokenizer: Tokenizer, line: str) -> Exchange | None:
-    """None when there is no prompt, several answers, or not all of them was logged."""
-    text, ids = ast.literal_eval(said["text"]) or "", _ids(said["ids"])
-    if (asked.prompt is None and not asked.ids) or asked.params.get("n", 1) != 1:
+def _exchange(
+    request: _Request, answer: re.Match[str], ended: float | None, tokenizer: Tokenizer, line: str
+) -> Exchange | None:
+    """Returns None if the prompt is missing, several answers were requested, or the log is truncated."""
+    text, ids = ast.literal_eval(answer["text"]) or "", _ids(answer["ids"])
+    if (request.prompt is None and not request.ids) or request.params.get("n", 1) != 1:
         return None
-    if _is_cut(asked.prompt, asked.ids, tokenizer) or _is_cut(text, ids, tokenizer):
+    if _is_cut(request.prompt, request.ids, tokenizer) or _is_cut(text, ids, tokenizer):
         return None
-    choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": said["reason"]}
+    choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": answer["reason"]}
     if ids is not None:
-        choice |= {"token_ids": ids, "text": ""}  # the text may be what vLLM made of them: a tool call, a thought
+        choice |= {"token_ids": ids, "text": ""}  # the logged text may be parsed output: a tool call, reasoning
     elif "[tool_calls: " in text or "[reasoning: " in text:
         choice["message"] = {"reasoning": text}
-    if said["stream"]:
+    if answer["stream"]:
         choice["finish_reason"] = "unknown"
-    request = {**asked.params, "prompt": asked.ids or asked.prompt}
-    if said["id"].startswith("chatcmpl"):
-        request["add_special_tokens"] = False  # the template has written them
-    total_s = None if ended is None or asked.began is None else ended - asked.began
+    body = {**request.params, "prompt": request.ids or request.prompt}
+    if answer["id"].startswith("chatcmpl"):
+        body["add_special_tokens"] = False  # the chat template has added them
+    total_s = None if ended is None or request.began is None else ended - request.began
     return Exchange(
         is_chat=False,
-        asked=request,
-        said=[{"choices": [choice]}],
+        request=body,
+        chunks=[{"choices": [choice]}],
         ended=ended,
         seconds={"total": total_s},
         logged_as=line.strip(),
@@ -131,7 +135,7 @@ def _exchange(asked: _Asked, said: re.Match[str], ended: float | None, tokenizer
 
 
 def _is_cut(text: str | None, ids: list[int] | None, tokenizer: Tokenizer) -> bool:
-    """--max-log-len cuts so many characters, and so many tokens, which are longer."""
+    """True if --max-log-len truncated text and ids: it cuts both to the same length, in characters and in tokens."""
     return text is not None and ids is not None and len(ids) == len(text) < len(tokenizer.decode(ids, False))
 
 
@@ -141,31 +145,33 @@ def _ids(text: str | None) -> list[int] | None:
 
 
 def _params(text: str) -> dict[str, Any]:
-    """The arguments of `SamplingParams(...)` that are plain values. Raises SyntaxError."""
+    """Parses the literal arguments of `SamplingParams(...)`. Raises SyntaxError."""
     if not text.startswith("SamplingParams("):  # beam search, pooling
         return {"n": 0}
     call = ast.parse(re.sub(r"<[^>]*>", "None", text), mode="eval").body
-    found: dict[str, Any] = {}
+    params: dict[str, Any] = {}
     for keyword in call.keywords if isinstance(call, ast.Call) else ():
         try:
             value = ast.literal_eval(keyword.value)
         except ValueError:
             continue
         name = str(keyword.arg)
-        if name in TAKEN and value not in (None, []):
-            found[name] = value
-    return found
+        if name in PARAMETERS and value not in (None, []):
+            params[name] = value
+    return params
 
 
 def _moment(line: str, changed: float) -> float | None:
-    """Seconds since 1970. vLLM logs local time without a year: the last one in which the file was not written before."""
-    found = STAMP.search(line)
-    if found is None:
+    """Returns the line's time in seconds since 1970, or None.
+
+    vLLM logs local time without a year; the latest year is used for which the line is not newer than the file."""
+    stamp = STAMP.search(line)
+    if stamp is None:
         return None
     for year in (time.localtime(changed + 86400).tm_year, time.localtime(changed).tm_year, time.localtime(changed).tm_year - 1):
         try:
-            moment = time.mktime(time.strptime(f"{year}-{found[1]}", "%Y-%m-%d %H:%M:%S"))
-        except ValueError:  # the 29th of February of another year
+            moment = time.mktime(time.strptime(f"{year}-{stamp[1]}", "%Y-%m-%d %H:%M:%S"))
+        except ValueError:  # 29 February in a common year
             continue
         if moment <= changed + 86400:
             return moment

@@ -1,6 +1,6 @@
-"""Reinforcement learning by TRL's GRPO with paceline as the rollout engine: exact samples with log-probabilities.
+"""Reinforcement learning with TRL's GRPO and paceline as the rollout engine: exact samples with log-probabilities.
 
-docs/how-to/rl.md has the whole of it.
+See docs/how-to/rl.md.
 
     from paceline.loop.rl.rollouts import Rollouts, RolloutConfig
     from paceline.loop.rl.with_trl import rollout_func
@@ -8,5 +8,5 @@ docs/how-to/rl.md has the whole of it.
     rollouts = Rollouts(LLM("folder", dtype="float32"), RolloutConfig(seed=1))
     GRPOTrainer(..., rollout_func=rollout_func(rollouts))
 
-Agents of several turns: `endpoint.py` serves the policy to them, `agents.py` gathers groups of attempts, `judge.py` ranks them.
+For multi-turn agents, `endpoint.py` serves the policy, `agents.py` runs groups of attempts, `judge.py` ranks them.
 """

@@ -1,13 +1,13 @@
-"""The policy behind OpenAI's API on this machine, for agents: what each attempt said is recorded token by token.
+"""Serves the policy to agents by OpenAI's API on this machine, and records each attempt's tokens.
 
     with Endpoint(rollouts) as endpoint:
-        attempt = endpoint.begin("0.0/3")            agents talk to attempt.base_url, as to any OpenAI server
-        sample = endpoint.end(attempt)
+        attempt = endpoint.begin("0.0-3")            agents use attempt.base_url as any OpenAI server's
+        endpoint.end(attempt)                        attempt.sample() is the recorded conversation
 
-It is the production server (`serve/`) in a thread, over the engine of `Rollouts`. An attempt is told by the path of its
-address, so that any client serves which takes a base URL. How an answer is sampled is the rollouts' to say, not the client's:
-temperature and seed are set, top-p and penalties are off, grammars are refused. What the policy said in an earlier turn goes
-back into the prompt as the very tokens that were said, not as what a tokenizer makes of their text.
+It runs the production server (`serve/`) in a thread, on the engine of `Rollouts`. The path of an attempt's base URL identifies
+the attempt, so any OpenAI client works. The rollouts determine the sampling, not the client: temperature and seed are set,
+top-p and penalties are off, grammars are rejected. Earlier turns enter the prompt as the tokens that the policy generated, not
+re-encoded from their text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, RolloutError, needing
 from paceline.loop.rl.rollouts import RolloutConfig, Rollouts, Sample, seed_of
 from paceline.report.statistics import Rounds
-from paceline.types import Route, Sequence
+from paceline.types import Route
 
 with needing(ConfigError, "agents talk to the policy through a server: pip install 'paceline[serve]'"):
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -42,7 +42,7 @@ with needing(ConfigError, "agents talk to the policy through a server: pip insta
 PATH = re.compile(r"/attempts/([0-9a-zA-Z._-]{1,100})(/.*)", re.ASCII)
 TAG = b"x-paceline-tag"
 NAME = "policy"
-"""What the model is called."""
+"""Served model name."""
 START_SECONDS = 60.0
 
 
@@ -52,7 +52,7 @@ class Turn:
 
     prompt_ids: list[int]
     answer_ids: list[int]
-    """With the end token, where the policy said it."""
+    """Generated tokens, including the end token if one was generated."""
     logprobs: list[float]
     finish_reason: str
 
@@ -63,20 +63,20 @@ class Turn:
 
 @dataclass(slots=True)
 class Attempt:
-    """One agent's try at a task, as its endpoint sees it. Answers are recorded by the engine's thread."""
+    """One agent's attempt at a task, as recorded by the endpoint in the engine's thread."""
 
     name: str
     base_url: str
-    """What the agent's client takes for OpenAI's address."""
+    """Base URL for the agent's OpenAI client."""
     model: str
-    """And for the model's name."""
+    """Model name for the agent's OpenAI client."""
     turns: list[Turn] = field(default_factory=list)
     rounds: Rounds = field(default_factory=Rounds)
-    asked: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    """How often each prompt was asked: it is part of the answer's seed."""
+    num_requests: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """Requests per prompt; the count is part of the next answer's seed."""
 
     def chain(self) -> list[Turn]:
-        """The latest turn and those that it goes on from: each one's tokens are the beginning of the next one's prompt."""
+        """Returns the latest turn and the turns it continues: the tokens of each are a prefix of the next prompt."""
         chain = self.turns[-1:]
         for turn in reversed(self.turns[:-1]):
             if chain[0].prompt_ids[: len(turn.tokens)] == turn.tokens:
@@ -85,41 +85,42 @@ class Attempt:
 
     @property
     def num_left_out(self) -> int:
-        """Turns that the latest one does not go on from: no trainer sees them."""
+        """Turns that the latest one does not continue; they are not trained on."""
         return len(self.turns) - len(self.chain())
 
     def sample(self) -> Sample:
-        """The conversation as a trainer takes it: the first turn's prompt, then what was said by both sides, the policy's
-        tokens masked 1. Raises RolloutError when the policy was asked nothing."""
+        """Returns the conversation as a training sample: the first prompt, then all later tokens, with mask 1 for the policy's.
+
+        Raises RolloutError if the agent made no request."""
         chain = self.chain()
         if not chain:
             raise RolloutError(
                 f"attempt {self.name}: the agent ended without asking the policy anything: nothing to learn from"
             )
         prompt_ids = chain[0].prompt_ids
-        said, logprobs, mask = list[int](), list[float](), list[int]()
+        completion_ids, logprobs, mask = list[int](), list[float](), list[int]()
         for turn in chain:
-            between = turn.prompt_ids[len(prompt_ids) + len(said) :]
-            said += between + turn.answer_ids
+            between = turn.prompt_ids[len(prompt_ids) + len(completion_ids) :]
+            completion_ids += between + turn.answer_ids
             logprobs += [0.0] * len(between) + turn.logprobs
             mask += [0] * len(between) + [1] * len(turn.answer_ids)
-        return Sample(prompt_ids, said, logprobs, mask, chain[-1].finish_reason)
+        return Sample(prompt_ids, completion_ids, logprobs, mask, chain[-1].finish_reason)
 
 
 class Endpoint:
-    """Serves one policy's attempts on a free port of the loopback address, while the `with` block lasts."""
+    """Serves one policy's attempts on a free loopback port, within the `with` block."""
 
     def __init__(self, rollouts: Rollouts, *, max_queue: int = 1024) -> None:
         self.rollouts = rollouts
         self.attempts: dict[str, Attempt] = {}
-        """Those under way, by name."""
+        """Running attempts, by name."""
         most = rollouts.config.max_tokens
         settings = ServeConfig(
             port=0, max_queue=max_queue, deadline=0.0, drain_seconds=1.0, default_max_tokens=most, served_names=(NAME,)
         )
         self._worker = _Worker(self, settings)
         self._bound = listen(settings)
-        self._bound.listen(max_queue)  # who comes before the server accepts waits
+        self._bound.listen(max_queue)  # connections wait until the server accepts
         self._server = Server(settings_of(_by_attempt(create_app(self._worker)), settings), self._worker)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="paceline-rollouts", daemon=True)
@@ -142,7 +143,7 @@ class Endpoint:
         self._bound.close()
 
     def begin(self, name: str) -> Attempt:
-        """A new attempt; `name` is part of its seeds: letters, digits, points and dashes."""
+        """Starts an attempt. `name`: letters, digits, points and dashes; part of its seeds. Raises ConfigError."""
         address = f"/attempts/{name}/v1"
         if not PATH.fullmatch(address) or name in self.attempts:
             raise ConfigError(
@@ -152,12 +153,12 @@ class Endpoint:
         return attempt
 
     def end(self, attempt: Attempt) -> None:
-        """Nothing more is recorded of it; what it asked for has been recorded when this returns."""
-        self.call(lambda _: None)  # the engine's thread has handed over all that its client has got
+        """Ends an attempt; all its answers have been recorded when this returns."""
+        self.call(lambda _: None)  # waits for the engine's thread, which records answers before it sends them
         del self.attempts[attempt.name]
 
     def call(self, function: Callable[[LLM], Any]) -> Any:
-        """Run a function in the engine's thread between two steps, and wait; returns its result, raises its exception."""
+        """Runs a function in the engine's thread between two steps; returns its result or raises its exception."""
         assert self._loop, "the endpoint is used within its `with` block"
         future: Future[Any] = asyncio.run_coroutine_threadsafe(self._worker.call(function), self._loop)
         return future.result()
@@ -175,15 +176,8 @@ class Endpoint:
         asyncio.run(serve())
 
 
-def _record(attempt: Attempt, sequence: Sequence, reason: str) -> None:
-    logprobs = [each.logprob for each in sequence.logprobs]
-    assert len(logprobs) == sequence.num_output, "every token comes with its log-probability"
-    attempt.turns.append(Turn(sequence.tokens[: sequence.prompt_len], sequence.output_ids, logprobs, reason))
-    attempt.rounds = Rounds.sum([attempt.rounds, Rounds.counted(sequence.rounds)])
-
-
 class _Worker(EngineWorker[LLM]):
-    """Samples every answer as the rollouts are sampled."""
+    """Engine worker that samples every answer with the rollouts' settings and records it."""
 
     def __init__(self, endpoint: Endpoint, settings: ServeConfig) -> None:
         rollouts = endpoint.rollouts
@@ -191,7 +185,7 @@ class _Worker(EngineWorker[LLM]):
         self._attempts, self._rollouts, self._has_begun = endpoint.attempts, rollouts, False
 
     def _policy(self) -> LLM:
-        """The rollouts' own; after a crash with an engine anew."""
+        """Returns the rollouts' LLM; after a crash with a new engine."""
         llm = self._rollouts.llm
         if self._has_begun:
             llm.renew()
@@ -199,21 +193,24 @@ class _Worker(EngineWorker[LLM]):
         return llm
 
     def _step(self, engine: Any) -> list[Chunk]:
-        """Prompts are read in whole chunks: an agent waits for whole answers."""
+        """Runs a step with full prefill chunks: agents wait for whole answers, so streaming latency does not matter."""
         with engine.whole_chunks():
             return engine.step()
 
     def _hand_over(self, chunks: list[Chunk], now: float, step_s: float, *, is_prefilling: bool) -> None:
-        """Answers that ended are recorded before their clients get them: an agent's next turn goes on from them at once."""
+        """Records finished answers before their clients receive them, because the next turn may follow immediately."""
         for chunk in chunks:
             sequence, reason, live = chunk.sequence, chunk.finish_reason, self._live.get(chunk.sequence.request_id)
             attempt = self._attempts.get((live.ticket.tag if live else None) or "")
             if attempt and reason in ("stop", "length") and sequence.num_output:
-                _record(attempt, sequence, reason)
+                logprobs = [each.logprob for each in sequence.logprobs]
+                assert len(logprobs) == sequence.num_output, "every token has a log-probability"
+                attempt.turns.append(Turn(sequence.tokens[: sequence.prompt_len], sequence.output_ids, logprobs, reason))
+                attempt.rounds = Rounds.sum([attempt.rounds, Rounds.counted(sequence.rounds)])
         super()._hand_over(chunks, now, step_s, is_prefilling=is_prefilling)
 
     def submit(self, jobs: list[Job], tag: str | None = None, route: Route | None = None) -> Ticket:
-        """As EngineWorker.submit. Raises RequestRefused for a request of no attempt, and for what would change the policy."""
+        """Submits as EngineWorker does. Raises RequestRefused without an attempt, and for fields that change the policy."""
         attempt = self._attempts.get(tag or "")
         if attempt is None:
             raise RequestRefused("this endpoint answers attempts under way: use the base_url that the agent was given")
@@ -223,25 +220,26 @@ class _Worker(EngineWorker[LLM]):
 
 
 def _of_the_policy(job: Job, attempt: Attempt, config: RolloutConfig, tokenizer: Any) -> Job:
-    """The job with exact tokens of earlier turns, sampled from the policy and nothing else."""
-    asked = job.params
-    if asked.grammar or asked.lossy:
+    """Returns the job with the exact tokens of earlier turns and the rollouts' sampling. Raises RequestRefused."""
+    requested = job.params
+    if requested.grammar or requested.lossy:
         raise RequestRefused(
             "rollouts are the policy's own words: leave response_format, guided_json, guided_regex, lossy and a forced "
             "tool_choice out",
             param="response_format",
         )
     prompt_ids = with_exact_turns(job.prompt_ids, attempt.turns, tokenizer)
-    seed = seed_of(config.seed, attempt.name, *map(str, prompt_ids), str(attempt.asked[tuple(prompt_ids)]))
-    attempt.asked[tuple(prompt_ids)] += 1
-    most = min(asked.max_tokens, config.max_tokens)
-    params = replace(config.params(seed), max_tokens=most, stop=asked.stop, stop_token_ids=asked.stop_token_ids)
+    seed = seed_of(config.seed, attempt.name, *map(str, prompt_ids), str(attempt.num_requests[tuple(prompt_ids)]))
+    attempt.num_requests[tuple(prompt_ids)] += 1
+    most = min(requested.max_tokens, config.max_tokens)
+    params = replace(config.params(seed), max_tokens=most, stop=requested.stop, stop_token_ids=requested.stop_token_ids)
     return replace(job, prompt_ids=prompt_ids, params=params)
 
 
 def with_exact_turns(prompt_ids: list[int], turns: list[Turn], tokenizer: Any) -> list[int]:
-    """A prompt that repeats an earlier turn's text, with the tokens that were said in it in place of those that its text was
-    encoded to; the prompt as it is where it repeats none."""
+    """Replaces the re-encoded text of an earlier turn at the start of a prompt by the turn's generated tokens.
+
+    Returns the prompt unchanged if it continues no earlier turn."""
     text = ""
     for turn in sorted(turns, key=lambda each: len(each.tokens), reverse=True):
         if prompt_ids[: len(turn.tokens)] == turn.tokens:
@@ -254,15 +252,15 @@ def with_exact_turns(prompt_ids: list[int], turns: list[Turn], tokenizer: Any) -
 
 
 def _by_attempt(app: ASGIApp) -> ASGIApp:
-    """/attempts/NAME/v1/... is /v1/... with the attempt's name as its tag, whatever tag the client sent."""
+    """Maps /attempts/NAME/v1/... to /v1/... with the attempt's name as the tag, replacing a tag from the client."""
 
     async def routed(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            found = PATH.fullmatch(scope["path"])
+            match = PATH.fullmatch(scope["path"])
             headers = [(name, value) for name, value in scope["headers"] if name != TAG]
-            if found:
-                headers.append((TAG, found[1].encode()))
-                scope = {**scope, "path": found[2], "raw_path": found[2].encode()}
+            if match:
+                headers.append((TAG, match[1].encode()))
+                scope = {**scope, "path": match[2], "raw_path": match[2].encode()}
             scope = {**scope, "headers": headers}
         await app(scope, receive, send)
 

@@ -1,9 +1,8 @@
-"""The drafter follows the policy: a few steps of training between two rollouts, on the tokens that were just said.
+"""Trains the drafter to follow the policy: a few steps between two rollouts, on the latest samples.
 
-A policy's update is a drift: what the drafter reads (the policy's hidden states) and what it guesses (its tokens) both move.
-The latest rollouts are free data for it. They are read once by the new weights, whose hidden states the drafter learns from;
-embedding and head are the new policy's, too. Lookups in the text need none of this. Lossless either way: a drafter that fell
-behind costs time, never another token.
+A policy update changes the drafter's inputs (hidden states) and its targets (tokens). The latest rollouts are read once by the
+new weights, and the drafter trains on these hidden states with the new policy's embedding and head. N-gram drafters need no
+training. Samples are exact in any case; a stale drafter only costs time.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ BLOCKS_PER_PACK, TOKENS_PER_PACK = 128, 4096
 
 @dataclass(frozen=True, slots=True)
 class FollowConfig:
-    """How the drafter follows. Raises ConfigError on impossible values."""
+    """Training settings of the following drafter. Raises ConfigError on impossible values."""
 
     steps: Count = 2
-    """Updates of the drafter between two rollouts."""
+    """Training steps between two rollouts."""
     anchors: Count = 8
-    """Blocks of each document in each of them, at random places."""
+    """Blocks per document and step, at random positions."""
     documents: Count = 32
-    """Of the latest rollouts at most so many, evenly spread."""
+    """Largest number of samples to train on, evenly spaced among the latest rollouts."""
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-4))
     seed: Annotated[int, within("0 or more", least=0)] = 0
@@ -55,10 +54,10 @@ class FollowConfig:
 
 
 class DFlashFollower:
-    """Trains the engine's DFlash drafter, of either version, at the policy's side; as `rollouts.Follower`."""
+    """A `rollouts.Follower` for the engine's DFlash or DFlash 2 drafter."""
 
     def __init__(self, drafter: Drafter, config: FollowConfig | None = None) -> None:
-        """Raises ConfigError for drafters that have nothing to train, or that this does not know how to."""
+        """Raises ConfigError for other drafters."""
         if not isinstance(drafter, DFlashDrafter) or drafter.config.from_anchor:
             raise ConfigError(
                 f"the drafter {drafter.name!r} does not follow a policy: DFlash drafters do; lookups (ngram) need nothing, "
@@ -74,7 +73,7 @@ class DFlashFollower:
         self._num_learned = 0
 
     def learn(self, llm: LLM, samples: Sequence[Sample]) -> dict[str, float]:
-        """As Follower.learn. `eal`: tokens a round expected of the drafter on the first blocks, before it learned from them."""
+        """Trains on the samples; returns loss and expected acceptance length ("drafter_eal") of the first step."""
         documents = self._documents(samples)
         if not documents:
             return {}
@@ -87,28 +86,28 @@ class DFlashFollower:
         embedding_VD = target.matrix_embed(torch.arange(target.vocab_size, device=target.device)).float().clone()
         head = head_of(target, self.drafter.config, self.drafter.draft_ids, self.drafter.head_VD)
         packer = Packer(self.drafter.block_size, documents, ScaledFeatures(source, self._scale_F), target.device)
-        told: dict[str, float] = {}
+        first: dict[str, float] = {}
         for number in range(config.steps):
             chosen = [
                 (index, draw_anchors(document, config.anchors, config.seed, self._num_learned + number))
                 for index, document in enumerate(documents)
             ]
             figures = self._step(chosen, documents, packer, head, embedding_VD)
-            told = told or figures
+            first = first or figures
         self._num_learned += config.steps
         self._hand_over(embedding_VD)
-        return told
+        return first
 
     def _documents(self, samples: Sequence[Sample]) -> list[Document]:
-        """The samples with their prompts; of several turns from the first token that the policy said."""
+        """Converts samples to documents; skips those too short for a block."""
         step = max(1, len(samples) // self.config.documents)
-        found = []
-        for index, each in enumerate(samples[::step][: self.config.documents]):
-            tokens = np.array(each.prompt_ids + each.completion_ids, dtype=np.int32)
-            document = Document(f"rollout-{index}", tokens, len(each.prompt_ids))
+        documents = []
+        for index, sample in enumerate(samples[::step][: self.config.documents]):
+            tokens = np.array(sample.prompt_ids + sample.completion_ids, dtype=np.int32)
+            document = Document(f"rollout-{index}", tokens, len(sample.prompt_ids))
             if document.num_anchors:
-                found.append(document)
-        return found
+                documents.append(document)
+        return documents
 
     @torch.enable_grad()
     def _step(
@@ -123,8 +122,8 @@ class DFlashFollower:
             hidden_TD = trainable.hidden(pack, embedding_VD, False)
             objective, measured = head_loss(hidden_TD, pack.slots, head, loss, num_slots)
             if isinstance(trainable, DFlash2Trainable):
-                given = hidden_TD, pack, head, embedding_VD, loss, num_slots
-                more, walked = trainable.selector_loss(*given, is_measured=True, is_learning=True)
+                inputs = hidden_TD, pack, head, embedding_VD, loss, num_slots
+                more, walked = trainable.selector_loss(*inputs, is_measured=True, is_learning=True)
                 objective, measured.flat = objective + more, measured.flat + walked.flat
             objective.backward()
             metrics.flat += measured.flat
@@ -135,9 +134,9 @@ class DFlashFollower:
 
     @torch.no_grad()
     def _hand_over(self, embedding_VD: Tensor) -> None:
-        """The drafter's weights as its file has them; the engine packs them when it binds the drafter again."""
+        """Copies the trained weights into the engine's drafter, in its dtypes; the engine packs them when it rebinds it."""
         weights = self.network.state_dict()
         if isinstance(self.network, DFlash2Network):
             weights = materialised(weights, embedding_VD)
-        made = {name: tensor.to(self._dtypes[name], copy=True) for name, tensor in weights.items()}
-        self.drafter.network.load_state_dict(made, assign=True)
+        weights = {name: tensor.to(self._dtypes[name], copy=True) for name, tensor in weights.items()}
+        self.drafter.network.load_state_dict(weights, assign=True)

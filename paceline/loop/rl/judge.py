@@ -1,10 +1,9 @@
-"""A relative judge: a model behind an OpenAI endpoint ranks the attempts at one task against each other.
+"""Relative judge: a model behind an OpenAI endpoint ranks the attempts at one task.
 
-No reward is engineered: to say which of two attempts is better is easier than to say how good one is, and GRPO looks at
-differences within a group alone. A judge prefers what stands first, so each group is shown in two orders, shuffled and turned
-round; an attempt is worth its mean place, 1.0 for the best of all, 0.0 for the last. Attempts whose texts are the same are
-shown once and worth the same. A judge that is down, or whose answer is no ranking, ends the run with its own words: nothing was
-learned from a guess.
+Ranking attempts is easier than scoring them, and GRPO uses only differences within a group. Judges prefer the first position,
+so each group is shown in a random order and its reverse; the reward is the mean rank, from 1.0 for the best to 0.0 for the
+last. Attempts with equal texts are shown once and get equal rewards. A judge that is down, or that gives an invalid ranking,
+ends the run.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from paceline.net.retrying import Client, Refused
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 RANKING = re.compile(r"[A-Z](?:\s*[>,]\s*[A-Z])*")
 SHOWN_CHARACTERS = 4000
-"""Of one attempt."""
+"""Characters shown of one attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeConfig:
-    """Who judges, and by what. Raises ConfigError on impossible values. The key: PACELINE_ELSEWHERE_KEY."""
+    """The judge and its criteria. The key is read from PACELINE_ELSEWHERE_KEY. Raises ConfigError on impossible values."""
 
     url: str
     """Address of an OpenAI endpoint, with or without /v1."""
     model: str
     rubric: str = "The better attempt solves the task; of two that do, the shorter is better."
-    """What is better, in a sentence."""
+    """Criteria in a sentence."""
     tries: Count = 2
-    """How often it is asked for one ranking before its answer counts as nonsense."""
+    """Attempts to get a valid ranking."""
     patience_minutes: Positive = 2.0
-    """How long it may be down."""
+    """Minutes of retries while the judge is down."""
     max_tokens: Count = 256
     seed: Annotated[int, within("0 or more", least=0)] = 0
 
@@ -49,10 +48,10 @@ class JudgeConfig:
 
 
 class RelativeJudge:
-    """As agents.Reward. Counts how often its two rankings of a pair agree."""
+    """An `agents.Reward` by rank; counts the pairs on which the two rankings agree."""
 
     def __init__(self, config: JudgeConfig, describe: Callable[[Any], str] = str) -> None:
-        """`describe` puts a task into words for the judge. Raises ConfigError when the address is none."""
+        """`describe` converts a task to text for the judge. Raises ConfigError on an invalid address."""
         self.config, self._describe = config, describe
         self._client = Client(config.url, "the judge at", 60 * config.patience_minutes)
         self._random = random.Random(config.seed)
@@ -60,11 +59,11 @@ class RelativeJudge:
 
     @property
     def agreement(self) -> float:
-        """Share of pairs that it ranked alike in both orders: 0.5 is a coin, near 0 a judge that goes by the place alone."""
+        """Share of pairs ranked the same in both orders: 0.5 is random, near 0 is position bias."""
         return self.num_agreed / self.num_pairs if self.num_pairs else 1.0
 
     def __call__(self, group: list[Trajectory], /) -> list[float]:
-        """Rewards from 0 to 1. Raises RolloutError when the judge is down or its answer is no ranking."""
+        """Returns rewards from 0 to 1. Raises RolloutError when the judge is down or gives no valid ranking."""
         texts = ["\n".join(each.texts)[:SHOWN_CHARACTERS] for each in group]
         different = list(dict.fromkeys(texts))
         if len(different) > len(LETTERS):
@@ -82,45 +81,46 @@ class RelativeJudge:
         return [1.0 - (first[text] + second[text]) / (2 * last) for text in texts]
 
     def _ranked(self, task: str, order: list[str]) -> dict[str, int]:
-        """Text -> its place, 0 for the best, of attempts shown in this order."""
+        """Returns text -> rank, 0 for the best, for attempts shown in this order."""
         letters = LETTERS[: len(order)]
         shown = "\n\n".join(f"Attempt {letter}:\n{text}" for letter, text in zip(letters, order, strict=True))
         example = " > ".join(letters[::-1])
-        asked = (
+        prompt = (
             f"Task:\n{task}\n\n{shown}\n\nRank the attempts against each other. {self.config.rubric} Answer with one line that "
             f"begins with RANKING: and names every letter once, the best first, as in\nRANKING: {example}"
         )
-        said = ""
+        answer = ""
         for number in range(self.config.tries):
-            said = self._ask(asked, number)
-            if found := ranking_of(said, letters):
-                return {order[letters.index(letter)]: place for place, letter in enumerate(found)}
+            answer = self._ask(prompt, number)
+            if ranking := ranking_of(answer, letters):
+                return {order[letters.index(letter)]: rank for rank, letter in enumerate(ranking)}
         raise RolloutError(
             f"the judge {self.config.model!r} at {self.config.url} gives no ranking of {len(order)} attempts, it said "
-            f"{said[:200]!r}: take a model that follows instructions, or a reward by code"
+            f"{answer[:200]!r}: take a model that follows instructions, or a reward by code"
         )
 
     def _ask(self, text: str, number: int) -> str:
         config = self.config
         body = {"model": config.model, "messages": [{"role": "user", "content": text}], "max_tokens": config.max_tokens}
         body |= {"temperature": 0.0 if number == 0 else 0.7, "seed": config.seed + number}
-        told: Any = None
         try:
-            told = self._client.json("POST", "/v1/chat/completions", body)
+            answer = self._client.json("POST", "/v1/chat/completions", body)
         except DownloadError as error:
             raise RolloutError(f"the judge is down: {error}") from error
         except Refused as error:
             raise RolloutError(f"the judge at {config.url} refuses ({error}): correct its model, address or key") from error
         try:
-            return str(told["choices"][0]["message"]["content"] or "")
+            return str(answer["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError) as error:
-            raise RolloutError(f"the judge at {config.url} does not speak OpenAI's words: {json.dumps(told)[:200]}") from error
+            raise RolloutError(
+                f"the judge at {config.url} does not speak OpenAI's words: {json.dumps(answer)[:200]}"
+            ) from error
 
 
-def ranking_of(said: str, letters: str) -> str:
-    """The letters in the order of the last ranking in a text; empty when there is none that names each once."""
-    for found in reversed(RANKING.findall(said.replace("*", ""))):
-        named = "".join(re.findall("[A-Z]", found))
-        if sorted(named) == sorted(letters):
-            return named
+def ranking_of(text: str, letters: str) -> str:
+    """Returns the letters in the order of the text's last ranking that names each letter once; "" without one."""
+    for match in reversed(RANKING.findall(text.replace("*", ""))):
+        ranking = "".join(re.findall("[A-Z]", match))
+        if sorted(ranking) == sorted(letters):
+            return ranking
     return ""

@@ -1,16 +1,17 @@
-"""The seam to TRL: a `rollout_func` for GRPOTrainer, which is used as it is.
+"""TRL integration: a `rollout_func` for an unmodified GRPOTrainer.
 
     trainer = GRPOTrainer(model=folder, reward_funcs=[reward], args=GRPOConfig(...), train_dataset=rows,
                           rollout_func=rollout_func(rollouts))
 
-Before each generation the trainer's weights go into the engine, if they have changed since; then its prompts are answered, one
-answer for each (TRL repeats a prompt for every attempt of its group). TRL gets token ids, log-probabilities and, of agents,
-`env_mask`: which tokens the policy said.
+Before each generation, changed weights of the trainer are loaded into the engine; then each prompt gets one answer (TRL repeats
+a prompt for every sample of its group). TRL receives token ids, log-probabilities and, for agents, `env_mask`: 1 for tokens of
+the policy.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,17 +26,17 @@ if TYPE_CHECKING:
 
 RolloutFunc = Callable[[list[Any], Any], dict[str, Any]]
 REWARD = "attempt_reward"
-"""What the reward of an agent's attempt is called among the columns that TRL hands to reward functions."""
+"""Column of an attempt's reward, which TRL passes to reward functions."""
 
 
 def trl() -> Any:
-    """The library, when it is needed: importing it takes seconds. Raises ConfigError."""
+    """Imports TRL, which takes seconds. Raises ConfigError if it is not installed."""
     with needing(ConfigError, "GRPO is TRL's: pip install 'paceline[rl]'"):
         return importlib.import_module("trl")
 
 
 def rollout_func(rollouts: Rollouts) -> RolloutFunc:
-    """Answers of one turn. Prompts may be text, or lists of messages for the model's chat template."""
+    """Returns TRL's `rollout_func` for single answers. Prompts are texts, or lists of messages for the chat template."""
 
     def roll(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         check_trainer(rollouts, trainer)
@@ -46,9 +47,9 @@ def rollout_func(rollouts: Rollouts) -> RolloutFunc:
 
 
 def agent_rollout_func(agents: AgentRollouts) -> RolloutFunc:
-    """Attempts of an agent: each prompt is the JSON of a task (`task_rows`), equal prompts in a row are a group of attempts.
+    """Returns TRL's `rollout_func` for agents. Prompts are tasks as JSON (`task_rows`); equal adjacent prompts form a group.
 
-    Rewards are there when the attempts are: give TRL `attempt_reward` as its reward function.
+    The attempts come with rewards, so use `attempt_reward` as TRL's reward function.
     """
 
     def roll(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -66,26 +67,26 @@ def agent_rollout_func(agents: AgentRollouts) -> RolloutFunc:
 
 
 def attempt_reward(completions: list[Any], **columns: Any) -> list[float]:
-    """The reward function for `agent_rollout_func`: what the attempts were found worth."""
+    """TRL reward function for `agent_rollout_func`: returns the attempts' rewards."""
     if REWARD not in columns:
         raise RolloutError("attempt_reward goes with agent_rollout_func: give the trainer that as its rollout_func")
     return [float(reward) for reward in columns[REWARD]]
 
 
 def task_rows(tasks: Sequence[Any]) -> list[dict[str, str]]:
-    """Rows of a data set for GRPOTrainer, of tasks that JSON can hold."""
+    """Converts JSON-serialisable tasks to rows of a data set for GRPOTrainer."""
     return [{"prompt": json.dumps(task, sort_keys=True)} for task in tasks]
 
 
 def sync(rollouts: Rollouts, trainer: Any) -> None:
-    """Put the trainer's weights into the engine, unless those of this step are there."""
+    """Loads the trainer's weights into the engine unless it has those of this step."""
     if rollouts.step != trainer.state.global_step:
         model = trainer.accelerator.unwrap_model(trainer.model)
         rollouts.load_weights(_whole(model.state_dict()), trainer.state.global_step)
 
 
 def columns(samples: Sequence[Sample]) -> dict[str, Any]:
-    """What TRL asks of a rollout function."""
+    """Converts samples to the columns that TRL expects of a rollout function."""
     return {
         "prompt_ids": [each.prompt_ids for each in samples],
         "completion_ids": [each.completion_ids for each in samples],
@@ -94,13 +95,13 @@ def columns(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def encoded(rollouts: Rollouts, prompt: Any) -> list[int]:
-    """Token ids of a prompt of TRL's: text as it is, messages through the chat template. Raises PromptError."""
+    """Encodes a prompt from TRL: plain text directly, messages with the chat template. Raises PromptError."""
     llm = rollouts.llm
     return llm.tokenizer.encode(prompt) if isinstance(prompt, str) else llm.encode_chat(prompt)
 
 
 def check_trainer(rollouts: Rollouts, trainer: Any) -> None:
-    """Raises ConfigError where the trainer would take the samples for another policy's than they are."""
+    """Raises ConfigError if the trainer's sampling settings differ from the rollouts', or it has several processes."""
     args, config = trainer.args, rollouts.config
     refuse(
         ConfigError,
@@ -121,18 +122,12 @@ def check_trainer(rollouts: Rollouts, trainer: Any) -> None:
 
 
 def _groups(prompts: list[Any]) -> list[tuple[Any, int]]:
-    """(task, number of attempts) of equal prompts in a row."""
-    groups: list[tuple[str, int]] = []
-    for prompt in prompts:
-        if groups and groups[-1][0] == prompt:
-            groups[-1] = prompt, groups[-1][1] + 1
-        else:
-            groups.append((prompt, 1))
-    return [(json.loads(prompt), number) for prompt, number in groups]
+    """Returns (task, number of attempts) for each run of equal prompts."""
+    return [(json.loads(prompt), len(list(equal))) for prompt, equal in itertools.groupby(prompts)]
 
 
 def _whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Raises ConfigError where only an adapter is trained: its weights are not those of a model."""
+    """Returns the state dict unchanged. Raises ConfigError for an adapter's, which lacks the model's weights."""
     if any(".lora_" in name or name.startswith("base_model.") for name in state):
         raise ConfigError(
             "the trainer trains an adapter (peft), and the engine takes whole weights: leave peft_config out, or merge it"

@@ -14,7 +14,7 @@ from doubles import ByteTokenizer
 from starlette.datastructures import Headers
 
 from paceline.loop.record.exchange import GZIP, MAX_MEMBERS, Observed
-from paceline.loop.record.reader import Reader, _num_reused, _Said
+from paceline.loop.record.reader import Reader, _num_reused, _Response
 from paceline.loop.record.run import MAX_WAITING_BYTES, Recorder
 from paceline.net.streaming import Stream
 from paceline.serve.admin.traces import Lost, Trace, TraceWriter
@@ -28,7 +28,7 @@ PIECES = [b'{"choices": [{"delta": {"content": "Hel"}}]}', b'{"choices": [{"delt
 def observed(body: bytes, kind: str = "text/event-stream", encoding: str = "", asked: bytes = b"{}") -> Observed:
     """An exchange whose answer is this."""
     one = Observed(True, Headers({}))
-    one.asked.take(asked)
+    one.request.take(asked)
     one.begins(200, [(b"content-type", kind.encode()), (b"content-encoding", encoding.encode())])
     one.take(body)
     one.ends()
@@ -36,7 +36,7 @@ def observed(body: bytes, kind: str = "text/event-stream", encoding: str = "", a
 
 
 def content(one: Observed) -> str:
-    return "".join(chunk["choices"][0]["delta"]["content"] for chunk in one.exchange().said)
+    return "".join(chunk["choices"][0]["delta"]["content"] for chunk in one.exchange().chunks)
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
@@ -88,7 +88,7 @@ def test_members_of_a_packed_body_are_bounded() -> None:
 )
 def test_parts_of_other_types_are_unreadable_not_an_error(odd: dict[str, Any]) -> None:
     with pytest.raises(Lost, match="unreadable"):
-        _Said.of([odd])
+        _Response.of([odd])
 
 
 def test_cached_tokens_of_another_type_are_not_known() -> None:
@@ -114,7 +114,7 @@ def recorder(folder: Path, **options: Any) -> tuple[TraceWriter, Recorder]:
 def large(each: int) -> Observed:
     """An answer that says that it has 8 MiB."""
     one = observed(b'{"choices": []}', "application/json")
-    one.said.num_bytes = 8 * 2**20 - each % 2
+    one.answer.num_bytes = 8 * 2**20 - each % 2
     return one
 
 

@@ -89,8 +89,6 @@ class Sandbox:
     """Runs Python programs, each in a sandbox of its own."""
 
     limits: Limits = field(default_factory=Limits)
-    readable: tuple[str, ...] = ()
-    """Folders that the code may read, in addition to Python and the system's libraries."""
     unsafe: bool = False
     """Run the code unprotected if the machine supports no kind of sandbox."""
     kinds: tuple[Kind, ...] = ("namespaces", "landlock")
@@ -119,7 +117,7 @@ class Sandbox:
     def run_in(self, kind: Kind, code: str) -> Ran:
         """Runs a program in this kind of sandbox; the outcome is "setup" if the machine does not support it."""
         python = self.python or os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-        readable = list(dict.fromkeys([*SYSTEM, os.path.realpath(sys.base_prefix), *map(os.path.realpath, self.readable)]))
+        readable = [*SYSTEM, os.path.realpath(sys.base_prefix)]
         job = {"code": code, "limits": asdict(self.limits), "readable": readable, "python": python}
         job |= {"namespaces": kind == "namespaces", "calls": _calls(kind), "word": secrets.token_hex(16)}
         if not job["calls"]:
