@@ -222,12 +222,7 @@ def sync(*paths: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Flush a folder with all its files to the disk (fsync)."""
-    for path in folder.iterdir():
-        if path.is_dir():
-            sync_folder(path)
-        else:
-            sync(path)
-    sync(folder)
+    sync(*folder.rglob("*"), folder)
 
 
 def plain(value: Any) -> Any:

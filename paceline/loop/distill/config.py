@@ -5,6 +5,7 @@ The fields are the options of `paceline distill`, and their docstrings are the h
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -35,15 +36,7 @@ class StudentConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        ways = [
-            name
-            for name, given in (
-                ("layers", self.layers is not None),
-                ("keep_layers", bool(self.keep_layers)),
-                ("student", self.student is not None),
-            )
-            if given
-        ]
+        ways = [name for name in ("layers", "keep_layers", "student") if getattr(self, name)]
         refuse(
             ConfigError,
             (len(ways) > 1, f"{' and '.join(ways)} exclude each other: a student begins in one way, leave the others out"),
@@ -71,9 +64,9 @@ class TeachingConfig:
     minutes: Positive | None = None
     """Minutes of training, over all resumed parts [default: for the epochs]."""
     max_steps: SomeSteps | None = None
-    """Largest number of steps."""
+    """Maximum number of steps."""
     epochs: Positive | None = None
-    """Largest number of epochs [default: 3; with minutes or steps as many as they allow]."""
+    """Maximum number of epochs [default: 3; with minutes or steps as many as they allow]."""
     batch_size: Count = 8
     """Answers per step."""
     micro_batch: Count | None = None
@@ -87,7 +80,7 @@ class TeachingConfig:
     heldout_share: Share = 0.05
     """Share of the prompts held out of training to measure the student."""
     max_heldout: Count = 64
-    """Largest number of held-out prompts."""
+    """Maximum number of held-out prompts."""
     autocast: bool = True
     """Multiply in bfloat16; weights and optimiser state stay float32."""
     checkpoint_minutes: Positive = 5.0
@@ -107,10 +100,11 @@ class TeachingConfig:
             ),
         )
 
-    @property
-    def most_epochs(self) -> float:
-        """Largest number of epochs, with the default resolved."""
-        return self.epochs or (MANY_EPOCHS if self.minutes or self.max_steps else DEFAULT_EPOCHS)
+    def num_steps(self, num_answers: int) -> int:
+        """Maximum number of steps on this many answers."""
+        epochs = self.epochs or (MANY_EPOCHS if self.minutes or self.max_steps else DEFAULT_EPOCHS)
+        by_epochs = max(1, math.ceil(epochs * num_answers / self.batch_size))
+        return min(by_epochs, self.max_steps or by_epochs)
 
     @property
     def together(self) -> int:
@@ -123,10 +117,10 @@ class GateConfig:
     """Thresholds on held-out prompts that the student must reach to be accepted."""
 
     least_agreement: Share = 0.9
-    """Least share of positions along the teacher's answers at which the student's top token is the teacher's; the low end of
+    """Minimum share of positions along the teacher's answers at which the student's top token is the teacher's; the low end of
     the 95% interval over prompts must reach it."""
     least_fields: Share = 0.98
-    """If the teacher answers with JSON objects: least share of their fields that are equal in the student's own answers."""
+    """If the teacher answers with JSON objects: minimum share of their fields that are equal in the student's own answers."""
     num_answers: Whole = 40
     """Held-out prompts that the student answers by itself; 0 for none."""
 

@@ -105,9 +105,9 @@ def _estimate(
     config: DistillConfig, corpus: Corpus, weights: tuple[tuple[int, int], tuple[int, int]], step_s: float, read_s: float
 ) -> Price:
     teaching, documents, num_heldout = config.teaching, corpus.train, len(corpus.heldout)
-    by_epochs = max(1, round(teaching.most_epochs * len(documents) / teaching.batch_size))
-    whole = min(by_epochs, teaching.max_steps or by_epochs)
-    steps = whole if teaching.minutes is None else min(whole, max(1, int(60 * teaching.minutes / step_s)))
+    steps = teaching.num_steps(len(documents))
+    if teaching.minutes is not None:
+        steps = min(steps, max(1, int(60 * teaching.minutes / step_s)))
     if teaching.method == "gkd":
         step_s *= 1 + sum(weights[0]) / sum(weights[1]) / 3  # plus the teacher's pass, a third of forward and backward
     num_read = num_heldout + (len(documents) if teaching.method == "soft" else 0)

@@ -279,7 +279,7 @@ def teach(
         model.get_input_embeddings().weight.requires_grad_(False)
     if inputs.blocks:
         rounding.compute_rounded(model)
-    clock = Clock(inputs.out, _num_steps(len(inputs.documents), config), config.minutes)
+    clock = Clock(inputs.out, config.num_steps(len(inputs.documents)), config.minutes)
     optimiser = torch.optim.AdamW(
         [each for each in model.parameters() if each.requires_grad],
         config.lr,
@@ -308,11 +308,6 @@ def teach(
         model.save_pretrained(student)
     losses = [line["loss"] for line in folder.metrics() if line.get("stage") == "train"][-5:]
     return TrainingResult(clock.step, clock.seconds, sum(losses) / len(losses) if losses else None)
-
-
-def _num_steps(num_documents: int, config: TeachingConfig) -> int:
-    by_epochs = max(1, math.ceil(config.most_epochs * num_documents / config.batch_size))
-    return min(by_epochs, config.max_steps or by_epochs)
 
 
 def newest_checkpoint(out: Path) -> Path | None:

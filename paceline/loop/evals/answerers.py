@@ -43,13 +43,18 @@ class LLMAnswerer:
 
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
         """Returns `samples` replies per case. Raises PromptError and ContextLengthError before generating any answer."""
-        ids = [self._ids(case) for case in cases]
+        ids, config = [self._ids(case) for case in cases], self.sampling
         at_once = self.llm.target.cache.num_rows
         replies: list[list[Reply]] = [[] for _ in cases]
         jobs = [(place, sample) for place in range(len(cases)) for sample in range(samples)]
         for begin in range(0, len(jobs), at_once):
             part = jobs[begin : begin + at_once]
-            params = [self._params(cases[place], sample) for place, sample in part]
+            params = [
+                SamplingParams(
+                    temperature=config.temperature, max_tokens=config.max_tokens, seed=config.seed_of(cases[place], sample)
+                )
+                for place, sample in part
+            ]
             completions = self.llm.generate_ids([ids[place] for place, _ in part], params)
             for (place, _), completion in zip(part, completions, strict=True):
                 stats = completion.stats
@@ -59,10 +64,6 @@ class LLMAnswerer:
                 if len(replies[place]) == samples:
                     advance("answering")
         return replies
-
-    def _params(self, case: Case, sample: int) -> SamplingParams:
-        config = self.sampling
-        return SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens, seed=config.seed_of(case, sample))
 
     def _ids(self, case: Case) -> list[int]:
         ids, vocab = list(case.token_ids), self.llm.tokenizer.vocab_size

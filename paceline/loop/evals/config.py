@@ -23,7 +23,7 @@ class EvalSampling:
     max_tokens: Count = 256
     """Longest answer, in tokens."""
     temperature: Annotated[float, within("0 or more", least=0)] = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     seed: int = 0
     """Base seed; the seed of each request is derived from it, the case and the sample."""
     at_once: Count = 8
@@ -54,7 +54,7 @@ class MakeConfig:
     pattern: str | None = None
     """regex: pattern that every answer must contain."""
     tolerance: Amount = 0.0
-    """numeric: largest accepted error of the number."""
+    """numeric: maximum accepted error of the number."""
     criteria: str | None = None
     """judge: the question by which the judge compares two answers."""
     tag: str | None = None
@@ -72,13 +72,13 @@ class GateConfig:
     """Conditions of `evals run` and `compare`; if one fails, the command exits with status 3."""
 
     fail_below: Share | None = None
-    """Least score."""
+    """Minimum score."""
     surely: bool = False
     """The low end of the score's 95% interval must also reach it."""
     no_worse_than: Path | None = None
     """Run folder of evals to compare with, case by case."""
     margin: Share | None = None
-    """Largest accepted loss against the other run, by the low end of the difference's 95% interval [default: only a significant
+    """Maximum accepted loss against the other run, by the low end of the difference's 95% interval [default: only a significant
     loss fails]."""
     same_text: bool = False
     """Every answer must be identical to the other run's, as a lossless drafter guarantees."""

@@ -40,7 +40,7 @@ A, B or TIE?"""
 FEWEST, LEAST_STEADY = 10, 0.2
 """Position bias is checked from FEWEST pairs on: the share of unbiased pairs must be at least LEAST_STEADY."""
 MOST_LETTERS = 20_000
-MORE_TOKENS = 16
+MAX_TOKENS = 16
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class Judge:
         parts = {"question": question, "a": one, "b": two}
         prompt = FORM.format(criteria=criteria or self.criteria, **{name: text[:MOST_LETTERS] for name, text in parts.items()})
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
-        body = {"model": self.model, "messages": messages, "temperature": 0.0, "max_tokens": MORE_TOKENS}
+        body = {"model": self.model, "messages": messages, "temperature": 0.0, "max_tokens": MAX_TOKENS}
         text = ""
         for seed in (0, 1):
             try:

@@ -61,18 +61,18 @@ class TurnGates:
     """Conditions for a turn to continue."""
 
     least_rows: Count = 50
-    """Least number of answers to train on."""
+    """Minimum number of answers to train on."""
     least_cases: Count = 20
-    """Least number of eval cases."""
+    """Minimum number of eval cases."""
     most_bad: Share = 0.2
-    """Largest share of bad recorded answers: empty, repetitive, of another tokenizer, or tokens that differ from the text."""
+    """Maximum share of bad recorded answers: empty, repetitive, of another tokenizer, or tokens that differ from the text."""
     most_lost: Share = 0.05
-    """Largest loss of evals score against the teacher, by the low end of the difference's 95% interval."""
+    """Maximum loss of evals score against the teacher, by the low end of the difference's 95% interval."""
     most_lost_in_all: Share = 0.1
-    """From the second turn on: largest loss against the very first model, on the first turn's suite, so that small losses do
+    """From the second turn on: maximum loss against the very first model, on the first turn's suite, so that small losses do
     not accumulate."""
     least_speedup: Amount = 1.0
-    """Least tokens/s with a drafter divided by tokens/s without; a slower drafter is not served."""
+    """Minimum tokens/s with a drafter divided by tokens/s without; a slower drafter is not served."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -142,7 +142,7 @@ class FlywheelConfig:
         return replace(self.student, layers=self.layers[turn - 1]) if turn <= len(self.layers) else self.student
 
     @property
-    def lesson(self) -> TeachingConfig:
+    def student_teaching(self) -> TeachingConfig:
         """Training settings of the student; without a length, half of the turn's minutes."""
         teaching = self.teaching
         has_length = (teaching.minutes, teaching.max_steps, teaching.epochs) != (None, None, None)

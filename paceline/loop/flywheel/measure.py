@@ -30,9 +30,14 @@ class Bench:
     progress: Progress
     suites: dict[str, Path] = field(default_factory=dict)
 
-    def scores(self, what: str, model: str, drafter: str = NO_DRAFTER) -> Scores:
-        """Measures a model on the turn's own suite; the run is evals/<what>. Raises the errors of `evals.run.evaluate`."""
-        return self._evaluate(what, self.suites[OWN], model, drafter)
+    def scores(self, what: str, model: str, drafter: str = NO_DRAFTER, suite: str = OWN) -> Scores:
+        """Measures a model on one of the turn's suites; the run is evals/<what>. Raises the errors of `evals.run.evaluate`."""
+        engine = replace(self.config.engine, model=model, drafter=drafter)
+        sampling = self.config.sampling
+        if not self.config.is_given("sampling.max_tokens"):
+            sampling = replace(sampling, max_tokens=self.max_tokens)
+        config = Asked(judge=self.config.judge, sampling=sampling, name=what, check_drafter=False)
+        return evaluate(self.suites[suite], engine, config, out=self.folder / "evals" / what, progress=self.progress).scores
 
     def compared(self, what: str, scores: Scores, base: str) -> Comparison:
         """Compares scores with the turn's earlier run `base`, and reports the difference."""
@@ -49,18 +54,10 @@ class Bench:
             return None
         suite, scores = read_suite(self.suites[FIRST]), own
         if suite.digest != own.digest:
-            scores = self._evaluate(f"{what}-on-first", self.suites[FIRST], model, NO_DRAFTER)
+            scores = self.scores(f"{what}-on-first", model, suite=FIRST)
         ids, before = {case.id for case in suite}, read_scores(first_run)
         common = tuple(case for case in before.cases if case.id in ids)
         return scores, compare(replace(before, cases=common, digest=scores.digest), scores)
-
-    def _evaluate(self, what: str, suite: Path, model: str, drafter: str) -> Scores:
-        engine = replace(self.config.engine, model=model, drafter=drafter)
-        sampling = self.config.sampling
-        if not self.config.is_given("sampling.max_tokens"):
-            sampling = replace(sampling, max_tokens=self.max_tokens)
-        asked = Asked(judge=self.config.judge, sampling=sampling, name=what, check_drafter=False)
-        return evaluate(suite, engine, asked, out=self.folder / "evals" / what, progress=self.progress).scores
 
     def figures(self, scores: Scores) -> dict[str, Any]:
         """Returns the figures of a ledger line: score with interval, speed and cost."""

@@ -192,7 +192,7 @@ def _answer_seconds(config: FlywheelConfig, model: str, material: Material) -> f
 
 def _student(turn: Turn, material: Material, notes: list[str]) -> tuple[float, float, float]:
     """Estimates the student: (training seconds, disk bytes, share of the teacher's weights)."""
-    config, teaching = turn.config, turn.config.lesson
+    config, teaching = turn.config, turn.config.student_teaching
     if not material.sources:
         student, shape = config.student_of(turn.number), read_target(replace(config.engine, model=turn.serving.model)).shape
         if not student.student:

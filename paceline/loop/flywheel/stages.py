@@ -182,7 +182,7 @@ def drafter(turn: Turn) -> StageResult:
 
 def student(turn: Turn) -> StageResult:
     """Distils the student from the model's answers. Raises Refused if one of distill's gates fails, TrainingError."""
-    config, teaching = turn.config, turn.config.lesson
+    config, teaching = turn.config, turn.config.student_teaching
     if not config.is_given("teaching.max_len"):
         teaching = replace(teaching, max_len=turn.max_len)
     result = distill(

@@ -65,11 +65,11 @@ def write_serving(config: FlywheelConfig, serving: Serving) -> None:
 
 @dataclass(slots=True)
 class TurnState:
-    """One turn's turn.json."""
+    """Content of a turn's turn.json."""
 
     folder: Path
     asked: dict[str, Any] = field(default_factory=dict)
-    """Settings that may not change during the turn."""
+    """Settings that must not change during the turn."""
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Results of the finished stages, by name."""
     spent: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class TurnState:
 
 
 def fixed_of(config: FlywheelConfig) -> dict[str, Any]:
-    """Returns the settings that may not change during a turn."""
+    """Returns the settings that must not change during a turn."""
     teaching = replace(config.teaching, **dict.fromkeys(("minutes", "max_steps", "epochs", "micro_batch")))
     settings = plain(asdict(replace(config, teaching=teaching)))
     del settings["teaching"]["checkpoint_minutes"]

@@ -30,7 +30,7 @@ class RolloutConfig:
     """Sampling of rollouts. Raises ConfigError on impossible values."""
 
     seed: Annotated[int, within("between 0 and 2**32 - 1", least=0, most=2**32 - 1)] = 0
-    """The same seed, weights and prompts give the same samples."""
+    """Base seed: equal seeds, weights and prompts give equal samples."""
     temperature: Annotated[float, within("above 0", above=0)] = 1.0
     """Divisor of the logits; must equal the trainer's."""
     max_tokens: Count = 256

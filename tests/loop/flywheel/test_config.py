@@ -26,16 +26,16 @@ def read(folder: Path, text: str) -> FlywheelConfig:
 def test_two_lines_are_enough(tmp_path: Path) -> None:
     config = read(tmp_path, SHORT)
     assert config.record == (Path("traces"),) and config.out == Path("runs/flywheel")
-    assert config.lesson.minutes == 30 and config.drafter_minutes == 15
+    assert config.student_teaching.minutes == 30 and config.drafter_minutes == 15
     assert config.evals.limit == 200 and config.sampling.at_once == 1
     assert config.student_of(1).layers is None
 
 
 def test_minutes_are_shared_out_where_nothing_else_is_said(tmp_path: Path) -> None:
     config = read(tmp_path, f"{SHORT}minutes: 20\nteaching: {{max_steps: 5}}\ndrafter: {{loop: {{max_steps: 3}}}}\n")
-    assert config.lesson.minutes is None and config.lesson.max_steps == 5 and config.drafter_minutes is None
+    assert config.student_teaching.minutes is None and config.student_teaching.max_steps == 5 and config.drafter_minutes is None
     config = read(tmp_path, f"{SHORT}minutes: 20\nteaching: {{lr: 2e-3}}\ndrafter: {{minutes: 3}}\nevals: {{scorer: json}}\n")
-    assert config.lesson.minutes == 10 and config.lesson.lr == 2e-3 and config.drafter_minutes == 3
+    assert config.student_teaching.minutes == 10 and config.student_teaching.lr == 2e-3 and config.drafter_minutes == 3
     assert config.evals.limit == 200 and config.is_given("teaching.lr") and not config.is_given("teaching.max_len")
 
 
@@ -88,7 +88,7 @@ def test_the_page_shows_what_is_taken(tmp_path: Path) -> None:
 
 def test_the_recipe_is_one(tmp_path: Path) -> None:
     config = read_config(RECIPE)
-    assert config.model == "smollm2-135m" and config.layers == (12, 8) and config.lesson.minutes == 18
+    assert config.model == "smollm2-135m" and config.layers == (12, 8) and config.student_teaching.minutes == 18
     assert config.drafter.loop.optim.lr == 1e-3 and config.drafter_minutes == 9
 
 

@@ -1,1 +1,1 @@
-"""Code that a model wrote, run where it can do nothing."""
+"""Sandbox for code written by a model."""
