@@ -103,7 +103,9 @@ class Clock:
 
     def resume(self, step: int) -> None:
         """Restores the seconds of this step's checkpoint and starts counting."""
-        self.step, self._before, self._began = step, self._times().get(str(step), 0.0), time.monotonic()
+        self.step = step
+        self._before = self._times().get(str(step), 0.0)
+        self._began = time.monotonic()
 
     def write(self) -> None:
         """Stores the seconds of the current step, with those of the last three checkpoints."""

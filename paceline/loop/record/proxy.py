@@ -40,7 +40,8 @@ class Proxy:
 
     def __init__(self, upstream: str, config: ServeConfig, keep: Callable[[Observed], None]) -> None:
         parts = urlsplit(upstream)
-        self._scheme, self._port, self._base = parts.scheme.encode(), parts.port, parts.path.rstrip("/").encode()
+        self._scheme, self._port = parts.scheme.encode(), parts.port
+        self._base = parts.path.rstrip("/").encode()
         self._host = (parts.hostname or "").encode("idna")
         self._authority = parts.netloc.encode("idna")
         self._hosts = allowed_hosts(config)

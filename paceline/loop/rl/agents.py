@@ -99,7 +99,8 @@ class AgentRollouts:
         self, endpoint: Endpoint, agent: Agent, reward: Reward, *, failed: float = 0.0, at_once: int | None = None
     ) -> None:
         """`failed`: reward of an attempt whose agent raised. `at_once`: concurrent attempts [default: the engine's rows]."""
-        self.endpoint, self.rollouts, self.agent, self.reward, self.failed = endpoint, endpoint.rollouts, agent, reward, failed
+        self.endpoint, self.rollouts = endpoint, endpoint.rollouts
+        self.agent, self.reward, self.failed = agent, reward, failed
         self.at_once = at_once or self.rollouts.llm.target.cache.num_rows
 
     def run(self, tasks: Sequence[tuple[Any, int]], *, place: str | None = None) -> list[list[Trajectory]]:
@@ -108,7 +109,9 @@ class AgentRollouts:
         `place`: name of an earlier batch to repeat; with equal weights its samples are the same, and no figures are recorded.
         Raises RolloutError if an agent made no request, all attempts failed, or a reward is invalid.
         """
-        is_repeated, place, began = place is not None, place or self.rollouts.next_place(), time.perf_counter()
+        is_repeated = place is not None
+        place = place or self.rollouts.next_place()
+        began = time.perf_counter()
         attempts = [
             (number, f"{place}-{number}.{attempt}", task)
             for number, (task, count) in enumerate(tasks)

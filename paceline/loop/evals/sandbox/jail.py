@@ -93,7 +93,8 @@ def _write(path: str, text: str) -> None:
 def enter_namespaces() -> None:
     """Creates the namespaces. Root maps itself and user 65534 into them; other users map only themselves."""
     uid, gid = os.geteuid(), os.getegid()
-    ready, begin, done, written = *os.pipe(), *os.pipe()
+    ready, begin = os.pipe()
+    done, written = os.pipe()
     me, mapper = os.getpid(), os.fork() if uid == 0 else 0
     if uid == 0 and mapper == 0:
         _map_for(me, ready, written)
