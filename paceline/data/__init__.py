@@ -1,1 +1,1 @@
-"""Prompts, conversations and answers: how they are read from files, and how answers are kept."""
+"""Prompts, conversations and answers: reading them from files, and storing answers."""

@@ -1,11 +1,11 @@
-"""Answers on disk: Parquet shards of exact token ids, with the boundary between prompt and answer.
+"""Stores answers as Parquet shards: exact token ids, with the boundary between prompt and answer.
 
     runs/x/answers/answers-r0-00000.parquet     columns: SCHEMA; one row per assistant turn
 
-Written by `regenerate`, read by `features`. A shard appears whole or not at all; what waits for one stands in a
-journal (`journal.py`). Each process writes files of its own, so nothing is locked. The server's traces
-(`serve/admin/traces.py`, traces-*.parquet) begin with the same columns: more do no harm. As prompts, such a file asks the
-target the very tokens of `prompt_ids` again.
+`regenerate` writes the shards and `features` reads them. A shard is written atomically; until then its answers are in a
+journal (`journal.py`). Each process writes files of its own, so no locks are needed. The server's traces
+(`serve/admin/traces.py`, traces-*.parquet) have the same columns first; further columns are ignored. If such a file is used
+as prompts, the token ids in `prompt_ids` are sent unchanged.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ SCHEMA = pa.schema(
     ]
 )
 TOP = [("top_ids", pa.list_(pa.list_(pa.int32()))), ("top_logprobs", pa.list_(pa.list_(pa.float32())))]
-"""Further columns where `regenerate --top-k` asked for them: by place of the answer, the target's likeliest tokens,
+"""Optional columns, written for `regenerate --top-k`: the target's most probable tokens at each position of the answer,
 best first, and their log-probabilities (nats) at temperature 1, before penalties and grammars."""
 
 
 class Kept(Protocol):
-    """What a Regenerator needs to know and to have written of answers."""
+    """Storage for answers that a Regenerator can write to and resume from. Implemented by AnswerShards."""
 
     folder: Path
 
@@ -56,7 +56,7 @@ class Kept(Protocol):
 
 
 class AnswerShards:
-    """A folder of answer shards; one writer per process."""
+    """Reads and writes a folder of answer shards; each process has one writer."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.folder = folder
@@ -66,7 +66,7 @@ class AnswerShards:
         self._journal, self._is_recovered = Journal(), False
 
     def write(self, answers: list[Answer]) -> Path:
-        """Write one shard, whole or not at all. Raises CacheError when the disk refuses."""
+        """Write one shard atomically and return its path. Raises CacheError if the disk cannot be written to."""
         path, journal = self.folder / f"answers-r{self._rank}-{self._next:05d}.parquet", self._journal_path(self._next)
         for answer in answers:
             self._journal.begun.pop(answer.key, None)
@@ -79,14 +79,14 @@ class AnswerShards:
         return path
 
     def note(self, answer: Answer, is_over: bool) -> None:
-        """Write an answer into the journal, which keeps it until a shard holds it.
+        """Append an answer to the journal, which keeps it until a shard contains it.
 
-        `is_over` says that its conversation has ended: pass all its answers to `write` then.
+        `is_over`: the conversation has ended. The caller then passes all its answers to `write`.
         """
         self._journal.note(self._journal_path(self._next), answer, is_over)
 
     def recover(self) -> dict[str, list[Answer]]:
-        """Answers so far of conversations that this process had begun, by key; those that were over become a shard."""
+        """Return the answers of this process's unfinished conversations, by key; write finished ones as a shard."""
         if not self._is_recovered:
             self._is_recovered = True
             old = self._journals(f"r{self._rank}-")
@@ -103,18 +103,19 @@ class AnswerShards:
         return {key: [*answers] for key, answers in self._journal.begun.items()}
 
     def keys(self) -> set[str]:
-        """Keys of every conversation already written, by whichever process. Raises PromptError on a damaged shard."""
+        """Return the keys of all conversations written by any process. Raises PromptError on a damaged shard."""
         finished, _ = read_journals(self._journals())
         return {key for path in self._paths() for key in _read(path, ["key"])["key"].to_pylist()} | {
-            each.key for each in finished
+            answer.key for answer in finished
         }
 
     def __iter__(self) -> Iterator[Answer]:
-        """Those of shards, then those of conversations that are over and wait for one."""
+        """Yield the answers of all shards, then of finished conversations that are still in a journal."""
         return self.read()
 
     def read(self, dropped: Dropped | None = None) -> Iterator[Answer]:
-        """The same; rows that cannot be used are counted in `dropped`, without it the first one is a PromptError."""
+        """Yield the same answers as iteration; count unusable rows in `dropped`. Without it, the first one raises
+        PromptError."""
         finished, _ = read_journals(self._journals())
         for path in self._paths():
             if path.exists():  # a server that goes on deletes its oldest traces
@@ -124,18 +125,18 @@ class AnswerShards:
     def _journal_path(self, number: int) -> Path:
         return self.folder / f"journal-r{self._rank}-{number:05d}.jsonl"
 
-    def _journals(self, of: str = "") -> list[Path]:
-        """Those whose shard is not written yet."""
-        found = sorted(self.folder.glob(f"journal-{of}*.jsonl"))
-        return [path for path in found if not path.with_name(f"{path.stem.replace('journal', 'answers', 1)}.parquet").exists()]
+    def _journals(self, process: str = "") -> list[Path]:
+        """Return the journals whose shard is not written yet."""
+        paths = sorted(self.folder.glob(f"journal-{process}*.jsonl"))
+        return [path for path in paths if not path.with_name(f"{path.stem.replace('journal', 'answers', 1)}.parquet").exists()]
 
     def _paths(self) -> list[Path]:
         return sorted([*self.folder.glob("answers-*.parquet"), *self.folder.glob("traces-*.parquet")])
 
 
 def read_answers(path: Path | str, dropped: Dropped | None = None) -> Iterator[Answer]:
-    """The answers of one Parquet file. Raises PromptError when it is no such file, and at a row without tokens;
-    with `dropped` such rows are counted there."""
+    """Yield the answers of one Parquet file. Raises PromptError if it is not a file of answers, or has a row without token
+    ids; with `dropped`, such rows are counted there."""
     for number, row in enumerate(_read(path, SCHEMA.names).to_pylist(), start=1):
         if row["key"] is None or not _are_ids(row["prompt_ids"]) or not _are_ids(row["answer_ids"]):
             error = RowError(f"{path}, row {number}: no key, or no token ids of prompt and answer", "without token ids")
@@ -153,7 +154,7 @@ def _are_ids(ids: list[int | None] | None) -> bool:
 
 
 def has_answers(path: Path) -> bool:
-    """True for a Parquet file, or a folder of such files, with the columns of answers; false for any other source."""
+    """Return True for a Parquet file, or a folder of such files, with the columns of answers."""
     if path.is_dir():
         return any([*path.glob("answers-*.parquet"), *path.glob("traces-*.parquet")])
     if path.suffix != ".parquet" or not path.is_file():

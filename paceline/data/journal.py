@@ -1,9 +1,9 @@
-"""Answers that no shard holds yet, line by line: a process that is killed loses only those that were being written.
+"""Journals answers that are not in a shard yet, one JSON line each, so that a killed process loses only unwritten ones.
 
-    runs/x/answers/journal-r0-00003.jsonl     one answer a line, until answers-r0-00003.parquet takes its place
+    runs/x/answers/journal-r0-00003.jsonl     deleted once answers-r0-00003.parquet is written
 
-A line says whether its conversation is over. The answers of one that is not are no training data yet: the next run goes on with
-the turn that is missing. A journal whose shard exists is a leftover, which is not looked at.
+Each line records whether its conversation is over. Answers of an unfinished conversation are not used for training; the
+next run continues with the missing turn. A journal whose shard exists is a leftover and is ignored.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ OVER = "is_over"
 
 @dataclass(slots=True)
 class Answer:
-    """One answer of the target: everything it was given, and everything it said."""
+    """One answer of the target: its prompt, its tokens and its text."""
 
     key: str
-    """Names the conversation and the sample: source, prompt id, temperature. Turns of one conversation share it."""
+    """Identifies the conversation and the sample (source, prompt id, temperature). All turns of a conversation share it."""
     source: str
     turn: int
-    """0 for the first answer of a conversation."""
+    """Index of the answer in its conversation, from 0."""
     temperature: float
-    """NaN when it is not known: of another server's answers."""
+    """Sampling temperature; NaN if unknown, as for another server's answers."""
     prompt_ids: list[int]
-    """All tokens before the answer, chat template and earlier turns included."""
+    """All tokens before the answer, including the chat template and earlier turns."""
     answer_ids: list[int]
-    """The answer's tokens, the end token included when the target wrote one."""
+    """Tokens of the answer, including the end token if the target generated one."""
     finish_reason: str
     text: str
     top_ids: list[list[int]] | None = None
-    """Where they were asked for: the target's likeliest tokens at each place of the answer, best first."""
+    """The target's most probable tokens at each position of the answer, best first; None unless requested."""
     top_logprobs: list[list[float]] | None = None
-    """Their log-probabilities, in nats."""
+    """Log-probabilities of `top_ids`, in nats."""
 
 
 class Journal:
-    """The journal of one process; the file is there as soon as something is noted."""
+    """Writes the journal of one process; the file is created by the first answer."""
 
     def __init__(self) -> None:
         self.begun: dict[str, list[Answer]] = {}
-        """Key -> answers so far, of conversations that are not over."""
+        """Key -> answers so far, for unfinished conversations."""
 
     def note(self, path: Path, answer: Answer, is_over: bool) -> None:
-        """Add an answer to the journal at `path`. Raises CacheError when the disk refuses."""
+        """Append an answer to the journal at `path`. Raises CacheError if the disk cannot be written to."""
         if is_over:
             self.begun.pop(answer.key, None)
         else:
@@ -61,10 +61,10 @@ class Journal:
             append_lines(path, [_line(answer, is_over)])
 
     def carry(self, path: Path) -> None:
-        """Conversations that are not over go on in the journal at `path`."""
+        """Copy the answers of unfinished conversations into a new journal at `path`."""
         if self.begun:
             with whole_file(path, REMEDY) as scratch:
-                append_lines(scratch, (_line(each, False) for answers in self.begun.values() for each in answers))
+                append_lines(scratch, (_line(answer, False) for answers in self.begun.values() for answer in answers))
 
 
 def _line(answer: Answer, is_over: bool) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def _line(answer: Answer, is_over: bool) -> dict[str, Any]:
 
 
 def read_journals(paths: Iterable[Path]) -> tuple[list[Answer], dict[str, list[Answer]]]:
-    """(answers of conversations that are over, by key the answers of those that are not); a line cut short is left out."""
+    """Return (answers of finished conversations, key -> answers of unfinished ones). Truncated lines are skipped."""
     turns: dict[str, dict[int, Answer]] = {}
     over: set[str] = set()
     for path in paths:
@@ -93,8 +93,8 @@ def _read(path: Path) -> Iterator[tuple[Answer, bool]]:
         return
     for line in lines:
         try:
-            told = json.loads(line)
-            is_over = bool(told.pop(OVER))
-            yield Answer(**told), is_over
+            record = json.loads(line)
+            is_over = bool(record.pop(OVER))
+            yield Answer(**record), is_over
         except (ValueError, TypeError, AttributeError, KeyError):
             continue  # a line that was cut short by a crash, and then written on

@@ -1,7 +1,7 @@
-"""Conversations and tools as OpenAI's API has them, in one normal form for server, data rows, proxy, evals and library.
+"""Converts conversations and tools of OpenAI's API into one normal form for server, data rows, proxy, evals and library.
 
-`normalised` checks messages and names the field at fault; the result is a valid request again, which any server takes.
-`model/text/chat.py` makes a prompt of it.
+`normalised` validates messages and names the invalid field. Its result is itself a valid request for any OpenAI-compatible
+server. `model/text/chat.py` renders it as a prompt.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from paceline.errors import PromptError
 Message = dict[str, Any]
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Type of a part of a content that is text -> the key of its text."""
+"""Type of a text part -> the part's key that holds the text."""
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 """Keys of a message in normal form."""
 ALIASES = ("reasoning", "function_call", "refusal")
-"""Keys that are read and become others: `reasoning_content`, `tool_calls`, `content`."""
+"""Keys that are converted to others: `reasoning_content`, `tool_calls`, `content`."""
 UNUSED_KEYS = {
     "annotations": "part of OpenAI's answers, which clients send back",
     "id": "clients' own name of the message",
@@ -28,7 +28,8 @@ UNUSED_KEYS = {
     "parsed": "the content once more, as the openai package parsed it",
     "provider_specific_fields": "litellm's notes on the answer",
 }
-"""Key of a message that is no part of a prompt, sent back by clients with the answers that they got -> why."""
+"""Message key that is accepted but not part of the prompt -> the reason. Clients send these keys back with the model's
+answers."""
 UNUSED_PART_KEYS = {
     "annotations": "as of messages",
     "cache_control": "prefixes are always reused",
@@ -39,14 +40,14 @@ UNUSED_CALLED_KEYS = {
     "parsed_arguments": "the arguments once more, as the openai package parsed them",
     "provider_specific_fields": "as of messages",
 }
-"""The same of a part of a content, of a call and of the function that is called."""
+"""Keys that are accepted and ignored, as UNUSED_KEYS: in a part of a content, in a call, and in the function of a call."""
 READ_KEYS = frozenset({*MESSAGE_KEYS, *ALIASES, *UNUSED_KEYS})
 FUNCTION_KEYS = ("name", "description", "parameters", "strict")
-"""Keys of a function in normal form, in the order in which a prompt shows them."""
+"""Keys of a function in normal form, in the order in which a prompt renders them."""
 
 
 class MessageError(PromptError):
-    """A message that cannot become part of a prompt; `field` names what is at fault, as `messages[1].content`."""
+    """A message that cannot become part of a prompt; `field` is the path of the invalid field, e.g. `messages[1].content`."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -54,9 +55,9 @@ class MessageError(PromptError):
 
 
 def normalised(messages: Any, field: str = "messages") -> list[Message]:
-    """The conversation with contents and arguments as text and old keys replaced; normal forms stay as they are.
+    """Return the conversation in normal form: contents and arguments as text, old keys replaced. Idempotent.
 
-    Raises MessageError on unknown keys, parts that are not text, and arguments of calls that are not a JSON object.
+    Raises MessageError on unknown keys, non-text parts, and call arguments that are not a JSON object.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise MessageError(field, 'must be a list of {"role": ..., "content": ...}')
@@ -73,8 +74,8 @@ def _message(message: Any, field: str) -> Message:
         raise MessageError(
             f"{field}.{names}", f"no such field of a message: leave it out (known are {', '.join(MESSAGE_KEYS)})"
         )
-    said = {"content", "tool_calls", "function_call", "reasoning_content", "reasoning", "refusal"}
-    if "content" not in message and not own.keys() & said:
+    content_keys = {"content", "tool_calls", "function_call", "reasoning_content", "reasoning", "refusal"}
+    if "content" not in message and not own.keys() & content_keys:
         raise MessageError(field, f"each message needs a role and a content (got {message!r:.80})")
     text = content_text(own.get("content"), f"{field}.content") or _string(own, "refusal", field)
     normal: Message = {"role": own["role"], "content": text}
@@ -94,7 +95,7 @@ def _string(message: Message, key: str, field: str) -> str:
 
 
 def content_text(content: Any, field: str = "content") -> str:
-    """The text of a message's content; parts are joined by line breaks, as in vLLM. Raises MessageError."""
+    """Return the text of a message's content; parts are joined by line breaks, as in vLLM. Raises MessageError."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, Mapping) or not isinstance(content, Iterable):
@@ -149,7 +150,7 @@ def _called(function: Any, field: str) -> dict[str, Any]:
 
 
 def _arguments(given: Any, field: str) -> str:
-    """JSON text of an object: as it was given where it was text."""
+    """Return the arguments of a call as the JSON text of an object; text is returned unchanged."""
     if given is None or given == "":
         return "{}"
     if not isinstance(given, (str, Mapping)):
@@ -163,7 +164,7 @@ def _arguments(given: Any, field: str) -> str:
 
 
 def parsed_object(text: str) -> dict[str, Any]:
-    """A JSON object. Raises ValueError on other text, NaN and too large numbers, RecursionError on deep nesting."""
+    """Parse a JSON object. Raises ValueError on other text, NaN and out-of-range numbers, RecursionError on deep nesting."""
     value = json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
     if not isinstance(value, dict):
         raise ValueError(f"it is of type {type(value).__name__}")
@@ -182,7 +183,7 @@ def _finite(digits: str) -> float:
 
 
 def normalised_tools(tools: Any, field: str = "tools") -> list[dict[str, Any]]:
-    """Tools with their keys in one order and without nulls. Raises MessageError."""
+    """Return tools with their keys in a fixed order and without nulls. Raises MessageError."""
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
         raise MessageError(field, 'must be a list of {"type": "function", "function": {"name": ...}}')
     return [_tool(tool, f"{field}[{place}]") for place, tool in enumerate(tools)]

@@ -1,7 +1,7 @@
-"""What is nearly the same: MinHash (Broder 1997) over pieces of five tokens, and LSH to find candidates, by datasketch.
+"""Finds near-duplicate texts by MinHash (Broder 1997) over 5-token shingles and an LSH index, from datasketch.
 
-What many have in common, a system message or a worked example, says nothing about two of them: pieces that stand in more than
-COMMON of all are left out. So tickets that share a page of instructions are told apart by their own words.
+Shingles that occur in more than COMMON of the texts, such as those of a shared system message, are ignored. Otherwise
+support tickets with the same page of instructions would count as near-duplicates.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from paceline.errors import ConfigError, needing
 
 SHINGLE, NUM_HASHES = 5, 128
 COMMON, FEW = 0.1, 20
-"""Share of all texts in which a piece is a form, not a text; in fewer than FEW texts nothing is taken for one."""
+"""A shingle in more than this share of the texts (COMMON) is ignored, if there are at least FEW texts."""
 ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def pieces_of(token_ids: Sequence[int]) -> np.ndarray:
-    """Hashes [pieces] of all runs of SHINGLE tokens, each once; of a shorter text of all of it."""
+    """Return the distinct hashes [pieces] of all runs of SHINGLE tokens; a shorter text is hashed as a whole."""
     ids = np.asarray(token_ids, np.uint64) + np.uint64(1)
     size = min(SHINGLE, len(ids))
     hashes = np.zeros(len(ids) - size + 1, np.uint64)
@@ -32,7 +32,7 @@ def pieces_of(token_ids: Sequence[int]) -> np.ndarray:
 
 
 def common_pieces(texts: Sequence[np.ndarray]) -> np.ndarray:
-    """Those that stand in more than COMMON of the texts, sorted."""
+    """Return the sorted shingle hashes that occur in more than COMMON of the texts."""
     if len(texts) < FEW:
         return np.empty(0, np.uint64)
     values, counts = np.unique(np.concatenate(texts), return_counts=True)
@@ -41,7 +41,7 @@ def common_pieces(texts: Sequence[np.ndarray]) -> np.ndarray:
 
 @cache
 def bands(threshold: float) -> tuple[int, int]:
-    """Bands and rows of each band that suit an index of this threshold: datasketch looks for them for 0.2 s."""
+    """Return (bands, rows per band) of an LSH index for this threshold. Cached, since datasketch takes 0.2 s to find them."""
     from datasketch import MinHashLSH
 
     index = MinHashLSH(threshold=threshold, num_perm=NUM_HASHES)
@@ -49,7 +49,7 @@ def bands(threshold: float) -> tuple[int, int]:
 
 
 class Near:
-    """Remembers texts by name; finds those that have more than `overlap` of their pieces in common (Jaccard's share)."""
+    """Index of texts that finds those with a Jaccard similarity of more than `overlap` to a given text."""
 
     def __init__(self, overlap: float, common: np.ndarray) -> None:
         with needing(ConfigError, "near-copies are found with datasketch: pip install 'paceline[evals]'"):
@@ -61,27 +61,27 @@ class Near:
         self._pieces: dict[int, np.ndarray] = {}
 
     def like(self, pieces: np.ndarray) -> Iterator[int]:
-        """Yield the numbers of the texts kept that are nearly the same as the one with these pieces.
+        """Yield the numbers of added texts that are near-duplicates of the text with these shingles.
 
-        Pieces that most texts have do not count: a text of nothing else has no near-copy.
+        A text that consists of common shingles only has no near-duplicate.
         """
         own = np.setdiff1d(pieces, self._common, assume_unique=True)
         if self._index is None or not len(own):
             return
-        found: list[Any] = self._index.query(self._hash(own))
-        for name in sorted(found):
-            other = self._pieces[name]
+        candidates: list[Any] = self._index.query(self._hash(own))
+        for number in sorted(candidates):
+            other = self._pieces[number]
             shared = len(np.intersect1d(own, other, assume_unique=True))
             if shared > self._overlap * (len(own) + len(other) - shared):
-                yield name
+                yield number
 
-    def add(self, name: int, pieces: np.ndarray) -> None:
+    def add(self, number: int, pieces: np.ndarray) -> None:
         own = np.setdiff1d(pieces, self._common, assume_unique=True)
         if self._index is not None and len(own):
-            self._pieces[name] = own
-            self._index.insert(name, self._hash(own))
+            self._pieces[number] = own
+            self._index.insert(number, self._hash(own))
 
     def _hash(self, own: np.ndarray) -> Any:
-        made = self._empty.copy()
-        made.update_batch([each.tobytes() for each in own])
-        return made
+        minhash = self._empty.copy()
+        minhash.update_batch([piece.tobytes() for piece in own])
+        return minhash

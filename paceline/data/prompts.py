@@ -1,17 +1,17 @@
-"""Prompts from anywhere: JSON lines of the usual benchmark shapes, chats, Parquet, a server's traces, or a hub data
-set.
+"""Reads prompts from benchmark files (JSON lines), chats, Parquet, a server's traces, or a hub data set.
 
     read_prompts("questions.jsonl", limit=20)      # question | text | prompt | turns | instruction | messages | conversations
     read_prompts("traces")                         # a folder of Parquet files, or one of them
     read_prompts("openai/gsm8k/main:test")         # a hub data set: owner/name[/config][:split]
 
-The shape is told from each row's keys; keys that are not read are counted (`Dropped.unread`), and refused with
-`strict`. Benchmarks get the wording the DFlash paper's own benchmark gives them: GSM8K's rows are those of a
-`question` whose `answer` ends in "#### ..."; any other question is asked as it stands. Traces, and answers that
-`regenerate` wrote, are asked again token by token (`prompt_ids`). A row of `messages`, or of ShareGPT's
-`conversations`, may have `system`, `tools` as the API takes them, and `chat_template_kwargs`. Of a conversation the
-user's turns are asked, one after the other; one in which tools were called is asked as it stands, up to its last
-message that is not the assistant's, since its results belong to the calls that were made.
+The format is inferred from each row's keys. Keys that are not read are counted (`Dropped.unread`), or rejected with
+`strict`. Benchmarks get the wording of the DFlash paper's benchmark; a `question` whose `answer` contains "####" is taken
+for GSM8K, and any other question is sent unchanged. Traces, and answers written by `regenerate`, are sent as their token
+ids (`prompt_ids`).
+
+A row of `messages`, or of ShareGPT's `conversations`, may have `system`, `tools` as in the API, and `chat_template_kwargs`.
+The user's turns of a conversation are sent one after the other. A conversation with tool calls is sent once, up to its last
+message that is not the assistant's, because the tool results belong to the recorded calls.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from paceline.types import GrammarSpec
 GSM8K = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
 WORDINGS = (("{}", "question"), (HUMANEVAL, "prompt", "entry_point"), ("{}", "prompt"), ("{}", "text"))
-"""How the text of the first key is put, where a row has all of the keys."""
+"""(wording, key of the text, further keys that the row must have). The first match is used."""
 NO_PART_OF_PROMPTS = frozenset(
     [
         "id",
@@ -106,18 +106,19 @@ NO_PART_OF_PROMPTS = frozenset(
         "scorer",
     ]
 )
-"""Names, origins and answers: the target answers for itself, so nothing is lost when they are not read."""
+"""Names, origins and answers. They are ignored without notice, since the target writes its own answers."""
 BESIDE_TOKENS = NO_PART_OF_PROMPTS | frozenset(
     {"prompt_ids", "answer_ids", "key", "source", "turn", "temperature", "finish_reason", "text", "top_ids", "top_logprobs"}
     | {"tag", "ended", "sampling", "seed", "drafted", "accepted", "num_reused", "drafter", "cluster", "queue_s", "prefill_s"}
     | {"first_token_s", "draft_s", "verify_s", "host_s", "total_s", "conversation", "prompt", "digest", "version"}
 )
-"""Keys of rows of `prompt_ids` that traces, answers, stores and suites have: the tokens are the whole prompt."""
+"""Further keys of rows with `prompt_ids` in traces, answers, stores and suites; ignored, since the tokens are the whole
+prompt."""
 TASK_KEYS = ((frozenset({"test"}), ("entry_point",)), (frozenset({"code"}), ("test", "test_list")))
-"""Answers and tests of programming tasks: (keys that hold them, keys of which such a row has one). In other rows the same
-keys may hold what the prompt is about."""
+"""Answers and tests of programming tasks, as (ignored keys, keys of which such a row has one). In rows without one of the
+latter the same keys may hold the subject of the prompt."""
 SPOKEN_KEYS = ("from", "role", "value", "content")
-"""Keys of an entry of ShareGPT's that are read."""
+"""Keys of a ShareGPT entry that are read."""
 KNOWN_KEYS = "messages, conversations, turns, question, prompt, text, instruction"
 CHATS = ("conversations", "conversation")
 """ShareGPT's key, and a common misspelling of it."""
@@ -127,35 +128,35 @@ SPEAKERS = {
     **dict.fromkeys(("tool", "observation", "function", "function_response"), "tool"),
     **dict.fromkeys(("system", "developer"), "system"),
 }
-"""Who speaks in ShareGPT's files, as the API says it."""
+"""ShareGPT's name of a speaker -> the role in the API."""
 
 log = logging.getLogger("paceline.data.prompts")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One conversation to be had."""
+    """One conversation to send to the model."""
 
     id: str
     messages: list[Message]
-    """What comes before the model's first answer: a system message perhaps, and the first user turn."""
+    """Messages before the model's first answer: an optional system message, and the first user turn."""
     turns: tuple[str, ...]
-    """All user turns; those after the first follow the model's own answers."""
+    """All user turns; those after the first are sent after the model's own answers."""
     source: str
     """Name of the file or data set."""
     token_ids: tuple[int, ...] = ()
-    """The very tokens to be sent, of the target's own vocabulary; then there are no messages and no turns."""
+    """Exact tokens to send, of the target's own vocabulary. If set, `messages` and `turns` are empty."""
     tools: tuple[Row, ...] = ()
-    """What may be called, as the API takes it."""
+    """Tools that the model may call, as in the API."""
     grammar: GrammarSpec | None = None
-    """What the answer has to be, where this prompt is asked for another than the others are."""
+    """Grammar of the answer, if this prompt's differs from that of the other prompts."""
     variables: tuple[tuple[str, Any], ...] = ()
-    """Variables of the chat template that are this row's own, as (("enable_thinking", False),)."""
+    """Chat-template variables of this row, e.g. (("enable_thinking", False),)."""
     where: str = field(default="", repr=False, compare=False)
-    """File and line of its row, for messages: two rows that ask the same are one prompt."""
+    """File and line of the row, for messages. Not compared: equal rows are one prompt."""
 
     def api_request(self) -> tuple[str, dict[str, Any]]:
-        """Path of the API and the body's fields that hold this prompt; `turns` after the first are not part of it."""
+        """Return (API path, request fields) of this prompt. Turns after the first are not included."""
         if self.token_ids:
             return "/v1/completions", {"prompt": list(self.token_ids)}
         body: dict[str, Any] = {"messages": self.messages}
@@ -169,11 +170,12 @@ class Prompt:
 def read_prompts(
     source: str | Path, limit: int | None = None, dropped: Dropped | None = None, *, strict: bool = False
 ) -> list[Prompt]:
-    """The first `limit` prompts of a JSON lines file, a Parquet file or folder, or a data set id; all without a limit.
+    """Read the first `limit` prompts (default: all) of a JSON lines file, a Parquet file or folder, or a hub data set.
 
-    Raises PromptError naming file and line when a row is malformed, of unknown shape, or when there is none at all.
-    With `dropped` such rows are left out, and counted there by reason; so are keys that are not read, which are logged
-    without it. `strict` refuses both."""
+    Raises PromptError, naming file and line, if a row is malformed or of unknown format, or if there is not a single
+    prompt. With `dropped`, such rows are skipped and counted there by reason, as are keys that are not read; without it,
+    unread keys are logged. `strict` rejects both.
+    """
     if limit is not None and limit < 1:
         raise PromptError(f"limit must be at least 1, not {limit}")
     name, rows = rows_of(source)
@@ -203,7 +205,7 @@ def read_prompts(
 
 
 def _prompt_of(row: Row, where: str, source: str, index: int) -> tuple[Prompt, list[str]]:
-    """The prompt of a row, and the row's keys that were not read."""
+    """Return the prompt of a row, and the row's keys that were not read."""
     token_ids = row.get("prompt_ids")
     is_chat = row.get("messages") is not None or any(isinstance(row.get(key), list) for key in CHATS)
     if token_ids is not None and not is_chat:  # a store's rows have the name of their conversation beside their tokens
@@ -233,7 +235,8 @@ def _prompt_of(row: Row, where: str, source: str, index: int) -> tuple[Prompt, l
 
 
 def unread_keys(row: Row, read: Iterable[str]) -> list[str]:
-    """Keys with a value that are none of those `read`: Parquet gives every row all keys of its column."""
+    """Return the keys that have a value and are not in `read`. Empty values do not count: Parquet gives every row all keys
+    of its column."""
     known = set(read)
     return [printable(key) for key, value in row.items() if key not in known and value not in (None, "", [], {})]
 
@@ -243,8 +246,8 @@ def _keys_within(entries: list[Row], prefix: str, read: Iterable[str]) -> list[s
 
 
 def read_variables(given: Any, where: str) -> tuple[tuple[str, Any], ...]:
-    """Template variables, sorted by name. Parquet gives every row all keys of its column: those without a value are not
-    the row's. Raises PromptError on what is no object, and on names that the row's own keys hold."""
+    """Return chat-template variables, sorted by name. Keys without a value are dropped: Parquet gives every row all keys of
+    its column. Raises PromptError if `given` is not an object, or contains a reserved name."""
     if given is None:
         return ()
     if not isinstance(given, dict):
@@ -255,23 +258,24 @@ def read_variables(given: Any, where: str) -> tuple[tuple[str, Any], ...]:
 
 
 def _messages_of(row: Row, where: str) -> tuple[Any, str]:
-    """`messages` as they are, or made from ShareGPT's `conversations`, and the key; None where a row has neither."""
+    """Return (messages, their key): `messages` unchanged, or converted from ShareGPT's `conversations`; (None, "") without
+    either."""
     key = next((key for key in ("messages", *CHATS) if row.get(key) is not None), "")
-    said = row.get(key)
-    if said is None or key == "messages":
-        return said, key
-    if not isinstance(said, list) or not all(isinstance(each, dict) for each in said):
+    entries = row.get(key)
+    if entries is None or key == "messages":
+        return entries, key
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise RowError(f'{where}: \'conversations\' must be a list of {{"from": ..., "value": ...}}')
-    return [_spoken(each, where) for each in said], key
+    return [_spoken(entry, where) for entry in entries], key
 
 
-def _spoken(each: Row, where: str) -> Message:
-    """One of ShareGPT's entries as a message."""
-    speaker = each.get("from", each.get("role"))
+def _spoken(entry: Row, where: str) -> Message:
+    """Convert one ShareGPT entry to a message."""
+    speaker = entry.get("from", entry.get("role"))
     role = SPEAKERS.get(str(speaker).lower())
     if role is None:
         raise RowError(f"{where}: nobody is called {speaker!r} here: speakers are {', '.join(SPEAKERS)}", "unknown speaker")
-    content = each.get("value", each.get("content"))
+    content = entry.get("value", entry.get("content"))
     if str(speaker).lower() != "function_call":
         return {"role": role, "content": content}
     try:
@@ -283,7 +287,8 @@ def _spoken(each: Row, where: str) -> Message:
 
 
 def _traced(token_ids: Any, where: str, source: str) -> Prompt:
-    """Named by its content: traces come and go between a run and its resumption."""
+    """Return a prompt of token ids, identified by their hash: traces may be deleted or added between a run and its
+    resumption."""
     if not isinstance(token_ids, list) or not token_ids or not all(type(token) is int for token in token_ids):
         raise RowError(f"{where}: 'prompt_ids' must be a list of token ids, at least one")
     name = hashlib.blake2b(repr(token_ids).encode(), digest_size=8).hexdigest()
@@ -293,12 +298,12 @@ def _traced(token_ids: Any, where: str, source: str) -> Prompt:
 
 
 def digest(token_ids: Iterable[int]) -> str:
-    """Names a prompt by its tokens: traces carry it in their keys."""
+    """Return a hash of the prompt's token ids; traces contain it in their keys."""
     return hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=8).hexdigest()
 
 
 def read_tools(tools: Any, where: str) -> tuple[Row, ...]:
-    """Tools as a list, or as the JSON text of one. Raises PromptError when they are not what the API takes."""
+    """Return tools given as a list or as its JSON text. Raises PromptError if they do not have the API's format."""
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
@@ -307,11 +312,11 @@ def read_tools(tools: Any, where: str) -> tuple[Row, ...]:
     if not tools:
         return ()
     if isinstance(tools, list):  # some files leave the wrapping out
-        tools = [{"type": "function", "function": each} if _is_bare(each) else each for each in tools]
+        tools = [{"type": "function", "function": item} if _is_bare(item) else item for item in tools]
     functions = (
         [tool.get("function") if isinstance(tool, dict) else None for tool in tools] if isinstance(tools, list) else [None]
     )
-    if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in functions):
+    if not all(isinstance(item, dict) and isinstance(item.get("name"), str) for item in functions):
         raise RowError(f'{where}: \'tools\' must be a list of {{"type": "function", "function": {{"name": ...}}}}')
     return tuple(tools)
 
@@ -321,7 +326,7 @@ def _is_bare(tool: Any) -> bool:
 
 
 def _turns_of(row: Row, where: str) -> tuple[tuple[str, ...], set[str]]:
-    """The texts of the user's turns, by the keys that the row has, and the keys that were read."""
+    """Return the texts of the user's turns, and the keys that were read, for a row without messages."""
 
     def has(*keys: str) -> bool:
         return all(row.get(key) is not None for key in keys)
@@ -348,27 +353,31 @@ def _turns_of(row: Row, where: str) -> tuple[tuple[str, ...], set[str]]:
         elif given is None or isinstance(given, str):
             read.add("input")
         return (f"{text('instruction')}\n\n{given}" if isinstance(given, str) and given.strip() else text("instruction"),), read
-    found = ", ".join(map(printable, row)) or "nothing"
-    raise RowError(f"{where}: none of the keys {KNOWN_KEYS} (found {found})", "of unknown shape")
+    present = ", ".join(map(printable, row)) or "nothing"
+    raise RowError(f"{where}: none of the keys {KNOWN_KEYS} (found {present})", "of unknown shape")
 
 
 def _conversation(messages: Any, where: str) -> tuple[list[Message], tuple[str, ...], list[str]]:
-    """OpenAI-style messages: those up to the first user turn, the texts of all user turns, and what is lost. Where
-    tools were called: all that stand before the last answer, and the last turn."""
-    said = read_messages(messages, where)
-    turns = tuple(message["content"] for message in said if message["role"] == "user")
+    """Split OpenAI-style messages into (messages up to the first user turn, texts of all user turns, descriptions of
+    messages that are dropped). With tool calls: (all messages before the last answer, the last user turn, [])."""
+    conversation = read_messages(messages, where)
+    turns = tuple(message["content"] for message in conversation if message["role"] == "user")
     if not turns:
         raise RowError(f"{where}: 'messages' holds no user message", "without a user's turn")
-    if any(message["role"] == "tool" or "tool_calls" in message for message in said):
-        last = max(index for index, message in enumerate(said) if message["role"] != "assistant")
-        return said[: last + 1], turns[-1:], []
-    first = next(index for index, message in enumerate(said) if message["role"] == "user")
-    others = {message["role"] for message in said[first:]} - {"user", "assistant"}
-    return said[: first + 1], turns, [f"messages of role {printable(role)} after the first turn" for role in sorted(others)]
+    if any(message["role"] == "tool" or "tool_calls" in message for message in conversation):
+        last = max(index for index, message in enumerate(conversation) if message["role"] != "assistant")
+        return conversation[: last + 1], turns[-1:], []
+    first = next(index for index, message in enumerate(conversation) if message["role"] == "user")
+    others = {message["role"] for message in conversation[first:]} - {"user", "assistant"}
+    return (
+        conversation[: first + 1],
+        turns,
+        [f"messages of role {printable(role)} after the first turn" for role in sorted(others)],
+    )
 
 
 def read_messages(messages: Any, where: str) -> list[Message]:
-    """Messages in normal form, of the keys that are known. Raises PromptError on what are none."""
+    """Return messages in normal form; unknown keys are dropped. Raises PromptError on invalid messages."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise RowError(f'{where}: \'messages\' must be a list of {{"role": ..., "content": ...}}')
     try:

@@ -1,10 +1,9 @@
-"""Rows of data from wherever people keep them: JSON lines, JSON arrays, Parquet, either packed with gzip, and hub
-data sets.
+"""Reads data rows from JSON lines and JSON arrays (both optionally gzipped), Parquet, and hub data sets.
 
-    for where, row in rows_of("chats.jsonl.gz"): ...     # where: "chats.jsonl.gz, line 7"; row: a dict, or the RowError it is
+    for where, row in rows_of("chats.jsonl.gz")[1]: ...     # where: "chats.jsonl.gz, line 7"; row: a dict, or a RowError
 
-A hub data set is `owner/name[/config][:split]`: its Parquet or JSON files are fetched one by one as they are read,
-never code.
+A hub data set is `owner/name[/config][:split]`. Its Parquet or JSON files are downloaded one by one as they are read; its
+code is never run.
 """
 
 from __future__ import annotations
@@ -25,37 +24,37 @@ Row = dict[str, Any]
 Rows = Iterator[tuple[str, "Row | RowError"]]
 
 MAX_LINE_BYTES = 64 * 2**20
-"""A longer line, which a small packed file can hold, is not read."""
+"""Longer lines are rejected; a small gzip file can contain one."""
 MAX_ARRAY_BYTES = 2 * 2**30
-"""A JSON array is held in memory whole; JSON lines are not."""
+"""Largest JSON array, which is held in memory as a whole. JSON lines are streamed."""
 JSON_ENDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
 CONVERTED = "refs/convert/parquet"
-"""The branch on which the hub keeps its own Parquet copy of a data set: <config>/<split>/0000.parquet."""
+"""Branch with the hub's own Parquet copy of a data set: <config>/<split>/0000.parquet."""
 SPLITS = ("train", "test", "validation", "valid", "dev")
 
 
 def printable(text: Any) -> str:
-    """As text that every file takes: half of a surrogate pair, which no encoding has, becomes its escape."""
+    """Return the value as text that can be encoded: an unpaired surrogate becomes its escape sequence."""
     return str(text).encode("utf-8", "backslashreplace").decode()
 
 
 class RowError(PromptError):
-    """One row that cannot be used; the others may be."""
+    """One row that cannot be used; other rows may be valid."""
 
     def __init__(self, message: str, reason: str = "malformed") -> None:
-        """`reason`: a few words under which rows of this kind are counted."""
+        """`reason`: a short description under which rows with this problem are counted."""
         super().__init__(message)
         self.reason = reason
 
 
 @dataclass(slots=True)
 class Dropped:
-    """Rows that were left out, by reason, with the first one of each as an example."""
+    """Counts of skipped rows by reason, with the first row of each reason as an example."""
 
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     unread: Counter[str] = field(default_factory=Counter)
-    """Keys of rows that are used, whose values are not: key -> number of rows."""
+    """Key -> number of used rows in which the key's value was not read."""
 
     def add(self, reason: str, example: str, number: int = 1) -> None:
         self.counts[reason] += number
@@ -69,7 +68,7 @@ class Dropped:
 
     @property
     def unread_text(self) -> str:
-        """ "not read: context (120 rows), choices (80)"; empty when every key was read."""
+        """ "not read: context (120 rows), choices (80)"; empty if every key was read."""
         first, *others = [(key, number) for key, number in self.unread.most_common()] or [("", 0)]
         listed = [f"{first[0]} ({first[1]} rows)", *(f"{key} ({number})" for key, number in others)]
         return f"not read: {', '.join(listed)}" if self.unread else ""
@@ -84,7 +83,7 @@ class Dropped:
 
 
 def rows_of(source: str | Path) -> tuple[str, Rows]:
-    """(short name, rows) of a file, a folder of Parquet files, or a hub data set. Raises PromptError, DownloadError."""
+    """Return (short name, rows) of a file, a folder of Parquet files, or a hub data set. Raises PromptError, DownloadError."""
     path, name = Path(source), str(source)
     if path.is_dir():
         return path.name, _folder_rows(path)
@@ -101,7 +100,8 @@ def _looks_like_a_path(name: str) -> bool:
 
 
 def file_rows(path: Path) -> Rows:
-    """By the file's ending; what is not Parquet is JSON lines or an array. Raises PromptError when it cannot be read."""
+    """Yield the rows of a Parquet file (by its suffix), of JSON lines or of a JSON array. Raises PromptError if it cannot
+    be read."""
     return _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
 
 
@@ -143,7 +143,7 @@ def _is_array_file(path: Path) -> bool:
 
 
 def _array_rows(path: Path, file: IO[bytes]) -> Rows:
-    """The objects of one JSON array, as ShareGPT's files are."""
+    """Yield the objects of one JSON array, the format of ShareGPT's files."""
     text = file.read(MAX_ARRAY_BYTES + 1)
     if len(text) > MAX_ARRAY_BYTES:
         raise PromptError(f"{path} is an array of more than {MAX_ARRAY_BYTES >> 30} GiB: write one object per line (.jsonl)")
@@ -182,7 +182,7 @@ def _folder_rows(folder: Path) -> Rows:
 
 
 def _hub_rows(name: str) -> Rows:
-    """Rows of a hub data set; each file is fetched into the Hugging Face cache when its turn comes."""
+    """Yield the rows of a hub data set; each file is downloaded into the Hugging Face cache when its rows are needed."""
     repo, _, split = name.partition(":")
     parts = repo.split("/")
     config = parts.pop() if len(parts) == 3 else None
@@ -204,7 +204,7 @@ def _hub_files(repo_id: str, config: str | None, split: str, name: str) -> Itera
     try:
         listed = huggingface_hub.HfApi().list_repo_files(repo_id, repo_type="dataset")
         revision = None
-        if not any(each.endswith((".parquet", *JSON_ENDS[:2])) for each in listed):
+        if not any(path.endswith((".parquet", *JSON_ENDS[:2])) for path in listed):
             listed, revision = (
                 huggingface_hub.HfApi().list_repo_files(repo_id, repo_type="dataset", revision=CONVERTED),
                 CONVERTED,
@@ -227,23 +227,24 @@ def _hub_files(repo_id: str, config: str | None, split: str, name: str) -> Itera
 
 
 def choose_files(listed: list[str], config: str | None, split: str, name: str) -> list[str]:
-    """The data files of one config and split, `train` where none is named. Raises PromptError that lists what there is."""
+    """Return the data files of one config and split (default: `train`). Raises PromptError with a list of the existing
+    files."""
     endings = (".parquet",) if any(file.endswith(".parquet") for file in listed) else JSON_ENDS
     files = [
         file for file in sorted(listed) if file.endswith(endings) and not Path(file).name.startswith((".", "dataset_info"))
     ]
     if config:
         files = [file for file in files if config in re.split(r"[/.]", file) or Path(file).name.startswith(f"{config}-")]
-    found = [file for file in files if _names(split or "train", file)]
-    if not found and not split:
-        found = [file for file in files if not any(_names(each, file) for each in SPLITS)]
-    if not found:
-        told = ", ".join(sorted(listed)[:12]) or "nothing"
-        raise PromptError(f"{name} has no Parquet or JSON files of this config and split: choose among {told}")
-    configs = sorted({_config_of(file) for file in found})
+    chosen = [file for file in files if _names(split or "train", file)]
+    if not chosen and not split:
+        chosen = [file for file in files if not any(_names(other, file) for other in SPLITS)]
+    if not chosen:
+        available = ", ".join(sorted(listed)[:12]) or "nothing"
+        raise PromptError(f"{name} has no Parquet or JSON files of this config and split: choose among {available}")
+    configs = sorted({_config_of(file) for file in chosen})
     if len(configs) > 1 and not config:
         raise PromptError(f"{name} has several configs ({', '.join(configs)}): name one, as owner/name/config:split")
-    return found
+    return chosen
 
 
 def _names(split: str, file: str) -> bool:
@@ -251,6 +252,6 @@ def _names(split: str, file: str) -> bool:
 
 
 def _config_of(file: str) -> str:
-    """The folder that holds a config's files; folders of data and of splits are none."""
+    """Return the folder of a config's files; folders named `data` or after a split are not configs."""
     folders = [part for part in Path(file).parent.parts if part != "data" and part not in SPLITS]
     return "/".join(folders)
