@@ -1,1 +1,1 @@
-"""What is shown of a run: tables, statistics, and pages from one set of templates."""
+"""Tables, statistics and report pages of all commands."""

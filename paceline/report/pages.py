@@ -1,7 +1,8 @@
-"""Reports from the Jinja templates in `templates/`: text, Markdown, HTML pages and the animated picture of `paceline compare`;
-and the figures in them, SVG elements that are drawn when matplotlib is installed.
+"""Renders reports from the Jinja templates in `templates/` (text, Markdown, HTML, SVG) and draws plots as SVG with
+matplotlib.
 
-Whatever a model or a user wrote is escaped in HTML and SVG, and control characters, which no page can hold, are replaced.
+All values are escaped in HTML and SVG, and control characters are replaced, since model output and user input are
+untrusted.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Plot = tuple[str, str]
-"""Title and SVG element; the element is "" when there is nothing to draw."""
+"""Title and SVG element; the element is "" without data to plot."""
 COLORS = ("#3b82c4", "#d55e00", "#0a9a72", "#b05fa5", "#a87b00", "#7f7f7f")
-"""Told apart by colour-blind eyes, and at least 3:1 on a white page as on a dark one."""
+"""Distinguishable with colour blindness; contrast of at least 3:1 on white and on dark pages."""
 INK = "#010203"
-"""Stands for the page's text colour while matplotlib draws."""
+"""Placeholder colour in matplotlib's output, replaced by the page's text colour."""
 WIDTH_INCHES = 4.4
-"""302 points: on a phone's 390 pixels the text keeps its size."""
+"""Width of a plot: 302 points, so that text is not scaled down on a phone of 390 pixels."""
 FEW_POINTS = 30
 LONGEST_LABEL = 20
 INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "legend.labelcolor")
@@ -46,13 +47,13 @@ STYLE |= dict.fromkeys(INKED, INK)
 
 
 def render(template: str, **values: Any) -> str:
-    """The text of `templates/<template>.j2`."""
+    """Return the text of `templates/<template>.j2` with these values."""
     return _environment().get_template(template + ".j2").render(values)
 
 
 @functools.cache
 def _environment() -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=FileSystemLoader(Path(__file__).with_name("templates")),
         autoescape=lambda name: name is not None and name.endswith((".html.j2", ".svg.j2")),
         finalize=lambda value: value if hasattr(value, "__html__") else printable(str(value)),
@@ -61,22 +62,22 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters["number"] = number
-    made.globals["block"] = block
-    made.globals["look"] = lambda: Markup(look())
-    made.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
-    return made
+    environment.filters["number"] = number
+    environment.globals["block"] = block
+    environment.globals["look"] = lambda: Markup(look())
+    environment.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
+    return environment
 
 
 def number(value: Any, digits: int = 2) -> str:
-    """With commas; a dash for what is none."""
+    """Format a number with thousands separators; other values become a dash."""
     return "-" if not isinstance(value, int | float) else f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
 
 
 def write_load_report(run: RunFolder, draw: Callable[[], list[Plot]], **values: Any) -> str | None:
-    """report.md and report.html of a server under load; returns a notice when the page had to be left out.
+    """Write report.md and report.html of a server under load. Returns a notice if report.html could not be written.
 
-    `draw` makes its plots; `values`: title, verdict, about, note, figures, listed and settings, as `load.html.j2` shows them.
+    `draw` makes the plots. `values`: title, verdict, about, note, figures, listed and settings, as used in `load.html.j2`.
     """
     run.write("report.md", render("load.md", **values))
     try:
@@ -100,7 +101,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place on the x axis where something happened."""
+    """A labelled position on the x axis, such as the time of an event."""
 
     x: float
     label: str
@@ -115,22 +116,22 @@ def curves(
     ylim: tuple[float, float | None] | None = None,
     marks: Sequence[Mark] = (),
 ) -> Plot:
-    """Lines over a common axis; a series without a point is left out. `marks` are dotted lines with their labels."""
-    shown = [each for each in series if len(each.x)]
+    """Plot lines over a common axis; an empty series is left out. `marks` become dotted vertical lines with labels."""
+    shown = [line for line in series if len(line.x)]
 
     def fill(axes: Axes) -> None:
         from matplotlib.ticker import EngFormatter, MaxNLocator
 
-        for each in shown:
-            marker = "o" if len(each.x) <= FEW_POINTS else ""  # each for itself: a line of one point would not be seen
-            style: dict[str, Any] = {"linestyle": "--", "linewidth": 1.0} if each.is_faint else {"linewidth": 1.6}
-            color = COLORS[each.color % len(COLORS)]
-            axes.plot(each.x, each.y, label=short(each.label), color=color, marker=marker, markersize=3, **style)
+        for line in shown:
+            marker = "o" if len(line.x) <= FEW_POINTS else ""  # without one, a line of one point would be invisible
+            style: dict[str, Any] = {"linestyle": "--", "linewidth": 1.0} if line.is_faint else {"linewidth": 1.6}
+            color = COLORS[line.color % len(COLORS)]
+            axes.plot(line.x, line.y, label=short(line.label), color=color, marker=marker, markersize=3, **style)
         axes.set(xlabel=xlabel, ylabel=ylabel, ylim=ylim)
         for mark in marks:
             axes.axvline(mark.x, color=INK, linewidth=1, linestyle=":")
             axes.text(mark.x, 0.98, f" {mark.label}", rotation=90, va="top", fontsize=7, transform=axes.get_xaxis_transform())
-        places = [float(place) for each in shown for place in each.x]
+        places = [float(place) for line in shown for place in line.x]
         if max(places, default=0) >= 1000 or all(place.is_integer() for place in places):
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -140,51 +141,56 @@ def curves(
 
 @dataclass(frozen=True, slots=True)
 class LoadPlot:
-    """A quantity of a server over its load."""
+    """A quantity of a server plotted over its load."""
 
     title: str
     ylabel: str
-    """Of times their unit: s or ms."""
+    """Axis label. For a `Spread` of seconds it is the unit: s or ms."""
     take: Callable[[Any], Spread | float | None]
-    """From a record; of a `Spread` of seconds the median is drawn, and p99 faint."""
+    """Reads the quantity from a record. A `Spread` of seconds is plotted as its median, with p99 as a faint line."""
 
     def values(self, record: Any) -> dict[str, float | None]:
-        """What is added to the contender's name -> the value there."""
-        found = self.take(record)
-        if not isinstance(found, Spread):
-            return {"": found}
+        """Return suffix of the line's label -> value."""
+        quantity = self.take(record)
+        if not isinstance(quantity, Spread):
+            return {"": quantity}
         scale = 1e3 if self.ylabel == "ms" else 1.0
-        return {name: None if value is None else scale * value for name, value in ((" p50", found.p50), (" p99", found.p99))}
+        return {
+            name: None if value is None else scale * value for name, value in ((" p50", quantity.p50), (" p99", quantity.p99))
+        }
 
 
 LOAD_PLOTS = (
-    LoadPlot("Output", "tokens/s", lambda each: each.tokens_per_s),
-    LoadPlot("Time to the first token", "ms", lambda each: each.first_token),
-    LoadPlot("Time between tokens", "ms", lambda each: each.inter_token),
+    LoadPlot("Output", "tokens/s", lambda record: record.tokens_per_s),
+    LoadPlot("Time to the first token", "ms", lambda record: record.first_token),
+    LoadPlot("Time between tokens", "ms", lambda record: record.inter_token),
 )
 
 
-def load_plots(plots: Sequence[LoadPlot], found: Sequence[tuple[float | None, int | None, str, Any]]) -> list[Plot]:
-    """A line for each contender; `found`: records, each after its rate or its number in flight, and its contender's name."""
-    made = []
-    flying = [(float(flight), name, record) for _, flight, name, record in found if flight]
-    coming = [(rate, name, record) for rate, _, name, record in found if rate]
-    for xlabel, own in (("requests in flight", flying), ("requests per second", coming)):
-        own.sort(key=lambda each: each[0])
-        contenders = list(dict.fromkeys(name for _, name, _ in own))
+def load_plots(plots: Sequence[LoadPlot], records: Sequence[tuple[float | None, int | None, str, Any]]) -> list[Plot]:
+    """Plot each quantity over requests in flight and over request rate, with one line per contender.
+
+    `records`: (request rate or None, requests in flight or None, contender, record).
+    """
+    drawn = []
+    by_flight = [(float(in_flight), name, record) for _, in_flight, name, record in records if in_flight]
+    by_rate = [(rate, name, record) for rate, _, name, record in records if rate]
+    for xlabel, points in (("requests in flight", by_flight), ("requests per second", by_rate)):
+        points.sort(key=lambda point: point[0])
+        contenders = list(dict.fromkeys(name for _, name, _ in points))
         for plot in plots:
             lines: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-            for x, name, record in own:
+            for x, name, record in points:
                 for kind, y in plot.values(record).items():
                     if y is not None:
                         lines[name, kind].append((x, y))
             series = [
-                Series(name + kind, [x for x, _ in points], [y for _, y in points], contenders.index(name), kind == " p99")
-                for (name, kind), points in lines.items()
+                Series(name + kind, [x for x, _ in xy], [y for _, y in xy], contenders.index(name), kind == " p99")
+                for (name, kind), xy in lines.items()
             ]
             title = f"{plot.title}, by {xlabel}"
-            made.append(curves(title, series, xlabel=xlabel, ylabel=plot.ylabel, ylim=(0, None)))
-    return made
+            drawn.append(curves(title, series, xlabel=xlabel, ylabel=plot.ylabel, ylim=(0, None)))
+    return drawn
 
 
 def bars(
@@ -196,7 +202,7 @@ def bars(
     first: int = 0,
     ylim: tuple[float, float] | None = None,
 ) -> Plot:
-    """Bars side by side, one colour a group; their places count from `first`. Bars of a place stand around its tick."""
+    """Plot grouped bars, one colour per group. Positions count from `first`; the bars of a position are centred on its tick."""
     shown = [(label, values) for label, values in groups if len(values)]
 
     def fill(axes: Axes) -> None:
@@ -211,15 +217,15 @@ def bars(
 
 
 def _offset(groups: Sequence[tuple[str, Sequence[float]]], index: int, place: int) -> float:
-    """Where the bar of group `index` stands at a place, in bar widths from the tick; groups without a bar take no room."""
-    drawn = [each for each, (_, values) in enumerate(groups) if place < len(values) and values[place]]
-    return drawn.index(index) - (len(drawn) - 1) / 2 if index in drawn else 0.0
+    """Return the offset of group `index`'s bar from the tick at `place`, in bar widths; groups without a bar take no space."""
+    present = [other for other, (_, values) in enumerate(groups) if place < len(values) and values[place]]
+    return present.index(index) - (len(present) - 1) / 2 if index in present else 0.0
 
 
 def ranges(
     title: str, rows: Sequence[tuple[str, float, Sequence[float | None], int]], xlabel: str, mark: float | None = None
 ) -> Plot:
-    """One below the other, of each row its label, value, interval and colour: a bar with whiskers. A dotted line at `mark`."""
+    """Plot horizontal bars with error bars, one per (label, value, interval, colour). `mark` adds a dotted vertical line."""
 
     def fill(axes: Axes) -> None:
         for place, (_, value, (low, high), color) in enumerate(rows):
@@ -235,8 +241,8 @@ def ranges(
 
 
 def stacked(title: str, rows: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], xlabel: str) -> Plot:
-    """One bar a row, made of parts that follow one another; `names` of the parts, in their order. A part that is nowhere more
-    than nothing is left out, and so is what is less than nothing."""
+    """Plot one horizontal bar per row, made of stacked parts called `names`. Parts that are never positive are left out,
+    and negative values count as 0."""
     shown = [place for place in range(len(names)) if any(values[place] > 0 for _, values in rows)]
 
     def fill(axes: Axes) -> None:
@@ -262,12 +268,12 @@ def stacked(title: str, rows: Sequence[tuple[str, Sequence[float]]], names: Sequ
 
 
 def short(label: str) -> str:
-    """The end of a long name, such as a path's, tells most."""
+    """Return the label, shortened to its end if it is long: the end of a path is the most specific."""
     return label if len(label) <= LONGEST_LABEL else "…" + label[1 - LONGEST_LABEL :]
 
 
 def _plot(title: str, fill: Callable[[Axes], None], num_series: int, height: float = 3.0) -> Plot:
-    """In the page's text colour, the same bytes for the same input. Raises ConfigError when matplotlib is missing."""
+    """Draw a plot in the page's text colour; equal input gives equal bytes. Raises ConfigError if matplotlib is missing."""
     if not num_series:
         return title, ""
     with needing(ConfigError, "drawing the report needs matplotlib: pip install paceline[plots]"):
@@ -289,12 +295,12 @@ def _plot(title: str, fill: Callable[[Axes], None], num_series: int, height: flo
 
 
 def _inline(document: str, title: str) -> str:
-    """The <svg> element alone, its ids made unique to this plot, so that several stand in one page."""
+    """Return the <svg> element alone, with ids unique to this plot, so that a page can contain several plots."""
     element = document[document.index("<svg") :]
     element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
     element = re.sub(r"<!--.*?-->", "", element, flags=re.DOTALL)
-    own = "p" + hashlib.sha256(f"{title}{element}".encode()).hexdigest()[:8] + "-"
-    element = re.sub(r'\b(id="|href="#|url\(#)', lambda found: found.group(1) + own, element)
+    prefix = "p" + hashlib.sha256(f"{title}{element}".encode()).hexdigest()[:8] + "-"
+    element = re.sub(r'\b(id="|href="#|url\(#)', lambda match: match.group(1) + prefix, element)
     element = re.sub(r' (width|height)="[\d.]+pt"', "", element, count=2)
     element = element.replace(INK, "currentColor")
     return element.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" ', 1).strip()

@@ -1,4 +1,4 @@
-"""The style sheet that every page begins with: the chat and /docs load it, calculator, compare and reports hold its text."""
+"""The style sheet shared by all pages. Chat and /docs load it; calculator, compare and reports include its text."""
 
 from __future__ import annotations
 

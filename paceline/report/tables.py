@@ -1,12 +1,12 @@
-"""What long work shows: how far it is, and one table for the terminal, for Markdown and for the pages of reports.
+"""Progress messages of long work, and one table for the terminal, Markdown reports and HTML reports.
 
-    columns = [Column("drafter", lambda each: each.name), Column("tokens/s", lambda each: each.rate, "{:.1f}", align="right")]
+    columns = [Column("drafter", lambda row: row.name), Column("tokens/s", lambda row: row.rate, "{:.1f}", align="right")]
     table = Table(columns, results, title="Decoding", notes=["rate: median of 3 repetitions"])
-    table.show()            # to stderr
-    {{ table(made) }}       # in a template of `report/templates`, for report.md and report.html
+    table.show()             # to stderr
+    {{ table(results) }}     # in a template of `report/templates`, for report.md and report.html
 
-A row is any record; each column knows how to read its cell from one. Library calls tell how far they are to a `Progress`;
-that of the commands writes to the terminal. No torch here, and rich only when a table is shown.
+A row is any record; each column reads its cell from it. Library calls report their progress to a `Progress`; the commands'
+implementation writes to the terminal. Imports no PyTorch, and rich only when a table is shown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 MISSING = "-"
-"""What a cell without a value shows."""
+"""Text of a cell without a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +32,16 @@ class Column:
     """One column of a table."""
 
     name: str
-    """The heading."""
+    """Heading."""
     cell: Callable[[Any], Any]
-    """The value of a row's record; None is shown as a dash."""
+    """Returns the cell's value for a row; None is shown as a dash."""
     form: str = "{}"
-    """How a value becomes text, as of `str.format`: "{:.1f} s"."""
+    """Format of a value for `str.format`: "{:.1f} s"."""
     align: Literal["left", "right"] = "left"
     cut: str = ""
-    """A narrow terminal leaves out everything from this text on: " [" leaves out the interval of "1.50 [1.40, 1.60]"."""
+    """Text from which a narrow terminal drops the rest of the cell: " [" drops the interval of "1.50 [1.40, 1.60]"."""
     is_spare: bool = False
-    """Left out where the terminal has no place for all columns."""
+    """True if the column is dropped when the terminal is too narrow for all columns."""
 
     def text(self, record: Any) -> str:
         value = self.cell(record)
@@ -50,21 +50,21 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Records, a line each, under columns; `notes` are sentences that stand below."""
+    """Records shown as rows under columns; `notes` are sentences below the table."""
 
     columns: Sequence[Column]
     rows: Sequence[Any]
     title: str = ""
     notes: Sequence[str] = ()
     width: int = 160
-    """Letters a terminal needs for whole cells; a narrower one shows them as `Column.cut` says."""
+    """Characters that whole cells need; a narrower terminal shortens them by `Column.cut`."""
 
     def texts(self) -> list[list[str]]:
-        """Every row's cells as text."""
+        """Return the cells of every row as text."""
         return [[column.text(record) for column in self.columns] for record in self.rows]
 
     def show(self, *, stderr: bool = True) -> None:
-        """Print to the terminal; where there is none, with whole cells."""
+        """Print to the terminal, or to a file or pipe with whole cells."""
         from rich.console import Console
 
         console = Console(stderr=stderr)
@@ -79,48 +79,48 @@ class Table:
             console.print(note, markup=False, highlight=False)
 
     def cells(self, width: int) -> tuple[list[Column], list[list[str]]]:
-        """The columns and cells that a terminal of so many letters shows."""
+        """Return the columns and cells for a terminal of `width` characters."""
         columns, rows = list(self.columns), self.texts()
         if width >= self.width:
             return columns, rows
         pairs = [zip(columns, row, strict=True) for row in rows]
-        rows = [[cell.partition(each.cut)[0] if each.cut else cell for each, cell in row] for row in pairs]
+        rows = [[cell.partition(column.cut)[0] if column.cut else cell for column, cell in row] for row in pairs]
         if _needed(columns, rows) > width:
-            kept = [place for place, each in enumerate(columns) if not each.is_spare]
-            columns, rows = [columns[place] for place in kept], [[row[place] for place in kept] for row in rows]
+            places = [place for place, column in enumerate(columns) if not column.is_spare]
+            columns, rows = [columns[place] for place in places], [[row[place] for place in places] for row in rows]
         return columns, rows
 
     def stacked(self, width: int) -> str:
-        """Every row as lines of `name: value`, where columns have no place beside one another."""
+        """Return each row as a line of `name: value` pairs, for a terminal that is too narrow for columns."""
         columns, rows = self.cells(width)
-        pairs = [[(each.name, cell) for each, cell in zip(columns, row, strict=True) if cell] for row in rows]
+        pairs = [[(column.name, cell) for column, cell in zip(columns, row, strict=True) if cell] for row in rows]
         named = [", ".join(f"{name}: {cell}" if name else cell for name, cell in row) for row in pairs]
         return "\n".join([*([self.title] if self.title else []), *named])
 
     def rich(self, width: int) -> RichTable:
-        """For a terminal of so many letters."""
+        """Return the rich table for a terminal of `width` characters."""
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        made = RichTable(box=box.SIMPLE_HEAD, title=Text(self.title) if self.title else None, title_justify="left")
+        table = RichTable(box=box.SIMPLE_HEAD, title=Text(self.title) if self.title else None, title_justify="left")
         columns, rows = self.cells(width)
         for column in columns:
-            made.add_column(Text(column.name), justify=column.align)
+            table.add_column(Text(column.name), justify=column.align)
         for cells in rows:
-            made.add_row(*map(Text, cells))
-        return made
+            table.add_row(*map(Text, cells))
+        return table
 
 
 def _needed(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> int:
-    """Letters that the columns need beside one another; a heading may be broken between its words."""
-    widths = [max(map(len, each.name.split()), default=0) for each in columns]
+    """Return the characters that the columns need side by side; a heading may be broken between words."""
+    widths = [max(map(len, column.name.split()), default=0) for column in columns]
     widths = [max(width, *(len(row[place]) for row in rows), 0) for place, width in enumerate(widths)]
     return sum(widths) + 2 * len(widths)
 
 
 def block() -> str:
-    """A filled cell of a bar: "#" where the terminal's letters have no block (LANG=C)."""
+    """Return a filled cell of a bar: "#" if stdout's encoding has no block character (LANG=C)."""
     try:
         "█".encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -129,31 +129,31 @@ def block() -> str:
 
 
 def ignore(*_: object) -> None:
-    """For whoever is told of progress and does not want to know."""
+    """No-op progress callback."""
 
 
 class Advance(Protocol):
-    """One more item is done."""
+    """Progress callback: one more item is done."""
 
     def __call__(self, text: str, share: float | None = None, /) -> None:
-        """`text`: what is under way. `share`: how much of the whole is done, where the number of items does not say it."""
+        """`text`: the current item. `share`: completed share of the whole (0 to 1), if the number of items does not show it."""
 
 
 class Progress:
-    """Shows nothing. `commands.shared.TerminalProgress` writes each of these to stderr."""
+    """Receives progress; the base class ignores it. `commands.shared.TerminalProgress` writes it to stderr."""
 
     def say(self, text: str) -> None:
-        """One line of news."""
+        """Report one line of text."""
 
     def loaded(self, llm: Any) -> None:
-        """The model, an `engine.llm.LLM`, is loaded."""
+        """Report that the model, an `engine.llm.LLM`, is loaded."""
 
     def bar(self, what: str, total: int) -> contextlib.AbstractContextManager[Advance]:
-        """Within, the function given is called once for each of `total` items."""
+        """Return a context whose value is called once for each of `total` items."""
         return contextlib.nullcontext(ignore)
 
     def table(self, table: Table) -> None:
-        """Called with each finished table of figures; shows nothing here."""
+        """Report a finished table of results."""
 
 
 SILENT = Progress()
@@ -162,29 +162,29 @@ SILENT = Progress()
 def spread_column(
     name: str, of: Callable[[Any], Spread], scale: float, digits: int, shown: Sequence[str] = ("p50", "p90", "p99")
 ) -> Column:
-    """Mean and percentiles of seconds, in another unit; a narrow terminal shows the first only."""
+    """Return a column with mean and percentiles of a `Spread`, scaled; a narrow terminal shows only the first."""
 
     def cell(record: Any) -> str:
-        values = [getattr(of(record), each) for each in shown]
+        values = [getattr(of(record), name) for name in shown]
         return " / ".join(MISSING if value is None else f"{scale * value:,.{digits}f}" for value in values)
 
     return Column(name, cell, cut=" / ")
 
 
 def printable(text: str) -> str:
-    """Control characters and halves of characters, which neither a page nor a plot can hold, become U+FFFD."""
+    """Replace control characters and unpaired surrogates, which pages and plots cannot contain, by U+FFFD."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """{"bench": {"seed": 0}} -> [("bench.seed", 0)]"""
-    found: list[tuple[str, Any]] = []
+    pairs: list[tuple[str, Any]] = []
     for key, value in settings.items():
-        found += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
-    return found
+        pairs += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+    return pairs
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Name -> (old value, new value) of each setting that is not the same in both; None where there is none."""
+    """Return name -> (old value, new value) of each setting that differs; None for a setting that is absent."""
     old, new = dict(flat(before)), dict(flat(now))
     return {name: (old.get(name), new.get(name)) for name in sorted(old | new) if old.get(name) != new.get(name)}
