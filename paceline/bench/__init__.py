@@ -1,1 +1,1 @@
-"""Benchmarks in the real engine: the ceiling first, then plain decoding, then each drafter, in one process."""
+"""Benchmarks in the real engine: plain decoding, then each drafter, in one process, next to the machine's ceiling."""

@@ -1,4 +1,4 @@
-"""Answers beside plain decoding and beside Transformers' own `generate`, in the same process, with the same weights."""
+"""Compares answers with plain decoding's and with those of Transformers' `generate`, in one process, with the same weights."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from paceline.report.tables import ignore
 from paceline.types import SamplingParams
 
 LOOKUP_TOKENS = 10
-"""Transformers' prompt_lookup_num_tokens, as its documentation suggests."""
+"""Transformers' prompt_lookup_num_tokens; the value is from its documentation."""
 PEERS = {"transformers": {}, "transformers-lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS}}
+"""Name of a peer -> options of its `generate`."""
 
 
 def transformers_model(path: Path, dtype: torch.dtype) -> Any:
-    """A model in Transformers' own code; the weights of a GGUF file are handed to it expanded.
+    """Load a model in Transformers' own code; the weights of a GGUF file are dequantised.
 
-    Raises ConfigError when Transformers has no such model.
+    Raises ConfigError if Transformers does not support the model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -48,8 +49,11 @@ def transformers_model(path: Path, dtype: torch.dtype) -> Any:
 
 
 class TransformersPeer:
-    """Greedy, one request at a time, same weights, device and threads as the LLM it is measured against; same dtype too, but
-    for float32 in place of a bfloat16 that the processor has no instructions for, which is many times slower there."""
+    """Runs Transformers' greedy `generate`, one request at a time, with the LLM's weights, device and threads.
+
+    The dtype is the LLM's too. On a CPU without bfloat16 instructions float32 is used instead, which is many times faster
+    there.
+    """
 
     def __init__(self, llm: LLM) -> None:
         from transformers.utils import logging
@@ -69,7 +73,7 @@ class TransformersPeer:
         ignore_eos: bool,
         on_answer: Callable[[], None] = ignore,
     ) -> Pass:
-        """Answer the requests one after another; `name` is one of PEERS."""
+        """Answer the requests one after another; `name` is a key of PEERS."""
         answers = []
         started = time.perf_counter()
         for request in requests:
@@ -103,24 +107,24 @@ class TransformersPeer:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """An answer beside that of plain decoding, or of Transformers, to the same prompt in the same process."""
+    """Comparison of an answer with another engine's answer (plain decoding, or Transformers) to the same prompt."""
 
     tokens_per_s: float
-    """Of the other one."""
+    """Tokens per second of the other engine."""
     speedup: float | None
-    """None if the times rule it out, see `doubt`."""
+    """Speed-up over the other engine; None if the times rule it out, see `doubt`."""
     identical: bool | None = None
-    """Whether the tokens are the same; None when sampled, where only the distribution has to be."""
+    """True if the tokens are equal; None for sampled answers, where only the distribution has to be equal."""
     first_difference: int | None = None
-    """Tokens that are still the same, where they are not all the same."""
+    """Number of equal tokens before the first difference; None if all are equal."""
     top2_gap: float | None = None
-    """Best logit minus second-best at the first difference: how nearly the target was undecided there."""
+    """Best logit minus second-best at the first difference; near 0 the target had a near-tie there."""
     doubt: str | None = None
-    """Why there is no verdict on the speed-up, as of `figures.doubt`; None beside Transformers, which is another engine."""
+    """Reason for a missing verdict on the speed-up, from `statistics.doubt`; None for Transformers, a different engine."""
 
 
 def answer_plainly(llm: LLM, token_ids: list[int], params: SamplingParams) -> Completion:
-    """Plain decoding, after a warm-up of it and of the drafter; leaves the drafter as it was."""
+    """Answer with plain decoding, after a warm-up of it and of the drafter; then restore the drafter."""
     drafter = llm.drafter
     warm_up = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens), logprobs=None)
     llm.generate_ids([token_ids], warm_up)
@@ -133,7 +137,7 @@ def answer_plainly(llm: LLM, token_ids: list[int], params: SamplingParams) -> Co
 
 
 def beside_plain(llm: LLM, completion: Completion, plain: Completion, params: SamplingParams) -> Beside:
-    """The answer beside what `answer_plainly` gave."""
+    """Compare the answer with `plain`, the result of `answer_plainly`."""
     speed = plain.stats.tokens_per_s
     parted = parting(llm.target, plain.prompt_token_ids, completion.token_ids, plain.token_ids) if params.is_greedy else None
     identical = parted is None if params.is_greedy else None
@@ -143,7 +147,7 @@ def beside_plain(llm: LLM, completion: Completion, plain: Completion, params: Sa
 
 
 def beside_transformers(llm: LLM, completion: Completion, params: SamplingParams) -> Beside:
-    """What Transformers says to the same prompt, after a warm-up."""
+    """Compare the answer with Transformers' greedy answer to the same prompt, timed after a warm-up."""
     peer, request = TransformersPeer(llm), [Request("prompt", completion.prompt_token_ids)]
     peer.run("transformers", request, WARM_UP_TOKENS, True)
     answer = peer.run("transformers", request, params.max_tokens, params.ignore_eos).answers[0]

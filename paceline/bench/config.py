@@ -1,4 +1,4 @@
-"""What each benchmark is asked: frozen dataclasses, whose fields are the options of its command. Quick to import."""
+"""Configurations of the benchmarks: frozen dataclasses whose fields are the options of a command. Imports quickly."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from paceline.types import SamplingParams
 Yield = Annotated[float, within("at least 1, the bonus token included", least=1)]
 BUILTIN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
 BASELINE = "none"
-"""The drafter that every other is compared with: plain decoding."""
+"""Name of plain decoding, the baseline of every comparison."""
 WARM_UP_TOKENS = 8
-"""Of the short answers that come before what is measured."""
+"""Tokens of the warm-up answers before a measurement."""
 PLAIN = 1.0
 """Tokens per round without drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchConfig:
-    """What `bench decode` and `evaluate` run. Raises ConfigError on impossible values."""
+    """Options of `bench decode` and `evaluate`. Raises ConfigError on invalid values."""
 
     drafters: tuple[str, ...] = (BASELINE, "default")
-    """Plain decoding, `none`, always runs, first."""
+    """Drafters to measure. Plain decoding, `none`, is always measured, first."""
     batches: tuple[Count, ...] = (1,)
     """Requests in flight at once."""
     temperatures: tuple[float, ...] = (0.0,)
@@ -41,16 +41,16 @@ class BenchConfig:
     repeat: Count = 1
     """Repetitions; settings take turns, figures are medians."""
     ignore_eos: bool = False
-    """Go on to `max_tokens` whatever the model says."""
+    """Generate `max_tokens` tokens, ignoring end tokens."""
     against: tuple[str, ...] = ()
-    """transformers: run its generate too, plain and with prompt lookup, at batch 1 and temperature 0."""
+    """transformers: also run its `generate`, plain and with prompt lookup, at batch 1 and temperature 0."""
     num_drafted: int | None = None
     """Most tokens drafted per round [default: the drafter's own number]."""
     seed: int | None = 0
-    """Base of the requests' seeds."""
+    """Base seed of the requests."""
     marginals: bool = False
-    """With plan fixed, also count how often each slot's candidates stand, for `paceline simulate --marginals`; it takes time.
-    With plan tree:N they are counted anyway."""
+    """With plan fixed, also record how often each candidate of each draft position is accepted, for `paceline simulate
+    --marginals`; this takes time. With plan tree:N it is always recorded."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -64,7 +64,7 @@ class BenchConfig:
 
 
 def check_peers(names: Sequence[str]) -> None:
-    """Raises ConfigError: only Transformers can be measured beside ours, and only where it is installed."""
+    """Raise ConfigError unless all names are `transformers` and Transformers is installed."""
     refuse(
         ConfigError,
         (any(name != "transformers" for name in names), "the only peer known to --against is transformers"),
@@ -73,34 +73,34 @@ def check_peers(names: Sequence[str]) -> None:
 
 
 class MockSetting(NamedTuple):
-    """One of the mocked acceptances that are measured."""
+    """One setting of mocked acceptance."""
 
     batch: int
     tokens_per_round: float
-    """Of a tree, those that its marginals make expected."""
+    """Mocked acceptance length; for a tree, the one that its marginals imply."""
     num_nodes: int = 0
-    """Drafts of a tree; 0: a chain."""
+    """Drafts of a tree; 0 for a chain."""
 
 
 @dataclass(frozen=True, slots=True)
 class MockConfig:
-    """What `bench decode` measures with mocked acceptance. Raises ConfigError on impossible values."""
+    """Options of `bench decode` with mocked acceptance. Raises ConfigError on invalid values."""
 
     tokens_per_round: tuple[Yield, ...] = (1.0, 2.0, 4.0, 8.0)
-    """Random prompts, and every round keeps so many tokens, the bonus token included; beside the roofline. 1, plain decoding,
-    is always measured."""
+    """Acceptance lengths to mock, the bonus token included, on random prompts; compared with the roofline. 1, plain
+    decoding, is always measured."""
     batches: tuple[Count, ...] = (1,)
     prompt_tokens: Count = 256
-    """Tokens of those prompts."""
+    """Tokens of each random prompt."""
     max_tokens: Annotated[int, at_least(2)] = 128
     repeat: Count = 3
     num_drafted: int | None = None
-    """Drafts of every round; None drafts no more than stand, the least work for the yield."""
+    """Drafts of every round [default: as many as are accepted, the least work for this acceptance length]."""
     drafter: str = "random-dflash"
     trees: tuple[Annotated[int, within(f"between 1 and {MOST_NODES}", least=1, most=MOST_NODES)], ...] = ()
-    """Also trees of so many drafts in every round, which keep what trees of that size keep by `marginals`."""
+    """Also measure trees of these numbers of drafts per round; `marginals` gives their acceptance length."""
     marginals: str = "greedy"
-    """How often a tree's nodes stand, as of `paceline simulate --marginals`."""
+    """Acceptance of a tree's nodes, as for `paceline simulate --marginals`."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -112,13 +112,13 @@ class MockConfig:
 
     @property
     def settings(self) -> list[MockSetting]:
-        """Plain decoding first, trees last."""
+        """All settings to measure: plain decoding first, trees last."""
         values = sorted({PLAIN, *self.tokens_per_round})
         trees, most = sorted(set(self.trees)), max(self.trees, default=0)
-        kept = read_marginals(self.marginals).expected(most) if trees else []
+        expected = read_marginals(self.marginals).expected(most) if trees else []
         return [
             *(MockSetting(batch, value) for batch in self.batches for value in values),
-            *(MockSetting(batch, kept[size].tokens, size) for batch in self.batches for size in trees),
+            *(MockSetting(batch, expected[size].tokens, size) for batch in self.batches for size in trees),
         ]
 
     def drafts(self, tokens_per_round: float) -> int:
@@ -128,25 +128,25 @@ class MockConfig:
 
     @property
     def needed_len(self) -> int:
-        """Tokens a cache row has to hold."""
+        """Tokens per cache row that the measurement needs."""
         widest = max([*map(self.drafts, self.tokens_per_round), *self.trees, 0])
         return self.prompt_tokens + self.max_tokens + widest + 1
 
 
 @dataclass(frozen=True, slots=True)
 class StepsConfig:
-    """What `bench steps` measures. Raises ConfigError on impossible values."""
+    """Options of `bench steps`. Raises ConfigError on invalid values."""
 
     batches: tuple[Count, ...] = (1, 2, 4, 8)
-    """Rows that decode together."""
+    """Rows decoded together."""
     max_positions: Annotated[int, within("at least 2: a round without drafts has one", least=2)] = 17
-    """Widest pass of a row: one more than the longest draft."""
+    """Positions of the widest pass per row: the longest draft plus one."""
     context: Count = 256
-    """Tokens in each row's cache, about: rounds add to it."""
+    """Approximate number of tokens in each row's cache; rounds add to it."""
     repeat: Count = 15
-    """Times each size is measured; figures are medians."""
+    """Measurements of each size; results are medians."""
     tokens_per_round: float = 2.0
-    """Mocked acceptance, the bonus token included: what a drafter observes after a round."""
+    """Mocked acceptance length, the bonus token included, as reported to the drafter."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -154,37 +154,37 @@ class StepsConfig:
 
     @property
     def growth(self) -> int:
-        """Tokens that a turn over all widths adds to a row at most, its first round included."""
+        """Upper bound of the tokens that one pass over all widths adds to a row, its first round included."""
         return int((self.max_positions + 2) * (self.tokens_per_round + 1))
 
     @property
     def needed_len(self) -> int:
-        """Tokens a cache row has to hold."""
+        """Tokens per cache row that the measurement needs."""
         return self.context + self.growth + self.max_positions
 
 
 @dataclass(frozen=True, slots=True)
 class ServingConfig:
-    """What `bench serving` sends. Raises ConfigError on impossible values."""
+    """Options of the load that `bench serving` sends. Raises ConfigError on invalid values."""
 
     concurrencies: tuple[Count, ...] | None = None
     """Closed loops: requests in flight [default: 1,2,4,8,16, or none with a rate]."""
     rates: tuple[Rate, ...] = ()
-    """Open loops: requests a second at random times (Poisson)."""
+    """Open loops: request rates per second, with random arrival times (Poisson)."""
     num_requests: Count | None = None
-    """Requests of each pass [default: every prompt, 4 for each in flight, 10 s of a rate]."""
+    """Requests of each pass [default: all prompts, but at least 4 per request in flight, or 10 s of a rate]."""
     max_tokens: Count = 128
     """Longest answer, in tokens."""
     temperature: Annotated[float, within("0 or more", least=0)] = 0.0
-    """0 is greedy; only then texts are compared."""
+    """0 is greedy; texts are compared only then."""
     seed: int = 0
-    """Of arrival times, and base of the requests' seeds."""
+    """Seed of arrival times, and base seed of the requests."""
     repeat: Count = 1
-    """Repetitions; contenders take turns at each load."""
+    """Repetitions; contenders alternate at each load."""
     ignore_eos: bool = False
-    """Go on to `max_tokens` whatever the model says."""
+    """Generate `max_tokens` tokens, ignoring end tokens."""
     timeout_s: Positive = 600.0
-    """Seconds after which a request has failed."""
+    """Timeout of a request, in seconds."""
 
     def __post_init__(self) -> None:
         if self.concurrencies is None:
@@ -199,18 +199,18 @@ class ServingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServersConfig:
-    """Which servers `bench serving` asks, and how. Raises ConfigError on impossible values."""
+    """Options that select the servers of `bench serving`. Raises ConfigError on invalid values."""
 
     url: str | None = None
-    """A server that runs, such as http://127.0.0.1:8000 [default: start own ones]."""
+    """URL of a running server, such as http://127.0.0.1:8000 [default: start servers]."""
     model: str | None = None
-    """Which model to serve; with `url`, what the server calls it."""
+    """Model to serve; with `url`, the server's name of the model."""
     api_key_file: Path | None = None
     """File with the server's key; else PACELINE_API_KEY."""
     speculate: tuple[str, ...] | None = None
     """Contenders: off, auto, full, or a number of drafts [default: off,auto]."""
     words: tuple[str, ...] = ()
-    """Options of the servers to be started, as for `paceline serve`."""
+    """Options of the servers to start, as for `paceline serve`."""
 
     def __post_init__(self) -> None:
         for name in self.speculate or ():
@@ -224,26 +224,26 @@ class ServersConfig:
 
 @dataclass(frozen=True, slots=True)
 class LatencyConfig:
-    """What `bench latency` sends. Raises ConfigError on impossible values."""
+    """Options of the requests that `bench latency` sends. Raises ConfigError on invalid values."""
 
     rate: Rate | None = None
-    """Requests a second at random times (Poisson) [default: the workload's own; prompts of a file one after the other]."""
+    """Requests per second, at random times (Poisson) [default: the workload's own; prompts of a file one after the other]."""
     concurrency: Count | None = None
-    """Requests in flight, in place of a rate."""
+    """Requests in flight, instead of a rate."""
     max_tokens: Count | None = None
     """Longest answer, in tokens [default: the workload's own]."""
     temperature: Annotated[float, within("0 or more", least=0)] = 0.0
     """0 is greedy."""
     seed: int = 0
-    """Of arrival times, and base of the requests' seeds."""
+    """Seed of arrival times, and base seed of the requests."""
     repeat: Count = 3
     """Repetitions of each workload."""
     turn: Count = 4
-    """Requests after which it is the next arm's turn."""
+    """Requests sent to a variant before the next one's turn."""
     new_connections: bool = False
-    """Connect anew for each request: what callers pay who keep no connection open."""
+    """Open a new connection for each request, as clients without connection reuse do."""
     timeout_s: Positive = 600.0
-    """Seconds after which a request has failed."""
+    """Timeout of a request, in seconds."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -255,18 +255,18 @@ class LatencyConfig:
 
 @dataclass(frozen=True, slots=True)
 class ArmsConfig:
-    """Whom `bench latency` asks. Raises ConfigError on impossible values."""
+    """Options that select the variants of `bench latency`. Raises ConfigError on invalid values."""
 
     drafters: tuple[str, ...] = ()
-    """Drafters: a server is started for each [default: none,default, unless there are urls]."""
+    """Drafters; a server is started for each [default: none,default, without urls]."""
     urls: tuple[str, ...] = ()
-    """A server that runs, ours or another OpenAI-compatible one, such as http://127.0.0.1:8000 or vllm=http://host:8001."""
+    """URLs of running OpenAI-compatible servers, such as http://127.0.0.1:8000 or vllm=http://host:8001."""
     model: str | None = None
-    """Which model to serve; with urls, what they call it."""
+    """Model to serve; with urls, the servers' name of the model."""
     api_key_file: Path | None = None
     """File with the servers' key; else PACELINE_API_KEY."""
     words: tuple[str, ...] = ()
-    """Options of the servers to be started, as for `paceline serve`."""
+    """Options of the servers to start, as for `paceline serve`."""
 
     def __post_init__(self) -> None:
         if not self.drafters and not self.urls:
@@ -277,41 +277,42 @@ class ArmsConfig:
 
     @property
     def named_drafters(self) -> list[tuple[str, str]]:
-        """Names and drafters; a folder is called by its last part."""
-        return [_named(each, each.rstrip("/").rpartition("/")[2] or each) for each in dict.fromkeys(self.drafters)]
+        """(name, drafter) pairs; a folder is named by its last part."""
+        return [_named(drafter, drafter.rstrip("/").rpartition("/")[2] or drafter) for drafter in dict.fromkeys(self.drafters)]
 
     @property
     def named_urls(self) -> list[tuple[str, str]]:
-        return [_named(each, each) for each in dict.fromkeys(self.urls)]
+        """(name, URL) pairs."""
+        return [_named(url, url) for url in dict.fromkeys(self.urls)]
 
 
 def _named(text: str, name: str) -> tuple[str, str]:
-    """NAME=VALUE, or a value with the name that it has otherwise."""
+    """Split NAME=VALUE; a value without a name gets `name`."""
     before, _, value = text.partition("=")
     return (before, value) if value and "/" not in before else (name, text)
 
 
 @dataclass(frozen=True, slots=True)
 class LossyConfig:
-    """What `bench lossy` runs. Plain decoding and the lossless lane always run. Raises ConfigError on impossible values."""
+    """Options of `bench lossy`; plain decoding and lossless speculation are always measured. Raises ConfigError on invalid
+    values."""
 
     tasks: tuple[str, ...] = ()
-    """Tasks whose answers can be checked, as NAME=FILE of JSON lines: tickets, of recipes/support_tickets.py, humaneval,
-    gsm8k."""
+    """Tasks with checkable answers, as NAME=FILE of JSON lines: tickets (recipes/support_tickets.py), humaneval, gsm8k."""
     settings: str = "typical:eps=0.3,delta=0.3;relaxed:n=2,delta=0.3;threshold:0.3;lenience:0.5;mixture:0.8"
-    """Lossy rules with their values, divided by semicolons (docs/explanation/lossless.md)."""
+    """Lossy rules with their values, separated by semicolons (docs/explanation/lossless.md)."""
     max_tv: float | None = None
-    """Budget of all settings that name none: most mean total variation of an answer."""
+    """Default budget of a rule: largest mean total variation of an answer."""
     temperature: Amount = 0.0
     """0 is greedy."""
     max_tokens: Count = 128
     """Longest answer, in tokens."""
     limit: Count | None = None
-    """Only the first rows of each task."""
+    """Use only the first rows of each task."""
     repeat: Count = 2
-    """Repetitions; settings take turns, seconds are medians."""
+    """Repetitions; settings alternate, times are medians."""
     seed: int = 0
-    """Base of the requests' seeds."""
+    """Base seed of the requests."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -322,6 +323,6 @@ class LossyConfig:
         )
 
     def rules(self) -> list[Lossy]:
-        """Raises SamplingError on a setting that is no lossy rule."""
-        each = [Lossy.of(part) for part in self.settings.split(";") if part.strip()]
-        return [rule if rule.max_tv is not None else rule.within(self.max_tv) for rule in dict.fromkeys(each)]
+        """Return the parsed rules of `settings`. Raises SamplingError on an invalid rule."""
+        rules = [Lossy.of(part) for part in self.settings.split(";") if part.strip()]
+        return [rule if rule.max_tv is not None else rule.within(self.max_tv) for rule in dict.fromkeys(rules)]

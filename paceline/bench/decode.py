@@ -1,10 +1,10 @@
-"""Decoding speed: prompts x drafters x temperatures x batch sizes on one loaded model.
+"""Measures decoding speed: prompts x drafters x temperatures x batch sizes on one loaded model.
 
     paceline bench decode --limit 4 --drafters default --batch 1,4
 
-Plain decoding (`none`) always runs, first, in the same process. To resist noise every repetition runs all settings in turn
-over the same requests, after a warm-up; figures are medians over repetitions, intervals a bootstrap over prompts. Figures of
-acceptance weigh by rounds, and so by tokens; `evaluate` takes them from here too, so that one name means one thing.
+Plain decoding (`none`) always runs, first, in the same process. To reduce noise, every repetition runs all settings in turn
+over the same requests, after a warm-up. Results are medians over repetitions, with bootstrap intervals over prompts.
+Acceptance is averaged over rounds, and so weighted by tokens. `evaluate` uses the same functions.
 """
 
 from __future__ import annotations
@@ -44,13 +44,16 @@ from paceline.runs.folder import plain
 from paceline.types import Round, SamplingParams
 
 ABOUT = ("device", "machine", "model", "dtype", "backend", "isa", "weight_format", "weight_bytes", "ceiling_tokens_per_s")
+"""Keys of `introduction`."""
 ABOUT += ("max_tokens", "repeat")
 NUM_TEXTS = 4
-"""Texts kept of each prompt set and temperature."""
+"""Texts stored for each prompt set and temperature."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
+    """One drafter at one batch size and temperature."""
+
     drafter: str
     batch: int
     temperature: float
@@ -65,37 +68,38 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where an answer leaves the baseline's, and how nearly the target was undecided there."""
+    """First difference between an answer and the baseline's, with the target's logit gap there."""
 
     request: str
     index: int
-    """Tokens of the answer that are still the same."""
+    """Number of equal tokens before the difference."""
     top2_gap: float
     """Best logit minus second-best after the common prefix; 0 is a tie."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Drafting:
-    """The figures of some answers, as of `figures`; those of a peer, which tells nothing of its rounds, are the defaults."""
+    """Acceptance statistics of a set of answers; the defaults are those of a peer, which reports no rounds."""
 
     tokens_per_round: float | None = None
     tokens_per_round_interval: Interval = (None, None)
-    """A bootstrap over answers."""
+    """Bootstrap interval over answers."""
     acceptance_rate: float | None = None
-    """Accepted drafts over drafts; None when nothing was drafted."""
+    """Accepted drafts over drafts; None without drafts."""
     survival: list[float] = field(default_factory=list)
     accepted_histogram: list[int] = field(default_factory=list)
     sources: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Source of drafts -> share of rounds, tokens per round and acceptance rate of the rounds that it drafted."""
+    """Source of drafts -> share of rounds, tokens per round and acceptance rate of its rounds."""
 
 
 def drafting(answers: Sequence[Sequence[Round]], num_drafted: int = 0) -> Drafting:
-    """`answers`: the rounds of each; `num_drafted`: the most drafts of a round, so that survival tells of them all."""
-    rounds = [each for answer in answers for each in answer]
+    """Return the acceptance statistics of `answers`, each a list of its rounds. `num_drafted`: most drafts per round, the
+    length of `survival`."""
+    rounds = [one for answer in answers for one in answer]
     if not rounds:
         return Drafting(tokens_per_round=1.0)
-    whole, each_answer = Rounds.counted(rounds), [Rounds.counted(answer) for answer in answers]
-    pairs = [(float(each.num_rounds + each.num_accepted), float(each.num_rounds)) for each in each_answer]
+    whole, by_answer = Rounds.counted(rounds), [Rounds.counted(answer) for answer in answers]
+    pairs = [(float(one.num_rounds + one.num_accepted), float(one.num_rounds)) for one in by_answer]
     sources = {
         source: {
             "share_of_rounds": own.num_rounds / len(rounds),
@@ -116,42 +120,42 @@ def drafting(answers: Sequence[Sequence[Round]], num_drafted: int = 0) -> Drafti
 
 @dataclass(slots=True, kw_only=True)
 class Result(Drafting):
-    """The figures of one setting; see `Bench.results`. Those of acceptance are of the first repetition."""
+    """Results of one setting, see `Bench.results`. Acceptance is that of the first repetition."""
 
     drafter: str
-    """As asked for."""
+    """Drafter as requested."""
     drafter_name: str
-    """What "default" or a path came to."""
+    """Name of the drafter that "default" or a path resolved to."""
     batch: int
     temperature: float
     tokens_per_s: float
     tokens_per_s_range: tuple[float, float]
-    """Slowest and fastest repetition."""
+    """Tokens per second of the slowest and the fastest repetition."""
     decode_tokens_per_s: float | None
     speedup: float | None
-    """Over plain decoding; None if the times rule it out, see `doubt`."""
+    """Speed-up over plain decoding; None if the times rule it out, see `doubt`."""
     speedup_interval: tuple[float | None, float | None]
-    """95%, a bootstrap over prompts."""
+    """95% bootstrap interval over prompts."""
     speedup_vs: dict[str, float]
-    """Against each peer, where one ran at this batch and temperature."""
+    """Peer -> speed-up over it, for each peer that ran at this batch and temperature."""
     identical: float | None
-    """Greedy: share of answers whose tokens equal plain decoding's. None when sampled."""
+    """Share of greedy answers whose tokens equal plain decoding's; None if sampled."""
     lossless: bool | None
     seconds: dict[str, float | None]
-    """Time by stage: prefill, draft, verify, host, wall."""
+    """Seconds by stage: prefill, draft, verify, host, wall."""
     bytes_per_s: float | None
-    """Weights read per second of verifying, over all repetitions."""
+    """Weight bytes read per second of verification, over all repetitions."""
     repetition: float
     num_answers: int
     num_output_tokens: int
     marginals: Tally | None = None
-    """What the target said beside the drafter's candidates, for `simulate --marginals`; None where the plan asked for none."""
+    """Ranks of the target's tokens among the drafter's candidates, for `simulate --marginals`; None if not recorded."""
     differences: list[Difference] = field(default_factory=list)
     doubt: str | None = None
-    """Why there is no verdict on the speed-up, as of `figures.doubt`."""
+    """Reason for a missing verdict on the speed-up, from `statistics.doubt`."""
 
     def __post_init__(self) -> None:
-        """Drop a speed-up that cannot be, also one that is read from an earlier version's file."""
+        """Remove an impossible speed-up, also one that was read from an older version's file."""
         if self.drafter != BASELINE and self.drafter not in PEERS:
             self.doubt = self.doubt or doubt(self.speedup, self.tokens_per_round, self.num_output_tokens)
             self.speedup = possible_speedup(self.speedup, self.tokens_per_round)
@@ -164,7 +168,7 @@ class Result(Drafting):
 
 
 class Bench:
-    """A loaded model, its requests, and the passes run so far. `run()` then `results()`."""
+    """Runs all settings on a loaded model and summarises the passes: `run()`, then `results()`."""
 
     def __init__(self, llm: LLM, prompts: list[Prompt], config: BenchConfig, notice: Callable[[str], None] = print) -> None:
         self.llm, self.config = llm, config
@@ -189,11 +193,11 @@ class Bench:
 
     @property
     def num_answers(self) -> int:
-        """Answers that `run` will make: the length of its progress bar."""
+        """Number of answers that `run` generates: the length of its progress bar."""
         return len(self.settings) * self.config.repeat * len(self.requests)
 
     def run(self, on_answer: Callable[[Setting], None] = ignore, on_pass: Callable[[Setting, Pass], None] = ignore) -> None:
-        """All settings in turn, `repeat` times."""
+        """Run all settings in turn, `repeat` times."""
         for _ in range(self.config.repeat):
             for setting in self.settings:
                 done = self._pass(setting, partial(on_answer, setting))
@@ -207,7 +211,7 @@ class Bench:
             self._peer.run(setting.drafter, self.requests[:1], WARM_UP_TOKENS, True)
             return self._peer.run(setting.drafter, self.requests, config.max_tokens, config.ignore_eos, on_answer)
         params = self._params(setting.temperature)
-        warm_up = [replace(each, max_tokens=min(WARM_UP_TOKENS, config.max_tokens)) for each in params]
+        warm_up = [replace(one, max_tokens=min(WARM_UP_TOKENS, config.max_tokens)) for one in params]
         engine = self._engines.use(setting.drafter)
         if config.marginals and isinstance(engine.planner, FixedPlanner):
             engine.planner.num_named = MOST_CANDIDATES
@@ -232,29 +236,29 @@ class Bench:
         passes = self.passes[setting]
         baseline = self.passes[replace(setting, drafter=BASELINE)]
         peers = {name: self.passes.get(replace(setting, drafter=name)) for name in PEERS}
-        rates = [each.tokens_per_s for each in passes]
-        first, verify_s = passes[0], sum(each.verify_s for each in passes)
-        num_passes = sum(each.num_passes for each in passes)
+        rates = [run.tokens_per_s for run in passes]
+        first, verify_s = passes[0], sum(run.verify_s for run in passes)
+        num_passes = sum(run.num_passes for run in passes)
         speedup, interval = speedup_over(passes, baseline)
         is_greedy = setting.temperature == 0
         differ = differences(self.llm.target, self.requests, first, baseline[0]) if is_greedy else []
         drafter = None if setting.is_peer else self._engines[setting.drafter]
         drafted = drafting([answer.rounds for answer in first.answers], drafter.num_drafted) if drafter else Drafting()
         return Result(
-            **{each.name: getattr(drafted, each.name) for each in fields(Drafting)},
+            **{item.name: getattr(drafted, item.name) for item in fields(Drafting)},
             drafter=setting.drafter,
             drafter_name=drafter.name if drafter else setting.drafter,
             batch=setting.batch,
             temperature=setting.temperature,
             tokens_per_s=statistics.median(rates),
             tokens_per_s_range=(min(rates), max(rates)),
-            decode_tokens_per_s=median_of([each.decode_tokens_per_s for each in passes]),
+            decode_tokens_per_s=median_of([run.decode_tokens_per_s for run in passes]),
             speedup=speedup,
             speedup_interval=interval,
             speedup_vs={name: speedup_over(passes, theirs)[0] for name, theirs in peers.items() if theirs},
             identical=1 - len(differ) / len(first.answers) if is_greedy else None,
-            lossless=None if setting.is_peer else all(answer.lossless for each in passes for answer in each.answers),
-            seconds={stage: median_of([each.seconds[stage] for each in passes]) for stage in first.seconds},
+            lossless=None if setting.is_peer else all(answer.lossless for run in passes for answer in run.answers),
+            seconds={stage: median_of([run.seconds[stage] for run in passes]) for stage in first.seconds},
             bytes_per_s=self.llm.target.weight_bytes * num_passes / verify_s if verify_s else None,
             repetition=repetition([answer.token_ids for answer in first.answers]),
             num_answers=len(first.answers),
@@ -265,11 +269,11 @@ class Bench:
 
 
 def speedup_over(ours: list[Pass], theirs: list[Pass]) -> tuple[float, Interval]:
-    """Ratio of tokens per second: the median over repetitions that ran side by side, with a bootstrap interval over prompts.
+    """Return the ratio of tokens per second (median over paired repetitions), with a bootstrap interval over prompts.
 
-    With more than one request in flight an answer's time passes while others run. All slots but the last few are full all the
-    time, so tokens over the sum of those times is throughput divided by the batch size, which cancels out of the ratio. What
-    the last slots waste is in the value only: the interval is scaled to stand around it.
+    With several requests in flight, an answer's time includes time in which others run. As all batch slots except the last
+    few are always occupied, tokens over the sum of these times is throughput divided by the batch size, which cancels in
+    the ratio. Idle slots at the end affect only the value, so the interval is scaled to be around the value.
     """
     ratios = [one.tokens_per_s / other.tokens_per_s for one, other in zip(ours, theirs, strict=True) if other.tokens_per_s]
     value = statistics.median(ratios) if ratios else 0.0
@@ -283,14 +287,16 @@ def speedup_over(ours: list[Pass], theirs: list[Pass]) -> tuple[float, Interval]
 
 
 def _rate_ratio(items: list[tuple[float, ...]]) -> float:
-    """`items`: for each request tokens and seconds of ours, then of theirs."""
+    """`items`: for each request (tokens, seconds, baseline's tokens, baseline's seconds)."""
     tokens, seconds, other_tokens, other_seconds = (sum(column) for column in zip(*items, strict=True))
     return (tokens / seconds) / (other_tokens / other_seconds) if seconds and other_seconds and other_tokens else 0.0
 
 
 def _seconds(passes: list[Pass]) -> list[float]:
-    """Each answer's median time over the repetitions."""
-    return [statistics.median(times) for times in zip(*([a.seconds for a in each.answers] for each in passes), strict=True)]
+    """Return each answer's median time over the repetitions, in seconds."""
+    return [
+        statistics.median(times) for times in zip(*([answer.seconds for answer in run.answers] for run in passes), strict=True)
+    ]
 
 
 def median_of(values: list[float | None]) -> float | None:
@@ -299,20 +305,21 @@ def median_of(values: list[float | None]) -> float | None:
 
 
 def differences(target: Target, requests: list[Request], ours: Pass, baseline: Pass) -> list[Difference]:
-    """Every answer that differs from the baseline's; the engine must be idle, for a cache row is borrowed.
+    """Return the first difference of every answer from the baseline's. The engine must be idle, since a cache row is used.
 
-    In float32 greedy answers must agree. In bfloat16 a pass over more tokens multiplies matrices of another shape and rounds
-    differently, so near-ties may flip: each one is reported with its gap, computed by one more pass over the common prefix.
+    In float32, greedy answers must be equal. In bfloat16, a pass over more tokens multiplies matrices of another shape and
+    rounds differently, so near-ties may be decided differently; the logit gap is computed by one more pass over the common
+    prefix.
     """
-    found = []
+    listed = []
     for request, one, other in zip(requests, ours.answers, baseline.answers, strict=True):
         if parted := parting(target, request.token_ids, one.token_ids, other.token_ids):
-            found.append(Difference(request.name, *parted))
-    return found
+            listed.append(Difference(request.name, *parted))
+    return listed
 
 
 def introduction(llm: LLM, machine: Machine, config: BenchConfig) -> dict[str, Any]:
-    """What is measured, and on which machine: the keys of ABOUT."""
+    """Return a description of model, machine and settings, with the keys of ABOUT."""
     return {
         **described(llm),
         "machine": plain(machine),
@@ -327,14 +334,16 @@ def as_line(bench: Bench, machine: Machine) -> dict[str, Any]:
 
 
 def set_figures(bench: Bench) -> dict[str, Any]:
-    """Of a benchmark that has run on one prompt set: its results, and of the last drafter by temperature what loops, and texts.
+    """Return the results on one prompt set and, for the last drafter, statistics of looping answers and sample texts by
+    temperature.
 
-    "looping_share" is that of the lowest temperature, where models loop most; "without_loops" counts the other answers only,
-    None when there is none. "by_context": acceptance length by context, at that temperature. "num_skipped": turns left
-    out because they do not fit the context.
+    "looping_share" is that of the lowest temperature, where models loop most. "without_loops" counts only non-looping
+    answers (None without any). "by_context": acceptance length by context at the lowest temperature. "num_skipped": turns
+    that do not fit the context.
     """
     config = bench.config
-    passes = {each: bench.passes[Setting(config.drafters[-1], min(config.batches), each)][0] for each in config.temperatures}
+    drafter, batch = config.drafters[-1], min(config.batches)
+    passes = {heat: bench.passes[Setting(drafter, batch, heat)][0] for heat in config.temperatures}
     looping = [_looping(done, temperature) for temperature, done in passes.items()]
     return {
         "results": bench.results(),
@@ -346,7 +355,7 @@ def set_figures(bench: Bench) -> dict[str, Any]:
         ),
         "num_requests": len(bench.requests),
         "num_skipped": bench.num_skipped,
-        "looping_share": min(looping, key=lambda each: each["temperature"])["looping_share"],
+        "looping_share": min(looping, key=lambda entry: entry["temperature"])["looping_share"],
     }
 
 
@@ -366,7 +375,7 @@ def _looping(done: Pass, temperature: float) -> dict[str, Any]:
 
 
 def _texts(bench: Bench, done: Pass, temperature: float) -> list[dict[str, Any]]:
-    """Answers from all over the set, not its best, each with the user's last turn."""
+    """Return answers spread evenly over the prompt set, each with the user's last turn."""
     count = min(NUM_TEXTS, len(done.answers))
     places = [index * len(done.answers) // count for index in range(count)]
     return [
@@ -384,7 +393,7 @@ def _texts(bench: Bench, done: Pass, temperature: float) -> list[dict[str, Any]]
 
 
 def sources_table(named: Sequence[tuple[str, Drafting]]) -> Table:
-    rows = [(name, source, figures) for name, each in named for source, figures in each.sources.items()]
+    rows = [(name, source, share) for name, figures in named for source, share in figures.sources.items()]
     columns = (
         Column("setting", lambda row: row[0]),
         Column("drafts of", lambda row: row[1]),

@@ -1,10 +1,11 @@
-"""One drafter in the real engine, prompt set by prompt set: acceptance, speed-up, losslessness, and texts to read.
+"""Evaluates one drafter in the real engine, prompt set by prompt set: acceptance, speed-up, losslessness and sample texts.
 
     evaluation = evaluate("runs/drafter", ["gsm8k.jsonl", "mt_bench.jsonl"], BenchConfig(batches=(1, 8)))
 
-`paceline evaluate` shows what this returns. Each set is a `bench.decode` (plain decoding, then the drafter, same process, same
-requests); evaluation.json grows set by set, and a second call with the same `out` does what is missing. Text that repeats
-itself is easy to draft and fakes acceptance: each set tells how many answers end in a loop, and tokens per round without them.
+`paceline evaluate` prints the result. Each set is measured as in `bench.decode` (plain decoding, then the drafter, same
+process, same requests). evaluation.json is rewritten after each set, and a second call with the same `out` measures only
+missing sets. Looping text is easy to draft and inflates acceptance, so each set also reports the share of answers that end
+in a loop, and tokens per round without them.
 """
 
 from __future__ import annotations
@@ -34,30 +35,33 @@ from paceline.simulate.files import read_json
 BUILTIN = "built-in"
 EVALUATION = "evaluation.json"
 IDENTITY = ("model", "dtype", "backend", "isa", "weight_bytes", "device", "machine")
-"""What must be the same for two sets to stand in one table; of the machine, its name."""
+"""Keys that must be equal for two sets to be in one evaluation; for the machine, only its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
+    """One named source of prompts."""
+
     name: str
     source: str
     prompts: list[Prompt]
 
     @property
     def noted(self) -> dict[str, Any]:
-        """What must be the same for a set that is done to be skipped."""
+        """Number and hash of the prompts. A set that was measured before is skipped only if these are equal."""
         content = json.dumps([_content(prompt) for prompt in self.prompts])
         return {"num_prompts": len(self.prompts), "prompts_sha256": hashlib.sha256(content.encode()).hexdigest()}
 
 
 def _content(prompt: Prompt) -> list[Any]:
-    """What is asked; tools and template variables only where there are some, so that old hashes stay valid."""
+    """Return the hashed parts of a prompt. Tools and variables are included only if present, so that old hashes remain
+    valid."""
     more = [prompt.tools, prompt.variables] if prompt.tools or prompt.variables else []
     return [prompt.messages, prompt.turns or prompt.token_ids, *more]
 
 
 def read_sets(sources: tuple[str, ...], limit: int | None) -> list[PromptSet]:
-    """Each source once, named by its file; two files of one name keep their folders."""
+    """Read each source once, named by its file; two files with the same name are named by their paths."""
     if not sources:
         return [PromptSet(BUILTIN, BUILTIN, read_prompts(BUILTIN_PROMPTS, limit))]
     sources = tuple(dict.fromkeys(sources))
@@ -67,7 +71,8 @@ def read_sets(sources: tuple[str, ...], limit: int | None) -> list[PromptSet]:
 
 
 def fingerprint(drafter: str) -> str | None:
-    """Hash of the drafter's weights, so that figures of one trained further are not mixed with the old one's."""
+    """Return the hash of the drafter's weights (None for a built-in drafter), so that results of different weights are not
+    mixed."""
     if drafter in DRAFTERS:
         return None
     path = checkpoint_of(drafter)
@@ -83,20 +88,20 @@ def fingerprint(drafter: str) -> str | None:
 
 @dataclass(slots=True)
 class Evaluation:
-    """A drafter's figures on the sets done so far, and the run folder whose evaluation.json holds them."""
+    """Results of a drafter on the prompt sets measured so far, and the run folder with evaluation.json."""
 
     drafter: str
     settings: dict[str, Any]
-    """What was asked for."""
+    """Requested settings."""
     run: RunFolder
     about: dict[str, Any] = field(default_factory=dict)
-    """What was measured and on which machine, as of `bench.decode.introduction`; {} when no set is done."""
+    """Description of model and machine, from `bench.decode.introduction`; {} before the first set."""
     sets: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name -> `set_figures` and where its prompts are from."""
+    """Name -> result of `set_figures`, and the source of the prompts."""
 
     @classmethod
     def open(cls, drafter: str, settings: dict[str, Any], out: Path | None, sources: tuple[str, ...]) -> Evaluation:
-        """A fresh one, or what `out` holds. Raises ConfigError when that was made with other settings, or is damaged."""
+        """Return a new evaluation, or the one in `out`. Raises ConfigError if that has other settings, or is damaged."""
         if out and (out / EVALUATION).is_file():
             saved = read_json(out / EVALUATION, "choose another --out")
             if not isinstance(saved, dict) or any(name not in saved for name in ("settings", "sets", *ABOUT)):
@@ -110,7 +115,7 @@ class Evaluation:
 
     @property
     def results(self) -> list[dict[str, Any]]:
-        """The rows of all sets; "prompts" names theirs."""
+        """Rows of all sets; "prompts" is the name of the row's set."""
         return [{"prompts": name, **row} for name, figures in self.sets.items() for row in figures["results"]]
 
     @property
@@ -123,20 +128,20 @@ class Evaluation:
         }
 
     def as_line(self) -> dict[str, Any]:
-        told = {"drafter": self.drafter, **self.about, "sets": self.sets, "settings": self.settings}
-        return plain({**told, "results": self.results, "heldout": self.heldout})
+        line = {"drafter": self.drafter, **self.about, "sets": self.sets, "settings": self.settings}
+        return plain({**line, "results": self.results, "heldout": self.heldout})
 
-    def has(self, each: PromptSet) -> bool:
-        """Whether this set is done. Raises ConfigError when it was done with other prompts."""
-        done = self.sets.get(each.name)
+    def has(self, prompt_set: PromptSet) -> bool:
+        """Return True if this set is measured. Raises ConfigError if it was measured with other prompts."""
+        done = self.sets.get(prompt_set.name)
         if done is None:
             return False
-        now = {"source": each.source, **each.noted}
-        self.refuse_change({key: done.get(key) for key in now}, now, f"prompt set {each.name}: ")
+        now = {"source": prompt_set.source, **prompt_set.noted}
+        self.refuse_change({key: done.get(key) for key in now}, now, f"prompt set {prompt_set.name}: ")
         return True
 
     def refuse_change(self, before: dict[str, Any], now: dict[str, Any], where: str = "") -> None:
-        """Raises ConfigError naming each setting that differs, old value and new."""
+        """Raise ConfigError that lists each setting that differs, with old and new value."""
         changed = [f"{name} {old} -> {new}" for name, (old, new) in differences(before, now).items()]
         if changed:
             raise ConfigError(
@@ -146,7 +151,7 @@ class Evaluation:
 
 
 def _is_other_run(folder: Path) -> bool:
-    """A training run keeps its config.json and its metrics."""
+    """Return True if the folder has another command's config.json, such as that of a training run."""
     with contextlib.suppress(ConfigError):
         config = read_json(folder / "config.json", "")
         return isinstance(config, dict) and config.get("what") != "evaluate"
@@ -164,26 +169,25 @@ def evaluate(
     shows_context: bool = False,
     progress: Progress = SILENT,
 ) -> Evaluation:
-    """Evaluate on every prompt set that `out` does not hold yet; the model is loaded only if there is one.
+    """Evaluate on every prompt set that is not in `out` yet; the model is loaded only if there is one.
 
-    `prompts`: files or data set ids, none is the built-in set; `limit`: only the first prompts of each. `config`: its drafters
-    are ignored. `engine`: its drafter, num_drafted and max_batch are ignored too. `out`: a fresh folder, one of
-    an earlier evaluation to go on with, or a training run's. `shows_context`: also a table of each set's acceptance length
-    by context.
+    `prompts`: files or data set ids [default: the built-in set]. `limit`: use only the first prompts of each. `config`: its
+    drafters are ignored. `engine`: its drafter, num_drafted and max_batch are ignored. `out`: a new folder, an earlier
+    evaluation's to continue it, or a training run's. `shows_context`: also report each set's acceptance length by context.
 
-    Raises ModelNotFoundError for a missing drafter, PromptError for missing prompts, ConfigError when `out` holds sets that
-    were evaluated with other settings.
+    Raises ModelNotFoundError for a missing drafter, PromptError for missing prompts, ConfigError if `out` contains sets
+    that were evaluated with other settings.
     """
     config = evaluation_config(drafter, config or BenchConfig())
     engine = replace(engine or EngineConfig(), drafter="none", num_drafted=None, max_batch=max(config.batches))
     sets = read_sets(tuple(prompts), limit)
-    asked: dict[str, Any] = {"drafter": drafter, "llm": engine, "bench": config, "limit": limit}
-    asked = plain({**asked, "drafter_sha256": fingerprint(drafter)})
-    evaluation = Evaluation.open(drafter, asked, out, tuple(each.source for each in sets))
-    waiting = [each for each in sets if not evaluation.has(each)]
-    for each in sets:
-        if each not in waiting:
-            progress.say(f"{each.name} is done: skipped")
+    settings: dict[str, Any] = {"drafter": drafter, "llm": engine, "bench": config, "limit": limit}
+    settings = plain({**settings, "drafter_sha256": fingerprint(drafter)})
+    evaluation = Evaluation.open(drafter, settings, out, tuple(prompt_set.source for prompt_set in sets))
+    waiting = [prompt_set for prompt_set in sets if not evaluation.has(prompt_set)]
+    for prompt_set in sets:
+        if prompt_set not in waiting:
+            progress.say(f"{prompt_set.name} is done: skipped")
     if not waiting:
         return evaluation
     llm, machine = loaded(engine, progress)
@@ -191,10 +195,14 @@ def evaluate(
     if evaluation.about:
         evaluation.refuse_change(_identity(evaluation.about), _identity(about))
     evaluation.about = about
-    for each in waiting:
-        evaluation.sets[each.name] = {"source": each.source, **each.noted, **_evaluate_set(llm, each, config, progress)}
+    for prompt_set in waiting:
+        evaluation.sets[prompt_set.name] = {
+            "source": prompt_set.source,
+            **prompt_set.noted,
+            **_evaluate_set(llm, prompt_set, config, progress),
+        }
         if shows_context:
-            progress.table(context_table(evaluation.sets[each.name]["by_context"]))
+            progress.table(context_table(evaluation.sets[prompt_set.name]["by_context"]))
         evaluation.run.results(evaluation.as_line(), EVALUATION)
     return evaluation
 
@@ -204,7 +212,7 @@ def _identity(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluation_config(drafter: str, config: BenchConfig) -> BenchConfig:
-    """`config` with plain decoding and this one drafter. Raises ConfigError for "none", which has nothing to evaluate."""
+    """Return `config` with plain decoding and this one drafter. Raises ConfigError for "none", which drafts nothing."""
     if drafter == BASELINE:
         raise ConfigError("none drafts nothing, so there is nothing to evaluate: name a drafter's folder, or use bench decode")
     if config.against:
@@ -213,12 +221,12 @@ def evaluation_config(drafter: str, config: BenchConfig) -> BenchConfig:
     return replace(config, drafters=(drafter,), batches=batches, temperatures=temperatures)
 
 
-def _evaluate_set(llm: LLM, each: PromptSet, config: BenchConfig, progress: Progress) -> dict[str, Any]:
-    bench = Bench(llm, each.prompts, config, notice=progress.say)
-    with progress.bar(each.name, bench.num_answers) as advance:
-        bench.run(on_answer=lambda setting: advance(f"{each.name}: {setting}"))
+def _evaluate_set(llm: LLM, prompt_set: PromptSet, config: BenchConfig, progress: Progress) -> dict[str, Any]:
+    bench = Bench(llm, prompt_set.prompts, config, notice=progress.say)
+    with progress.bar(prompt_set.name, bench.num_answers) as advance:
+        bench.run(on_answer=lambda setting: advance(f"{prompt_set.name}: {setting}"))
     figures = set_figures(bench)
     loops = f"{figures['looping_share']:.0%} of the drafter's answers end in a loop"
-    progress.say(f"{each.name}: {len(bench.requests)} requests, {loops}")
+    progress.say(f"{prompt_set.name}: {len(bench.requests)} requests, {loops}")
     progress.table(table(figures["results"]))
     return plain(figures)

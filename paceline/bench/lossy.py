@@ -1,9 +1,10 @@
-"""What lossy rules bring and cost: plain decoding, the lossless lane and each setting in turns, on tasks that can be checked.
+"""Measures gain and cost of lossy rules: plain decoding, lossless speculation and each rule alternate on tasks with
+checkable answers.
 
     paceline bench lossy --tasks tickets=heldout.jsonl,humaneval=humaneval.jsonl --settings "typical;lenience:0.5"
 
-Total variation and divergence are those of the requests' ledgers (`verify/lossy.py`), from the verify passes themselves. Speeds
-are compared request by request with the lossless lane's, which ran in the same turns; intervals are bootstraps over requests.
+Total variation and divergence come from the requests' ledgers (`verify/lossy.py`), computed in the verify passes. Speeds
+are compared with lossless speculation request by request; intervals are bootstraps over requests.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from paceline.types import SamplingParams
 
 PLAIN, LOSSLESS = "plain decoding", "lossless"
 FEWEST = 5
-"""Requests that an interval of speeds needs: fewer say nothing sure."""
+"""Requests that an interval of speeds needs."""
 STYLE: Any = {"svg.hashsalt": "paceline", "svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
 MARKERS = "oD^vPX"
-"""Of lossy settings: the next one where the colours begin anew."""
+"""Markers of lossy settings; the next one is used when all colours are used."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """One setting on one task."""
+    """Results of one setting on one task."""
 
     task: str
     setting: str
@@ -42,49 +43,49 @@ class Result:
     tokens_per_round: float
     tokens_per_s: float
     beside_lossless: float | None
-    """Tokens per second over the lossless lane's, request by request. None if the setting is faster than plain decoding by
-    more than its acceptance length: then the machine was busy."""
+    """Tokens per second over lossless speculation's, request by request. None if the setting is faster than plain decoding
+    by more than its acceptance length: then the machine was busy."""
     beside_lossless_interval: Interval
     mean_tv: float
     mean_kl: float
-    """Nats; of greedy answers as `verify/lossy.py` counts it."""
+    """Nats; for greedy answers as defined in `verify/lossy.py`."""
     share_changed: float
     score: float
     score_interval: Interval
     score_gain: float
-    """Over the lossless lane's, request by request."""
+    """Mean score minus lossless speculation's, request by request."""
     score_gain_interval: Interval
 
     @property
     def is_faster(self) -> bool:
-        """Surely so, and because it is lossy: the whole interval is above 1, and something else was said than the target's."""
+        """True if the whole interval is above 1 and the rule changed the output distribution."""
         low = self.beside_lossless_interval[0]
         return low is not None and low > 1.0 and self.mean_tv > 0
 
 
 class LossyBench:
-    """All tasks and settings on one loaded model, whose requests may ask for lossy rules."""
+    """Runs all tasks and settings on one loaded model whose requests may use lossy rules."""
 
     def __init__(self, llm: LLM, drafter: str, config: LossyConfig) -> None:
         self.llm, self.config = llm, config
-        self.asked: dict[str, Lossy | None] = {PLAIN: None, LOSSLESS: None}
-        self.asked |= {str(each): each for each in config.rules()}
-        self.tasks = [read_task(each, config.limit) for each in config.tasks]
+        self.rules: dict[str, Lossy | None] = {PLAIN: None, LOSSLESS: None}
+        self.rules |= {str(rule): rule for rule in config.rules()}
+        self.tasks = [read_task(task, config.limit) for task in config.tasks]
         self.passes: dict[tuple[str, str], list[Pass]] = {}
         self._engines = Engines(llm)
         self._engines.add(BASELINE, llm.make_drafter(BASELINE))
         self._engines.add("drafter", llm.make_drafter(drafter))
 
     def run(self, advance: Advance = ignore) -> None:
-        """Every repetition runs all settings in turn, after a short warm-up."""
+        """Run all settings in turn in every repetition, after a short warm-up."""
         for task in self.tasks:
             requests, num_skipped = make_requests(self.llm, task.prompts, self.config.max_tokens)
             if num_skipped or len(requests) != len(task.prompts):
                 raise ConfigError(f"task {task.name} has prompts that do not fit: raise max_len, or lower max_tokens")
-            for setting in self.asked:
+            for setting in self.rules:
                 self._pass(setting, requests, WARM_UP_TOKENS)
             for number in range(self.config.repeat):
-                order = list(self.asked) if number % 2 == 0 else list(self.asked)[::-1]
+                order = list(self.rules) if number % 2 == 0 else list(self.rules)[::-1]
                 for setting in order:
                     done = self._pass(setting, requests, self.config.max_tokens)
                     self.passes.setdefault((task.name, setting), []).append(done)
@@ -92,12 +93,12 @@ class LossyBench:
 
     def _pass(self, setting: str, requests: list[Request], max_tokens: int) -> Pass:
         engine, config = self._engines.use(BASELINE if setting == PLAIN else "drafter"), self.config
-        common = SamplingParams(temperature=config.temperature, max_tokens=max_tokens, lossy=self.asked[setting])
+        common = SamplingParams(temperature=config.temperature, max_tokens=max_tokens, lossy=self.rules[setting])
         params = [replace(common, seed=config.seed + index) for index in range(len(requests))]
         return run_pass(engine, requests, params, 1)
 
     def results(self) -> list[Result]:
-        return [self._result(task, setting) for task in self.tasks for setting in self.asked]
+        return [self._result(task, setting) for task in self.tasks for setting in self.rules]
 
     def _result(self, task: Task, setting: str) -> Result:
         passes, base = self.passes[task.name, setting], self.passes[task.name, LOSSLESS]
@@ -107,14 +108,14 @@ class LossyBench:
         scores = [(task.score(index, answer.text),) for index, answer in enumerate(answers)]
         others = [task.score(index, answer.text) for index, answer in enumerate(base[0].answers)]
         gains = [(score - before,) for (score,), before in zip(scores, others, strict=True)]
-        kept = Rounds.counted([each for answer in answers for each in answer.rounds]).tokens_per_round
+        acceptance_length = Rounds.counted([one for answer in answers for one in answer.rounds]).tokens_per_round
         plain = _rates(self.passes[task.name, PLAIN])
-        is_sound = is_possible(_ratio([(*one, *two) for one, two in zip(own, plain, strict=True)]), kept)
+        is_sound = is_possible(_ratio([(*one, *two) for one, two in zip(own, plain, strict=True)]), acceptance_length)
         return Result(
             task=task.name,
             setting=setting,
             lossless=all(answer.lossless for answer in answers),
-            tokens_per_round=kept,
+            tokens_per_round=acceptance_length,
             tokens_per_s=ratio_of_sums(own),
             beside_lossless=_ratio(beside) if is_sound else None,
             beside_lossless_interval=bootstrap(beside, _ratio) if is_sound and len(beside) >= FEWEST else (None, None),
@@ -128,7 +129,7 @@ class LossyBench:
         )
 
     def texts(self) -> list[dict[str, str]]:
-        """The answers of the first repetition, to be read."""
+        """Return the answers of the first repetition."""
         return [
             {"task": task, "setting": setting, "text": answer.text}
             for (task, setting), passes in self.passes.items()
@@ -137,9 +138,9 @@ class LossyBench:
 
 
 def _rates(passes: list[Pass]) -> list[tuple[float, ...]]:
-    """Tokens and seconds of each request, seconds the median over repetitions."""
-    each = zip(*(one.answers for one in passes), strict=True)
-    return [(float(len(same[0].token_ids)), statistics.median(answer.seconds for answer in same)) for same in each]
+    """Return (tokens, median seconds over the repetitions) of each request."""
+    requests = zip(*(one.answers for one in passes), strict=True)
+    return [(float(len(same[0].token_ids)), statistics.median(answer.seconds for answer in same)) for same in requests]
 
 
 def _ratio(items: list[tuple[float, ...]]) -> float:
@@ -152,31 +153,35 @@ def _mean(items: list[tuple[float, ...]]) -> float:
 
 
 def _by_token(answers: list[Answer], name: str) -> float:
-    """Mean over all tokens; 0 of answers without a lossy rule."""
-    pairs = [(getattr(each.price, name) * len(each.token_ids) if each.price else 0.0, len(each.token_ids)) for each in answers]
+    """Return the token-weighted mean of a field of `Price`; answers without a lossy rule count as 0."""
+    pairs = [
+        (getattr(answer.price, name) * len(answer.token_ids) if answer.price else 0.0, len(answer.token_ids))
+        for answer in answers
+    ]
     return ratio_of_sums(pairs)
 
 
 def verdict(results: list[Result]) -> str:
-    """What the figures say, in words: where lossless verification dominates, that it does."""
-    lossy = [each for each in results if not each.lossless]
-    faster = [each for each in lossy if each.is_faster]
+    """Return the conclusion in Markdown: the rules that are faster than lossless speculation, with their cost, or that no
+    rule is."""
+    lossy = [result for result in results if not result.lossless]
+    faster = [result for result in lossy if result.is_faster]
     if not lossy:
         return "No lossy setting was measured."
-    if any(each.beside_lossless is None for each in results):
+    if any(result.beside_lossless is None for result in results):
         return f"No verdict: {BUSY}. A setting was faster than plain decoding by more than its acceptance length."
     if not faster:
-        quicker = [each for each in lossy if each.beside_lossless is not None and each.beside_lossless > 1.0]
+        quicker = [result for result in lossy if result.beside_lossless is not None and result.beside_lossless > 1.0]
         doubt = f" ({len(quicker)} of {len(lossy)} measured a little above it, within what chance does)" if quicker else ""
         return (
             "**The lossless lane dominates everywhere**: no lossy setting is surely faster than it on any task, and each costs "
             f"fidelity{doubt}. There is nothing to buy here."
         )
     lines = [
-        f"- {each.setting} on {each.task}: {each.beside_lossless:.2f}x {_shown(each.beside_lossless_interval)} "
-        f"the lossless lane, mean total variation {each.mean_tv:.4f}, score {each.score:.2f} {_shown(each.score_interval)}, "
-        f"{each.score_gain:+.2f} {_shown(each.score_gain_interval, '{:+.2f}')} beside it"
-        for each in faster
+        f"- {result.setting} on {result.task}: {result.beside_lossless:.2f}x {_shown(result.beside_lossless_interval)} "
+        f"the lossless lane, mean total variation {result.mean_tv:.4f}, "
+        f"score {result.score:.2f} {_shown(result.score_interval)}, {result.score_gain:+.2f} {_shown(result.score_gain_interval, '{:+.2f}')} beside it"
+        for result in faster
     ]
     rest = len(lossy) - len(faster)
     ending = [f"The lossless lane dominates the other {rest}: they are not surely faster and cost fidelity."] if rest else []
@@ -190,25 +195,25 @@ def _shown(interval: Interval, form: str = "{:.2f}") -> str:
 
 def table(results: list[Result]) -> Table:
     columns = [
-        Column("task", lambda each: each.task),
-        Column("setting", lambda each: each.setting),
-        Column("tokens/round", lambda each: each.tokens_per_round, "{:.2f}", align="right"),
-        Column("tokens/s", lambda each: each.tokens_per_s, "{:.1f}", align="right"),
+        Column("task", lambda result: result.task),
+        Column("setting", lambda result: result.setting),
+        Column("tokens/round", lambda result: result.tokens_per_round, "{:.2f}", align="right"),
+        Column("tokens/s", lambda result: result.tokens_per_s, "{:.1f}", align="right"),
         Column(
             "x lossless",
-            lambda each: (
+            lambda result: (
                 "busy: repeat"
-                if each.beside_lossless is None
-                else f"{each.beside_lossless:.2f} {_shown(each.beside_lossless_interval)}".rstrip()
+                if result.beside_lossless is None
+                else f"{result.beside_lossless:.2f} {_shown(result.beside_lossless_interval)}".rstrip()
             ),
             align="right",
             cut=" [",
         ),
-        Column("mean TV", lambda each: each.mean_tv, "{:.4f}", align="right"),
-        Column("mean KL", lambda each: each.mean_kl, "{:.4f}", align="right"),
-        Column("changed", lambda each: each.share_changed, "{:.1%}", align="right"),
-        Column("score", lambda each: f"{each.score:.2f} {_shown(each.score_interval)}".rstrip(), align="right", cut=" ["),
-        Column("lossless", lambda each: "yes" if each.lossless else "NO"),
+        Column("mean TV", lambda result: result.mean_tv, "{:.4f}", align="right"),
+        Column("mean KL", lambda result: result.mean_kl, "{:.4f}", align="right"),
+        Column("changed", lambda result: result.share_changed, "{:.1%}", align="right"),
+        Column("score", lambda result: f"{result.score:.2f} {_shown(result.score_interval)}".rstrip(), align="right", cut=" ["),
+        Column("lossless", lambda result: "yes" if result.lossless else "NO"),
     ]
     notes = [
         "intervals: bootstrap over requests; x lossless: tokens per second, request by request, all settings in turns",
@@ -218,26 +223,27 @@ def table(results: list[Result]) -> Table:
 
 
 def draw(results: list[Result]) -> str:
-    """SVG: score and total variation over tokens/s, a column a task; what no other setting beats in both is joined by a line.
+    """Return an SVG of score and total variation over tokens/s, one column per task; a line joins the Pareto-optimal
+    settings.
 
-    Raises ConfigError when matplotlib is missing.
+    Raises ConfigError if matplotlib is missing.
     """
     with needing(ConfigError, "drawing needs matplotlib: pip install 'paceline[plots]'"):
         import matplotlib
         from matplotlib.figure import Figure
-    tasks = list(dict.fromkeys(each.task for each in results))
+    tasks = list(dict.fromkeys(result.task for result in results))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH_INCHES * max(len(tasks), 1.4), 1.4 * WIDTH_INCHES), layout="constrained")
         grid = figure.subplots(2, len(tasks), squeeze=False)
         for column, task in enumerate(tasks):
-            own = [each for each in results if each.task == task]
+            own = [result for result in results if result.task == task]
             for row, (name, sign) in enumerate((("score", 1.0), ("mean_tv", -1.0))):
                 axes = grid[row][column]
-                for number, each in enumerate(own):
-                    marker = "s" if each.lossless else MARKERS[number // len(COLORS) % len(MARKERS)]
+                for number, result in enumerate(own):
+                    marker = "s" if result.lossless else MARKERS[number // len(COLORS) % len(MARKERS)]
                     color = COLORS[number % len(COLORS)]
-                    axes.plot(each.tokens_per_s, getattr(each, name), marker, color=color, label=each.setting)
-                best = pareto([(each.tokens_per_s, sign * getattr(each, name)) for each in own])
+                    axes.plot(result.tokens_per_s, getattr(result, name), marker, color=color, label=result.setting)
+                best = pareto([(result.tokens_per_s, sign * getattr(result, name)) for result in own])
                 axes.plot([x for x, _ in best], [sign * y for _, y in best], linewidth=1, color="#7f7f7f", zorder=0)
                 axes.set(
                     xlabel="tokens/s", ylabel="score" if row == 0 else "mean total variation", title=task if row == 0 else ""
@@ -251,17 +257,17 @@ def draw(results: list[Result]) -> str:
 
 
 def pareto(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those that no other point beats in one figure without losing in the other, by rising first figure; more is better."""
+    """Return the points that are not dominated (both coordinates: more is better), sorted by the first coordinate."""
     beaten = [any(a >= x and b >= y and (a, b) != (x, y) for a, b in points) for x, y in points]
     return sorted({point for point, is_beaten in zip(points, beaten, strict=True) if not is_beaten})
 
 
 def as_line(bench: LossyBench) -> dict[str, Any]:
     results = bench.results()
-    is_busy = any(each.beside_lossless is None for each in results)
+    is_busy = any(result.beside_lossless is None for result in results)
     return {
-        "results": [asdict(each) for each in results],
+        "results": [asdict(result) for result in results],
         "verdict": verdict(results),
-        "lossless_dominates": None if is_busy else not any(each.is_faster for each in results if not each.lossless),
+        "lossless_dominates": None if is_busy else not any(result.is_faster for result in results if not result.lossless),
         **{name: getattr(bench.config, name) for name in ("temperature", "max_tokens", "repeat", "seed")},
     }

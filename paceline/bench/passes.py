@@ -1,4 +1,4 @@
-"""One timed pass: a fixed list of requests through the engine, `batch` of them in flight at any time."""
+"""Runs one timed pass: a fixed list of requests through the engine, `batch` of them in flight."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHUNK = 256
 
 
 def described(llm: LLM) -> dict[str, Any]:
-    """What model runs, how and where, for records of figures."""
+    """Return model, device, dtype and weight format, for records of results."""
     form = form_of(llm.target)
     return {
         "model": llm.config.model,
@@ -45,14 +45,16 @@ def described(llm: LLM) -> dict[str, Any]:
 
 
 def mocked_engine(
-    llm: LLM, drafter: Drafter, kept: float | Marginals, num_nodes: int = 0, device_rounds: bool | None = None
+    llm: LLM, drafter: Drafter, acceptance: float | Marginals, num_nodes: int = 0, device_rounds: bool | None = None
 ) -> Engine:
-    """An engine whose rounds keep so many tokens, or what trees of `num_nodes` drafts keep by these marginals, whatever the
-    target says."""
+    """Return an engine with mocked acceptance, independent of the target's output.
+
+    `acceptance`: tokens accepted per round, or marginals that set the acceptance of trees of `num_nodes` drafts.
+    """
     chunk, planner = llm.config.prefill_chunk, None
-    if isinstance(kept, Marginals):
-        planner = MockedPlanner(most_chunk=chunk, num_nodes=num_nodes, marginals=kept)
-    judge = RuleJudge(mocked(kept))
+    if isinstance(acceptance, Marginals):
+        planner = MockedPlanner(most_chunk=chunk, num_nodes=num_nodes, marginals=acceptance)
+    judge = RuleJudge(mocked(acceptance))
     options: dict[str, Any] = {"judge": judge, "planner": planner, "prefill_chunk": chunk, "device_rounds": device_rounds}
     engine = Engine(llm.target, llm.tokenizer, drafter, **options)
     engine.record(grows_trees=num_nodes > 0)
@@ -60,19 +62,19 @@ def mocked_engine(
 
 
 def random_prompt(seed: int | str, length: int, vocab_size: int) -> list[int]:
-    """Tokens of no meaning, others for each seed: an equal prompt would be taken over, not computed."""
+    """Return random tokens, different for each seed: the KV cache of an equal prompt would be reused, not computed."""
     draw = random.Random(seed)
     return [draw.randrange(vocab_size) for _ in range(length)]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One turn of one prompt, as the token ids every contender is given."""
+    """One turn of one prompt, as the token ids that are given to every contender."""
 
     name: str
     token_ids: list[int]
     turn: str = ""
-    """What the user said last, for people."""
+    """The user's last message as text, for reports."""
 
 
 @dataclass(slots=True)
@@ -80,16 +82,16 @@ class Answer:
     token_ids: list[int]
     text: str
     seconds: float
-    """From its first work to its last token."""
+    """Seconds from the start of its prefill to its last token."""
     rounds: list[Round] = field(default_factory=list)
     lossless: bool = True
     price: Price | None = None
-    """What a lossy rule cost."""
+    """Cost of a lossy rule; None without one."""
 
 
 @dataclass(slots=True)
 class Pass:
-    """All answers of one pass, in the order of the requests, and where the time went."""
+    """Answers of one pass, in the order of the requests, and its time by stage."""
 
     answers: list[Answer]
     wall_s: float = 0.0
@@ -97,9 +99,9 @@ class Pass:
     draft_s: float = 0.0
     verify_s: float = 0.0
     num_passes: int = 0
-    """Target passes that decoded; each reads all weights."""
+    """Number of the target's decoding passes; each reads all weights."""
     marginals: Tally = field(default_factory=Tally)
-    """What the target said beside its drafter's candidates, where a plan asks for them."""
+    """Ranks of the target's tokens among the drafter's candidates, if the plan records them."""
 
     @property
     def num_tokens(self) -> int:
@@ -112,18 +114,18 @@ class Pass:
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Tokens after each answer's first, over the time that was not prefill; None when prefill was not told apart."""
+        """Tokens after each answer's first, over the time that was not prefill; None if prefill was not timed separately."""
         if self.prefill_s is None or self.wall_s <= self.prefill_s:
             return None
         return (self.num_tokens - len(self.answers)) / (self.wall_s - self.prefill_s)
 
     @property
     def seconds(self) -> dict[str, float | None]:
-        """By stage; a peer tells only the whole."""
+        """Seconds by stage; a peer reports only the total, "wall"."""
         if self.prefill_s is None:
             return {"prefill": None, "draft": None, "verify": None, "host": None, "wall": self.wall_s}
-        told = {"prefill": self.prefill_s, "draft": self.draft_s, "verify": self.verify_s}
-        return {**told, "host": max(self.wall_s - sum(told.values()), 0.0), "wall": self.wall_s}
+        stages = {"prefill": self.prefill_s, "draft": self.draft_s, "verify": self.verify_s}
+        return {**stages, "host": max(self.wall_s - sum(stages.values()), 0.0), "wall": self.wall_s}
 
 
 def run_pass(
@@ -133,7 +135,7 @@ def run_pass(
     batch: int,
     on_answer: Callable[[], None] = ignore,
 ) -> Pass:
-    """Answer the requests, never more than `batch` at once; a new one starts as soon as one is done."""
+    """Answer the requests, at most `batch` at the same time; the next one starts as soon as one is done."""
     waiting = deque(range(len(requests)))
     texts: dict[int, list[str]] = {}
     index_of: dict[int, int] = {}
@@ -148,13 +150,13 @@ def run_pass(
                     request_id = engine.add(requests[index].token_ids, params[index])
                     index_of[request_id], texts[request_id] = index, []
                 chunks = engine.step()
-                for each in engine.rounds:
-                    done.draft_s += each.draft_s
-                    done.verify_s += each.verify_s
+                for one in engine.rounds:
+                    done.draft_s += one.draft_s
+                    done.verify_s += one.verify_s
                     done.num_passes += 1
-                    for said in each.said_B or ():
-                        if said:
-                            done.marginals.add(said)
+                    for ranks in one.said_B or ():
+                        if ranks:
+                            done.marginals.add(ranks)
                 for chunk in chunks:
                     seq = chunk.sequence
                     texts[seq.request_id].append(chunk.text)
@@ -176,7 +178,8 @@ def run_pass(
 
 
 class Engines:
-    """An engine for each drafter over one LLM's weights and cache: a drafter is bound, and its weights are packed, once."""
+    """One engine per drafter over one LLM's weights and cache, so that each drafter is bound and its weights packed only
+    once."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -186,11 +189,11 @@ class Engines:
         return self._made[name].drafter
 
     def add(self, name: str, drafter: Drafter) -> None:
-        """Make an engine for this drafter. Raises DrafterMismatchError."""
+        """Create an engine for this drafter. Raises DrafterMismatchError."""
         self._made[name] = self._llm.new_engine(drafter)
 
     def use(self, name: str) -> Engine:
-        """Give the LLM this drafter and its engine, which has forgotten every prompt: a pass takes over no earlier work."""
+        """Give the LLM this drafter and its engine, and empty the cache so that no prefix of an earlier pass is reused."""
         llm = self._llm
         llm.engine, llm.drafter = self._made[name], self[name]
         llm.target.set_taps(llm.drafter.tap_layers)
@@ -203,10 +206,10 @@ class Engines:
 
 
 def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[list[Request], int]:
-    """One request per user turn; later turns follow plain greedy answers, so that every contender gets the same tokens.
+    """Return one request per user turn, and the number of turns that were left out because they do not fit the context.
 
-    Returns the requests and how many turns were left out because they do not fit the context.
-    Raises ContextLengthError when none fits.
+    Later turns follow plain greedy answers, so that every contender gets the same tokens. Raises ContextLengthError if no
+    turn fits.
     """
     requests: list[Request] = []
     num_skipped = 0
@@ -214,10 +217,10 @@ def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[lis
     for number, prompt in enumerate(prompts):
         messages, traced, variables = list(prompt.messages), list(prompt.token_ids), dict(prompt.variables)
         turns = prompt.turns or (llm.tokenizer.decode(traced),)
-        for turn, said in enumerate(turns):
+        for turn, user_text in enumerate(turns):
             name = f"{number}:{prompt.id}" + (f"/{turn + 1}" if turn else "")
             with way_out(TOKEN_PROMPTS):
-                request = Request(name, traced or llm.encode_chat(messages, prompt.tools, variables), said)
+                request = Request(name, traced or llm.encode_chat(messages, prompt.tools, variables), user_text)
             if len(request.token_ids) + max_tokens > llm.target.cache.max_len:
                 num_skipped += len(turns) - turn
                 break
@@ -234,8 +237,10 @@ def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[lis
 
 
 def parting(target: Target, prompt_ids: list[int], ours: list[int], theirs: list[int]) -> tuple[int, float] | None:
-    """How many tokens of two answers are the same, and the target's best logit minus its second-best behind them, 0 for a tie;
-    None when all are. The engine must be idle: a cache row is borrowed."""
+    """Return (length of the common prefix of two answers, target's best logit minus its second-best there); None if equal.
+
+    A gap of 0 is a tie. The engine must be idle, since a cache row is used.
+    """
     index = first_difference(ours, theirs)
     if index is None:
         return None
@@ -245,7 +250,7 @@ def parting(target: Target, prompt_ids: list[int], ours: list[int], theirs: list
 
 @torch.inference_mode()
 def _logits_after(target: Target, token_ids: list[int]) -> torch.Tensor:
-    """The target's logits [V] in float32, on a row taken and given back."""
+    """Return the target's logits [V] in float32 after these tokens, computed in a temporary cache row."""
     row = target.cache.allocate()
     assert row is not None, "the engine still holds every row"
     try:

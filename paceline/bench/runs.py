@@ -1,8 +1,9 @@
-"""`bench decode`, on prompts or with mocked acceptance, and `bench steps` as library calls: load, measure, write reports.
+"""Library calls of `bench decode` (on prompts or with mocked acceptance), `bench steps` and `bench lossy`: load, measure,
+write reports.
 
     line = bench_decode(EngineConfig(), BenchConfig(batches=(1, 8)), limit=4)
 
-Each returns what its command prints as JSON; "run" is the run folder.
+Each returns the command's JSON output; "run" is the run folder.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from paceline.runs.folder import RunFolder
 from paceline.simulate.costs.catalogue import shape_of
 
 DISTURBED = 0.15
-"""Times of one size that are so far apart were taken while other programs were at work."""
+"""Spread of repeated times above which other programs were running."""
 
 
 def bench_decode(
@@ -45,12 +46,12 @@ def bench_decode(
     out: Path | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
-    """Prompts x drafters x temperatures x batch sizes on one loaded model."""
-    asked = read_prompts(prompts or BUILTIN_PROMPTS, limit)
+    """Measure prompts x drafters x temperatures x batch sizes on one loaded model."""
+    prompt_list = read_prompts(prompts or BUILTIN_PROMPTS, limit)
     settings = {"llm": engine, "bench": config, "prompts": prompts or "built-in", "limit": limit}
     run = RunFolder.create("bench-decode", settings, out)
     llm, machine = loaded(replace(engine, max_batch=max(config.batches)), progress)
-    bench = Bench(llm, asked, config, notice=progress.say)
+    bench = Bench(llm, prompt_list, config, notice=progress.say)
     with progress.bar("decoding", bench.num_answers) as advance:
         bench.run(
             on_answer=lambda setting: advance(str(setting)),
@@ -68,7 +69,7 @@ def bench_decode(
 def bench_mock(
     engine: EngineConfig, config: MockConfig, out: Path | None = None, progress: Progress = SILENT
 ) -> dict[str, Any]:
-    """Each mocked acceptance in turns, beside the roofline."""
+    """Measure each mocked acceptance length in turn, next to the roofline's prediction."""
     run = RunFolder.create("bench-decode", {"llm": engine, "mock": config}, out)
     engine = replace(engine, max_batch=max(config.batches), max_len=engine.max_len or config.needed_len)
     llm, machine = loaded(engine, progress)
@@ -87,7 +88,7 @@ def bench_mock(
 def bench_steps(
     engine: EngineConfig, config: StepsConfig, out: Path | None = None, progress: Progress = SILENT
 ) -> dict[str, Any]:
-    """Seconds of verifying, drafting and the host at every size, in turns."""
+    """Measure the seconds of verification, drafting and the host at every size, in turns."""
     run = RunFolder.create("bench-steps", {"llm": engine, "steps": config, "drafter": engine.drafter}, out)
     sized = replace(engine, max_batch=max(config.batches), max_len=engine.max_len or config.needed_len)
     llm, machine = loaded(sized, progress)
@@ -97,7 +98,7 @@ def bench_steps(
     steps = bench.as_json(machine, config_json(resolve(engine.model)))
     file = run.write_json("steps.json", steps)
     verify, draft = ({(batch, width): 1e3 * spent for batch, width, spent in steps[name]} for name in ("verify", "draft"))
-    batches, widths = (sorted(set(each)) for each in zip(*verify, strict=True))
+    batches, widths = (sorted(set(column)) for column in zip(*verify, strict=True))
     report = render("steps.md", steps=steps, verify=verify, draft=draft, batches=batches, widths=widths)
     run.write("report.md", report)
     progress.say(report)
@@ -111,14 +112,14 @@ def bench_steps(
 def bench_lossy(
     engine: EngineConfig, config: LossyConfig, out: Path | None = None, progress: Progress = SILENT
 ) -> dict[str, Any]:
-    """Plain decoding, the lossless lane and each lossy setting in turns, on each task."""
+    """Measure plain decoding, lossless speculation and each lossy setting in turn, on each task."""
     run = RunFolder.create("bench-lossy", {"llm": engine, "lossy": config}, out)
     llm = LLM.of(replace(engine, drafter="none", max_batch=1), allow_lossy=True)
     machine = this_machine(llm.config.device)
     progress.loaded(llm)
     progress.say(ceiling_line(llm, machine))
     bench = LossyBench(llm, engine.drafter, config)
-    with progress.bar("decoding", config.repeat * len(bench.asked) * len(bench.tasks)) as advance:
+    with progress.bar("decoding", config.repeat * len(bench.rules) * len(bench.tasks)) as advance:
         bench.run(advance)
     line = {**lossy_line(bench), **described(llm), "machine": machine}
     results = bench.results()
@@ -136,12 +137,12 @@ def bench_lossy(
 
 
 def ceiling_line(llm: LLM, machine: Machine) -> str:
-    """The most plain decoding could do, stated before anything runs."""
+    """Return a sentence with the upper bound of plain decoding's speed, from memory bandwidth."""
     return render("ceiling.txt", llm=llm, machine=machine, weight_format=form_of(llm.target).weight_format).rstrip()
 
 
 def loaded(engine: EngineConfig, progress: Progress) -> tuple[LLM, Machine]:
-    """The model without a drafter, and the machine's ceiling, which is told before anything is measured."""
+    """Load the model without a drafter, report it and the machine's ceiling, and return both."""
     llm = LLM.of(replace(engine, drafter="none"))
     machine = this_machine(llm.config.device)
     progress.loaded(llm)
@@ -150,12 +151,12 @@ def loaded(engine: EngineConfig, progress: Progress) -> tuple[LLM, Machine]:
 
 
 def raw_runs(bench: Bench) -> list[dict[str, Any]]:
-    """Every pass with every answer's counts and times, without the texts."""
+    """Return every pass with each answer's counts and times, without texts."""
     return [
         {
             **asdict(setting),
             "repetition": number,
-            **{name: getattr(each, name) for name in ("wall_s", "prefill_s", "draft_s", "verify_s", "num_passes")},
+            **{name: getattr(run, name) for name in ("wall_s", "prefill_s", "draft_s", "verify_s", "num_passes")},
             "answers": [
                 {
                     "request": request.name,
@@ -165,16 +166,16 @@ def raw_runs(bench: Bench) -> list[dict[str, Any]]:
                     "num_rounds": len(answer.rounds),
                     "num_accepted": sum(one.num_accepted for one in answer.rounds),
                 }
-                for request, answer in zip(bench.requests, each.answers, strict=True)
+                for request, answer in zip(bench.requests, run.answers, strict=True)
             ],
         }
         for setting, passes in bench.passes.items()
-        for number, each in enumerate(passes)
+        for number, run in enumerate(passes)
     ]
 
 
 def write_run(run: RunFolder, bench: Bench, machine: Machine, line: dict[str, Any]) -> str | None:
-    """report.md, results.json, texts.json and report.html; returns a notice when the page had to be left out."""
+    """Write report.md, results.json, texts.json and report.html. Returns a notice if report.html could not be written."""
     results: list[Result] = line["results"]
     report = render(
         "decode.md",
@@ -187,7 +188,7 @@ def write_run(run: RunFolder, bench: Bench, machine: Machine, line: dict[str, An
         results=results,
         figures=table(results),
         sources=sources_table([(result.setting, result) for result in results]),
-        differences=[(result.setting, each) for result in results for each in result.differences],
+        differences=[(result.setting, difference) for result in results for difference in result.differences],
         samples=line["texts"],
     )
     run.write("report.md", report)

@@ -1,15 +1,17 @@
-"""What rounds cost when acceptance is mocked: the engine's own rounds, whose text means nothing; no figure of them is lossless.
+"""Measures the cost of rounds with mocked acceptance, in the engine's own rounds. Their texts are meaningless and not
+lossless.
 
     paceline bench steps --drafter random-dflash --context 256        ->  runs/bench-steps-*/steps.json
 
-`StepBench`: seconds of verifying, drafting and the host, for (rows, positions) taken in turns, over a cache of `context`
-tokens. Drafts are random tokens in the place of the drafter's own, so that every width is verified. Of a mixture of experts
-also how many each size reads. Feeds `paceline simulate --table` and `--calibrate`.
+`StepBench` measures the seconds of verification, drafting and the host for each (rows, positions) in turn, over a cache of
+`context` tokens. Drafts are replaced by random tokens, so that every width is verified. For a mixture of experts it also
+counts the experts that each size reads. The output is an input of `paceline simulate --table` and `--calibrate`.
 
     paceline bench decode --weights random --mock-tokens-per-round 1,2,4,8
 
-`MockBench`: what a drafter would bring that keeps so many tokens per round, beside the roofline. After SGLang's experiment with
-dummy weights (docs/explanation/prediction.md): a round's cost is real, what it keeps is set. Prompts are random tokens.
+`MockBench` measures the speed of a drafter with a given acceptance length, next to the roofline, after SGLang's experiment
+with dummy weights (docs/explanation/prediction.md): the cost of a round is real, its acceptance is set. Prompts are random
+tokens.
 """
 
 from __future__ import annotations
@@ -41,14 +43,14 @@ from paceline.simulate.marginals import read_marginals
 from paceline.types import Batch, DraftBlock, SamplingParams
 
 PREFILLS = (16, 64, 256)
-"""Tokens of the prompts whose prefill is measured."""
+"""Lengths in tokens of the prompts whose prefill is measured."""
 Size = tuple[int, int]
 
 
 class FilledDrafter(Drafter):
-    """A drafter for measurements: it computes as the inner one does, and drafts random tokens. The text means nothing.
+    """Runs the inner drafter's computation but drafts random tokens, for measurements.
 
-    A drafter of random weights repeats one token, for which a mixture of experts would read the same few experts.
+    A drafter with random weights repeats one token, for which a mixture of experts would read the same few experts.
     Threads, taps and caches are the inner drafter's.
     """
 
@@ -68,8 +70,9 @@ class FilledDrafter(Drafter):
 
 
 Times = defaultdict[str, defaultdict[Size, list[float]]]
-"""Seconds run by run: of "verify" (the target's pass and the verdict), "host" (commit, rollback, what the drafter observes,
-text) and "rounds" (all of it) by (rows, positions), of "draft" by (rows, drafts), of "prefill" by (1, tokens of a prompt)."""
+"""Seconds of each repetition by stage and size. By (rows, positions): "verify" (target pass and verdict), "host" (commit,
+rollback, the drafter's update, text) and "rounds" (all of it). By (rows, drafts): "draft". By (1, tokens of a prompt):
+"prefill"."""
 
 
 def no_times() -> Times:
@@ -86,7 +89,7 @@ def add_round(times: Times, num_rows: int, width: int, wall_s: float, draft_s: f
 
 
 class StepBench:
-    """A loaded model, a drafter, and the times measured so far. `run()` then `as_json()`."""
+    """Measures step times of a loaded model and a drafter: `run()`, then `as_json()`."""
 
     def __init__(self, llm: LLM, config: StepsConfig, drafter: str) -> None:
         self.llm, self.config, self.name = llm, config, drafter
@@ -101,12 +104,12 @@ class StepBench:
         self.drafter = make_drafter(drafter, llm.target, target_name=llm.config.model, **options)
         self.times = no_times()
         self.experts: dict[Size, list[float]] = defaultdict(list)
-        """Of a mixture of experts: how many of a layer passes of (rows, positions) read."""
+        """(rows, positions) -> experts per layer that each pass read; empty without a mixture of experts."""
         filled = FilledDrafter(self.drafter, config.max_positions - 1, llm.target.vocab_size)
         self._engine = mocked_engine(llm, filled, config.tokens_per_round)
 
     def run(self, on_turn: Callable[[str], None] = ignore) -> None:
-        """All sizes in turn, `repeat` times, the widths of each turn in another order; a turn before them warms up."""
+        """Measure all sizes in turn, `repeat` times after a warm-up; the order of widths changes with each turn."""
         order = random.Random(0)
         for turn in range(-1, self.config.repeat):
             times = self.times if turn >= 0 else no_times()
@@ -117,10 +120,10 @@ class StepBench:
                 on_turn(f"batch {num_rows}")
 
     def _prefills(self, turn: int, times: Times) -> None:
-        """A prompt of each length, in one chunk and beside nothing."""
+        """Measure the prefill of one prompt of each length, in one chunk and with no other row."""
         engine = self._engine
         longest = min(self.llm.config.prefill_chunk, engine.target.cache.max_len - 1)
-        for length in (each for each in PREFILLS if each <= longest):
+        for length in (length for length in PREFILLS if length <= longest):
             tokens = random_prompt(f"prefill {turn} {length}", length, engine.target.vocab_size)
             request_id = engine.add(tokens, SamplingParams(max_tokens=1, ignore_eos=True))
             started = time.perf_counter()
@@ -129,7 +132,7 @@ class StepBench:
             engine.abort(request_id)
 
     def _turn(self, num_rows: int, widths: list[int], times: Times) -> None:
-        """Fill the rows, then a round of each width."""
+        """Fill the rows, then time one round of each width."""
         engine, prompt_len = self._engine, max(self.config.context - self.config.growth // 2, 1)
         params = SamplingParams(max_tokens=engine.target.cache.max_len - prompt_len, ignore_eos=True)
         ids = [engine.add(random_prompt(row, prompt_len, engine.target.vocab_size), params) for row in range(num_rows)]
@@ -158,7 +161,8 @@ class StepBench:
         self._engine.planner = FixedPlanner(width, self.llm.config.prefill_chunk, whole_blocks=False)
 
     def as_json(self, machine: Machine, model_config: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The file: medians over the runs. Times of drafts are those of the drafter's own widths only."""
+        """Return the content of steps.json: medians over the repetitions. Draft times are limited to the drafter's own
+        widths."""
         llm, times = self.llm, self.times
         own = {size: spent for size, spent in times["draft"].items() if size[1] <= self.drafter.num_drafted}
         return {
@@ -187,17 +191,19 @@ class StepBench:
 
 
 def num_parameters(drafter: DFlashDrafter) -> int:
-    """Those that a round reads whole: of codebooks it takes a few rows."""
+    """Return the number of parameters that a round reads completely; only a few rows of codebooks are read, so these do not
+    count."""
     return sum(weight.numel() for name, weight in drafter.network.named_parameters() if "codebook" not in name)
 
 
 def table(times: dict[Size, list[float]]) -> list[list[float]]:
-    """[[rows, width, median seconds], ...] in order."""
+    """Return [[rows, width, median seconds], ...], sorted."""
     return [[*size, statistics.median(spent)] for size, spent in sorted(times.items())]
 
 
 def spread(times: dict[Size, list[float]]) -> float:
-    """Half of a size's runs lie within this share of their median, the median over the sizes: how disturbed the machine was."""
+    """Return the interquartile range of a size's times over their median (the median of this over sizes): how noisy the
+    machine was."""
     shares = []
     for runs in times.values():
         if len(runs) > 1:
@@ -207,7 +213,7 @@ def spread(times: dict[Size, list[float]]) -> float:
 
 
 class MockBench:
-    """A loaded model, the passes run so far. `run()`, then `results()`."""
+    """Measures mocked acceptance on a loaded model: `run()`, then `results()`."""
 
     def __init__(self, llm: LLM, config: MockConfig, shape: ModelShape, machine: Machine) -> None:
         self.llm, self.config = llm, config
@@ -215,12 +221,14 @@ class MockBench:
         self.passes: dict[MockSetting, list[Pass]] = {setting: [] for setting in self.settings}
         self._marginals = read_marginals(config.marginals) if config.trees else None
         self._drafters = {
-            each[1:]: self._drafter(self._num_slots(each)) for each in self.settings if each.batch == config.batches[0]
+            setting[1:]: self._drafter(self._num_slots(setting))
+            for setting in self.settings
+            if setting.batch == config.batches[0]
         }
         self._shape, self._machine = shape, machine
 
     def _num_slots(self, setting: MockSetting) -> int:
-        """Drafts of a drafter's pass: of a tree as many slots as its marginals have."""
+        """Return the draft positions of a drafter's pass; for a tree, those of its marginals."""
         if setting.num_nodes and self._marginals:
             return len(self._marginals.chances_KM)
         return self.config.drafts(setting.tokens_per_round)
@@ -238,7 +246,7 @@ class MockBench:
         return drafter
 
     def run(self, on_pass: Callable[[str], None] = ignore) -> None:
-        """All settings, `repeat` times, in an order that turns around; a short pass of each before them warms up."""
+        """Run all settings `repeat` times, in alternating order, after a short warm-up pass of each."""
         for number in range(-1, self.config.repeat):
             for setting in self.settings[:: -1 if number % 2 else 1]:
                 done = self._pass(setting, number)
@@ -248,8 +256,8 @@ class MockBench:
 
     def _pass(self, setting: MockSetting, number: int) -> Pass:
         llm, length, (batch, tokens_per_round, num_nodes) = self.llm, self.config.prompt_tokens, setting
-        kept = self._marginals if num_nodes and self._marginals else tokens_per_round
-        engine = mocked_engine(llm, self._drafters[setting[1:]], kept, num_nodes)
+        acceptance = self._marginals if num_nodes and self._marginals else tokens_per_round
+        engine = mocked_engine(llm, self._drafters[setting[1:]], acceptance, num_nodes)
         seeds = [f"{batch} {tokens_per_round} {number} {row}" for row in range(batch)]
         requests = [Request(seed, random_prompt(seed, length, llm.target.vocab_size)) for seed in seeds]
         max_tokens = self.config.max_tokens if number >= 0 else min(self.config.max_tokens, WARM_UP_TOKENS)
@@ -259,15 +267,18 @@ class MockBench:
         return [self._result(setting) for setting in self.settings]
 
     def _result(self, setting: MockSetting) -> dict[str, Any]:
-        """Medians over the repetitions of a setting. "kept_tokens_per_round" is as it came out: an answer's last round may be
-        cut short. "tokens_per_s" is of all rows, prefill apart, "speedup" over plain decoding of the same repetition; None if
-        the times rule it out."""
+        """Return the medians over the repetitions of a setting.
+
+        "kept_tokens_per_round" is the measured acceptance length: an answer's last round may be cut short. "tokens_per_s"
+        covers all rows, without prefill. "speedup" is over plain decoding in the same repetition; None if the times rule it
+        out.
+        """
         batch, value, num_nodes = setting
         plain_setting = MockSetting(batch, PLAIN)
         own, plain = self.passes[setting], self.passes[plain_setting]
-        rounds = Rounds.counted(one for each in own for answer in each.answers for one in answer.rounds)
-        steps_s = [(each.wall_s - (each.prefill_s or 0.0)) / each.num_passes for each in own]
-        rates, plain_rates = ([each.decode_tokens_per_s or 0.0 for each in passes] for passes in (own, plain))
+        rounds = Rounds.counted(one for run in own for answer in run.answers for one in answer.rounds)
+        steps_s = [(run.wall_s - (run.prefill_s or 0.0)) / run.num_passes for run in own]
+        rates, plain_rates = ([run.decode_tokens_per_s or 0.0 for run in passes] for passes in (own, plain))
         measured = statistics.median(ours / theirs for ours, theirs in zip(rates, plain_rates, strict=True))
         num_tokens, most = sum(len(answer.token_ids) for answer in own[0].answers), max(value, rounds.tokens_per_round)
         predicted_s, plain_s = self._roofline_s(setting), self._roofline_s(plain_setting)
@@ -287,9 +298,9 @@ class MockBench:
         }
 
     def _roofline_s(self, setting: MockSetting) -> float:
-        """Seconds of a round at the machine's full rates, the cache half full of the answer.
+        """Return the seconds of a round at the machine's peak rates, with half of the answer in the cache.
 
-        A DFlash drafter takes what its parameters and the target's head do; others are taken for free.
+        A DFlash drafter costs its parameters and the target's head; other drafters count as free.
         """
         deployment = Deployment(self._machine, precisions_of(described(self.llm), self._shape.precisions))
         drafter, cost, num_slots = self._drafters[setting[1:]], NO_COST, self._num_slots(setting)
@@ -303,7 +314,7 @@ class MockBench:
 
     def as_line(self) -> dict[str, Any]:
         config = self.config
-        drafter = next((each for each in self._drafters.values() if each.num_drafted), None)
+        drafter = next((drafter for drafter in self._drafters.values() if drafter.num_drafted), None)
         return {
             "results": self.results(),
             "lossless": False,

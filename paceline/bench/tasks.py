@@ -1,11 +1,11 @@
-"""Tasks whose answers can be checked: support tickets by their JSON fields, GSM8K by the number, HumanEval by running the code.
+"""Tasks with checkable answers: support tickets (JSON fields), GSM8K (the number) and HumanEval (the code is run).
 
     task = read_task("tickets=heldout.jsonl", limit=20)
     task.score(0, text)                                      # 1.0 when the first row's answer is right, else 0.0
 
-Files are JSON lines, as recipes/support_tickets.py writes them and as the data sets are published. Code that a model wrote runs
-in a process of its own with little time and memory, without environment or files to write; that is no protection against
-code that means harm.
+Files are JSON lines, as written by recipes/support_tickets.py and as the data sets are published. The model's code runs in
+a separate process with limited time and memory, an empty environment and no writable files. This does not protect against
+malicious code.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from paceline.errors import PromptError, reraised
 
 LIMIT_S, LIMIT_BYTES, WAIT_S = 5, 2**30, 15
 PASSED = 42
-"""Exit status of code whose tests were all carried out: an answer that ends the process has passed none."""
+"""Exit status after all tests have run; an answer that ends the process early fails."""
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
+    """Prompts of a task, and the rows with their right answers."""
+
     name: str
     prompts: list[Prompt]
     rows: list[Row]
-    """Of each prompt, with what a right answer is."""
+    """Row of each prompt, with the right answer."""
 
     def score(self, index: int, text: str) -> float:
         return float(SCORERS[self.name](self.rows[index], text))
 
 
 def read_task(given: str, limit: int | None = None) -> Task:
-    """From NAME=FILE. Raises PromptError when the task is unknown, or the file has no such rows."""
+    """Read a task from NAME=FILE. Raises PromptError if the task is unknown, or the file does not contain its rows."""
     name, _, file = given.partition("=")
     if name not in SCORERS or not file:
         raise PromptError(f"task {given!r:.80} is none: write it as NAME=FILE, of {', '.join(SCORERS)}")
@@ -70,17 +72,17 @@ def read_task(given: str, limit: int | None = None) -> Task:
 
 
 def score_ticket(row: Row, text: str) -> bool:
-    """A JSON object with the action and the policy that the ticket states."""
-    asked = re.search(r"Policy (\S+): (\S+)", row["messages"][-1]["content"])
+    """Return True if the text is a JSON object with the ticket's action and policy."""
+    expected = re.search(r"Policy (\S+): (\S+)", row["messages"][-1]["content"])
     try:
-        found = json.loads(text)
+        answer = json.loads(text)
     except ValueError:
         return False
-    return bool(asked) and isinstance(found, dict) and (found.get("policy_id"), found.get("action")) == asked.groups()
+    return bool(expected) and isinstance(answer, dict) and (answer.get("policy_id"), answer.get("action")) == expected.groups()
 
 
 def score_number(row: Row, text: str) -> bool:
-    """The last number of the text is that of the published answer."""
+    """Return True if the last number of the text is that of the published answer."""
     numbers = re.findall(r"-?\d[\d,]*\.?\d*", text)
     wanted = row["answer"].rpartition("####")[2].strip().replace(",", "")
     right = float(wanted)
@@ -88,7 +90,7 @@ def score_number(row: Row, text: str) -> bool:
 
 
 def score_code(row: Row, text: str) -> bool:
-    """The published tests pass."""
+    """Return True if the published tests pass."""
     code = code_of(text)
     whole = code if f"def {row['entry_point']}" in code else row["prompt"] + code
     return runs(f"{row['prompt']}    pass\n\n{whole}\n\n{row['test']}\n\ncheck({row['entry_point']})\n")
@@ -99,13 +101,13 @@ NEEDED = {"tickets": {"messages"}, "gsm8k": {"question", "answer"}, "humaneval":
 
 
 def code_of(text: str) -> str:
-    """The first block of Python in a Markdown answer, or all of it without one."""
-    found = re.search(r"```(?:python)?\n(.*?)```", text, re.DOTALL)
-    return found.group(1) if found else text
+    """Return the first Python block of a Markdown answer, or the whole text without one."""
+    block = re.search(r"```(?:python)?\n(.*?)```", text, re.DOTALL)
+    return block.group(1) if block else text
 
 
 def runs(code: str) -> bool:
-    """Whether all of it is carried out, within limits of time and memory. What it prints is thrown away."""
+    """Return True if the code runs to its end within limits of time and memory. Its output is discarded."""
     if sys.platform != "win32":
         import resource  # here: a process that has just been split off should import nothing
 

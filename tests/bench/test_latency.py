@@ -21,8 +21,8 @@ from small_llm import Talker, fake_llm
 
 from paceline.bench.config import ArmsConfig, LatencyConfig
 from paceline.bench.serving import latency_run
-from paceline.bench.serving.latency import GROUPS, PARTS, SEGMENTS, TOLD, Arm, LatencyBench, Measured, bar_of, measured
-from paceline.bench.serving.workloads import WORKLOADS, Asked, Workload, named_workload, workload_of
+from paceline.bench.serving.latency import GROUPS, PARTS, SEGMENTS, TEXTS, Arm, LatencyBench, Measured, bar_of, measured
+from paceline.bench.serving.workloads import WORKLOADS, Workload, WorkloadRequest, named_workload, workload_of
 from paceline.data.prompts import Prompt
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
@@ -37,7 +37,7 @@ PASS_S = 0.015
 
 def asked(number: int = 6, max_tokens: int = 24, rate: float | None = None) -> Workload:
     words = [f"question {at}" for at in range(number)]
-    requests = [Asked(Prompt(text, [{"role": "user", "content": text}], (text,), "words")) for text in words]
+    requests = [WorkloadRequest(Prompt(text, [{"role": "user", "content": text}], (text,), "words")) for text in words]
     return Workload("words", "a few words", requests, max_tokens, rate)
 
 
@@ -244,7 +244,7 @@ def test_a_bar_is_made_of_whole_answers() -> None:
 
 
 def test_every_part_and_segment_has_its_words() -> None:
-    assert set(TOLD["meanings"]) == set(PARTS) and set(TOLD["remedies"]) == set(SEGMENTS)
+    assert set(TEXTS["meanings"]) == set(PARTS) and set(TEXTS["remedies"]) == set(SEGMENTS)
     assert {segment for each in GROUPS.values() for segment in each} == set(SEGMENTS) - {
         "server, not told apart",
         "unattributed",

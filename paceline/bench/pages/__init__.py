@@ -1,1 +1,1 @@
-"""Pages and pictures of benchmarks."""
+"""Report pages and charts of benchmarks."""

@@ -1,13 +1,15 @@
-"""Two columns of text that fill at predicted rates, as `paceline compare` draws them of recorded times: no model runs.
+"""Predicts token times for the pictures of `paceline compare`: two columns of text at predicted rates, without running a
+model.
 
     costs = CostsConfig(model="Qwen3.5-122B-A10B", hardware="B200", precision="fp8", plain_rate=250.0, block=16)
     timing = predicted(costs, ChartConfig(acceptance="0.89"))
     write_whole(Path("columns.svg"), svg(timing))
     draw_png(timing, Path("columns.png"))
 
-Times are those of one sequence of the batch: plainly a token a round, with drafts as many as the acceptance curve says, in
-bursts. How many stand in a round is not drawn but spread evenly (`kept_drafts`), so that a short text has the predicted rate.
-The calculator's third tab does the same, number for number (`simulate/page/watch.js`). Prefill is not counted.
+Times are those of one sequence of the batch: one token per round without drafts, or a burst per round as given by the
+acceptance curve. Accepted drafts are spread evenly over rounds instead of drawn at random (`kept_drafts`), so that a short
+text also has the predicted rate. The calculator's third tab computes the same numbers (`simulate/page/watch.js`). Prefill
+is not included.
 """
 
 from __future__ import annotations
@@ -24,45 +26,49 @@ from paceline.simulate.config import ChartConfig, CostsConfig
 from paceline.simulate.speedup import Load, parse_acceptance, predict
 
 GOLDEN = 0.6180339887498949
-"""Its multiples, less their whole parts, are spread evenly over 0 to 1 however many there are."""
+"""Golden ratio minus 1. The fractional parts of its multiples are evenly distributed over 0 to 1."""
 COLORS = {"ink": "#1b1e22", "soft": "#59606a", "kept": "#0a6b57"}
 LINE, CELL = 0.19, 0.075
-"""Inches of a line and of a letter in the PNG."""
+"""Height of a line (LINE) and width of a character in the PNG, in inches."""
 
 
 def kept_drafts(survival: Sequence[float], number: int) -> int:
-    """Drafts that stand in round `number`, counted from 1; `survival[i]`: share of rounds whose first i + 1 drafts stand."""
-    share = (number * GOLDEN) % 1.0
-    return sum(each > share for each in survival)
+    """Return the number of drafts accepted in round `number`, counted from 1.
+
+    `survival[i]`: share of rounds whose first i + 1 drafts are accepted.
+    """
+    threshold = (number * GOLDEN) % 1.0
+    return sum(survived > threshold for survived in survival)
 
 
 def token_times(survival: Sequence[float], first_s: float, round_s: float, count: int) -> list[tuple[float, int, bool]]:
-    """(seconds, round, whether drafted) of `count` tokens: a first one after `first_s`, then rounds of `round_s`."""
-    found = [(first_s, 0, False)]
+    """Return (seconds, round, is drafted) of `count` tokens: the first after `first_s`, then rounds of `round_s`."""
+    times = [(first_s, 0, False)]
     number = 0
-    while len(found) < count:
+    while len(times) < count:
         number += 1
-        kept = kept_drafts(survival, number)
-        found += [(first_s + number * round_s, number, place < kept) for place in range(kept + 1)]
-    return found[:count]
+        num_kept = kept_drafts(survival, number)
+        times += [(first_s + number * round_s, number, place < num_kept) for place in range(num_kept + 1)]
+    return times[:count]
 
 
 def predicted(costs: CostsConfig, config: ChartConfig) -> Timing:
-    """The passage at both rates. Raises ConfigError for costs without seconds or an acceptance that cannot be read."""
+    """Return the sample text with token times at both rates. Raises ConfigError for costs without seconds or an invalid
+    acceptance."""
     load = Load(config.batch, config.context, config.max_draft)
     setup, acceptance = set_up(costs, [load]), parse_acceptance(config.acceptance)
-    found, pieces = predict(setup.costs, acceptance, load), passage()
-    survival = acceptance.survival(found.best_draft_length)
+    prediction, pieces = predict(setup.costs, acceptance, load), passage()
+    survival = acceptance.survival(prediction.best_draft_length)
     sides = []
-    for drafter, shares, round_s in (("none", [], found.plain_round_s), ("predicted", survival, found.round_s)):
-        times = token_times(shares, found.plain_round_s, round_s, len(pieces))
+    for drafter, shares, round_s in (("none", [], prediction.plain_round_s), ("predicted", survival, prediction.round_s)):
+        times = token_times(shares, prediction.plain_round_s, round_s, len(pieces))
         tokens = tuple(TimedToken(text, *time) for text, time in zip(pieces, times, strict=True))
         sides.append(
-            TimedAnswer(_drafts(found.best_draft_length, costs.block) if shares else drafter, tokens, lossless=not shares)
+            TimedAnswer(_drafts(prediction.best_draft_length, costs.block) if shares else drafter, tokens, lossless=not shares)
         )
-    plain, rate = 1.0 / found.plain_round_s, found.tokens_per_round / found.round_s
-    each = "" if config.batch == 1 else f" for each of {config.batch} sequences"
-    verdict = f"Predicted: {found.speedup:.2f}x, {plain:,.0f} to {rate:,.0f} tokens/s{each}"
+    plain, rate = 1.0 / prediction.plain_round_s, prediction.tokens_per_round / prediction.round_s
+    per_sequence = "" if config.batch == 1 else f" for each of {config.batch} sequences"
+    verdict = f"Predicted: {prediction.speedup:.2f}x, {plain:,.0f} to {rate:,.0f} tokens/s{per_sequence}"
     return Timing(
         prompt="",
         model=setup.shape.name if setup.shape else setup.title,
@@ -90,7 +96,7 @@ def _drafts(length: int, block: int | None) -> str:
 
 
 def draw_png(timing: Timing, png: Path) -> None:
-    """How the columns stand when both have ended, with what each took. Raises ConfigError when matplotlib is missing."""
+    """Draw both columns complete, with their speeds. Raises ConfigError if matplotlib is missing."""
     with needing(ConfigError, "drawing needs matplotlib: pip install 'paceline[plots]'"):
         import matplotlib
         from matplotlib.figure import Figure
@@ -115,7 +121,7 @@ def draw_png(timing: Timing, png: Path) -> None:
             )
             for run in sides[column]:  # letter by letter: whatever font there is, each stands in its cell
                 for place, letter in enumerate(run.text):
-                    kept = "kept" if run.is_drafted else "ink"
-                    put(left + (run.cell + place) * CELL, run.line + 4.3, letter, 8.5, kept, family="monospace")
+                    color = "kept" if run.is_drafted else "ink"
+                    put(left + (run.cell + place) * CELL, run.line + 4.3, letter, 8.5, color, family="monospace")
         png.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(png, format="png", dpi=160, metadata={"Software": None})

@@ -1,11 +1,10 @@
-"""report.html of a run: one page that needs no network, on a phone as on a desk, in light as in dark.
+"""Writes report.html of a run: one self-contained page for phone and desktop, in light and dark mode.
 
     paceline report runs/train-20260101-120000
 
-`read_run` reads what the folder holds: settings, command, training metrics, an evaluation or a `bench decode`. Training
-writes a line a step; now and then one holds "heldout" and "ood" too, or these come on a line of their own. The last value of a
-step wins, for a resumed run repeats steps. `page` makes the text of the page; a section without data is left out. The same run
-gives the same bytes.
+`read_run` reads the run folder: settings, command, training metrics, and an evaluation or a `bench decode`. metrics.jsonl
+has one line per step; some contain "heldout" and "ood", or these have their own line. A resumed run repeats steps, and the
+last value of a step is used. `page` returns the HTML; sections without data are left out. Equal input gives equal bytes.
 """
 
 from __future__ import annotations
@@ -29,72 +28,75 @@ from paceline.simulate.files import read_json
 
 Line = dict[str, Any]
 GOOD_TRAINING = 2.5
-"""Tokens a round, served, from which a training is called good."""
+"""Tokens per round on served held-out prompts from which a training is rated good."""
 KINDS = {"heldout": "held out", "ood": "out of domain"}
+"""Metrics key of a check -> its label."""
 
 
 def with_interval(value: float | None, interval: Sequence[float | None] | None, unit: str = "") -> str | None:
-    """A figure with its interval, where there is one: "1.50x [1.40, 1.60]"."""
+    """Return a value with its interval, if there is one: "1.50x [1.40, 1.60]"."""
     if value is None:
         return None
     low, high = interval or (None, None)
     return f"{value:.2f}{unit}" + ("" if low is None or high is None else f" [{low:.2f}, {high:.2f}]")
 
 
-def speedup_cell(each: Result) -> str | None:
-    """The speed-up with its interval, or that the machine was busy."""
-    return with_interval(each.speedup, each.speedup_interval, "x") or (each.doubt and "busy: repeat")
+def speedup_cell(result: Result) -> str | None:
+    """Return the speed-up with its interval, or that the machine was busy."""
+    return with_interval(result.speedup, result.speedup_interval, "x") or (result.doubt and "busy: repeat")
 
 
 COLUMNS = (
-    Column("drafter", lambda each: each.drafter),
-    Column("batch", lambda each: each.batch, align="right"),
-    Column("temp", lambda each: each.temperature, "{:g}", "right"),
-    Column("tokens/s", lambda each: each.tokens_per_s, "{:.1f}", "right"),
-    Column("decode/s", lambda each: each.decode_tokens_per_s, "{:.1f}", "right"),
-    Column("speed-up", lambda each: speedup_cell(each), cut=" ["),
-    Column("tokens/round", lambda each: with_interval(each.tokens_per_round, each.tokens_per_round_interval), cut=" ["),
-    Column("identical", lambda each: each.identical, "{:.0%}", "right"),
-    Column("lossless", lambda each: {None: None, True: "yes", False: "NO"}[each.lossless]),
-    Column("repeats", lambda each: each.repetition, "{:.0%}", "right"),
+    Column("drafter", lambda result: result.drafter),
+    Column("batch", lambda result: result.batch, align="right"),
+    Column("temp", lambda result: result.temperature, "{:g}", "right"),
+    Column("tokens/s", lambda result: result.tokens_per_s, "{:.1f}", "right"),
+    Column("decode/s", lambda result: result.decode_tokens_per_s, "{:.1f}", "right"),
+    Column("speed-up", lambda result: speedup_cell(result), cut=" ["),
+    Column("tokens/round", lambda result: with_interval(result.tokens_per_round, result.tokens_per_round_interval), cut=" ["),
+    Column("identical", lambda result: result.identical, "{:.0%}", "right"),
+    Column("lossless", lambda result: {None: None, True: "yes", False: "NO"}[result.lossless]),
+    Column("repeats", lambda result: result.repetition, "{:.0%}", "right"),
 )
 
 
 def table(results: list[Result]) -> Table:
-    """A line for each setting; a narrow terminal leaves the intervals to the report."""
+    """Return a table with a row per setting; a narrow terminal omits the intervals."""
     return Table(COLUMNS, results, width=140)
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
+    """Content of a run folder."""
+
     path: Path
     config: Line = field(default_factory=dict)
     command: str = ""
     steps: list[Line] = field(default_factory=list)
-    """Training metrics in the order of their steps, each step once."""
+    """Training metrics sorted by step, one line per step."""
     checks: list[Line] = field(default_factory=list)
-    """Held-out and out-of-domain metrics, the same way."""
+    """Held-out and out-of-domain metrics, in the same form."""
     plan: Line = field(default_factory=dict)
-    """What a training expected (plan.json)."""
+    """Expected results of a training (plan.json)."""
     served: Line = field(default_factory=dict)
-    """Held-out prompts answered in the real engine after training (heldout.json)."""
+    """Results on held-out prompts in the real engine after training (heldout.json)."""
     evaluation: Line = field(default_factory=dict)
-    """Of `evaluate` (evaluation.json), else of `bench decode` (results.json)."""
+    """Content of evaluation.json, or of the results.json of `bench decode`."""
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether one drafter answered several prompt sets; `bench decode` has several drafters and one set."""
+        """True for `evaluate` (one drafter, several prompt sets); false for `bench decode` (several drafters, one set)."""
         return "sets" in self.evaluation
 
     @property
     def sets(self) -> dict[str, Line]:
-        """Prompt set -> its figures, as of `bench.decode.set_figures`."""
+        """Prompt set -> its result of `bench.decode.set_figures`."""
         bench = {str(self.config.get("prompts", "prompts")): self.evaluation} if self.evaluation else {}
         return self.evaluation.get("sets", bench)
 
     def results(self) -> list[tuple[str, Result]]:
-        """Each with what its curves are called: its prompt set, or its drafter."""
-        known = {each.name for each in fields(Result)}
+        """Return (label of the curves, result) pairs; the label is the prompt set, or the drafter for `bench decode`."""
+        known = {item.name for item in fields(Result)}
         return [
             (printable(name if self.is_evaluation else row["drafter"]), Result(**{key: row[key] for key in known & row.keys()}))
             for name, figures in self.sets.items()
@@ -103,7 +105,7 @@ class RunData:
 
 
 def read_run(folder: Path) -> RunData:
-    """Raises ConfigError when the folder has neither training metrics nor an evaluation, or when a file of it is damaged."""
+    """Read a run folder. Raises ConfigError if it has neither training metrics nor an evaluation, or a file is damaged."""
     if not folder.is_dir():
         raise ConfigError(f"there is no run folder {folder}: check the path")
     lines, command, decoded = RunFolder(folder).metrics(), folder / "command.txt", _object(folder / "results.json")
@@ -139,14 +141,17 @@ def _object(path: Path) -> Line:
 
 
 def numbers(lines: list[Line], key: str, kind: str = "", over: str = "blocks") -> tuple[list[float], list[float]]:
-    """The values under `over` (blocks trained on so far) and under `key`, of lines that have both; `kind`: of such a check."""
+    """Return the values of `over` (default: blocks trained on so far) and of `key`, from lines that have both.
+
+    `kind`: read `key` from this check ("heldout" or "ood") of the line.
+    """
     pairs = [(line.get(over), ((line.get(kind) or {}) if kind else line).get(key)) for line in lines]
     known = [(float(x), float(y)) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)]
     return [x for x, _ in known], [y for _, y in known]
 
 
 def thinned(x: list[float], y: list[float], most: int = 300) -> tuple[list[float], list[float]]:
-    """At most `most` points, each the mean of neighbours: a long run's page stays small, and its noise too."""
+    """Return at most `most` points, each the mean of neighbours, which limits the page's size and the noise."""
     size = -(-len(x) // most)
     if size <= 1:
         return x, y
@@ -155,7 +160,7 @@ def thinned(x: list[float], y: list[float], most: int = 300) -> tuple[list[float
 
 
 def page(run: RunData) -> str:
-    """The whole page. Raises ConfigError when matplotlib is missing."""
+    """Return the page's HTML. Raises ConfigError if matplotlib is missing."""
     rows, at = run.results(), run.evaluation
     return render(
         "run.html",
@@ -168,7 +173,7 @@ def page(run: RunData) -> str:
         served=[_accepted("Accepted drafts a round", [("held out", run.served.get("accepted_histogram") or [])])],
         engine=_engine([(name, result) for name, result in rows if result.drafter != BASELINE]),
         figures=_figures(rows, run.is_evaluation),
-        looping=[(name, each) for name, figures in run.sets.items() for each in figures.get("looping", [])],
+        looping=[(name, entry) for name, figures in run.sets.items() for entry in figures.get("looping", [])],
         with_interval=with_interval,
         is_lossless=all(result.lossless is not False for _, result in rows),
         settings=flat(run.config),
@@ -177,51 +182,52 @@ def page(run: RunData) -> str:
 
 
 def run_tone(run: RunData) -> Tone:
-    """Return the colour of `verdict_of`: without a sure figure grey, of a speed-up whose interval holds 1 too."""
+    """Return the colour of `verdict_of`; grey without a reliable result, or for a speed-up whose interval contains 1."""
     drafted = _drafted([result for _, result in run.results()])
-    if any(each.lossless is False for each in drafted):
+    if any(result.lossless is False for result in drafted):
         return "bad"
     if not drafted:
         return "cost" if is_worse(run) else "good" if (run.served.get("tokens_per_round") or 0.0) >= GOOD_TRAINING else ""
-    known = [each for each in drafted if each.doubt is None and each.speedup is not None]
+    known = [result for result in drafted if result.doubt is None and result.speedup is not None]
     if not known:
         return ""
-    best = min(known, key=lambda each: (each.temperature, each.batch, -(each.speedup or 0.0)))
+    best = min(known, key=lambda result: (result.temperature, result.batch, -(result.speedup or 0.0)))
     low, high = best.speedup_interval
     is_chance = low is not None and high is not None and low <= 1 <= high
     return "" if is_chance else tone_of([best.speedup or 0.0])
 
 
 def _drafted(results: Sequence[Result]) -> list[Result]:
-    return [each for each in results if each.drafter != BASELINE and each.drafter not in PEERS]
+    return [result for result in results if result.drafter != BASELINE and result.drafter not in PEERS]
 
 
 def is_worse(run: RunData) -> bool:
-    """Whether the trained drafter keeps fewer tokens than the one that ships for its target, on the same prompts."""
+    """Return True if the trained drafter's tokens per round are lower than those of the target's shipped drafter on the
+    same prompts."""
     shipped = (run.served.get("default_drafter") or {}).get("tokens_per_round")
     own = run.served.get("tokens_per_round")
     return shipped is not None and own is not None and own < shipped
 
 
 def verdict_on(results: Sequence[Result], looping: Sequence[Line] = ()) -> str:
-    """What figures of decoding mean, and what to do next; `looping` as of `set_figures`."""
+    """Return the verdict on decoding results, and the next step. `looping`: from `set_figures`."""
     return render("verdict.txt", results=_drafted(results), looping=looping).strip()
 
 
 def verdict_of(run: RunData) -> str:
-    """On figures of the engine, which are what counts; of a run that has none, on its training."""
+    """Return the verdict on the run's decoding results; without these, on its training."""
     results = [result for _, result in run.results()]
-    looping = [each for figures in run.sets.values() for each in figures.get("looping", [])]
+    looping = [entry for figures in run.sets.values() for entry in figures.get("looping", [])]
     return verdict_on(results, looping) if results else training_verdict(run)
 
 
 def training_verdict(run: RunData) -> str:
-    """What a training has shown, expected and got side by side, and what to do next."""
+    """Return the verdict on a training run, expected and measured, and the next step."""
     served, speedup = run.served.get("tokens_per_round"), run.served.get("speedup")
-    told = {"served": served, "speedup": possible_speedup(speedup, served), "is_worse": is_worse(run)}
-    told["doubt"] = run.served.get("doubt") or doubt(speedup, served, None)
-    told["is_copied"] = (run.config.get("shape") or {}).get("start") == "copied"
-    return render("train_verdict.txt", run=run, expected=run.plan.get("expected") or {}, good=GOOD_TRAINING, **told).strip()
+    values = {"served": served, "speedup": possible_speedup(speedup, served), "is_worse": is_worse(run)}
+    values["doubt"] = run.served.get("doubt") or doubt(speedup, served, None)
+    values["is_copied"] = (run.config.get("shape") or {}).get("start") == "copied"
+    return render("train_verdict.txt", run=run, expected=run.plan.get("expected") or {}, good=GOOD_TRAINING, **values).strip()
 
 
 def _training(run: RunData) -> list[Plot]:
@@ -237,7 +243,7 @@ def _training(run: RunData) -> list[Plot]:
         title = f"{name} by slot, last check"
         plots.append(bars(title, groups, xlabel="slot", ylabel=name.lower(), first=1, ylim=(0, 1)))
     seconds, rates = thinned(*numbers(run.steps, "blocks_per_s", over="seconds"))
-    pace = [Series("blocks/s", [each / 60 for each in seconds], rates)]
+    pace = [Series("blocks/s", [second / 60 for second in seconds], rates)]
     plots.append(curves("Pace", pace, xlabel="minutes", ylabel="blocks/s", ylim=(0, None)))
     return plots
 
@@ -248,29 +254,30 @@ def _accepted(title: str, histograms: list[tuple[str, list[int]]]) -> Plot:
 
 
 def _depth(survival: Sequence[float]) -> int:
-    """Drafts that are drawn: those that were accepted in some round, and one more, where the line meets the axis."""
+    """Return the number of draft positions to plot: those that were accepted in some round, and one more, where the line
+    reaches 0."""
     return min(len(survival), 1 + sum(share > 0 for share in survival))
 
 
 def _engine(rows: list[tuple[str, Result]]) -> list[Plot]:
-    """Acceptance at the smallest batch, which in float32 is that of any batch; speed at each."""
+    """Plot acceptance at the smallest batch (in float32 it is equal at every batch), and speed-ups of all settings."""
     plots = []
     smallest = min((result.batch for _, result in rows), default=0)
     for temperature in sorted({result.temperature for _, result in rows}):
-        shown = [(name, each) for name, each in rows if (each.temperature, each.batch) == (temperature, smallest)]
+        shown = [(name, result) for name, result in rows if (result.temperature, result.batch) == (temperature, smallest)]
         curved = [
-            Series(name, range(1, _depth(each.survival) + 1), each.survival[: _depth(each.survival)], color=at)
-            for at, (name, each) in enumerate(shown)
+            Series(name, range(1, _depth(result.survival) + 1), result.survival[: _depth(result.survival)], color=at)
+            for at, (name, result) in enumerate(shown)
         ]
         title, xlabel = f"Survival, T={temperature:g}", "first i drafts stood"
         plots.append(curves(title, curved, xlabel=xlabel, ylabel="share of rounds", ylim=(0, 1)))
-        histograms = [(name, each.accepted_histogram) for name, each in shown]
+        histograms = [(name, result.accepted_histogram) for name, result in shown]
         plots.append(_accepted(f"Accepted drafts a round, T={temperature:g}", histograms))
     sets = list(dict.fromkeys(name for name, _ in rows))
     bars_of = [
-        (f"{short(name)}, b{each.batch}, T={each.temperature:g}", each.speedup, each.speedup_interval, sets.index(name))
-        for name, each in rows
-        if each.speedup is not None
+        (f"{short(name)}, b{result.batch}, T={result.temperature:g}", result.speedup, result.speedup_interval, sets.index(name))
+        for name, result in rows
+        if result.speedup is not None
     ]
     plots.append(ranges("Speed-up, with 95% intervals over prompts", bars_of, "speed-up over plain decoding", mark=1))
     return plots

@@ -1,12 +1,13 @@
-"""Speed-up over tokens a round: what rounds would bring for nothing, what the roofline makes of it, and what was measured.
+"""Charts speed-up over tokens per round: free rounds, the roofline's prediction, and measurements.
 
     chart = made(costs_config, ChartConfig(results=(Path("runs/mock"), Path("runs/bench-decode-1"))))
     chart.slopes                     # {"toy": 1.0, "roofline": 0.71, "mocked": 0.66, "drafters": 0.52}
     draw(chart, svg=Path("speedup.svg"), png=Path("speedup.png"))
 
-The toy is the dashed line y = x. The roofline's curve (calibrated, measured steps, with an overhead: as `paceline simulate`)
-drafts one token fewer than a round keeps, the least work for its yield, as mocked runs do; real drafters draft more than they
-keep, so they lie below it. A slope is that of least squares through (1, 1): 1 is the toy, 0 brings nothing.
+The toy model is the dashed line y = x: drafting and verification cost nothing. The roofline's curve (or that of calibrated
+or measured steps, with an overhead: as in `paceline simulate`) drafts one token fewer than a round yields, the least work
+for this acceptance, as mocked runs do. Real drafters draft more tokens than are accepted, so they are below it. A slope is
+the least-squares slope through (1, 1): 1 for the toy model, 0 for no gain.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FEWEST, MOST = 8, 64
-"""Tokens a round to which the axis goes at least, and at most."""
+"""Smallest (FEWEST) and largest upper end of the axis, in tokens per round."""
 STYLE: Any = {"svg.hashsalt": "paceline", "svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
 TITLE_CHARACTERS = 95
-"""Of one line of the chart's title."""
+"""Characters per line of the chart's title."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
@@ -47,82 +48,85 @@ class Point:
     tokens_per_round: float
     speedup: float
     is_mocked: bool
-    """What rounds keep was set: not lossless."""
+    """True if acceptance was mocked: not lossless."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Everything that is drawn, and the slopes."""
+    """Title, curve, points and slopes of the chart."""
 
     title: str
     kind: str
-    """roofline, calibrated or measured: what the curve is."""
+    """Label of the curve: roofline, calibrated or measured steps."""
     curve: list[tuple[float, float]]
-    """(tokens a round, speed-up), from (1, 1) on."""
+    """(tokens per round, speed-up), starting at (1, 1)."""
     points: list[Point]
     slopes: dict[str, float] = field(default_factory=dict)
-    """By series; those with a point beyond one token a round."""
+    """Series -> slope, for series with a point above one token per round."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
     def text(self) -> str:
-        told = ", ".join(f"{name} {slope:.2f}" for name, slope in self.slopes.items())
-        return f"{self.title}: speed-up for one more token a round (slope through 1, 1): {told}"
+        listed = ", ".join(f"{name} {slope:.2f}" for name, slope in self.slopes.items())
+        return f"{self.title}: speed-up for one more token a round (slope through 1, 1): {listed}"
 
 
 def made(costs: CostsConfig, config: ChartConfig) -> Chart:
-    """Raises PacelineError for costs that cannot be read, and for runs without a setting of this batch."""
+    """Return the chart's data. Raises PacelineError for unreadable costs, or a run without a setting at this batch."""
     batch, context = config.batch, config.context
     setup = set_up(costs, [Load(batch, context)])
     points = [point for run in config.results for point in read_points(run, batch)]
     most = min(max([FEWEST, *(math.ceil(point.tokens_per_round) for point in points)]), MOST)
     plain_s = setup.costs.round_s(batch, 0, context)
-    curve = [(float(kept), kept * plain_s / setup.costs.round_s(batch, kept - 1, context)) for kept in range(1, most + 1)]
+    curve = [
+        (float(tokens), tokens * plain_s / setup.costs.round_s(batch, tokens - 1, context)) for tokens in range(1, most + 1)
+    ]
     kind = "roofline" if setup.kind == "roofline" else f"{setup.kind} steps" if setup.kind == "measured" else setup.kind
     series = {
         "toy": [(2.0, 2.0)],
         kind: curve,
-        "mocked": [(each.tokens_per_round, each.speedup) for each in points if each.is_mocked],
-        "drafters": [(each.tokens_per_round, each.speedup) for each in points if not each.is_mocked],
+        "mocked": [(point.tokens_per_round, point.speedup) for point in points if point.is_mocked],
+        "drafters": [(point.tokens_per_round, point.speedup) for point in points if not point.is_mocked],
     }
-    slopes = {name: found for name, pairs in series.items() if (found := slope(pairs)) is not None}
+    slopes = {name: value for name, pairs in series.items() if (value := slope(pairs)) is not None}
     return Chart(f"{setup.title}, batch {batch}, {context} tokens of context", kind, curve, points, slopes)
 
 
 def slope(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Of the line through (1, 1) with the least squares: sum (x - 1)(y - 1) / sum (x - 1)^2; None without a point off x = 1."""
+    """Return the least-squares slope of a line through (1, 1): sum (x - 1)(y - 1) / sum (x - 1)^2; None if all points have
+    x = 1."""
     whole = sum((x - 1) ** 2 for x, _ in pairs)
     return sum((x - 1) * (y - 1) for x, y in pairs) / whole if whole > 0 else None
 
 
 def read_points(run: Path, batch: int) -> list[Point]:
-    """Returns the drafters' settings of a bench decode run at this batch, impossible speed-ups left out.
+    """Return the drafters' settings of a bench decode run at this batch, without impossible speed-ups.
 
-    Raises ConfigError when there are none.
+    Raises ConfigError if none is left.
     """
     file = run / "results.json" if run.is_dir() else run
-    told = read_objects(file, "--results takes the folder of a run of paceline bench decode, or its results.json")
-    results = told[0].get("results") if len(told) == 1 else None
-    found = []
-    for each in results if isinstance(results, list) else ():
-        if not isinstance(each, dict) or each.get("batch") != batch or each.get("drafter") == "none":
+    objects = read_objects(file, "--results takes the folder of a run of paceline bench decode, or its results.json")
+    results = objects[0].get("results") if len(objects) == 1 else None
+    points = []
+    for row in results if isinstance(results, list) else ():
+        if not isinstance(row, dict) or row.get("batch") != batch or row.get("drafter") == "none":
             continue
-        x, y = each.get("tokens_per_round", 0.0), each.get("speedup")
+        x, y = row.get("tokens_per_round", 0.0), row.get("speedup")
         if y is None or not (is_amount(x) and is_amount(y)) or x < 1 or not is_possible(y, x):
             continue
-        is_mocked, model = "drafter" not in each, str(told[0].get("model", ""))
-        name = "mocked" if is_mocked else str(each["drafter"])
-        heat = f", T={each['temperature']:g}" if each.get("temperature") else ""
-        found.append(Point(f"{name}{heat}{f' ({model})' if model else ''}", float(x), float(y or 0.0), is_mocked))
-    if not found:
+        is_mocked, model = "drafter" not in row, str(objects[0].get("model", ""))
+        name = "mocked" if is_mocked else str(row["drafter"])
+        heat = f", T={row['temperature']:g}" if row.get("temperature") else ""
+        points.append(Point(f"{name}{heat}{f' ({model})' if model else ''}", float(x), float(y or 0.0), is_mocked))
+    if not points:
         raise ConfigError(f"{file} has no drafter's speed-up at batch {batch}: give a run of paceline bench decode, or --batch")
-    return found
+    return points
 
 
 def draw(chart: Chart, svg: Path | None = None, png: Path | None = None) -> None:
-    """The same bytes for the same chart. Raises ConfigError when matplotlib is missing."""
+    """Write the chart as SVG, PNG or both; equal charts give equal bytes. Raises ConfigError if matplotlib is missing."""
     with needing(ConfigError, "drawing needs matplotlib: pip install 'paceline[plots]'"):
         import matplotlib
         from matplotlib.figure import Figure
@@ -145,16 +149,16 @@ def _fill(axes: Axes, chart: Chart) -> None:
     axes.plot(*zip(*chart.curve, strict=True), color=COLORS[0], linewidth=1.6, label=f"{chart.kind} (slope {own:.2f})")
     labels = list(dict.fromkeys(point.label for point in chart.points))
     for number, label in enumerate(labels, start=1):
-        same = sorted((each for each in chart.points if each.label == label), key=lambda each: each.tokens_per_round)
-        pairs = [(each.tokens_per_round, each.speedup) for each in same]
-        found = slope(pairs)
+        same = sorted((point for point in chart.points if point.label == label), key=lambda point: point.tokens_per_round)
+        pairs = [(point.tokens_per_round, point.speedup) for point in same]
+        fitted = slope(pairs)
         axes.plot(
             *zip(*pairs, strict=True),
             linestyle=":" if same[0].is_mocked and len(same) > 1 else "",
             marker=MARKERS[number % len(MARKERS)],
             markerfacecolor="none" if same[0].is_mocked else None,
             color=COLORS[number % len(COLORS)],
-            label=label if found is None else f"{label} (slope {found:.2f})",
+            label=label if fitted is None else f"{label} (slope {fitted:.2f})",
         )
     title = textwrap.fill(chart.title, TITLE_CHARACTERS)
     axes.set(xlabel="tokens a round", ylabel="speed-up over plain decoding", title=title, xlim=(1, None), ylim=(0, None))

@@ -1,15 +1,14 @@
-"""When each token came: the same prompt with speculation off and on through the real engine, for `paceline compare`.
+"""Records when each token came, with speculation off and on, in the real engine, and replays it, for `paceline compare`.
 
     timing = record(llm, prompt_ids, SamplingParams(max_tokens=128), prompt="Why is the sky blue?")
     run.write_json(NAME, timing)        # and back: read_timing(folder)
 
-Times are the engine's own, counted from the request's arrival; the tokens of one round have the same. Both ways take turns in
-one process, and of each the repetition of median length is kept.
+Times are the engine's, in seconds from the request's arrival; all tokens of a round have the same time. Both settings
+alternate in one process, and for each the repetition of median length is used.
 
-`page` replays them, in one file that needs no server and no network: what a model or a user wrote travels as JSON and reaches
-it as text only, and its content security policy names the script's hash and lets nothing be loaded. `svg` is two columns that
-fill as the tokens came, over and over: plain CSS animation, no script, so that it moves inside an <img>. Where motion is
-unwelcome it stands still, complete.
+`page` replays them in one self-contained file. Prompts and answers are embedded as JSON and shown as text only; the content
+security policy allows only the script with its hash, and no downloads. `svg` is a picture with two columns that fill up in
+a loop: CSS animation without script, so that it also works inside an <img>. With reduced motion it is static and complete.
 """
 
 from __future__ import annotations
@@ -43,32 +42,36 @@ from paceline.types import SamplingParams, Sequence
 NAME = "timing.json"
 VERSION = 1
 SPEEDS, LEAST_S = (1.0, 0.5, 0.25, 0.1), 3.0
-"""A replay takes at least so many seconds, if one of these speeds is slow enough."""
+"""Shortest replay in seconds, if one of SPEEDS is slow enough."""
 MOST_TOKENS = 20_000
-"""Of an answer that is read back: a page with more would not move."""
+"""Longest answer accepted by `read_timing`: a page with more tokens would be too slow."""
 CELLS = 55
-"""Monospaced letters that fit into a column of the template."""
+"""Monospaced characters that fit into a column of the template."""
 MOST_LINES = 26
 MOST_TICKS = 90
-"""Steps of the clock at most; none shorter than 0.1 s of the replay."""
+"""Largest number of clock steps; each takes at least 0.1 s of the replay."""
 HOLD_S = 3.0
-"""The end stands still for so long before it begins again."""
+"""Seconds for which the end is shown before the replay restarts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedToken:
+    """One token with its time."""
+
     text: str
-    """"" for the end token, and for half a character, which comes whole with a later token."""
+    """"" for the end token, and for an incomplete character, which is shown with a later token."""
     at_s: float
-    """After the request came."""
+    """Seconds after the request's arrival."""
     round: int
-    """0 is prefill; the tokens of a round come together."""
+    """Index of the round; 0 is prefill. Tokens of a round come together."""
     is_drafted: bool
-    """Guessed by the drafter and kept; else the target's own."""
+    """True for an accepted draft, false for the target's own token."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
+    """One answer with the time of each token."""
+
     drafter: str
     """"none" with speculation off."""
     tokens: tuple[TimedToken, ...]
@@ -84,7 +87,7 @@ class TimedAnswer:
 
     @property
     def tokens_per_s(self) -> float:
-        """Prefill included."""
+        """Output tokens over total time, prefill included."""
         return len(self.tokens) / self.total_s
 
     @property
@@ -93,12 +96,14 @@ class TimedAnswer:
 
     @property
     def tokens_per_round(self) -> float:
-        """After the first token, which is prefill's."""
+        """Tokens per round, without the first token, which is prefill's."""
         return (len(self.tokens) - 1) / self.tokens[-1].round if self.tokens[-1].round else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
+    """Both answers to one prompt, with a description of model and machine."""
+
     prompt: str
     model: str
     device: str
@@ -108,10 +113,10 @@ class Timing:
     off: TimedAnswer
     on: TimedAnswer
     first_difference: int | None
-    """Tokens that are the same before the answers part; None when they never do."""
+    """Number of equal tokens before the answers differ; None if they are equal."""
     version: int = VERSION
     predicted: str | None = None
-    """What to say in place of a verdict when no model ran and the times are a prediction's (`bench/pages/predicted.py`)."""
+    """Replaces the verdict if the times are predicted and no model ran (`bench/pages/predicted.py`)."""
 
     @property
     def speedup(self) -> float | None:
@@ -120,7 +125,7 @@ class Timing:
 
     @property
     def doubt(self) -> str | None:
-        """Why there is no verdict on the speed-up, as of `figures.doubt`."""
+        """Reason for a missing verdict on the speed-up, from `statistics.doubt`."""
         return doubt(self._measured, self.on.tokens_per_round, len(self.on.tokens))
 
     @property
@@ -129,13 +134,13 @@ class Timing:
 
     @property
     def usual_speed(self) -> float:
-        """How fast to replay at first: as it was, or so much slower that the eye can follow."""
+        """Initial replay speed: real time, or slow enough to follow."""
         end_s = max(self.off.total_s, self.on.total_s)
         return next((speed for speed in SPEEDS if end_s / speed >= LEAST_S), SPEEDS[-1])
 
     @property
     def tone(self) -> Tone:
-        """Colour of the verdict; a prediction is no verdict."""
+        """Colour of the verdict; grey for a prediction."""
         if not self.on.lossless:
             return "bad"
         return "" if self.predicted is not None or self.doubt else tone_of([self._measured])
@@ -164,7 +169,7 @@ def record(
     repeat: int = 3,
     on_answer: Callable[[str], None] = ignore,
 ) -> Timing:
-    """Answer `repeat` times each way with the drafter that `llm` has; leaves it as it was."""
+    """Answer `repeat` times each way with the LLM's drafter, and restore it."""
     warm_up = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens))
     engines = Engines(llm)
     engines.add("on", llm.drafter)
@@ -173,9 +178,9 @@ def record(
     try:
         for _ in range(repeat):
             for name, done in runs.items():
-                for each in (warm_up, params):
+                for settings in (warm_up, params):
                     engines.use(name)
-                    *_, last = llm.stream(prompt_ids, each)
+                    *_, last = llm.stream(prompt_ids, settings)
                 sequence = last.sequence
                 done.append((timed(sequence, llm.tokenizer.stream(), llm.drafter.name), sequence.output_ids))
                 on_answer(f"speculation {name}")
@@ -196,11 +201,11 @@ def record(
 
 
 def timed(sequence: Sequence, detokenizer: Any, drafter: str) -> TimedAnswer:
-    """What a finished sequence remembers of its tokens; `detokenizer` is a fresh one."""
+    """Return the token times of a finished sequence; `detokenizer` must be new."""
     ids = sequence.output_ids
     origins = [(0, False)]
-    for number, each in enumerate(sequence.rounds, start=1):
-        origins += [(number, True)] * each.num_accepted + [(number, False)]
+    for number, one in enumerate(sequence.rounds, start=1):
+        origins += [(number, True)] * one.num_accepted + [(number, False)]
     arrival_s, last = sequence.timings.arrival_s, len(ids) - 1
     is_ended = sequence.finish_reason == "stop"
     tokens = []
@@ -212,7 +217,7 @@ def timed(sequence: Sequence, detokenizer: Any, drafter: str) -> TimedAnswer:
 
 
 def read_timing(folder: Path) -> Timing:
-    """The recorded times of a run folder, or of the file itself. Raises ConfigError when they cannot be shown."""
+    """Read the recorded times from a run folder or a file. Raises ConfigError if they are invalid."""
     file = folder / NAME if folder.is_dir() else folder
     read = read_json(file, "--from wants a folder of paceline compare")
     damaged = (KeyError, TypeError, ValueError, AttributeError)
@@ -224,8 +229,8 @@ def read_timing(folder: Path) -> Timing:
 
 def _answer(read: dict[str, Any]) -> TimedAnswer:
     tokens = tuple(
-        TimedToken(str(each["text"]), float(each["at_s"]), int(each["round"]), bool(each["is_drafted"]))
-        for each in read["tokens"]
+        TimedToken(str(token["text"]), float(token["at_s"]), int(token["round"]), bool(token["is_drafted"]))
+        for token in read["tokens"]
     )
     if not 0 < len(tokens) <= MOST_TOKENS:
         raise ValueError(f"an answer has 1 to {MOST_TOKENS:,} tokens, this has {len(tokens):,}")
@@ -237,6 +242,7 @@ def _answer(read: dict[str, Any]) -> TimedAnswer:
 
 
 def page(timing: Timing) -> str:
+    """Return the HTML page that replays the answers."""
     data = embedded(plain(timing) | {"verdict": timing.verdict, "speed": timing.usual_speed})
     return render(
         "timing.html", title=f"{timing.model}: {timing.verdict}", tone=timing.tone, data=Markup(data), hash_of=hash_of
@@ -245,19 +251,20 @@ def page(timing: Timing) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A piece of one line that came in one round, drafted or not."""
+    """Part of a line whose tokens came in one round, all drafted or all the target's own."""
 
     line: int
     cell: int
+    """Position of the first character in the line, in monospaced cells."""
     text: str
     width: int
-    """Cells."""
+    """Width in monospaced cells."""
     round: int
     is_drafted: bool
 
 
 def svg(timing: Timing, speed: float | None = None) -> str:
-    """The whole picture, `speed` times as fast as it was; None: so that the eye can follow."""
+    """Return the animated picture at `speed` times real time [default: slow enough to follow]."""
     speed = speed or timing.usual_speed
     sides = (timing.off, timing.on)
     laid_out = [list(runs(side)) for side in sides]
@@ -288,7 +295,7 @@ def _said(side: TimedAnswer, now_s: float) -> str:
 
 
 def runs(side: TimedAnswer) -> Iterator[Run]:
-    """The text in lines of CELLS cells, broken between words where it can be."""
+    """Yield the answer's text in lines of CELLS cells, broken between words where possible."""
     text = Text(overflow="fold")
     for (number, is_drafted), group in groupby(side.tokens, key=lambda token: (token.round, token.is_drafted)):
         letters = "".join(token.text for token in group).replace("\r", "").replace("\t", "    ")

@@ -1,14 +1,14 @@
-"""Where the milliseconds of each request went: the client's clock and the server's, joined by request.
+"""Breaks each request's latency into parts by combining the client's clock with the server's durations.
 
     paceline bench latency --drafters none,default --workload voice
 
-Nothing of a wall clock is used: the client measures how long it took to connect, to hand over the request and until the first
-byte came, and the server tells durations of its own (`return_timings`, `serve/http/clock.py`). What lies between the client's
-sending and the answer's first byte, less what the server spent until then, is the way there and back. Between first byte and
-end the two measure the same thing twice, and where they differ the difference is shown as unattributed.
+Clocks are never compared. The client measures the time to connect, to send the request and to the first byte; the server
+reports durations of its own (`return_timings`, `serve/http/clock.py`). The network time is the client's time to the first
+byte minus the server's. From the first byte to the end both measure the same interval, and any difference is reported as
+unattributed.
 
-Arms take turns, a few requests each, so that a machine's moods meet all of them; request by request they are compared with the
-first.
+Variants take turns of a few requests each, so that machine noise affects all of them equally; they are compared with the
+first variant request by request.
 """
 
 from __future__ import annotations
@@ -27,69 +27,70 @@ from typing import Any
 
 from paceline.bench.config import WARM_UP_TOKENS, LatencyConfig
 from paceline.bench.serving.load import Answer, open_loop, read_answer
-from paceline.bench.serving.workloads import Asked, Workload
+from paceline.bench.serving.workloads import Workload, WorkloadRequest
 from paceline.errors import ConfigError
 from paceline.net.streaming import Client, Stream
 from paceline.report.statistics import BUSY, Interval, Spread, bootstrap, doubt
 from paceline.report.tables import ignore
 from paceline.simulate.server.load import poisson
 
-TOLD: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-SEGMENTS: dict[str, list[str]] = TOLD["segments"]
-"""Of a bar: its name -> the parts in it."""
-GROUPS: dict[str, list[str]] = TOLD["groups"]
-"""What arms are compared by: name -> segments."""
+TEXTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+SEGMENTS: dict[str, list[str]] = TEXTS["segments"]
+"""Segment of a bar -> its parts."""
+GROUPS: dict[str, list[str]] = TEXTS["groups"]
+"""Group that variants are compared by -> its segments."""
 PARTS = [part for parts in SEGMENTS.values() for part in parts]
 UNATTRIBUTED = "unattributed"
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 NEAR = 0.05
-"""A percentile's bar is the mean of the requests whose rank is within this share of it: so its parts add up to its height."""
+"""A percentile's bar is the mean of the requests whose rank is within this share of it, so that its parts sum to its height."""
 SERVER_PARTS = {"sending": "send_s"}
-"""What the server calls a part, where that is another word than ours."""
+"""Part -> its key in the server's timings, if that is not the part's name with "_s"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A drafter with its server, or a server as it is."""
+    """One variant: a drafter with its server, or a running server."""
 
     name: str
     client: Client
     model: str
     fields: dict[str, Any] = field(default_factory=dict)
-    """Added to each request."""
+    """Fields added to each request."""
 
 
 Alone = Callable[[Arm], AbstractContextManager[None]]
+"""Returns a context that is active while a variant is measured."""
 
 
 @dataclass(slots=True)
 class Measured:
-    """One request to one arm."""
+    """Measurement of one request to one variant."""
 
     error: str | None = None
     total_s: float = 0.0
-    """From its sending, a connection included, to its end."""
+    """Seconds from sending, including the connection, to the end."""
     late_s: float = 0.0
-    """How long after its time it was sent: the client's own delay, in no part."""
+    """Client-side delay between scheduled and actual sending, in seconds; excluded from all parts."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Seconds by part; together they are `total_s`."""
+    """Part -> seconds; the sum is `total_s`."""
     is_told: bool = False
-    """Whether the server said where its time went."""
+    """True if the server reported its timings."""
     num_tokens: int = 0
     first_s: float = 0.0
-    """From its sending to its first text."""
+    """Seconds from sending to the first text."""
     num_rounds: int | None = None
     num_accepted: int | None = None
     text: str = ""
     lossless: bool = True
-    """False when the server said that acceptance was mocked, or a rule lossy."""
+    """False if the server reported mocked acceptance or a lossy rule."""
 
     def seconds(self, names: Sequence[str]) -> float:
         return sum(self.parts.get(name, 0.0) for name in names)
 
 
 def measured(stream: Stream) -> Measured:
-    """A streamed answer with its parts."""
+    """Return the measurement of a streamed answer."""
     answer = read_answer(stream)
     if answer.error:
         return Measured(error=answer.error)
@@ -110,29 +111,32 @@ def measured(stream: Stream) -> Measured:
 
 
 def parts_of(stream: Stream, answer: Answer) -> dict[str, float]:
-    """Seconds by part, which add up to the time from sending to end: those of our server by `timings` as
-    `serve/http/clock.py` tells them, of llama.cpp's by its `timings` (prompt_ms, predicted_ms), of others one part."""
-    told = answer.timings
+    """Return part -> seconds, which sum to the time from sending to the end.
+
+    A paceline server reports its `timings` as defined in `serve/http/clock.py`; llama.cpp's server reports prompt_ms and
+    predicted_ms. For other servers all time on the server is one part.
+    """
+    timings = answer.timings
     connect_s, send_s = stream.connected_s - stream.sent_s, stream.written_s - stream.connected_s
     wait_s, rest_s = stream.headers_s - stream.written_s, stream.ended_s - stream.headers_s
     parts = {"connect": connect_s, "send": send_s}
-    if "total_s" in told:
-        names = [part for part in PARTS if SERVER_PARTS.get(part, part + "_s") in told and part != "send"]
-        parts |= {part: told[SERVER_PARTS.get(part, part + "_s")] for part in names if part != "first_byte"}
-        first_byte_s = wait_s - told["first_byte_s"]
+    if "total_s" in timings:
+        names = [part for part in PARTS if SERVER_PARTS.get(part, part + "_s") in timings and part != "send"]
+        parts |= {part: timings[SERVER_PARTS.get(part, part + "_s")] for part in names if part != "first_byte"}
+        first_byte_s = wait_s - timings["first_byte_s"]
         if first_byte_s < 0.0:  # the server had read all of it before the client came to note that it had sent it
             parts["send"], first_byte_s = send_s + first_byte_s, 0.0
         parts["first_byte"] = first_byte_s
-        parts[UNATTRIBUTED] = rest_s - (told["total_s"] - told["first_byte_s"]) + told["other_s"]
+        parts[UNATTRIBUTED] = rest_s - (timings["total_s"] - timings["first_byte_s"]) + timings["other_s"]
         return parts
-    if "prompt_ms" in told and "predicted_ms" in told:
-        parts |= {"prefill": 1e-3 * told["prompt_ms"], "verify": 1e-3 * told["predicted_ms"]}
+    if "prompt_ms" in timings and "predicted_ms" in timings:
+        parts |= {"prefill": 1e-3 * timings["prompt_ms"], "verify": 1e-3 * timings["predicted_ms"]}
     return parts | {"untold": stream.ended_s - stream.sent_s - sum(parts.values())}
 
 
 @dataclass(slots=True)
 class LatencyResult:
-    """The figures of one workload and arm, in seconds, over the answers of all repetitions."""
+    """Results of one workload and variant, in seconds, over the answers of all repetitions."""
 
     workload: str
     arm: str
@@ -142,28 +146,28 @@ class LatencyResult:
     total: Spread
     first_token: Spread
     groups: dict[str, Spread]
-    """communication, host, prefill, decode."""
+    """Group (communication, host, prefill, decode) -> seconds."""
     parts: dict[str, Spread]
-    """Those that there are."""
+    """Part -> seconds, for the parts that were measured."""
     bars: dict[str, dict[str, float]]
     """p50, p90, p99 -> seconds by segment: means of the requests near that percentile of the total."""
     unattributed: float | None
-    """Share of all the time that no part explains. What one answer's last piece gains on the way another's loses: `parts` has
-    the spread over single answers."""
+    """Share of the total time that no part explains, over all answers. The errors of single answers partly cancel; `parts`
+    has their spread."""
     is_told: bool
     largest: str | None
-    """The segment that is largest in the p50 bar."""
+    """Segment that is largest in the p50 bar."""
     num_tokens: float | None
-    """Mean of an answer."""
+    """Mean tokens per answer."""
     tokens_per_round: float | None
     late: Spread
     lossless: bool
-    """Whether no answer was said to be otherwise."""
+    """False if any answer was reported as not lossless."""
 
 
 @dataclass(slots=True)
 class Pair:
-    """An arm beside the first one, the same requests, in one group of parts or in all."""
+    """Comparison of a variant with the first one on the same requests, for one group of parts or for the total."""
 
     workload: str
     arm: str
@@ -174,32 +178,32 @@ class Pair:
     cut: float | None
     """1 - p50 over the other's p50: 0.25 is a quarter less. None if the times rule it out, see `doubt`."""
     difference_s: float
-    """Median over the requests."""
+    """Median difference over the requests, in seconds."""
     interval_s: Interval
-    """95%, over the requests."""
+    """95% interval over the requests, in seconds."""
     lossless: bool
-    """Of both."""
+    """True if both variants are lossless."""
     doubt: str | None = None
-    """Why there is no verdict on decoding beside plain decoding, as of `figures.doubt`."""
+    """Reason for a missing verdict on the comparison with plain decoding, from `statistics.doubt`."""
 
 
 class LatencyBench:
-    """Arms, workloads and what was measured. `run()`, then `results()` and `pairs()`."""
+    """Sends the workloads to all variants and summarises the measurements: `run()`, then `results()` and `pairs()`."""
 
     def __init__(self, arms: list[Arm], workloads: list[Workload], config: LatencyConfig, alone: Alone = nullcontext) -> None:
-        """While an arm is asked, `alone` is entered with it: for servers that share a machine and cannot stand still."""
+        """`alone(arm)` is entered while the variant is measured, e.g. to pause other servers on the same machine."""
         self.arms, self.workloads, self.config, self._alone = arms, workloads, config, alone
         self.measured = {(workload.name, arm.name): list[Measured]() for workload in workloads for arm in arms}
         self._forms: dict[tuple[str, str], str] = {}
-        """By workload and arm, how this wants to be asked for a schema."""
+        """(workload, variant) -> the `response_format` type that this server accepts for a schema."""
 
     @property
     def num_answers(self) -> int:
-        return self.config.repeat * len(self.arms) * sum(len(each.requests) for each in self.workloads)
+        return self.config.repeat * len(self.arms) * sum(len(workload.requests) for workload in self.workloads)
 
     def run(self, on_answer: Callable[[str], None] = ignore) -> None:
-        """All workloads, `repeat` times: arms follow one another after each few requests, in an order that turns. Raises
-        ConfigError when an arm cannot be asked."""
+        """Send all workloads `repeat` times; variants take turns of a few requests, in rotating order. Raises ConfigError
+        if a variant rejects requests."""
         try:
             for workload in self.workloads:
                 for arm in self.arms:
@@ -209,15 +213,15 @@ class LatencyBench:
                 for workload in self.workloads:
                     for place, block in enumerate(self._blocks(workload)):
                         for arm in self._order(number + place):
-                            told = partial(on_answer, f"{workload.name}, {arm.name}")
+                            on_each = partial(on_answer, f"{workload.name}, {arm.name}")
                             with self._alone(arm):
-                                streams = self._block(arm, workload, block, (number, place), told)
+                                streams = self._block(arm, workload, block, (number, place), on_each)
                             self.measured[workload.name, arm.name] += map(measured, streams)
         finally:
             for arm in self.arms:
                 arm.client.close()
 
-    def _blocks(self, workload: Workload) -> Iterator[list[tuple[int, Asked]]]:
+    def _blocks(self, workload: Workload) -> Iterator[list[tuple[int, WorkloadRequest]]]:
         numbered = list(enumerate(workload.requests))
         for first in range(0, len(numbered), self.config.turn):
             yield numbered[first : first + self.config.turn]
@@ -230,11 +234,11 @@ class LatencyBench:
         self,
         arm: Arm,
         workload: Workload,
-        block: list[tuple[int, Asked]],
+        block: list[tuple[int, WorkloadRequest]],
         turn: tuple[int, int],
         on_answer: Callable[[], None],
     ) -> list[Stream]:
-        bodies = [self._body(arm, workload, index, asked) for index, asked in block]
+        bodies = [self._body(arm, workload, index, request) for index, request in block]
 
         def send(index: int, due_s: float | None = None) -> Stream:
             stream = arm.client.post(*bodies[index], due_s)
@@ -246,7 +250,7 @@ class LatencyBench:
             try:
                 if rate:
                     began, seed = time.perf_counter(), hash((self.config.seed, *turn))  # of whole numbers: the same everywhere
-                    return open_loop(threads, send, [began + each for each in poisson(rate, len(bodies), seed)])
+                    return open_loop(threads, send, [began + offset_s for offset_s in poisson(rate, len(bodies), seed)])
                 return list(threads.map(send, range(len(bodies))))
             except BaseException:  # Ctrl-C: what is under way need not end
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -254,19 +258,21 @@ class LatencyBench:
                 raise
 
     def _warm_up(self, arm: Arm, workload: Workload) -> None:
-        """A short answer, its schema compiled; finds out how this server wants to be asked for one."""
-        asked, error = workload.requests[0], None
-        for form in ("json_schema", "json_object") if asked.schema is not None else ("",):
+        """Request a short answer, which compiles its schema, and find the `response_format` that this server accepts."""
+        request, error = workload.requests[0], None
+        for form in ("json_schema", "json_object") if request.schema is not None else ("",):
             self._forms[workload.name, arm.name] = form
-            error = read_answer(arm.client.post(*self._body(arm, workload, 0, asked, WARM_UP_TOKENS))).error
+            error = read_answer(arm.client.post(*self._body(arm, workload, 0, request, WARM_UP_TOKENS))).error
             if error is None:
                 return
             if not error.startswith(("status 400", "status 422", "status 500")):  # llama-cpp-python says 500
                 break
         raise ConfigError(f"{arm.name} cannot be asked for {workload.name}: {error}")
 
-    def _body(self, arm: Arm, workload: Workload, index: int, asked: Asked, max_tokens: int | None = None) -> tuple[str, bytes]:
-        """Path and body."""
+    def _body(
+        self, arm: Arm, workload: Workload, index: int, request: WorkloadRequest, max_tokens: int | None = None
+    ) -> tuple[str, bytes]:
+        """Return API path and JSON body of a request."""
         body: dict[str, Any] = {
             "model": arm.model,
             "stream": True,
@@ -276,23 +282,23 @@ class LatencyBench:
             "seed": self.config.seed + index,
             **arm.fields,
         }
-        if asked.schema is not None:
+        if request.schema is not None:
             form = self._forms[workload.name, arm.name]
             named = (
-                {"json_schema": {"name": "answer", "schema": asked.schema}}
+                {"json_schema": {"name": "answer", "schema": request.schema}}
                 if form == "json_schema"
-                else {"schema": asked.schema}
+                else {"schema": request.schema}
             )
             body["response_format"] = {"type": form, **named}
-        path, own = asked.prompt.api_request()
+        path, own = request.prompt.api_request()
         return path, json.dumps(body | own).encode()
 
     def results(self) -> list[LatencyResult]:
-        """One for each workload and arm."""
+        """Return the results of each workload and variant."""
         return [_result(*names, answers) for names, answers in self.measured.items()]
 
     def pairs(self) -> list[Pair]:
-        """Each arm but the first beside it: the whole, and each group."""
+        """Return the comparison of every variant with the first, in total and per group."""
         first = self.arms[0].name
         return [
             pair
@@ -308,7 +314,7 @@ class LatencyBench:
         if not pairs or (part != "total" and not all(ours.is_told and theirs.is_told for ours, theirs in pairs)):
             return None
         seconds = [(_seconds(ours, part), _seconds(theirs, part)) for ours, theirs in pairs]
-        ours_s, theirs_s = (statistics.median(each[side] for each in seconds) for side in (0, 1))
+        ours_s, theirs_s = (statistics.median(sides[side] for sides in seconds) for side in (0, 1))
         differences = [(ours - theirs,) for ours, theirs in seconds]
         why = self._doubt(workload, theirs_s / ours_s if ours_s > 0 else None, pairs) if part == "decode" else None
         return Pair(
@@ -326,64 +332,70 @@ class LatencyBench:
         )
 
     def _doubt(self, workload: str, ratio: float | None, pairs: list[tuple[Measured, Measured]]) -> str | None:
-        """Why decoding beside plain decoding allows no verdict. At an open rate requests also slow one another, and another
-        drafter may cost more than it brings: neither bounds the ratio."""
-        kept, others = (_tokens_per_round([pair[side] for pair in pairs]) for side in (0, 1))
-        rate = next(each.rate for each in self.workloads if each.name == workload)
+        """Return the reason why the comparison with plain decoding allows no verdict, or None.
+
+        The ratio is bounded only in closed loops, since at an open rate requests also delay one another, and only compared
+        with plain decoding, since another drafter may cost more than it gains.
+        """
+        own, other = (_tokens_per_round([pair[side] for pair in pairs]) for side in (0, 1))
+        rate = next(item.rate for item in self.workloads if item.name == workload)
         is_open = not self.config.concurrency and bool(self.config.rate or rate)
-        bound = None if is_open or (others or 1.0) > 1.0 else kept
+        bound = None if is_open or (other or 1.0) > 1.0 else own
         return doubt(ratio, bound, sum(ours.num_tokens for ours, _ in pairs))
 
 
 def _tokens_per_round(answers: Sequence[Measured]) -> float | None:
-    rounds = sum(each.num_rounds or 0 for each in answers)
-    return 1 + sum(each.num_accepted or 0 for each in answers) / rounds if rounds else None
+    rounds = sum(answer.num_rounds or 0 for answer in answers)
+    return 1 + sum(answer.num_accepted or 0 for answer in answers) / rounds if rounds else None
 
 
 def _median(differences: Sequence[tuple[float, ...]]) -> float:
-    return statistics.median(each[0] for each in differences)
+    return statistics.median(difference[0] for difference in differences)
 
 
-def _seconds(each: Measured, group: str) -> float:
+def _seconds(answer: Measured, group: str) -> float:
     if group == "total":
-        return each.total_s
-    return each.seconds([part for segment in GROUPS[group] for part in SEGMENTS[segment]])
+        return answer.total_s
+    return answer.seconds([part for segment in GROUPS[group] for part in SEGMENTS[segment]])
 
 
 def _result(workload: str, arm: str, answers: list[Measured]) -> LatencyResult:
-    whole = [each for each in answers if not each.error]
+    whole = [answer for answer in answers if not answer.error]
     bars = {name: bar_of(whole, share) for name, share in SHARES.items()}
     explained = [segment for segment in SEGMENTS if segment != UNATTRIBUTED]
-    total_s = sum(each.total_s for each in whole)
-    unexplained_s = abs(sum(each.parts.get(UNATTRIBUTED, 0.0) for each in whole))
+    total_s = sum(answer.total_s for answer in whole)
+    unexplained_s = abs(sum(answer.parts.get(UNATTRIBUTED, 0.0) for answer in whole))
     return LatencyResult(
         workload=workload,
         arm=arm,
         num_answers=len(answers),
         num_failed=len(answers) - len(whole),
-        failures=dict(Counter(each.error for each in answers if each.error).most_common()),
-        total=Spread.of([each.total_s for each in whole]),
-        first_token=Spread.of([each.first_s for each in whole]),
-        groups={name: Spread.of([_seconds(each, name) for each in whole if each.is_told]) for name in GROUPS},
+        failures=dict(Counter(answer.error for answer in answers if answer.error).most_common()),
+        total=Spread.of([answer.total_s for answer in whole]),
+        first_token=Spread.of([answer.first_s for answer in whole]),
+        groups={name: Spread.of([_seconds(answer, name) for answer in whole if answer.is_told]) for name in GROUPS},
         parts={
-            part: Spread.of(found) for part in PARTS if (found := [each.parts[part] for each in whole if part in each.parts])
+            part: Spread.of(seconds)
+            for part in PARTS
+            if (seconds := [answer.parts[part] for answer in whole if part in answer.parts])
         },
         bars=bars,
         unattributed=unexplained_s / total_s if whole else None,
-        is_told=bool(whole) and all(each.is_told for each in whole),
+        is_told=bool(whole) and all(answer.is_told for answer in whole),
         largest=max(explained, key=lambda segment: bars["p50"][segment]) if whole else None,
-        num_tokens=statistics.fmean(each.num_tokens for each in whole) if whole else None,
+        num_tokens=statistics.fmean(answer.num_tokens for answer in whole) if whole else None,
         tokens_per_round=_tokens_per_round(whole),
-        late=Spread.of([each.late_s for each in whole]),
-        lossless=all(each.lossless for each in whole),
+        late=Spread.of([answer.late_s for answer in whole]),
+        lossless=all(answer.lossless for answer in whole),
     )
 
 
 def bar_of(answers: Sequence[Measured], share: float) -> dict[str, float]:
-    """Seconds by segment: means of the answers whose total lies near this percentile of all totals."""
-    ordered = sorted(answers, key=lambda each: each.total_s)
+    """Return segment -> mean seconds of the answers whose total is near this percentile."""
+    ordered = sorted(answers, key=lambda answer: answer.total_s)
     middle, width = share * (len(ordered) - 1), max(NEAR * len(ordered), 0.5)
-    near = [each for place, each in enumerate(ordered) if abs(place - middle) <= width]
+    near = [answer for place, answer in enumerate(ordered) if abs(place - middle) <= width]
     return {
-        segment: statistics.fmean(each.seconds(parts) for each in near) if near else 0.0 for segment, parts in SEGMENTS.items()
+        segment: statistics.fmean(answer.seconds(parts) for answer in near) if near else 0.0
+        for segment, parts in SEGMENTS.items()
     }

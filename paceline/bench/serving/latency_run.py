@@ -1,4 +1,4 @@
-"""`bench latency` as a library call: a server for each drafter, or those that run; report.md and report.html.
+"""Library call of `bench latency`: starts a server per drafter or uses running ones; writes report.md and report.html.
 
 line = bench_latency(ArmsConfig(drafters=("none", "default")), LatencyConfig(), workloads=("voice",))
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.config import ArmsConfig, LatencyConfig
-from paceline.bench.serving.latency import GROUPS, PARTS, SEGMENTS, SHARES, TOLD, Alone, Arm, LatencyBench, LatencyResult, Pair
+from paceline.bench.serving.latency import GROUPS, PARTS, SEGMENTS, SHARES, TEXTS, Alone, Arm, LatencyBench, LatencyResult, Pair
 from paceline.bench.serving.servers import look, started
 from paceline.bench.serving.workloads import WORKLOADS, Workload, named_workload, workload_of
 from paceline.config import read_api_keys
@@ -25,25 +25,25 @@ from paceline.report.tables import SILENT, Column, Progress, Table, flat, spread
 from paceline.runs.folder import RunFolder
 
 ENOUGH = 0.02
-"""Share of the time that may be without a part."""
+"""Largest acceptable share of unattributed time."""
 COLUMNS = (
-    Column("workload", lambda each: each.workload),
-    Column("arm", lambda each: each.arm),
-    Column("answers", lambda each: f"{each.num_answers}" + (f", {each.num_failed} FAILED" if each.num_failed else "")),
-    spread_column("whole ms", lambda each: each.total, 1000, 0),
-    spread_column("first token ms", lambda each: each.first_token, 1000, 0),
-    *(spread_column(f"{name} ms", lambda each, name=name: each.groups[name], 1000, 1) for name in GROUPS),
-    Column("unattributed", lambda each: each.unattributed, "{:.1%}", "right"),
-    Column("largest", lambda each: each.largest),
-    Column("tokens", lambda each: each.num_tokens, "{:.0f}", "right"),
-    Column("tokens/round", lambda each: each.tokens_per_round, "{:.2f}", "right"),
-    Column("lossless", lambda each: "yes" if each.lossless else "NO"),
+    Column("workload", lambda result: result.workload),
+    Column("arm", lambda result: result.arm),
+    Column("answers", lambda result: f"{result.num_answers}" + (f", {result.num_failed} FAILED" if result.num_failed else "")),
+    spread_column("whole ms", lambda result: result.total, 1000, 0),
+    spread_column("first token ms", lambda result: result.first_token, 1000, 0),
+    *(spread_column(f"{name} ms", lambda result, name=name: result.groups[name], 1000, 1) for name in GROUPS),
+    Column("unattributed", lambda result: result.unattributed, "{:.1%}", "right"),
+    Column("largest", lambda result: result.largest),
+    Column("tokens", lambda result: result.num_tokens, "{:.0f}", "right"),
+    Column("tokens/round", lambda result: result.tokens_per_round, "{:.2f}", "right"),
+    Column("lossless", lambda result: "yes" if result.lossless else "NO"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A part of an arm, for the table of all parts."""
+    """Row of the table of all parts."""
 
     workload: str
     arm: str
@@ -52,22 +52,22 @@ class _Line:
 
 
 PART_COLUMNS = (
-    Column("workload", lambda each: each.workload),
-    Column("arm", lambda each: each.arm),
-    Column("part", lambda each: each.part.replace("_", " ")),
-    Column("mean ms", lambda each: 1000 * each.spread.mean, "{:.2f}", "right"),
-    spread_column("p50 / p90 / p99 ms", lambda each: each.spread, 1000, 2),
-    Column("what it is", lambda each: TOLD["meanings"][each.part]),
+    Column("workload", lambda line: line.workload),
+    Column("arm", lambda line: line.arm),
+    Column("part", lambda line: line.part.replace("_", " ")),
+    Column("mean ms", lambda line: 1000 * line.spread.mean, "{:.2f}", "right"),
+    spread_column("p50 / p90 / p99 ms", lambda line: line.spread, 1000, 2),
+    Column("what it is", lambda line: TEXTS["meanings"][line.part]),
 )
 PAIR_COLUMNS = (
-    Column("workload", lambda each: each.workload),
-    Column("arm", lambda each: each.arm),
-    Column("beside", lambda each: each.against),
-    Column("part", lambda each: each.part),
-    Column("p50 ms", lambda each: 1000 * each.p50_s, "{:.1f}", "right"),
-    Column("the other's", lambda each: 1000 * each.against_p50_s, "{:.1f}", "right"),
-    Column("less", lambda each: each.cut, "{:.0%}", "right"),
-    Column("difference ms", lambda each: _difference(each)),
+    Column("workload", lambda pair: pair.workload),
+    Column("arm", lambda pair: pair.arm),
+    Column("beside", lambda pair: pair.against),
+    Column("part", lambda pair: pair.part),
+    Column("p50 ms", lambda pair: 1000 * pair.p50_s, "{:.1f}", "right"),
+    Column("the other's", lambda pair: 1000 * pair.against_p50_s, "{:.1f}", "right"),
+    Column("less", lambda pair: pair.cut, "{:.0%}", "right"),
+    Column("difference ms", lambda pair: _difference(pair)),
 )
 
 
@@ -88,36 +88,44 @@ def bench_latency(
     progress: Progress = SILENT,
     alone: Alone = contextlib.nullcontext,
 ) -> dict[str, Any]:
-    """`workloads` by name and `prompts` of files, voice where there is neither; `schema` is what answers to the files' prompts
-    have to be. Returns the command's JSON, with the run folder as "run". Raises ConfigError when no arm can be asked."""
-    asked = _asked(workloads, prompts, schema, limit)
+    """Measure latency and write the report. Returns the command's JSON output; "run" is the run folder.
+
+    `workloads`: names of built-in workloads; `prompts`: files of prompts [default: the workload voice]. `schema`: JSON
+    schema of the answers to the files' prompts. Raises ConfigError if no variant accepts requests.
+    """
+    chosen = _read_workloads(workloads, prompts, schema, limit)
     key = next(iter(read_api_keys((), arms.api_key_file)), None)  # as an option it would stay in the run folder
-    settings = {"bench": asdict(config), "arms": asdict(arms), "workloads": [each.name for each in asked], "limit": limit}
+    settings = {
+        "bench": asdict(config),
+        "arms": asdict(arms),
+        "workloads": [workload.name for workload in chosen],
+        "limit": limit,
+    }
     with contextlib.ExitStack() as stack:
-        found = [_arm(name, url, key, arms.model if arms.urls else None, config) for name, url in arms.named_urls]
+        variants = [_arm(name, url, key, arms.model if arms.urls else None, config) for name, url in arms.named_urls]
         run = RunFolder.create("bench-latency", settings, out)
         if arms.drafters:
             named = [(name, ("--drafter", drafter, *arms.words)) for name, drafter in arms.named_drafters]
             urls = stack.enter_context(started(named, run.path, progress))
-            found = [_arm(name, url, key, None, config) for (name, _), url in zip(named, urls, strict=True)] + found
-        progress.say(", ".join(f"{each.name} at {each.client.url}" for each in found))
-        bench = LatencyBench(found, asked, config, alone)
+            variants = [_arm(name, url, key, None, config) for (name, _), url in zip(named, urls, strict=True)] + variants
+        progress.say(", ".join(f"{variant.name} at {variant.client.url}" for variant in variants))
+        bench = LatencyBench(variants, chosen, config, alone)
         with progress.bar("latency", bench.num_answers) as advance:
             bench.run(on_answer=advance)
     for (workload, arm), answers in bench.measured.items():
         for number, answer in enumerate(answers):
-            told = asdict(answer)
-            run.log(workload=workload, arm=arm, request=number, **{name: told[name] for name in told if name != "text"})
+            values = asdict(answer)
+            run.log(workload=workload, arm=arm, request=number, **{name: values[name] for name in values if name != "text"})
     results, pairs = bench.results(), bench.pairs()
-    line = {"results": [asdict(each) for each in results], "pairs": [asdict(each) for each in pairs], "seed": config.seed}
+    line = {"results": [asdict(result) for result in results], "pairs": [asdict(pair) for pair in pairs], "seed": config.seed}
     run.results(line)
-    _report(run, results, pairs, asked, settings, progress)
-    if all(each.num_failed == each.num_answers for each in results):
+    _report(run, results, pairs, chosen, settings, progress)
+    if all(result.num_failed == result.num_answers for result in results):
         raise ConfigError(f"every request failed, first with: {next(iter(results[0].failures))}")
     return {**line, "run": run.path}
 
 
-def _asked(names: Sequence[str], prompts: Sequence[str], schema: Path | None, limit: int | None) -> list[Workload]:
+def _read_workloads(names: Sequence[str], prompts: Sequence[str], schema: Path | None, limit: int | None) -> list[Workload]:
     unknown = next((name for name in names if name not in WORKLOADS), None)
     refuse(
         ConfigError,
@@ -133,17 +141,17 @@ def _asked(names: Sequence[str], prompts: Sequence[str], schema: Path | None, li
             ConfigError, f"cannot read the schema in {schema}", "give a file with a JSON schema", OSError, ValueError
         ):
             wanted = json.loads(schema.read_text(encoding="utf-8"))
-    of_files = [workload_of(each, limit, wanted) for each in prompts]
-    found = [named_workload(name, limit) for name in names or (() if of_files else ("voice",))] + of_files
-    called = [each.name for each in found]
+    of_files = [workload_of(file, limit, wanted) for file in prompts]
+    chosen = [named_workload(name, limit) for name in names or (() if of_files else ("voice",))] + of_files
+    used = [file.name for file in chosen]
     refuse(
         ConfigError,
         (
-            len(set(called)) < len(called),
-            f"two workloads have one name ({', '.join(called)}): rename a file, or name each once",
+            len(set(used)) < len(used),
+            f"two workloads have one name ({', '.join(used)}): rename a file, or name each once",
         ),
     )
-    return found
+    return chosen
 
 
 def _arm(name: str, url: str, key: str | None, model: str | None, config: LatencyConfig) -> Arm:
@@ -153,9 +161,9 @@ def _arm(name: str, url: str, key: str | None, model: str | None, config: Latenc
 
 
 def _tone(results: list[LatencyResult], pairs: list[Pair]) -> Tone:
-    if not all(each.lossless for each in results):
+    if not all(item.lossless for item in results):
         return "bad"
-    cuts = [each.cut for each in pairs if each.part == "decode" and not each.doubt]
+    cuts = [item.cut for item in pairs if item.part == "decode" and not item.doubt]
     return tone_of([1 / (1 - cut) for cut in cuts if cut and cut < 1])
 
 
@@ -163,32 +171,39 @@ def _report(
     run: RunFolder,
     results: list[LatencyResult],
     pairs: list[Pair],
-    asked: list[Workload],
+    workloads: list[Workload],
     settings: dict[str, Any],
     progress: Progress,
 ) -> None:
-    """report.md and report.html, and the same in short to `progress`."""
+    """Write report.md and report.html, and report a summary to `progress`."""
     figures = Table(COLUMNS, results, width=230)
-    lines = [_Line(each.workload, each.arm, part, each.parts[part]) for each in results for part in PARTS if part in each.parts]
-    remedies = [remedy_of(each) for each in results if each.largest]
+    lines = [
+        _Line(result.workload, result.arm, part, result.parts[part])
+        for result in results
+        for part in PARTS
+        if part in result.parts
+    ]
+    remedies = [remedy_of(result) for result in results if result.largest]
     values: dict[str, Any] = {
         "title": "Where the milliseconds go",
         "verdict": render("latency_verdict.txt", results=results, pairs=pairs, enough=ENOUGH).strip(),
         "tone": _tone(results, pairs),
-        "about": [f"{each.name}: {each.about}; {len(each.requests)} requests." for each in asked],
+        "about": [f"{result.name}: {result.about}; {len(result.requests)} requests." for result in workloads],
         "figures": figures,
         "remedies": remedies,
         "beside": Table(PAIR_COLUMNS, pairs),
         "parts": Table(PART_COLUMNS, lines),
-        "failures": [f"{each.workload}, {each.arm}: {n}x {why}" for each in results for why, n in each.failures.items()],
+        "failures": [
+            f"{result.workload}, {result.arm}: {n}x {why}" for result in results for why, n in result.failures.items()
+        ],
         "settings": flat(settings),
     }
     run.write("report.md", render("latency.md", **values))
     progress.table(figures)
     if pairs:
         progress.table(values["beside"])
-    for said in (values["verdict"], *remedies, *(f"FAILED: {each}" for each in values["failures"])):
-        progress.say(said)
+    for text in (values["verdict"], *remedies, *(f"FAILED: {result}" for result in values["failures"])):
+        progress.say(text)
     try:
         run.write("report.html", render("latency.html", drawn=bars_of(results), **values))
     except ConfigError as error:
@@ -197,30 +212,30 @@ def _report(
 
 
 def remedy_of(result: LatencyResult) -> str:
-    """One sentence on the segment that is largest at the median, and what makes it smaller."""
+    """Return one sentence on the largest segment at the median, and how to reduce it."""
     assert result.largest
     bar = result.bars["p50"]
     share = bar[result.largest] / (sum(bar.values()) or 1.0)
     return (
         f"{result.workload}, {result.arm}: most of the time, {share:.0%} at the median, goes to {result.largest}. "
-        f"To make it less: {TOLD['remedies'][result.largest]}"
+        f"To make it less: {TEXTS['remedies'][result.largest]}"
     )
 
 
 def bars_of(results: Sequence[LatencyResult]) -> list[Plot]:
-    """For each workload a figure: p50, p90 and p99 of each arm, as stacked bars in milliseconds."""
+    """Plot for each workload the p50, p90 and p99 of each variant as stacked bars, in milliseconds."""
     names = list(SEGMENTS)
     return [
         stacked(
             f"{workload}: where the time of a request goes",
             [
-                (f"{each.arm[-16:]} {share}", [1000 * each.bars[share][name] for name in names])
-                for each in results
-                if each.workload == workload and each.largest
+                (f"{result.arm[-16:]} {share}", [1000 * result.bars[share][name] for name in names])
+                for result in results
+                if result.workload == workload and result.largest
                 for share in SHARES
             ],
             names,
             "ms",
         )
-        for workload in dict.fromkeys(each.workload for each in results)
+        for workload in dict.fromkeys(result.workload for result in results)
     ]

@@ -1,12 +1,13 @@
-"""A server under load: the same requests at each load, with speculation off and on taking turns.
+"""Measures a server under load: the same requests at each load, alternating between speculation off and on.
 
     paceline bench serving --concurrency 1,4 --limit 8
 
-A closed loop keeps a number of requests in flight; an open loop sends them at random times (Poisson) whatever becomes of
-those before, as users do. Nothing here imports PyTorch: the client shares the processor with the server it measures.
+A closed loop keeps a number of requests in flight. An open loop sends them at random times (Poisson) regardless of earlier
+requests, as users do. This module does not import PyTorch, since the client shares the processor with the server it
+measures.
 
-Times to the first token and to the end count from when a request was due. A chunk is what a server sends at once: with
-speculation it holds several tokens, so the time between chunks and the time between tokens are two things.
+Times to the first token and to the end start when a request was due. A chunk is one message of the stream: with speculation
+it contains several tokens, so the time between chunks and the time between tokens differ.
 """
 
 from __future__ import annotations
@@ -32,59 +33,60 @@ from paceline.report.tables import ignore
 from paceline.simulate.server.load import Arrivals, poisson
 
 BASELINE = "off"
+"""Name of the contender that others are compared with."""
 DONE = b"[DONE]"
 ROUNDS_OF_REQUESTS = 4
-"""A closed loop's requests for each one in flight, when the prompts are fewer."""
+"""Least number of a closed loop's requests, per request in flight."""
 OPEN_SECONDS = 10.0
-"""How long an open loop sends, at least."""
+"""Least duration of an open loop, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A server, or a way to ask it."""
+    """A server, or one way to use it."""
 
     name: str
     client: Client
     fields: dict[str, Any] = field(default_factory=dict)
-    """Added to each request."""
+    """Fields added to each request."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """One request's fate."""
+    """Outcome of one request."""
 
     error: str | None = None
-    """Why it failed; then the other fields mean nothing."""
+    """Reason of a failure; the other fields are then meaningless."""
     first_s: float = 0.0
-    """Time to the first text."""
+    """Seconds from the due time to the first text."""
     total_s: float = 0.0
     due_s: float = 0.0
-    """When it was due, after the pass began."""
+    """Due time in seconds after the start of the pass."""
     late_s: float = 0.0
-    """How long after its time the request was sent: the client's own delay."""
+    """Client-side delay between due time and sending, in seconds."""
     chunk_gaps_s: list[float] = field(default_factory=list)
-    """Between two chunks of text."""
+    """Seconds between consecutive chunks of text."""
     num_prompt: int = 0
     num_reused: int = 0
-    """Prompt tokens whose work the server had done before."""
+    """Prompt tokens that the server found in its cache."""
     num_tokens: int = 0
     num_accepted: int | None = None
-    """Drafts that stood; None where the server does not tell."""
+    """Accepted drafts; None if the server does not report them."""
     num_drafted: int | None = None
     num_rounds: int | None = None
     accepted_histogram: list[int] = field(default_factory=list)
-    """accepted_histogram[n]: rounds in which exactly n drafts stood."""
+    """accepted_histogram[n]: rounds in which exactly n drafts were accepted."""
     lossless: bool = True
-    """False where the server says so: acceptance was mocked."""
+    """False if the server reports mocked acceptance."""
     rounds_by_source: dict[str, Any] = field(default_factory=dict)
-    """As the server tells them: source of drafts -> num_rounds, num_drafted and accepted_histogram of its rounds."""
+    """Source of drafts -> num_rounds, num_drafted and accepted_histogram of its rounds, as reported by the server."""
     text: str = ""
     timings: dict[str, Any] = field(default_factory=dict)
-    """Where the server says that its time went, as it says it."""
+    """The server's report of its own time, unchanged."""
 
     @property
     def inter_token_s(self) -> float | None:
-        """Mean time between two tokens after the first; None for an answer of one."""
+        """Mean seconds between two tokens after the first; None for an answer of one token."""
         return sum(self.chunk_gaps_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
 
@@ -96,65 +98,65 @@ class Pass:
     client_cpu_s: float
     answers: list[Answer]
     steps: list[list[Any]] = field(default_factory=list)
-    """[kind, size, how often, seconds in all] of what the server's engine did meanwhile, where it tells (`GET /steps`)."""
+    """[kind, size, count, total seconds] of the engine's steps during the pass, if the server reports them (`GET /steps`)."""
 
     @property
     def tokens_per_s(self) -> float:
-        return sum(each.num_tokens for each in self.answers if not each.error) / self.wall_s
+        return sum(answer.num_tokens for answer in self.answers if not answer.error) / self.wall_s
 
     @property
     def mean_total_s(self) -> float | None:
-        """None when nothing was answered."""
-        totals = [each.total_s for each in self.answers if not each.error]
+        """Mean total time of an answer in seconds; None if all requests failed."""
+        totals = [answer.total_s for answer in self.answers if not answer.error]
         return statistics.fmean(totals) if totals else None
 
 
 @dataclass(slots=True)
 class ServingResult:
-    """The figures of one load and contender. Times in seconds, over the answers of all repetitions."""
+    """Results of one load and contender, in seconds, over the answers of all repetitions."""
 
     load: Arrivals
     speculate: str
     num_answers: int
     num_failed: int
     failures: dict[str, int]
-    """Reason -> how often."""
+    """Reason -> number of requests."""
     tokens_per_s: float
     """Output tokens over the wall time of a pass: median over repetitions."""
     tokens_per_s_range: tuple[float, float]
     first_token: Spread
     inter_token: Spread
-    """Of each answer's mean time between tokens after the first."""
+    """Spread over answers of the mean time between tokens after the first."""
     inter_chunk: Spread
     total: Spread
     tokens_per_round: float | None
     speedup: float | None
-    """Mean time of an answer with speculation off over the one here, the same requests: median over repetitions. None if the
-    times rule it out, see `doubt`; at an open rate answers also wait for one another, and nothing is ruled out."""
+    """Mean time of an answer with speculation off over this one's, same requests: median over repetitions. None if the
+    times rule it out, see `doubt`. At an open rate requests also delay one another, so no value is ruled out."""
     identical: float | None
-    """Greedy: share of texts that equal those with speculation off."""
+    """Share of greedy texts that are equal to those with speculation off."""
     reused: float | None
-    """Share of prompt tokens that the server did not compute again."""
+    """Share of prompt tokens that the server found in its cache."""
     client_cpu: float
-    """Share of one core that this client took."""
+    """CPU time of this client over wall time: the share of one core."""
     late: Spread
-    """How late requests were sent."""
+    """Client-side delay between due time and sending."""
     lossless: bool = True
-    """False when any answer was not: these are figures of a mocked acceptance."""
+    """False if any answer was reported as not lossless, e.g. with mocked acceptance."""
     doubt: str | None = None
-    """Why there is no verdict on the speed-up, as of `figures.doubt`."""
+    """Reason for a missing verdict on the speed-up, from `statistics.doubt`."""
 
 
 class ServingBench:
-    """Requests, contenders, and the passes run so far. `run()`, then `results()`."""
+    """Sends the requests to all contenders at all loads and summarises the passes: `run()`, then `results()`."""
 
     def __init__(self, contenders: list[Contender], model: str, prompts: list[Prompt], config: ServingConfig) -> None:
         self.contenders, self.config, self._model, self._prompts = contenders, config, model, prompts
-        self.loads = [Arrivals(concurrency=each) for each in config.closed] + [Arrivals(rate=each) for each in config.rates]
-        self.passes = {(load, each.name): list[Pass]() for load in self.loads for each in contenders}
+        self.loads = [Arrivals(concurrency=count) for count in config.closed] + [Arrivals(rate=rate) for rate in config.rates]
+        self.passes = {(load, contender.name): list[Pass]() for load in self.loads for contender in contenders}
 
     def num_requests(self, load: Arrivals) -> int:
-        """Of one pass."""
+        """Return the number of requests of one pass."""
         if self.config.num_requests:
             return self.config.num_requests
         least = math.ceil(OPEN_SECONDS * load.rate) if load.rate else ROUNDS_OF_REQUESTS * (load.concurrency or 1)
@@ -162,7 +164,7 @@ class ServingBench:
 
     @property
     def num_answers(self) -> int:
-        """Answers that `run` will ask for: the length of its progress bar."""
+        """Number of requests that `run` sends: the length of its progress bar."""
         return self.config.repeat * len(self.contenders) * sum(self.num_requests(load) for load in self.loads)
 
     def run(
@@ -170,15 +172,15 @@ class ServingBench:
         on_answer: Callable[[Arrivals, str], None] = ignore,
         on_pass: Callable[[Arrivals, str, Pass], None] = ignore,
     ) -> None:
-        """All loads, `repeat` times; at each load the contenders follow one another, in an order that turns around."""
+        """Run all loads `repeat` times; at each load the contenders take turns, in alternating order."""
         try:
             for contender in self.contenders:
                 self._pass(contender, self.loads[0], WARM_UP_TOKENS, 0)
             for number in range(self.config.repeat):
                 for place, load in enumerate(self.loads):
                     for contender in self.contenders[:: -1 if (number + place) % 2 else 1]:
-                        told = partial(on_answer, load, contender.name)
-                        done = self._pass(contender, load, self.config.max_tokens, number, told)
+                        on_each = partial(on_answer, load, contender.name)
+                        done = self._pass(contender, load, self.config.max_tokens, number, on_each)
                         self.passes[load, contender.name].append(done)
                         on_pass(load, contender.name, done)
         finally:
@@ -201,7 +203,7 @@ class ServingBench:
         with ThreadPoolExecutor(load.concurrency or len(requests)) as threads:
             try:
                 if load.rate:
-                    due = [began + each for each in poisson(load.rate, len(requests), self.config.seed + number)]
+                    due = [began + offset_s for offset_s in poisson(load.rate, len(requests), self.config.seed + number)]
                     streams = open_loop(threads, send, due)
                 else:
                     streams = list(threads.map(send, range(len(requests))))
@@ -210,12 +212,12 @@ class ServingBench:
                 contender.client.close()
                 raise
         wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
-        told = [(key, *spent, *before.get(key, (0, 0.0))) for key, spent in _steps(contender.client).items()]
-        steps = [[*key, count - old, seconds - old_s] for key, count, seconds, old, old_s in told if count > old]
-        return Pass(wall_s, cpu_s, [read_answer(each, began) for each in streams], steps)
+        spans = [(key, *spent, *before.get(key, (0, 0.0))) for key, spent in _steps(contender.client).items()]
+        steps = [[*key, count - old, seconds - old_s] for key, count, seconds, old, old_s in spans if count > old]
+        return Pass(wall_s, cpu_s, [read_answer(stream, began) for stream in streams], steps)
 
     def _request(self, index: int, fields: dict[str, Any], max_tokens: int) -> tuple[str, bytes]:
-        """Path and body of a pass's request; prompts begin again when they are fewer."""
+        """Return API path and JSON body of a pass's request; prompts repeat if there are fewer than requests."""
         prompt = self._prompts[index % len(self._prompts)]
         body: dict[str, Any] = {
             "model": self._model,
@@ -231,18 +233,18 @@ class ServingBench:
         return path, json.dumps(body | own).encode()
 
     def results(self) -> list[ServingResult]:
-        """One for each load and contender that has run."""
+        """Return the results of each load and contender that has run."""
         return [self._result(load, name) for load, name in self.passes if self.passes[load, name]]
 
     def _result(self, load: Arrivals, name: str) -> ServingResult:
         passes, baseline = self.passes[load, name], self.passes.get((load, BASELINE), [])
-        answers = [answer for each in passes for answer in each.answers]
+        answers = [answer for run in passes for answer in run.answers]
         whole = [answer for answer in answers if not answer.error]
-        rates = [each.tokens_per_s for each in passes]
-        num_prompt = sum(each.num_prompt for each in whole)
-        measured, kept = _speedup(passes, baseline), tokens_per_round(whole)
-        most = None if load.rate or name == BASELINE else kept
-        num_tokens = sum(each.num_tokens for each in whole)
+        rates = [run.tokens_per_s for run in passes]
+        num_prompt = sum(answer.num_prompt for answer in whole)
+        measured, acceptance_length = _speedup(passes, baseline), tokens_per_round(whole)
+        most = None if load.rate or name == BASELINE else acceptance_length
+        num_tokens = sum(answer.num_tokens for answer in whole)
         return ServingResult(
             load=load,
             speculate=name,
@@ -251,36 +253,36 @@ class ServingBench:
             failures=dict(Counter(answer.error for answer in answers if answer.error).most_common()),
             tokens_per_s=statistics.median(rates),
             tokens_per_s_range=(min(rates), max(rates)),
-            first_token=Spread.of([each.first_s for each in whole]),
-            inter_token=Spread.of([each.inter_token_s for each in whole if each.inter_token_s is not None]),
-            inter_chunk=Spread.of([gap for each in whole for gap in each.chunk_gaps_s]),
-            total=Spread.of([each.total_s for each in whole]),
-            tokens_per_round=kept,
+            first_token=Spread.of([answer.first_s for answer in whole]),
+            inter_token=Spread.of([answer.inter_token_s for answer in whole if answer.inter_token_s is not None]),
+            inter_chunk=Spread.of([gap for answer in whole for gap in answer.chunk_gaps_s]),
+            total=Spread.of([answer.total_s for answer in whole]),
+            tokens_per_round=acceptance_length,
             speedup=possible_speedup(measured, most),
             identical=_identical(passes, baseline) if self.config.temperature == 0 else None,
-            reused=sum(each.num_reused for each in whole) / num_prompt if num_prompt else None,
-            client_cpu=sum(each.client_cpu_s for each in passes) / sum(each.wall_s for each in passes),
-            late=Spread.of([each.late_s for each in whole]),
-            lossless=all(each.lossless for each in whole),
+            reused=sum(answer.num_reused for answer in whole) / num_prompt if num_prompt else None,
+            client_cpu=sum(run.client_cpu_s for run in passes) / sum(run.wall_s for run in passes),
+            late=Spread.of([answer.late_s for answer in whole]),
+            lossless=all(answer.lossless for answer in whole),
             doubt=None if name == BASELINE or measured is None else doubt(measured, most, num_tokens),
         )
 
 
 def _steps(client: Client) -> dict[tuple[str, int], tuple[int, float]]:
-    """Metrics.step_times of a paceline server; nothing of others."""
+    """Return (kind, size) -> (count, seconds) of the steps of a paceline server's engine; {} for other servers."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        told = json.loads(client.get("/steps").body)["steps"]
-        return {(kind, size): (count, seconds) for kind, size, count, seconds in told}
+        steps = json.loads(client.get("/steps").body)["steps"]
+        return {(kind, size): (count, seconds) for kind, size, count, seconds in steps}
     return {}
 
 
 def open_loop(threads: ThreadPoolExecutor, send: Callable[[int, float], Stream], due: list[float]) -> list[Stream]:
-    """Send each request at its time, whatever becomes of those before; `due` is of time.perf_counter."""
+    """Send each request at its time in `due` (seconds of time.perf_counter), regardless of earlier ones."""
     sent = []
     for index, due_s in enumerate(due):
         time.sleep(max(due_s - time.perf_counter(), 0))
         sent.append(threads.submit(send, index, due_s))
-    return [each.result() for each in sent]
+    return [future.result() for future in sent]
 
 
 def _speedup(passes: list[Pass], baseline: list[Pass]) -> float | None:
@@ -300,7 +302,7 @@ def _identical(passes: list[Pass], baseline: list[Pass]) -> float | None:
 
 
 def read_answer(stream: Stream, began_s: float = 0.0) -> Answer:
-    """A streamed chat or text completion of a pass that began at `began_s`."""
+    """Parse a streamed chat or text completion of a pass that began at `began_s`."""
     if stream.failure:
         return Answer(error=stream.failure)
     if stream.status != 200:
@@ -357,7 +359,7 @@ def _count(answer: Answer, chunk: dict[str, Any]) -> None:
 
 
 def _error_of(body: bytes) -> str:
-    """The message of an error in OpenAI's shape, or whatever there is."""
+    """Return the message of an error in OpenAI's format, or the beginning of any other body."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
@@ -366,7 +368,9 @@ def _error_of(body: bytes) -> str:
 
 
 def tokens_per_round(answers: Sequence[Answer]) -> float | None:
-    """Accepted drafts plus the target's own token, per round; None where the server does not tell."""
-    told = [(each.num_accepted, each.num_rounds) for each in answers if each.num_accepted is not None and each.num_rounds]
-    num_rounds = sum(rounds for _, rounds in told)
-    return 1 + sum(accepted for accepted, _ in told) / num_rounds if num_rounds else None
+    """Return the acceptance length over all answers; None if the server does not report rounds."""
+    counts = [
+        (answer.num_accepted, answer.num_rounds) for answer in answers if answer.num_accepted is not None and answer.num_rounds
+    ]
+    num_rounds = sum(rounds for _, rounds in counts)
+    return 1 + sum(accepted for accepted, _ in counts) / num_rounds if num_rounds else None

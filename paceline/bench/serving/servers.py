@@ -1,4 +1,4 @@
-"""`bench serving` as a library call: find the server or start some, put it under load, write report.md and report.html.
+"""Library call of `bench serving`: finds or starts servers, puts them under load, writes report.md and report.html.
 
 line = bench_serving(ServersConfig(url="http://127.0.0.1:8000"), ServingConfig(concurrencies=(1, 8)))
 """
@@ -30,28 +30,29 @@ from paceline.simulate.server.load import Arrivals
 
 CONTENDERS = (BASELINE, "auto")
 OWNER = "paceline"
-"""What our server says of itself in /v1/models: it knows the fields `speculate` and `return_metrics`."""
+"""Value of `owned_by` in /v1/models of a paceline server, which supports the fields `speculate` and `return_metrics`."""
 STOP_SECONDS = 40
+"""Timeout in seconds for a started server to end before it is killed."""
 
 
-def _speedup_cell(each: ServingResult) -> str | None:
-    return f"{each.speedup:.2f}x" if each.speedup is not None else each.doubt and "busy: repeat"
+def _speedup_cell(result: ServingResult) -> str | None:
+    return f"{result.speedup:.2f}x" if result.speedup is not None else result.doubt and "busy: repeat"
 
 
 COLUMNS = (
-    Column("load", lambda each: each.load),
-    Column("speculate", lambda each: each.speculate),
-    Column("answers", lambda each: f"{each.num_answers}" + (f", {each.num_failed} FAILED" if each.num_failed else "")),
-    Column("tokens/s", lambda each: each.tokens_per_s, "{:.1f}", "right"),
-    Column("range", lambda each: "{:.0f} to {:.0f}".format(*each.tokens_per_s_range), align="right"),
-    Column("speed-up", lambda each: _speedup_cell(each), align="right"),
-    spread_column("first token ms", lambda each: each.first_token, 1000, 0),
-    spread_column("inter-token ms", lambda each: each.inter_token, 1000, 1),
-    spread_column("inter-chunk ms", lambda each: each.inter_chunk, 1000, 1),
-    spread_column("whole s", lambda each: each.total, 1, 2),
-    Column("tokens/round", lambda each: each.tokens_per_round, "{:.2f}", "right"),
-    Column("identical", lambda each: each.identical, "{:.0%}", "right"),
-    Column("reused", lambda each: each.reused, "{:.0%}", "right"),
+    Column("load", lambda result: result.load),
+    Column("speculate", lambda result: result.speculate),
+    Column("answers", lambda result: f"{result.num_answers}" + (f", {result.num_failed} FAILED" if result.num_failed else "")),
+    Column("tokens/s", lambda result: result.tokens_per_s, "{:.1f}", "right"),
+    Column("range", lambda result: "{:.0f} to {:.0f}".format(*result.tokens_per_s_range), align="right"),
+    Column("speed-up", lambda result: _speedup_cell(result), align="right"),
+    spread_column("first token ms", lambda result: result.first_token, 1000, 0),
+    spread_column("inter-token ms", lambda result: result.inter_token, 1000, 1),
+    spread_column("inter-chunk ms", lambda result: result.inter_chunk, 1000, 1),
+    spread_column("whole s", lambda result: result.total, 1, 2),
+    Column("tokens/round", lambda result: result.tokens_per_round, "{:.2f}", "right"),
+    Column("identical", lambda result: result.identical, "{:.0%}", "right"),
+    Column("reused", lambda result: result.reused, "{:.0%}", "right"),
 )
 
 
@@ -63,8 +64,9 @@ def bench_serving(
     out: Path | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
-    """Returns the command's JSON, with the run folder as "run". Raises what is wrong with the server, before any load."""
-    asked = read_prompts(prompts or BUILTIN_PROMPTS, limit)
+    """Measure serving under load. Returns the command's JSON output; "run" is the run folder. Raises an error of the server
+    before any load is sent."""
+    prompt_list = read_prompts(prompts or BUILTIN_PROMPTS, limit)
     key = next(iter(read_api_keys((), servers.api_key_file)), None)  # as an option it would stay in the run folder
     described: dict[str, Any] = {
         "bench": config,
@@ -77,13 +79,13 @@ def bench_serving(
     }
     with contextlib.ExitStack() as stack:
         if servers.url:  # a wrong address leaves no run folder behind
-            name, contenders = _found(servers, servers.url, key, config.timeout_s)
+            name, contenders = _running(servers, servers.url, key, config.timeout_s)
             run = RunFolder.create("bench-serving", described, out)
         else:
             run = RunFolder.create("bench-serving", described, out)
             name, contenders = stack.enter_context(_started(servers, key, config.timeout_s, run.path, progress))
-        progress.say(f"{name}: " + ", ".join(f"{each.name} at {each.client.url}" for each in contenders))
-        bench = ServingBench(contenders, name, asked, config)
+        progress.say(f"{name}: " + ", ".join(f"{contender.name} at {contender.client.url}" for contender in contenders))
+        bench = ServingBench(contenders, name, prompt_list, config)
         with progress.bar("serving", bench.num_answers) as advance:
             bench.run(
                 on_answer=lambda load, speculate: advance(f"{load}, speculate {speculate}"),
@@ -99,26 +101,26 @@ def bench_serving(
 
 
 def _tone(results: list[ServingResult]) -> Tone:
-    if any(each.num_failed or not each.lossless for each in results):
+    if any(result.num_failed or not result.lossless for result in results):
         return "bad"
-    sure = [each.speedup for each in results if each.speculate != "off" and each.speedup and not each.doubt]
+    sure = [result.speedup for result in results if result.speculate != "off" and result.speedup and not result.doubt]
     return tone_of(sure, LOAD_GAIN)
 
 
 def _report(
     run: RunFolder, bench: ServingBench, results: list[ServingResult], model: str, settings: dict[str, Any], progress: Progress
 ) -> None:
-    """report.md and report.html, and the same in short to `progress`."""
-    by_load = [(each.load.rate, each.load.concurrency, each.speculate, each) for each in results]
+    """Write report.md and report.html, and report a summary to `progress`."""
+    by_load = [(result.load.rate, result.load.concurrency, result.speculate, result) for result in results]
     figures = Table(COLUMNS, results, width=190)
     sent = render("sent.txt", config=bench.config, results=results).rstrip()
     failures = [
-        f"{each.load}, speculate {each.speculate}: {count}x {reason}"
-        for each in results
-        for reason, count in each.failures.items()
+        f"{result.load}, speculate {result.speculate}: {count}x {reason}"
+        for result in results
+        for reason, count in result.failures.items()
     ]
     verdict = render("serving_verdict.txt", results=results).rstrip()
-    plots = (*LOAD_PLOTS, LoadPlot("Time of an answer", "s", lambda each: each.total))
+    plots = (*LOAD_PLOTS, LoadPlot("Time of an answer", "s", lambda result: result.total))
     notice = write_load_report(
         run,
         lambda: load_plots(plots, by_load),
@@ -141,16 +143,21 @@ def _report(
 
 
 def _log(run: RunFolder, bench: ServingBench, load: Arrivals, speculate: str, done: Pass) -> None:
-    told = {**asdict(load), "speculate": speculate, "repetition": len(bench.passes[load, speculate]) - 1, "wall_s": done.wall_s}
+    common = {
+        **asdict(load),
+        "speculate": speculate,
+        "repetition": len(bench.passes[load, speculate]) - 1,
+        "wall_s": done.wall_s,
+    }
     if done.steps:
-        run.log(**told, steps=done.steps)
+        run.log(**common, steps=done.steps)
     for index, answer in enumerate(done.answers):
         figures = {key: value for key, value in asdict(answer).items() if key != "text"}
         figures["chunk_gaps_s"] = [round(gap, 6) for gap in answer.chunk_gaps_s]
-        run.log(**told, request=index, **figures)
+        run.log(**common, request=index, **figures)
 
 
-def _found(servers: ServersConfig, url: str, key: str | None, timeout_s: float) -> tuple[str, list[Contender]]:
+def _running(servers: ServersConfig, url: str, key: str | None, timeout_s: float) -> tuple[str, list[Contender]]:
     name, is_ours = look(url, key, servers.model)
     client = Client(url, key, timeout_s)
     if not is_ours:
@@ -158,14 +165,14 @@ def _found(servers: ServersConfig, url: str, key: str | None, timeout_s: float) 
             raise ConfigError(f"{url} is no paceline server and knows nothing of --speculate: leave it out")
         return name, [Contender("as it is", client)]
     contenders = [
-        Contender(each, client, {"return_metrics": True, "speculate": int(each) if each.isdecimal() else each})
-        for each in servers.speculate or CONTENDERS
+        Contender(name, client, {"return_metrics": True, "speculate": int(name) if name.isdecimal() else name})
+        for name in servers.speculate or CONTENDERS
     ]
     return name, contenders
 
 
 def look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
-    """What the server calls the model, and whether it is a paceline server. Raises what is wrong with it, in one line."""
+    """Return (name of the model, True for a paceline server). Raises an error with a remedy if the server cannot be used."""
     missing = reraised(DownloadError, f"there is no server at {url}", "start one with paceline serve, or check --url", OSError)
     with missing, contextlib.closing(Client(url, key, timeout_s=30)) as client:
         reply = client.get("/v1/models")
@@ -173,7 +180,7 @@ def look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
         had = "does not take this API key" if key else "wants an API key"
         raise ConfigError(f"{url} {had}: put the right one into a file and give --api-key-file, or set PACELINE_API_KEY")
     try:
-        models = {each["id"]: each.get("owned_by") for each in json.loads(reply.body)["data"]}
+        models = {entry["id"]: entry.get("owned_by") for entry in json.loads(reply.body)["data"]}
     except (ValueError, KeyError, TypeError, AttributeError):
         models = {}
     if reply.status != 200 or not models:
@@ -190,7 +197,7 @@ def look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
 def _started(
     servers: ServersConfig, key: str | None, timeout_s: float, folder: Path, progress: Progress
 ) -> Iterator[tuple[str, list[Contender]]]:
-    """A server for each contender."""
+    """Start a server for each contender, and yield (name of the model, contenders)."""
     names = servers.speculate or CONTENDERS
     with started([(name, ("--speculate", name, *servers.words)) for name in names], folder, progress) as urls:
         model, _ = look(urls[0], key, None)
@@ -200,9 +207,11 @@ def _started(
 
 @contextlib.contextmanager
 def started(named: Sequence[tuple[str, Sequence[str]]], folder: Path, progress: Progress) -> Iterator[list[str]]:
-    """Addresses of servers of ours, each with a name and options of `paceline serve`; their words go to files in `folder`. The
-    one that has nothing to do sleeps; one starts after the other, because a server measures its passes before it is ready, and
-    would measure the others' start too. Raises ConfigError when one cannot be started."""
+    """Start `paceline serve` for each (name, options) and yield the URLs; logs are written to `folder`.
+
+    Servers start one after the other, because a server measures its passes before it is ready, and the start of others
+    would disturb that. An idle server uses no processor time. Raises ConfigError if one cannot be started.
+    """
     processes: list[subprocess.Popen[bytes]] = []
     urls: list[str] = []
     try:
@@ -225,11 +234,11 @@ def started(named: Sequence[tuple[str, Sequence[str]]], folder: Path, progress: 
 
 
 def _ready(process: subprocess.Popen[bytes], log: Path) -> str:
-    """The address of a server that has loaded its model. Raises ConfigError with its last words when it ends before that."""
+    """Return the URL of a server once it has loaded its model. Raises ConfigError with its last log line if it exits first."""
     while process.poll() is None:
-        found = re.search(r"listening on (http://\S+),", log.read_text(errors="replace"))
-        if found and _answers(found.group(1) + "/ready"):
-            return found.group(1)
+        match = re.search(r"listening on (http://\S+),", log.read_text(errors="replace"))
+        if match and _answers(match.group(1) + "/ready"):
+            return match.group(1)
         time.sleep(0.1)
     words = log.read_text(errors="replace").split("error: ")[-1].strip().splitlines()
     raise ConfigError(f"a server could not be started: {words[-1] if words else 'it said nothing'}")

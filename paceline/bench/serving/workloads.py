@@ -1,7 +1,7 @@
-"""What `bench latency` asks: named workloads from `workloads.json`, or the prompts of any file.
+"""Workloads of `bench latency`: built-in ones from `workloads.json`, or the prompts of a file.
 
-A workload's calls are written down with all their turns, the assistant's too: every arm is asked the same, whatever it answers,
-and a turn's prompt begins with the whole prompt of the one before it.
+The calls of a workload contain all turns, the assistant's too, so that every variant gets the same requests whatever it
+answers. The prompt of a turn begins with the whole prompt of the turn before.
 """
 
 from __future__ import annotations
@@ -15,45 +15,47 @@ from paceline.data.prompts import Prompt, read_prompts
 
 WORKLOADS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 OWN_MAX_TOKENS = 128
-"""Longest answer to prompts of a file."""
+"""Longest answer to the prompts of a file, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One request, the same for every arm."""
+class WorkloadRequest:
+    """One request, the same for every variant."""
 
     prompt: Prompt
     schema: dict[str, Any] | None = None
-    """What the answer has to be."""
+    """JSON schema of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests, and when they come."""
+    """Requests and their arrival rate."""
 
     name: str
     about: str
-    requests: list[Asked]
+    requests: list[WorkloadRequest]
     max_tokens: int
     rate: float | None
-    """Requests a second, at random times (Poisson); None: one after the other."""
+    """Requests per second, at random times (Poisson); None: one after the other."""
 
 
 def named_workload(name: str, limit: int | None = None) -> Workload:
-    """The first `limit` requests of a workload of `workloads.json`; its name must be one of them."""
-    told = WORKLOADS[name]
-    opening = [{"role": "system", "content": told["system"]}] if "system" in told else []
-    requests: list[Asked] = []
-    for number, turns in enumerate(told["calls"], start=1):
-        said = [*opening, *({"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(turns))]
-        for end in range(len(opening) + 1, len(said) + 1, 2):
+    """Return the first `limit` requests of a built-in workload."""
+    workload = WORKLOADS[name]
+    opening = [{"role": "system", "content": workload["system"]}] if "system" in workload else []
+    requests: list[WorkloadRequest] = []
+    for number, turns in enumerate(workload["calls"], start=1):
+        messages = [*opening, *({"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(turns))]
+        for end in range(len(opening) + 1, len(messages) + 1, 2):
             turn = (end - len(opening) + 1) // 2
-            requests.append(Asked(Prompt(f"{name} {number}.{turn}", said[:end], (), name), told.get("schema")))
-    return Workload(name, told["about"], requests[:limit], told["max_tokens"], told["rate"])
+            requests.append(
+                WorkloadRequest(Prompt(f"{name} {number}.{turn}", messages[:end], (), name), workload.get("schema"))
+            )
+    return Workload(name, workload["about"], requests[:limit], workload["max_tokens"], workload["rate"])
 
 
 def workload_of(source: str | Path, limit: int | None = None, schema: dict[str, Any] | None = None) -> Workload:
-    """The prompts of a file, one after the other: `read_prompts` says what it may hold, and what it raises."""
+    """Return the prompts of a file as a workload, one after the other. File formats and errors are those of `read_prompts`."""
     prompts = read_prompts(source, limit)
-    requests = [Asked(each, schema) for each in prompts]
+    requests = [WorkloadRequest(prompt, schema) for prompt in prompts]
     return Workload(Path(source).stem or str(source), f"the prompts of {Path(source).name}", requests, OWN_MAX_TOKENS, None)
