@@ -239,7 +239,7 @@ class LatencyConfig:
     repeat: Count = 3
     """Repetitions of each workload."""
     turn: Count = 4
-    """Requests sent to a variant before the next one's turn."""
+    """Requests sent to a contender before the next one's turn."""
     new_connections: bool = False
     """Open a new connection for each request, as clients without connection reuse do."""
     timeout_s: Positive = 600.0
@@ -255,7 +255,7 @@ class LatencyConfig:
 
 @dataclass(frozen=True, slots=True)
 class ArmsConfig:
-    """Options that select the variants of `bench latency`. Raises ConfigError on invalid values."""
+    """Options that select the contenders of `bench latency`. Raises ConfigError on invalid values."""
 
     drafters: tuple[str, ...] = ()
     """Drafters; a server is started for each [default: none,default, without urls]."""

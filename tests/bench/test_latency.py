@@ -21,7 +21,8 @@ from small_llm import Talker, fake_llm
 
 from paceline.bench.config import ArmsConfig, LatencyConfig
 from paceline.bench.serving import latency_run
-from paceline.bench.serving.latency import GROUPS, PARTS, SEGMENTS, TEXTS, Arm, LatencyBench, Measured, bar_of, measured
+from paceline.bench.serving.latency import GROUPS, PARTS, SEGMENTS, TEXTS, LatencyBench, Measured, bar_of, measured
+from paceline.bench.serving.load import Contender
 from paceline.bench.serving.workloads import WORKLOADS, Workload, WorkloadRequest, named_workload, workload_of
 from paceline.data.prompts import Prompt
 from paceline.engine.engine import Engine
@@ -41,22 +42,24 @@ def asked(number: int = 6, max_tokens: int = 24, rate: float | None = None) -> W
     return Workload("words", "a few words", requests, max_tokens, rate)
 
 
-def arm(name: str, url: str, **fields: Any) -> Arm:
-    return Arm(name, Client(url), "tiny", OURS | fields)
+def arm(name: str, url: str, **fields: Any) -> Contender:
+    return Contender(name, Client(url), {"model": "tiny"} | OURS | fields)
 
 
-def run(arms: list[Arm], workload: Workload, **settings: Any) -> LatencyBench:
+def run(arms: list[Contender], workload: Workload, **settings: Any) -> LatencyBench:
     with contextlib.ExitStack() as stack:
         for each in arms:
             stack.callback(each.client.close)
         bench = LatencyBench(
-            [Arm(each.name, each.client, model_of(each), each.fields) for each in arms], [workload], LatencyConfig(**settings)
+            [Contender(each.name, each.client, each.fields | {"model": model_of(each)}) for each in arms],
+            [workload],
+            LatencyConfig(**settings),
         )
         bench.run()
     return bench
 
 
-def model_of(each: Arm) -> str:
+def model_of(each: Contender) -> str:
     return json.loads(each.client.get("/v1/models").body)["data"][0]["id"]
 
 
@@ -177,7 +180,7 @@ def test_mocked_answers_are_never_told_as_a_gain(tmp_path: Path) -> None:
         Measured(total_s=1.0, parts={"verify": x}, is_told=True, lossless=is_so) for x, is_so in ((1.0, True), (0.5, False))
     )
     bench = LatencyBench(
-        [Arm(name, Client("http://127.0.0.1:1"), "m", OURS) for name in ("none", "mock")], [asked()], LatencyConfig()
+        [Contender(name, Client("http://127.0.0.1:1"), OURS) for name in ("none", "mock")], [asked()], LatencyConfig()
     )
     for name, each in (("none", honest), ("mock", mocked)):
         bench.measured["words", name] += [each] * 4
@@ -258,7 +261,7 @@ def test_tools_and_template_variables_of_a_row_are_sent(tmp_path: Path) -> None:
     file.write_text(json.dumps(row) + "\n")
     workload = workload_of(file)
     bench = LatencyBench([], [workload], LatencyConfig())
-    path, body = bench._body(arm("it", "http://127.0.0.1:9"), workload, 0, workload.requests[0])
+    path, body = bench._request(arm("it", "http://127.0.0.1:9"), workload, 0, workload.requests[0])
     sent = json.loads(body)
     assert path == "/v1/chat/completions" and sent["tools"] == [tool]
     assert sent["chat_template_kwargs"] == {"enable_thinking": False}
@@ -338,4 +341,4 @@ def test_what_cannot_be_measured_is_said_before_anything_is_sent(tmp_path: Path)
         LatencyConfig(rate=1.0, concurrency=2)
     assert ArmsConfig().named_drafters == [("none", "none"), ("default", "default")]
     with serving(talker()) as live, pytest.raises(ConfigError, match="cannot be asked for words: status 404"):
-        LatencyBench([Arm("it", Client(live.url), "another", OURS)], [asked()], LatencyConfig()).run()
+        LatencyBench([Contender("it", Client(live.url), {"model": "another"} | OURS)], [asked()], LatencyConfig()).run()

@@ -7,8 +7,8 @@ reports durations of its own (`return_timings`, `serve/http/clock.py`). The netw
 byte minus the server's. From the first byte to the end both measure the same interval, and any difference is reported as
 unattributed.
 
-Variants take turns of a few requests each, so that machine noise affects all of them equally; they are compared with the
-first variant request by request.
+Contenders take turns of a few requests each, so that machine noise affects all of them equally; they are compared with the
+first contender request by request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.config import WARM_UP_TOKENS, LatencyConfig
-from paceline.bench.serving.load import Answer, open_loop, read_answer
+from paceline.bench.serving.load import Answer, Contender, api_request, read_answer, send_all
 from paceline.bench.serving.workloads import Workload, WorkloadRequest
 from paceline.errors import ConfigError
-from paceline.net.streaming import Client, Stream
+from paceline.net.streaming import Stream
 from paceline.report.statistics import BUSY, Interval, Spread, bootstrap, doubt
 from paceline.report.tables import ignore
 from paceline.simulate.server.load import poisson
@@ -38,7 +37,7 @@ TEXTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text
 SEGMENTS: dict[str, list[str]] = TEXTS["segments"]
 """Segment of a bar -> its parts."""
 GROUPS: dict[str, list[str]] = TEXTS["groups"]
-"""Group that variants are compared by -> its segments."""
+"""Group that contenders are compared by -> its segments."""
 PARTS = [part for parts in SEGMENTS.values() for part in parts]
 UNATTRIBUTED = "unattributed"
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -48,24 +47,13 @@ SERVER_PARTS = {"sending": "send_s"}
 """Part -> its key in the server's timings, if that is not the part's name with "_s"."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """One variant: a drafter with its server, or a running server."""
-
-    name: str
-    client: Client
-    model: str
-    fields: dict[str, Any] = field(default_factory=dict)
-    """Fields added to each request."""
-
-
-Alone = Callable[[Arm], AbstractContextManager[None]]
-"""Returns a context that is active while a variant is measured."""
+Alone = Callable[[Contender], AbstractContextManager[None]]
+"""Returns a context that is active while a contender is measured."""
 
 
 @dataclass(slots=True)
 class Measured:
-    """Measurement of one request to one variant."""
+    """Measurement of one request to one contender."""
 
     error: str | None = None
     total_s: float = 0.0
@@ -136,7 +124,7 @@ def parts_of(stream: Stream, answer: Answer) -> dict[str, float]:
 
 @dataclass(slots=True)
 class LatencyResult:
-    """Results of one workload and variant, in seconds, over the answers of all repetitions."""
+    """Results of one workload and contender, in seconds, over the answers of all repetitions."""
 
     workload: str
     arm: str
@@ -167,7 +155,7 @@ class LatencyResult:
 
 @dataclass(slots=True)
 class Pair:
-    """Comparison of a variant with the first one on the same requests, for one group of parts or for the total."""
+    """Comparison of a contender with the first one on the same requests, for one group of parts or for the total."""
 
     workload: str
     arm: str
@@ -182,28 +170,30 @@ class Pair:
     interval_s: Interval
     """95% interval over the requests, in seconds."""
     lossless: bool
-    """True if both variants are lossless."""
+    """True if both contenders are lossless."""
     doubt: str | None = None
     """Reason for a missing verdict on the comparison with plain decoding, from `statistics.doubt`."""
 
 
 class LatencyBench:
-    """Sends the workloads to all variants and summarises the measurements: `run()`, then `results()` and `pairs()`."""
+    """Sends the workloads to all contenders and summarises the measurements: `run()`, then `results()` and `pairs()`."""
 
-    def __init__(self, arms: list[Arm], workloads: list[Workload], config: LatencyConfig, alone: Alone = nullcontext) -> None:
-        """`alone(arm)` is entered while the variant is measured, e.g. to pause other servers on the same machine."""
+    def __init__(
+        self, arms: list[Contender], workloads: list[Workload], config: LatencyConfig, alone: Alone = nullcontext
+    ) -> None:
+        """`alone(arm)` is entered while the contender is measured, e.g. to pause other servers on the same machine."""
         self.arms, self.workloads, self.config, self._alone = arms, workloads, config, alone
         self.measured = {(workload.name, arm.name): list[Measured]() for workload in workloads for arm in arms}
         self._forms: dict[tuple[str, str], str] = {}
-        """(workload, variant) -> the `response_format` type that this server accepts for a schema."""
+        """(workload, contender) -> the `response_format` type that this server accepts for a schema."""
 
     @property
     def num_answers(self) -> int:
         return self.config.repeat * len(self.arms) * sum(len(workload.requests) for workload in self.workloads)
 
     def run(self, on_answer: Callable[[str], None] = ignore) -> None:
-        """Send all workloads `repeat` times; variants take turns of a few requests, in rotating order. Raises ConfigError
-        if a variant rejects requests."""
+        """Send all workloads `repeat` times; contenders take turns of a few requests, in rotating order. Raises ConfigError
+        if a contender rejects requests."""
         try:
             for workload in self.workloads:
                 for arm in self.arms:
@@ -226,79 +216,55 @@ class LatencyBench:
         for first in range(0, len(numbered), self.config.turn):
             yield numbered[first : first + self.config.turn]
 
-    def _order(self, turn: int) -> list[Arm]:
+    def _order(self, turn: int) -> list[Contender]:
         first = turn % len(self.arms)
         return (self.arms[first:] + self.arms[:first])[:: -1 if turn // len(self.arms) % 2 else 1]
 
     def _block(
         self,
-        arm: Arm,
+        arm: Contender,
         workload: Workload,
         block: list[tuple[int, WorkloadRequest]],
         turn: tuple[int, int],
         on_answer: Callable[[], None],
     ) -> list[Stream]:
-        bodies = [self._body(arm, workload, index, request) for index, request in block]
+        requests = [self._request(arm, workload, index, request) for index, request in block]
+        rate, due = None if self.config.concurrency else self.config.rate or workload.rate, None
+        if rate:
+            began, seed = time.perf_counter(), hash((self.config.seed, *turn))  # of integers: equal in every process
+            due = [began + offset_s for offset_s in poisson(rate, len(requests), seed)]
+        return send_all(arm.client, requests, self.config.concurrency or 1, due, on_answer)
 
-        def send(index: int, due_s: float | None = None) -> Stream:
-            stream = arm.client.post(*bodies[index], due_s)
-            on_answer()
-            return stream
-
-        rate = None if self.config.concurrency else self.config.rate or workload.rate
-        with ThreadPoolExecutor(len(bodies) if rate else self.config.concurrency or 1) as threads:
-            try:
-                if rate:
-                    began, seed = time.perf_counter(), hash((self.config.seed, *turn))  # of whole numbers: the same everywhere
-                    return open_loop(threads, send, [began + offset_s for offset_s in poisson(rate, len(bodies), seed)])
-                return list(threads.map(send, range(len(bodies))))
-            except BaseException:  # Ctrl-C: what is under way need not end
-                threads.shutdown(wait=False, cancel_futures=True)
-                arm.client.close()
-                raise
-
-    def _warm_up(self, arm: Arm, workload: Workload) -> None:
+    def _warm_up(self, arm: Contender, workload: Workload) -> None:
         """Request a short answer, which compiles its schema, and find the `response_format` that this server accepts."""
         request, error = workload.requests[0], None
         for form in ("json_schema", "json_object") if request.schema is not None else ("",):
             self._forms[workload.name, arm.name] = form
-            error = read_answer(arm.client.post(*self._body(arm, workload, 0, request, WARM_UP_TOKENS))).error
+            error = read_answer(arm.client.post(*self._request(arm, workload, 0, request, WARM_UP_TOKENS))).error
             if error is None:
                 return
             if not error.startswith(("status 400", "status 422", "status 500")):  # llama-cpp-python says 500
                 break
         raise ConfigError(f"{arm.name} cannot be asked for {workload.name}: {error}")
 
-    def _body(
-        self, arm: Arm, workload: Workload, index: int, request: WorkloadRequest, max_tokens: int | None = None
+    def _request(
+        self, arm: Contender, workload: Workload, index: int, request: WorkloadRequest, max_tokens: int | None = None
     ) -> tuple[str, bytes]:
         """Return API path and JSON body of a request."""
-        body: dict[str, Any] = {
-            "model": arm.model,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "max_tokens": max_tokens or self.config.max_tokens or workload.max_tokens,
-            "temperature": self.config.temperature,
-            "seed": self.config.seed + index,
-            **arm.fields,
-        }
+        fields = dict(arm.fields)
         if request.schema is not None:
             form = self._forms[workload.name, arm.name]
-            named = (
-                {"json_schema": {"name": "answer", "schema": request.schema}}
-                if form == "json_schema"
-                else {"schema": request.schema}
-            )
-            body["response_format"] = {"type": form, **named}
-        path, own = request.prompt.api_request()
-        return path, json.dumps(body | own).encode()
+            named = {"json_schema": {"name": "answer", "schema": request.schema}}
+            fields["response_format"] = {"type": form, **(named if form == "json_schema" else {"schema": request.schema})}
+        most = max_tokens or self.config.max_tokens or workload.max_tokens
+        return api_request(request.prompt, index, self.config, most, fields)
 
     def results(self) -> list[LatencyResult]:
-        """Return the results of each workload and variant."""
+        """Return the results of each workload and contender."""
         return [_result(*names, answers) for names, answers in self.measured.items()]
 
     def pairs(self) -> list[Pair]:
-        """Return the comparison of every variant with the first, in total and per group."""
+        """Return the comparison of every contender with the first, in total and per group."""
         first = self.arms[0].name
         return [
             pair

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.config import ArmsConfig, LatencyConfig
-from paceline.bench.serving.latency import GROUPS, PARTS, SEGMENTS, SHARES, TEXTS, Alone, Arm, LatencyBench, LatencyResult, Pair
+from paceline.bench.serving.latency import GROUPS, PARTS, SEGMENTS, SHARES, TEXTS, Alone, LatencyBench, LatencyResult, Pair
+from paceline.bench.serving.load import Contender
 from paceline.bench.serving.servers import look, started
 from paceline.bench.serving.workloads import WORKLOADS, Workload, named_workload, workload_of
 from paceline.config import read_api_keys
@@ -91,7 +92,7 @@ def bench_latency(
     """Measure latency and write the report. Returns the command's JSON output; "run" is the run folder.
 
     `workloads`: names of built-in workloads; `prompts`: files of prompts [default: the workload voice]. `schema`: JSON
-    schema of the answers to the files' prompts. Raises ConfigError if no variant accepts requests.
+    schema of the answers to the files' prompts. Raises ConfigError if no contender accepts requests.
     """
     chosen = _read_workloads(workloads, prompts, schema, limit)
     key = next(iter(read_api_keys((), arms.api_key_file)), None)  # as an option it would stay in the run folder
@@ -102,14 +103,14 @@ def bench_latency(
         "limit": limit,
     }
     with contextlib.ExitStack() as stack:
-        variants = [_arm(name, url, key, arms.model if arms.urls else None, config) for name, url in arms.named_urls]
+        contenders = [_arm(name, url, key, arms.model if arms.urls else None, config) for name, url in arms.named_urls]
         run = RunFolder.create("bench-latency", settings, out)
         if arms.drafters:
             named = [(name, ("--drafter", drafter, *arms.words)) for name, drafter in arms.named_drafters]
             urls = stack.enter_context(started(named, run.path, progress))
-            variants = [_arm(name, url, key, None, config) for (name, _), url in zip(named, urls, strict=True)] + variants
-        progress.say(", ".join(f"{variant.name} at {variant.client.url}" for variant in variants))
-        bench = LatencyBench(variants, chosen, config, alone)
+            contenders = [_arm(name, url, key, None, config) for (name, _), url in zip(named, urls, strict=True)] + contenders
+        progress.say(", ".join(f"{contender.name} at {contender.client.url}" for contender in contenders))
+        bench = LatencyBench(contenders, chosen, config, alone)
         with progress.bar("latency", bench.num_answers) as advance:
             bench.run(on_answer=advance)
     for (workload, arm), answers in bench.measured.items():
@@ -154,10 +155,11 @@ def _read_workloads(names: Sequence[str], prompts: Sequence[str], schema: Path |
     return chosen
 
 
-def _arm(name: str, url: str, key: str | None, model: str | None, config: LatencyConfig) -> Arm:
+def _arm(name: str, url: str, key: str | None, model: str | None, config: LatencyConfig) -> Contender:
     known, is_ours = look(url, key, model)
     client = Client(url, key, config.timeout_s, keeps=not config.new_connections)
-    return Arm(name, client, known, {"return_timings": True, "return_metrics": True} if is_ours else {})
+    timed = {"return_timings": True, "return_metrics": True} if is_ours else {}
+    return Contender(name, client, {"model": known} | timed)
 
 
 def _tone(results: list[LatencyResult], pairs: list[Pair]) -> Tone:
@@ -223,7 +225,7 @@ def remedy_of(result: LatencyResult) -> str:
 
 
 def bars_of(results: Sequence[LatencyResult]) -> list[Plot]:
-    """Plot for each workload the p50, p90 and p99 of each variant as stacked bars, in milliseconds."""
+    """Plot for each workload the p50, p90 and p99 of each contender as stacked bars, in milliseconds."""
     names = list(SEGMENTS)
     return [
         stacked(

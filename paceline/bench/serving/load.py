@@ -25,7 +25,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from paceline.bench.config import WARM_UP_TOKENS, ServingConfig
+from paceline.bench.config import WARM_UP_TOKENS, LatencyConfig, ServingConfig
 from paceline.data.prompts import Prompt
 from paceline.net.streaming import Client, Stream
 from paceline.report.statistics import Spread, doubt, possible_speedup
@@ -190,47 +190,19 @@ class ServingBench:
     def _pass(
         self, contender: Contender, load: Arrivals, max_tokens: int, number: int, on_answer: Callable[[], None] = ignore
     ) -> Pass:
-        requests = [self._request(index, contender.fields, max_tokens) for index in range(self.num_requests(load))]
+        fields = {"model": self._model} | ({"ignore_eos": True} if self.config.ignore_eos else {}) | contender.fields
+        prompts = [self._prompts[index % len(self._prompts)] for index in range(self.num_requests(load))]
+        requests = [api_request(prompt, index, self.config, max_tokens, fields) for index, prompt in enumerate(prompts)]
         before = _steps(contender.client)
         began, cpu_began = time.perf_counter(), time.process_time()
-
-        def send(index: int, due_s: float | None = None) -> Stream:
-            path, body = requests[index]
-            stream = contender.client.post(path, body, due_s)
-            on_answer()
-            return stream
-
-        with ThreadPoolExecutor(load.concurrency or len(requests)) as threads:
-            try:
-                if load.rate:
-                    due = [began + offset_s for offset_s in poisson(load.rate, len(requests), self.config.seed + number)]
-                    streams = open_loop(threads, send, due)
-                else:
-                    streams = list(threads.map(send, range(len(requests))))
-            except BaseException:  # Ctrl-C: what is under way need not end
-                threads.shutdown(wait=False, cancel_futures=True)
-                contender.client.close()
-                raise
+        due = None
+        if load.rate:
+            due = [began + offset_s for offset_s in poisson(load.rate, len(requests), self.config.seed + number)]
+        streams = send_all(contender.client, requests, load.concurrency, due, on_answer)
         wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
         spans = [(key, *spent, *before.get(key, (0, 0.0))) for key, spent in _steps(contender.client).items()]
         steps = [[*key, count - old, seconds - old_s] for key, count, seconds, old, old_s in spans if count > old]
         return Pass(wall_s, cpu_s, [read_answer(stream, began) for stream in streams], steps)
-
-    def _request(self, index: int, fields: dict[str, Any], max_tokens: int) -> tuple[str, bytes]:
-        """Return API path and JSON body of a pass's request; prompts repeat if there are fewer than requests."""
-        prompt = self._prompts[index % len(self._prompts)]
-        body: dict[str, Any] = {
-            "model": self._model,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "max_tokens": max_tokens,
-            "temperature": self.config.temperature,
-            "seed": self.config.seed + index,
-            **({"ignore_eos": True} if self.config.ignore_eos else {}),
-            **fields,
-        }
-        path, own = prompt.api_request()
-        return path, json.dumps(body | own).encode()
 
     def results(self) -> list[ServingResult]:
         """Return the results of each load and contender that has run."""
@@ -276,13 +248,47 @@ def _steps(client: Client) -> dict[tuple[str, int], tuple[int, float]]:
     return {}
 
 
-def open_loop(threads: ThreadPoolExecutor, send: Callable[[int, float], Stream], due: list[float]) -> list[Stream]:
-    """Send each request at its time in `due` (seconds of time.perf_counter), regardless of earlier ones."""
-    sent = []
-    for index, due_s in enumerate(due):
-        time.sleep(max(due_s - time.perf_counter(), 0))
-        sent.append(threads.submit(send, index, due_s))
-    return [future.result() for future in sent]
+def api_request(
+    prompt: Prompt, index: int, config: ServingConfig | LatencyConfig, max_tokens: int, fields: dict[str, Any]
+) -> tuple[str, bytes]:
+    """Return (API path, JSON body) of a streamed request; `index` is added to the configured seed."""
+    path, own = prompt.api_request()
+    options = {"max_tokens": max_tokens, "temperature": config.temperature, "seed": config.seed + index}
+    body = {"stream": True, "stream_options": {"include_usage": True}, **options, **fields, **own}
+    return path, json.dumps(body).encode()
+
+
+def send_all(
+    client: Client,
+    requests: Sequence[tuple[str, bytes]],
+    concurrency: int | None,
+    due: Sequence[float] | None,
+    on_answer: Callable[[], None],
+) -> list[Stream]:
+    """Send the requests (API path, JSON body) and return their streams.
+
+    Closed loop: keeps `concurrency` requests in flight. Open loop, with `due`: sends each request at its time (seconds of
+    time.perf_counter), regardless of earlier ones.
+    """
+
+    def send(index: int, due_s: float | None = None) -> Stream:
+        stream = client.post(*requests[index], due_s)
+        on_answer()
+        return stream
+
+    with ThreadPoolExecutor(concurrency if due is None else len(requests)) as threads:
+        try:
+            if due is None:
+                return list(threads.map(send, range(len(requests))))
+            futures = []
+            for index, due_s in enumerate(due):
+                time.sleep(max(due_s - time.perf_counter(), 0))
+                futures.append(threads.submit(send, index, due_s))
+            return [future.result() for future in futures]
+        except BaseException:  # Ctrl-C: do not wait for requests in flight
+            threads.shutdown(wait=False, cancel_futures=True)
+            client.close()
+            raise
 
 
 def _speedup(passes: list[Pass], baseline: list[Pass]) -> float | None:

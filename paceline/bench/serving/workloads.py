@@ -1,6 +1,6 @@
 """Workloads of `bench latency`: built-in ones from `workloads.json`, or the prompts of a file.
 
-The calls of a workload contain all turns, the assistant's too, so that every variant gets the same requests whatever it
+The calls of a workload contain all turns, the assistant's too, so that every contender gets the same requests whatever it
 answers. The prompt of a turn begins with the whole prompt of the turn before.
 """
 
@@ -20,7 +20,7 @@ OWN_MAX_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """One request, the same for every variant."""
+    """One request, the same for every contender."""
 
     prompt: Prompt
     schema: dict[str, Any] | None = None
