@@ -23,9 +23,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from paceline.errors import ConfigError, needing
-from paceline.report.statistics import Spread
+from paceline.report.statistics import Spread, Tone
 from paceline.report.style import look
-from paceline.report.tables import block, printable
+from paceline.report.tables import Table, block, printable
 from paceline.runs.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -74,18 +74,64 @@ def number(value: Any, digits: int = 2) -> str:
     return "-" if not isinstance(value, int | float) else f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
 
 
-def write_load_report(run: RunFolder, draw: Callable[[], list[Plot]], **values: Any) -> str | None:
-    """Write report.md and report.html of a server under load. Returns a notice if report.html could not be written.
+Block = str | Table | list[str]
+"""Part of a report: a paragraph (or a Markdown heading), a table, or a list of sentences."""
 
-    `draw` makes the plots. `values`: title, verdict, about, note, figures, listed and settings, as used in `load.html.j2`.
+
+def markdown(title: str, *blocks: Block) -> str:
+    """Return a report in Markdown. An empty list becomes "None."."""
+    texts = [f"# {title}"]
+    for block in blocks:
+        if isinstance(block, list):
+            texts.append("\n".join(f"- {sentence}" for sentence in block) or "None.")
+        else:
+            texts.append(block if isinstance(block, str) else block.markdown())
+    return printable("\n\n".join(texts)) + "\n"
+
+
+def write_report(
+    run: RunFolder,
+    draw: Callable[[], list[Plot]],
+    *,
+    title: str,
+    verdict: str,
+    tone: Tone,
+    explained: Sequence[str],
+    sections: dict[str, list[Block]],
+    settings: list[tuple[str, Any]],
+) -> str | None:
+    """Write report.md and report.html. Returns a notice if report.html could not be written.
+
+    `draw` makes the plots at the end of the first section of the page. `explained`: keys of the glossary in `words.html.j2`.
+    `sections`: heading -> blocks. `settings`: (name, value) pairs, shown in the page only.
     """
-    run.write("report.md", render("load.md", **values))
+    blocks = [part for heading, parts in sections.items() if parts for part in (f"## {heading}", *parts)]
+    run.write("report.md", markdown(title, verdict, *blocks))
+    page = {"title": title, "verdict": verdict, "tone": tone, "explained": explained, "sections": sections}
     try:
-        drawn = draw()
+        run.write("report.html", render("report.html", drawn=draw(), settings=settings, **page))
     except ConfigError as error:
         return f"no report.html: {error}"
-    run.write("report.html", render("load.html", drawn=drawn, **values))
     return None
+
+
+def write_load_report(
+    run: RunFolder,
+    draw: Callable[[], list[Plot]],
+    *,
+    about: str,
+    note: str,
+    figures: Table,
+    listed: dict[str, list[str]],
+    **values: Any,
+) -> str | None:
+    """Write the report of a server under load, measured or simulated. `values`: further arguments of `write_report`.
+
+    `about`: first paragraph. `note`: explanation of the columns of `figures`. `listed`: heading -> sentences.
+    """
+    sections: dict[str, list[Block]] = {"Under load": [about] if about else [], "Figures": [note, figures]}
+    sections |= {heading: [sentences] for heading, sentences in listed.items()}
+    return write_report(run, draw, explained=["load"], sections=sections, **values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,14 @@ class Table:
         """Return the cells of every row as text."""
         return [[column.text(record) for column in self.columns] for record in self.rows]
 
+    def markdown(self) -> str:
+        """Return the table in Markdown; its title becomes a heading of the second level."""
+        rows = [[column.name for column in self.columns], *self.texts()]
+        lines = ["| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in row) + " |" for row in rows]
+        rule = "| " + " | ".join("---:" if column.align == "right" else "---" for column in self.columns) + " |"
+        heading = [f"## {self.title}"] if self.title else []
+        return "\n\n".join([*heading, "\n".join([lines[0], rule, *lines[1:]]), *self.notes])
+
     def show(self, *, stderr: bool = True) -> None:
         """Print to the terminal, or to a file or pipe with whole cells."""
         from rich.console import Console

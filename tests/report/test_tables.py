@@ -9,7 +9,7 @@ import statistics
 import pytest
 from rich.console import Console
 
-from paceline.report.pages import render
+from paceline.report.pages import markdown, render
 from paceline.report.statistics import Rounds, Spread, add_histograms, quantile, shares, survival
 from paceline.report.tables import Column, Table, block
 
@@ -28,14 +28,14 @@ def printed(table: Table, width: int) -> str:
 
 def test_markdown_has_alignment_and_escapes_bars() -> None:
     figures = Table(COLUMNS, ROWS, title="Speed", notes=["Medians."])
-    made = render("load.md", title="", verdict="", about="", note="", figures=figures, listed={})
+    made = markdown("Speeds", figures, [])
     assert "\n## Speed\n\n| drafter | speed-up |\n| --- | ---: |\n| ngram | 1.50 [1.40, 1.60] |\n" in made
-    assert "\n| a\\|<b>[/x] | - |\n\nMedians.\n" in made
+    assert "\n| a\\|<b>[/x] | - |\n\nMedians.\n\nNone.\n" in made
 
 
 def test_a_page_escapes_every_cell() -> None:
     figures = Table(COLUMNS, ROWS, title="<t>", notes=["<n>\x00\ud800"])
-    made = render("load.html", title="", verdict="", about="", drawn=[], note="", figures=figures, listed={}, settings=[])
+    made = render("report.html", title="", verdict="", explained=[], sections={"Figures": [figures]}, drawn=[], settings=[])
     assert "<td>a|&lt;b&gt;[/x]</td>" in made and "<h3>&lt;t&gt;</h3>" in made
     assert '<p class="note">&lt;n&gt;\ufffd\ufffd</p>' in made
     assert '<td class="number">1.50 [1.40, 1.60]</td>' in made

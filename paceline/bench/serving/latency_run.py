@@ -20,11 +20,19 @@ from paceline.bench.serving.workloads import WORKLOADS, Workload, named_workload
 from paceline.config import read_api_keys
 from paceline.errors import ConfigError, refuse, reraised
 from paceline.net.streaming import Client
-from paceline.report.pages import Plot, render, stacked
+from paceline.report.pages import Plot, render, stacked, write_report
 from paceline.report.statistics import Spread, Tone, tone_of
 from paceline.report.tables import SILENT, Column, Progress, Table, flat, spread_column
 from paceline.runs.folder import RunFolder
 
+NOTE = (
+    "Times are p50 / p90 / p99 over the answers of all repetitions, from the moment a request was sent. communication: "
+    "connecting, sending, and the way there and back. host: queue, JSON, template, tokenizer, grammar, the engine between its "
+    "passes, text. decode: drafting and verifying. unattributed: share of all the time by which the client's clock and the "
+    "server's differ; every part's table has its spread. A bar is the mean of the requests near that percentile, so that its "
+    "parts add up; percentiles of single parts do not. Differences are request by request, with a 95% interval over requests."
+)
+"""Explanation of the columns, for the reports."""
 ENOUGH = 0.02
 """Largest acceptable share of unattributed time."""
 COLUMNS = (
@@ -179,37 +187,33 @@ def _report(
 ) -> None:
     """Write report.md and report.html, and report a summary to `progress`."""
     figures = Table(COLUMNS, results, width=230)
-    lines = [
-        _Line(result.workload, result.arm, part, result.parts[part])
-        for result in results
-        for part in PARTS
-        if part in result.parts
-    ]
+    lines = [_Line(result.workload, result.arm, part, spread) for result in results for part, spread in result.parts.items()]
     remedies = [remedy_of(result) for result in results if result.largest]
-    values: dict[str, Any] = {
-        "title": "Where the milliseconds go",
-        "verdict": render("latency_verdict.txt", results=results, pairs=pairs, enough=ENOUGH).strip(),
-        "tone": _tone(results, pairs),
-        "about": [f"{result.name}: {result.about}; {len(result.requests)} requests." for result in workloads],
-        "figures": figures,
-        "remedies": remedies,
-        "beside": Table(PAIR_COLUMNS, pairs),
-        "parts": Table(PART_COLUMNS, lines),
-        "failures": [
-            f"{result.workload}, {result.arm}: {n}x {why}" for result in results for why, n in result.failures.items()
-        ],
-        "settings": flat(settings),
-    }
-    run.write("report.md", render("latency.md", **values))
+    verdict = render("latency_verdict.txt", results=results, pairs=pairs, enough=ENOUGH).strip()
+    failures = [f"{result.workload}, {result.arm}: {n}x {why}" for result in results for why, n in result.failures.items()]
+    about = [f"{workload.name}: {workload.about}; {len(workload.requests)} requests." for workload in workloads]
+    comparison = Table(PAIR_COLUMNS, pairs)
+    notice = write_report(
+        run,
+        lambda: bars_of(results),
+        title="Where the milliseconds go",
+        verdict=verdict,
+        tone=_tone(results, pairs),
+        explained=["latency"],
+        sections={
+            "Where the time goes": [*about, remedies],
+            "Figures": [NOTE, figures],
+            "Beside the first arm": [comparison] if pairs else [],
+            "Every part": [Table(PART_COLUMNS, lines)],
+            "Failures": [failures],
+        },
+        settings=flat(settings),
+    )
     progress.table(figures)
     if pairs:
-        progress.table(values["beside"])
-    for text in (values["verdict"], *remedies, *(f"FAILED: {result}" for result in values["failures"])):
+        progress.table(comparison)
+    for text in (verdict, *remedies, *(f"FAILED: {failure}" for failure in failures), *([notice] if notice else [])):
         progress.say(text)
-    try:
-        run.write("report.html", render("latency.html", drawn=bars_of(results), **values))
-    except ConfigError as error:
-        progress.say(f"no report.html: {error}")
     progress.say(f"report, figures and the parts of each answer: {run.path}")
 
 

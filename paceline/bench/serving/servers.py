@@ -54,6 +54,14 @@ COLUMNS = (
     Column("identical", lambda result: result.identical, "{:.0%}", "right"),
     Column("reused", lambda result: result.reused, "{:.0%}", "right"),
 )
+NOTE = (
+    "Times are p50 / p90 / p99 over the answers of all repetitions. first token and whole count from when a request was due; "
+    "inter-token is each answer's mean time between tokens after the first, inter-chunk the time between two pieces as they "
+    "came: a piece holds all tokens of a round. tokens/s: output tokens over wall time, median over repetitions. speed-up: mean "
+    "time of an answer with speculation off over the one here. identical: texts equal to those with speculation off. reused: "
+    "prompt tokens that the server found in its cache; much of it makes first tokens early."
+)
+"""Explanation of the columns, for the reports."""
 
 
 def bench_serving(
@@ -128,7 +136,7 @@ def _report(
         verdict=verdict,
         tone=_tone(results),
         about=sent,
-        note=render("serving_note.txt").rstrip(),
+        note=NOTE,
         figures=figures,
         listed={"Failures": failures},
         settings=flat(settings),
