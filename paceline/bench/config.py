@@ -33,13 +33,13 @@ class BenchConfig:
     drafters: tuple[str, ...] = (BASELINE, "default")
     """Drafters to measure. Plain decoding, `none`, is always measured, first."""
     batches: tuple[Count, ...] = (1,)
-    """Requests in flight at once."""
+    """Batch sizes: requests in flight."""
     temperatures: tuple[float, ...] = (0.0,)
-    """0 is greedy."""
+    """Sampling temperatures; 0 is greedy."""
     max_tokens: int = 128
     """Longest answer, in tokens."""
     repeat: Count = 1
-    """Repetitions; settings take turns, figures are medians."""
+    """Repetitions; settings alternate, results are medians."""
     ignore_eos: bool = False
     """Generate `max_tokens` tokens, ignoring end tokens."""
     against: tuple[str, ...] = ()
@@ -87,8 +87,7 @@ class MockConfig:
     """Options of `bench decode` with mocked acceptance. Raises ConfigError on invalid values."""
 
     tokens_per_round: tuple[Yield, ...] = (1.0, 2.0, 4.0, 8.0)
-    """Acceptance lengths to mock, the bonus token included, on random prompts; compared with the roofline. 1, plain
-    decoding, is always measured."""
+    """Acceptance lengths to mock, the bonus token included, on random prompts. 1, plain decoding, is always measured."""
     batches: tuple[Count, ...] = (1,)
     prompt_tokens: Count = 256
     """Tokens of each random prompt."""
@@ -138,7 +137,7 @@ class StepsConfig:
     """Options of `bench steps`. Raises ConfigError on invalid values."""
 
     batches: tuple[Count, ...] = (1, 2, 4, 8)
-    """Rows decoded together."""
+    """Batch sizes: rows decoded together."""
     max_positions: Annotated[int, within("at least 2: a round without drafts has one", least=2)] = 17
     """Positions of the widest pass per row: the longest draft plus one."""
     context: Count = 256
@@ -176,7 +175,7 @@ class ServingConfig:
     max_tokens: Count = 128
     """Longest answer, in tokens."""
     temperature: Annotated[float, within("0 or more", least=0)] = 0.0
-    """0 is greedy; texts are compared only then."""
+    """Sampling temperature; 0 is greedy, and only then texts are compared."""
     seed: int = 0
     """Seed of arrival times, and base seed of the requests."""
     repeat: Count = 1
@@ -233,7 +232,7 @@ class LatencyConfig:
     max_tokens: Count | None = None
     """Longest answer, in tokens [default: the workload's own]."""
     temperature: Annotated[float, within("0 or more", least=0)] = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     seed: int = 0
     """Seed of arrival times, and base seed of the requests."""
     repeat: Count = 3
@@ -294,8 +293,7 @@ def _named(text: str, name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class LossyConfig:
-    """Options of `bench lossy`; plain decoding and lossless speculation are always measured. Raises ConfigError on invalid
-    values."""
+    """Options of `bench lossy`; plain decoding and lossless speculation always run. Raises ConfigError on invalid values."""
 
     tasks: tuple[str, ...] = ()
     """Tasks with checkable answers, as NAME=FILE of JSON lines: tickets (recipes/support_tickets.py), humaneval, gsm8k."""
@@ -304,7 +302,7 @@ class LossyConfig:
     max_tv: float | None = None
     """Default budget of a rule: largest mean total variation of an answer."""
     temperature: Amount = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     max_tokens: Count = 128
     """Longest answer, in tokens."""
     limit: Count | None = None

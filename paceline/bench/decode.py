@@ -19,7 +19,7 @@ from typing import Any
 from paceline.bench.beside import PEERS, TransformersPeer
 from paceline.bench.by_context import by_context
 from paceline.bench.config import BASELINE, WARM_UP_TOKENS, BenchConfig
-from paceline.bench.passes import Engines, Pass, Request, described, make_requests, parting, run_pass
+from paceline.bench.passes import Engines, Pass, Request, described, make_requests, parting, rate_ratio, rates, run_pass
 from paceline.data.prompts import Prompt
 from paceline.draft.registry import make_drafter
 from paceline.engine.llm import LLM
@@ -52,8 +52,6 @@ NUM_TEXTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One drafter at one batch size and temperature."""
-
     drafter: str
     batch: int
     temperature: float
@@ -93,8 +91,7 @@ class Drafting:
 
 
 def drafting(answers: Sequence[Sequence[Round]], num_drafted: int = 0) -> Drafting:
-    """Return the acceptance statistics of `answers`, each a list of its rounds. `num_drafted`: most drafts per round, the
-    length of `survival`."""
+    """Return the acceptance statistics of `answers`, each a list of its rounds. `num_drafted`: length of `survival`."""
     rounds = [one for answer in answers for one in answer]
     if not rounds:
         return Drafting(tokens_per_round=1.0)
@@ -277,26 +274,12 @@ def speedup_over(ours: list[Pass], theirs: list[Pass]) -> tuple[float, Interval]
     """
     ratios = [one.tokens_per_s / other.tokens_per_s for one, other in zip(ours, theirs, strict=True) if other.tokens_per_s]
     value = statistics.median(ratios) if ratios else 0.0
-    answers = zip(ours[0].answers, _seconds(ours), theirs[0].answers, _seconds(theirs), strict=True)
-    items = [(float(len(one.token_ids)), one_s, float(len(other.token_ids)), other_s) for one, one_s, other, other_s in answers]
-    (low, high), over_answers = bootstrap(items, _rate_ratio), _rate_ratio(items)
+    items = [(*one, *other) for one, other in zip(rates(ours), rates(theirs), strict=True)]
+    (low, high), over_answers = bootstrap(items, rate_ratio), rate_ratio(items)
     if low is None or high is None or not over_answers:
         return value, (None, None)
     scale = value / over_answers
     return value, (low * scale, high * scale)
-
-
-def _rate_ratio(items: list[tuple[float, ...]]) -> float:
-    """`items`: for each request (tokens, seconds, baseline's tokens, baseline's seconds)."""
-    tokens, seconds, other_tokens, other_seconds = (sum(column) for column in zip(*items, strict=True))
-    return (tokens / seconds) / (other_tokens / other_seconds) if seconds and other_seconds and other_tokens else 0.0
-
-
-def _seconds(passes: list[Pass]) -> list[float]:
-    """Return each answer's median time over the repetitions, in seconds."""
-    return [
-        statistics.median(times) for times in zip(*([answer.seconds for answer in run.answers] for run in passes), strict=True)
-    ]
 
 
 def median_of(values: list[float | None]) -> float | None:

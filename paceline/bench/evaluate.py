@@ -40,8 +40,6 @@ IDENTITY = ("model", "dtype", "backend", "isa", "weight_bytes", "device", "machi
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """One named source of prompts."""
-
     name: str
     source: str
     prompts: list[Prompt]
@@ -54,8 +52,7 @@ class PromptSet:
 
 
 def _content(prompt: Prompt) -> list[Any]:
-    """Return the hashed parts of a prompt. Tools and variables are included only if present, so that old hashes remain
-    valid."""
+    """Return the hashed parts of a prompt. Tools and variables are included only if present, so that old hashes stay valid."""
     more = [prompt.tools, prompt.variables] if prompt.tools or prompt.variables else []
     return [prompt.messages, prompt.turns or prompt.token_ids, *more]
 
@@ -71,8 +68,7 @@ def read_sets(sources: tuple[str, ...], limit: int | None) -> list[PromptSet]:
 
 
 def fingerprint(drafter: str) -> str | None:
-    """Return the hash of the drafter's weights (None for a built-in drafter), so that results of different weights are not
-    mixed."""
+    """Return the hash of the drafter's weights, so that results of different weights are not mixed; None if built in."""
     if drafter in DRAFTERS:
         return None
     path = checkpoint_of(drafter)

@@ -9,26 +9,24 @@ are compared with lossless speculation request by request; intervals are bootstr
 
 from __future__ import annotations
 
-import io
 import statistics
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.bench.config import BASELINE, WARM_UP_TOKENS, LossyConfig
-from paceline.bench.passes import Answer, Engines, Pass, Request, make_requests, run_pass
+from paceline.bench.passes import Answer, Engines, Pass, Request, make_requests, rate_ratio, rates, run_pass
 from paceline.bench.tasks import Task, read_task
 from paceline.engine.llm import LLM
-from paceline.errors import ConfigError, needing
+from paceline.errors import ConfigError
 from paceline.lossy import Lossy
-from paceline.report.pages import COLORS, WIDTH_INCHES
+from paceline.report.pages import COLORS, WIDTH_INCHES, new_figure, plain_axes, svg_of
 from paceline.report.statistics import BUSY, Interval, Rounds, bootstrap, is_possible, ratio_of_sums
-from paceline.report.tables import Advance, Column, Table, ignore
+from paceline.report.tables import Advance, Column, Table, ignore, with_interval
 from paceline.types import SamplingParams
 
 PLAIN, LOSSLESS = "plain decoding", "lossless"
 FEWEST = 5
 """Requests that an interval of speeds needs."""
-STYLE: Any = {"svg.hashsalt": "paceline", "svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
 MARKERS = "oD^vPX"
 """Markers of lossy settings; the next one is used when all colours are used."""
 
@@ -103,22 +101,22 @@ class LossyBench:
     def _result(self, task: Task, setting: str) -> Result:
         passes, base = self.passes[task.name, setting], self.passes[task.name, LOSSLESS]
         answers = passes[0].answers
-        own, other = _rates(passes), _rates(base)
+        own, other = rates(passes), rates(base)
         beside = [(*one, *two) for one, two in zip(own, other, strict=True)]
         scores = [(task.score(index, answer.text),) for index, answer in enumerate(answers)]
         others = [task.score(index, answer.text) for index, answer in enumerate(base[0].answers)]
         gains = [(score - before,) for (score,), before in zip(scores, others, strict=True)]
         acceptance_length = Rounds.counted([one for answer in answers for one in answer.rounds]).tokens_per_round
-        plain = _rates(self.passes[task.name, PLAIN])
-        is_sound = is_possible(_ratio([(*one, *two) for one, two in zip(own, plain, strict=True)]), acceptance_length)
+        plain = rates(self.passes[task.name, PLAIN])
+        is_sound = is_possible(rate_ratio([(*one, *two) for one, two in zip(own, plain, strict=True)]), acceptance_length)
         return Result(
             task=task.name,
             setting=setting,
             lossless=all(answer.lossless for answer in answers),
             tokens_per_round=acceptance_length,
             tokens_per_s=ratio_of_sums(own),
-            beside_lossless=_ratio(beside) if is_sound else None,
-            beside_lossless_interval=bootstrap(beside, _ratio) if is_sound and len(beside) >= FEWEST else (None, None),
+            beside_lossless=rate_ratio(beside) if is_sound else None,
+            beside_lossless_interval=bootstrap(beside, rate_ratio) if is_sound and len(beside) >= FEWEST else (None, None),
             mean_tv=_by_token(answers, "mean_tv"),
             mean_kl=_by_token(answers, "mean_kl"),
             share_changed=_by_token(answers, "share_changed"),
@@ -137,17 +135,6 @@ class LossyBench:
         ]
 
 
-def _rates(passes: list[Pass]) -> list[tuple[float, ...]]:
-    """Return (tokens, median seconds over the repetitions) of each request."""
-    requests = zip(*(one.answers for one in passes), strict=True)
-    return [(float(len(same[0].token_ids)), statistics.median(answer.seconds for answer in same)) for same in requests]
-
-
-def _ratio(items: list[tuple[float, ...]]) -> float:
-    ours, theirs = ratio_of_sums([item[:2] for item in items]), ratio_of_sums([item[2:] for item in items])
-    return ours / theirs if theirs else 0.0
-
-
 def _mean(items: list[tuple[float, ...]]) -> float:
     return statistics.fmean(item[0] for item in items)
 
@@ -162,8 +149,7 @@ def _by_token(answers: list[Answer], name: str) -> float:
 
 
 def verdict(results: list[Result]) -> str:
-    """Return the conclusion in Markdown: the rules that are faster than lossless speculation, with their cost, or that no
-    rule is."""
+    """Return the conclusion in Markdown: the rules that are faster than lossless speculation, with their cost, if any is."""
     lossy = [result for result in results if not result.lossless]
     faster = [result for result in lossy if result.is_faster]
     if not lossy:
@@ -178,19 +164,16 @@ def verdict(results: list[Result]) -> str:
             f"fidelity{doubt}. There is nothing to buy here."
         )
     lines = [
-        f"- {result.setting} on {result.task}: {result.beside_lossless:.2f}x {_shown(result.beside_lossless_interval)} "
+        f"- {result.setting} on {result.task}: "
+        f"{with_interval(result.beside_lossless, result.beside_lossless_interval, unit='x')} "
         f"the lossless lane, mean total variation {result.mean_tv:.4f}, "
-        f"score {result.score:.2f} {_shown(result.score_interval)}, {result.score_gain:+.2f} {_shown(result.score_gain_interval, '{:+.2f}')} beside it"
+        f"score {with_interval(result.score, result.score_interval)}, "
+        f"{with_interval(result.score_gain, result.score_gain_interval, '{:+.2f}')} beside it"
         for result in faster
     ]
     rest = len(lossy) - len(faster)
     ending = [f"The lossless lane dominates the other {rest}: they are not surely faster and cost fidelity."] if rest else []
     return "\n".join(["Surely faster than the lossless lane, at a price:", "", *lines, "", *ending]).rstrip()
-
-
-def _shown(interval: Interval, form: str = "{:.2f}") -> str:
-    low, high = interval
-    return "" if low is None or high is None else f"[{form.format(low)}, {form.format(high)}]"
 
 
 def table(results: list[Result]) -> Table:
@@ -201,18 +184,14 @@ def table(results: list[Result]) -> Table:
         Column("tokens/s", lambda result: result.tokens_per_s, "{:.1f}", align="right"),
         Column(
             "x lossless",
-            lambda result: (
-                "busy: repeat"
-                if result.beside_lossless is None
-                else f"{result.beside_lossless:.2f} {_shown(result.beside_lossless_interval)}".rstrip()
-            ),
+            lambda result: with_interval(result.beside_lossless, result.beside_lossless_interval) or "busy: repeat",
             align="right",
             cut=" [",
         ),
         Column("mean TV", lambda result: result.mean_tv, "{:.4f}", align="right"),
         Column("mean KL", lambda result: result.mean_kl, "{:.4f}", align="right"),
         Column("changed", lambda result: result.share_changed, "{:.1%}", align="right"),
-        Column("score", lambda result: f"{result.score:.2f} {_shown(result.score_interval)}".rstrip(), align="right", cut=" ["),
+        Column("score", lambda result: with_interval(result.score, result.score_interval), align="right", cut=" ["),
         Column("lossless", lambda result: "yes" if result.lossless else "NO"),
     ]
     notes = [
@@ -223,37 +202,27 @@ def table(results: list[Result]) -> Table:
 
 
 def draw(results: list[Result]) -> str:
-    """Return an SVG of score and total variation over tokens/s, one column per task; a line joins the Pareto-optimal
-    settings.
-
-    Raises ConfigError if matplotlib is missing.
-    """
-    with needing(ConfigError, "drawing needs matplotlib: pip install 'paceline[plots]'"):
-        import matplotlib
-        from matplotlib.figure import Figure
+    """Return an SVG of score and total variation over tokens/s, one column per task; a line joins Pareto-optimal settings."""
     tasks = list(dict.fromkeys(result.task for result in results))
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH_INCHES * max(len(tasks), 1.4), 1.4 * WIDTH_INCHES), layout="constrained")
+    with new_figure(WIDTH_INCHES * max(len(tasks), 1.4), 1.4 * WIDTH_INCHES) as figure:
         grid = figure.subplots(2, len(tasks), squeeze=False)
         for column, task in enumerate(tasks):
             own = [result for result in results if result.task == task]
-            for row, (name, sign) in enumerate((("score", 1.0), ("mean_tv", -1.0))):
-                axes = grid[row][column]
+            grid[0][column].set_title(task)
+            for axes, name, ylabel, sign in (
+                (grid[0][column], "score", "score", 1.0),
+                (grid[1][column], "mean_tv", "mean total variation", -1.0),
+            ):
                 for number, result in enumerate(own):
                     marker = "s" if result.lossless else MARKERS[number // len(COLORS) % len(MARKERS)]
                     color = COLORS[number % len(COLORS)]
                     axes.plot(result.tokens_per_s, getattr(result, name), marker, color=color, label=result.setting)
                 best = pareto([(result.tokens_per_s, sign * getattr(result, name)) for result in own])
                 axes.plot([x for x, _ in best], [sign * y for _, y in best], linewidth=1, color="#7f7f7f", zorder=0)
-                axes.set(
-                    xlabel="tokens/s", ylabel="score" if row == 0 else "mean total variation", title=task if row == 0 else ""
-                )
-                axes.spines[["top", "right"]].set_visible(False)
-                axes.grid(alpha=0.2)
+                axes.set(xlabel="tokens/s", ylabel=ylabel)
+                plain_axes(axes)
             grid[0][column].legend(frameon=False, fontsize=6)
-        drawn = io.StringIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
-    return drawn.getvalue()
+        return svg_of(figure)
 
 
 def pareto(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

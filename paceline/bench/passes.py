@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from paceline.lossy import Price
 from paceline.model.backends import form_of
 from paceline.model.target import ForwardBatch, Target
 from paceline.plan.marginals import Marginals, MockedPlanner, Tally
-from paceline.report.statistics import first_difference
+from paceline.report.statistics import first_difference, ratio_of_sums
 from paceline.report.tables import ignore
 from paceline.types import Round, SamplingParams
 from paceline.verify.rules import mocked
@@ -177,9 +178,20 @@ def run_pass(
     return done
 
 
+def rates(passes: list[Pass]) -> list[tuple[float, ...]]:
+    """Return (tokens, median seconds over the repetitions) of each request."""
+    requests = zip(*(run.answers for run in passes), strict=True)
+    return [(float(len(same[0].token_ids)), statistics.median(answer.seconds for answer in same)) for same in requests]
+
+
+def rate_ratio(items: list[tuple[float, ...]]) -> float:
+    """Return the ratio of tokens per second. `items`: for each request (tokens, seconds, other's tokens, other's seconds)."""
+    own, other = ratio_of_sums([item[:2] for item in items]), ratio_of_sums([item[2:] for item in items])
+    return own / other if other else 0.0
+
+
 class Engines:
-    """One engine per drafter over one LLM's weights and cache, so that each drafter is bound and its weights packed only
-    once."""
+    """One engine per drafter over one LLM's weights and cache: each drafter is bound, and its weights packed, only once."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -197,10 +209,10 @@ class Engines:
         llm = self._llm
         llm.engine, llm.drafter = self._made[name], self[name]
         llm.target.set_taps(llm.drafter.tap_layers)
-        llm.record_passes(llm.engine)  # a wider drafter that was added later has dropped what was recorded
+        llm.record_passes(llm.engine)  # CUDA graphs are dropped when a wider drafter is added later
         cache = llm.target.cache
         for row in [cache.allocate(row) for row in cache.free_rows]:
-            if row is not None:  # what a row holds is void once it was given away
+            if row is not None:  # allocating a row discards its content
                 cache.free(row)
         return llm.engine
 

@@ -18,7 +18,7 @@ from paceline.bench.lossy import LossyBench
 from paceline.bench.lossy import as_line as lossy_line
 from paceline.bench.lossy import draw as draw_lossy
 from paceline.bench.lossy import table as lossy_table
-from paceline.bench.pages.run_page import page, read_run, table, verdict_on
+from paceline.bench.pages.run_page import DECODING_NOTE, page, read_run, table, verdict_on
 from paceline.bench.passes import described
 from paceline.bench.steps import MockBench, StepBench
 from paceline.config import EngineConfig
@@ -29,8 +29,8 @@ from paceline.hardware import Machine, this_machine
 from paceline.hub import resolve
 from paceline.model.backends import form_of
 from paceline.model.checkpoint import config_json
-from paceline.report.pages import render
-from paceline.report.tables import SILENT, Progress
+from paceline.report.pages import markdown
+from paceline.report.tables import SILENT, Column, Progress, Table
 from paceline.runs.folder import RunFolder
 from paceline.simulate.costs.catalogue import shape_of
 
@@ -78,7 +78,14 @@ def bench_mock(
         bench.run(advance)
     line = bench.as_line()
     run.results(line)
-    report = render("mock.md", line=line)
+    trees = f" Trees are accepted by the marginals `{config.marginals}`, which give their tokens per round."
+    report = markdown(
+        f"Mocked acceptance: {line['model']}, {line['weights']} weights, drafter {line['drafter']}",
+        f"Real rounds over {config.prompt_tokens} tokens of prompt and {config.max_tokens} of answer, with mocked acceptance, "
+        f"so the text means nothing: NOT lossless.{trees if config.trees else ''}",
+        "The roofline moves bytes and multiplies at the machine's full rates, nothing else.",
+        mock_table(line["results"]),
+    )
     run.write("report.md", report)
     progress.say(report)
     progress.say(f"report and figures: {run.path}")
@@ -99,7 +106,18 @@ def bench_steps(
     file = run.write_json("steps.json", steps)
     verify, draft = ({(batch, width): 1e3 * spent for batch, width, spent in steps[name]} for name in ("verify", "draft"))
     batches, widths = (sorted(set(column)) for column in zip(*verify, strict=True))
-    report = render("steps.md", steps=steps, verify=verify, draft=draft, batches=batches, widths=widths)
+    columns = [Column("positions", lambda width: width)]
+    for batch in batches:
+        columns += [
+            Column(f"batch {batch}: verify", lambda width, batch=batch: verify.get((batch, width)), "{:,.2f}", "right"),
+            Column("draft", lambda width, batch=batch: draft.get((batch, width - 1)), "{:,.2f}", "right"),
+        ]
+    report = markdown(
+        f"Step times of {steps['model']}, {steps['weight_format']} weights, drafter {steps['drafter']}",
+        f"Milliseconds over a context of {config.context} tokens: target pass, then drafting. Acceptance is mocked.",
+        Table(columns, widths),
+        f"Host, a round: {1000 * steps['host_s']:.2f} ms (median of all sizes)",
+    )
     run.write("report.md", report)
     progress.say(report)
     if steps["spread"] > DISTURBED:
@@ -114,16 +132,21 @@ def bench_lossy(
 ) -> dict[str, Any]:
     """Measure plain decoding, lossless speculation and each lossy setting in turn, on each task."""
     run = RunFolder.create("bench-lossy", {"llm": engine, "lossy": config}, out)
-    llm = LLM.of(replace(engine, drafter="none", max_batch=1), allow_lossy=True)
-    machine = this_machine(llm.config.device)
-    progress.loaded(llm)
-    progress.say(ceiling_line(llm, machine))
+    llm, machine = loaded(replace(engine, max_batch=1), progress, allow_lossy=True)
     bench = LossyBench(llm, engine.drafter, config)
     with progress.bar("decoding", config.repeat * len(bench.rules) * len(bench.tasks)) as advance:
         bench.run(advance)
     line = {**lossy_line(bench), **described(llm), "machine": machine}
     results = bench.results()
-    run.write("report.md", render("lossy.md", verdict=line["verdict"], made=lossy_table(results), config=config))
+    report = markdown(
+        "Lossy rules: what they bring, what they cost",
+        line["verdict"],
+        lossy_table(results),
+        "![score and total variation over tokens/s](pareto.svg)",
+        f"Settings took turns over the same requests, one at a time, temperature {config.temperature:g}, "
+        f"{config.max_tokens} tokens at most, {config.repeat} repetitions. What each rule says: docs/explanation/lossless.md.",
+    )
+    run.write("report.md", report)
     run.write_json("texts.json", bench.texts())
     run.results(line)
     progress.table(lossy_table(results))
@@ -136,14 +159,46 @@ def bench_lossy(
     return {**line, "run": run.path}
 
 
+def mock_table(rows: list[dict[str, Any]]) -> Table:
+    columns = (
+        Column("batch", lambda row: row["batch"]),
+        Column("tokens per round", lambda row: row["tokens_per_round"], "{:.3g}", "right"),
+        Column("drafted", lambda row: f"{'tree of ' if row['is_tree'] else ''}{row['num_drafted']}", align="right"),
+        Column("step, ms", lambda row: row["step_ms"], "{:,.2f}", "right"),
+        Column("tokens/s", lambda row: row["tokens_per_s"], "{:,.1f}", "right"),
+        Column("speed-up", lambda row: "busy: repeat" if row["speedup"] is None else f"{row['speedup']:.2f}x", align="right"),
+        Column("roofline's step, ms", lambda row: row["roofline_step_ms"], "{:,.2f}", "right"),
+        Column("its speed-up", lambda row: row["roofline_speedup"], "{:,.2f}x", "right"),
+    )
+    return Table(columns, rows)
+
+
+def stages_table(results: list[Result], machine: Machine) -> Table:
+    def reading(result: Result) -> str | None:
+        rate = result.bytes_per_s
+        return f"{rate / 1e9:,.1f} ({100 * rate / machine.bytes_per_s:.0f}%)" if rate else None
+
+    stages = ("prefill", "draft", "verify", "host", "wall")
+    columns = [Column("setting", lambda result: result.setting)]
+    columns += [Column(name, lambda result, name=name: result.seconds[name], "{:,.2f}", "right") for name in stages]
+    return Table([*columns, Column("GB/s of weights while verifying", reading)], results)
+
+
 def ceiling_line(llm: LLM, machine: Machine) -> str:
     """Return a sentence with the upper bound of plain decoding's speed, from memory bandwidth."""
-    return render("ceiling.txt", llm=llm, machine=machine, weight_format=form_of(llm.target).weight_format).rstrip()
+    num_bytes = llm.target.weight_bytes
+    rate = machine.read_bytes_per_s(num_bytes)
+    cached = f" from memory, {rate / 1e9:.1f} GB/s of this much with its caches" if rate > machine.bytes_per_s else ""
+    return (
+        f"ceiling: {machine.name} reads {machine.bytes_per_s / 1e9:.1f} GB/s{cached}, a pass reads {num_bytes / 1e6:.0f} MB of "
+        f"{form_of(llm.target).weight_format} weights: plain decoding of one request cannot exceed "
+        f"{machine.ceiling_tokens_per_s(num_bytes):.1f} tokens/s"
+    )
 
 
-def loaded(engine: EngineConfig, progress: Progress) -> tuple[LLM, Machine]:
-    """Load the model without a drafter, report it and the machine's ceiling, and return both."""
-    llm = LLM.of(replace(engine, drafter="none"))
+def loaded(engine: EngineConfig, progress: Progress, **more: Any) -> tuple[LLM, Machine]:
+    """Load the model without a drafter, report it and the machine's ceiling, and return both. `more`: arguments of `LLM.of`."""
+    llm = LLM.of(replace(engine, drafter="none"), **more)
     machine = this_machine(llm.config.device)
     progress.loaded(llm)
     progress.say(ceiling_line(llm, machine))
@@ -177,19 +232,37 @@ def raw_runs(bench: Bench) -> list[dict[str, Any]]:
 def write_run(run: RunFolder, bench: Bench, machine: Machine, line: dict[str, Any]) -> str | None:
     """Write report.md, results.json, texts.json and report.html. Returns a notice if report.html could not be written."""
     results: list[Result] = line["results"]
-    report = render(
-        "decode.md",
-        bench=bench,
-        llm=bench.llm,
-        form=form_of(bench.llm.target),
-        machine=machine,
-        verdict=verdict_on(results, line["looping"]),
-        ceiling=ceiling_line(bench.llm, machine),
-        results=results,
-        figures=table(results),
-        sources=sources_table([(result.setting, result) for result in results]),
-        differences=[(result.setting, difference) for result in results for difference in result.differences],
-        samples=line["texts"],
+    llm, config = bench.llm, bench.config
+    report = markdown(
+        f"Decoding speed: {llm.config.model}, {llm.config.dtype} ({form_of(llm.target)}), {machine.name}",
+        verdict_on(results, line["looping"]),
+        f"{ceiling_line(llm, machine)}.",
+        f"{len(bench.requests)} requests, up to {config.max_tokens} tokens each, medians of {config.repeat} repetitions; "
+        f"{bench.num_skipped} turns left out for length. {DECODING_NOTE}",
+        table(results),
+        "## Rounds by source of drafts",
+        sources_table([(result.setting, result) for result in results]),
+        "## Survival",
+        "Share of rounds whose first i drafts were all accepted.",
+        [
+            f"{result.setting}: {', '.join(f'{share:.2f}' for share in result.survival)}"
+            for result in results
+            if result.survival
+        ],
+        "## Time by stage (seconds)",
+        stages_table(results, machine),
+        "## Differences from plain greedy decoding",
+        [
+            f"{result.setting}, request {difference.request}: first at token {difference.index}, where the two best logits "
+            f"were {difference.top2_gap:.4f} apart"
+            for result in results
+            for difference in result.differences
+        ],
+        "## Samples",
+        *(
+            f"**{text['request']}**, temperature {text['temperature']:g}\n\n```text\n{text['text'][:400]}\n```"
+            for text in line["texts"]
+        ),
     )
     run.write("report.md", report)
     run.results({**line, "runs": raw_runs(bench)})

@@ -161,8 +161,7 @@ class StepBench:
         self._engine.planner = FixedPlanner(width, self.llm.config.prefill_chunk, whole_blocks=False)
 
     def as_json(self, machine: Machine, model_config: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the content of steps.json: medians over the repetitions. Draft times are limited to the drafter's own
-        widths."""
+        """Return the content of steps.json: medians over the repetitions; draft times of the drafter's own widths only."""
         llm, times = self.llm, self.times
         own = {size: spent for size, spent in times["draft"].items() if size[1] <= self.drafter.num_drafted}
         return {
@@ -191,8 +190,7 @@ class StepBench:
 
 
 def num_parameters(drafter: DFlashDrafter) -> int:
-    """Return the number of parameters that a round reads completely; only a few rows of codebooks are read, so these do not
-    count."""
+    """Return the number of parameters that a round reads completely, without codebooks, of which it reads a few rows."""
     return sum(weight.numel() for name, weight in drafter.network.named_parameters() if "codebook" not in name)
 
 
@@ -202,8 +200,7 @@ def table(times: dict[Size, list[float]]) -> list[list[float]]:
 
 
 def spread(times: dict[Size, list[float]]) -> float:
-    """Return the interquartile range of a size's times over their median (the median of this over sizes): how noisy the
-    machine was."""
+    """Return how noisy the machine was: interquartile range over median of a size's times, as the median over all sizes."""
     shares = []
     for runs in times.values():
         if len(runs) > 1:

@@ -67,7 +67,7 @@ def read_task(given: str, limit: int | None = None) -> Task:
     ):
         for row in rows:
             if name != "humaneval":
-                SCORERS[name](row, "{}")  # so that nothing is measured in vain
+                SCORERS[name](row, "{}")  # fails now instead of after the measurement
     return Task(name, prompts, rows)
 
 
@@ -109,11 +109,11 @@ def code_of(text: str) -> str:
 def runs(code: str) -> bool:
     """Return True if the code runs to its end within limits of time and memory. Its output is discarded."""
     if sys.platform != "win32":
-        import resource  # here: a process that has just been split off should import nothing
+        import resource  # not in limit(): a forked process should not import
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
-        if sys.platform == "linux":  # a Mac refuses to limit this
+        if sys.platform == "linux":  # macOS does not support this limit
             resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
@@ -124,6 +124,6 @@ def runs(code: str) -> bool:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=WAIT_S, env={},
             cwd="/", check=False, preexec_fn=before, start_new_session=True,
         )  # fmt: skip
-    except (subprocess.TimeoutExpired, ValueError):  # a code with a null byte is no argument
+    except (subprocess.TimeoutExpired, ValueError):  # ValueError: code with a null byte
         return False
     return done.returncode == PASSED

@@ -91,7 +91,7 @@ class AnswerShards:
             self._is_recovered = True
             old = self._journals(f"r{self._rank}-")
             for path in {*self.folder.glob(f"journal-r{self._rank}-*.jsonl")} - {*old}:
-                path.unlink()  # its shard is there: a run was killed between the two
+                path.unlink()  # its shard exists: the run was killed before deleting the journal
             finished, self._journal.begun = read_journals(old)
             if finished:
                 self.write(finished)
@@ -114,11 +114,10 @@ class AnswerShards:
         return self.read()
 
     def read(self, dropped: Dropped | None = None) -> Iterator[Answer]:
-        """Yield the same answers as iteration; count unusable rows in `dropped`. Without it, the first one raises
-        PromptError."""
+        """Yield the same answers as iteration. Unusable rows are counted in `dropped`, or raise PromptError without it."""
         finished, _ = read_journals(self._journals())
         for path in self._paths():
-            if path.exists():  # a server that goes on deletes its oldest traces
+            if path.exists():  # a running server deletes its oldest traces
                 yield from read_answers(path, dropped)
         yield from finished
 
@@ -135,8 +134,7 @@ class AnswerShards:
 
 
 def read_answers(path: Path | str, dropped: Dropped | None = None) -> Iterator[Answer]:
-    """Yield the answers of one Parquet file. Raises PromptError if it is not a file of answers, or has a row without token
-    ids; with `dropped`, such rows are counted there."""
+    """Yield the answers of a Parquet file. Raises PromptError, also on a row without token ids unless `dropped` counts it."""
     for number, row in enumerate(_read(path, SCHEMA.names).to_pylist(), start=1):
         if row["key"] is None or not _are_ids(row["prompt_ids"]) or not _are_ids(row["answer_ids"]):
             error = RowError(f"{path}, row {number}: no key, or no token ids of prompt and answer", "without token ids")
@@ -162,7 +160,7 @@ def has_answers(path: Path) -> bool:
     try:
         return set(SCHEMA.names) <= set(parquet.read_schema(path).names)
     except (pa.ArrowException, OSError):
-        return False  # whoever reads its rows says what is wrong
+        return False  # the error is reported when its rows are read
 
 
 def _read(path: Path | str, columns: Sequence[str]) -> pa.Table:

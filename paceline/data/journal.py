@@ -89,7 +89,7 @@ def read_journals(paths: Iterable[Path]) -> tuple[list[Answer], dict[str, list[A
 def _read(path: Path) -> Iterator[tuple[Answer, bool]]:
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:  # the process it belongs to has just written its shard
+    except FileNotFoundError:  # its process has just written the shard
         return
     for line in lines:
         try:
@@ -97,4 +97,4 @@ def _read(path: Path) -> Iterator[tuple[Answer, bool]]:
             is_over = bool(record.pop(OVER))
             yield Answer(**record), is_over
         except (ValueError, TypeError, AttributeError, KeyError):
-            continue  # a line that was cut short by a crash, and then written on
+            continue  # truncated by a crash, then appended to

@@ -28,8 +28,7 @@ UNUSED_KEYS = {
     "parsed": "the content once more, as the openai package parsed it",
     "provider_specific_fields": "litellm's notes on the answer",
 }
-"""Message key that is accepted but not part of the prompt -> the reason. Clients send these keys back with the model's
-answers."""
+"""Message key that is accepted but not part of the prompt -> reason. Clients send these keys back with answers."""
 UNUSED_PART_KEYS = {
     "annotations": "as of messages",
     "cache_control": "prefixes are always reused",

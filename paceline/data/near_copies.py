@@ -56,7 +56,7 @@ class Near:
             from datasketch import MinHash, MinHashLSH
         self._overlap, self._common = overlap, common
         self._empty = MinHash(num_perm=NUM_HASHES, hashfunc=lambda data: int.from_bytes(data[:4], "little"))
-        # A low threshold, since the index misses some of what is just above it: what it finds is compared.
+        # Lower than `overlap`, since the index misses some texts just above its threshold; `like` compares its candidates.
         self._index = MinHashLSH(num_perm=NUM_HASHES, params=bands(0.75 * overlap)) if overlap < 1 else None
         self._pieces: dict[int, np.ndarray] = {}
 

@@ -34,89 +34,26 @@ GSM8K = "{}\nPlease reason step by step, and put your final answer within \\boxe
 HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
 WORDINGS = (("{}", "question"), (HUMANEVAL, "prompt", "entry_point"), ("{}", "prompt"), ("{}", "text"))
 """(wording, key of the text, further keys that the row must have). The first match is used."""
-NO_PART_OF_PROMPTS = frozenset(
-    [
-        "id",
-        "ids",
-        "task_id",
-        "question_id",
-        "prompt_id",
-        "conversation_id",
-        "chat_id",
-        "row_id",
-        "uuid",
-        "hash",
-        "idx",
-        "index",
-        "key",
-        "name",
-        "sources",
-        "data_source",
-        "dataset",
-        "dataset_name",
-        "origin",
-        "category",
-        "subset",
-        "split",
-        "license",
-        "url",
-        "model",
-        "app",
-        "lang",
-        "timestamp",
-        "created",
-        "created_at",
-        "date",
-        "metadata",
-        "meta",
-        "score",
-        "scores",
-        "rating",
-        "quality",
-        "num_tokens",
-        "num_turns",
-        "answer",
-        "answers",
-        "answer_idx",
-        "answer_index",
-        "output",
-        "outputs",
-        "response",
-        "responses",
-        "completion",
-        "completions",
-        "chosen",
-        "rejected",
-        "target",
-        "targets",
-        "label",
-        "labels",
-        "reference",
-        "solution",
-        "solutions",
-        "canonical_solution",
-        "entry_point",
-        "is_classification",
-        "correct_answer",
-        "final_answer",
-        "ground_truth",
-        "gold",
-        "explanation",
-        "rationale",
-        "scorer",
-    ]
+METADATA_KEYS = (
+    "id ids task_id question_id prompt_id conversation_id chat_id row_id uuid hash idx index key name sources data_source "
+    "dataset dataset_name origin category subset split license url model app lang timestamp created created_at date metadata "
+    "meta score scores rating quality num_tokens num_turns answer answers answer_idx answer_index output outputs response "
+    "responses completion completions chosen rejected target targets label labels reference solution solutions "
+    "canonical_solution entry_point is_classification correct_answer final_answer ground_truth gold explanation rationale "
+    "scorer"
 )
+NO_PART_OF_PROMPTS = frozenset(METADATA_KEYS.split())
 """Names, origins and answers. They are ignored without notice, since the target writes its own answers."""
-BESIDE_TOKENS = NO_PART_OF_PROMPTS | frozenset(
-    {"prompt_ids", "answer_ids", "key", "source", "turn", "temperature", "finish_reason", "text", "top_ids", "top_logprobs"}
-    | {"tag", "ended", "sampling", "seed", "drafted", "accepted", "num_reused", "drafter", "cluster", "queue_s", "prefill_s"}
-    | {"first_token_s", "draft_s", "verify_s", "host_s", "total_s", "conversation", "prompt", "digest", "version"}
+TOKEN_ROW_KEYS = (
+    "prompt_ids answer_ids key source turn temperature finish_reason text top_ids top_logprobs tag ended sampling seed drafted "
+    "accepted num_reused drafter cluster queue_s prefill_s first_token_s draft_s verify_s host_s total_s conversation prompt "
+    "digest version"
 )
-"""Further keys of rows with `prompt_ids` in traces, answers, stores and suites; ignored, since the tokens are the whole
-prompt."""
+BESIDE_TOKENS = NO_PART_OF_PROMPTS | frozenset(TOKEN_ROW_KEYS.split())
+"""Further keys of rows with `prompt_ids` (traces, answers, stores, suites); ignored, since the tokens are the whole prompt."""
 TASK_KEYS = ((frozenset({"test"}), ("entry_point",)), (frozenset({"code"}), ("test", "test_list")))
-"""Answers and tests of programming tasks, as (ignored keys, keys of which such a row has one). In rows without one of the
-latter the same keys may hold the subject of the prompt."""
+"""(ignored keys, keys of which a row must have one): answers and tests of programming tasks. Other rows may use them for
+the subject of the prompt."""
 SPOKEN_KEYS = ("from", "role", "value", "content")
 """Keys of a ShareGPT entry that are read."""
 KNOWN_KEYS = "messages, conversations, turns, question, prompt, text, instruction"
@@ -208,7 +145,7 @@ def _prompt_of(row: Row, where: str, source: str, index: int) -> tuple[Prompt, l
     """Return the prompt of a row, and the row's keys that were not read."""
     token_ids = row.get("prompt_ids")
     is_chat = row.get("messages") is not None or any(isinstance(row.get(key), list) for key in CHATS)
-    if token_ids is not None and not is_chat:  # a store's rows have the name of their conversation beside their tokens
+    if token_ids is not None and not is_chat:  # a store's rows also have a `conversation`, which is a name
         return _traced(token_ids, where, source), unread_keys(row, BESIDE_TOKENS)
     messages, key = _messages_of(row, where)
     if messages is not None:
@@ -235,8 +172,7 @@ def _prompt_of(row: Row, where: str, source: str, index: int) -> tuple[Prompt, l
 
 
 def unread_keys(row: Row, read: Iterable[str]) -> list[str]:
-    """Return the keys that have a value and are not in `read`. Empty values do not count: Parquet gives every row all keys
-    of its column."""
+    """Return the keys that have a value and are not in `read`. Parquet gives every row all keys, so empty ones do not count."""
     known = set(read)
     return [printable(key) for key, value in row.items() if key not in known and value not in (None, "", [], {})]
 
@@ -258,8 +194,7 @@ def read_variables(given: Any, where: str) -> tuple[tuple[str, Any], ...]:
 
 
 def _messages_of(row: Row, where: str) -> tuple[Any, str]:
-    """Return (messages, their key): `messages` unchanged, or converted from ShareGPT's `conversations`; (None, "") without
-    either."""
+    """Return (messages, their key), converted from ShareGPT's `conversations` if necessary; (None, "") without either."""
     key = next((key for key in ("messages", *CHATS) if row.get(key) is not None), "")
     entries = row.get(key)
     if entries is None or key == "messages":
@@ -287,8 +222,7 @@ def _spoken(entry: Row, where: str) -> Message:
 
 
 def _traced(token_ids: Any, where: str, source: str) -> Prompt:
-    """Return a prompt of token ids, identified by their hash: traces may be deleted or added between a run and its
-    resumption."""
+    """Return a prompt of token ids. Its id is their hash, since traces may be deleted or added before a run is resumed."""
     if not isinstance(token_ids, list) or not token_ids or not all(type(token) is int for token in token_ids):
         raise RowError(f"{where}: 'prompt_ids' must be a list of token ids, at least one")
     name = hashlib.blake2b(repr(token_ids).encode(), digest_size=8).hexdigest()
@@ -311,18 +245,15 @@ def read_tools(tools: Any, where: str) -> tuple[Row, ...]:
             tools = "no JSON"
     if not tools:
         return ()
-    if isinstance(tools, list):  # some files leave the wrapping out
-        tools = [{"type": "function", "function": item} if _is_bare(item) else item for item in tools]
-    functions = (
-        [tool.get("function") if isinstance(tool, dict) else None for tool in tools] if isinstance(tools, list) else [None]
-    )
-    if not all(isinstance(item, dict) and isinstance(item.get("name"), str) for item in functions):
-        raise RowError(f'{where}: \'tools\' must be a list of {{"type": "function", "function": {{"name": ...}}}}')
-    return tuple(tools)
-
-
-def _is_bare(tool: Any) -> bool:
-    return isinstance(tool, dict) and "function" not in tool and "parameters" in tool and isinstance(tool.get("name"), str)
+    wrapped = []
+    for tool in tools if isinstance(tools, list) else [None]:
+        if isinstance(tool, dict) and "function" not in tool and "parameters" in tool:  # some files omit the wrapping
+            tool = {"type": "function", "function": tool}
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError(f'{where}: \'tools\' must be a list of {{"type": "function", "function": {{"name": ...}}}}')
+        wrapped.append(tool)
+    return tuple(wrapped)
 
 
 def _turns_of(row: Row, where: str) -> tuple[tuple[str, ...], set[str]]:
@@ -349,7 +280,7 @@ def _turns_of(row: Row, where: str) -> tuple[tuple[str, ...], set[str]]:
         instances, given, read = row.get("instances"), row.get("input"), {"instruction"}
         if isinstance(instances, list) and instances and isinstance(instances[0], dict):
             given = instances[0].get("input")
-            read |= {"instances"} if len(instances) == 1 else set()  # of several the first is asked
+            read |= {"instances"} if len(instances) == 1 else set()  # only the first instance is used
         elif given is None or isinstance(given, str):
             read.add("input")
         return (f"{text('instruction')}\n\n{given}" if isinstance(given, str) and given.strip() else text("instruction"),), read

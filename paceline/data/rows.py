@@ -100,8 +100,7 @@ def _looks_like_a_path(name: str) -> bool:
 
 
 def file_rows(path: Path) -> Rows:
-    """Yield the rows of a Parquet file (by its suffix), of JSON lines or of a JSON array. Raises PromptError if it cannot
-    be read."""
+    """Yield the rows of a file: Parquet (by its suffix), JSON lines or a JSON array. Raises PromptError if it is unreadable."""
     return _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
 
 
@@ -116,7 +115,7 @@ def _json_rows(path: Path) -> Rows:
     with reraised(PromptError, f"cannot read {path}", remedy, OSError, EOFError, zlib.error), _opened(path) as lines:
         first = lines.read(64)
         lines.seek(0)
-        if first.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"[") and _is_array_file(path):
+        if first.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"[") and path.name.endswith((".json", ".json.gz")):
             yield from _array_rows(path, lines)
             return
         number = 0
@@ -133,13 +132,10 @@ def _json_rows(path: Path) -> Rows:
             try:
                 row = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
-                yield where, _not_json(where, error)
+                reason = " ".join(str(error).split())
+                yield where, RowError(f"{where}: not a line of JSON ({reason}): write one object per line", "not JSON")
                 continue
             yield where, row if isinstance(row, dict) else _no_object(where, row)
-
-
-def _is_array_file(path: Path) -> bool:
-    return path.name.endswith((".json", ".json.gz"))
 
 
 def _array_rows(path: Path, file: IO[bytes]) -> Rows:
@@ -152,10 +148,6 @@ def _array_rows(path: Path, file: IO[bytes]) -> Rows:
     for number, row in enumerate(rows, start=1):
         where = f"{path}, entry {number}"
         yield where, row if isinstance(row, dict) else _no_object(where, row)
-
-
-def _not_json(where: str, error: Exception) -> RowError:
-    return RowError(f"{where}: not a line of JSON ({' '.join(str(error).split())}): write one object per line", "not JSON")
 
 
 def _no_object(where: str, row: Any) -> RowError:
@@ -177,7 +169,7 @@ def _folder_rows(folder: Path) -> Rows:
     if not files:
         raise PromptError(f"{folder} is a folder without .parquet files: name a .jsonl file in it, or a folder of traces")
     for file in files:
-        if file.exists():  # a server that goes on deletes its oldest traces
+        if file.exists():  # a running server deletes its oldest traces
             yield from _parquet_rows(file)
 
 
@@ -227,8 +219,7 @@ def _hub_files(repo_id: str, config: str | None, split: str, name: str) -> Itera
 
 
 def choose_files(listed: list[str], config: str | None, split: str, name: str) -> list[str]:
-    """Return the data files of one config and split (default: `train`). Raises PromptError with a list of the existing
-    files."""
+    """Return the data files of one config and split (default: `train`). Raises PromptError that lists the existing files."""
     endings = (".parquet",) if any(file.endswith(".parquet") for file in listed) else JSON_ENDS
     files = [
         file for file in sorted(listed) if file.endswith(endings) and not Path(file).name.startswith((".", "dataset_info"))

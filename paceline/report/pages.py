@@ -7,6 +7,7 @@ untrusted.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import html
@@ -14,7 +15,7 @@ import io
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from paceline.runs.folder import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Plot = tuple[str, str]
 """Title and SVG element; the element is "" without data to plot."""
@@ -41,9 +43,8 @@ WIDTH_INCHES = 4.4
 """Width of a plot: 302 points, so that text is not scaled down on a phone of 390 pixels."""
 FEW_POINTS = 30
 LONGEST_LABEL = 20
-INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "legend.labelcolor")
+INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "legend.labelcolor", "grid.color")
 STYLE: Any = {"svg.hashsalt": "paceline", "svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
-STYLE |= dict.fromkeys(INKED, INK)
 
 
 def render(template: str, **values: Any) -> str:
@@ -81,11 +82,11 @@ Block = str | Table | list[str]
 def markdown(title: str, *blocks: Block) -> str:
     """Return a report in Markdown. An empty list becomes "None."."""
     texts = [f"# {title}"]
-    for block in blocks:
-        if isinstance(block, list):
-            texts.append("\n".join(f"- {sentence}" for sentence in block) or "None.")
+    for part in blocks:
+        if isinstance(part, list):
+            texts.append("\n".join(f"- {sentence}" for sentence in part) or "None.")
         else:
-            texts.append(block if isinstance(block, str) else block.markdown())
+            texts.append(part if isinstance(part, str) else part.markdown())
     return printable("\n\n".join(texts)) + "\n"
 
 
@@ -287,15 +288,14 @@ def ranges(
 
 
 def stacked(title: str, rows: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], xlabel: str) -> Plot:
-    """Plot one horizontal bar per row, made of stacked parts called `names`. Parts that are never positive are left out,
-    and negative values count as 0."""
+    """Plot one bar per row, stacked from parts called `names`. Negative values count as 0; empty parts are left out."""
     shown = [place for place in range(len(names)) if any(values[place] > 0 for _, values in rows)]
 
     def fill(axes: Axes) -> None:
         for place in shown:
             widths = [max(values[place], 0.0) for _, values in rows]
             lefts = [sum(max(value, 0.0) for value in values[:place]) for _, values in rows]
-            again = place >= len(COLORS)  # told apart by stripes where colours run out
+            again = place >= len(COLORS)  # hatched if all colours are used
             axes.barh(
                 range(len(rows)),
                 widths,
@@ -318,26 +318,51 @@ def short(label: str) -> str:
     return label if len(label) <= LONGEST_LABEL else "…" + label[1 - LONGEST_LABEL :]
 
 
-def _plot(title: str, fill: Callable[[Axes], None], num_series: int, height: float = 3.0) -> Plot:
-    """Draw a plot in the page's text colour; equal input gives equal bytes. Raises ConfigError if matplotlib is missing."""
-    if not num_series:
-        return title, ""
-    with needing(ConfigError, "drawing the report needs matplotlib: pip install paceline[plots]"):
+@contextlib.contextmanager
+def new_figure(width: float, height: float, ink: str = "black") -> Iterator[Figure]:
+    """Yield an empty matplotlib figure of this size in inches, to be filled and saved within the context.
+
+    `ink`: colour of text and axes. Equal input gives equal SVG bytes. Raises ConfigError if matplotlib is missing.
+    """
+    with needing(ConfigError, "drawing needs matplotlib: pip install 'paceline[plots]'"):
         import matplotlib
         from matplotlib.figure import Figure
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+    with matplotlib.rc_context(STYLE | dict.fromkeys(INKED, ink)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
-        figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
+        yield Figure(figsize=(width, height), layout="constrained")
+
+
+def svg_of(figure: Figure, *, transparent: bool = False) -> str:
+    """Return the figure as an SVG document."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", transparent=transparent, metadata={"Date": None})
+    return out.getvalue()
+
+
+def write_png(figure: Figure, path: Path, dpi: int) -> None:
+    """Write the figure as a PNG file; creates its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=dpi, metadata={"Software": None})
+
+
+def plain_axes(axes: Axes) -> None:
+    """Remove the upper and right border of the axes, and add a faint grid."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.15)
+    axes.set_axisbelow(True)
+
+
+def _plot(title: str, fill: Callable[[Axes], None], num_series: int, height: float = 3.0) -> Plot:
+    """Draw a plot in the page's text colour."""
+    if not num_series:
+        return title, ""
+    with new_figure(WIDTH_INCHES, height, INK) as figure:
         axes = figure.subplots()
         fill(axes)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.15, color=INK)
-        axes.set_axisbelow(True)
+        plain_axes(axes)
         if num_series > 1:
             figure.legend(loc="outside lower center", ncols=2, frameon=False)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    return title, _inline(out.getvalue(), title)
+        return title, _inline(svg_of(figure, transparent=True), title)
 
 
 def _inline(document: str, title: str) -> str:

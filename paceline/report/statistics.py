@@ -6,13 +6,15 @@ Each quantity is computed here for the whole package, so that a name always mean
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal
+
+import numpy as np
 
 from paceline.types import Round
 
@@ -56,8 +58,7 @@ def tone_of(speedups: Sequence[float], gain: float = GAIN) -> Tone:
 
 
 def doubt(speedup: float | None, tokens_per_round: float | None, num_tokens: int | None) -> str | None:
-    """Return the reason why a measured speed-up allows no verdict, or None. `num_tokens`: output tokens timed; None if
-    unknown."""
+    """Return the reason why a measured speed-up allows no verdict, or None. `num_tokens`: output tokens timed, if known."""
     if speedup is not None and not is_possible(speedup, tokens_per_round):
         return BUSY
     if num_tokens is not None and num_tokens < FEWEST_TOKENS:
@@ -82,17 +83,13 @@ class Spread:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the quantile `share` (0 to 1) of non-empty `values`, interpolated linearly as by numpy."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    return ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+    """Return the quantile `share` (0 to 1) of non-empty `values`, interpolated linearly."""
+    return float(np.quantile(values, share))
 
 
 def add_histograms(histograms: Sequence[Sequence[int]]) -> list[int]:
     """Return the element-wise sum; shorter histograms are padded with zeros."""
-    longest = max((len(histogram) for histogram in histograms), default=0)
-    return [sum(histogram[n] for histogram in histograms if n < len(histogram)) for n in range(longest)]
+    return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +173,7 @@ def ratio_of_sums(pairs: Sequence[tuple[float, ...]]) -> float:
 
 
 def repetition(answers: Sequence[Sequence[int]], size: int = 8) -> float:
-    """Return the share of token n-grams that occurred earlier in the same answer. Near 1 the text is a loop, which is easy
-    to draft."""
+    """Return the share of token n-grams that occurred earlier in the same answer. Near 1 the text loops: easy to draft."""
     num_all = sum(max(len(answer) - size + 1, 0) for answer in answers)
     num_distinct = sum(len({tuple(answer[at : at + size]) for at in range(len(answer) - size + 1)}) for answer in answers)
     return (num_all - num_distinct) / num_all if num_all else 0.0

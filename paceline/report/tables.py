@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from paceline.report.statistics import Spread
+from paceline.report.statistics import Interval, Spread
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -32,7 +32,6 @@ class Column:
     """One column of a table."""
 
     name: str
-    """Heading."""
     cell: Callable[[Any], Any]
     """Returns the cell's value for a row; None is shown as a dash."""
     form: str = "{}"
@@ -177,6 +176,14 @@ def spread_column(
         return " / ".join(MISSING if value is None else f"{scale * value:,.{digits}f}" for value in values)
 
     return Column(name, cell, cut=" / ")
+
+
+def with_interval(value: float | None, interval: Interval | None, form: str = "{:.2f}", unit: str = "") -> str | None:
+    """Return a value with its interval, if it has one: "1.50x [1.40, 1.60]"; None without a value."""
+    if value is None:
+        return None
+    low, high = interval or (None, None)
+    return form.format(value) + unit + ("" if low is None or high is None else f" [{form.format(low)}, {form.format(high)}]")
 
 
 def printable(text: str) -> str:

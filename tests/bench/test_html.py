@@ -298,8 +298,8 @@ def verdict_of(run: Path) -> str:
         ({"speedup": 1.2, "speedup_interval": [0.9, 1.5]}, "a small gain. Its interval holds 1, so this may be chance"),
         ({"speedup": 1.0}, "no gain."),
         ({"speedup": 0.8}, "drafting costs time here."),
-        ({"speedup": 0.8}, "drafts stand, but to check them takes too long here"),
-        ({"speedup": 0.8, "tokens_per_round": 1.3}, "few drafts stand; train a drafter on prompts like these"),
+        ({"speedup": 0.8}, "drafts are accepted, but to check them takes too long here"),
+        ({"speedup": 0.8, "tokens_per_round": 1.3}, "few drafts are accepted; train a drafter on prompts like these"),
         ({"identical": 0.9}, "(90% are): in 16 bits a near-tie may fall the other way"),
         ({"lossless": False}, "NOT LOSSLESS: acceptance was mocked"),
     ],
@@ -457,6 +457,6 @@ def test_the_command_writes_the_page(whole_run: Path, whole: str, capsys: pytest
 def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder(tmp_path / "run", [step(1)])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install paceline\[plots\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'paceline\[plots\]'"):
         report(path)
     assert not (path / "report.html").exists()

@@ -29,7 +29,6 @@ from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.model.target import ForwardBatch, ForwardOutput
 from paceline.net.streaming import Client, Stream
-from paceline.report.pages import render
 
 OURS = {"return_timings": True, "return_metrics": True, "ignore_eos": True}
 DELAY_S = 0.2
@@ -186,7 +185,7 @@ def test_mocked_answers_are_never_told_as_a_gain(tmp_path: Path) -> None:
         bench.measured["words", name] += [each] * 4
     results, pairs = bench.results(), bench.pairs()
     assert [each.lossless for each in results] == [True, False] and not any(each.lossless for each in pairs)
-    told = render("latency_verdict.txt", results=results, pairs=pairs, enough=0.02)
+    told = latency_run.verdict_on(results, pairs)
     assert "NOT LOSSLESS: words, mock" in told and "less time" not in told
 
 
@@ -234,7 +233,7 @@ def test_another_server_is_asked_in_its_own_words_and_shown_as_one_part(
     assert result["num_failed"] == 0 and not result["is_told"] and result["largest"] == "server, not told apart"
     assert result["parts"].keys() == {"connect", "send", "untold"} and line["pairs"] == []
     report = (tmp_path / "run" / "report.md").read_text()
-    assert "No server said where its time went" in report and "does not say where its time goes" in report
+    assert "No server reported its timings" in report and "does not say where its time goes" in report
 
 
 def test_a_bar_is_made_of_whole_answers() -> None:

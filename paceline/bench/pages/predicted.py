@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.pages.timing import TimedAnswer, TimedToken, Timing, runs
-from paceline.errors import ConfigError, needing
+from paceline.report.pages import new_figure, write_png
 from paceline.simulate.answer import Setup, set_up
 from paceline.simulate.calculator import passage
 from paceline.simulate.config import ChartConfig, CostsConfig
@@ -53,8 +53,7 @@ def token_times(survival: Sequence[float], first_s: float, round_s: float, count
 
 
 def predicted(costs: CostsConfig, config: ChartConfig) -> Timing:
-    """Return the sample text with token times at both rates. Raises ConfigError for costs without seconds or an invalid
-    acceptance."""
+    """Return the sample text with token times at both rates. Raises ConfigError without seconds or with invalid acceptance."""
     load = Load(config.batch, config.context, config.max_draft)
     setup, acceptance = set_up(costs, [load]), parse_acceptance(config.acceptance)
     prediction, pieces = predict(setup.costs, acceptance, load), passage()
@@ -97,14 +96,10 @@ def _drafts(length: int, block: int | None) -> str:
 
 def draw_png(timing: Timing, png: Path) -> None:
     """Draw both columns complete, with their speeds. Raises ConfigError if matplotlib is missing."""
-    with needing(ConfigError, "drawing needs matplotlib: pip install 'paceline[plots]'"):
-        import matplotlib
-        from matplotlib.figure import Figure
     sides = [list(runs(side)) for side in (timing.off, timing.on)]
     num_lines = max(run.line for side in sides for run in side) + 1
     wide, high = 2 * 60 * CELL, (num_lines + 5) * LINE
-    with matplotlib.rc_context({"text.parse_math": False}):
-        figure = Figure(figsize=(wide, high))
+    with new_figure(wide, high) as figure:
 
         def put(x: float, line: float, text: str, size: float = 8, color: str = "ink", **more: Any) -> None:
             figure.text(x / wide, 1 - (line + 1) * LINE / high, text, size=size, color=COLORS[color], **more)
@@ -119,9 +114,8 @@ def draw_png(timing: Timing, png: Path) -> None:
                 f"{name}: {len(side.tokens)} tokens, {side.total_s:.2f} s, {side.tokens_per_s:.0f} tokens/s",
                 weight="bold",
             )
-            for run in sides[column]:  # letter by letter: whatever font there is, each stands in its cell
+            for run in sides[column]:  # character by character, so that each is in its cell with any font
                 for place, letter in enumerate(run.text):
                     color = "kept" if run.is_drafted else "ink"
                     put(left + (run.cell + place) * CELL, run.line + 4.3, letter, 8.5, color, family="monospace")
-        png.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(png, format="png", dpi=160, metadata={"Software": None})
+        write_png(figure, png, 160)

@@ -22,7 +22,7 @@ from paceline.errors import ConfigError
 from paceline.model.backends import Form
 from paceline.report.pages import Plot, Series, bars, curves, ranges, render, short
 from paceline.report.statistics import Tone, doubt, possible_speedup, shares, tone_of
-from paceline.report.tables import Column, Table, flat, printable
+from paceline.report.tables import Column, Table, flat, printable, with_interval
 from paceline.runs.folder import RunFolder
 from paceline.simulate.files import read_json
 
@@ -33,19 +33,17 @@ KINDS = {"heldout": "held out", "ood": "out of domain"}
 """Metrics key of a check -> its label."""
 
 
-def with_interval(value: float | None, interval: Sequence[float | None] | None, unit: str = "") -> str | None:
-    """Return a value with its interval, if there is one: "1.50x [1.40, 1.60]"."""
-    if value is None:
-        return None
-    low, high = interval or (None, None)
-    return f"{value:.2f}{unit}" + ("" if low is None or high is None else f" [{low:.2f}, {high:.2f}]")
-
-
 def speedup_cell(result: Result) -> str | None:
     """Return the speed-up with its interval, or that the machine was busy."""
-    return with_interval(result.speedup, result.speedup_interval, "x") or (result.doubt and "busy: repeat")
+    return with_interval(result.speedup, result.speedup_interval, unit="x") or (result.doubt and "busy: repeat")
 
 
+DECODING_NOTE = (
+    "Speed-up is over plain decoding (none), same batch and process. identical: greedy answers that equal plain decoding's, "
+    "token for token. repeats: share of 8-grams that occurred before in the same answer; looping text is easy to draft. "
+    "Brackets: 95% bootstrap intervals over prompts."
+)
+"""Explanation of COLUMNS, for the reports."""
 COLUMNS = (
     Column("drafter", lambda result: result.drafter),
     Column("batch", lambda result: result.batch, align="right"),
@@ -57,6 +55,13 @@ COLUMNS = (
     Column("identical", lambda result: result.identical, "{:.0%}", "right"),
     Column("lossless", lambda result: {None: None, True: "yes", False: "NO"}[result.lossless]),
     Column("repeats", lambda result: result.repetition, "{:.0%}", "right"),
+)
+LOOPING_COLUMNS = (
+    Column("prompts", lambda entry: entry["prompts"]),
+    Column("temp", lambda entry: entry["temperature"], "{:g}"),
+    Column("looping", lambda entry: f"{entry['looping_share']:.0%} of {entry['num_answers']}"),
+    Column("tokens/round", lambda entry: with_interval(entry["tokens_per_round"], entry["tokens_per_round_interval"])),
+    Column("without loops", lambda entry: with_interval(entry["without_loops"], entry["without_loops_interval"])),
 )
 
 
@@ -172,12 +177,11 @@ def page(run: RunData) -> str:
         training=_training(run),
         served=[_accepted("Accepted drafts a round", [("held out", run.served.get("accepted_histogram") or [])])],
         engine=_engine([(name, result) for name, result in rows if result.drafter != BASELINE]),
-        figures=_figures(rows, run.is_evaluation),
-        looping=[(name, entry) for name, figures in run.sets.items() for entry in figures.get("looping", [])],
-        with_interval=with_interval,
+        figures=_figures(rows, run),
+        note=DECODING_NOTE,
         is_lossless=all(result.lossless is not False for _, result in rows),
         settings=flat(run.config),
-        asked=flat(run.evaluation.get("settings", {})),
+        evaluation_settings=flat(run.evaluation.get("settings", {})),
     )
 
 
@@ -202,8 +206,7 @@ def _drafted(results: Sequence[Result]) -> list[Result]:
 
 
 def is_worse(run: RunData) -> bool:
-    """Return True if the trained drafter's tokens per round are lower than those of the target's shipped drafter on the
-    same prompts."""
+    """Return True if the trained drafter has fewer tokens per round than the target's shipped drafter on the same prompts."""
     shipped = (run.served.get("default_drafter") or {}).get("tokens_per_round")
     own = run.served.get("tokens_per_round")
     return shipped is not None and own is not None and own < shipped
@@ -254,8 +257,7 @@ def _accepted(title: str, histograms: list[tuple[str, list[int]]]) -> Plot:
 
 
 def _depth(survival: Sequence[float]) -> int:
-    """Return the number of draft positions to plot: those that were accepted in some round, and one more, where the line
-    reaches 0."""
+    """Return the number of draft positions to plot: those accepted in some round, and one more, where the line reaches 0."""
     return min(len(survival), 1 + sum(share > 0 for share in survival))
 
 
@@ -269,7 +271,7 @@ def _engine(rows: list[tuple[str, Result]]) -> list[Plot]:
             Series(name, range(1, _depth(result.survival) + 1), result.survival[: _depth(result.survival)], color=at)
             for at, (name, result) in enumerate(shown)
         ]
-        title, xlabel = f"Survival, T={temperature:g}", "first i drafts stood"
+        title, xlabel = f"Survival, T={temperature:g}", "first i drafts accepted"
         plots.append(curves(title, curved, xlabel=xlabel, ylabel="share of rounds", ylim=(0, 1)))
         histograms = [(name, result.accepted_histogram) for name, result in shown]
         plots.append(_accepted(f"Accepted drafts a round, T={temperature:g}", histograms))
@@ -283,13 +285,18 @@ def _engine(rows: list[tuple[str, Result]]) -> list[Plot]:
     return plots
 
 
-def _figures(rows: list[tuple[str, Result]], in_sets: bool) -> list[Table]:
+def _figures(rows: list[tuple[str, Result]], run: RunData) -> list[Table]:
+    """Return the tables of results, of rounds by source of drafts, and of looping answers, as far as there are data."""
     if not rows:
         return []
-    columns = [Column("prompts", lambda row: row[0])] if in_sets else []
+    columns = [Column("prompts", lambda row: row[0])] if run.is_evaluation else []
     columns += [replace(column, cell=lambda row, column=column: column.cell(row[1])) for column in COLUMNS]
     tables = [Table(columns, rows)]
     if any(result.sources for _, result in rows):
-        sources = sources_table([(f"{name}: {result.setting}" if in_sets else result.setting, result) for name, result in rows])
-        tables.append(replace(sources, title="Rounds by source of drafts"))
+        named = [(f"{name}: {result.setting}" if run.is_evaluation else result.setting, result) for name, result in rows]
+        tables.append(replace(sources_table(named), title="Rounds by source of drafts"))
+    looping = [{"prompts": name, **entry} for name, figures in run.sets.items() for entry in figures.get("looping", [])]
+    if looping:
+        note = "The last 32 tokens repeat with a period of at most 8: easy to draft, worth nothing."
+        tables.append(Table(LOOPING_COLUMNS, looping, title="Answers that end in a loop", notes=[note]))
     return tables

@@ -12,7 +12,6 @@ the least-squares slope through (1, 1): 1 for the toy model, 0 for no gain.
 
 from __future__ import annotations
 
-import io
 import math
 import textwrap
 from collections.abc import Sequence
@@ -20,8 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ConfigError, needing
-from paceline.report.pages import COLORS, WIDTH_INCHES
+from paceline.errors import ConfigError
+from paceline.report.pages import COLORS, WIDTH_INCHES, new_figure, plain_axes, svg_of, write_png
 from paceline.report.statistics import is_possible
 from paceline.runs.folder import write_whole
 from paceline.simulate.answer import set_up
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 FEWEST, MOST = 8, 64
 """Smallest (FEWEST) and largest upper end of the axis, in tokens per round."""
-STYLE: Any = {"svg.hashsalt": "paceline", "svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
 TITLE_CHARACTERS = 95
 """Characters per line of the chart's title."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -95,17 +93,13 @@ def made(costs: CostsConfig, config: ChartConfig) -> Chart:
 
 
 def slope(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return the least-squares slope of a line through (1, 1): sum (x - 1)(y - 1) / sum (x - 1)^2; None if all points have
-    x = 1."""
+    """Return the least-squares slope through (1, 1): sum (x - 1)(y - 1) / sum (x - 1)^2; None if all points have x = 1."""
     whole = sum((x - 1) ** 2 for x, _ in pairs)
     return sum((x - 1) * (y - 1) for x, y in pairs) / whole if whole > 0 else None
 
 
 def read_points(run: Path, batch: int) -> list[Point]:
-    """Return the drafters' settings of a bench decode run at this batch, without impossible speed-ups.
-
-    Raises ConfigError if none is left.
-    """
+    """Return a bench decode run's settings at this batch, without impossible speed-ups. Raises ConfigError without any."""
     file = run / "results.json" if run.is_dir() else run
     objects = read_objects(file, "--results takes the folder of a run of paceline bench decode, or its results.json")
     results = objects[0].get("results") if len(objects) == 1 else None
@@ -127,19 +121,12 @@ def read_points(run: Path, batch: int) -> list[Point]:
 
 def draw(chart: Chart, svg: Path | None = None, png: Path | None = None) -> None:
     """Write the chart as SVG, PNG or both; equal charts give equal bytes. Raises ConfigError if matplotlib is missing."""
-    with needing(ConfigError, "drawing needs matplotlib: pip install 'paceline[plots]'"):
-        import matplotlib
-        from matplotlib.figure import Figure
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(1.4 * WIDTH_INCHES, WIDTH_INCHES), layout="constrained")
+    with new_figure(1.4 * WIDTH_INCHES, WIDTH_INCHES) as figure:
         _fill(figure.subplots(), chart)
         if svg is not None:
-            drawn = io.StringIO()
-            figure.savefig(drawn, format="svg", metadata={"Date": None})
-            write_whole(svg, drawn.getvalue())
+            write_whole(svg, svg_of(figure))
         if png is not None:
-            png.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
+            write_png(figure, png, 200)
 
 
 def _fill(axes: Axes, chart: Chart) -> None:
@@ -163,6 +150,5 @@ def _fill(axes: Axes, chart: Chart) -> None:
     title = textwrap.fill(chart.title, TITLE_CHARACTERS)
     axes.set(xlabel="tokens a round", ylabel="speed-up over plain decoding", title=title, xlim=(1, None), ylim=(0, None))
     axes.title.set_fontsize(8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.2)
+    plain_axes(axes)
     axes.legend(frameon=False, fontsize=8)

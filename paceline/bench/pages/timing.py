@@ -56,8 +56,6 @@ HOLD_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class TimedToken:
-    """One token with its time."""
-
     text: str
     """"" for the end token, and for an incomplete character, which is shown with a later token."""
     at_s: float

@@ -112,7 +112,7 @@ def parts_of(stream: Stream, answer: Answer) -> dict[str, float]:
         names = [part for part in PARTS if SERVER_PARTS.get(part, part + "_s") in timings and part != "send"]
         parts |= {part: timings[SERVER_PARTS.get(part, part + "_s")] for part in names if part != "first_byte"}
         first_byte_s = wait_s - timings["first_byte_s"]
-        if first_byte_s < 0.0:  # the server had read all of it before the client came to note that it had sent it
+        if first_byte_s < 0.0:  # the server read the request before the client noted the end of sending
             parts["send"], first_byte_s = send_s + first_byte_s, 0.0
         parts["first_byte"] = first_byte_s
         parts[UNATTRIBUTED] = rest_s - (timings["total_s"] - timings["first_byte_s"]) + timings["other_s"]
@@ -140,8 +140,7 @@ class LatencyResult:
     bars: dict[str, dict[str, float]]
     """p50, p90, p99 -> seconds by segment: means of the requests near that percentile of the total."""
     unattributed: float | None
-    """Share of the total time that no part explains, over all answers. The errors of single answers partly cancel; `parts`
-    has their spread."""
+    """Share of the total time of all answers that no part explains; errors of single answers partly cancel."""
     is_told: bool
     largest: str | None
     """Segment that is largest in the p50 bar."""
@@ -192,8 +191,8 @@ class LatencyBench:
         return self.config.repeat * len(self.arms) * sum(len(workload.requests) for workload in self.workloads)
 
     def run(self, on_answer: Callable[[str], None] = ignore) -> None:
-        """Send all workloads `repeat` times; contenders take turns of a few requests, in rotating order. Raises ConfigError
-        if a contender rejects requests."""
+        """Send all workloads `repeat` times, a few requests to each contender in turn. Raises ConfigError if one rejects
+        them."""
         try:
             for workload in self.workloads:
                 for arm in self.arms:
@@ -243,7 +242,7 @@ class LatencyBench:
             error = read_answer(arm.client.post(*self._request(arm, workload, 0, request, WARM_UP_TOKENS))).error
             if error is None:
                 return
-            if not error.startswith(("status 400", "status 422", "status 500")):  # llama-cpp-python says 500
+            if not error.startswith(("status 400", "status 422", "status 500")):  # 500: llama-cpp-python
                 break
         raise ConfigError(f"{arm.name} cannot be asked for {workload.name}: {error}")
 
@@ -260,7 +259,6 @@ class LatencyBench:
         return api_request(request.prompt, index, self.config, most, fields)
 
     def results(self) -> list[LatencyResult]:
-        """Return the results of each workload and contender."""
         return [_result(*names, answers) for names, answers in self.measured.items()]
 
     def pairs(self) -> list[Pair]:

@@ -8,31 +8,23 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from paceline.bench.config import ArmsConfig, LatencyConfig
-from paceline.bench.serving.latency import GROUPS, PARTS, SEGMENTS, SHARES, TEXTS, Alone, LatencyBench, LatencyResult, Pair
+from paceline.bench.serving.latency import GROUPS, SEGMENTS, SHARES, TEXTS, Alone, LatencyBench, LatencyResult, Pair
 from paceline.bench.serving.load import Contender
 from paceline.bench.serving.servers import look, started
 from paceline.bench.serving.workloads import WORKLOADS, Workload, named_workload, workload_of
 from paceline.config import read_api_keys
 from paceline.errors import ConfigError, refuse, reraised
 from paceline.net.streaming import Client
-from paceline.report.pages import Plot, render, stacked, write_report
-from paceline.report.statistics import Spread, Tone, tone_of
-from paceline.report.tables import SILENT, Column, Progress, Table, flat, spread_column
+from paceline.report.pages import Plot, stacked, write_report
+from paceline.report.statistics import Tone, tone_of
+from paceline.report.tables import SILENT, Column, Progress, Table, flat, spread_column, with_interval
 from paceline.runs.folder import RunFolder
 
-NOTE = (
-    "Times are p50 / p90 / p99 over the answers of all repetitions, from the moment a request was sent. communication: "
-    "connecting, sending, and the way there and back. host: queue, JSON, template, tokenizer, grammar, the engine between its "
-    "passes, text. decode: drafting and verifying. unattributed: share of all the time by which the client's clock and the "
-    "server's differ; every part's table has its spread. A bar is the mean of the requests near that percentile, so that its "
-    "parts add up; percentiles of single parts do not. Differences are request by request, with a 95% interval over requests."
-)
-"""Explanation of the columns, for the reports."""
 ENOUGH = 0.02
 """Largest acceptable share of unattributed time."""
 COLUMNS = (
@@ -50,24 +42,15 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """Row of the table of all parts."""
-
-    workload: str
-    arm: str
-    part: str
-    spread: Spread
-
-
 PART_COLUMNS = (
-    Column("workload", lambda line: line.workload),
-    Column("arm", lambda line: line.arm),
-    Column("part", lambda line: line.part.replace("_", " ")),
-    Column("mean ms", lambda line: 1000 * line.spread.mean, "{:.2f}", "right"),
-    spread_column("p50 / p90 / p99 ms", lambda line: line.spread, 1000, 2),
-    Column("what it is", lambda line: TEXTS["meanings"][line.part]),
+    Column("workload", lambda line: line[0].workload),
+    Column("arm", lambda line: line[0].arm),
+    Column("part", lambda line: line[1].replace("_", " ")),
+    Column("mean ms", lambda line: 1000 * line[2].mean, "{:.2f}", "right"),
+    spread_column("p50 / p90 / p99 ms", lambda line: line[2], 1000, 2),
+    Column("what it is", lambda line: TEXTS["meanings"][line[1]]),
 )
+"""Columns for rows of (result, part, spread of its seconds)."""
 PAIR_COLUMNS = (
     Column("workload", lambda pair: pair.workload),
     Column("arm", lambda pair: pair.arm),
@@ -80,10 +63,10 @@ PAIR_COLUMNS = (
 )
 
 
-def _difference(pair: Pair) -> str:
+def _difference(pair: Pair) -> str | None:
     low, high = pair.interval_s
-    interval = "" if low is None or high is None else f" [{1000 * low:+.1f}, {1000 * high:+.1f}]"
-    return f"{1000 * pair.difference_s:+.1f}{interval}"
+    interval = (None, None) if low is None or high is None else (1000 * low, 1000 * high)
+    return with_interval(1000 * pair.difference_s, interval, "{:+.1f}")
 
 
 def bench_latency(
@@ -103,7 +86,7 @@ def bench_latency(
     schema of the answers to the files' prompts. Raises ConfigError if no contender accepts requests.
     """
     chosen = _read_workloads(workloads, prompts, schema, limit)
-    key = next(iter(read_api_keys((), arms.api_key_file)), None)  # as an option it would stay in the run folder
+    key = next(iter(read_api_keys((), arms.api_key_file)), None)  # not an option: options are stored in the run folder
     settings = {
         "bench": asdict(config),
         "arms": asdict(arms),
@@ -170,6 +153,29 @@ def _arm(name: str, url: str, key: str | None, model: str | None, config: Latenc
     return Contender(name, client, {"model": known} | timed)
 
 
+def verdict_on(results: list[LatencyResult], pairs: list[Pair]) -> str:
+    """Return what the parts of the requests have shown."""
+    timed = [result.unattributed or 0.0 for result in results if result.is_told]
+    worst = max(timed, default=0.0)
+    only, advice = ("", "") if worst <= ENOUGH else ("only ", ": look at unattributed first")
+    sums = f"The parts add up to what the client saw {only}within {worst:.1%}{advice}."
+    lines = [
+        sums if timed else "No server reported its timings: communication is what the client could see, the rest is one part."
+    ]
+    lines += [
+        f"NOT LOSSLESS: {result.workload}, {result.arm}: its acceptance is mocked or its rule lossy, so it is not compared."
+        for result in results
+        if not result.lossless
+    ]
+    for pair in (pair for pair in pairs if pair.part == "decode" and pair.lossless):
+        if pair.doubt:
+            lines.append(f"{pair.workload}: no verdict on {pair.arm} compared with {pair.against}: {pair.doubt}.")
+        elif pair.cut is not None:
+            change = f"{abs(pair.cut):.0%} {'less' if pair.cut >= 0 else 'more'} time"
+            lines.append(f"{pair.workload}: decoding takes {pair.arm} {change} than {pair.against} at the median.")
+    return " ".join(lines)
+
+
 def _tone(results: list[LatencyResult], pairs: list[Pair]) -> Tone:
     if not all(item.lossless for item in results):
         return "bad"
@@ -187,9 +193,9 @@ def _report(
 ) -> None:
     """Write report.md and report.html, and report a summary to `progress`."""
     figures = Table(COLUMNS, results, width=230)
-    lines = [_Line(result.workload, result.arm, part, spread) for result in results for part, spread in result.parts.items()]
+    lines = [(result, part, spread) for result in results for part, spread in result.parts.items()]
     remedies = [remedy_of(result) for result in results if result.largest]
-    verdict = render("latency_verdict.txt", results=results, pairs=pairs, enough=ENOUGH).strip()
+    verdict = verdict_on(results, pairs)
     failures = [f"{result.workload}, {result.arm}: {n}x {why}" for result in results for why, n in result.failures.items()]
     about = [f"{workload.name}: {workload.about}; {len(workload.requests)} requests." for workload in workloads]
     comparison = Table(PAIR_COLUMNS, pairs)
@@ -202,7 +208,7 @@ def _report(
         explained=["latency"],
         sections={
             "Where the time goes": [*about, remedies],
-            "Figures": [NOTE, figures],
+            "Figures": [TEXTS["columns"], figures],
             "Beside the first arm": [comparison] if pairs else [],
             "Every part": [Table(PART_COLUMNS, lines)],
             "Failures": [failures],

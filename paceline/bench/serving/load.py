@@ -156,7 +156,6 @@ class ServingBench:
         self.passes = {(load, contender.name): list[Pass]() for load in self.loads for contender in contenders}
 
     def num_requests(self, load: Arrivals) -> int:
-        """Return the number of requests of one pass."""
         if self.config.num_requests:
             return self.config.num_requests
         least = math.ceil(OPEN_SECONDS * load.rate) if load.rate else ROUNDS_OF_REQUESTS * (load.concurrency or 1)

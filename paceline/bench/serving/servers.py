@@ -57,9 +57,9 @@ COLUMNS = (
 NOTE = (
     "Times are p50 / p90 / p99 over the answers of all repetitions. first token and whole count from when a request was due; "
     "inter-token is each answer's mean time between tokens after the first, inter-chunk the time between two pieces as they "
-    "came: a piece holds all tokens of a round. tokens/s: output tokens over wall time, median over repetitions. speed-up: mean "
-    "time of an answer with speculation off over the one here. identical: texts equal to those with speculation off. reused: "
-    "prompt tokens that the server found in its cache; much of it makes first tokens early."
+    "came: a piece holds all tokens of a round. tokens/s: output tokens over wall time, median over repetitions. speed-up: "
+    "mean time of an answer with speculation off over the one here. identical: texts equal to those with speculation off. "
+    "reused: prompt tokens that the server found in its cache; much of it makes first tokens early."
 )
 """Explanation of the columns, for the reports."""
 
@@ -72,10 +72,9 @@ def bench_serving(
     out: Path | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
-    """Measure serving under load. Returns the command's JSON output; "run" is the run folder. Raises an error of the server
-    before any load is sent."""
+    """Measure a server under load; an unusable server raises an error first. Returns JSON output; "run" is the run folder."""
     prompt_list = read_prompts(prompts or BUILTIN_PROMPTS, limit)
-    key = next(iter(read_api_keys((), servers.api_key_file)), None)  # as an option it would stay in the run folder
+    key = next(iter(read_api_keys((), servers.api_key_file)), None)  # not an option: options are stored in the run folder
     described: dict[str, Any] = {
         "bench": config,
         "url": servers.url,
@@ -86,7 +85,7 @@ def bench_serving(
         "limit": limit,
     }
     with contextlib.ExitStack() as stack:
-        if servers.url:  # a wrong address leaves no run folder behind
+        if servers.url:  # first, so that a wrong URL creates no run folder
             name, contenders = _running(servers, servers.url, key, config.timeout_s)
             run = RunFolder.create("bench-serving", described, out)
         else:
@@ -108,11 +107,32 @@ def bench_serving(
     return {**line, "run": run.path}
 
 
+def _is_gain(result: ServingResult) -> bool:
+    return result.speculate != "off" and bool(result.speedup) and not result.doubt
+
+
 def _tone(results: list[ServingResult]) -> Tone:
     if any(result.num_failed or not result.lossless for result in results):
         return "bad"
-    sure = [result.speedup for result in results if result.speculate != "off" and result.speedup and not result.doubt]
-    return tone_of(sure, LOAD_GAIN)
+    return tone_of([result.speedup for result in results if _is_gain(result) and result.speedup], LOAD_GAIN)
+
+
+def _verdict(results: list[ServingResult]) -> str:
+    """Return what the measurement has shown, and the next step."""
+    gains = [(result.speedup, result.speculate, result.load) for result in results if _is_gain(result)]
+    num_failed, num_answers = sum(result.num_failed for result in results), sum(result.num_answers for result in results)
+    doubted = [result for result in results if result.doubt]
+    lines = [f"No verdict on the speed-up ({result.speculate}, {result.load}): {result.doubt}." for result in doubted]
+    if not all(result.lossless for result in results):
+        mocked = (
+            "the server mocks acceptance, so its times are those of a drafter that does not exist, and its texts mean nothing"
+        )
+        lines.insert(0, f"NOT LOSSLESS: {mocked}.")
+    if gains or not doubted:
+        lines.append(render("load_verdict.txt", gains=gains, num_failed=num_failed, num_answers=num_answers).rstrip())
+    elif num_failed:
+        lines.append(f"{num_failed} of {num_answers} answers failed: see Failures before anything else.")
+    return "\n".join(lines)
 
 
 def _report(
@@ -121,13 +141,19 @@ def _report(
     """Write report.md and report.html, and report a summary to `progress`."""
     by_load = [(result.load.rate, result.load.concurrency, result.speculate, result) for result in results]
     figures = Table(COLUMNS, results, width=190)
-    sent = render("sent.txt", config=bench.config, results=results).rstrip()
+    config, busiest = bench.config, max(result.client_cpu for result in results)
+    late_s = max(result.late.p99 or 0.0 for result in results)
+    sent = (
+        f"Up to {config.max_tokens} tokens an answer at temperature {config.temperature:g}, {config.repeat} repetitions. This "
+        f"client took at most {100 * busiest:.0f}% of a core; 99% of its requests went out within {1000 * late_s:.1f} ms of "
+        "their time."
+    )
     failures = [
         f"{result.load}, speculate {result.speculate}: {count}x {reason}"
         for result in results
         for reason, count in result.failures.items()
     ]
-    verdict = render("serving_verdict.txt", results=results).rstrip()
+    verdict = _verdict(results)
     plots = (*LOAD_PLOTS, LoadPlot("Time of an answer", "s", lambda result: result.total))
     notice = write_load_report(
         run,
