@@ -251,5 +251,5 @@ def test_without_matplotlib_the_page_is_left_out_and_said_so(tmp_path: Path, mon
     made.run()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     run = RunFolder.create("bench-decode", {}, tmp_path / "run")
-    assert "pip install paceline[plots]" in (runs.write_run(run, made, MACHINE, as_line(made, MACHINE)) or "")
+    assert "pip install 'paceline[plots]'" in (runs.write_run(run, made, MACHINE, as_line(made, MACHINE)) or "")
     assert (run.path / "report.md").exists() and not (run.path / "report.html").exists()
