@@ -91,7 +91,7 @@ class Drafting:
 
 
 def drafting(answers: Sequence[Sequence[Round]], num_drafted: int = 0) -> Drafting:
-    """Return the acceptance statistics of `answers`, each a list of its rounds. `num_drafted`: length of `survival`."""
+    """Return the acceptance statistics of `answers`, each a list of its rounds. `num_drafted`: length of the survival curve."""
     rounds = [one for answer in answers for one in answer]
     if not rounds:
         return Drafting(tokens_per_round=1.0)

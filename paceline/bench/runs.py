@@ -35,7 +35,7 @@ from paceline.runs.folder import RunFolder
 from paceline.simulate.costs.catalogue import shape_of
 
 DISTURBED = 0.15
-"""Spread of repeated times above which other programs were running."""
+"""Spread of repeated times above which a notice says that other programs were running."""
 
 
 def bench_decode(

@@ -190,7 +190,8 @@ class StepBench:
 
 
 def num_parameters(drafter: DFlashDrafter) -> int:
-    """Return the number of parameters that a round reads completely, without codebooks, of which it reads a few rows."""
+    """Return the number of parameters that every round reads. Codebooks are excluded: a round reads only a few of their
+    rows."""
     return sum(weight.numel() for name, weight in drafter.network.named_parameters() if "codebook" not in name)
 
 

@@ -125,7 +125,7 @@ class AnswerShards:
         return self.folder / f"journal-r{self._rank}-{number:05d}.jsonl"
 
     def _journals(self, process: str = "") -> list[Path]:
-        """Return the journals whose shard is not written yet."""
+        """Return the paths of the journals whose shard is not written yet."""
         paths = sorted(self.folder.glob(f"journal-{process}*.jsonl"))
         return [path for path in paths if not path.with_name(f"{path.stem.replace('journal', 'answers', 1)}.parquet").exists()]
 

@@ -43,7 +43,7 @@ METADATA_KEYS = (
     "scorer"
 )
 NO_PART_OF_PROMPTS = frozenset(METADATA_KEYS.split())
-"""Names, origins and answers. They are ignored without notice, since the target writes its own answers."""
+"""Row keys of names, origins and answers. They are ignored without notice, since the target writes its own answers."""
 TOKEN_ROW_KEYS = (
     "prompt_ids answer_ids key source turn temperature finish_reason text top_ids top_logprobs tag ended sampling seed drafted "
     "accepted num_reused drafter cluster queue_s prefill_s first_token_s draft_s verify_s host_s total_s conversation prompt "

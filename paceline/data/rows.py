@@ -24,7 +24,7 @@ Row = dict[str, Any]
 Rows = Iterator[tuple[str, "Row | RowError"]]
 
 MAX_LINE_BYTES = 64 * 2**20
-"""Longer lines are rejected; a small gzip file can contain one."""
+"""Longest line in bytes; a longer one is rejected, since even a small gzip file can contain it."""
 MAX_ARRAY_BYTES = 2 * 2**30
 """Largest JSON array, which is held in memory as a whole. JSON lines are streamed."""
 JSON_ENDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")

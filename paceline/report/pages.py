@@ -80,7 +80,7 @@ Block = str | Table | list[str]
 
 
 def markdown(title: str, *blocks: Block) -> str:
-    """Return a report in Markdown. An empty list becomes "None."."""
+    """Return a report in Markdown: the title, then the blocks. An empty list becomes "None."."""
     texts = [f"# {title}"]
     for part in blocks:
         if isinstance(part, list):

@@ -53,7 +53,8 @@ def token_times(survival: Sequence[float], first_s: float, round_s: float, count
 
 
 def predicted(costs: CostsConfig, config: ChartConfig) -> Timing:
-    """Return the sample text with token times at both rates. Raises ConfigError without seconds or with invalid acceptance."""
+    """Return the sample text with token times at both rates. Raises ConfigError for costs without times, or invalid
+    acceptance."""
     load = Load(config.batch, config.context, config.max_draft)
     setup, acceptance = set_up(costs, [load]), parse_acceptance(config.acceptance)
     prediction, pieces = predict(setup.costs, acceptance, load), passage()

@@ -34,7 +34,7 @@ KINDS = {"heldout": "held out", "ood": "out of domain"}
 
 
 def speedup_cell(result: Result) -> str | None:
-    """Return the speed-up with its interval, or that the machine was busy."""
+    """Return the speed-up with its interval, or "busy: repeat"."""
     return with_interval(result.speedup, result.speedup_interval, unit="x") or (result.doubt and "busy: repeat")
 
 

@@ -42,7 +42,8 @@ from paceline.types import SamplingParams, Sequence
 NAME = "timing.json"
 VERSION = 1
 SPEEDS, LEAST_S = (1.0, 0.5, 0.25, 0.1), 3.0
-"""Shortest replay in seconds, if one of SPEEDS is slow enough."""
+"""Replay speeds, and the shortest replay in seconds (LEAST_S). The default is the fastest speed with a replay of that
+length."""
 MOST_TOKENS = 20_000
 """Longest answer accepted by `read_timing`: a page with more tokens would be too slow."""
 CELLS = 55

@@ -82,7 +82,7 @@ class Answer:
     """Source of drafts -> num_rounds, num_drafted and accepted_histogram of its rounds, as reported by the server."""
     text: str = ""
     timings: dict[str, Any] = field(default_factory=dict)
-    """The server's report of its own time, unchanged."""
+    """Durations reported by the server, unchanged."""
 
     @property
     def inter_token_s(self) -> float | None:
