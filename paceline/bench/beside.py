@@ -29,10 +29,8 @@ PEERS = {"transformers": {}, "transformers-lookup": {"prompt_lookup_num_tokens":
 
 
 def transformers_model(path: Path, dtype: torch.dtype) -> Any:
-    """Load a model in Transformers' own code; the weights of a GGUF file are dequantised.
-
-    Raises ConfigError if Transformers does not support the model.
-    """
+    """Load a model in Transformers' own code; the weights of a GGUF file are dequantised. Raises ConfigError if Transformers
+    does not support the model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if path.is_dir():
@@ -49,11 +47,8 @@ def transformers_model(path: Path, dtype: torch.dtype) -> Any:
 
 
 class TransformersPeer:
-    """Runs Transformers' greedy `generate`, one request at a time, with the LLM's weights, device and threads.
-
-    The dtype is the LLM's too. On a CPU without bfloat16 instructions float32 is used instead, which is many times faster
-    there.
-    """
+    """Runs Transformers' greedy `generate`, one request at a time, with the LLM's weights, device and threads. The dtype is the
+    LLM's too. On a CPU without bfloat16 instructions float32 is used instead, which is many times faster there."""
 
     def __init__(self, llm: LLM) -> None:
         from transformers.utils import logging

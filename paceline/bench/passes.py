@@ -48,10 +48,8 @@ def described(llm: LLM) -> dict[str, Any]:
 def mocked_engine(
     llm: LLM, drafter: Drafter, acceptance: float | Marginals, num_nodes: int = 0, device_rounds: bool | None = None
 ) -> Engine:
-    """Return an engine with mocked acceptance, independent of the target's output.
-
-    `acceptance`: tokens accepted per round, or marginals that set the acceptance of trees of `num_nodes` drafts.
-    """
+    """Return an engine with mocked acceptance, independent of the target's output. `acceptance`: tokens accepted per round, or
+    marginals that set the acceptance of trees of `num_nodes` drafts."""
     chunk, planner = llm.config.prefill_chunk, None
     if isinstance(acceptance, Marginals):
         planner = MockedPlanner(most_chunk=chunk, num_nodes=num_nodes, marginals=acceptance)
@@ -249,10 +247,8 @@ def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[lis
 
 
 def parting(target: Target, prompt_ids: list[int], ours: list[int], theirs: list[int]) -> tuple[int, float] | None:
-    """Return (length of the common prefix of two answers, target's best logit minus its second-best there); None if equal.
-
-    A gap of 0 is a tie. The engine must be idle, since a cache row is used.
-    """
+    """Return (length of the common prefix of two answers, target's best logit minus its second-best there); None if equal. A
+    gap of 0 is a tie. The engine must be idle, since a cache row is used."""
     index = first_difference(ours, theirs)
     if index is None:
         return None

@@ -296,10 +296,8 @@ class MockBench:
         }
 
     def _roofline_s(self, setting: MockSetting) -> float:
-        """Return the seconds of a round at the machine's peak rates, with half of the answer in the cache.
-
-        A DFlash drafter costs its parameters and the target's head; other drafters count as free.
-        """
+        """Return the seconds of a round at the machine's peak rates, with half of the answer in the cache. A DFlash drafter
+        costs its parameters and the target's head; other drafters count as free."""
         deployment = Deployment(self._machine, precisions_of(described(self.llm), self._shape.precisions))
         drafter, cost, num_slots = self._drafters[setting[1:]], NO_COST, self._num_slots(setting)
         if isinstance(drafter, DFlashDrafter):

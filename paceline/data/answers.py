@@ -79,10 +79,8 @@ class AnswerShards:
         return path
 
     def note(self, answer: Answer, is_over: bool) -> None:
-        """Append an answer to the journal, which keeps it until a shard contains it.
-
-        `is_over`: the conversation has ended. The caller then passes all its answers to `write`.
-        """
+        """Append an answer to the journal, which keeps it until a shard contains it. `is_over`: the conversation has ended. The
+        caller then passes all its answers to `write`."""
         self._journal.note(self._journal_path(self._next), answer, is_over)
 
     def recover(self) -> dict[str, list[Answer]]:

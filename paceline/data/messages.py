@@ -54,10 +54,8 @@ class MessageError(PromptError):
 
 
 def normalised(messages: Any, field: str = "messages") -> list[Message]:
-    """Return the conversation in normal form: contents and arguments as text, old keys replaced. Idempotent.
-
-    Raises MessageError on unknown keys, non-text parts, and call arguments that are not a JSON object.
-    """
+    """Return the conversation in normal form: contents and arguments as text, old keys replaced. Idempotent. Raises
+    MessageError on unknown keys, non-text parts, and call arguments that are not a JSON object."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise MessageError(field, 'must be a list of {"role": ..., "content": ...}')
     return [_message(message, f"{field}[{place}]") for place, message in enumerate(messages)]

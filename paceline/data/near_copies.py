@@ -61,10 +61,8 @@ class Near:
         self._pieces: dict[int, np.ndarray] = {}
 
     def like(self, pieces: np.ndarray) -> Iterator[int]:
-        """Yield the numbers of added texts that are near-duplicates of the text with these shingles.
-
-        A text that consists of common shingles only has no near-duplicate.
-        """
+        """Yield the numbers of added texts that are near-duplicates of the text with these shingles. A text that consists of
+        common shingles only has no near-duplicate."""
         own = np.setdiff1d(pieces, self._common, assume_unique=True)
         if self._index is None or not len(own):
             return

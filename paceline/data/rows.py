@@ -89,14 +89,10 @@ def rows_of(source: str | Path) -> tuple[str, Rows]:
         return path.name, _folder_rows(path)
     if path.is_file():
         return path.name, file_rows(path)
-    if _looks_like_a_path(name):
+    is_id = re.fullmatch(r"[\w.-]+(/[\w.-]+){0,2}(:[\w.-]+)?", name) and not name.startswith((".", "/"))
+    if not is_id or path.suffix in (".jsonl", ".json", ".parquet", ".txt", ".csv", ".gz"):
         raise PromptError(f"there is no prompt file {path}: check --prompts")
     return name, _hub_rows(name)
-
-
-def _looks_like_a_path(name: str) -> bool:
-    is_id = re.fullmatch(r"[\w.-]+(/[\w.-]+){0,2}(:[\w.-]+)?", name) and not name.startswith((".", "/"))
-    return not is_id or Path(name).suffix in (".jsonl", ".json", ".parquet", ".txt", ".csv", ".gz")
 
 
 def file_rows(path: Path) -> Rows:
@@ -194,13 +190,11 @@ def _hub_files(repo_id: str, config: str | None, split: str, name: str) -> Itera
     )
     unreached = (errors.LocalEntryNotFoundError, errors.HTTPError, ConnectionError, TimeoutError)
     try:
-        listed = huggingface_hub.HfApi().list_repo_files(repo_id, repo_type="dataset")
-        revision = None
+        api, revision = huggingface_hub.HfApi(), None
+        listed = api.list_repo_files(repo_id, repo_type="dataset")
         if not any(path.endswith((".parquet", *JSON_ENDS[:2])) for path in listed):
-            listed, revision = (
-                huggingface_hub.HfApi().list_repo_files(repo_id, repo_type="dataset", revision=CONVERTED),
-                CONVERTED,
-            )
+            revision = CONVERTED
+            listed = api.list_repo_files(repo_id, repo_type="dataset", revision=revision)
         for file in choose_files(listed, config, split, name):
             yield Path(huggingface_hub.hf_hub_download(repo_id, file, repo_type="dataset", revision=revision))
     except errors.GatedRepoError as error:

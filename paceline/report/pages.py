@@ -24,7 +24,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from paceline.errors import ConfigError, needing
-from paceline.report.statistics import Spread, Tone
+from paceline.report.statistics import Spread
 from paceline.report.style import look
 from paceline.report.tables import Table, block, printable
 from paceline.runs.folder import RunFolder
@@ -91,26 +91,18 @@ def markdown(title: str, *blocks: Block) -> str:
 
 
 def write_report(
-    run: RunFolder,
-    draw: Callable[[], list[Plot]],
-    *,
-    title: str,
-    verdict: str,
-    tone: Tone,
-    explained: Sequence[str],
-    sections: dict[str, list[Block]],
-    settings: list[tuple[str, Any]],
+    run: RunFolder, draw: Callable[[], list[Plot]], title: str, verdict: str, sections: dict[str, list[Block]], **values: Any
 ) -> str | None:
     """Write report.md and report.html. Returns a notice if report.html could not be written.
 
-    `draw` makes the plots at the end of the first section of the page. `explained`: keys of the glossary in `words.html.j2`.
-    `sections`: heading -> blocks. `settings`: (name, value) pairs, shown in the page only.
+    `draw` makes the plots at the end of the first section of the page. `sections`: heading -> blocks. `values`, for the page
+    only: `tone`; `explained`, keys of the glossary in `words.html.j2`; `settings`, (name, value) pairs.
     """
     blocks = [part for heading, parts in sections.items() if parts for part in (f"## {heading}", *parts)]
     run.write("report.md", markdown(title, verdict, *blocks))
-    page = {"title": title, "verdict": verdict, "tone": tone, "explained": explained, "sections": sections}
     try:
-        run.write("report.html", render("report.html", drawn=draw(), settings=settings, **page))
+        page = render("report.html", drawn=draw(), title=title, verdict=verdict, sections=sections, **values)
+        run.write("report.html", page)
     except ConfigError as error:
         return f"no report.html: {error}"
     return None
@@ -126,13 +118,11 @@ def write_load_report(
     listed: dict[str, list[str]],
     **values: Any,
 ) -> str | None:
-    """Write the report of a server under load, measured or simulated. `values`: further arguments of `write_report`.
-
-    `about`: first paragraph. `note`: explanation of the columns of `figures`. `listed`: heading -> sentences.
-    """
+    """Write the report of a server under load, measured or simulated. `about`: first paragraph. `note`: explanation of the
+    columns of `figures`. `listed`: heading -> sentences. `values`: further arguments of `write_report`."""
     sections: dict[str, list[Block]] = {"Under load": [about] if about else [], "Figures": [note, figures]}
     sections |= {heading: [sentences] for heading, sentences in listed.items()}
-    return write_report(run, draw, explained=["load"], sections=sections, **values)
+    return write_report(run, draw, sections=sections, explained=["load"], **values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +205,8 @@ LOAD_PLOTS = (
 
 
 def load_plots(plots: Sequence[LoadPlot], records: Sequence[tuple[float | None, int | None, str, Any]]) -> list[Plot]:
-    """Plot each quantity over requests in flight and over request rate, with one line per contender.
-
-    `records`: (request rate or None, requests in flight or None, contender, record).
-    """
+    """Plot each quantity over requests in flight and over request rate, with one line per contender. `records`: (request rate
+    or None, requests in flight or None, contender, record)."""
     drawn = []
     by_flight = [(float(in_flight), name, record) for _, in_flight, name, record in records if in_flight]
     by_rate = [(rate, name, record) for rate, _, name, record in records if rate]
@@ -320,10 +308,8 @@ def short(label: str) -> str:
 
 @contextlib.contextmanager
 def new_figure(width: float, height: float, ink: str = "black") -> Iterator[Figure]:
-    """Yield an empty matplotlib figure of this size in inches, to be filled and saved within the context.
-
-    `ink`: colour of text and axes. Equal input gives equal SVG bytes. Raises ConfigError if matplotlib is missing.
-    """
+    """Yield an empty matplotlib figure of this size in inches, to be filled and saved within the context. `ink`: colour of text
+    and axes. Equal input gives equal SVG bytes. Raises ConfigError if matplotlib is missing."""
     with needing(ConfigError, "drawing needs matplotlib: pip install 'paceline[plots]'"):
         import matplotlib
         from matplotlib.figure import Figure

@@ -37,10 +37,8 @@ def is_possible(speedup: float, tokens_per_round: float | None) -> bool:
 
 
 def possible_speedup(speedup: float | None, tokens_per_round: float | None) -> float | None:
-    """Return the measured speed-up over plain decoding, or None if `is_possible` rules it out.
-
-    Every speed-up that is printed, plotted or stored passes through here; `doubt` explains a missing one.
-    """
+    """Return the measured speed-up over plain decoding, or None if `is_possible` rules it out. Every speed-up that is printed,
+    plotted or stored passes through here; `doubt` explains a missing one."""
     return speedup if speedup is not None and is_possible(speedup, tokens_per_round) else None
 
 
@@ -146,10 +144,8 @@ def shares(histogram: Sequence[int]) -> list[float]:
 
 
 def survival(histogram: Sequence[float], num_drafted: int = 0) -> list[float]:
-    """Return the share of rounds whose first i drafts were all accepted, at index i - 1, for i = 1..num_drafted.
-
-    Rounds near the end of an answer draft fewer tokens but count as rounds, so short answers lower the tail a little.
-    """
+    """Return the share of rounds whose first i drafts were all accepted, at index i - 1, for i = 1..num_drafted. Rounds near
+    the end of an answer draft fewer tokens but count as rounds, so short answers lower the tail a little."""
     num_rounds = sum(histogram)
     depth = max(num_drafted, len(histogram) - 1)
     return [sum(histogram[i:]) / num_rounds for i in range(1, depth + 1)] if num_rounds else []

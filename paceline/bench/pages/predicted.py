@@ -33,10 +33,8 @@ LINE, CELL = 0.19, 0.075
 
 
 def kept_drafts(survival: Sequence[float], number: int) -> int:
-    """Return the number of drafts accepted in round `number`, counted from 1.
-
-    `survival[i]`: share of rounds whose first i + 1 drafts are accepted.
-    """
+    """Return the number of drafts accepted in round `number`, counted from 1. `survival[i]`: share of rounds whose first i + 1
+    drafts are accepted."""
     threshold = (number * GOLDEN) % 1.0
     return sum(survived > threshold for survived in survival)
 

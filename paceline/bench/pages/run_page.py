@@ -146,10 +146,8 @@ def _object(path: Path) -> Line:
 
 
 def numbers(lines: list[Line], key: str, kind: str = "", over: str = "blocks") -> tuple[list[float], list[float]]:
-    """Return the values of `over` (default: blocks trained on so far) and of `key`, from lines that have both.
-
-    `kind`: read `key` from this check ("heldout" or "ood") of the line.
-    """
+    """Return the values of `over` (default: blocks trained on so far) and of `key`, from lines that have both. `kind`: read
+    `key` from this check ("heldout" or "ood") of the line."""
     pairs = [(line.get(over), ((line.get(kind) or {}) if kind else line).get(key)) for line in lines]
     known = [(float(x), float(y)) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)]
     return [x for x, _ in known], [y for _, y in known]

@@ -18,7 +18,7 @@ from paceline.bench.serving.load import Contender
 from paceline.bench.serving.servers import look, started
 from paceline.bench.serving.workloads import WORKLOADS, Workload, named_workload, workload_of
 from paceline.config import read_api_keys
-from paceline.errors import ConfigError, refuse, reraised
+from paceline.errors import ConfigError, reraised
 from paceline.net.streaming import Client
 from paceline.report.pages import Plot, stacked, write_report
 from paceline.report.statistics import Tone, tone_of
@@ -87,12 +87,8 @@ def bench_latency(
     """
     chosen = _read_workloads(workloads, prompts, schema, limit)
     key = next(iter(read_api_keys((), arms.api_key_file)), None)  # not an option: options are stored in the run folder
-    settings = {
-        "bench": asdict(config),
-        "arms": asdict(arms),
-        "workloads": [workload.name for workload in chosen],
-        "limit": limit,
-    }
+    names = [workload.name for workload in chosen]
+    settings = {"bench": asdict(config), "arms": asdict(arms), "workloads": names, "limit": limit}
     with contextlib.ExitStack() as stack:
         contenders = [_arm(name, url, key, arms.model if arms.urls else None, config) for name, url in arms.named_urls]
         run = RunFolder.create("bench-latency", settings, out)
@@ -118,31 +114,22 @@ def bench_latency(
 
 
 def _read_workloads(names: Sequence[str], prompts: Sequence[str], schema: Path | None, limit: int | None) -> list[Workload]:
-    unknown = next((name for name in names if name not in WORKLOADS), None)
-    refuse(
-        ConfigError,
-        (
-            unknown is not None,
-            f"there is no workload {unknown!r}: choose from {', '.join(WORKLOADS)}, or give prompts of your own",
-        ),
-        (schema is not None and not prompts, "schema goes with prompts of a file: the workloads have their own"),
-    )
+    for name in names:
+        if name not in WORKLOADS:
+            known = f"choose from {', '.join(WORKLOADS)}, or give prompts of your own"
+            raise ConfigError(f"there is no workload {name!r}: {known}")
+    if schema is not None and not prompts:
+        raise ConfigError("schema goes with prompts of a file: the workloads have their own")
     wanted = None
     if schema is not None:
-        with reraised(
-            ConfigError, f"cannot read the schema in {schema}", "give a file with a JSON schema", OSError, ValueError
-        ):
+        remedy = "give a file with a JSON schema"
+        with reraised(ConfigError, f"cannot read the schema in {schema}", remedy, OSError, ValueError):
             wanted = json.loads(schema.read_text(encoding="utf-8"))
     of_files = [workload_of(file, limit, wanted) for file in prompts]
     chosen = [named_workload(name, limit) for name in names or (() if of_files else ("voice",))] + of_files
-    used = [file.name for file in chosen]
-    refuse(
-        ConfigError,
-        (
-            len(set(used)) < len(used),
-            f"two workloads have one name ({', '.join(used)}): rename a file, or name each once",
-        ),
-    )
+    used = [workload.name for workload in chosen]
+    if len(set(used)) < len(used):
+        raise ConfigError(f"two workloads have one name ({', '.join(used)}): rename a file, or name each once")
     return chosen
 
 
@@ -158,10 +145,9 @@ def verdict_on(results: list[LatencyResult], pairs: list[Pair]) -> str:
     timed = [result.unattributed or 0.0 for result in results if result.is_told]
     worst = max(timed, default=0.0)
     only, advice = ("", "") if worst <= ENOUGH else ("only ", ": look at unattributed first")
-    sums = f"The parts add up to what the client saw {only}within {worst:.1%}{advice}."
-    lines = [
-        sums if timed else "No server reported its timings: communication is what the client could see, the rest is one part."
-    ]
+    lines = [f"The parts add up to what the client saw {only}within {worst:.1%}{advice}."]
+    if not timed:
+        lines = ["No server reported its timings: communication is what the client could see, the rest is one part."]
     lines += [
         f"NOT LOSSLESS: {result.workload}, {result.arm}: its acceptance is mocked or its rule lossy, so it is not compared."
         for result in results
@@ -207,7 +193,7 @@ def _report(
         tone=_tone(results, pairs),
         explained=["latency"],
         sections={
-            "Where the time goes": [*about, remedies],
+            "Where the time goes": [*about, *([remedies] if remedies else [])],
             "Figures": [TEXTS["columns"], figures],
             "Beside the first arm": [comparison] if pairs else [],
             "Every part": [Table(PART_COLUMNS, lines)],

@@ -264,11 +264,8 @@ def send_all(
     due: Sequence[float] | None,
     on_answer: Callable[[], None],
 ) -> list[Stream]:
-    """Send the requests (API path, JSON body) and return their streams.
-
-    Closed loop: keeps `concurrency` requests in flight. Open loop, with `due`: sends each request at its time (seconds of
-    time.perf_counter), regardless of earlier ones.
-    """
+    """Send the requests (API path, JSON body) and return their streams. Closed loop: keeps `concurrency` requests in flight.
+    Open loop, with `due`: sends each request at its time (seconds of time.perf_counter), regardless of earlier ones."""
 
     def send(index: int, due_s: float | None = None) -> Stream:
         stream = client.post(*requests[index], due_s)

@@ -124,9 +124,7 @@ def _verdict(results: list[ServingResult]) -> str:
     doubted = [result for result in results if result.doubt]
     lines = [f"No verdict on the speed-up ({result.speculate}, {result.load}): {result.doubt}." for result in doubted]
     if not all(result.lossless for result in results):
-        mocked = (
-            "the server mocks acceptance, so its times are those of a drafter that does not exist, and its texts mean nothing"
-        )
+        mocked = "the server mocks acceptance: its times are those of a drafter that does not exist, its texts mean nothing"
         lines.insert(0, f"NOT LOSSLESS: {mocked}.")
     if gains or not doubted:
         lines.append(render("load_verdict.txt", gains=gains, num_failed=num_failed, num_answers=num_answers).rstrip())
@@ -148,11 +146,7 @@ def _report(
         f"client took at most {100 * busiest:.0f}% of a core; 99% of its requests went out within {1000 * late_s:.1f} ms of "
         "their time."
     )
-    failures = [
-        f"{result.load}, speculate {result.speculate}: {count}x {reason}"
-        for result in results
-        for reason, count in result.failures.items()
-    ]
+    failures = [f"{row.load}, speculate {row.speculate}: {n}x {why}" for row in results for why, n in row.failures.items()]
     verdict = _verdict(results)
     plots = (*LOAD_PLOTS, LoadPlot("Time of an answer", "s", lambda result: result.total))
     notice = write_load_report(
@@ -169,20 +163,14 @@ def _report(
     )
     progress.table(figures)
     progress.say(f"{sent}\n{verdict}")
-    for failure in failures:
-        progress.say(f"FAILED: {failure}")
-    if notice:
-        progress.say(notice)
+    for text in (*(f"FAILED: {failure}" for failure in failures), *([notice] if notice else [])):
+        progress.say(text)
     progress.say(f"report, figures and raw answers: {run.path}")
 
 
 def _log(run: RunFolder, bench: ServingBench, load: Arrivals, speculate: str, done: Pass) -> None:
-    common = {
-        **asdict(load),
-        "speculate": speculate,
-        "repetition": len(bench.passes[load, speculate]) - 1,
-        "wall_s": done.wall_s,
-    }
+    repetition = len(bench.passes[load, speculate]) - 1
+    common = {**asdict(load), "speculate": speculate, "repetition": repetition, "wall_s": done.wall_s}
     if done.steps:
         run.log(**common, steps=done.steps)
     for index, answer in enumerate(done.answers):
