@@ -61,12 +61,7 @@ class TransformersPeer:
         self._model = transformers_model(resolve(llm.config.model), getattr(torch, dtype)).to(llm.config.device)
 
     def run(
-        self,
-        name: str,
-        requests: list[Request],
-        max_tokens: int,
-        ignore_eos: bool,
-        on_answer: Callable[[], None] = ignore,
+        self, name: str, requests: list[Request], max_tokens: int, ignore_eos: bool, on_answer: Callable[[], None] = ignore
     ) -> Pass:
         """Answer the requests one after another; `name` is a key of PEERS."""
         answers = []

@@ -128,11 +128,7 @@ class Pass:
 
 
 def run_pass(
-    engine: Engine,
-    requests: list[Request],
-    params: list[SamplingParams],
-    batch: int,
-    on_answer: Callable[[], None] = ignore,
+    engine: Engine, requests: list[Request], params: list[SamplingParams], batch: int, on_answer: Callable[[], None] = ignore
 ) -> Pass:
     """Answer the requests, at most `batch` at the same time; the next one starts as soon as one is done."""
     waiting = deque(range(len(requests)))

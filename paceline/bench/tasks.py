@@ -56,15 +56,8 @@ def read_task(given: str, limit: int | None = None) -> Task:
     prompts = read_prompts(file, limit)
     if len(prompts) != len(rows):
         raise PromptError(f"{len(rows) - len(prompts)} rows of {file} are no prompts of their own: correct or remove them")
-    with reraised(
-        PromptError,
-        f"{file} has a row whose answer cannot be checked",
-        "correct it",
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-    ):
+    invalid = (ValueError, TypeError, LookupError, AttributeError)
+    with reraised(PromptError, f"{file} has a row whose answer cannot be checked", "correct it", *invalid):
         for row in rows:
             if name != "humaneval":
                 SCORERS[name](row, "{}")  # fails now instead of after the measurement

@@ -319,7 +319,6 @@ def new_figure(width: float, height: float, ink: str = "black") -> Iterator[Figu
 
 
 def svg_of(figure: Figure, *, transparent: bool = False) -> str:
-    """Return the figure as an SVG document."""
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=transparent, metadata={"Date": None})
     return out.getvalue()

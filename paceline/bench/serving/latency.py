@@ -249,7 +249,6 @@ class LatencyBench:
     def _request(
         self, arm: Contender, workload: Workload, index: int, request: WorkloadRequest, max_tokens: int | None = None
     ) -> tuple[str, bytes]:
-        """Return API path and JSON body of a request."""
         fields = dict(arm.fields)
         if request.schema is not None:
             form = self._forms[workload.name, arm.name]

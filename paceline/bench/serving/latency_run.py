@@ -177,7 +177,6 @@ def _report(
     settings: dict[str, Any],
     progress: Progress,
 ) -> None:
-    """Write report.md and report.html, and report a summary to `progress`."""
     figures = Table(COLUMNS, results, width=230)
     lines = [(result, part, spread) for result in results for part, spread in result.parts.items()]
     remedies = [remedy_of(result) for result in results if result.largest]

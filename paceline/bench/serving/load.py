@@ -167,9 +167,7 @@ class ServingBench:
         return self.config.repeat * len(self.contenders) * sum(self.num_requests(load) for load in self.loads)
 
     def run(
-        self,
-        on_answer: Callable[[Arrivals, str], None] = ignore,
-        on_pass: Callable[[Arrivals, str, Pass], None] = ignore,
+        self, on_answer: Callable[[Arrivals, str], None] = ignore, on_pass: Callable[[Arrivals, str, Pass], None] = ignore
     ) -> None:
         """Run all loads `repeat` times; at each load the contenders take turns, in alternating order."""
         try:
@@ -204,7 +202,6 @@ class ServingBench:
         return Pass(wall_s, cpu_s, [read_answer(stream, began) for stream in streams], steps)
 
     def results(self) -> list[ServingResult]:
-        """Return the results of each load and contender that has run."""
         return [self._result(load, name) for load, name in self.passes if self.passes[load, name]]
 
     def _result(self, load: Arrivals, name: str) -> ServingResult:

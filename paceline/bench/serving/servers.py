@@ -118,7 +118,6 @@ def _tone(results: list[ServingResult]) -> Tone:
 
 
 def _verdict(results: list[ServingResult]) -> str:
-    """Return what the measurement has shown, and the next step."""
     gains = [(result.speedup, result.speculate, result.load) for result in results if _is_gain(result)]
     num_failed, num_answers = sum(result.num_failed for result in results), sum(result.num_answers for result in results)
     doubted = [result for result in results if result.doubt]
@@ -136,7 +135,6 @@ def _verdict(results: list[ServingResult]) -> str:
 def _report(
     run: RunFolder, bench: ServingBench, results: list[ServingResult], model: str, settings: dict[str, Any], progress: Progress
 ) -> None:
-    """Write report.md and report.html, and report a summary to `progress`."""
     by_load = [(result.load.rate, result.load.concurrency, result.speculate, result) for result in results]
     figures = Table(COLUMNS, results, width=190)
     config, busiest = bench.config, max(result.client_cpu for result in results)
