@@ -1,1 +1,1 @@
-"""Keep a drafter fitted to its traffic: see when acceptance falls, decide what to do, and prove that a candidate is better."""
+"""Keeps drafters fitted to the traffic: detects falling acceptance, decides how to react, and gates candidates."""

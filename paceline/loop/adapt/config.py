@@ -1,4 +1,4 @@
-"""What `paceline adapt` is asked for: frozen dataclasses, whose fields are the commands' options. No PyTorch."""
+"""Options of the `paceline adapt` commands, as frozen dataclasses: every field is an option. Imports no PyTorch."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ UNPROVEN = ("take-back", "keep")
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """When the seasonal policy acts. A period is a day."""
+    """Thresholds of the seasonal policy. A period is a day."""
 
     least_loss: Annotated[float, within("above 0 and below 1", above=0, most=0.99)] = 0.05
-    """Smallest fall of tokens a round that is worth an alarm, as a share."""
+    """Smallest drop of acceptance length that raises an alarm, as a share."""
     least_swing: Annotated[float, within("above 0 and below 1", above=0, most=0.99)] = 0.15
-    """Smallest swing of tokens a round with the mix of clusters that is worth a second member, as a share."""
+    """Smallest swing of acceptance length with the cluster mix that justifies a second drafter, as a share."""
     hold_periods: Count = 1
-    """Days that a fall must last before anything is done."""
+    """Days that a drop must last before the policy acts."""
     early_periods: Count = 6
-    """The same before a whole week has been seen: longer than a weekend, and than a week that began on one."""
+    """Days that a drop must last until a whole week has been observed; longer than a weekend."""
     cool_down_days: Amount = 2.0
-    """Days between the end of a training and the next."""
+    """Days between the end of one training and the start of the next."""
     horizon_days: Positive = 7.0
-    """A training must have paid for itself after so many days."""
+    """Days within which a training must pay for itself."""
     recovered: Share = 0.5
-    """Share of a loss that a training is expected to win back, until trainings here have shown it."""
+    """Share of a loss that a training is expected to recover, until trainings in this folder have been measured."""
     max_clusters: Count = 16
-    """Clusters that are told apart; the rest of the traffic is one more."""
+    """Most clusters that are tracked separately; all further traffic forms one more cluster."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -44,18 +44,18 @@ class PolicyConfig:
 
 @dataclass(frozen=True, slots=True)
 class PriceConfig:
-    """What time costs. Hours are core-hours or GPU-hours, the same unit everywhere."""
+    """Prices of serving and training time. Hours are core-hours or GPU-hours, in the same unit everywhere."""
 
     serving_price: Amount = 1.0
-    """Price of an hour of a core, or GPU, that serves."""
+    """Price of one serving hour of a core or GPU."""
     training_price: Amount = 1.0
-    """Price of an hour that trains; 0.2 says that it would be idle otherwise."""
+    """Price of one training hour; 0.2 means hardware that would otherwise be idle."""
     training_hours: Positive = 1.0
-    """Core- or GPU-hours of a training, until one here has been measured."""
+    """Core- or GPU-hours of one training, until a training in this folder has been measured."""
     round_ms: Positive = 20.0
-    """Milliseconds of a round, until traces tell."""
+    """Milliseconds of one round, until traces give it."""
     units: Positive = 1.0
-    """Cores or GPUs that a round keeps busy."""
+    """Cores or GPUs that one round keeps busy."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -63,22 +63,22 @@ class PriceConfig:
 
 @dataclass(frozen=True, slots=True)
 class ReplayConfig:
-    """A policy on a virtual clock: over made traffic whose truth is known, or over stored traces."""
+    """Replay of a policy on a virtual clock: on synthetic traffic with known drift, or on stored traces."""
 
     scenario: Annotated[str, SCENARIOS] = "two-bases"
-    """What happens in the made traffic."""
+    """Synthetic traffic to replay."""
     policy: Annotated[str, POLICIES] = "seasonal"
-    """seasonal, or naive: retrain whenever the last hours are below those before."""
+    """Policy: seasonal, or naive (retrain whenever the latest hours are below the earlier ones)."""
     seeds: Count = 1
-    """Repetitions, each with its own traffic."""
+    """Number of repetitions, each with its own traffic."""
     first_seed: Annotated[int, within("0 or more", least=0)] = 0
     """Seed of the first repetition."""
     days: Annotated[int, within("at least 7 days", least=7)] = 14
-    """Length of the made traffic."""
+    """Days of synthetic traffic."""
     traces: Path | None = None
-    """Folder of traces to replay in place of a scenario."""
+    """Folder of traces to replay instead of a scenario."""
     out: Path | None = None
-    """File for the hourly lines of the first repetition, JSON Lines."""
+    """JSON Lines file for the hourly lines of the first repetition."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -86,39 +86,39 @@ class ReplayConfig:
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Where traffic is kept, and where adapt keeps its own."""
+    """Folders of the traffic and of the adapt state."""
 
     traces: Path
-    """Folder of traces, as of paceline serve --traces or paceline record."""
+    """Folder of traces, written by paceline serve --traces or paceline record."""
     state: Path = Path("runs/adapt")
     """Folder for the log, lineage.json, windows and trainings."""
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateConfig:
-    """What a candidate is compared with, and on what."""
+    """Inputs of the gate: the incumbent, the requests, and the limits of the comparison."""
 
     incumbent: str = "default"
     """Drafter that serves now: a folder, default, or a hub id."""
     cluster: str | None = None
-    """Cluster that fell [default: the one with the most traffic]."""
+    """Cluster whose acceptance fell [default: the one with the most traffic]."""
     since: int = 0
-    """First hour (of 1970) of the requests to judge by."""
+    """First hour of the requests to judge by, counted from 1970."""
     ood: tuple[Path, ...] = ()
-    """Answers of another kind, which must not suffer."""
+    """Out-of-domain answers, on which the candidate must not get worse."""
     temperature: float | None = None
-    """Temperature of requests whose client gave none [default: that of the target's generation_config.json, else 1]."""
+    """Temperature of requests that name none [default: from the target's generation_config.json, else 1]."""
     requests: Count = 200
-    """Requests of a set that are scored at most."""
+    """Most requests that are scored per set."""
     held_out_only: bool = False
-    """Judge by held-out prompts only: those that a training here never sees."""
+    """Judge only by held-out prompts, which trainings never use."""
     least_requests: Count = 20
-    """Prompts of the cluster that fell; fewer prove nothing."""
+    """Fewest prompts of the fallen cluster that a verdict needs."""
     most_loss: Share = 0.02
-    """Loss of tokens/s elsewhere, and on answers of another kind, from which on a candidate is refused."""
+    """Loss of tokens/s on other clusters or on out-of-domain answers at which a candidate is refused."""
     shares: tuple[Annotated[float, within("above 0 and at most 1", above=0, most=1)], ...] = (1.0, 0.75, 0.5)
-    """Comma-separated; one that loses too much elsewhere is tried again part of the way between the incumbent's weights
-    and its own."""
+    """Comma-separated weight shares of the candidate; one that loses too much on other traffic is tried again as a blend of the
+    incumbent's weights and this share of its own."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -131,18 +131,18 @@ class CandidateConfig:
 
 @dataclass(frozen=True, slots=True)
 class RetrainConfig:
-    """How a training is run: at low priority, in a process of its own, resumable."""
+    """Training of a candidate: low priority, a process of its own, resumable."""
 
     general: tuple[Path, ...] = ()
-    """Answers of other kinds that are learned beside the window, so that they are not forgotten."""
+    """Folders of general answers that are trained on together with the window, so that they are not forgotten."""
     minutes: Positive = 30.0
-    """Longest training of one candidate."""
+    """Most minutes of training per candidate."""
     learning_rates: tuple[Annotated[float, within("above 0", above=0)], ...] = (2e-4,)
-    """Comma-separated; a candidate is trained with each, and the gate takes the best."""
+    """Comma-separated learning rates; one candidate is trained with each, and the gate picks the best."""
     train_threads: Count | None = None
     """CPU threads of a training [default: PyTorch's choice]."""
     window_hours: Count = 48
-    """Hours of traffic before an alarm was decided on that a training learns from, at least."""
+    """Fewest hours of traffic, counted back from the decision, that a training uses."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -152,26 +152,26 @@ class RetrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class WatchConfig:
-    """The daemon beside a server."""
+    """Daemon that watches a server."""
 
     every_s: Positive = 60.0
-    """Seconds between looks at trainings and at the server; decisions come once an hour."""
+    """Seconds between checks of trainings and of the server; decisions are made once an hour."""
     probation_minutes: Positive = 60.0
-    """How long a new drafter is watched before it is kept, at least."""
+    """Fewest minutes that a new drafter is on probation before it is accepted."""
     most_probation_hours: Positive = 24.0
-    """How long it is watched at most, when the traffic is not enough to judge it."""
+    """Most hours on probation, if the traffic is too little to judge the drafter."""
     unproven: Annotated[str, UNPROVEN] = "take-back"
-    """Take such a drafter back, or keep it; one that somebody loaded by hand stays."""
+    """Roll back a drafter that could not be judged (take-back), or keep it; one loaded by hand always stays."""
     most_errors: Share = 0.02
-    """Rise of the share of requests that end in an error from which on it is rolled back."""
+    """Increase of the share of failed requests at which a drafter is rolled back."""
     most_wait_hours: Positive = 24.0
-    """How long a server that does not answer is tried again before a swap is given up."""
+    """Hours of retries while a server does not answer, before a swap is given up."""
     most_drop: Share = 0.05
-    """Fall of tokens a round against those before the swap from which on it is rolled back."""
+    """Drop of acceptance length since the swap at which a drafter is rolled back, as a share."""
     metrics_port: Annotated[int, within("between 1 and 65535", least=1, most=65535)] | None = None
-    """Port on loopback for Prometheus [default: none]."""
+    """Loopback port for Prometheus metrics [default: none]."""
     most_slowdown: Share = 0.25
-    """Rise of the time of a round from which on it is rolled back."""
+    """Increase of the time of a round at which a drafter is rolled back, as a share."""
     dry_run: bool = False
     """Decide and write the log, but train and swap nothing."""
 
@@ -183,28 +183,28 @@ class WatchConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeployConfig:
-    """Which servers get the drafter, and how."""
+    """Servers that receive the drafter, and how it is deployed."""
 
     engine: Annotated[str, ENGINES] = "paceline"
-    """What serves: paceline, vllm or sglang."""
+    """Engine of the servers: paceline, vllm or sglang."""
     servers: tuple[str, ...] = ()
-    """Address of a server; several get the drafter one after the other."""
+    """Address of a server; several receive the drafter one after the other."""
     admin_key: str | None = None
-    """Key of the admin API; PACELINE_ADMIN_KEY too."""
+    """Key of the admin API; also read from PACELINE_ADMIN_KEY."""
     restart: str | None = None
     """Command that restarts one server with the drafter in PACELINE_DRAFTER."""
     publish: str | None = None
-    """Command that sends the drafter's tensors to a vLLM that takes them while it runs."""
+    """Command that sends the drafter's tensors to a running vLLM that accepts them."""
     draft_field: str | None = None
-    """Field by which this SGLang's /update_weights_from_disk knows that weights are the drafter's."""
+    """Field of SGLang's /update_weights_from_disk that marks weights as the drafter's."""
     method: str = "dflash"
     """Method in vLLM's speculative config."""
     num_drafted: int = 7
-    """Drafts of a round, in the same."""
+    """Draft tokens per round in vLLM's speculative config."""
     patience_s: Positive = 600.0
-    """Seconds in which a server must be well again."""
+    """Seconds in which a server must be healthy again."""
     served_name: str | None = None
-    """Count requests of this model only [default: the one the metrics tell of; of several one must be named]."""
+    """Model whose requests are counted [default: the only one in the metrics; required if there are several]."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -224,20 +224,21 @@ class DeployConfig:
 
 @dataclass(frozen=True, slots=True)
 class OtherEngineConfig:
-    """Another engine started in the place of our own, with a drafter, and how it is checked."""
+    """Another engine that is started instead of paceline's own, with a drafter, and its check."""
 
     engine: Annotated[str, ENGINES] = "paceline"
-    """Which engine serves: our own, or vllm or sglang, started with this drafter; what stands behind -- are its own options."""
+    """Engine that serves: paceline, or vllm or sglang started with this drafter; arguments after -- are that engine's own
+    options."""
     engine_command: str | None = None
-    """How that engine is started [default: vllm serve, or python -m sglang.launch_server]."""
+    """Command that starts that engine [default: vllm serve, or python -m sglang.launch_server]."""
     ready_minutes: Positive = 30.0
-    """Longest start of that engine."""
+    """Most minutes until that engine is ready."""
     check: bool = True
-    """Compare that engine's tokens a round on twenty prompts with ours once it is ready."""
+    """Compare that engine's acceptance length on twenty prompts with paceline's once it is ready."""
     expected: Annotated[float, within("at least 1", least=1)] | None = None
-    """Tokens a round that it should bring [default: measured here, with the target, before it is started]."""
+    """Expected acceptance length [default: measured with the target, before the engine is started]."""
     strict: bool = False
-    """Stop that engine when it brings clearly less, in place of saying so."""
+    """Stop that engine if its acceptance length is clearly lower, instead of only warning."""
 
     def __post_init__(self) -> None:
         check(self)

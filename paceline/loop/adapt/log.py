@@ -1,7 +1,7 @@
-"""The log of `paceline adapt`: a line an hour, and a line for everything that was done. JSON Lines, only appended to.
+"""Log of `paceline adapt`: JSON Lines, append-only, with one line per hour and one per event.
 
-{"hour": 494500, "time": "...", "seen": {...}, "mix": {...}, "decision": {"action": "none", "why": ..., "declined": {...}}}
-{"hour": 494500, "time": "...", "event": "swapped", "clusters": ["tickets"], "drafter": "...", "why": ...}
+    {"hour": 494500, "time": "...", "seen": {...}, "mix": {...}, "decision": {"action": "none", "why": ..., "declined": {...}}}
+    {"hour": 494500, "time": "...", "event": "swapped", "clusters": ["tickets"], "drafter": "...", "why": ...}
 """
 
 from __future__ import annotations
@@ -19,42 +19,43 @@ from paceline.loop.adapt.traffic.stored import FIRST_YEAR
 from paceline.runs.folder import RunFolder, append_lines, plain
 
 FIRST_HOUR = int(FIRST_YEAR // HOUR_S)
-"""An event of an earlier hour was stamped by a clock that was wrong; from there on all hours are gone through."""
+"""First valid hour of an event (2020); an earlier one comes from a wrong clock, and replay would iterate over all hours since.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptLog:
-    """The file `log.jsonl` of a folder."""
+    """Reads and appends to `log.jsonl` in a folder."""
 
     folder: Path
     late: list[dict[str, Any]] = field(default_factory=list)
-    """Lines that the disk has refused so far; they are written with the next one."""
+    """Lines that could not be written yet; the next `append` writes them first."""
 
     @property
     def file(self) -> Path:
         return self.folder / "log.jsonl"
 
     def hour(self, line: Line) -> dict[str, Any]:
-        """Write an hour; returns what was written."""
+        """Append the line of an hour and return it."""
         return self.append(told(line))
 
     def event(self, hour: int, event: str, **figures: Any) -> dict[str, Any]:
-        """Write what was done, one of metrics.EVENTS."""
+        """Append the line of an event (one of metrics.EVENTS) and return it."""
         return self.append(event_line(hour, event, **figures))
 
     def lines(self) -> list[dict[str, Any]]:
-        """All of them; a last one that a crash cut is left out."""
+        """Returns all lines; a last line truncated by a crash is left out."""
         if not self.file.exists():
             return []
         run = RunFolder(self.folder)
         return run.lines(self.file.name)
 
     def num_odd(self) -> int:
-        """Events that say nothing: without an hour, of one before 2020, or damaged."""
+        """Counts invalid events: without an hour, before 2020, or damaged."""
         return sum("event" in line and not is_event(line) for line in self.lines())
 
     def append(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Write a line, after those that are late. Raises CacheError; then it is late itself."""
+        """Append a line after pending ones. Raises CacheError; the line is then pending, too."""
         self.late.append(line)
         with reraised(CacheError, f"cannot write {self.file}", "free space, or choose another --state", OSError):
             append_lines(self.file, self.late)
@@ -63,12 +64,12 @@ class AdaptLog:
 
 
 def event_line(hour: int, event: str, **figures: Any) -> dict[str, Any]:
-    """Builds the line of an event: what was done in an hour."""
+    """Builds the log line of an event in an hour."""
     return plain({**_stamped(hour), "event": event, **figures})
 
 
 def told(line: Line) -> dict[str, Any]:
-    """An hour as JSON."""
+    """Converts an hour's decision line to JSON."""
     return plain({**_stamped(line.hour), **{key: getattr(line, key) for key in ("seen", "mix", "decision", "notes")}})
 
 
@@ -77,10 +78,9 @@ def _stamped(hour: int) -> dict[str, Any]:
 
 
 def rebuilt(policy: SeasonalPolicy, hours: Mapping[int, Mapping[str, Sums]], log: AdaptLog, until: int) -> list[Line]:
-    """Feed the hours before `until` to a fresh policy, and at their hours what the log says was done; the lines it makes.
+    """Replays the hours before `until`, and the logged events, on a fresh policy; returns the policy's lines.
 
-    So a daemon that was stopped, and `check`, know what one that ran on would know.
-    """
+    A restarted daemon, and `check`, thereby have the same state as a daemon that ran all the time."""
     events: dict[int, list[dict[str, Any]]] = {}
     for line in log.lines():
         if "event" in line and is_event(line):
@@ -95,7 +95,7 @@ def rebuilt(policy: SeasonalPolicy, hours: Mapping[int, Mapping[str, Sums]], log
 
 
 def is_event(line: Mapping[str, Any]) -> bool:
-    """Whether an event's line is one that can be: of an hour since 2020, about clusters by name."""
+    """True if an event's line is valid: an hour since 2020, clusters as names."""
     hour, cost, clusters = line.get("hour"), line.get("cost_hours"), line.get("clusters", [])
     return (
         (type(hour) is int and hour >= FIRST_HOUR and isinstance(line["event"], str))
@@ -105,7 +105,7 @@ def is_event(line: Mapping[str, Any]) -> bool:
 
 
 def apply(policy: SeasonalPolicy, event: Mapping[str, Any]) -> None:
-    """What an event means for the policy."""
+    """Updates the policy with a logged event."""
     name, hour, clusters = event["event"], event["hour"], tuple(event.get("clusters", ()))
     if name == "training":
         policy.training(hour)

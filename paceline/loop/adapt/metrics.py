@@ -1,4 +1,5 @@
-"""What the daemon shows to Prometheus (`paceline adapt watch --metrics-port`); clusters are bounded, so are the series."""
+"""Prometheus metrics of the daemon (`paceline adapt watch --metrics-port`). The number of series is bounded by that of
+clusters."""
 
 from __future__ import annotations
 
@@ -18,22 +19,22 @@ EVENTS = (
     *("training", "scored", "swapped", "routed", "kept", "rolled back", "refused", "failed", "told"),
     *("waiting", "answers"),
 )
-"""Events of the log; the last two: something waits for a server that does not answer, and the server answers again."""
+"""Events of the log. `waiting`: a stage waits for a server that does not answer; `answers`: the server answers again."""
 PREFIX = "paceline:adapt_"
 
 
 class AdaptMetrics(Collector):
-    """Reads the policy at each scrape."""
+    """Collector that reads the policy at each scrape."""
 
     def __init__(self, policy: SeasonalPolicy) -> None:
         self.registry = CollectorRegistry()
         self.policy, self.stage, self.hour, self.is_reached = policy, "", 0, True
-        """`stage`: what is under way; `hour`: the last one that was decided about; `is_reached`: the server answers."""
+        """`stage`: name of the current stage; `hour`: last hour decided; `is_reached`: whether the server answers."""
         self.events: Counter[str] = Counter()
         self.registry.register(self)
 
     def serve(self, port: int) -> None:
-        """On loopback, from a thread of its own. Raises OSError when the port is taken."""
+        """Serve the metrics on loopback in a background thread. Raises OSError if the port is in use."""
         start_http_server(port, addr="127.0.0.1", registry=self.registry)
 
     def collect(self) -> Iterator[Metric]:

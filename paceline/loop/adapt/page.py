@@ -1,6 +1,6 @@
-"""report.html of `paceline adapt`: acceptance by cluster over time, with what was decided. No network, no server.
+"""Renders report.html of `paceline adapt`: acceptance length by cluster over time, and the decisions. Offline.
 
-paceline adapt log --state runs/adapt --page
+    paceline adapt log --state runs/adapt --page
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLUMNS = (
 
 
 def page(lines: Sequence[dict[str, Any]]) -> str:
-    """The text of the page, of `AdaptLog.lines`. Raises ConfigError when matplotlib is missing."""
+    """Renders the page of `AdaptLog.lines`. Raises ConfigError if matplotlib is missing."""
     hours = [line for line in lines if "seen" in line]
     done = [line for line in lines if "event" in line or line["decision"]["action"] not in IDLE]
     last = hours[-1] if hours else {"seen": {}, "mix": {}, "decision": {"why": "nothing has been seen yet", "declined": {}}}
@@ -68,7 +68,7 @@ def _state(seen: dict[str, Any]) -> str:
 
 
 def _tone(last: dict[str, Any]) -> Tone:
-    """Amber while acceptance is lower than usual, else grey."""
+    """Amber while the acceptance of a cluster is below normal, else grey."""
     return "cost" if any(seen["state"] in ("held", "raised") for seen in last["seen"].values()) else ""
 
 

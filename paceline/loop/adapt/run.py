@@ -1,4 +1,4 @@
-"""The process of `paceline adapt watch`: signals, the clock, the port for Prometheus, and nothing else."""
+"""Process of `paceline adapt watch`: signals, clock changes, metrics port, main loop."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from paceline.runs.lock import only_run
 from paceline.runs.ranks import Ranks
 
 LEAST_MOVE_S = 30.0
-"""A clock that is set by less changes nothing here: time servers do so all the time."""
+"""Smallest clock change in seconds that matters; time servers make smaller ones all the time."""
 
 
 @dataclass(slots=True)
 class Clock:
-    """Tells when the clock on the wall was set: it is held against one that nobody sets. Seconds."""
+    """Detects changes of the system clock by comparing it with the monotonic clock. Seconds."""
 
     wall: float
     steady: float
 
     def moved(self, wall: float, steady: float) -> float:
-        """By how much it was set forward since the last look, or back; 0 if it was not."""
+        """Seconds by which the system clock was set forward since the last call (negative: back); 0 if it was not."""
         by = (wall - self.wall) - (steady - self.steady)
         self.wall, self.steady = wall, steady
         return by if abs(by) >= LEAST_MOVE_S else 0.0
@@ -57,7 +57,7 @@ def run(
     watch: WatchConfig,
     say: Callable[[str], None],
 ) -> None:
-    """Until SIGTERM or Ctrl-C. Raises ConfigError when another daemon has the folder, CacheError when it cannot be written."""
+    """Run until SIGTERM or Ctrl-C. Raises ConfigError if another daemon uses the folder, CacheError if it is not writable."""
     with reraised(CacheError, f"cannot write {store.state}", "choose another --state", OSError):
         store.state.mkdir(parents=True, exist_ok=True)
     incumbent = Path(candidate.incumbent)

@@ -1,12 +1,12 @@
-"""The daemon beside a server: reads traces, decides every hour, trains, gates, swaps, watches, rolls back.
+"""Adaptation daemon of a server: reads traces, decides every hour, trains, gates, swaps, watches, rolls back.
 
     watcher = Watcher(...)
     while True: watcher.tick(time.time()); time.sleep(60)
 
-One thing is under way at a time, a `Stage`, and it is written down (`state.json`) before it begins: a daemon that was
-killed goes on with it. Beside it a drafter that somebody loaded by hand may be on probation; nothing of ours is put in
-meanwhile. The server is changed by the `Canary` alone, after a verdict that passed, and to take back what was put in.
-What goes wrong anywhere else is a line in the log, and the server goes on as it is.
+At most one `Stage` is in progress. It is saved (`state.json`) before it begins, so that a killed daemon resumes it. In
+addition, a drafter that a user loaded by hand may be on probation; meanwhile the daemon deploys no drafter. Only the `Canary`
+changes the server: after a verdict that passed, and to roll back. Any other failure is logged, and the server goes on
+unchanged.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from paceline.loop.adapt.traffic.stored import read_hours
 from paceline.runs.folder import plain, write_whole
 
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
-"""What a state.json raises that no daemon has written."""
+"""Exceptions raised by a state.json that the daemon did not write."""
 
 
 @dataclass(slots=True)
 class Watcher(Steps):
-    """All it knows is in `store.state` and in the traces."""
+    """Adaptation daemon. Its whole state is in `store.state` and in the traces."""
 
     def __post_init__(self) -> None:
         self.log, self.lineage = AdaptLog(self.store.state), Lineage(self.store.state / "lineage.json")
@@ -55,7 +55,7 @@ class Watcher(Steps):
         self.policy.scores = self._scores
 
     def tick(self, now: float) -> None:
-        """One look at everything; `now` in seconds since 1970. Raises nothing of ours: what goes wrong is said and logged."""
+        """Run one step of everything; `now` in seconds since 1970. Logs every PacelineError instead of raising it."""
         for part in (self._hours, self._look, self._save, self._advance, self._save):
             try:
                 part(now)
@@ -68,7 +68,7 @@ class Watcher(Steps):
             self.metrics.hour = (self._next or 1) - 1
 
     def _hours(self, now: float) -> None:
-        """Decide about every hour that is over, but not about the last few minutes: traces are written late."""
+        """Decide for every completed hour, two minutes after its end: traces are written late."""
         over = int((now - 120) // HOUR_S)
         if self._next is not None and over < self._next - 1:
             self.say(f"adapt: the clock went back {self._next - over} hours: what was decided for these is left out")
@@ -88,7 +88,7 @@ class Watcher(Steps):
                 self._hour(number, hours.get(number, {}), left_out, now)
 
     def _seen(self, over: int, since: int, now: float) -> tuple[Mapping[int, Mapping[str, Sums]], Mapping[str, int]]:
-        """Hours from `since` on, of which all is known, and what was left out."""
+        """Read the completed hours [since, over), and the counts of what was left out."""
         if self._counted is None:
             return read_hours(self.store.traces, since, now)
         return self._counted.hours(over, since), self._counted.left_out
@@ -114,7 +114,7 @@ class Watcher(Steps):
                 self._event(number, "told", clusters=decision.clusters, action=decision.action, why=why)
 
     def _scores(self, cluster: str) -> Mapping[str, float] | None:
-        """Tokens a round that the other members of the pool would bring on a cluster; None when that is to be found out."""
+        """Acceptance length of the other drafters on a cluster; None if they must be scored first."""
         if self._next is None or self.deployment is None or self.watch.dry_run:
             return {}
         watched = self.policy.clusters[cluster]
@@ -122,7 +122,7 @@ class Watcher(Steps):
         return scores(self.deployment, cluster, self.incumbent, self._scored.get(cluster), raised, now)
 
     def _begin(self, number: int, decision: Decision, now: float) -> None:
-        """Carry a decision out, or its first step. Raises DownloadError when the server is not as it must be for that."""
+        """Start carrying out a decision. Raises DownloadError if the server is not in the state that this needs."""
         stage = Stage(decision.action, "gate", number, decision.clusters, incumbent=self.incumbent, began=now)
         if decision.action == "route":
             self._to_route(stage, decision)
@@ -142,12 +142,12 @@ class Watcher(Steps):
         self.stage, self._is_unsaved = stage, True
 
     def _since(self, number: int, clusters: Sequence[str]) -> int:
-        """The first hour of the traffic that is looked at: at the latest where an alarm was raised."""
+        """First hour of the training window: no later than the hour in which an alarm fired."""
         raised = [each.series.raised_at for key, each in self.policy.clusters.items() if key in clusters]
         return min([number + 1 - self.retrain.window_hours, *(each for each in raised if each is not None)])
 
     def _prepared(self, stage: Stage) -> bool:
-        """Write the window of a training down."""
+        """Write the training window to disk. Returns False if it cannot be used."""
         name, clusters = f"{stage.hour}-{word_of(stage.clusters)}", stage.clusters
         since = self._since(stage.hour, clusters)
         try:
@@ -164,7 +164,7 @@ class Watcher(Steps):
         return True
 
     def _to_route(self, stage: Stage, decision: Decision) -> None:
-        """Prepare to send a cluster to a member that passed the gate. Raises DownloadError when one of them is gone."""
+        """Prepare to route a cluster to a drafter that passed the gate. Raises DownloadError if the server no longer has it."""
         assert self.deployment is not None and decision.member is not None
         self.deployment.pinned(decision.clusters[0])
         stage.member, stage.why, stage.name = decision.member, decision.why, "swap"
@@ -173,7 +173,7 @@ class Watcher(Steps):
             raise DownloadError(f"the server has no member {stage.member!r} any more")
 
     def _look(self, now: float) -> None:
-        """Read the server's counters, but while something of ours is put in or watched, which does so itself."""
+        """Read the server's counters, unless a swap or a probation, which read them, is in progress."""
         is_watching = self.by_hand is not None or (self.stage is not None and self.stage.name in ON_SERVER)
         if self._canary is None or is_watching:
             return
@@ -185,7 +185,7 @@ class Watcher(Steps):
             self._event(probation.hour, "told", drafter=probation.drafter, why=why)
 
     def clock_moved(self, by: float) -> None:
-        """Note that the clock was set forward by so many seconds, or back: nothing has lasted longer for that."""
+        """Correct all durations by `by` seconds, by which the system clock was set forward (or back, if negative)."""
         self.say(f"adapt: the clock was set {'forward' if by > 0 else 'back'} by {abs(by):.0f} s")
         for stage in (self.stage, self.by_hand):
             if stage is not None:
@@ -195,7 +195,7 @@ class Watcher(Steps):
     # Written down
 
     def _save(self, now: float) -> None:
-        """Write the state down if it has changed. Raises CacheError, and is called again."""
+        """Save the state if it has changed. Raises CacheError; the next tick tries again."""
         if self._is_unsaved or self._earlier != self._counted_earlier():
             self._save_now()
 
@@ -211,7 +211,7 @@ class Watcher(Steps):
         return self.deployment.meters if self.deployment is not None else Meters({})
 
     def _counted_earlier(self) -> list[Counts]:
-        """What servers had counted before their latest restarts: a daemon that goes on must know it."""
+        """Counts before the servers' latest restarts, which a resumed daemon needs."""
         return [meter.earlier for meter in self._meters().all()]
 
     def _read_state(self) -> None:
@@ -234,7 +234,7 @@ class Watcher(Steps):
             self.deployment.undo = changed.undo
 
     def stop(self) -> None:
-        """End what is under way; it goes on when the daemon is started again."""
+        """Stop the current job; the daemon resumes it after a restart."""
         if self._job is not None:
             self._job.stop()
         if self.deployment is not None:
@@ -242,6 +242,6 @@ class Watcher(Steps):
 
 
 def _has_gains(members: Mapping[str, Any]) -> bool:
-    """Whether these are verdicts of members that passed, as `members.scores` reads them."""
+    """True if `members` is a dict of verdicts that passed, as `members.scores` reads it."""
     gains = [verdict["gains"]["drifted"] for verdict in members.values()]
     return all(type(each[name]) in (int, float) and each[name] > 0 for each in gains for name in ("candidate", "incumbent"))

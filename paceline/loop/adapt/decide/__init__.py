@@ -1,1 +1,1 @@
-"""What to do about an alarm."""
+"""Decision on how to react to an alarm."""

@@ -1,7 +1,7 @@
-"""What to do about an alarm: a pure function of what is known, which says why, and why not the other things.
+"""Decides how to react to an alarm: a pure function that also explains why, and why not each alternative.
 
-In this order: nothing while a training runs; the best member of the pool there is, once it is known how good they are; a
-second member for a mix that returns with a period; a training, if it pays within the horizon and none has just been.
+Order: nothing while a training runs; the best available drafter, once all have been scored; a second drafter for a periodic
+cluster mix; a training, if it pays off within the horizon and the cool-down is over.
 """
 
 from __future__ import annotations
@@ -15,86 +15,87 @@ from paceline.loop.adapt.traffic.hours import DAY
 
 Action = Literal["none", "too little", "score", "route", "propose", "retrain"]
 IDLE: tuple[Action, ...] = ("none", "too little")
-"""Actions of a decision to do nothing: acceptance is as usual, or what is usual is not known yet."""
+"""Actions that change nothing: acceptance is normal, or the baseline is not known yet."""
 ENOUGH = 0.5
-"""A member that wins back this share of a loss is as good as a training, and free."""
+"""Share of a loss that another drafter must recover to be preferred over a training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A cluster whose acceptance fell within it, for long enough."""
+    """A cluster whose acceptance has been low for long enough."""
 
     cluster: str
     loss: float
-    """Fall of tokens a round, as a share."""
+    """Drop of acceptance length, as a share."""
     tokens_per_round: float
-    """Now, with the member that serves it."""
+    """Current acceptance length with the serving drafter."""
     tokens_per_hour: float
     members: Mapping[str, float] | None = field(default_factory=dict)
-    """Tokens a round of every other member that is good enough on this cluster's newest traces; None: not known yet."""
+    """Acceptance length of the other drafters that passed the gate on the newest traces; None: not scored yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The mix of clusters, and what it alone does to acceptance."""
+    """State of the cluster mix, and its effect on acceptance."""
 
     has_moved: bool = False
-    """It moved for long enough, and not with the season."""
+    """True if the mix has shifted for long enough, outside its season."""
     period: int | None = None
-    """Hours after which it returns."""
+    """Hours after which the mix repeats; None if it does not."""
     swing: float = 0.0
-    """How far acceptance swings with it, from its better hours to its worse, as a share."""
+    """Drop of acceptance from the mix's best hours to its worst, as a share."""
     weakest: str | None = None
-    """The cluster whose coming and going does that."""
+    """Cluster whose share of the traffic causes the swing."""
     tokens_per_round: float = 1.0
-    """Of that cluster."""
+    """Acceptance length of the weakest cluster."""
     tokens_per_hour: float = 0.0
     best: float = 1.0
-    """Tokens a round of the cluster that does best."""
+    """Acceptance length of the best cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that a decision is made from."""
+    """Inputs of a decision."""
 
     hour: int
     alarms: Sequence[Alarm] = ()
     mix: Mix = Mix()
     is_training: bool = False
     trained_at: int | None = None
-    """Hour at which the latest training ended."""
+    """Hour in which the latest training ended."""
     proposed: frozenset[str] = frozenset()
-    """Clusters that a member of their own was proposed for."""
+    """Clusters for which a drafter of their own has been proposed."""
     too_little: str = ""
-    """The traffic seen so far, as "10 requests, 1 hour", while it is too little to know what is usual."""
+    """Traffic so far, as "10 requests, 1 hour", while it is too little for a baseline; otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is done, why, and why not the rest."""
+    """A decision, with its reason and the reasons against the alternatives."""
 
     action: Action = "none"
     clusters: tuple[str, ...] = ()
     member: str | None = None
-    """Of a route: where to."""
+    """Drafter to which a `route` action sends the cluster."""
     why: str = ""
     declined: Mapping[str, str] = field(default_factory=dict)
-    """Action -> why not."""
+    """Action -> reason why it was not chosen."""
 
     @property
     def is_idle(self) -> bool:
-        """True if there is nothing to do."""
+        """True if the decision changes nothing."""
         return self.action in IDLE
 
 
 def saving(prices: PriceConfig, horizon_days: float, tokens_per_hour: float, before: float, after: float) -> float:
-    """What fewer rounds are worth over the horizon: tokens x (rounds a token before - after) x time of a round x price."""
+    """Computes the price of the rounds saved over the horizon: tokens x (rounds per token before - after) x round time x price.
+    """
     rounds = tokens_per_hour * DAY * horizon_days * max(1 / before - 1 / after, 0.0)
     return rounds * prices.round_ms / 3.6e6 * prices.units * prices.serving_price
 
 
 def decide(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision:
-    """The one thing to do now."""
+    """Chooses the one action for this hour."""
     declined: dict[str, str] = {}
     if view.is_training:
         return Decision(why="a training is running", declined={"retrain": "one is running already"})
@@ -123,7 +124,7 @@ def decide(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision:
 
 
 def _proposal(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision | str:
-    """A second, regional member, or why not."""
+    """Proposes a second drafter for the weakest cluster; otherwise returns the reason against it."""
     mix = view.mix
     if mix.period is None:
         return "the mix of clusters returns with no period"
@@ -143,7 +144,7 @@ def _proposal(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision
 
 
 def _training(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision | str:
-    """A training on all clusters that fell, or why not."""
+    """Decides on a training for all clusters with alarms; otherwise returns the reason against it."""
     if not view.alarms:
         return "the mix moved, but no cluster fell" if view.mix.has_moved else "no alarm holds"
     since = None if view.trained_at is None else view.hour - view.trained_at

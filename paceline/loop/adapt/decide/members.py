@@ -1,4 +1,4 @@
-"""Who serves a cluster in a pool of drafters, and what the others would bring there, by the gate's verdicts."""
+"""Finds the drafter that serves a cluster, and the acceptance length that the gate's verdicts predict for the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.loop.adapt.servers.deploy import Deployment
 
 
 def serving(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, str]:
-    """Name and drafter of the member that a cluster is sent to, else of the incumbent. Raises DownloadError."""
+    """Returns (name, drafter) that serves a cluster: the one it is routed to, else the incumbent. Raises DownloadError."""
     try:
         name = deployment.pinned(cluster)
     except UnreachableError:
@@ -22,7 +22,8 @@ def serving(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, 
 
 
 def others(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, dict[str, str]]:
-    """The drafter that serves a cluster, and the others: name -> drafter. Raises DownloadError where none can be chosen."""
+    """Returns (drafter that serves the cluster, {name: drafter} of the others). Raises DownloadError if the server cannot
+    route."""
     deployment.pinned(cluster)
     name, drafter = serving(deployment, cluster, incumbent)
     return drafter, {each: made_from for each, made_from in deployment.members().items() if each != name}
@@ -31,11 +32,10 @@ def others(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, d
 def scores(
     deployment: Deployment, cluster: str, incumbent: str, scored: Mapping[str, Any] | None, raised: int, now: float
 ) -> dict[str, float] | None:
-    """Tokens a round of the other members that passed the gate; None when they were not judged since the hour `raised`,
-    or the server does not answer.
+    """Predicts the acceptance length of the other drafters that passed the gate. Returns None if they have not been scored
+    since hour `raised`, or the server does not answer.
 
-    `now` are those of the member that serves. `scored` is {"hour": when, "members": {name: verdict}}.
-    """
+    `now`: acceptance length of the serving drafter. `scored`: {"hour": hour of scoring, "members": {name: verdict}}."""
     try:
         names = others(deployment, cluster, incumbent)[1]
     except UnreachableError:

@@ -1,9 +1,9 @@
-"""Hour by hour: what was seen, what is decided, and a line that says both. No PyTorch, no clock of its own.
+"""Hourly policies: observe an hour, decide, return a line with both. Imports no PyTorch, reads no clock.
 
     policy.hour(number, {cluster: Sums}) -> Line
 
-The same object decides in `watch`, `check` and `replay`; whoever owns it carries decisions out and says when they are done
-(`trained`, `routed`). `Naive` is what it is compared with.
+`watch`, `check` and `replay` use the same object. Its owner carries decisions out and reports them (`training`, `trained`,
+`routed`). `NaivePolicy` is the baseline of comparisons.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from paceline.loop.adapt.traffic.drift import Series
 from paceline.loop.adapt.traffic.hours import DAY, WEEK, Sums, total
 
 OTHER = "other"
-"""Cluster of all traffic beyond the clusters that are told apart."""
+"""Cluster for all traffic beyond the `max_clusters` that are tracked."""
 RETURNS = 0.5
-"""Correlation of the mix with itself a period before, from which on it returns with that period; half a period before it must
-be less by as much, or it just moved once."""
+"""Autocorrelation of the mix at lag one period from which on the mix counts as periodic; at half a period it must be lower by
+this much, too, else it may be a single shift."""
 PERIODS_SEEN = 3
-"""Whole periods of the mix that must have been seen."""
+"""Whole periods of the mix that must have been observed."""
 LOOK_HOURS = 6
-"""Hours between looks for a period."""
+"""Hours between searches for a period."""
 MIX_WEEKS = 8
-"""Weeks of shares of the clusters that are kept, from which the season of the mix is learned anew."""
+"""Weeks of cluster shares that are stored, to relearn the season of the mix."""
 LEAST_SHARE = 0.02
-"""Of the tokens: what a cluster needs to be looked at by itself."""
+"""Smallest share of all tokens at which a cluster raises alarms of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One hour, as `paceline adapt log` shows it."""
+    """One hour: observations and decision, as shown by `paceline adapt log`."""
 
     hour: int
     seen: Mapping[str, Mapping[str, Any]]
@@ -46,11 +46,11 @@ class Line:
     decision: Decision
     notes: tuple[str, ...] = ()
     raised: tuple[tuple[str, int], ...] = ()
-    """(series, hour raised) of alarms that held for the first time now."""
+    """(series, hour fired) of alarms that were confirmed in this hour."""
 
 
 class Policy(Protocol):
-    """What decides."""
+    """Interface of a policy."""
 
     def hour(self, number: int, seen: Mapping[str, Sums]) -> Line: ...
 
@@ -74,25 +74,25 @@ class _Cluster:
 
     @property
     def usual(self) -> float:
-        """Log tokens a round, season left out; of a new cluster what it has shown."""
+        """Log of the usual acceptance length without season; for a new cluster that of the last day."""
         season = self.series.season
         return season.level if season.num_hours else math.log(self.last_day.tokens_per_round)
 
 
 @dataclass(frozen=True, slots=True)
 class _MixHour:
-    """Shares of the clusters in one hour, and the value of the mix series that follows from their usual levels."""
+    """Cluster shares of one hour, and the value of the mix series computed from the clusters' usual levels."""
 
     hour: int
     shares: Mapping[str, float]
-    """Shares of the tokens, by cluster."""
+    """Cluster -> share of the tokens."""
     num_effective: float
     value: float = 0.0
     variance: float = 0.0
 
 
 class SeasonalPolicy:
-    """Season against drift, mix against acceptance, the cheapest remedy first."""
+    """Distinguishes season from drift, and mix shifts from falling acceptance; chooses the cheapest remedy."""
 
     def __init__(
         self,
@@ -100,28 +100,29 @@ class SeasonalPolicy:
         prices: PriceConfig | None = None,
         scores: Callable[[str], Mapping[str, float] | None] = lambda cluster: {},
     ) -> None:
-        """`scores` gives tokens a round of the other members on a cluster's newest traces, None when they must be found out
-        first; it is asked at an alarm only."""
+        """`scores(cluster)` returns the acceptance length of the other drafters on the newest traces, or None if they must be
+        scored first. It is called only at an alarm."""
         self.config, self.prices, self.scores = config or PolicyConfig(), prices or PriceConfig(), scores
         self.reset()
 
     def reset(self) -> None:
-        """Forget all that was seen."""
+        """Discard all observations."""
         self.clusters: dict[str, _Cluster] = {}
         self.mix = Series(self.config)
         self.is_training = False
         self.trained_at: int | None = None
         self.proposed: set[str] = set()
         self.num_requests, self.num_hours = 0, 0
-        """Requests, and hours that had any."""
+        """Requests in total, and hours with any."""
         self._mixes: deque[_MixHour] = deque(maxlen=MIX_WEEKS * WEEK)
         self._unsettled: dict[str, int] = {}
-        """Clusters whose usual level with another member is not known yet -> hour from which on that member serves."""
+        """Cluster -> hour since which another drafter serves it, until its new usual level is known."""
         self._last: int | None = None
         self._period: int | None = None
 
     def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
-        """An hour is over. Hours must come in order; one that is not after the last is ignored, with a note."""
+        """Observe a completed hour and decide. Hours must be in order; one that is not after the last is ignored, with a note.
+        """
         if self._last is not None and number <= self._last:
             note = f"hour {number} is not after hour {self._last}: the clock went back, it is ignored"
             return Line(number, {}, {}, Decision(why=note), (note,))
@@ -146,18 +147,18 @@ class SeasonalPolicy:
         return Line(number, self._told(grouped), self._told_mix(view.mix), decision, notes, raised)
 
     def training(self, number: int) -> None:
-        """A training has begun."""
+        """Record that a training has begun."""
         self.is_training = True
 
     def trained(self, number: int, clusters: tuple[str, ...], hours: float | None = None) -> None:
-        """A training has ended; `clusters` got the new drafter, none if it was refused. `hours`: what it cost."""
+        """Record that a training has ended; `clusters` got the new drafter (empty if it was refused). `hours`: its cost."""
         self.is_training, self.trained_at = False, number
         if hours:
             self.prices = replace(self.prices, training_hours=hours)
         self.routed(number, clusters)
 
     def routed(self, number: int, clusters: tuple[str, ...]) -> None:
-        """These clusters are served by another member from now on."""
+        """Record that another drafter serves these clusters from hour `number` on."""
         for name in clusters:
             if name in self.clusters:
                 self.clusters[name].series.moved(number)
@@ -172,7 +173,7 @@ class SeasonalPolicy:
         return (f"nothing was seen for {number - self._last - 1} hours: no traffic, or the clock jumped",)
 
     def _grouped(self, seen: Mapping[str, Sums]) -> dict[str, Sums]:
-        """At most `max_clusters` clusters, those that came first; hours without a round are no observation."""
+        """Group traffic into at most `max_clusters` clusters, first come first served; hours without a round are left out."""
         found: dict[str, Sums] = {}
         for name, sums in seen.items():
             known = name in self.clusters or len({*self.clusters, *found} - {OTHER}) < self.config.max_clusters
@@ -182,10 +183,11 @@ class SeasonalPolicy:
         return found
 
     def _update_mix(self, number: int, seen: Mapping[str, Sums]) -> None:
-        """What acceptance would be if every cluster were as usual: it moves with the mix alone.
+        """Update the mix series: the acceptance length if every cluster were at its usual level, which changes only with the
+        mix.
 
-        Hours with traffic of an unsettled cluster are only recorded. Once its level is known, the season of the mix is learned
-        anew from the recorded shares: its shape, too, depends on the levels."""
+        Hours with traffic of a cluster whose new level is unknown are only recorded. Once the level is known, the season of the
+        mix is relearned from the recorded shares, since its shape depends on the levels, too."""
         tokens = sum(sums.tokens for sums in seen.values())
         shares = {name: sums.tokens / tokens for name, sums in seen.items()}
         effective = sum(sums.num_effective for sums in seen.values())
@@ -204,7 +206,7 @@ class SeasonalPolicy:
         return hours >= DAY - 1 and not self.clusters[name].series.is_moving
 
     def _valued(self, each: _MixHour) -> _MixHour:
-        """The hour with the value that its shares have at the usual levels of now."""
+        """Returns the hour with the value of its shares at the current usual levels."""
         costs = {name: math.exp(-self.clusters[name].usual) for name in each.shares}
         mean = sum(share * costs[name] for name, share in each.shares.items())
         spread = sum(share * (costs[name] - mean) ** 2 for name, share in each.shares.items())
@@ -224,14 +226,14 @@ class SeasonalPolicy:
         return View(number, alarms, mix, self.is_training, self.trained_at, proposed, too_little)
 
     def _too_little(self) -> str:
-        """The traffic seen so far, while no cluster has a baseline; empty once one has."""
+        """Traffic so far, as text, while no cluster has a baseline; empty once one has."""
         if any(each.series.state != "learning" for each in self.clusters.values()):
             return ""
         counts = {"request": self.num_requests, "hour": self.num_hours}
         return ", ".join(f"{count:,} {unit}{'' if count == 1 else 's'}" for unit, count in counts.items())
 
     def _newcomer(self) -> Alarm:
-        """The mix moved and stays so: the cluster that costs the most beyond the others is what a member is missing for."""
+        """Alarm for a lasting mix shift, about the cluster that costs the most rounds: it lacks a drafter."""
         weakest = self._weakest()
         assert weakest is not None, "the mix moved, so there are clusters"
         name, day, best = weakest
@@ -253,7 +255,7 @@ class SeasonalPolicy:
         return Mix(has_moved, period, swing, name, day.tokens_per_round, day.tokens / DAY, best)
 
     def _returns(self, period: int) -> bool:
-        """Whether the mix is correlated with itself a period ago, over the newest periods."""
+        """True if the mix is autocorrelated at lag `period` over the newest periods."""
         if not self._mixes or self._mixes[-1].hour - self._mixes[0].hour < PERIODS_SEEN * period:
             return False
         first = self._mixes[-1].hour - (PERIODS_SEEN + 1) * period
@@ -262,8 +264,9 @@ class SeasonalPolicy:
         return whole >= RETURNS and whole - half >= RETURNS
 
     def _weakest(self, known_only: bool = False) -> tuple[str, Sums, float] | None:
-        """The cluster that costs most rounds beyond the best one's, its day, and tokens a round of the best. With `known_only`
-        of those that are as usual; None where these are fewer than two."""
+        """Returns (cluster that costs the most rounds beyond the best one's rate, its last day, acceptance length of the best).
+
+        With `known_only` only calm clusters count, and fewer than two give None."""
         found = {name: each for name, each in self.clusters.items() if each.last_day.rounds}
         if known_only:
             found = {name: each for name, each in found.items() if each.series.state == "calm"}
@@ -293,7 +296,7 @@ class SeasonalPolicy:
 
 
 def _correlation(by_hour: Mapping[int, float], lag: int) -> float:
-    """Of a series with itself so many hours before; 0 where little is known, or nothing moves."""
+    """Autocorrelation of an hourly series at lag `lag`; 0 with less than a day of pairs, or a constant series."""
     pairs = [(value, by_hour[hour - lag]) for hour, value in by_hour.items() if hour - lag in by_hour]
     if len(pairs) < DAY:
         return 0.0
@@ -302,7 +305,7 @@ def _correlation(by_hour: Mapping[int, float], lag: int) -> float:
 
 
 class NaivePolicy:
-    """Retrains whenever the last hours are below those after the last training: what systems without a season do."""
+    """Retrains whenever the last hours are below those after the last training, like systems without a season model."""
 
     WINDOW, LEAST_LOSS = 4, 0.05
 
@@ -312,7 +315,7 @@ class NaivePolicy:
         self._window: deque[Sums] = deque(maxlen=self.WINDOW)
 
     def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
-        """Compares the last four hours with the first four after the last training."""
+        """Compare the last four hours with the best four since the last training."""
         told = {name: {"tokens": round(sums.tokens)} for name, sums in seen.items()}
         if self.is_training or not seen:
             return Line(number, told, {}, Decision(why="a training is running" if self.is_training else "no traffic"))

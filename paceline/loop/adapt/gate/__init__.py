@@ -1,1 +1,1 @@
-"""A candidate from training to verdict."""
+"""Training and gate: from a training window to a verdict."""

@@ -1,12 +1,12 @@
-"""A candidate from disk to verdict: read it, score it beside the incumbent on stored requests, judge.
+"""Takes a candidate from disk to verdict: loads it, scores it and the incumbent on stored requests, judges.
 
     paceline adapt gate runs/mine/drafter --traces traces --cluster tickets
 
-Whatever is wrong with the candidate is a verdict with its reason, never an error: half-written, of another target, weights that
-are no numbers. What is wrong with the question is an error.
+A faulty candidate (half-written, for another target, non-finite weights) gives a refusal with a reason, not an error. A faulty
+request to the gate is an error.
 
-A candidate that wins where traffic fell and loses too much elsewhere is tried again part of the way between the incumbent's
-weights and its own (`draft/formats/blend.py`), written beside it: the first share that passes is the verdict.
+A candidate that wins on the cluster that fell but loses too much on other traffic is tried again as a blend of the incumbent's
+weights and its own (`draft/formats/blend.py`), written next to it: the first share that passes is the verdict.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from paceline.report.tables import SILENT, Progress
 from paceline.types import SamplingParams
 
 HELD_OUT_OF = 4
-"""Every so manieth prompt, by its hash, is never trained on here."""
+"""One in this many prompts, chosen by hash, is held out from training."""
 BATCH = 8
 TURNS, TIMED = 4, 7
-"""How often drafters take turns when their drafting is timed, and rounds of each turn; the fastest of all counts."""
+"""Turns per drafter when drafting is timed, and rounds per turn; the fastest round counts."""
 TOLD_APART = 0.1
-"""Times of drafting that differ by less are taken for the same: a server beside takes as much of single rounds."""
+"""Relative difference below which two drafting times count as equal; a busy server disturbs single rounds by as much."""
 
 
 def is_held_out(prompt: str) -> bool:
@@ -51,7 +51,7 @@ def is_held_out(prompt: str) -> bool:
 def examine(
     candidate: Path, engine: EngineConfig, traces: Path, config: CandidateConfig, progress: Progress = SILENT
 ) -> Verdict:
-    """The gate's verdict. Raises ConfigError when there is nothing to judge by, and what loading the target raises."""
+    """Judges a candidate. Raises ConfigError if there are no requests to judge by, and what loading the target raises."""
     usual, source = usual_settings(engine.model, config.temperature)
     found, left_out = read_requests(traces, since=config.since, usual=usual)
     if config.held_out_only:
@@ -76,8 +76,8 @@ def examine(
 
 
 def usual_settings(model: str, temperature: float | None) -> tuple[dict[str, float], str]:
-    """What a server takes for requests that say nothing of sampling, and who says so: the option, or, as vLLM and SGLang
-    do, the target's generation_config.json, else temperature 1."""
+    """Returns the default sampling settings and their source: the option, or, as in vLLM and SGLang, the target's
+    generation_config.json, else temperature 1."""
     if temperature is not None:
         return {"temperature": temperature}, "as given"
     file = resolve(model) / "generation_config.json"
@@ -87,7 +87,7 @@ def usual_settings(model: str, temperature: float | None) -> tuple[dict[str, flo
 
 
 class _Comparison:
-    """The incumbent's figures on every set, once, and candidates beside it."""
+    """Compares candidates with the incumbent, whose figures are computed once per request set."""
 
     def __init__(self, llm: LLM, sets: dict[str, list[Request]], config: CandidateConfig, progress: Progress) -> None:
         self._llm, self._sets, self._config, self._progress = llm, sets, config, progress
@@ -95,7 +95,7 @@ class _Comparison:
         self._figures: dict[str, list[Rounds]] = {}
 
     def verdict(self, candidate: Path, target_name: str) -> Verdict:
-        """About the candidate; where that loses too much elsewhere, about the first of its shares that does not."""
+        """Judge the candidate, or, if it loses too much on other traffic, the first of its blends that does not."""
         told, verdict = list[str](), Verdict(False, "")
         for share in sorted(self._config.shares, reverse=True):
             verdict = self._verdict_at(candidate, share, target_name)
@@ -107,7 +107,7 @@ class _Comparison:
         return replace(verdict, reason="; ".join(told))
 
     def _verdict_at(self, candidate: Path, share: float, target_name: str) -> Verdict:
-        """About the candidate, or a drafter with this share of its weights, written beside it."""
+        """Judge the candidate or, for share < 1, a blend with this share of its weights, written next to it."""
         folder, before = candidate, self._config.incumbent
         if share < 1:
             folder = candidate.with_name(f"{candidate.name}-{100 * share:g}")
@@ -139,7 +139,7 @@ class _Comparison:
 
 
 def read_candidate(folder: Path, llm: LLM) -> Drafter | str:
-    """The drafter, bound to the target once; or why it cannot be used."""
+    """Returns the drafter, bound to the target, or the reason why it cannot be used."""
     try:
         made = llm.make_drafter(str(folder))
         made.bind(llm.target)
@@ -150,7 +150,7 @@ def read_candidate(folder: Path, llm: LLM) -> Drafter | str:
 
 
 def _sets(found: Sequence[Request], config: CandidateConfig) -> dict[str, list[Request]]:
-    """Set name -> requests: "drifted", every other cluster, and "ood"."""
+    """Splits requests into sets: "drifted", one per other cluster, and "ood"."""
     names = sorted({each.cluster for each in found})
     tokens = {name: sum(len(each.answer_ids) for each in found if each.cluster == name) for name in names}
     cluster = config.cluster or max(names, key=tokens.__getitem__)
@@ -191,7 +191,8 @@ def _figures(scored: Sequence[Scored]) -> list[Rounds]:
 
 
 def draft_seconds(llm: LLM, drafters: Sequence[Drafter]) -> list[float]:
-    """What one row's drafts take with each of these, in turns: the machine's pace is in all; 0 for what drafts nothing."""
+    """Fastest drafting seconds of one row per drafter, measured in turns so that machine noise affects all; 0 without drafts.
+    """
     best = [math.inf] * len(drafters)
     for _ in range(TURNS):
         for place, drafter in enumerate(drafters):
@@ -214,6 +215,6 @@ def _fastest_draft(llm: LLM, drafter: Drafter) -> float:
 
 
 def alike(one_s: float, other_s: float) -> tuple[float, float]:
-    """Two times of drafting, or their mean twice when they cannot be told apart."""
+    """Returns both drafting times, or their mean twice if they are too close to distinguish."""
     mean = (one_s + other_s) / 2
     return (mean, mean) if abs(one_s - other_s) <= TOLD_APART * mean else (one_s, other_s)

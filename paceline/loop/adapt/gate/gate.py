@@ -1,12 +1,12 @@
-"""May a candidate replace the incumbent? Both are scored on the same stored requests (`score.py`), and compared pair by pair.
+"""Decides whether a candidate may replace the incumbent. Both are scored on the same stored requests (`score.py`).
 
-    verdict = judge(Pairs(incumbents, candidates), {"chat": ...}, ood, times)
+    verdict = judge(Pairs(incumbents, candidates), {"chat": ...}, times, ood)
     verdict.passed, verdict.reason
 
-tokens/s = tokens / (rounds x time of a round), at the width of rounds that brings the most: the planner would find it, too. The
-gain's interval is a paired bootstrap over requests (Efron and Tibshirani, chapter 16). It must lie above zero on the cluster
-that fell; elsewhere, and on answers of another kind, the candidate may lose less than 2%. Requests are one a prompt, and none
-whose answer repeats itself: what one client says over and over decides nothing.
+tokens/s = tokens / (rounds x time of a round), at the draft width with the highest rate, which the planner would find, too. The
+confidence interval of the gain is a paired bootstrap over requests (Efron and Tibshirani, chapter 16). It must be above zero on
+the cluster that fell; on other clusters and out-of-domain answers the candidate may lose less than 2%. Each prompt counts once,
+and repetitive answers do not count, so that one repeating client does not decide.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from paceline.plan.costs import PassCosts
 from paceline.report.statistics import Rounds, repetition
 
 MOST_REPETITION = 0.5
-"""Share of repeated n-grams above which an answer is a loop: easy to draft, and no evidence."""
+"""Share of repeated n-grams above which an answer counts as a loop: easy to draft, and no evidence."""
 NUM_DRAWS = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """What a round takes: a pass of the target by its positions, and the making of drafts."""
+    """Time of a round: target pass by number of positions, and drafting. Seconds."""
 
     passes: PassCosts
     incumbent_s: float = 0.0
@@ -39,7 +39,7 @@ class RoundTimes:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The same requests under both drafters."""
+    """Rounds of the same requests under both drafters."""
 
     incumbent: Sequence[Rounds]
     candidate: Sequence[Rounds]
@@ -50,11 +50,11 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Of the candidate over the incumbent in tokens/s, as a share; with its 95% interval."""
+    """Gain of the candidate's tokens/s over the incumbent's, as a share, with its 95% confidence interval."""
 
     requests: int
     incumbent: float
-    """Tokens a round; of the candidate next."""
+    """Acceptance length of the incumbent."""
     candidate: float
     gain: float
     low: float
@@ -63,26 +63,26 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of the gate; `reason` is for people, `gains` by set: the cluster that fell is "drifted"."""
+    """Verdict of the gate with a reason for people, and gains by request set; "drifted" is the cluster that fell."""
 
     passed: bool
     reason: str
     gains: Mapping[str, Gain] = field(default_factory=dict)
     loses: bool = False
-    """It is refused only for what it loses elsewhere."""
+    """True if the candidate is refused only because of losses on other traffic."""
     drafter: str = ""
-    """Folder of what was judged: the candidate's, or of a blend with the incumbent."""
+    """Folder of the judged drafter: the candidate, or a blend with the incumbent."""
     share: float = 1.0
-    """Of the candidate's weights in it."""
+    """Share of the candidate's weights in the judged drafter."""
     is_judged: bool = True
-    """False if there was too little to judge by: nothing is known of the drafter then."""
+    """False if there was too little data to judge; the drafter is then neither good nor bad."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def too_few(num_prompts: int, config: CandidateConfig) -> Verdict | None:
-    """The refusal to judge by so few prompts, or None where they are enough."""
+    """Returns a refusal to judge if there are too few prompts, else None."""
     if num_prompts >= config.least_requests:
         return None
     why = f"{num_prompts} prompts are too few to judge by, {config.least_requests} are needed"
@@ -96,7 +96,7 @@ def judge(
     ood: Pairs | None = None,
     config: CandidateConfig | None = None,
 ) -> Verdict:
-    """Whether the candidate may be swapped in; of `config` its limits."""
+    """Decides whether the candidate may be swapped in, by the limits in `config`."""
     config = config or CandidateConfig()
     if refused := too_few(len(drifted), config):
         return refused
@@ -117,7 +117,7 @@ def judge(
 
 
 def compare(pairs: Pairs, times: RoundTimes, num_draws: int = NUM_DRAWS) -> Gain:
-    """Gain with its interval, by resampling requests; both drafters see the same sample each time."""
+    """Gain with its confidence interval over requests; each bootstrap sample is the same for both drafters."""
     ours = _Times.of(pairs.candidate, times.passes, times.candidate_s)
     theirs = _Times.of(pairs.incumbent, times.passes, times.incumbent_s)
     chosen_DN = np.random.default_rng(0).integers(len(pairs), size=(num_draws, len(pairs)))
@@ -131,7 +131,7 @@ def compare(pairs: Pairs, times: RoundTimes, num_draws: int = NUM_DRAWS) -> Gain
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Tokens of each request, and the seconds its rounds take at the width that is best over all."""
+    """Per request: tokens, and seconds of its rounds at the width that is best overall. Shape [N]."""
 
     tokens_N: np.ndarray
     seconds_N: np.ndarray
@@ -149,13 +149,13 @@ class _Times:
 
 
 def _cost(rounds: Sequence[Rounds], width: int, passes: PassCosts, draft_s: float) -> np.ndarray:
-    """Seconds a token of each request when `width` drafts are checked."""
+    """Seconds per token of each request when `width` drafts are verified. Shape [N]."""
     per_round = np.array([_tokens_at(each, width) for each in rounds])
     return (passes.seconds(1 + width) + (draft_s if width else 0.0)) / per_round
 
 
 def _tokens_at(rounds: Rounds, width: int) -> float:
-    """Tokens a round when no more than `width` drafts are checked."""
+    """Acceptance length when at most `width` drafts are verified."""
     if not rounds.num_rounds:
         return 1.0
     counts = enumerate(rounds.accepted_histogram)
@@ -163,7 +163,8 @@ def _tokens_at(rounds: Rounds, width: int) -> float:
 
 
 def one_a_prompt(requests: Sequence[Request], most: int | None = None) -> list[Request]:
-    """The newest request of each prompt, and none whose answer repeats itself or is another's; at most `most`, newest first."""
+    """Returns the newest request of each prompt, newest first, at most `most`; repetitive and duplicate answers are left out.
+    """
     found: dict[str, Request] = {}
     said: set[tuple[int, ...]] = set()
     for each in sorted(requests, key=lambda request: request.hour, reverse=True):

@@ -1,7 +1,7 @@
-"""lineage.json: every drafter that was trained or tried here, where it came from, and what the gate said of it.
+"""lineage.json: every drafter trained or tried here, with its parents and the gate's verdict.
 
-{"drafters": [{"drafter": "runs/adapt/tickets-20261103", "weights": "sha256:...", "parents": ["default"],
-               "window": {"since": 494500, "until": 494548, "requests": 812, "sha256": "..."}, "gate": {...},
+    {"drafters": [{"drafter": "runs/adapt/tickets-20261103", "weights": "sha256:...", "parents": ["default"],
+                   "window": {"since": 494500, "until": 494548, "requests": 812, "sha256": "..."}, "gate": {...},
                    "state": "serving"}]}
 """
 
@@ -21,12 +21,12 @@ from paceline.runs.folder import plain, write_whole
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The file, read anew at every call: people may edit it."""
+    """Reads and writes the lineage file; every call reads it again, since users may edit it."""
 
     path: Path
 
     def entries(self) -> list[dict[str, Any]]:
-        """Oldest first. Raises ConfigError when the file is damaged."""
+        """All entries, oldest first. Raises ConfigError if the file is damaged."""
         if not self.path.exists():
             return []
         with reraised(
@@ -38,17 +38,18 @@ class Lineage:
             return found
 
     def add(self, drafter: str, *, parents: Iterable[str], state: str, **figures: Any) -> None:
-        """One more drafter: "refused", "serving", "rolled back" ..."""
+        """Add one drafter with its state: "refused", "serving", "rolled back" ..."""
         self.add_all([{"drafter": drafter, "parents": list(parents), "state": state, **figures}])
 
     def add_all(self, drafters: Iterable[dict[str, Any]]) -> None:
-        """Several drafters, all or none; each as `add` takes it. Raises CacheError when the disk refuses."""
+        """Add several drafters, all or none; each with the arguments of `add`. Raises CacheError if the file cannot be written.
+        """
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         new = [{"weights": weights_hash(Path(each["drafter"])), "when": when, **each} for each in drafters]
         self._write([*self.entries(), *plain(new)])
 
     def mark(self, drafter: str, state: str, reason: str) -> None:
-        """What became of the newest entry of this name."""
+        """Set the state of the newest entry of this drafter."""
         entries = self.entries()
         for entry in reversed(entries):
             if entry.get("drafter") == drafter:
@@ -57,7 +58,7 @@ class Lineage:
         self._write(entries)
 
     def is_known_bad(self, folder: Path) -> str | None:
-        """Why weights with these very bytes were turned away before."""
+        """Returns the reason if identical weights were refused or rolled back before, else None."""
         mark = weights_hash(folder)
         bad = (
             each for each in self.entries() if each.get("state") in ("refused", "rolled back") and each.get("weights") == mark
@@ -69,11 +70,11 @@ class Lineage:
 
 
 WEIGHTS = ("model.safetensors", "model-q8_0.safetensors")
-"""Files of a drafter's weights, the one that is read first."""
+"""File names of a drafter's weights, in order of preference."""
 
 
 def weights_hash(folder: Path) -> str | None:
-    """Of a drafter's weights; None where it has none."""
+    """SHA-256 of a drafter's weights file; None without one."""
     file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if file is None:
         return None
@@ -82,5 +83,5 @@ def weights_hash(folder: Path) -> str | None:
 
 
 def window_hash(keys: Iterable[str]) -> str:
-    """Names a window of traces: the same requests, the same name."""
+    """SHA-256 that identifies a window of traces by its requests."""
     return hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()

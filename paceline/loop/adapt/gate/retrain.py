@@ -1,9 +1,9 @@
-"""A training as a process of its own, at low priority: the window that drifted, other answers beside it, and what to run.
+"""Training as a separate process at low priority: the window, its command, and the job.
 
-    state/windows/<name>/answers-r0-00000.parquet     the window, without the prompts that the gate judges by
-    state/trainings/<name>-<number>/                  one `paceline train` run for each learning rate; killed, it goes on
+    state/windows/<name>/answers-r0-00000.parquet     the window, without the gate's held-out prompts
+    state/trainings/<name>-<number>/                  one resumable `paceline train` run per learning rate
 
-Nothing of a training happens in the process that watches: one that dies, or fills the disk, is a line in the log.
+The daemon's process does not train: a training that dies or fills the disk is only a line in the log.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from paceline.loop.adapt.servers.counted_hours import ALL
 from paceline.loop.adapt.traffic.stored import Request, read_requests
 
 LEAST_ANSWERS = 50
-"""Prompts that a window must have: fewer teach one client's habits."""
+"""Fewest prompts of a window; fewer would fit the habits of one client."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a training learns from."""
+    """Training window: the answers of a range of hours."""
 
     folder: Path
     since: int
     until: int
     requests: int
     sha256: str
-    """Of the requests' keys."""
+    """Hash of the requests' keys."""
 
 
 def write_window(traces: Path, clusters: Sequence[str], since: int, until: int, folder: Path) -> Window:
-    """The answers of these clusters in hours [since, until), one a prompt, as `paceline train --answers` reads them.
+    """Writes the answers of these clusters in hours [since, until), one per prompt, in the format of `paceline train
+    --answers`.
 
-    Raises ConfigError when they are too few, CacheError when the disk refuses.
-    """
+    Raises ConfigError if there are too few, CacheError if the disk refuses."""
     found = [
         each
         for cluster in (None if each == ALL else each for each in clusters)
@@ -76,17 +76,17 @@ def write_window(traces: Path, clusters: Sequence[str], since: int, until: int, 
 
 
 def _temperature(request: Request) -> float:
-    """As an Answer has it."""
+    """Temperature in the format of an Answer: NaN if unknown."""
     return request.params.temperature if request.knows_temperature else math.nan
 
 
 def command_of(
     stage: Stage, store: StoreConfig, engine: EngineConfig, candidate: CandidateConfig, retrain: RetrainConfig
 ) -> list[str]:
-    """What a stage has to run now, for its current candidate."""
+    """Builds the command for the stage's current candidate: a training or a gate run."""
     drafter = Path(stage.candidates[stage.at])
     if stage.name == "training":
-        # The daemon may have been started again with other rates.
+        # The daemon may have been restarted with other rates.
         rates = stage.rates or retrain.learning_rates
         window, rate = Path(stage.window["folder"]), rates[min(stage.at, len(rates) - 1)]
         return train_command(window, drafter.parent, stage.incumbent, rate, engine, retrain)
@@ -95,9 +95,9 @@ def command_of(
     asked |= {"--since": stage.window["since"], "--requests": candidate.requests, "--held-out-only": True}
     asked |= {"--least-requests": candidate.least_requests}
     asked |= {} if candidate.temperature is None else {"--temperature": candidate.temperature}
-    shares = (1.0,) if stage.kind == "score" else candidate.shares  # a member is taken as it is
+    shares = (1.0,) if stage.kind == "score" else candidate.shares  # a pool drafter is not blended
     asked |= {"--shares": ",".join(f"{share:g}" for share in shares)}
-    # A drafter for one cluster gets the traffic of no other.
+    # A drafter for one cluster gets no other traffic, so its losses there do not matter.
     asked |= {"--ood": candidate.ood, "--most-loss": candidate.most_loss} if stage.kind == "retrain" else {"--most-loss": 1.0}
     return gate_command(stage.candidates[stage.at], engine, store.traces, asked)
 
@@ -105,7 +105,7 @@ def command_of(
 def train_command(
     window: Path, out: Path, incumbent: str, learning_rate: float, engine: EngineConfig, config: RetrainConfig
 ) -> list[str]:
-    """As it would be typed; at the lowest priority where there is `nice`."""
+    """Builds the `paceline train` command, at the lowest priority if `nice` is available."""
     words: list[Any] = [sys.executable, "-m", "paceline", "train", "--target", engine.model, "--init", incumbent, "--out", out]
     words += ["--answers", window, "--keep", "best", "--max-minutes", f"{config.minutes:g}", "--lr", f"{learning_rate:g}"]
     words += [word for folder in config.general for word in ("--answers", folder)]
@@ -115,7 +115,7 @@ def train_command(
 
 
 def gate_command(candidate: str, engine: EngineConfig, traces: Path, asked: dict[str, Any]) -> list[str]:
-    """`paceline adapt gate`; `asked`: option -> value, or values."""
+    """Builds the `paceline adapt gate` command from {option: value or values}."""
     words: list[Any] = [sys.executable, "-m", "paceline", "adapt", "gate", candidate, "--traces", traces]
     words += ["--model", engine.model, "--dtype", engine.dtype, "--device", engine.device]
     for name, value in asked.items():
@@ -125,7 +125,7 @@ def gate_command(candidate: str, engine: EngineConfig, traces: Path, asked: dict
 
 
 def verdict_of(job: Job, status: int) -> dict[str, Any]:
-    """The verdict of a gate at its end; of one that died, or whose last line is none, a verdict of `unjudged`."""
+    """Returns a finished gate's verdict; if it crashed or printed none, a verdict of `unjudged`."""
     try:
         verdict = json.loads(job.last_line)
     except ValueError:
@@ -155,19 +155,20 @@ def polite() -> list[str]:
 
 
 class Job:
-    """A command under way; what it says goes to files beside its output."""
+    """A background command; its output goes to files."""
 
     def __init__(self, command: list[str], said: Path) -> None:
-        """Starts it, or waits for the same job of a daemon that was killed. Raises OSError when that is not possible."""
+        """Start the command, or wait for the same job of a killed daemon. Raises OSError. `said`: path of the output files,
+        without suffix."""
         said.parent.mkdir(parents=True, exist_ok=True)
         self._command, self._lock = command, said.with_suffix(".lock")
         self._out, self._err = said.with_suffix(".out"), said.with_suffix(".err")
         self._process = self._started()
 
     def _started(self) -> subprocess.Popen[bytes] | None:
-        """Start the command; None while a job of an earlier daemon, which outlives it, holds the lock.
+        """Start the command; returns None while a job of an earlier daemon, which outlives it, holds the lock.
 
-        The process inherits the locked file, and the kernel gives the lock back when it ends, however it ends."""
+        The process inherits the locked file; the kernel releases the lock when it ends, however it ends."""
         with self._lock.open("a+") as lock:
             if not _takes(lock):
                 return None
@@ -185,12 +186,12 @@ class Job:
             return process
 
     def poll(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """Exit status; None while the command runs."""
         self._process = self._process or self._started()
         return self._process.poll() if self._process else None
 
     def stop(self) -> None:
-        """End it; a training goes on from its checkpoint when it is started again."""
+        """Terminate the command; a training resumes from its checkpoint when it is started again."""
         if self._process is None:
             with self._lock.open("a+") as lock, contextlib.suppress(ValueError, ProcessLookupError):
                 if not _takes(lock):
@@ -205,22 +206,22 @@ class Job:
 
     @property
     def is_waiting(self) -> bool:
-        """True while the same job of an earlier daemon goes on."""
+        """True while the same job of an earlier daemon runs."""
         return self._process is None
 
     @property
     def last_line(self) -> str:
-        """Of its output: the JSON line."""
+        """Last line of stdout: the JSON result."""
         return _last_line(self._out)
 
     @property
     def last_words(self) -> str:
-        """Of its errors."""
+        """Last line of stderr."""
         return _last_line(self._err) or "it said nothing"
 
 
 def _takes(lock: IO[str]) -> bool:
-    """Take the lock; False if another process has it. A disk without locks has none to give."""
+    """Take the lock; False if another process has it. Returns True on file systems without locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,24 +1,23 @@
-"""What a drafter would have brought on stored traces: exact, because the text does not depend on the drafter.
+"""Scores a drafter on stored traces: the rounds that it would have had. Exact, as the text does not depend on the drafter.
 
     scored = score(llm, "runs/mine/drafter", read_requests(Path("traces"))[0])
     scored[0].tokens_per_round
 
-The target reads a stored answer in wide passes, which give every position the bits it had when it was served (where the target
-`is_width_invariant`); the drafter sees them round by round and drafts at each anchor as the engine has it draft. How many of
-these drafts would have stood follows from the stored text:
+The target reads a stored answer in wide passes, which give the same bits as serving (where the target `is_width_invariant`);
+the drafter drafts round by round at each anchor, as in the engine. The number of accepted drafts follows from the stored text:
 
-- Greedy: drafts are certain, and stand as far as they agree with the text: exact to the token.
-- Sampled, by a rule that holds drafts against the target's draws: likewise. Drafts are guessed with the numbers that the target
-  drew with; these follow from the seed, which every trace of ours keeps. Texts that were drawn in another way, by versions
-  before there was a race, keep fewer tokens here than they did.
-- Sampled by other rules, or with numbers that nobody kept: drafts are drawn, slot by slot from q. Given that the text x was
-  said, at least i of them stand with probability s_i = s_(i-1) min(1, q_i / (p_i w_(i-1))), q_i and p_i being the drafter's and
-  the target's probability of x_i behind those before it; w is 1 for `rejection`, for `block` w_i = min(1, w_(i-1) p_i / q_i),
-  w_0 = 1: by Bayes, from P(the first i stand and are x) = q_1..q_i w_i (Sun et al. 2403.10444, section 4). How many stand is
-  then drawn with the request's own numbers: a sample as good as one that is served.
+- Greedy: drafts are deterministic and are accepted as far as they match the text. Exact to the token.
+- Sampled, with a rule that compares drafts with the target's draws: likewise. Drafts are sampled with the target's noise
+  (common random numbers), which follows from the seed in every paceline trace. Texts sampled by versions without an exponential
+  race score lower than they did when served.
+- Sampled with other rules, or with unknown noise: drafts are sampled from q, position by position. Given the text x, at least i
+  drafts are accepted with probability s_i = s_(i-1) min(1, q_i / (p_i w_(i-1))), where q_i and p_i are the drafter's and the
+  target's probability of x_i given the tokens before it; w is 1 for `rejection`, for `block` w_i = min(1, w_(i-1) p_i / q_i),
+  w_0 = 1: Bayes' rule applied to P(the first i are accepted and equal x) = q_1..q_i w_i (Sun et al. 2403.10444, section 4). The
+  number of accepted drafts is then sampled with the request's own random number: as representative as a served request.
 
-Every round checks all that the drafter may draft, as with `--plan fixed`; with `fixed:K` give the drafter K (`num_drafted`). A
-planner that follows the clock checks fewer where that is faster: then `survival` says what any width would bring (`gate.py`).
+Every round verifies all drafts, as with `--plan fixed`; for `fixed:K` create the drafter with `num_drafted` K. A planner that
+measures time verifies fewer drafts where that is faster: `gate.py` computes acceptance at any width.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ from paceline.types import Batch, Round, Sequence
 from paceline.verify.rules import RULES, drafted_probs
 
 CHUNK = 256
-"""Positions of a pass."""
+"""Positions per forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """One request, as this drafter would have served it."""
+    """A request with the rounds that the drafter would have had on it."""
 
     request: Request
     rounds: tuple[Round, ...]
@@ -62,18 +61,18 @@ class Scored:
 
 @dataclass(slots=True)
 class _Answer:
-    """A stored answer on its way through the rounds."""
+    """Progress of one stored answer through its rounds."""
 
     request: Request
     seq: Sequence
     taps_TF: Tensor | None
     logits_TV: Tensor | None
-    """Of the answer: row j is what follows token j of it; None where nothing is drawn."""
+    """Logits [T, V] of the answer; row j predicts token j + 1. None if no draft is sampled."""
     rounds: list[Round] = field(default_factory=list)
 
     @property
     def at(self) -> int:
-        """Place of the anchor in the answer."""
+        """Index of the anchor within the answer."""
         return self.seq.num_output - 1
 
     @property
@@ -82,15 +81,15 @@ class _Answer:
 
     @property
     def has_numbers(self) -> bool:
-        """Whether the numbers that its tokens were drawn with are known: of answers of others they are not."""
+        """True if the noise that sampled the tokens is known. It is unknown for answers of other servers."""
         return self.request.params.seed is not None or self.request.seed != 0
 
 
 class Scorer:
-    """Scores requests for one drafter over one target, some at a time."""
+    """Scores requests for one drafter and one target, a batch at a time."""
 
     def __init__(self, llm: LLM, drafter: Drafter, rule: str = "auto") -> None:
-        """The target's cache must be free: nothing else may run on `llm` meanwhile. Raises DrafterMismatchError."""
+        """Bind the drafter. Nothing else may use `llm` meanwhile: the cache must be free. Raises DrafterMismatchError."""
         self._target: Target = llm.target
         self._drafter, self._rule = drafter, RULES[rule]
         self._tokenizer, self._eos = llm.tokenizer, llm.tokenizer.eos_token_ids
@@ -100,7 +99,7 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, requests: Rows[Request]) -> list[Scored]:
-        """In the order given. Raises ConfigError for a request that is too long for the cache, or cannot be scored."""
+        """Score requests, in the order given. Raises ConfigError for a request that exceeds the cache or cannot be scored."""
         scored: list[Scored] = []
         size = self._target.cache.num_rows
         for begin in range(0, len(requests), size):
@@ -118,7 +117,8 @@ class Scorer:
         return scored
 
     def _begin(self, number: int, request: Request) -> _Answer:
-        """Read prompt and answer; the drafter gets the prompt, the first answer token is the first anchor."""
+        """Read prompt and answer with the target; the drafter observes the prompt, the first answer token is the first anchor.
+        """
         params, prompt_len = request.params, len(request.prompt_ids)
         tokens = request.prompt_ids + request.answer_ids
         if len(tokens) > self._target.cache.max_len:
@@ -145,7 +145,7 @@ class Scorer:
         return _Answer(request, seq, taps_TF, logits_TV)
 
     def _read(self, row: int, tokens: list[int], prompt_len: int, with_logits: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Taps of all positions; with logits those of the answer's, float32."""
+        """Run the target. Returns taps of all positions and, if requested, logits of the answer's positions."""
         taps: list[Tensor] = []
         logits: list[Tensor] = []
         for start in range(0, len(tokens), CHUNK):
@@ -162,7 +162,7 @@ class Scorer:
         self._drafter.observe([Observed(seq, start, count, taps_TF, start)])
 
     def _round(self, running: list[_Answer], *, foresees: bool) -> None:
-        """One round of every answer: draft, see how many of it stand in the stored text, go on behind them."""
+        """Run one round of every answer: draft, count the drafts accepted by the stored text, advance past them."""
         batch = Batch([each.seq for each in running], foresees=foresees)
         proposed = self._drafter.propose(batch)
         draft = within_grammars(batch, proposed)
@@ -183,7 +183,7 @@ class Scorer:
                 self._observe(seq, first, len(gained), answer.taps_TF)
 
     def _num_drawn(self, answer: _Answer, tokens: list[int], draft_probs_KV: Tensor) -> int:
-        """How many of these drawn drafts stand, given what the text says there: the module's s_i against one number."""
+        """Count the accepted drafts among sampled ones: one random number is compared with the module docstring's s_i."""
         if not isinstance(self._drafter, DFlashDrafter):
             raise ConfigError(
                 f"drafts of {self._drafter.name} depend on those before them: score requests at temperature 0 or with a seed"
@@ -201,7 +201,7 @@ class Scorer:
         return len(said)
 
     def _chances(self, answer: _Answer, said: list[int]) -> list[float]:
-        """The target's probability of each token of the text behind the anchor, each after those before it."""
+        """Target probability of each text token after the anchor, given the tokens before it."""
         seq = answer.seq
         assert answer.logits_TV is not None
         logits_JV = answer.logits_TV[answer.at : answer.at + len(said)].float()
@@ -213,10 +213,9 @@ class Scorer:
 
 
 def score(llm: LLM, drafter: str | Drafter, requests: Rows[Request], *, num_drafted: int | None = None) -> list[Scored]:
-    """What `drafter` would have brought, request by request; those that do not fit the cache are left out.
+    """Score `drafter` on each request; requests that exceed the cache are left out.
 
-    The engine of `llm` must be idle; it is as before afterwards. Raises what making and binding a drafter raises.
-    """
+    The engine of `llm` must be idle, and is unchanged afterwards. Raises what creating and binding a drafter raises."""
     made = llm.make_drafter(drafter, num_drafted=num_drafted) if isinstance(drafter, str) else drafter
     fitting = [each for each in requests if len(each.prompt_ids) + len(each.answer_ids) <= llm.target.cache.max_len]
     try:
@@ -232,6 +231,6 @@ def _num_same(ours: list[int], theirs: list[int]) -> int:
 
 
 def summary(scored: Rows[Scored]) -> dict[str, Any]:
-    """Figures of some requests together."""
+    """Total requests, rounds and acceptance length."""
     rounds = Rounds.sum(each.figures for each in scored)
     return {"requests": len(scored), "rounds": rounds.num_rounds, "tokens_per_round": rounds.tokens_per_round}

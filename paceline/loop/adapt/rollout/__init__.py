@@ -1,1 +1,1 @@
-"""A candidate on a server: canary, probation, rollback."""
+"""Deployment of a candidate: canary, probation, rollback."""

@@ -1,6 +1,6 @@
-"""Puts a drafter on a server, judges it by what the server counts, and keeps it or takes it back.
+"""Deploys a drafter on a server, judges it by the server's counters, and keeps it or rolls it back.
 
-Every method may raise UnreachableError and can be called again then: nothing is done twice, and nothing is forgotten.
+Every method may raise UnreachableError and can then be called again: no step is done twice or lost.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from paceline.loop.adapt.servers.deploy import Deployment
 from paceline.loop.adapt.traffic.hours import HOUR_S
 
 MOST_READINGS = 120
-"""Readings of the server's counters that are kept: what acceptance was before a swap."""
+"""Most readings of the server's counters that are kept as the baseline of a swap."""
 
 
 @dataclass(slots=True)
 class Canary:
-    """One server, or several with one drafter each."""
+    """Canary deployment on one paceline server, or on several servers with one drafter each."""
 
     deployment: Deployment
     traces: Path
     counted: CountedHours | None = None
-    """Hours of servers whose rounds no trace tells."""
+    """Hours of servers whose rounds are not traced."""
     known: dict[str, str] | None = None
-    """Name -> drafter of the members that were loaded by us, or have been seen."""
+    """Name -> drafter of the pool's drafters that the daemon loaded or has already seen."""
     readings: deque[tuple[float, Counts]] = field(default_factory=lambda: deque(maxlen=MOST_READINGS))
 
     def read(self, now: float) -> Counts:
@@ -44,9 +44,9 @@ class Canary:
         return counts
 
     def _read_or_wait(self, now: float, stage: Stage | None = None) -> Counts:
-        """Read the counters, and the drafts of a stage's member. Raises UnreachableError where the page cannot be read.
+        """Read the counters, and the draft count of a stage's drafter. Raises UnreachableError if the page cannot be read.
 
-        A page says nothing about a drafter: labelled counters of a server that was just started appear with its traffic."""
+        An unreadable page says nothing about the drafter: the labelled counters of a new server appear with its traffic."""
         try:
             if stage is not None:
                 stage.drafts = self.deployment.drafts(stage.member)
@@ -55,14 +55,14 @@ class Canary:
             raise UnreachableError(str(error)) from error
 
     def look(self, now: float) -> Stage | None:
-        """Take a reading; returns a probation for a drafter that somebody else has loaded, in its first minute."""
+        """Take a reading; returns a probation for a drafter that a user has loaded since the last one, else None."""
         self.readings.append((now, self.read(now)))
         members, known = self.deployment.members(), self.known
         new = sorted(name for name, drafter in members.items() if known is not None and known.get(name) != drafter)
         if known is None or not new:
             self.known = members
             return None
-        name = new[0]  # the others when this one is decided about
+        name = new[0]  # the others follow when this one has been judged
         stage = Stage("found", "probation", int(now // HOUR_S), (), name, drafter=members[name], served=members[name])
         stage.drafts = self.deployment.drafts(name)
         stage.begin_probation(self.traces, self.readings[0][1], self.readings[-1][1], now)
@@ -71,13 +71,13 @@ class Canary:
         return stage
 
     def put_in(self, stage: Stage, now: float, save: Callable[[], None]) -> None:
-        """Load the drafter, or send its cluster to it, and begin its probation.
+        """Load the drafter, or route its cluster to it, and begin its probation.
 
-        `save` writes down what is to be undone, before the server is asked: a load takes minutes, in which this process may
-        be killed. Raises DownloadError when the server refuses the drafter, DeployError when something else hinders it, and
-        what `save` raises."""
+        `save` stores how to undo the change before the server gets it: a load takes minutes, in which this process may be
+        killed. Raises DownloadError if the server refuses the drafter, DeployError on any other obstacle, and what `save`
+        raises."""
         counts = self._read_or_wait(now)
-        if self.deployment.undo:  # tried before: if that answer was lost, the new drafter may have served since
+        if self.deployment.undo:  # retry: if the earlier response was lost, the new drafter may have served since
             stage.begin_counting(counts, now)
         else:
             stage.begin_probation(self.traces, self.readings[0][1] if self.readings else None, counts, now)
@@ -94,7 +94,7 @@ class Canary:
                 if stage.kind in ("route", "propose"):
                     self.deployment.route(stage.clusters[0], stage.member, noted)
                 stage.served = self.deployment.members().get(stage.member, "")
-            counts = self._read_or_wait(now, stage)  # anew: what was counted during the load is not of this drafter
+            counts = self._read_or_wait(now, stage)  # again: counts during the load do not belong to this drafter
         finally:
             stage.undo = self.deployment.undo
         if self.known is not None and stage.served:
@@ -102,7 +102,7 @@ class Canary:
         stage.begin_counting(counts, now + time.monotonic() - began_s)
 
     def judge(self, stage: Stage, now: float, config: WatchConfig) -> tuple[str, str] | None:
-        """Judges a probation; returns how it ended (kept, rolled back, unproven, gone) and why, or None so far."""
+        """Judge a probation; returns (kept | rolled back | unproven | gone, reason), or None while it continues."""
         counts = self.read(now)
         if not self.deployment.is_well():
             return "unproven", "the server is not well"
@@ -131,20 +131,20 @@ class Canary:
         except UnreachableError:
             raise
         except DownloadError:
-            return False  # a server that was started again knows no clusters yet
+            return False  # a restarted server has no clusters yet
 
     def keep(self) -> None:
         self.deployment.keep()
         self.readings.clear()
 
     def take_back(self, stage: Stage) -> None:
-        """Give back what was there before; other members that somebody has loaded meanwhile stay unknown."""
+        """Restore the earlier drafter; other drafters that a user has loaded meanwhile remain unknown."""
         self.deployment.roll_back()
-        self.readings.clear()  # they reach into its time
+        self.readings.clear()  # they reach into the probation
         self._knows(stage.member, self.deployment.members().get(stage.member))
 
     def let_go(self, stage: Stage) -> None:
-        """Forget a drafter that has left the server; `look` reports what serves there now, if that is new."""
+        """Forget a drafter that has left the server; `look` reports the drafter there now, if it is new."""
         before = next((each[2] for each in stage.undo if each[:2] == ["drafter", stage.member]), None)
         self.deployment.keep()
         self.readings.clear()
@@ -158,7 +158,7 @@ class Canary:
 
 @contextlib.contextmanager
 def _blameless() -> Iterator[None]:
-    """Raises a refusal that says nothing about the drafter as DeployError."""
+    """Converts refusals that say nothing about the drafter into DeployError."""
     try:
         yield
     except UnreachableError:

@@ -1,7 +1,7 @@
-"""Tests of a drafter against the time before it: do more requests fail, did acceptance fall, by more than chance?
+"""Tests whether a drafter is worse than the time before it: more failed requests, or lower acceptance, beyond chance.
 
-fall(2.71, 3.02, log_variance=4e-4, most=0.05)                   # "2.71 tokens a round, 3.02 before"
-more_failures(Failures(3, 9000), Failures(9, 40), most=0.02)     # "9 of 40 requests ended in an error, 0.03% before"
+    fall(2.71, 3.02, log_variance=4e-4, most=0.05)                   # "2.71 tokens a round, 3.02 before"
+    more_failures(Failures(3, 9000), Failures(9, 40), most=0.02)     # "9 of 40 requests ended in an error, 0.03% before"
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import math
 from dataclasses import dataclass
 
 LEAST_REQUESTS, LEAST_FAILED = 20, 3
-"""Requests that must have ended, and failed, before anything is said."""
+"""Fewest finished and fewest failed requests for a verdict."""
 LEVEL = 1e-3
-"""Chance of an error that is accepted at one look; a probation has about sixty."""
+"""Accepted false-alarm probability of one test; a probation makes about sixty."""
 FALL_ERRORS = 2.0
-"""Standard errors by which tokens a round must lie below those of before, beside the share that is allowed."""
+"""Standard errors by which acceptance length must be lower than before, in addition to the allowed share."""
 PRIOR_FAILED, PRIOR_REQUESTS = 1, 100
-"""Added to what was before: of a server that nothing is known of, one request in a hundred fails."""
+"""Prior counts added to the earlier requests: an unknown server fails one request in a hundred."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Requests that ended in an error, among all that ended."""
+    """Failed requests among finished ones."""
 
     failed: float
     requests: float
@@ -32,18 +32,18 @@ class Failures:
 
 
 def fall(now: float, before: float, log_variance: float, most: float, source: str = "") -> str | None:
-    """Reason when tokens a round fell by more than the share `most`, and by more than chance would do."""
+    """Returns a reason if acceptance length fell by more than the share `most`, and by more than chance; else None."""
     is_less = now < (1 - most) * before and math.log(before / now) > FALL_ERRORS * math.sqrt(log_variance)
     return f"{now:.2f} tokens a round{source}, {before:.2f} before" if is_less else None
 
 
 def variance_of_rounds(rate: float, rounds: float) -> float:
-    """Squared standard error of log(rate) over so many rounds, if the number of accepted drafts is geometric."""
+    """Squared standard error of log(rate) over `rounds` rounds, for geometrically distributed accepted drafts."""
     return (rate - 1) * rate / rounds / rate**2
 
 
 def more_failures(before: Failures, now: Failures, most: float) -> str | None:
-    """Reason when the share that fails rose by more than `most`, and by more than chance would do."""
+    """Returns a reason if the failed share rose by more than `most`, and by more than chance; else None."""
     if now.requests < LEAST_REQUESTS or now.failed < LEAST_FAILED or now.share - before.share <= most:
         return None
     if chance_of(before, now) >= LEVEL:
@@ -53,10 +53,9 @@ def more_failures(before: Failures, now: Failures, most: float) -> str | None:
 
 
 def chance_of(before: Failures, now: Failures) -> float:
-    """Probability that as many or more of all failures fall among the newer requests, if both were alike.
+    """Probability of at least this many failures among the newer requests if both periods fail at the same rate.
 
-    Fisher's exact test, one-sided (Fisher 1934), with the prior counted to `before`.
-    """
+    Fisher's exact test, one-sided (Fisher 1934), with the prior added to `before`."""
     newer, older = round(now.requests), round(max(before.requests, 0)) + PRIOR_REQUESTS
     failed = round(now.failed) + round(max(before.failed, 0)) + PRIOR_FAILED
     whole = _log_choose(newer + older, failed)

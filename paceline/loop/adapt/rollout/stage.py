@@ -1,15 +1,15 @@
-"""What the daemon has under way, and whether a server is worse than before it.
+"""Work in progress of the daemon, and its comparison of a server with the time before a swap.
 
-A stage is written down before it begins (`state.json`). Its kind says what it is for, its name what is happening now:
+A stage is saved (`state.json`) before it begins. Its kind is its purpose, its name the current step:
 
-    retrain    training, gate, choose, swap, probation    another drafter in the place of the one that serves
-    propose    training, gate, choose, swap, probation    a drafter beside it, for one cluster
-    score      gate, choose                               how the other members would do on a cluster
-    route      swap, probation                            a cluster goes to a member that is there
-    found      probation                                  a drafter that somebody loaded by hand
+    retrain    training, gate, choose, swap, probation    replace the serving drafter
+    propose    training, gate, choose, swap, probation    add a drafter for one cluster
+    score      gate, choose                               score the other drafters on a cluster
+    route      swap, probation                            route a cluster to a drafter of the pool
+    found      probation                                  judge a drafter that a user loaded by hand
 
-`undo` follows a swap that was refused or given up, and a probation that was not passed. Each of these can be begun
-again where it was broken off by a server that does not answer, a full disk, or the daemon's end.
+`undo` follows a swap that was refused or given up, and a failed probation. Every step can be repeated after a server that did
+not answer, a full disk, or a restart of the daemon.
 """
 
 from __future__ import annotations
@@ -29,109 +29,109 @@ from paceline.loop.adapt.traffic.hours import HOUR_S, Sums, total
 from paceline.loop.adapt.traffic.stored import read_span
 
 LEAST_ROUNDS = 200
-"""Rounds that a probation must have seen before it says anything, good or bad."""
+"""Fewest rounds of a probation for any verdict."""
 SPAN_S = 24 * 3600.0
-"""Traffic before a swap that a new drafter is compared with."""
+"""Seconds of traffic before a swap that form its baseline."""
 SAME_ROWS = 0.2
-"""Rounds whose mean number of rows differs by less than this share are compared."""
+"""Relative difference of mean batch size up to which round times are compared."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 60.0, 3600.0
-"""Pauses between tries while a server does not answer; each is twice as long as the one before."""
+"""Pauses in seconds between retries while a server does not answer; each is twice the previous one."""
 AWAY_S = 600.0
-"""A drafter in probation is taken back when the server does not answer for so long: that may be the drafter's doing."""
+"""Seconds without an answer after which a drafter on probation is rolled back: it may be the cause."""
 ON_SERVER = ("swap", "probation", "undo")
-"""Names of stages that change the server, or watch it."""
+"""Steps that change or watch the server."""
 WHOLE = ""
-"""In place of a cluster: all that the server counts."""
+"""Key used instead of a cluster for the whole server's counters."""
 
 
 @dataclass(slots=True)
 class Stage:
-    """One thing that is under way."""
+    """One piece of work in progress."""
 
     kind: str
     name: str
     hour: int
     clusters: tuple[str, ...]
     member: str = ""
-    """The name in the pool under which the drafter serves, or will."""
+    """Name of the drafter in the pool."""
     incumbent: str = ""
-    """The drafter that a candidate is compared with."""
+    """Drafter that the candidates are compared with."""
     window: dict[str, Any] = field(default_factory=dict)
     candidates: list[str] = field(default_factory=list)
-    """Drafters, by number: those that are trained, or members that are scored."""
+    """Drafters by number: trained candidates, or drafters of the pool to score."""
     names: list[str] = field(default_factory=list)
-    """Of a score: the members' names."""
+    """Names of the scored drafters; empty in other kinds."""
     at: int = 0
-    """Which candidate."""
+    """Index of the current candidate."""
     rates: list[float] = field(default_factory=list)
-    """Of a training: the learning rate of each candidate."""
+    """Learning rate of each candidate; empty without a training."""
     verdicts: list[dict[str, Any]] = field(default_factory=list)
     drafter: str = ""
-    """In probation."""
+    """Drafter of the swap and its probation."""
     began: float = 0.0
-    """Seconds since 1970; of this stage."""
+    """Start of the current step, in seconds since 1970."""
     skew: float = 0.0
-    """Seconds by which the clock was set forward since it began, less those by which it was set back."""
+    """Seconds by which the system clock was set forward, less those set back, since `began`."""
     seconds: float = 0.0
-    """Spent on training so far."""
+    """Seconds of training so far."""
     before: dict[str, float] = field(default_factory=dict)
-    """In probation: tokens a round of each cluster before the swap, and of the whole server ("")."""
+    """Acceptance length before the swap, by cluster, and of the whole server ("")."""
     counted: list[float] = field(default_factory=list)
-    """What the server had counted by then, as of Counts."""
+    """Counts of the server at the start of the probation, in the order of Counts."""
     pace: list[float] = field(default_factory=list)
-    """Rows of a round, and its seconds, before the swap; where the server tells."""
+    """Rows and seconds of a round before the swap; empty if the server does not report them."""
     failures: list[float] = field(default_factory=list)
-    """Requests that ended in an error, and all that ended, before the swap."""
+    """Failed and finished requests before the swap."""
     seen: list[float] = field(default_factory=list)
-    """Counts of the latest look."""
+    """Counts of the latest reading."""
     served: str = ""
-    """Name by which the server lists the drafter that is in probation."""
+    """Name under which the server lists the drafter on probation."""
     drafts: float | None = None
-    """Rounds in which the member had drafted by then, where the server counts by member."""
+    """Rounds drafted by this drafter before the probation, if the server counts by drafter."""
     undo: list[list[str | None]] = field(default_factory=list)
-    """As of Deployment."""
+    """Changes to undo, in the format of Deployment.undo."""
     why: str = ""
-    """In swap and probation: why it was chosen; in undo: why it is taken back."""
+    """Reason of the choice in swap and probation; reason of the rollback in undo."""
     ending: str = ""
-    """In undo: the drafter's state in the lineage, "refused", "rolled back" or "unproven"; "failed" leaves "passed"."""
+    """In undo, the drafter's final lineage state: "refused", "rolled back" or "unproven"; "failed" is recorded as "passed"."""
     pending: list[dict[str, Any]] = field(default_factory=list)
-    """Arguments of `Lineage.add`, where they have parents, or of `Lineage.mark`: not written yet, oldest first."""
+    """Lineage updates not written yet, oldest first: arguments of `Lineage.add` if they have parents, else of `Lineage.mark`.
+    """
     num_tries: int = 0
-    """Tries in a row at which the server did not answer."""
+    """Consecutive tries without an answer."""
     wait_until: float = 0.0
     away_since: float = 0.0
-    """Seconds since 1970, as of the next try and of the first of these; 0: it answers."""
+    """Time of the next try, and time of the first failed try; seconds since 1970, 0 if the server answers."""
 
     @property
     def trains(self) -> bool:
         return self.kind in ("retrain", "propose") and self.name not in ("probation", "undo")
 
     def lasted(self, now: float) -> float:
-        """Seconds since it began, whatever was done to the clock."""
+        """Seconds since `began`, corrected for changes of the system clock."""
         return now - self.began - self.skew
 
     def clock_moved(self, by: float) -> None:
-        """Note that the clock was set forward by so many seconds, or back."""
+        """Correct all times by `by` seconds, by which the system clock was set forward (negative: back)."""
         self.skew += by
         self.wait_until += by if self.wait_until else 0.0
         self.away_since += by if self.away_since else 0.0
 
     def wait(self, now: float) -> None:
-        """Note that the server does not answer; the next try comes later, but a probation goes on looking."""
+        """Record that the server does not answer, and schedule the next try; a probation does not pause."""
         self.away_since = self.away_since or now
-        pause = min(FIRST_WAIT_S * 2 ** min(self.num_tries, 10), LONGEST_WAIT_S)  # no float has 2**1024
+        pause = min(FIRST_WAIT_S * 2 ** min(self.num_tries, 10), LONGEST_WAIT_S)  # 2.0**1024 overflows
         self.wait_until = now if self.name == "probation" else now + pause
         self.num_tries += 1
 
     def reached(self) -> None:
-        """Note that the server answers."""
+        """Record that the server answers."""
         self.num_tries, self.wait_until, self.away_since = 0, 0.0, 0.0
 
     def begin_probation(self, traces: Path, first: Counts | None, counts: Counts, now: float) -> None:
-        """Keep acceptance, pace and failures from before the new drafter, to compare later readings with.
+        """Store acceptance, round time and failures from before the new drafter, as the baseline.
 
-        `counts` is the server's reading at `now`, `first` its oldest one, if there is one.
-        """
+        `counts` is the server's reading at `now`, `first` its oldest reading, if any."""
         spans = read_span(traces, now - SPAN_S, now)
         self.before = {name: sums.tokens_per_round for name, sums in spans.items() if sums.rounds >= LEAST_ROUNDS}
         if first is not None and (rate := tokens_per_round(first, counts)):
@@ -143,26 +143,26 @@ class Stage:
         self.begin_counting(counts, now)
 
     def begin_counting(self, counts: Counts, now: float) -> None:
-        """Count from now on; what is known of before stays."""
+        """Count from `now` on; the baseline stays."""
         self.name, self.began, self.skew = "probation", now, 0.0
         self.counted, self.seen = list(astuple(counts)), list(astuple(counts))
 
     def look(self, counts: Counts, drafts: float | None) -> None:
-        """Take a reading. Counters that go back are those of another daemon, which did not know of a restart."""
+        """Take a reading. Counters that decreased mean a restart of the server that the previous daemon missed."""
         if is_restarted(Counts(*self.seen), counts):
             self.counted = list(astuple(counts))
         if drafts is not None and self.drafts is not None and drafts < self.drafts:
-            self.drafts = 0.0  # the server was started again with this drafter
+            self.drafts = 0.0  # the server was restarted with this drafter
         self.seen = list(astuple(counts))
 
     def rounds(self, drafts: float | None) -> float:
-        """Rounds that tell of this drafter: its own where the server counts by member."""
+        """Rounds that show this drafter: its own, if the server counts by drafter."""
         if drafts is not None and self.drafts is not None:
             return drafts - self.drafts
         return Counts(*self.seen).rounds - Counts(*self.counted).rounds
 
     def is_over(self, now: float, config: WatchConfig, drafts: float | None) -> str | None:
-        """Returns how a probation without a fault ends, "proven" or "unproven"; None while it goes on."""
+        """Returns the end of a probation without a fault, "proven" or "unproven"; None while it continues."""
         if self.lasted(now) < 60 * config.probation_minutes:
             return None
         if self.rounds(drafts) >= LEAST_ROUNDS:
@@ -172,8 +172,8 @@ class Stage:
     def wrong(self, traces: Path, counts: Counts, now: float, config: WatchConfig) -> str | None:
         """Returns how the server is worse than before, or None.
 
-        Compared by cluster where traces tell, so that the mix of clusters moves nothing. After the clock was set back
-        traces tell of some of the time alone: the metrics are compared, too."""
+        Compares by cluster where traces allow it, so that a mix shift has no effect. After the clock was set back traces cover
+        only a part of the time: then the metrics are compared, too."""
         then = Counts(*self.counted)
         now_failures = Failures(counts.errors - then.errors, counts.requests - then.requests)
         if failing := more_failures(Failures(*self.failures or (0.0, 0.0)), now_failures, config.most_errors):
@@ -193,18 +193,18 @@ class Stage:
         return fall(rate, self.before[WHOLE], variance, config.most_drop, " by its metrics")
 
     def _judged_by(self, spans: Mapping[str, Sums]) -> dict[str, Sums]:
-        """Clusters that are compared: those known from before, and of a member for one cluster that one alone."""
+        """Clusters to compare: those with a baseline; for a drafter of one cluster only that one."""
         alone = self.clusters if self.kind in ("route", "propose") else None
         return {name: sums for name, sums in spans.items() if name in self.before and (alone is None or name in alone)}
 
 
 def _is_slower(before: Sequence[float], now: Sequence[float], most: float) -> bool:
-    """Rounds are compared where they had about as many rows: a full batch takes longer."""
+    """Compares round times at similar batch sizes only: a full batch takes longer."""
     return abs(now[0] / before[0] - 1) < SAME_ROWS and now[1] > before[1] * (1 + most)
 
 
 def word_of(clusters: Sequence[str]) -> str:
-    """Names clusters where only letters, digits and dashes may stand."""
+    """Name for clusters that contains only letters, digits and dashes."""
     return "-".join(re.sub(r"[^A-Za-z0-9]+", "-", each).strip("-") or "cluster" for each in clusters)[:40]
 
 
@@ -214,7 +214,7 @@ NUM_COUNTS = len(astuple(Counts()))
 
 
 def read_stage(fields: dict[str, Any]) -> Stage:
-    """A stage as `asdict` and JSON have it. Raises ValueError, TypeError or KeyError on one that no daemon has written."""
+    """Rebuilds a stage from JSON. Raises ValueError, TypeError or KeyError on fields that the daemon did not write."""
     stage = Stage(**{**fields, "clusters": tuple(fields["clusters"])})
     is_job, verdicts = stage.name in ("training", "gate"), len(stage.verdicts)
     texts = (stage.member, stage.incumbent, stage.drafter, stage.served, stage.why, stage.ending)

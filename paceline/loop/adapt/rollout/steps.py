@@ -1,7 +1,7 @@
-"""Steps of the daemon's work: trainings and gates as jobs, then what is done on the server.
+"""Steps of the daemon's work: trainings and gates as jobs, then the changes on the server.
 
-A step that fails, on a full disk or with a server that does not answer, is made again at a later look: it has left the
-stage as it was, or brought it to where it goes on.
+A step that fails, because of a full disk or a server that does not answer, is repeated by a later tick: it has left the stage
+unchanged, or at the point where it resumes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Start = Callable[[list[str], Path], Job]
 
 @dataclass(slots=True)
 class Steps:
-    """Holds all that the daemon has, and makes the steps of its stages."""
+    """State of the daemon, and the steps of its stages."""
 
     store: StoreConfig
     engine: EngineConfig
     deployment: Deployment | None
-    """None: decide and say, touch no server."""
+    """None: decide and log, change no server."""
     policy: SeasonalPolicy
     candidate: CandidateConfig
     retrain: RetrainConfig
@@ -49,19 +49,19 @@ class Steps:
     lineage: Lineage = field(init=False)
     stage: Stage | None = field(init=False, default=None)
     by_hand: Stage | None = field(init=False, default=None)
-    """Probation of a drafter that somebody loaded by hand; a training may run meanwhile."""
+    """Probation of a drafter that a user loaded by hand; a training may run at the same time."""
     incumbent: str = field(init=False)
     _job: Job | None = field(init=False, default=None)
     _next: int | None = field(init=False, default=None)
-    """The next hour to decide about."""
+    """Next hour to decide."""
     _canary: Canary | None = field(init=False, default=None)
     _counted: CountedHours | None = field(init=False, default=None)
-    """Hours of servers whose rounds are in no trace."""
+    """Hours of servers whose rounds are not traced."""
     _is_unsaved: bool = field(init=False, default=False)
     _earlier: list[Counts] = field(init=False, default_factory=list)
-    """As it was saved."""
+    """Counts before restarts, as last saved."""
     _scored: dict[str, Any] = field(init=False, default_factory=dict)
-    """By cluster: the hour in which its other members were judged, and the verdicts of those that passed."""
+    """Cluster -> hour of the latest scoring of the other drafters, and the verdicts that passed."""
 
     def _event(self, hour: int, event: str, **figures: Any) -> None:
         line = event_line(hour, event, **figures)
@@ -72,7 +72,7 @@ class Steps:
         self._write(line)
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        """Log a line; a full disk changes nothing of what is done."""
+        """Log a line; a full disk does not stop the daemon."""
         try:
             self.log.append(dict(line))
         except CacheError as error:
@@ -115,7 +115,7 @@ class Steps:
         self._next_candidate(stage, now)
 
     def _next_candidate(self, stage: Stage, now: float) -> None:
-        """Train or judge another, or decide between those that were."""
+        """Train or judge the next candidate, or choose among them."""
         stage.at += 1
         if stage.at < len(stage.candidates):
             stage.name = "gate" if stage.kind == "score" else "training"
@@ -124,7 +124,7 @@ class Steps:
             self._choose(stage, now)
 
     def _scored_all(self, stage: Stage, now: float) -> None:
-        """Keep the verdicts for the policy, which asks again."""
+        """Store the verdicts for the policy, which decides again."""
         verdicts = dict(zip(stage.names, stage.verdicts, strict=True))
         passed = {name: verdict for name, verdict in verdicts.items() if verdict["passed"]}
         self._scored[stage.clusters[0]] = {"hour": hour_of(now), "members": passed}
@@ -133,7 +133,7 @@ class Steps:
         self._event(hour_of(now), "scored", clusters=stage.clusters, why=why)
 
     def _choose(self, stage: Stage, now: float) -> None:
-        """The best of those that were trained, if one passed. Raises CacheError on a full disk, and is called again."""
+        """Choose the best candidate that passed, if any. Raises CacheError on a full disk; the next tick tries again."""
         if stage.kind == "score":
             self._scored_all(stage, now)
             return
@@ -157,7 +157,7 @@ class Steps:
         self._event(hour_of(now), event, clusters=stage.clusters, why=why, cost_hours=self._cost(stage))
 
     def _cost(self, stage: Stage) -> float:
-        """Core-hours of its trainings."""
+        """Core-hours of the stage's trainings."""
         return stage.seconds / HOUR_S * (self.retrain.train_threads or os.cpu_count() or 1)
 
     def _end(self, stage: Stage) -> None:
@@ -170,12 +170,12 @@ class Steps:
     # On the server
 
     def _save_now(self) -> None:
-        """Write the state down. Raises CacheError."""
+        """Save the state. Raises CacheError."""
         raise NotImplementedError
 
     def _on_server(self, stage: Stage, now: float) -> None:
-        """The next step of a stage that needs the server; later again when it does not answer."""
-        if 0 < stage.wait_until - now <= LONGEST_WAIT_S:  # after a clock that went back it would be for ever
+        """Take the next step of a stage that needs the server; retry later if it does not answer."""
+        if 0 < stage.wait_until - now <= LONGEST_WAIT_S:  # if the clock went back, the wait would never end
             return
         try:
             {"swap": self._swap, "probation": self._probation, "undo": self._undo}[stage.name](stage, now)
@@ -195,7 +195,7 @@ class Steps:
             self.metrics.is_reached = True
 
     def _wait(self, stage: Stage, now: float, error: DownloadError) -> None:
-        """Try again later: a server that does not answer has refused nothing. A roll-back is never given up."""
+        """Schedule a retry: a server that does not answer has not refused. A rollback is never given up."""
         if self.metrics is not None:
             self.metrics.is_reached = False
         self._is_unsaved, is_first = True, not stage.away_since
@@ -211,7 +211,7 @@ class Steps:
             self._to_undo(stage, "unproven", f"the server has not answered for {away_s:.0f} s: {error}")
 
     def _swap(self, stage: Stage, now: float) -> None:
-        """Put the drafter where the old one is, or beside it for its cluster alone, or send its cluster to it."""
+        """Load the drafter in place of the serving one or next to it, or route its cluster to it."""
         if self._canary is None:
             self._refused(stage, now, f"no server was named; {stage.drafter} is ready: {stage.why}")
             return
@@ -240,7 +240,7 @@ class Steps:
         self._write_pending_or_say(stage)
 
     def _write_pending(self, stage: Stage) -> None:
-        """Bring the lineage up to date. Raises CacheError, and is called again."""
+        """Write pending lineage updates. Raises CacheError; a later tick tries again."""
         while stage.pending:
             entry = stage.pending[0]
             (self.lineage.add if "parents" in entry else self.lineage.mark)(**entry)
@@ -248,14 +248,14 @@ class Steps:
             self._is_unsaved = True
 
     def _write_pending_or_say(self, stage: Stage) -> None:
-        """A full disk keeps nobody from looking after a drafter that serves."""
+        """Like `_write_pending`, but a full disk does not interrupt a probation."""
         try:
             self._write_pending(stage)
         except CacheError as error:
             self.say(f"adapt: {error}; what was done is written later")
 
     def _save_or_say(self) -> None:
-        """A full disk keeps no bad drafter at work."""
+        """Save the state if it has changed; a full disk does not delay a rollback."""
         try:
             if self._is_unsaved:
                 self._save_now()
@@ -263,11 +263,11 @@ class Steps:
             self.say(f"adapt: {error}; the state is written later")
 
     def _probation(self, stage: Stage, now: float) -> None:
-        """Keep the drafter, or take it back: requests fail, acceptance fell, or there is not enough to judge it by."""
+        """Keep the drafter, or roll it back: more failures, lower acceptance, or too little data."""
         assert self._canary is not None
         self._write_pending_or_say(stage)
         ended = self._canary.judge(stage, now, self.watch)
-        self._is_unsaved = True  # the reading: a restart of daemon and server together would lose what it counted
+        self._is_unsaved = True  # the reading: without it, a restart of both daemon and server would lose these counts
         if ended is None:
             return
         ending, why = ended
@@ -297,14 +297,14 @@ class Steps:
         self._is_unsaved = True
 
     def _undo(self, stage: Stage, now: float) -> None:
-        """Take back what was put in. Raises DownloadError and CacheError, and is called again."""
+        """Roll back. Raises DownloadError and CacheError; a later tick tries again."""
         assert self._canary is not None
-        self._save_or_say()  # why it is taken back: after a kill the server alone does not tell
+        self._save_or_say()  # the reason of the rollback: after a kill it cannot be recovered from the server
         self._canary.take_back(stage)
         self._taken_back(stage, now, stage.ending, stage.why)
 
     def _taken_back(self, stage: Stage, now: float, ending: str, why: str) -> None:
-        """Only what was judged and failed is turned away for ever."""
+        """Record a rollback. Only a drafter that was judged and failed is rejected for good."""
         self._write_pending(stage)
         if stage.kind == "route":
             self._scored.get(stage.clusters[0], {}).get("members", {}).pop(stage.member, None)
@@ -319,7 +319,7 @@ class Steps:
 
 
 def _entries(stage: Stage) -> list[dict[str, Any]]:
-    """Builds the candidates' entries in the lineage. One that was not judged is not refused."""
+    """Builds the candidates' lineage entries; a candidate that was not judged is not marked as refused."""
     window = {key: value for key, value in stage.window.items() if key != "folder"}
     entries = []
     for drafter, verdict in zip(stage.candidates, stage.verdicts, strict=True):

@@ -1,1 +1,1 @@
-"""Traffic by the hour: stored or made, its season, and drift."""
+"""Hourly traffic, stored or synthetic: sums, season, drift."""

@@ -1,10 +1,11 @@
-"""What an hour of the week usually looks like: a level, and effects of the hour of the day, the day of the week and the hour of
-the week, each shrunk towards nothing where little has been seen of it.
+"""Seasonal model of one weekly series: a level plus effects of hour of day, day of week and hour of week, shrunk towards zero
+where data is scarce.
 
-    log tokens a round = level + hour of day + day of week + hour of week + noise
+    log(acceptance length) = level + hour of day + day of week + hour of week + noise
 
-Effects are normal with known spread beforehand (`SPREADS`), so a shrunk mean is the posterior mean, fitted one after the other
-(Gelman and Hill, chapter 12). What was never seen keeps its whole spread in the prediction's variance: the unknown makes slow.
+Effects have normal priors with known standard deviations (`SPREADS`), so a shrunk mean is the posterior mean; they are fitted
+one after the other (Gelman and Hill, chapter 12). An effect without data keeps its whole prior variance in the prediction,
+which delays alarms.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import numpy as np
 from paceline.loop.adapt.traffic.hours import DAY, WEEK
 
 SPREADS = (0.10, 0.10, 0.05)
-"""Standard deviations beforehand of the effects of hour of day, day of week, hour of week, in log tokens a round."""
+"""Prior standard deviations of the effects of hour of day, day of week and hour of week, in log acceptance length."""
 OBSERVED_SPREAD = 0.02
-"""Of an hour's true value around its usual one: content is never quite the same. It bounds what one hour can say."""
+"""Standard deviation of an hour's true value around its usual one, as content varies; bounds the weight of one hour."""
 MEMORY_WEEKS = 8.0
-"""Weights halve after so many weeks."""
+"""Half-life of observations, in weeks."""
 
 
 class Seasonal:
-    """One series of hours; `predict` before `learn`."""
+    """Seasonal model of one hourly series; call `predict` before `learn`."""
 
     def __init__(self) -> None:
         self._weights = np.zeros((7, DAY))
@@ -36,7 +37,7 @@ class Seasonal:
 
     @property
     def has_day(self) -> bool:
-        """Whether more than two days have been seen: hours of the day have something to be compared with."""
+        """True after more than two days: hours of the day can be compared."""
         return self._span > 2 * DAY and self.num_hours >= DAY
 
     @property
@@ -48,7 +49,7 @@ class Seasonal:
         return 0 if self.first is None or self.last is None else self.last - self.first + 1
 
     def learn(self, hour: int, value: float, variance: float) -> None:
-        """An hour's value, with its squared error."""
+        """Add an hour's value, with its squared standard error."""
         if not (math.isfinite(value) and math.isfinite(variance)):
             return
         if self.last is not None and hour > self.last:
@@ -65,7 +66,7 @@ class Seasonal:
         self._fit = None
 
     def predict(self, hour: int) -> tuple[float, float]:
-        """Expected value and its variance; of an empty series nothing is known."""
+        """Returns (expected value, variance) of an hour; infinite variance without data."""
         if not self.num_hours:
             return 0.0, math.inf
         level, variance, values, variances, _ = self._fit or self._fitted()
@@ -73,12 +74,12 @@ class Seasonal:
         return level + float(values[day, of_day]), variance + float(variances[day, of_day])
 
     def shared(self, hour: int) -> float:
-        """The part of the prediction's variance that all hours of this day have together: level, and day of the week."""
+        """Part of the prediction's variance that all hours of this day share: level and day of the week."""
         _, variance, _, _, days = self._fit or self._fitted()
         return variance + float(days[place(hour)[0], 0])
 
     def shift(self, by: float) -> None:
-        """All that was seen moves: another drafter serves this traffic now."""
+        """Shift all observations by `by`: another drafter serves this traffic."""
         self._sums += self._weights * by
         self._fit = None
 
@@ -110,5 +111,5 @@ class Seasonal:
 
 
 def place(hour: int) -> tuple[int, int]:
-    """Day of the week (0 is Monday) and hour of the day, UTC."""
+    """Returns (day of the week with 0 = Monday, hour of the day), UTC."""
     return (hour // DAY + 3) % 7, hour % DAY

@@ -1,14 +1,14 @@
-"""Has one series of hours fallen below its season, and does it stay there?
+"""Detects a lasting drop of one hourly series below its season.
 
-    value, variance of an hour -> residual against the season -> river's detectors -> raised -> held for some days -> alarm
+    value, variance of an hour -> residual against the season -> river's detectors -> raised -> confirmed after days -> held
 
-States: `learning` (no baseline yet: nothing is raised), `calm`, `raised` (a detector fired; the season learns nothing
-meanwhile), `held` (it lasted: now somebody should act).
+States: `learning` (no baseline yet, no alarms), `calm`, `raised` (a detector fired; the season is not updated), `held` (the
+alarm is confirmed: action is needed).
 
-Thresholds come from theory, not from the scenarios of `world.py`. Residuals are in standard deviations, cut at `CLIP`.
-Page-Hinkley with allowance k = 0.5 and threshold h = 8 raises one false alarm in exp(2k(h + 1.17)) / (2 k^2) hours, 19,000 of a
-series (Siegmund, Sequential Analysis, 1985, 2.5), and finds a fall of three standard deviations in about four hours. ADWIN
-(Bifet and Gavalda, 2007) has its authors' delta of 0.002: it finds what is too slow or too small for the other.
+Thresholds come from theory, not from the scenarios of `world.py`. Residuals are in standard deviations, clipped at `CLIP`.
+Page-Hinkley with allowance k = 0.5 and threshold h = 8 gives one false alarm in exp(2k(h + 1.17)) / (2 k^2) hours, 19,000 per
+series (Siegmund, Sequential Analysis, 1985, 2.5), and detects a drop of three standard deviations in about four hours. ADWIN
+(Bifet and Gavalda, 2007) with its authors' delta of 0.002 detects slower or smaller drops.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from paceline.loop.adapt.traffic.hours import DAY
 ALLOWANCE, THRESHOLD, MIN_HOURS = 0.5, 8.0, 30
 ADWIN_DELTA = 0.002
 CLIP = 4.0
-"""No single hour says more than this many standard deviations."""
+"""Residuals are clipped at this many standard deviations, so that no single hour decides."""
 SURE = 3.0
-"""Standard deviations that a day's mean residual must be below zero: that of a mean of hours that are correlated."""
+"""Standard errors by which a day's mean residual must be below zero; the error accounts for correlated hours."""
 MOST_CORRELATION = 0.9
 MEMORY_HOURS = 100.0
-"""Of the running measures of how wide residuals spread, and how much an hour's tells of the next."""
+"""Time constant, in hours, of the running estimates of residual spread and autocorrelation."""
 MOST_STANDING = 14
-"""Days after which an alarm that nobody could act on becomes the new normal."""
+"""Days after which an alarm without action becomes the new normal."""
 State = Literal["learning", "calm", "raised", "held"]
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """One hour beside its season, in log tokens a round."""
+    """Residual of one hour against the season, in log acceptance length."""
 
     hour: int
     value: float
@@ -50,7 +50,7 @@ class Residual:
 
 @dataclass(slots=True)
 class Series:
-    """One series under watch. `update` once an hour that has traffic; hours without say nothing."""
+    """Watches one series. Call `update` for every hour with traffic, then `tick` for every hour."""
 
     config: PolicyConfig
     season: Seasonal = field(default_factory=Seasonal)
@@ -58,28 +58,28 @@ class Series:
     raised_at: int | None = None
     held_at: int | None = None
     loss: float = 0.0
-    """Mean fall over the latest whole day of an alarm, as a share."""
+    """Mean drop during the latest whole day of an alarm, as a share."""
     z: float = 0.0
-    """The latest residual in standard deviations, for the log."""
+    """Latest residual in standard deviations, for the log."""
     expected: float | None = None
     spread: float = 1.0
-    """How much wider residuals spread than their errors say, as a variance ratio; at least 1."""
+    """Variance of residuals relative to their standard errors; at least 1."""
     num_raised: int = 0
-    """How often a detector fired."""
+    """Number of times a detector fired."""
     correlation: float = 0.0
-    """Of an hour's residual with the one before; 0 to MOST_CORRELATION."""
+    """Autocorrelation of residuals at lag one hour; 0 to MOST_CORRELATION."""
     evidence: list[Residual] = field(default_factory=list)
     _detectors: list[Any] = field(default_factory=list)
     _moved: list[float] | None = None
-    """Residuals since another drafter took over, until a day of them tells the new level."""
+    """Residuals since another drafter took over, until a day of them gives the new level."""
     _moved_at: int = 0
     _judged: int = 0
     _previous: float = 0.0
     _products: tuple[float, float] = (0.0, 0.0)
-    """Fading sums of an hour's residual times the one before, and times itself."""
+    """Exponentially weighted sums of (residual x previous residual) and of squared residuals."""
 
     def update(self, hour: int, value: float, variance: float) -> None:
-        """The value of `hour` (log tokens a round, or any other series in such units) and its squared error."""
+        """Add an hour's value (log acceptance length, or a similar series) and its squared standard error."""
         predicted, unsure = self.season.predict(hour)
         self.expected = predicted if math.isfinite(unsure) else None
         if self._moved is not None:
@@ -103,13 +103,13 @@ class Series:
         self.evidence.append(Residual(hour, value - predicted, whole, value, variance))
 
     def tick(self, hour: int) -> None:
-        """After every hour, with traffic or without: judges a raised alarm each time a day of it is over."""
+        """Call after every hour, with or without traffic: judges an alarm after each of its days."""
         if self.raised_at is None or (hour + 1 - self.raised_at) // DAY <= self._judged:
             return
         self._judged += 1
         day = [each for each in self.evidence if each.hour >= self.raised_at + DAY * (self._judged - 1)]
         if len(day) < DAY / 2:
-            return  # too little traffic to say anything: it stays as it is
+            return  # too little traffic: the alarm stays as it is
         verdict = self._judge(day)
         needed = self.config.hold_periods if self.season.has_week else self.config.early_periods
         if verdict == "lapsed":
@@ -121,8 +121,8 @@ class Series:
             self.state, self.held_at = "held", hour
 
     def _judge(self, day: list[Residual]) -> Literal["stands", "undecided", "lapsed"]:
-        """By the mean of a whole day, so that no hour of it counts more than another, and by its median: an incident of some
-        hours, however deep, is no drift."""
+        """Judge a day by its mean, so that each hour counts the same, and by its median: a short incident, however deep, is no
+        drift."""
         mean = sum(each.value for each in day) / len(day)
         own = self._together * sum(each.variance for each in day) / len(day) ** 2
         error = math.sqrt(own + self.season.shared(day[0].hour))
@@ -133,13 +133,13 @@ class Series:
         return "stands" if self.loss >= self.config.least_loss else "undecided"
 
     def settle(self) -> None:
-        """The alarm is over: what was seen meanwhile is part of the season after all."""
+        """End the alarm, and add its hours to the season."""
         for each in self.evidence:
             self._learn(each.hour, each.raw, each.raw_variance)
         self._calm()
 
     def moved(self, hour: int) -> None:
-        """Another drafter serves this traffic from `hour` on: the season keeps its shape, its level is learned anew."""
+        """Another drafter serves this traffic from `hour` on: keep the season's shape, relearn its level."""
         self._calm()
         if self.season.has_day:
             self._moved, self._moved_at = [], hour
@@ -148,11 +148,11 @@ class Series:
 
     @property
     def is_moving(self) -> bool:
-        """True while the level with another drafter is not known yet."""
+        """True until the level with the new drafter is known."""
         return self._moved is not None
 
     def relearn(self, hours: Iterable[tuple[int, float, float]]) -> None:
-        """Learn the season anew from (hour, value, variance); an alarm that was raised before is over."""
+        """Relearn the season from (hour, value, variance), and end any alarm."""
         self.season = Seasonal()
         for hour, value, variance in hours:
             self._learn(hour, value, variance)
@@ -166,11 +166,11 @@ class Series:
 
     @property
     def _together(self) -> float:
-        """How much less a mean of hours tells because they go together, as variances: an AR(1)'s (Box and Jenkins)."""
+        """Variance inflation of a mean of autocorrelated hours, for an AR(1) process (Box and Jenkins)."""
         return (1 + self.correlation) / (1 - self.correlation)
 
     def _learn(self, hour: int, value: float, variance: float) -> None:
-        """An hour is worth as much as it tells about means of hours."""
+        """Add an hour to the season; autocorrelated hours get less weight."""
         whole = self.spread * self._together * (variance + OBSERVED_SPREAD**2)
         self.season.learn(hour, value, whole - OBSERVED_SPREAD**2)
 
@@ -182,7 +182,7 @@ class Series:
             self._moved = None
 
     def _fell(self, z: float) -> bool:
-        """Whether a detector says that residuals are lower than they were."""
+        """Returns True if a detector reports lower residuals than before."""
         if not self._detectors:
             self._detectors = _detectors()
         page_hinkley, adwin = self._detectors
@@ -193,7 +193,7 @@ class Series:
         return bool(page_hinkley.drift_detected or dropped)
 
     def _widen(self, residual: float, variance: float) -> None:
-        """Follow how wide residuals really spread; one hour counts as CLIP deviations at most."""
+        """Update the estimates of residual spread and autocorrelation; an hour counts as CLIP deviations at most."""
         ratio = min(residual * residual / variance, CLIP**2)
         self.spread = max(1.0, self.spread + (ratio - self.spread) / MEMORY_HOURS)
         scaled = max(-CLIP, min(CLIP, residual / math.sqrt(variance)))
@@ -204,7 +204,7 @@ class Series:
 
 
 def _median(day: list[Residual]) -> float:
-    """Of the residuals, each as heavy as it is exact."""
+    """Median of the residuals, weighted by inverse variance."""
     ordered = sorted(day, key=lambda each: each.value)
     half, weight = sum(1 / each.variance for each in day) / 2, 0.0
     for each in ordered:
@@ -219,5 +219,5 @@ def _detectors() -> list[Any]:
         from river.drift import ADWIN, PageHinkley
     page_hinkley = PageHinkley(min_instances=1, delta=ALLOWANCE, threshold=THRESHOLD, mode="down")
     for _ in range(MIN_HOURS):
-        page_hinkley.update(0.0)  # it compares with the mean of what it saw, and that of residuals is known to be zero
+        page_hinkley.update(0.0)  # sets the detector's reference mean to 0, the known mean of residuals
     return [page_hinkley, ADWIN(delta=ADWIN_DELTA, clock=1)]

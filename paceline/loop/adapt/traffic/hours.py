@@ -1,7 +1,7 @@
-"""Tokens and rounds of an hour's requests, as sums that can be added: what everything else here is computed from.
+"""Sums of tokens and rounds over an hour's requests; every figure of adaptation is computed from them.
 
-Acceptance is tokens a round, token-weighted: sum of tokens / sum of rounds. Requests differ, so its error is that of a ratio
-of sums over requests (Cochran, Sampling Techniques, 6.3), not that of single rounds. All of it is kept as six numbers.
+Acceptance length is a ratio of sums, sum of tokens / sum of rounds. Requests differ, so its standard error is that of a ratio
+estimator over requests (Cochran, Sampling Techniques, 6.3), not of single rounds. It needs six sums.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from paceline.errors import ConfigError
 
 SHORTER = "PACELINE_ADAPT_HOUR_S"
-"""Variable of the environment: seconds of an hour, to see days of the daemon within minutes."""
+"""Environment variable: seconds of an hour; a shorter hour shows days of the daemon within minutes."""
 
 
 def _hour_s() -> float:
@@ -23,7 +23,7 @@ def _hour_s() -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0.1 <= seconds <= 3600:  # no number fails, too
+    if not 0.1 <= seconds <= 3600:  # NaN fails, too
         raise ConfigError(f"{SHORTER} is {text!r}: give the seconds of an hour, between 0.1 and 3600, or leave it out")
     return seconds
 
@@ -32,24 +32,24 @@ HOUR_S = _hour_s()
 DAY, WEEK = 24, 168
 """Hours. Hour numbers count from 1970-01-01 00:00 UTC, a Thursday."""
 PRIOR_REQUESTS, PRIOR_VARIANCE = 4.0, 0.1
-"""An hour of few requests cannot tell its own error: it is mixed with so many requests of this relative variance."""
+"""Prior of an hour's variance: this many requests with this relative variance, since few requests cannot estimate it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Of some requests; `tokens` are those that rounds brought, the first token of an answer is none of them."""
+    """Sums over requests. `tokens` excludes each answer's first token, which needs no round."""
 
     requests: int = 0
     tokens: float = 0.0
     rounds: float = 0.0
     tokens_2: float = 0.0
-    """Sum of squares over requests; the next two are of tokens x rounds, and of rounds."""
+    """Sum of tokens squared; the next fields: tokens x rounds, rounds squared."""
     tokens_rounds: float = 0.0
     rounds_2: float = 0.0
 
     @classmethod
     def of(cls, requests: Iterable[tuple[float, float]]) -> Sums:
-        """(tokens, rounds) of each request; those without a round say nothing."""
+        """Sum up (tokens, rounds) per request; requests without a round are left out."""
         found = [(tokens, rounds) for tokens, rounds in requests if rounds > 0]
         return cls(
             len(found),
@@ -92,7 +92,7 @@ class Sums:
 
     @property
     def num_effective(self) -> float:
-        """As many requests of equal length would tell as much (Kish)."""
+        """Effective number of requests, weighted by length (Kish)."""
         return self.tokens**2 / self.tokens_2 if self.tokens_2 else 0.0
 
 

@@ -1,12 +1,12 @@
-"""A policy on a virtual clock: fortnights of made traffic whose truth is known, or last month's traces. Nothing is trained.
+"""Replays a policy on a virtual clock: on synthetic fortnights with known drift, or on stored traces. Trains nothing.
 
     paceline adapt replay --scenario two-bases --policy seasonal --seeds 200
     paceline adapt replay --traces traces --policy seasonal
 
-A training takes `world.TRAINING_HOURS` and changes the made traffic, a member that is proposed is trained and serves its
-cluster; stored traffic stays as it is, whatever is decided. Ours learns from what it has seen since an alarm was raised, the
-naive one from what it serves while it trains. Trainings are not free: `net_tokens_per_round` spreads their hours, on a machine
-like the server's, over what was served.
+A training takes `world.TRAINING_HOURS` and changes the synthetic traffic; a proposed drafter is trained and serves its cluster;
+stored traffic never changes. The seasonal policy trains on the traffic since an alarm fired, the naive one on the traffic
+during the training. `net_tokens_per_round` charges trainings: their hours, on a machine like the server's, are spread over the
+tokens served.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from paceline.runs.folder import write_whole
 
 FOUR_WEEKS = 28 * DAY
 GRACE = 2 * DAY
-"""An alarm so many hours after a drift ended is still about it. One that was raised in the day before is, too: it held because
-of that day's hours after the drift began, without which it would have lapsed."""
+"""Hours after the end of a drift in which an alarm still counts as true. An alarm that fired in the day before the drift
+counts, too: it was confirmed only because of hours after the drift began."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One repetition."""
+    """Result of one repetition."""
 
     retrains: int
     false_alarms: int
     suspicions: int
-    """Alarms that a detector raised, those that did not last included."""
+    """Alarms that fired, including those not confirmed."""
     proposed: int
     hours: int
     detected_after: int | None = None
-    """Hours from the onset of the true drift to the alarm that held; 0 if it was raised before the onset."""
+    """Hours from the true onset of the drift to the confirmed alarm; 0 if it fired before the onset."""
     decided_after: int | None = None
-    """To the training that followed."""
+    """Hours from the true onset to the training that followed."""
     is_missed: bool = False
     tokens_per_round: float = 0.0
     trainings: int = 0
-    """Of drafters in service and of members."""
+    """Trainings of serving drafters and of proposed ones."""
 
     @property
     def net_tokens_per_round(self) -> float:
-        """Tokens per machine hour, as a multiple of what plain decoding gives: hours of training serve nothing."""
+        """Tokens per machine-hour relative to plain decoding; training hours serve nothing."""
         return self.tokens_per_round * self.hours / (self.hours + TRAINING_HOURS * self.trainings)
 
 
@@ -63,7 +63,7 @@ def run(
     prices: PriceConfig | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """As `paceline adapt replay`; its JSON object."""
+    """Run `paceline adapt replay`; returns its JSON object."""
     make = _maker(config, policy or PolicyConfig(), prices or PriceConfig())
     if config.traces is not None:
         return _stored(config, make)
@@ -83,7 +83,7 @@ def _maker(config: ReplayConfig, policy: PolicyConfig, prices: PriceConfig) -> C
 
 
 def fortnight(world: World, policy: Policy, tell: Callable[[Line], Any] = lambda line: None) -> Outcome:
-    """Run a policy through a world; `tell` gets every hour's line."""
+    """Replays a policy on a synthetic fortnight; `tell` is called with every hour's line."""
     keeps, ends, is_member, clusters = isinstance(policy, SeasonalPolicy), 0, False, tuple[str, ...]()
     window, trainings, alarms, proposed = None, list[int](), list[int](), 0
     for at in range(world.num_hours):

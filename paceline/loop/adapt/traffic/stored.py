@@ -1,11 +1,11 @@
-"""Stored traces as hours for a policy, and as requests for `score`; what is no honest traffic is left out, and counted.
+"""Reads stored traces: as hourly sums for a policy, and as requests for `score`; unusable traces are counted.
 
     hours, left_out = read_hours(Path("traces"))
-    requests = read_requests(Path("traces"), cluster="tickets", since=hour)
+    requests, left_out = read_requests(Path("traces"), cluster="tickets", since=hour)
 
-A cluster is the trace's `cluster`, else its tag, else "default". Only rounds in which drafts were checked count: whether any
-are is the planner's choice. One prompt counts MOST_REPEATS times an hour at most, so that no client moves anything by repeating
-itself.
+A trace's cluster is its `cluster`, else its tag, else "default". Only rounds in which drafts were verified count: whether any
+are verified is the planner's choice. A prompt counts at most MOST_REPEATS times an hour, so that no client dominates by
+repeating itself.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ with needing(ConfigError, "traces are Parquet, which needs pyarrow: pip install 
     from pyarrow import parquet
 
 MOST_REPEATS = 3
-"""Answers to one prompt that count within an hour."""
+"""Most answers to one prompt that count within an hour."""
 DEFAULT = "default"
 _NEEDED = ("key", "ended", "drafted", "accepted")
 _OPTIONAL = ("cluster", "tag")
 _REQUEST = ("temperature", "prompt_ids", "answer_ids", "sampling", "seed", "finish_reason")
 FIRST_YEAR, _AHEAD_S = 1_577_836_800, 3600.0
-"""A trace from before 2020, or from more than an hour ahead, was stamped by a clock that was wrong."""
+"""Earliest valid time of a trace (2020), and seconds that it may be in the future; others come from a wrong clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A finished request as its trace has it."""
+    """A finished request, read from its trace."""
 
     key: str
     cluster: str
@@ -52,29 +52,28 @@ class Request:
     seed: int
     finish_reason: str
     tokens: int
-    """Brought by rounds with drafts, as it was served, and the number of these; none where another server answered."""
+    """Tokens of rounds with drafts, as served, and the number of those rounds; 0 for traces of other servers."""
     rounds: int
     knows_temperature: bool = True
-    """Whether `params` has it: another server may take its own where the client gave none."""
+    """False if the trace has no temperature: other servers may use a default of their own."""
 
     @property
     def prompt(self) -> str:
-        """Names its prompt: the same for everybody who asks the same."""
+        """Key of the prompt: the same for equal prompts."""
         return _prompt_of(self.key)
 
 
 def hours_of(folder: Path) -> Iterator[tuple[int, dict[str, Sums]]]:
-    """Every hour from the first with traffic to the last, those without any too."""
+    """Yields (hour, {cluster: sums}) for every hour from the first with traffic to the last."""
     hours, _ = read_hours(folder)
     for number in range(min(hours), max(hours) + 1) if hours else ():
         yield number, hours.get(number, {})
 
 
 def read_hours(folder: Path, since: int = 0, now: float | None = None) -> tuple[dict[int, dict[str, Sums]], Counter[str]]:
-    """{hour: {cluster: sums}} of hours from `since` on, and how many traces were left out, by reason.
+    """Returns {hour: {cluster: sums}} of hours from `since` on, and the number of traces left out by reason.
 
-    Raises ConfigError when there is no such folder; a damaged shard is left out, not an error.
-    """
+    Raises ConfigError if there is no such folder; a damaged shard is only left out."""
     found: dict[int, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, (), left_out, since * HOUR_S):
@@ -84,7 +83,7 @@ def read_hours(folder: Path, since: int = 0, now: float | None = None) -> tuple[
 
 
 def read_span(folder: Path, begin_s: float, end_s: float) -> dict[str, Sums]:
-    """{cluster: sums} of requests that ended in [begin_s, end_s), seconds since 1970."""
+    """Returns {cluster: sums} of requests that ended in [begin_s, end_s), seconds since 1970."""
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, (), left_out, begin_s):
@@ -104,11 +103,10 @@ def read_requests(
     exact: bool = True,
     usual: Mapping[str, Any] | None = None,
 ) -> tuple[list[Request], Counter[str]]:
-    """Requests of hours [since, until), of one cluster or of all; what cannot be scored is left out and counted.
+    """Returns requests of hours [since, until), of one cluster or all, and the number of traces left out by reason.
 
-    A request whose client gave no temperature gets the server's default settings `usual` ({"temperature": 0.6, "top_p":
-    0.95}), so far as it says nothing else; without them it is left out, but without `exact` stays: it can be learned
-    from."""
+    A request without a temperature gets the server's default settings `usual` ({"temperature": 0.6, "top_p": 0.95}), unless its
+    own settings say otherwise. Without `usual` it is left out, or kept if not `exact`: then it can only be trained on."""
     found: list[Request] = []
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, _REQUEST, left_out, since * HOUR_S):
@@ -146,7 +144,7 @@ def read_requests(
 
 
 def params_of(text: str | None, usual: Mapping[str, Any] | None = None) -> SamplingParams:
-    """What `serve/admin/traces.py` wrote as `sampling`: whatever differed from the defaults, or from the `usual` settings."""
+    """Parses the `sampling` column of `serve/admin/traces.py`: the settings that differ from the defaults or from `usual`."""
     values: dict[str, Any] = {**(usual or {}), **json.loads(text or "{}")}
     if bias := values.get("logit_bias"):
         values["logit_bias"] = {int(token): float(number) for token, number in bias.items()}
@@ -156,9 +154,9 @@ def params_of(text: str | None, usual: Mapping[str, Any] | None = None) -> Sampl
 
 
 def _rows(folder: Path, more: tuple[str, ...], left_out: Counter[str], since_s: float) -> Iterator[dict[str, Any]]:
-    """Rows of every shard that can be read and was not written before `since_s`, oldest shard first.
+    """Yields rows of every readable shard not written before `since_s`, oldest shard first.
 
-    `ended` is in seconds since 1970. What is damaged, or written by another program in its own way, is left out and counted."""
+    `ended` is in seconds since 1970. Damaged shards, and those of other formats, are left out and counted."""
     if not folder.is_dir():
         raise ConfigError(f"there is no folder of traces at {folder}: keep some with paceline serve --traces")
     for path in sorted(folder.glob("traces-*.parquet")):
@@ -205,7 +203,7 @@ _TYPES: Mapping[str, Callable[[pa.DataType], bool]] = {
 
 
 def _rows_of(table: pa.Table) -> list[dict[str, Any]]:
-    """Rows with `ended` in seconds: no date has the year 292,277,026, which a column may hold."""
+    """Converts to rows with `ended` in seconds: datetime cannot hold the year 292,277,026, which a column may have."""
     at, kind = table.schema.get_field_index("ended"), table.schema.field("ended").type
     if not pa.types.is_timestamp(kind):
         return table.to_pylist()
@@ -217,7 +215,7 @@ _PER_S = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 
 
 def _is_sound(row: Mapping[str, Any]) -> bool:
-    """Whether a row is what its columns say: no null among numbers, no more drafts accepted than there were."""
+    """True if a row is consistent: no null or negative numbers, no more drafts accepted than drafted."""
     lists = [row[name] for name in ("drafted", "accepted", "prompt_ids", "answer_ids") if row.get(name) is not None]
     if row["key"] is None or any(number is None or number < 0 for each in lists for number in each):
         return False
@@ -233,7 +231,7 @@ def _place(
     *,
     needs_rounds: bool = True,
 ) -> int | None:
-    """The hour of a row that counts; None of one that does not."""
+    """Returns the hour of a row that counts, else None."""
     stamp = row["ended"] if row["ended"] is not None else 0.0
     if not FIRST_YEAR <= stamp <= (time.time() if now is None else now) + _AHEAD_S:
         left_out["impossible time"] += 1
@@ -261,7 +259,7 @@ def _has_rounds(row: Mapping[str, Any]) -> bool:
 
 
 def _figures(row: Mapping[str, Any]) -> tuple[float, float]:
-    """(tokens, rounds) of the rounds that checked drafts; zeros where nobody knows."""
+    """Returns (tokens, rounds) of rounds that verified drafts; zeros if unknown."""
     if not _has_rounds(row):
         return 0.0, 0.0
     drafted, accepted = np.array(row["drafted"]), np.array(row["accepted"])

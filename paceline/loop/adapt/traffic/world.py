@@ -1,17 +1,17 @@
-"""Made traffic with a known truth, for `paceline adapt replay`. A policy sees sums of tokens and rounds, never the truth.
+"""Synthetic traffic with known drift, for `paceline adapt replay`. A policy sees only sums of tokens and rounds.
 
-Every request has an answer length and a chance of its own that a draft stands; its rounds are binomial. The numbers:
+Every request has an answer length and an acceptance probability of its own; its rounds are binomial. The distributions:
 
-    requests an hour      Poisson; rate x day's curve x weekday x AR(1) of log-sd 0.15
-    answer length         log-normal, median 120 tokens, log-sd 0.7, 8 to 1,024
-    chance of a request   the cluster's, with sd 0.06 over requests; the cluster's own moves by AR(1), log-sd 0.015 an hour
-    tokens a round        (1 - chance^8) / (1 - chance): blocks of 7 drafts; 1.5 at chance 0.35, 4.8 at 0.85
-    rounds of an answer   1 + binomial(length - 1, 1 / tokens a round)
+    requests per hour         Poisson; rate x daily curve x weekday x AR(1) of log-sd 0.15
+    answer length             log-normal, median 120 tokens, log-sd 0.7, 8 to 1,024
+    acceptance probability    the cluster's, with sd 0.06 over requests; the cluster's follows an AR(1), log-sd 0.015 an hour
+    acceptance length         (1 - p^8) / (1 - p): blocks of 7 drafts; 1.5 at p = 0.35, 4.8 at p = 0.85
+    rounds of an answer       1 + binomial(length - 1, 1 / acceptance length)
 
-What a drafter knows of a cluster is its fit, from 0 to 1; chance = 0.35 + 0.5 x fit. Content has a place that may
-move: fit falls with exp(-distance) from where the drafter was trained. A cluster with a member of its own is drafted
-by that. A training takes two hours; with a replay of general answers it keeps what the drafter knew elsewhere, without
-it only the window counts. Fortnights begin on any day of the week.
+A drafter fits a cluster with `fit` from 0 to 1; p = 0.35 + 0.5 x fit. Content has a position that may move: fit decays with
+exp(-distance) from the position of the training data. A cluster with a drafter of its own uses that one. A training takes two
+hours; with a replay of general answers it keeps earlier fits, without replay only the window counts. Fortnights begin on any
+day of the week.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from paceline.loop.adapt.traffic.hours import DAY, Sums
 
 LEAST_CHANCE, MOST_CHANCE, NUM_DRAFTED = 0.35, 0.85, 7
 TRAINED_FIT, ENOUGH_SHARE, KEPT = 0.85, 0.1, 0.97
-"""Fit on a cluster with share s of a training's data: TRAINED_FIT s / (s + ENOUGH_SHARE). A replay keeps KEPT of the old."""
+"""Fit after training with share s of the data: TRAINED_FIT s / (s + ENOUGH_SHARE). With replay at least KEPT of the old fit."""
 TRAINING_HOURS = 2
 MATERIAL = 0.05
-"""A drift counts as there from the hour on at which tokens a round have truly fallen by this share."""
+"""Share of true acceptance length that a drift must cost to count as begun."""
 EPOCH = 20_454 * DAY
 """Hour number of a Thursday in January 2026; a seed's first day is up to six days later."""
 Curve = Callable[[int], float]
@@ -41,23 +41,23 @@ Curve = Callable[[int], float]
 
 @dataclass(slots=True)
 class Source:
-    """One cluster of traffic; its functions take hours since the beginning of the fortnight."""
+    """One cluster of traffic; its functions take hours since the start of the fortnight."""
 
     name: str
     rate: float
     fit: float
-    """Of the drafter that the fortnight begins with."""
+    """Fit of the initial drafter."""
     curve: Curve = lambda at: 1.0
-    """Factor on the rate."""
+    """Factor on the request rate."""
     place: Curve = lambda at: 0.0
-    """Where its content is."""
+    """Position of the content."""
     bend: Curve = lambda at: 1.0
-    """Factor on tokens a round that no drafter can help: harder text at some hours."""
+    """Factor on acceptance length independent of the drafter: harder text at some hours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """What truly happens: content begins to move at `begins`, has cost MATERIAL at `onset`, and stops at `ends`."""
+    """True drift: content begins to move at hour `begins`, has cost MATERIAL at `onset`, and stops at `ends`."""
 
     begins: int
     onset: int
@@ -66,7 +66,7 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """What the drafter in service knows of a cluster."""
+    """Fit of a drafter to a cluster, at the position of its training data."""
 
     fit: float
     place: float = 0.0
@@ -74,20 +74,20 @@ class Knowledge:
 
 @dataclass(slots=True)
 class World:
-    """One fortnight of one seed, hour by hour; it answers to trainings."""
+    """One synthetic fortnight, hour by hour; it reacts to trainings."""
 
     sources: list[Source]
     first: int
-    """Hour number of its beginning."""
+    """Hour number of the start."""
     num_hours: int
     seed: int
     content_sd: float = 0.015
     shocks: float = 0.0
-    """Share of hours in which one cluster's tokens a round are cut by a third."""
+    """Share of hours in which one cluster's acceptance length is cut by a third."""
     drift: Drift | None = None
     knowledge: dict[str, Knowledge] = field(default_factory=dict)
     members: dict[str, Knowledge] = field(default_factory=dict)
-    """Cluster -> what the member knows that drafts for it alone."""
+    """Cluster -> fit of its own drafter."""
     tokens: float = 0.0
     rounds: float = 0.0
     _tokens: dict[tuple[str, int], float] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class World:
         self._state = {source.name: [0.0, 0.0] for source in self.sources}
 
     def traffic(self, at: int) -> dict[str, Sums]:
-        """The requests of hour `at` since the beginning, by cluster."""
+        """Samples the requests of hour `at` since the start; returns their sums by cluster."""
         found = {}
         for source in self.sources:
             draw = np.random.default_rng((self.seed, at, zlib.crc32(source.name.encode())))
@@ -134,13 +134,13 @@ class World:
         )
 
     def chance(self, source: Source, at: int) -> float:
-        """That a draft stands, on average."""
+        """Mean acceptance probability of a draft."""
         known = self.members.get(source.name) or self.knowledge[source.name]
         fit = known.fit * math.exp(-abs(source.place(at) - known.place))
         return LEAST_CHANCE + (MOST_CHANCE - LEAST_CHANCE) * fit
 
     def train_member(self, cluster: str, begin: int, end: int) -> None:
-        """Give a cluster a drafter of its own, trained on its traffic of hours [begin, end) alone; none without traffic."""
+        """Give a cluster a drafter trained on its own traffic of hours [begin, end); does nothing without traffic."""
         source = next((each for each in self.sources if each.name == cluster), None)
         weights = [self._tokens.get((cluster, at), 0.0) for at in range(begin, end)]
         if source is not None and sum(weights):
@@ -148,7 +148,7 @@ class World:
             self.members[cluster] = Knowledge(TRAINED_FIT / (1 + ENOUGH_SHARE), place)
 
     def train(self, begin: int, end: int, *, with_replay: bool) -> dict[str, Knowledge]:
-        """What a drafter trained on the traffic of hours [begin, end) knows."""
+        """Returns the fits of a drafter trained on the traffic of hours [begin, end)."""
         tokens = {
             source.name: sum(self._tokens.get((source.name, at), 0.0) for at in range(begin, end)) for source in self.sources
         }
@@ -167,12 +167,13 @@ class World:
 
 
 def tokens_per_round(chance: np.ndarray) -> np.ndarray:
-    """Expected, for blocks of NUM_DRAFTED drafts that each stand with this chance if those before do."""
+    """Expected acceptance length for blocks of NUM_DRAFTED drafts; a draft is accepted with this probability if all earlier
+    ones are."""
     return (1 - chance ** (NUM_DRAFTED + 1)) / (1 - chance)
 
 
 def make_world(scenario: str, seed: int, days: int) -> World:
-    """The fortnight of a seed; what may vary with the seed does: the weekday it begins on, when and how the drift comes."""
+    """Builds the fortnight of a seed; the seed determines its weekday, and time and shape of the drift."""
     draw = np.random.default_rng((seed, zlib.crc32(scenario.encode())))
     first = EPOCH + DAY * int(draw.integers(7))
     options: dict[str, Any] = {"first": first, "num_hours": days * DAY, "seed": seed}
@@ -219,7 +220,7 @@ def _new_schema(seed: int, steady: Source, begins: int, options: dict[str, Any])
 
 
 def _with_drift(world: World, begins: int, ends: int) -> World:
-    """Finds the hour from which on the moving cluster has lost MATERIAL."""
+    """Sets the drift of a world; its onset is the hour from which on the moving cluster has lost MATERIAL."""
 
     def loss(source: Source, at: int) -> float:
         now, before = (tokens_per_round(np.array(world.chance(source, each))) for each in (at, begins - 1))
@@ -232,7 +233,7 @@ def _with_drift(world: World, begins: int, ends: int) -> World:
 
 
 def _day_curve(first: int, depth: float, weekend: float = 1.0) -> Curve:
-    """Busiest at 14 h UTC; nights have 1 - depth of that."""
+    """Daily curve of the request rate: peak at 14 h UTC, 1 - depth at night."""
 
     def factor(at: int) -> float:
         of_day = 1 - depth * (0.5 - 0.5 * math.cos(2 * math.pi * ((at % DAY) - 14) / DAY))
