@@ -1,7 +1,8 @@
-"""What a server told, as tokens: ids where it gives them, else those that its log-probabilities name, else the text encoded.
+"""Converts a server's answers to tokens: from ids if it returns them, else from its log-probabilities, else by encoding the
+text.
 
-A text alone may have been written with other tokens than the tokenizer makes of it. Such an answer counts only when the server
-counted as many tokens; an answer whose tokens cannot be known is left out, and counted.
+A text may have been generated with other tokens than its encoding. Such an answer is used only if the server counted the same
+number of tokens; an answer whose tokens are unknown is left out and counted.
 """
 
 from __future__ import annotations
@@ -16,33 +17,33 @@ from paceline.train.answers.remote_target import end_token
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """One answer as the server told it."""
+    """One answer as the server returned it."""
 
     text: str
     finish_reason: str
     token_ids: list[int] | None
-    """None where they cannot be known."""
+    """None if they are unknown."""
     logprobs: list[float] | None
-    """One for each token that the server named; of a text completion or a chat answer."""
+    """Log-probability of each token that the server named, in a text completion or a chat answer."""
     prompt_tokens: int | None
     completion_tokens: int | None
     prompt_ids: list[int] | None = None
-    """The prompt's tokens as the server made them, if it says so."""
+    """Prompt tokens as the server encoded them, if returned."""
     has_ids: bool = False
-    """Whether the server gave the ids themselves."""
+    """True if the server returned token ids."""
     is_lossy: bool = False
-    """Whether it says of itself that the answer is not lossless."""
+    """True if the server declares that the answer is not lossless."""
 
 
 class AnswerReader:
-    """Reads answers with a model's tokenizer."""
+    """Parses answers with a model's tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._end = tokenizer, end_token(tokenizer)
         self._ids: dict[str, list[int]] | None = None
 
     def read(self, told: Any, has_stop: bool) -> Told | None:
-        """None when it is no answer of the API. `has_stop`: the request named a stop string."""
+        """Parses an API response; None if it is invalid. `has_stop`: the request had a stop string."""
         try:
             choice = told["choices"][0]
             message, usage = choice.get("message") or {}, told.get("usage") or {}
@@ -75,7 +76,7 @@ class AnswerReader:
         return None if self._end is None else [*found, self._end]
 
     def _named_ids(self, names: Sequence[str], encoded: list[int]) -> list[int] | None:
-        """Ids of tokens that are told by their text. Where one text belongs to several tokens, the encoded text decides."""
+        """Ids of tokens given by their text. A text shared by several tokens is resolved by the encoded answer."""
         if self._ids is None:
             self._ids = self._texts()
         choices = [self._ids.get(name, []) for name in names]
@@ -87,13 +88,13 @@ class AnswerReader:
         return whole if fits and all(id in each for id, each in zip(whole, choices, strict=True)) else None
 
     def _texts(self) -> dict[str, list[int]]:
-        """Every text that a server may name a token by -> the tokens it may be."""
+        """Maps every text that may denote a token to its candidate tokens."""
         found: dict[str, list[int]] = {}
         for token in range(self._tokenizer.vocab_size):
             own = self._tokenizer.backend.id_to_token(token) or ""
             text = self._tokenizer.decode([token], skip_special=False)
             names = {text, f"token_id:{token}"}
-            if own.startswith("\u2581"):  # SentencePiece drops a first space when a token is decoded alone
+            if own.startswith("\u2581"):  # SentencePiece drops a leading space when a token is decoded alone
                 names.add(own.replace("\u2581", " "))
             if REPLACEMENT in text:
                 names.add(REPLACEMENT)
@@ -103,7 +104,7 @@ class AnswerReader:
 
 
 def _named(logprobs: Any) -> tuple[list[str] | None, list[float] | None]:
-    """Texts and log-probabilities of the tokens, of a text completion or of a chat answer."""
+    """Extracts token texts and log-probabilities from a text completion or a chat answer."""
     if not isinstance(logprobs, dict):
         return None, None
     if isinstance(content := logprobs.get("content"), list):

@@ -1,4 +1,4 @@
-"""What the evidence says, check by check, and the verdict. Pure; texts are for people."""
+"""Evaluates the evidence, check by check, and the verdict. Pure functions; texts are for people."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from paceline.loop.audit.evidence import Draw, Group, Trial, detectable
 Outcome = Literal["passed", "fault", "note", "not offered", "not judged"]
 Verdict = Literal["honest", "faulty", "unsure"]
 MOST_LOST = 0.2
-"""Share of answers with unknown tokens from which on those that are known say little about the others."""
+"""Share of answers with unknown tokens above which the known ones are not representative."""
 NEEDED = ("sampled", "greedy")
-"""A server whose answers of these kinds cannot be judged is not called honest."""
+"""Checks without which a server is not called honest."""
 MEANINGS = {
     "surprisal": "the tokens are {more} surprising than the model's own draws, by {difference:.3f} nats on average",
     "likeliest": "the likeliest token comes {seen:.1%} of the time, the model has it at {expected:.1%}",
@@ -29,7 +29,7 @@ MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check."""
+    """Result of one check."""
 
     check: str
     outcome: Outcome
@@ -39,12 +39,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a server counted of an answer, beside what it was."""
+    """Token counts reported by a server, compared with the true ones."""
 
     prompt: int
     prompt_told: int | None
     answer: int | None
-    """None where its tokens are not known."""
+    """None if the answer's tokens are unknown."""
     answer_told: int | None
     limit: int
     finish_reason: str
@@ -52,7 +52,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """One request answered twice: with the stop string `stop`, before which the text should end, and without (`whole`)."""
+    """One request answered twice: with the stop string `stop`, which should end the text, and without it (`whole`)."""
 
     stop: str
     whole: str
@@ -69,7 +69,7 @@ def verdict_of(findings: Iterable[Finding]) -> Verdict:
 
 
 def sampled(groups: Sequence[Group], tests: Sequence[Trial], false_alarms: float, tolerance: float = 0.0) -> list[Finding]:
-    """One finding for each way of asking; `tolerance` as of the tests."""
+    """Returns one finding per sampling setting; `tolerance` as in the tests."""
     found = []
     for group in groups:
         own = [test for test in tests if test.group == group.name]
@@ -103,7 +103,7 @@ def _meaning(test: Trial) -> str:
 
 
 def nucleus(groups: Sequence[Group], allowed: Tolerance) -> list[Finding]:
-    """Tokens that top-p leaves out. A token counts as outside when those that are surely likelier reach top-p without it."""
+    """Checks for tokens outside the top-p nucleus: a token is outside if the surely likelier ones already reach top-p."""
     found = []
     for group in (each for each in groups if each.top_p < 1 and each.draws):
         before_N = np.concatenate([draw.scores.before_T for draw in group.draws])
@@ -120,7 +120,8 @@ def nucleus(groups: Sequence[Group], allowed: Tolerance) -> list[Finding]:
 
 
 def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
-    """Is each token the likeliest one, given the server's own text before it? Near ties are told, and are no fault."""
+    """Checks that each token is the most probable one, given the server's text before it. Near ties are reported, not faults.
+    """
     draws = [draw for draw in draws if draw.tokens]
     if not draws:
         return Finding("greedy", "not judged", f"the tokens of all {num_lost} greedy answers are unknown")
@@ -144,7 +145,7 @@ def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
 
 
 def _firsts(other: Sequence[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
-    """Of each answer the first difference."""
+    """First difference of each answer."""
     firsts: dict[int, tuple[float, int, int]] = {}
     for each in other:
         firsts.setdefault(each[1], each)
@@ -152,8 +153,7 @@ def _firsts(other: Sequence[tuple[float, int, int]]) -> list[tuple[float, int, i
 
 
 def seeds(pairs: Sequence[tuple[str, str]]) -> Finding:
-    """`pairs`: answers to one prompt with one seed, asked twice. That other seeds give other texts is tested with the sampled
-    answers."""
+    """Compares answers to one prompt with the same seed. The sampled tests check that other seeds give other texts."""
     num_same = sum(one == other for one, other in pairs)
     figures = {"pairs": len(pairs), "same": num_same}
     if not pairs:
@@ -167,7 +167,7 @@ def seeds(pairs: Sequence[tuple[str, str]]) -> Finding:
 
 
 def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
-    """Check that the median difference of the server's and our log-probabilities, one pair a token, is at most `allowed`."""
+    """Check that the median difference of the server's and our log-probabilities, one pair per token, is at most `allowed`."""
     if not pairs:
         return Finding("logprobs", "not offered", "the server tells no log-probabilities")
     apart = [abs(told - own) for told, own in pairs]
@@ -180,8 +180,7 @@ def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
 
 
 def stops(tried: Sequence[Stop]) -> Finding:
-    """Greedy answers once more, with a stop string that stands in them. An answer that took another way before its stop string
-    says nothing."""
+    """Checks greedy answers repeated with a stop string. An answer that diverged before its stop string proves nothing."""
     wrong, num_kept = [], 0
     for each in tried:
         if each.stop in each.text:
@@ -201,7 +200,7 @@ def stops(tried: Sequence[Stop]) -> Finding:
 
 
 def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
-    """Tokens as the server counts them. `is_rendered_there`: the server made the prompt's tokens itself."""
+    """Compares token counts reported by the server. `is_rendered_there`: the server encoded the prompt itself."""
     told = [each for each in counted if each.prompt_told is not None and each.answer_told is not None]
     figures = {"answers": len(told)}
     if not told:
@@ -225,7 +224,7 @@ def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
 
 
 def own_words(num_lossy: int) -> list[Finding]:
-    """What a server says of itself."""
+    """Reports answers that the server itself declares as not lossless."""
     if not num_lossy:
         return []
     text = f"the server itself says of {num_lossy} answers that they are not lossless"
@@ -233,7 +232,7 @@ def own_words(num_lossy: int) -> list[Finding]:
 
 
 def _counts_right(each: Usage) -> bool:
-    """The token that ended an answer may be counted or not."""
+    """True if the reported count is right, with or without the end token."""
     assert each.answer_told is not None
     if each.answer_told > each.limit:
         return False

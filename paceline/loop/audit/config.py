@@ -1,4 +1,4 @@
-"""What `paceline audit` is asked, and how far an honest server's numbers may be from ours."""
+"""Options of `paceline audit`, and tolerances for an honest server's rounding errors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Precision = Literal["float32", "bfloat16", "quantised"]
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What rounding alone may do. All of it is taken off before anything counts against a server."""
+    """Effects of rounding alone; they are subtracted before anything counts against a server."""
 
     nats: float
-    """Mean of a token's surprisal."""
+    """Error of a token's mean surprisal."""
     tie: float
-    """Logits of two tokens that are nearer than this are a near tie: either may be the likelier one."""
+    """Logit difference below which two tokens are a near tie: either may be the most probable."""
     mass: float
-    """Probability at the edge of a nucleus."""
+    """Error of the probability at the edge of a nucleus."""
     logprob: float
     """Median difference of a log-probability."""
 
@@ -33,26 +33,26 @@ TOLERANCES = {
 
 @dataclass(frozen=True, slots=True)
 class AuditConfig:
-    """How much is asked, and what counts as a fault. Raises ConfigError."""
+    """Options of an audit: number of requests, and limits for a fault. Raises ConfigError."""
 
     served_name: str | None = None
-    """What the server calls the model [default: the first that it lists]."""
+    """Name of the model on the server [default: the first that it lists]."""
     temperatures: tuple[Positive, ...] = (1.0, 0.7)
-    """Sampled answers are drawn at each of these."""
+    """Comma-separated temperatures of the sampled answers."""
     top_p: Annotated[float, within("above 0 and at most 1", above=0, most=1)] = 0.8
-    """And at temperature 1 with this top-p; 1 leaves that out."""
+    """Top-p of further answers at temperature 1; 1 leaves them out."""
     answers: Count = 192
-    """Answers drawn at each temperature: more find smaller faults, and take longer."""
+    """Answers sampled per temperature: more detect smaller faults, and take longer."""
     max_tokens: Count = 32
-    """Longest sampled answer, in tokens."""
+    """Most tokens of a sampled answer."""
     greedy_tokens: Whole = 96
-    """Longest greedy answer, one for each prompt; 0 leaves greedy answers out."""
+    """Most tokens of a greedy answer, one per prompt; 0 leaves greedy answers out."""
     server_precision: Precision = "bfloat16"
-    """In what the server computes: rounding may move its numbers so far from ours, in float32, and no further."""
+    """Number format of the server's computation, which bounds its rounding difference from float32."""
     false_alarms: Annotated[float, within("above 0 and below 0.5", above=0, most=0.49)] = 0.01
-    """Chance that an honest server is called faulty by the sampled answers, all tests together."""
+    """Probability that an honest server is called faulty by the sampled answers, over all tests."""
     concurrency: Count = 4
-    """Requests under way at the same time."""
+    """Requests in flight at the same time."""
     timeout_s: Rate = 120.0
     """Longest wait for an answer, in seconds."""
 

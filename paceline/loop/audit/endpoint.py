@@ -1,8 +1,7 @@
-"""The server that is audited: how it is asked, and what it does not offer.
+"""Sends requests to the audited server, and finds out which request fields it supports.
 
-The prompt is sent as token ids; to a server that takes none, as their text, or else as messages, which the server renders
-itself. Settings that some servers take from the model's folder when a request leaves them out (top-k, penalties) are sent as
-off, as far as the server knows them.
+A prompt is sent as token ids, else as text, else as messages that the server renders. Settings that some servers take from the
+model's folder by default (top-k, penalties) are sent as off, if the server knows them.
 """
 
 from __future__ import annotations
@@ -21,34 +20,34 @@ from paceline.net.streaming import Client, Stream
 
 OFF = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 IDS = {"return_token_ids": True, "skip_special_tokens": False, "spaces_between_special_tokens": False}
-"""vLLM's."""
+"""Fields of vLLM."""
 KINDS = ("ids", "text", "chat")
 EXTRAS = (OFF | IDS, OFF, {})
-"""The first of them that a server takes is sent with every request."""
+"""Extra fields, the first accepted set of which is sent with every request."""
 TRIES, PAUSE_S = 4, 1.0
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses that are worth another try."""
+"""HTTP statuses that are worth a retry."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditPrompt:
-    """A prompt in every form that a server may take."""
+    """A prompt in every form that a server may accept."""
 
     ids: tuple[int, ...]
     text: str
     text_ids: tuple[int, ...]
-    """What the text encodes to, with the tokens that a server puts before it: often `ids`."""
+    """Encoded text with the tokens that a server adds before it: often equal to `ids`."""
     messages: list[dict[str, Any]] | None
-    """None for a text that is no conversation."""
+    """None for a text that is not a conversation."""
 
     def tokens(self, kind: str) -> tuple[int, ...]:
-        """What the model is given when the prompt is sent in this way."""
+        """Tokens that the model gets if the prompt is sent in this form."""
         return self.text_ids if kind == "text" else self.ids
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One answer that is asked for."""
+    """Request for one answer."""
 
     prompt: int
     temperature: float
@@ -61,7 +60,7 @@ class Request:
 
 @dataclass(slots=True)
 class Endpoint:
-    """One server, one of its models."""
+    """One model on one server."""
 
     client: Client
     served_name: str
@@ -73,12 +72,12 @@ class Endpoint:
     has_logprobs: bool = True
     gives_ids: bool = False
     num_lossy: int = 0
-    """Answers of which the server itself says that they are not lossless."""
+    """Answers that the server declares as not lossless."""
     failures: list[str] = field(default_factory=list)
-    """What went wrong with single requests."""
+    """Errors of single requests."""
 
     def settle(self) -> None:
-        """Find out how this server is to be asked. Raises ConfigError when it answers in no way, and on a wrong key."""
+        """Determine the request form that the server supports. Raises ConfigError if it supports none, or the key is wrong."""
         probe, refused = Request(0, 1.0, 1), ""
         for self.kind in KINDS:
             for self.extras in EXTRAS:
@@ -102,11 +101,11 @@ class Endpoint:
         self.gives_ids = plain is not None and plain.has_ids
 
     def prompt_ids(self, index: int) -> tuple[int, ...]:
-        """What the model is given of a prompt."""
+        """Tokens that the model gets for a prompt."""
         return self.prompts[index].tokens(self.kind)
 
     def ask(self, requests: Sequence[Request], num_at_once: int) -> Iterator[tuple[Request, Told | None]]:
-        """Answers in the order asked, None for what failed. Raises DownloadError when the server is gone."""
+        """Yield (request, answer) in order; None for a failed one. Raises DownloadError if the server is down."""
         with ThreadPoolExecutor(num_at_once) as pool:
             waiting = [pool.submit(self._post, each) for each in requests]
             try:
@@ -128,7 +127,7 @@ class Endpoint:
         return told
 
     def _post(self, request: Request) -> Stream:
-        """The answer to it; a server that is busy is asked again. Raises DownloadError, and ConfigError on a wrong key."""
+        """Send a request, with retries while the server is busy. Raises DownloadError, and ConfigError on a wrong key."""
         path = "/v1/chat/completions" if self.kind == "chat" else "/v1/completions"
         data = json.dumps(self._body(request)).encode()
         stream = self.client.post(path, data)
@@ -145,7 +144,7 @@ class Endpoint:
         return stream
 
     def _body(self, request: Request) -> dict[str, Any] | None:
-        """None where this prompt cannot be sent so."""
+        """Builds the request body; None if the prompt does not exist in this form."""
         prompt = self.prompts[request.prompt]
         body: dict[str, Any] = {"model": self.served_name, "max_tokens": request.max_tokens, "top_p": request.top_p}
         body |= {"temperature": request.temperature, **self.extras}
@@ -161,7 +160,7 @@ class Endpoint:
 
 
 def served_name(client: Client, asked: str | None) -> str:
-    """What the server calls its model. Raises DownloadError (no server), ConfigError, ModelNotFoundError."""
+    """Returns the model's name on the server. Raises DownloadError (no server), ConfigError, ModelNotFoundError."""
     try:
         reply = client.get("/v1/models")
     except OSError as error:
@@ -182,19 +181,19 @@ def served_name(client: Client, asked: str | None) -> str:
 
 
 def check_key(url: str, status: int, has_key: bool) -> None:
-    """Raises ConfigError when the server wants a key, or another one."""
+    """Raises ConfigError if the server requires a key, or rejects this one."""
     if status in (401, 403):
         had = "does not take this API key" if has_key else "wants an API key"
         raise ConfigError(f"{url} {had}: give the right one with --api-key or --api-key-file, or set PACELINE_API_KEY")
 
 
 def sendable(prompts: Iterable[AuditPrompt], longest: int) -> list[AuditPrompt]:
-    """Those that leave room for an answer."""
+    """Returns the prompts short enough to leave room for an answer."""
     return [each for each in prompts if all(1 < len(ids) <= longest for ids in (each.ids, each.text_ids))]
 
 
 def _words(stream: Stream) -> str:
-    """What a server said of a request that failed, in a line."""
+    """One-line error message of a failed request."""
     text = stream.body.decode(errors="replace")
     with contextlib.suppress(ValueError, KeyError, TypeError):
         text = str(json.loads(text)["error"]["message"])

@@ -1,25 +1,25 @@
-"""Sampled answers as evidence: scores in, tests out. Pure arithmetic; no model, no server.
+"""Statistical tests of sampled answers. Pure arithmetic: no model, no server.
 
-At each position the target's distribution p, given what the server itself said before, is known. An honest server draws from
-it, so every statistic x of the drawn token has a known mean, variance and moments there, whatever the text:
+At each position the target's distribution p, given the server's own text before it, is known. An honest server samples from p,
+so every statistic x of the sampled token has known moments there, whatever the text:
 
-    surprisal    -log p(token), whose mean is the entropy; what flattens, sharpens or mixes a distribution moves it
-    likeliest    is it the likeliest token?
-    rare         is its probability below RARE?
-    cut          with top-p: does it stand in the last part of the nucleus?
+    surprisal    -log p(token), with the entropy as its mean; flattened, sharpened or mixed distributions change it
+    likeliest    1 if the token is the most probable one
+    rare         1 if its probability is below RARE
+    cut          with top-p: 1 if it is in the last part of the nucleus
 
 x - mean, summed over any positions, is a martingale, and so is
 
     E = product over positions of exp(l * x) / sum over tokens v of p(v) exp(l * x(v))
 
-which has the expectation 1 for every l. By Markov's inequality it reaches 1 / a with a chance of at most a: **exact**, for any
-number of tokens and any shape of distribution, where "within three standard errors" would only be so in the long run. For the
-surprisal it is the likelihood ratio of the target at temperature 1 / (1 - l); the mean over several l, and over mixtures in
-which only a share of the tokens comes from elsewhere (a token slipped in now and then), is again such a number. All tests of an
-audit share its rate of false alarms (Bonferroni). Rounding is allowed for: |l| * tolerance is taken from log E at every token.
+with expectation 1 for every l. By Markov's inequality E reaches 1 / a with probability at most a: **exact** for any number of
+tokens and any distribution, whereas "within three standard errors" holds only asymptotically. For the surprisal, E is the
+likelihood ratio of the target at temperature 1 / (1 - l). The mean over several l, and over mixtures in which only a share of
+the tokens is tilted (a token inserted now and then), is again such a number. All tests of an audit share its rate of false
+alarms (Bonferroni). Rounding: |l| * tolerance is subtracted from log E at every token.
 
-Answers that are the same, token for token, are tested likewise: 1 / p(answer) for each equal pair, over all pairs of draws
-from one prompt, has an expectation of at most 1.
+Equal answers are tested likewise: 1 / p(answer) for each equal pair, averaged over all pairs of draws from one prompt, has an
+expectation of at most 1.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ Floats = NDArray[np.float64]
 SLOPES = (-0.4, -0.15, -0.05, 0.05, 0.15, 0.4, 1.0)
 """l for the surprisal: temperatures 0.71, 0.87, 0.95, 1.05, 1.18, 1.67, and a uniform draw."""
 FOREIGN = ((0.01, 0.4), (0.01, 1.0), (0.1, 1.0))
-"""Mixtures: this share of the tokens comes from the target tilted by this l."""
+"""Mixtures (share, l): this share of the tokens is tilted by this l."""
 ODDS = (-2.0, -0.7, -0.25, 0.25, 0.7, 2.0)
-"""l for a yes or no: the odds are multiplied by exp(l)."""
+"""l for a binary statistic: the odds are multiplied by exp(l)."""
 RARE = 1e-3
 Z95 = 1.96
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """One answer under the target, by teacher forcing; arrays of T tokens. Natural logarithms."""
+    """Scores of one answer under the target, by teacher forcing; arrays over its T tokens. Natural logarithms."""
 
     nll_T: Floats
-    """-log of the token's probability under the request's distribution; inf where that is 0."""
+    """-log of the token's probability under the request's distribution; inf if that is 0."""
     entropy_T: Floats
     variance_T: Floats
-    """Of the surprisal, under the request's distribution."""
+    """Variance of the surprisal under the request's distribution."""
     cgf_TL: Floats
     """log sum over v of p(v) ** (1 - l), for each l of SLOPES."""
     yes: dict[str, tuple[Floats, Floats]]
-    """likeliest, rare, cut -> (whether the token is, the chance that it would be)."""
+    """likeliest, rare, cut -> (1 if it holds for the token, probability that it holds)."""
     before_T: Floats
-    """Probability, before top-p, of all tokens that are surely likelier than this one."""
+    """Probability, before top-p, of all tokens that are surely more probable than this one."""
     gap_T: Floats
-    """How much larger the largest logit is."""
+    """Largest logit minus the token's logit."""
     logprob_T: Floats
-    """log-probability at temperature 1, without filters."""
+    """Log-probability at temperature 1, without filters."""
 
     def __len__(self) -> int:
         return len(self.nll_T)
@@ -72,21 +72,21 @@ class Draw:
     """An answer of the server, with its scores."""
 
     prompt: int
-    """Which prompt it answers."""
+    """Index of its prompt."""
     tokens: tuple[int, ...]
     scores: Scores
 
 
 @dataclass(slots=True)
 class Group:
-    """Answers that were asked for in the same way."""
+    """Answers to requests with the same sampling settings."""
 
     name: str
     temperature: float
     top_p: float = 1.0
     draws: list[Draw] = field(default_factory=list)
     num_lost: int = 0
-    """Answers whose tokens could not be known."""
+    """Answers whose tokens are unknown."""
 
     @property
     def num_tokens(self) -> int:
@@ -104,16 +104,16 @@ class Trial:
     group: str
     statistic: str
     positions: str
-    """Which tokens of the answers: "all", or "4-7"."""
+    """Tested positions of the answers: "all", or "4-7"."""
     num_tokens: int
     expected: float
-    """What an honest server has on average."""
+    """Mean for an honest server."""
     seen: float
     low: float
-    """Of the difference seen - expected: 95%."""
+    """Lower end of the 95% confidence interval of seen - expected."""
     high: float
     log_evidence: float
-    """log E: how many times likelier something else has made these answers."""
+    """log E: log likelihood ratio against an honest server."""
     is_fault: bool = False
 
     @property
@@ -122,20 +122,20 @@ class Trial:
 
     @property
     def chance(self) -> float:
-        """An honest server's, of evidence that is as strong; at most."""
+        """Upper bound of the probability that an honest server shows evidence this strong."""
         return min(1.0, math.exp(-max(self.log_evidence, 0.0)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A statistic of many tokens."""
+    """One statistic over N tokens."""
 
     seen_N: Floats
     expected_N: Floats
     variance_N: Floats
     slopes: tuple[float, ...]
     log_ratio_NL: Floats
-    """For each slope the token's part of log E, tolerance taken off."""
+    """Contribution of each token to log E, for each slope; tolerance subtracted."""
 
     def of(self, chosen_N: NDArray[np.bool_]) -> _Column:
         parts = (self.seen_N[chosen_N], self.expected_N[chosen_N], self.variance_N[chosen_N])
@@ -157,7 +157,7 @@ class _Column:
 
 
 def _surprisal(scores: Scores, tolerance: float) -> _Column:
-    """Of the tokens that are possible; what is not possible is judged by `before_T`."""
+    """Column of the possible tokens; impossible ones are judged by `before_T`."""
     is_possible = np.isfinite(scores.nll_T)
     nll_N, slopes = scores.nll_T[is_possible], np.array(SLOPES)
     ratio_NL = slopes * nll_N[:, None] - scores.cgf_TL[is_possible] - np.abs(slopes) * tolerance
@@ -182,7 +182,7 @@ def _join(columns: Sequence[_Column]) -> _Column:
 
 
 def buckets(longest: int) -> list[tuple[int, int]]:
-    """Places of an answer, from first to last: (0, 0), (1, 1), (2, 3), (4, 7), ..."""
+    """Buckets of positions (first, last): (0, 0), (1, 1), (2, 3), (4, 7), ..."""
     found, first = [(0, 0)], 1
     while first < longest:
         found.append((first, min(2 * first, longest) - 1))
@@ -191,11 +191,11 @@ def buckets(longest: int) -> list[tuple[int, int]]:
 
 
 def tests_of(group: Group, tolerance: float) -> list[Trial]:
-    """Every test of a group; `tolerance` is in nats. None of them is judged yet."""
+    """All tests of a group, not judged yet; `tolerance` in nats."""
     draws = [draw for draw in group.draws if len(draw.tokens)]
     if not draws:
         return []
-    tolerance += group.lost_share  # who is lost may have been a nat more surprising than who is not
+    tolerance += group.lost_share  # lost answers may have been a nat more surprising than the others
     tests: list[Trial] = []
     surprisal = _join([_surprisal(draw.scores, tolerance) for draw in draws])
     place_N = np.concatenate([np.flatnonzero(np.isfinite(draw.scores.nll_T)) for draw in draws])
@@ -214,14 +214,15 @@ def tests_of(group: Group, tolerance: float) -> list[Trial]:
 
 
 def detectable(test: Trial, num_tests: int, tolerance: float, false_alarms: float) -> float:
-    """The mean shift of a surprisal, in nats, from which on such a test is likely to call a fault: by the normal approximation
-    of its evidence, and what the mean over the slopes costs."""
+    """Smallest shift of the mean surprisal, in nats, that such a test is likely to detect.
+
+    Normal approximation of the evidence, including the cost of averaging over slopes."""
     deviation = (test.high - test.low) / (2 * Z95)
     return tolerance + deviation * math.sqrt(2 * math.log(num_tests * (len(SLOPES) + len(FOREIGN)) / false_alarms))
 
 
 def _repeats(name: str, draws: Sequence[Draw]) -> Trial | None:
-    """Answers to one prompt that are the same to the last token."""
+    """Tests for answers to one prompt that are equal to the last token."""
     by_prompt: dict[int, list[Draw]] = {}
     for draw in draws:
         by_prompt.setdefault(draw.prompt, []).append(draw)
@@ -244,7 +245,7 @@ def _repeats(name: str, draws: Sequence[Draw]) -> Trial | None:
 
 
 def judged(groups: Sequence[Group], tolerance: float, false_alarms: float) -> list[Trial]:
-    """All tests of all groups, each at its part of the rate of false alarms, which holds for all together."""
+    """All tests of all groups, judged at a common rate of false alarms (Bonferroni)."""
     tests = [test for group in groups for test in tests_of(group, tolerance)]
     limit = math.log(len(tests) / false_alarms) if tests else math.inf
     return [replace(test, is_fault=test.log_evidence >= limit) for test in tests]

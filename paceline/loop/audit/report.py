@@ -1,4 +1,4 @@
-"""The folder of an audit: results.json, report.md and report.html, the verdict first, then what it rests on."""
+"""Writes the folder of an audit: results.json, report.md and report.html, with the verdict first."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_report(
     out: str | Path | None,
     progress: Progress,
 ) -> RunFolder:
-    """Write the run's folder, and show the findings. The API key, which may stand in the command line, is left out of it."""
+    """Write the run folder and show the findings. The API key, which may be in the command line, is masked."""
     run = RunFolder.create("audit", settings, out)
     if key:
         for name in ("config.json", "command.txt"):

@@ -1,7 +1,7 @@
-"""`paceline audit` as a library call: ask the server, score what it said under the model, judge, write the run's folder.
+"""Library call of `paceline audit`: requests answers, scores them under the model, judges, writes the run folder.
 
-done = audit("http://127.0.0.1:8000", EngineConfig(model="smollm2-135m"), AuditConfig())
-done.verdict, done.findings
+    done = audit("http://127.0.0.1:8000", EngineConfig(model="smollm2-135m"), AuditConfig())
+    done.verdict, done.findings
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from paceline.runs.folder import RunFolder
 
 PROMPTS = Path(__file__).parents[2] / "bench" / "prompts.jsonl"
 SEEDED, REPEATED, STOPPED, COMPARED = 48, 8, 4, 8
-"""Answers that are asked with a seed, asked again with it, asked with a stop string, and for their log-probabilities alone."""
+"""Numbers of answers with a seed, repeated with it, with a stop string, and for log-probabilities alone."""
 STOP_CHARACTERS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """What came of an audit."""
+    """Result of an audit."""
 
     verdict: Verdict
     findings: list[Finding]
@@ -51,7 +51,7 @@ class Audited:
 
 @dataclass(slots=True)
 class Auditor:
-    """One audit under way."""
+    """An audit in progress."""
 
     llm: LLM
     endpoint: Endpoint
@@ -59,10 +59,10 @@ class Auditor:
     progress: Progress
     usage: list[Usage] = field(default_factory=list)
     logprobs: list[tuple[float, float]] = field(default_factory=list)
-    """As the server told them, and ours."""
+    """(log-probability from the server, from the local model) per token."""
 
     def sampled(self, name: str, temperature: float, top_p: float = 1.0, seeds: Sequence[int] = ()) -> Group:
-        """Answers drawn in one way, with their scores. With `seeds` one for each."""
+        """Sample answers with these settings and score them. With `seeds`, one answer per seed."""
         many = range(len(seeds) or self.config.answers)
         with_logprobs = self.endpoint.has_logprobs and not self.endpoint.gives_ids
         requests = [
@@ -82,7 +82,7 @@ class Auditor:
         return group
 
     def ask(self, what: str, requests: Sequence[Request]) -> list[tuple[Request, Told | None]]:
-        """The server's answers; their counts are kept."""
+        """Request answers; records their token counts."""
         told: list[tuple[Request, Told | None]] = []
         with self.progress.bar(what, len(requests)) as advance:
             for request, answer in self.endpoint.ask(requests, self.config.concurrency):
@@ -100,7 +100,7 @@ class Auditor:
         return Usage(len(prompt), prompt_told, num_tokens, told.completion_tokens, request.max_tokens, told.finish_reason)
 
     def scored(self, told: Sequence[tuple[Request, Told | None]], temperature: float, top_p: float = 1.0) -> list[Draw]:
-        """Those whose tokens are known, under the model."""
+        """Score the answers with known tokens under the model."""
         by_prompt: dict[int, list[Told]] = defaultdict(list)
         for request, answer in told:
             if answer is not None and answer.token_ids:
@@ -121,7 +121,7 @@ class Auditor:
         return draws
 
     def greedy(self) -> tuple[Finding, Finding]:
-        """Greedy identity, and stop strings that are taken from these answers."""
+        """Check greedy answers, then stop strings taken from them."""
         count = len(self.endpoint.prompts)
         requests = [Request(index, 0.0, self.config.greedy_tokens) for index in range(count)]
         told = self.ask("greedy", requests)
@@ -147,7 +147,7 @@ class Auditor:
         )
 
     def seeded(self) -> tuple[Group | None, Finding]:
-        """Answers with seeds, some of them asked again."""
+        """Request answers with seeds, and repeat some of them."""
         if not self.endpoint.has_seeds:
             return None, checks.seeds([])
         many = range(min(SEEDED, self.config.answers))
@@ -179,9 +179,9 @@ def audit(
     out: str | Path | None = None,
     progress: Progress = SILENT,
 ) -> Audited:
-    """Whether the server at `url` answers as the model `engine.model` would, and what says so.
+    """Audits whether the server at `url` answers as the model `engine.model` would.
 
-    Raises DownloadError, ConfigError or ModelNotFoundError when the server cannot be asked, and what loading the model raises.
+    Raises DownloadError, ConfigError or ModelNotFoundError if the server cannot be queried, and what loading the model raises.
     """
     config = config or AuditConfig()
     with contextlib.closing(Client(url, key, config.timeout_s, "URL")) as client:
@@ -234,7 +234,7 @@ def _examine(auditor: Auditor) -> tuple[list[Finding], list[Group], list[Trial]]
 
 
 def audit_prompt(llm: LLM, prompt: Prompt) -> AuditPrompt:
-    """Of a conversation its first question; without a chat template the text as it is."""
+    """Builds the prompt from a conversation's first question, or from the text without a chat template."""
     messages = prompt.messages or None
     if prompt.token_ids:
         ids = list(prompt.token_ids)
@@ -249,14 +249,14 @@ def audit_prompt(llm: LLM, prompt: Prompt) -> AuditPrompt:
 
 
 def _text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """The prompt as a text; without its first token where the tokenizer itself puts that before a text."""
+    """Text of the prompt; without its first token if the tokenizer adds that itself."""
     whole = tokenizer.decode(ids, skip_special=False)
     rest = whole.removeprefix(tokenizer.special_tokens.get("bos_token", ""))
     return rest if tokenizer.encode(rest) == ids else whole
 
 
 def stop_in(text: str) -> str | None:
-    """A few characters from the middle of an answer, which do not stand at its beginning."""
+    """A few characters from the middle of an answer that do not occur at its beginning; None if unsuitable."""
     middle = text[len(text) // 2 :][:STOP_CHARACTERS].strip()
     return middle if len(middle) > 1 and "\ufffd" not in middle and text.index(middle) > 0 else None
 

@@ -1,7 +1,7 @@
-"""Teacher forcing: the target reads what a server said, and says how likely each token was.
+"""Teacher forcing: the target reads a server's answers and computes each token's probability.
 
-`Reader(llm).read(prompt_ids, answers)` gives logits of every answer of a prompt, which is read once; `scores_of` makes the
-`Scores` of an answer from them.
+`Reader(llm).read(prompt_ids, answers)` yields the logits of every answer to a prompt, which is read once; `scores_of` computes
+the `Scores` of an answer from them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from paceline.types import SamplingParams
 
 ARRAYS = tuple(each.name for each in fields(Scores) if each.name != "yes")
 CHUNK = 256
-"""Positions of a pass."""
+"""Positions per forward pass."""
 LOGITS = 2**19
-"""So many are scored at once, some positions of a large vocabulary: whole answers would take hundreds of megabytes."""
+"""Most logits scored at a time: whole answers would take hundreds of megabytes with a large vocabulary."""
 LAST_PART = 0.7
-"""The cut's part of a nucleus: tokens behind this share of top-p."""
+"""Share of top-p after which a token belongs to the last part of the nucleus ("cut")."""
 
 
 class Reader:
-    """Reads texts with the target of an engine that is idle."""
+    """Reads texts with the target of an idle engine."""
 
     def __init__(self, llm: LLM) -> None:
         self._target = llm.target
@@ -37,12 +37,12 @@ class Reader:
 
     @property
     def max_len(self) -> int:
-        """Tokens of prompt and answer together."""
+        """Most tokens of prompt and answer together."""
         return self._target.cache.max_len
 
     @torch.inference_mode()
     def read(self, prompt_ids: Sequence[int], answers: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        """Of each answer of T tokens the logits [T, V] that each of them was to be drawn from."""
+        """Yields, for each answer of T tokens, the logits [T, V] from which the tokens were sampled."""
         target, prompt = self._target, list(prompt_ids)
         row = target.cache.allocate()
         assert row is not None, "the engine is not idle"
@@ -69,8 +69,10 @@ class Reader:
 
 @torch.inference_mode()
 def scores_of(logits_TV: Tensor, tokens: Sequence[int], temperature: float, top_p: float = 1.0, tie: float = 0.0) -> Scores:
-    """Of an answer whose tokens were to be drawn from these logits [T, V]; logits that differ by less than `tie` count as
-    equal where order decides. At temperature 0 only `gap_T` and `logprob_T` mean something."""
+    """Scores of an answer from its logits [T, V].
+
+    Logits that differ by less than `tie` count as equal where order matters. At temperature 0 only `gap_T` and `logprob_T` are
+    meaningful."""
     rows = max(1, LOGITS // logits_TV.shape[1])
     parts = [
         _scores_of(logits_TV[start : start + rows], tokens[start : start + rows], temperature, top_p, tie)
@@ -124,7 +126,7 @@ def _scores_of(logits_TV: Tensor, tokens: Sequence[int], temperature: float, top
 
 
 def _mass_before(probs_TV: Tensor) -> Tensor:
-    """Of each token the probability of all that stand before it in descending order; [T, V]."""
+    """Returns, for each token, the total probability of the tokens before it in descending order. Shape [T, V]."""
     values_TV, order_TV = probs_TV.sort(dim=-1, descending=True)
     return torch.zeros_like(probs_TV).scatter_(-1, order_TV, values_TV.cumsum(-1) - values_TV)
 

@@ -1,11 +1,11 @@
-"""One place for what was asked and answered: traces of a server, of the recording proxy, and what `regenerate` wrote.
+"""Dataset store: answers from server traces, the recording proxy, and `regenerate`.
 
-    from paceline.loop.store import Store
+    from paceline.loop.store.folder import Store
     store = Store.open("store")
     store.rows("train"), store.rows("evals")
 
-`folder.py` has the files, `incoming.py` reads sources, `copies.py` finds what is there already, `split.py` keeps training and
-evals apart, `forget.py` deletes, `card.py` says what is in it. Importing this is quick.
+`folder.py` reads and writes the files, `incoming.py` reads sources, `split.py` separates training from evals, `forget.py`
+deletes, `card.py` summarises the contents.
 """
 
 from __future__ import annotations

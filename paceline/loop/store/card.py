@@ -1,4 +1,4 @@
-"""What is in a store: `card.md`, written with every version, and the same as values."""
+"""Summary of a store's contents, as values and as `card.md`, which is written with every version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_NAMED = 12
 
 
 class Described(Protocol):
-    """What a card needs to know of a `folder.Store`."""
+    """The attributes of a `folder.Store` that a card needs."""
 
     path: Path
     model: str
@@ -31,7 +31,7 @@ class Described(Protocol):
 
 
 def card_of(store: Described) -> dict[str, Any]:
-    """Counts by side, where rows come from, what they are, what was left out, what was forgotten."""
+    """Computes counts by side, sources, kinds of rows, rows left out and rows forgotten."""
     counted: dict[str, Any] = {}
     sources, tags, reasons, models = (Counter[str]() for _ in range(4))
     talks: dict[str, set[str]] = {}

@@ -1,4 +1,4 @@
-"""What a store is asked for: frozen dataclasses, whose fields are the commands' options. Quick to import."""
+"""Options of a dataset store, as frozen dataclasses: every field is an option. Quick to import."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Overlap = Annotated[float, within("above 0 and at most 1", above=0, most=1)]
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig:
-    """How conversations are shared out; a store keeps what it was made with."""
+    """How conversations are split between training and evals; a store keeps the settings of its creation."""
 
     evals_share: Share = 0.1
-    """Share of the conversations that are kept for evals, and never trained on."""
+    """Share of the conversations that is reserved for evals and never trained on."""
     split_seed: int = 0
-    """Which ones."""
+    """Seed that selects the conversations for evals."""
     max_overlap: Overlap = 0.9
-    """An answer that has more than this share of its pieces in common with one of another conversation is a copy and left out;
-    1 leaves out exact copies only."""
+    """Similarity above which an answer counts as a copy of one in another conversation and is left out; 1 leaves out exact
+    copies only."""
     related: Overlap = 0.7
-    """Conversations whose first prompts have more than this share in common stay on the same side."""
+    """Similarity of first prompts above which conversations stay on the same side."""
 
     def __post_init__(self) -> None:
         check(self)

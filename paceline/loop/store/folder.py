@@ -1,16 +1,16 @@
-"""A store on disk, version by version.
+"""Dataset store on disk, with versions.
 
-    store/store.json            the model whose tokens these are, how it is split, which version it is
-    store/versions.jsonl        a line for each change: when, what, how many rows, which files with their SHA-256
-    store/train/*.parquet       what may be trained on: `paceline train --answers store/train`
-    store/evals/*.parquet       what may not: `paceline evals make --from store`
-    store/labels.jsonl          scores of answers, beside them
-    store/card.md               what is in it
-    store/unfinished/           shards of changes that were killed, which nothing reads
+    store/store.json            model whose tokens these are, split settings, current version
+    store/versions.jsonl        one line per change: version, time, kind, number of rows, files with their SHA-256
+    store/train/*.parquet       rows for training: `paceline train --answers store/train`
+    store/evals/*.parquet       rows for evals: `paceline evals make --from store`
+    store/labels.jsonl          scores of answers
+    store/card.md               summary of the contents
+    store/unfinished/           shards of killed changes, which are never read
 
-A version adds files and changes none; rows say since which one they are there, so that an earlier version can be read again.
-Only `forget` and `split` change what is there. The next change settles one that was killed: it is finished where its line and
-its files are whole, else taken back.
+A version adds files and changes none; each row has its first version, so that earlier versions can be read again. Only `forget`
+and `split` change existing files. After a kill, the next change completes the killed one if its line and files are complete,
+else reverts it.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ log = logging.getLogger("paceline.loop.store")
 
 @dataclass(slots=True)
 class Store:
-    """One store. Made by `create` and `open`."""
+    """A dataset store; obtained from `create` or `open`."""
 
     path: Path
     model: str
     split: SplitConfig
     version: int
     salt: str
-    """Of the digests of what was forgotten."""
+    """Salt of the digests in `forgotten`."""
     suites: list[str] = field(default_factory=list)
-    """Files of suites that were made from it: `forget` reaches them."""
+    """Files of suites made from the store, from which `forget` deletes, too."""
     forgotten: set[str] = field(default_factory=set)
-    """Salted digests of rows that must not come back."""
+    """Salted digests of rows that must not be added again."""
 
     @classmethod
     def create(cls, path: str | Path, model: str, split: SplitConfig | None = None) -> Store:
-        """An empty store for tokens of this model. Raises ConfigError when there is one already."""
+        """Create an empty store for tokens of this model. Raises ConfigError if there is one already."""
         folder = Path(path)
         is_left = (folder / "versions.jsonl").exists() or any(any((folder / side).glob("answers-*.parquet")) for side in SIDES)
         refuse(
@@ -76,14 +76,14 @@ class Store:
         )
         with reraised(CacheError, f"cannot write {folder}", ELSEWHERE, OSError):
             for each in (folder, *(folder / side for side in SIDES)):
-                each.mkdir(mode=0o700, parents=True, exist_ok=True)  # what users said is for the owner alone
+                each.mkdir(mode=0o700, parents=True, exist_ok=True)  # user data: for the owner only
         made = cls(folder, model, split or SplitConfig(), 0, secrets.token_hex(8))
         made.save()
         return made
 
     @classmethod
     def open(cls, path: str | Path) -> Store:
-        """Raises ConfigError when there is none, or one of another format."""
+        """Open a store. Raises ConfigError if `path` is not a store, or its format is unknown."""
         file = Path(path) / "store.json"
         refuse(
             ConfigError, (not file.is_file(), f"{path} is no store: make one with paceline store add {path} TRACES --model M")
@@ -101,16 +101,16 @@ class Store:
         write_whole(self.path / "store.json", json.dumps(told, indent=1) + "\n")
 
     def tokenizer(self) -> Tokenizer:
-        """Raises what `Tokenizer.from_path` does."""
+        """Load the model's tokenizer. Raises what `Tokenizer.from_path` does."""
         return Tokenizer.from_path(resolve(self.model))
 
     def shards(self, side: str) -> list[Path]:
         return sorted((self.path / side).glob("answers-*.parquet"))
 
     def rows(self, side: str, version: int | None = None) -> Iterator[Row]:
-        """Rows of a side, as they were at a version. Raises PromptError on a damaged shard, and what `versions` does."""
+        """Yield rows of a side as of a version. Raises PromptError on a damaged shard, and what `versions` does."""
         last = self.version if version is None else version
-        named = {name for line in self.versions()[-1:] for name in line["files"]}  # others are of a change that was killed
+        named = {name for line in self.versions()[-1:] for name in line["files"]}  # other files are from a killed change
         for file in self.shards(side):
             if f"{side}/{file.name}" not in named:
                 continue
@@ -120,9 +120,9 @@ class Store:
 
     @contextlib.contextmanager
     def changing(self, doing: str) -> Iterator[dict[str, Any] | None]:
-        """Within, nobody else changes it. Yields the line of a version that was finished first, after a kill.
+        """Hold the store's lock. Yields the line of a version if a killed change was completed first, else None.
 
-        Raises ConfigError when somebody else does, and where store.json and versions.jsonl are not of the same time."""
+        Raises ConfigError if another process holds the lock, or store.json and versions.jsonl do not match."""
         with only_run(self.path, doing, Ranks(), SILENT.say):
             fresh = Store.open(self.path)
             self.version, self.suites, self.forgotten = fresh.version, fresh.suites, fresh.forgotten
@@ -130,7 +130,7 @@ class Store:
             yield self._settle()
 
     def _settle(self) -> dict[str, Any] | None:
-        """Finish a change that was killed where its files and its line are whole, and return the line; else take it back."""
+        """Complete a killed change whose files and line are complete, and return its line; else revert it and return None."""
         lines, finished = self._version_lines(), None
         newest, highest = max(lines, default=0), max(map(_version_of, self._all_shards()), default=0)
         if newest > self.version + 1:
@@ -155,7 +155,7 @@ class Store:
         return finished
 
     def _set_aside(self, file: Path) -> None:
-        """Move a shard that no version names into UNFINISHED: after a partial restore it may be of a later version."""
+        """Move a shard that no version names into UNFINISHED: after a partial restore it may belong to a later version."""
         folder, number = self.path / UNFINISHED, 0
         with reraised(CacheError, f"cannot write {folder}", ELSEWHERE, OSError):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -165,22 +165,24 @@ class Store:
         log.warning("%s is of no version, as a change that was killed leaves it: moved to %s", file, aside)
 
     def unfinished(self) -> list[Path]:
-        """Returns the shards of changes that were killed."""
+        """Returns the shards of killed changes."""
         return sorted((self.path / UNFINISHED).glob("*.parquet"))
 
     def _all_shards(self) -> list[Path]:
         return [file for side in SIDES for file in self.shards(side)]
 
     def _is_whole(self, line: dict[str, Any] | None) -> bool:
-        """Whether there is such a line and every file that it names is there as it says."""
+        """True if the line exists and all its files have their recorded hashes."""
         files = {self.path / name: mark for name, mark in line["files"].items()} if line else {}
         return bool(files) and all(file.is_file() and sha256_of(file) == mark for file, mark in files.items())
 
     def add(
         self, sources: Iterable[str | Path], tokenizer: Tokenizer | None = None, progress: Progress = SILENT
     ) -> dict[str, Any]:
-        """Take in answers, once each. Returns the version's line. Raises PromptError on what is no source, or holds nothing new
-        that can be used and never was there; ConfigError, CacheError."""
+        """Add answers without duplicates; returns the version's line.
+
+        Raises PromptError if a source is invalid, or nothing in the sources is usable and the store is empty; ConfigError,
+        CacheError."""
         paths = [Path(each) for each in sources]
         incoming = Incoming(tokenizer or self.tokenizer(), Counter())
         with self.changing("adding to the store") as finished:
@@ -208,7 +210,7 @@ class Store:
         return line
 
     def _new(self, stored: Sequence[tuple[str, Row]], fresh: Sequence[Row], left_out: Counter[str]) -> list[tuple[str, Row]]:
-        """Those that are not there yet, with their sides; counts the others."""
+        """Returns (side, row) of new rows; counts the others in `left_out`."""
         seen = {row["digest"] for _, row in stored}
         unique: list[Row] = []
         for row in fresh:
@@ -239,12 +241,12 @@ class Store:
         return hashlib.blake2b(f"{self.salt}/{digest}".encode(), digest_size=12).hexdigest()
 
     def write(self, side: str, rows: Sequence[Row], version: int) -> None:
-        """New shards of a version."""
+        """Write the shards of a version."""
         for number, begin in enumerate(range(0, len(rows), ROWS_PER_SHARD)):
             write_shard(self.path / side / f"answers-v{version:05d}-{number:05d}.parquet", rows[begin : begin + ROWS_PER_SHARD])
 
     def resplit(self, split: SplitConfig) -> dict[str, Any]:
-        """Share all conversations out anew. What was trained on an earlier version may have seen what is now kept for evals."""
+        """Split all conversations anew. Models trained on an earlier version may have seen rows that are now for evals."""
         with self.changing("splitting the store") as finished:
             if finished and finished.get("split") == asdict(split):
                 return finished
@@ -258,7 +260,7 @@ class Store:
             return self.commit("split", {"split": asdict(split)}, old)
 
     def commit(self, what: str, told: dict[str, Any], replaced: Sequence[Path] = ()) -> dict[str, Any]:
-        """The files are there: this makes them a version, and deletes those that they replace."""
+        """Make the written files a version, and delete the files that they replace."""
         left = {side: [file for file in self.shards(side) if file not in replaced] for side in SIDES}
         files = {f"{side}/{file.name}": sha256_of(file) for side in SIDES for file in left[side]}
         rows = {side: sum(parquet.read_metadata(file).num_rows for file in left[side]) for side in SIDES}
@@ -273,13 +275,13 @@ class Store:
         return line
 
     def versions(self) -> list[dict[str, Any]]:
-        """Lines of all versions; one that was killed before it was one is left out.
+        """Lines of all versions, without one of a killed change.
 
-        Raises ConfigError on a damaged line, and where the line of the newest version is missing."""
+        Raises ConfigError on a damaged line, or if the newest version's line is missing."""
         return [line for number, line in self._version_lines().items() if number <= self.version]
 
     def _version_lines(self) -> dict[int, dict[str, Any]]:
-        """Returns the lines by version. Raises ConfigError as `versions` does."""
+        """Returns {version: line}. Raises ConfigError as `versions` does."""
         lines = self._lines("versions.jsonl", {"version": int, "what": str, "rows": dict, "files": dict})
         found = {line["version"]: line for line in lines}
         if self.version and self.version not in found:
@@ -293,13 +295,13 @@ class Store:
         )
 
     def note_suite(self, file: str | Path) -> None:
-        """A suite was made from it: `forget` will reach that file."""
+        """Record a suite made from the store, so that `forget` deletes from that file, too."""
         with self.changing("noting a suite"):
             self.suites = list(dict.fromkeys([*self.suites, str(Path(file).resolve())]))
             self.save()
 
     def label(self, labels: Iterable[dict[str, Any]]) -> int:
-        """Keep scores beside the rows that they are of, by `digest`. Raises CacheError."""
+        """Append scores of stored rows, matched by `digest`; returns their number. Raises CacheError."""
         known = {row["digest"] for side in SIDES for row in self.rows(side)}
         mine = [each for each in labels if each.get("digest") in known]
         with self.changing("labelling"):
@@ -311,11 +313,11 @@ class Store:
             append_lines(self.path / name, map(plain, lines), is_synced=True)
 
     def labels(self) -> list[dict[str, Any]]:
-        """Raises ConfigError on a damaged line."""
+        """All scores. Raises ConfigError on a damaged line."""
         return self._lines("labels.jsonl")
 
     def _lines(self, name: str, keys: dict[str, type] | None = None) -> list[dict[str, Any]]:
-        """Objects of a file of JSON Lines, with values of these types; a last line that was cut is left out."""
+        """Objects of a JSON Lines file, checked for keys of these types; a truncated last line is left out."""
         file, remedy = self.path / name, "restore it from a copy, or delete the line that is damaged"
         with reraised(ConfigError, f"{file} is damaged", remedy, OSError, ValueError, RecursionError):
             whole = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
@@ -327,7 +329,7 @@ class Store:
 
 
 def _version_of(shard: Path) -> int:
-    """Returns the version that wrote the shard; 0 for other names."""
+    """Version that wrote the shard; 0 for other names."""
     found = SHARD.fullmatch(shard.name)
     return int(found[1]) if found else 0
 
@@ -338,7 +340,7 @@ def _told(incoming: Incoming) -> str:
 
 
 def write_shard(file: Path, rows: Sequence[Row]) -> None:
-    """Whole or not at all; for the owner alone. Raises CacheError."""
+    """Write a shard atomically, readable for its owner only. Raises CacheError."""
     table = pa.Table.from_pylist([{name: row.get(name) for name in STORED.names} for row in rows], STORED)
     with whole_file(file, ELSEWHERE, mode=0o600) as scratch:
         parquet.write_table(table, scratch, compression="zstd")

@@ -1,6 +1,6 @@
-"""Deletion on request, in every file that a store knows of: its shards, its labels, suites made from it, and its sources.
+"""Deletes conversations on request from all files known to a store: shards, labels, suites made from it, and sources.
 
-forget(store, "Jane Doe")            # every conversation that says so, whole
+    forget(store, "Jane Doe")            # every conversation with a match, as a whole
 """
 
 from __future__ import annotations
@@ -24,38 +24,36 @@ DAMAGED = "damaged line"
 
 @dataclass(slots=True)
 class Forgotten:
-    """What was deleted, and what still has it."""
+    """Numbers of deleted items, and files that still contain matches."""
 
     rows: int = 0
     conversations: int = 0
     labels: int = 0
     cases: int = 0
-    """Of suites that were made from the store."""
+    """Deleted cases of suites made from the store."""
     source_rows: int = 0
     suites_gone: list[str] = field(default_factory=list)
-    """Suites that are no longer where they were written: copies of them are not reached."""
+    """Suites that are no longer at their path; copies of them are not changed."""
     sources_with_it: list[str] = field(default_factory=list)
-    """Sources that still have such rows."""
+    """Source files that still contain such rows."""
     version: int = 0
 
 
 def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
-    """Delete every conversation of which a prompt, an answer or a tag matches the pattern; what was deleted does not come back
-    from the same answers. `in_sources` deletes the rows from the files that the store was made of, too.
+    """Delete every conversation with a prompt, answer or tag that matches; the same answers cannot be added again.
 
-    Raises ConfigError on a pattern that is none or matches everything, CacheError when a file cannot be written, and what
-    reading the model's tokenizer raises, before anything is changed.
-    """
+    `in_sources` also deletes the rows from the source files. Raises ConfigError on an invalid pattern or one that matches
+    everything, CacheError if a file cannot be written, and what loading the tokenizer raises, before any change."""
     pattern = pattern_of(match)
     done, tokenizer = Forgotten(), store.tokenizer()
     with store.changing("forgetting"):
         rows = [row for side in SIDES for row in store.rows(side)]
         talks = {row["conversation"] for row in rows if has(row, pattern)}
-        half = {row["digest"] for row in rows if store.salted(row["digest"]) in store.forgotten}  # of a run that was killed
+        half = {row["digest"] for row in rows if store.salted(row["digest"]) in store.forgotten}  # of a killed run
         gone = {row["digest"] for row in rows if row["conversation"] in talks} | half
         done.conversations, done.rows = len(talks), len(gone)
         store.forgotten |= {store.salted(digest) for digest in gone}
-        store.save()  # first: what is killed on the way is finished by the same command
+        store.save()  # first: the same command completes a killed run
         for file in [file for side in SIDES for file in store.shards(side)]:
             without(file, lambda row: row["digest"] in gone)
         for file in store.unfinished():
@@ -74,10 +72,9 @@ def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
 
 
 def pattern_of(match: str) -> re.Pattern[str]:
-    """Compile `match` as a regular expression.
+    """Compiles `match` as a regular expression.
 
-    Raises ConfigError if it is not one, or if it matches the empty string: then it would match every text.
-    """
+    Raises ConfigError if it is invalid, or matches the empty string and therefore every text."""
     try:
         pattern = re.compile(match)
     except re.error as error:
@@ -87,7 +84,7 @@ def pattern_of(match: str) -> re.Pattern[str]:
 
 
 def has(row: Row, pattern: re.Pattern[str]) -> bool:
-    """True if one of the row's texts matches; of `sampling`, which is JSON, with its escapes decoded."""
+    """True if one of the row's texts matches; `sampling` is JSON, and is also searched with its escapes decoded."""
     texts = [str(row[name]) for name in ("prompt", "text", "tag", "source", "sampling") if row.get(name)]
     if row.get("sampling"):
         texts.append(_text(_parsed(str(row["sampling"]))))
@@ -95,7 +92,7 @@ def has(row: Row, pattern: re.Pattern[str]) -> bool:
 
 
 def without(file: Path, is_gone: Callable[[Row], bool]) -> int:
-    """Write a shard again without these rows, or delete it when none is left; how many they were."""
+    """Rewrites a shard without these rows, or deletes it if none remains; returns the number of deleted rows."""
     rows = read_shard(file)
     left = [row for row in rows if not is_gone(row)]
     if not left:
@@ -106,7 +103,7 @@ def without(file: Path, is_gone: Callable[[Row], bool]) -> int:
 
 
 def _without_unfinished(file: Path, gone: set[str], talks: set[str], pattern: re.Pattern[str]) -> None:
-    """As `without`, of a shard that no version names; one that cannot be read is deleted: nobody knows whom it tells of."""
+    """Like `without`, for a shard that no version names; an unreadable one is deleted, as its content is unknown."""
     try:
         rows = read_shard(file)
     except PromptError:
@@ -127,7 +124,7 @@ def _without_lines(file: Path, is_gone: Callable[[dict[str, Any]], bool]) -> int
 
 
 def _parsed(line: str) -> dict[str, Any]:
-    """Its object; a damaged line, which must not keep anything from being forgotten, under DAMAGED."""
+    """Parses an object; a damaged line, which must not block deletion, is returned under DAMAGED."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -136,7 +133,7 @@ def _parsed(line: str) -> dict[str, Any]:
 
 
 def _text(value: dict[str, Any]) -> str:
-    """Returns the object as JSON, as people write it: a pattern has the letters themselves, no \\u escapes."""
+    r"""JSON text of the object without \u escapes, so that patterns match the letters themselves."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -145,7 +142,7 @@ def _is_of(case: dict[str, Any], gone: set[str]) -> bool:
 
 
 def _sources(store: Store, tokenizer: Tokenizer, pattern: re.Pattern[str], in_sources: bool, done: Forgotten) -> None:
-    """In the files that were read: count such rows, or delete them, all other columns kept."""
+    """Counts matching rows in the source files, or deletes them; keeps all other columns."""
     for name in dict.fromkeys(name for line in store.versions() for name in line.get("sources", ())):
         if not Path(name).exists():
             continue

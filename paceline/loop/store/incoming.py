@@ -1,4 +1,4 @@
-"""Answers from where they were written: folders of traces, of `regenerate`, other stores' shards, or single Parquet files."""
+"""Reads answers from their sources: folders of traces or of `regenerate`, shards of other stores, single Parquet files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ with needing(ConfigError, "a store is Parquet, which needs pyarrow: pip install 
 
 Row = dict[str, Any]
 TOLD = ("model", "tag", "ended", "sampling", "seed", "cluster")
-"""Columns of traces that a store keeps, beside those of answers."""
+"""Columns of traces that a store keeps in addition to those of answers."""
 STORED = pa.schema(
     [
         *SCHEMA,
@@ -35,20 +35,22 @@ STORED = pa.schema(
         *TOP,
     ]
 )
-"""Columns of a shard: those of answers first, so that `paceline train --answers` reads them as they are. `conversation`
-names the conversation that a row belongs to, `prompt` is the prompt's text with its special tokens, `digest` names the row by
-its tokens, `version` is the first version that has it; `top_ids` and `top_logprobs` are as of `regenerate --top-k`."""
+"""Columns of a shard. Those of answers come first, so that `paceline train --answers` reads shards directly.
+
+`conversation` identifies the row's conversation, `prompt` is the prompt's text with special tokens, `digest` identifies the row
+by its tokens, `version` is its first version; `top_ids` and `top_logprobs` are those of `regenerate --top-k`.
+"""
 
 
 def digest_of(prompt_ids: Iterable[int], answer_ids: Iterable[int]) -> str:
-    """Names a row by its tokens."""
+    """Identifier of a row, computed from its tokens."""
     named = hashlib.blake2b(array("i", prompt_ids).tobytes(), digest_size=12)
     named.update(b"|" + array("i", answer_ids).tobytes())
     return named.hexdigest()
 
 
 def shards_of(source: Path) -> list[Path]:
-    """Its Parquet files: of a folder of traces or answers, or of a run of regenerate. Raises PromptError."""
+    """Lists the Parquet files of a folder of traces or answers, or of a `regenerate` run. Raises PromptError without any."""
     if source.is_file():
         return [source]
     folder = source / "answers" if (source / "answers").is_dir() else source
@@ -59,7 +61,7 @@ def shards_of(source: Path) -> list[Path]:
 
 
 def read_shard(file: Path) -> list[Row]:
-    """Rows with every column of STORED; what the file does not have is None. Raises PromptError on a damaged or other file."""
+    """Reads rows with every column of STORED; missing columns are None. Raises PromptError on a damaged or foreign file."""
     with reraised(PromptError, f"{file} is no file of answers", "give whole files", pa.ArrowException, OSError, ValueError):
         table = parquet.read_table(file)
         missing = [name for name in ("prompt_ids", "answer_ids", "text") if name not in table.column_names]
@@ -72,14 +74,14 @@ def read_shard(file: Path) -> list[Row]:
 
 @dataclass(slots=True)
 class Incoming:
-    """Reads sources for one tokenizer."""
+    """Reads sources with one tokenizer."""
 
     tokenizer: Tokenizer
     left_out: Counter[str]
-    """Rows, by reason."""
+    """Number of rows left out, by reason."""
 
     def rows(self, sources: Iterable[Path]) -> Iterator[Row]:
-        """Rows that can be used, with their prompts as text and their digests."""
+        """Yield usable rows, with prompt text and digest."""
         vocab = self.tokenizer.vocab_size
         for file in (file for source in sources for file in shards_of(source)):
             for row in read_shard(file):

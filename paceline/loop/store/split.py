@@ -1,8 +1,8 @@
-"""Which rows belong together, and on which side they go: nothing that is trained on may tell of what is asked in evals.
+"""Groups rows into conversations and assigns them to training or evals, without overlap between the two.
 
-A conversation is its turns, whose prompts begin with one another, and all answers to one prompt. Conversations whose first
-prompts are nearly the same are a family; families go to one side whole, chosen by a hash of the family, whatever comes in which
-order. What is stored stays where it is: a new row that ties the two sides together is left out.
+A conversation is a chain of turns, whose prompts begin with one another, and all answers to one prompt. Conversations with
+nearly equal first prompts form a family; a family goes to one side as a whole, chosen by its hash, independent of the order of
+arrival. Stored rows keep their side: a new row that would connect both sides is left out.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from paceline.loop.store.config import SplitConfig
 
 SIDES = ("train", "evals")
 BETWEEN = "between"
-"""In place of a side: what would tie both together."""
+"""Pseudo-side of rows that would connect both sides."""
 
 
 class Groups:
-    """Numbers that are joined (union-find); the smallest of a group names it."""
+    """Union-find over numbers; the smallest number represents a group."""
 
     def __init__(self, size: int) -> None:
         self._above = list(range(size))
@@ -38,10 +38,10 @@ class Groups:
 
 
 def first_prompts(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Of each prompt the shortest of all that it begins with: what its conversation began with."""
+    """Returns, for each prompt, the shortest prompt that it begins with: the start of its conversation."""
     first: dict[tuple[int, ...], tuple[int, ...]] = {}
     chain: list[tuple[int, ...]] = []
-    for prompt in sorted(set(prompts)):  # a prompt stands right behind those that it begins with
+    for prompt in sorted(set(prompts)):  # a prompt sorts directly after its prefixes
         while chain and prompt[: len(chain[-1])] != chain[-1]:
             chain.pop()
         first[prompt] = chain[0] if chain else prompt
@@ -50,7 +50,7 @@ def first_prompts(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def families(firsts: Sequence[tuple[int, ...]], related: float) -> Groups:
-    """Of conversations, by their first prompts."""
+    """Groups conversations whose first prompts are similar."""
     groups, pieces = Groups(len(firsts)), [pieces_of(first) for first in firsts]
     near = Near(related, common_pieces(pieces))
     for number, own in enumerate(pieces):
@@ -61,7 +61,7 @@ def families(firsts: Sequence[tuple[int, ...]], related: float) -> Groups:
 
 
 def side_of(name: str, config: SplitConfig) -> str:
-    """By a hash of the name and the seed."""
+    """Chooses a side by a hash of the name and the seed."""
     drawn = hashlib.blake2b(f"{config.split_seed}/{name}".encode(), digest_size=8).digest()
     return SIDES[int.from_bytes(drawn, "big") < config.evals_share * 2**64]
 
@@ -69,7 +69,7 @@ def side_of(name: str, config: SplitConfig) -> str:
 def sides(
     prompts: Sequence[tuple[int, ...]], known: Sequence[str | None], config: SplitConfig
 ) -> tuple[list[str], list[str], int]:
-    """(conversation of each prompt, its side or BETWEEN, number of families); `known`: the sides of those that are stored."""
+    """Returns (conversation per prompt, side or BETWEEN per prompt, number of families); `known`: sides of stored prompts."""
     firsts = first_prompts(prompts)
     unique = list(dict.fromkeys(firsts))
     place = {first: number for number, first in enumerate(unique)}

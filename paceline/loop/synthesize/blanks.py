@@ -1,9 +1,9 @@
-"""Blanks in the beginnings of users' turns: values that the schema of the answers tells, such as the number of an order.
+"""Template slots in openers of simulated users, filled with values that the answer schema allows, such as order numbers.
 
     Has my order {order_id}      ->      Has my order KT4821
 
-A target that writes its own users has them name the same few numbers, or none, and so its answers do: a drafter learns those by
-heart, and not to copy what stands in the request.
+A target that writes its own users' messages repeats a few numbers or none. A drafter would memorise those instead of learning
+to copy values from the request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLANK = re.compile(r"\{(\w+)\}")
 
 
 class Blanks:
-    """Fills blanks with values of the properties of their names: of an enum, a pattern, or whole numbers with limits."""
+    """Fills template slots with values of the properties of the same name: of an enum, a pattern, or a bounded integer."""
 
     def __init__(self, schema: Schema) -> None:
         self._nodes: dict[str, list[Schema]] = defaultdict(list)
@@ -29,11 +29,11 @@ class Blanks:
 
     @property
     def names(self) -> list[str]:
-        """Of all blanks that can be filled."""
+        """Names of all slots that can be filled."""
         return sorted(self._nodes)
 
     def check(self, openers: Iterable[str]) -> list[str]:
-        """Raises ConfigError for a blank that cannot be filled; returns the properties with a pattern that no opener names."""
+        """Raises ConfigError for a slot that cannot be filled; returns the properties with a pattern that no opener uses."""
         named = {name for opener in openers for name in BLANK.findall(opener)}
         if unknown := sorted(named - set(self._nodes)):
             raise ConfigError(
@@ -43,7 +43,7 @@ class Blanks:
         return [name for name in self.names if name not in named and any("pattern" in node for node in self._nodes[name])]
 
     def fill(self, opener: str, seed: int) -> str:
-        """The opener with a value in each blank; the same for the same seed."""
+        """Returns the opener with its slots filled; deterministic in the seed."""
         generator = random.Random(seed)
         return BLANK.sub(lambda found: _drawn(generator.choice(self._nodes[found[1]]), generator), opener)
 

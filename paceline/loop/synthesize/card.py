@@ -1,7 +1,7 @@
-"""The card of synthetic data: what it is, how it was made, and that no production text is in it, with the hashes that say so.
+"""Card of synthetic data: contents, origin, and proof by hashes that no production text is included.
 
-runs/x/card.json    for programs; `ood` names the prompts that training watches (paceline train --ood)
-runs/x/README.md    the same for people
+    runs/x/card.json    for programs; `ood` names the prompts that training monitors (paceline train --ood)
+    runs/x/README.md    for people
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.train.answers.mixture import sources_of
 def write_card(
     folder: RunFolder, config: SynthesizeConfig, schema: dict[str, Any] | None, coverage: Coverage | None, done: Synthesized
 ) -> None:
-    """Raises CacheError when the disk refuses."""
+    """Write card.json and README.md. Raises CacheError if the disk refuses."""
     card = record_of(_card(config, schema, coverage, done))
     folder.write_json("card.json", card)
     folder.write("README.md", render("synthesis.md", **card))
@@ -66,6 +66,6 @@ def _form(config: SynthesizeConfig) -> str:
 
 
 def _file_hash(source: str) -> str | None:
-    """None for a data set or a folder."""
+    """SHA-256 of a file; None for a data set or a folder."""
     path = Path(source)
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None

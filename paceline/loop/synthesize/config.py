@@ -1,4 +1,4 @@
-"""What `paceline synthesize` is asked, and what came of it: documented field by field. The call is in `run.py`."""
+"""Options and results of `paceline synthesize`, documented field by field; `run.py` has the call."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from paceline.train.config import AnswerConfig, PromptsConfig
 
 @dataclass(frozen=True, slots=True)
 class SynthesizeConfig:
-    """An application without its traffic: what it answers, and to which prompts. Raises ConfigError on impossible values."""
+    """Description of an application without traffic: its prompts and the form of its answers. Raises ConfigError."""
 
     out: Path
-    """Run folder; the same command again goes on where it stopped."""
+    """Run folder; the same command resumes an interrupted run."""
     target: EngineConfig = field(default_factory=EngineConfig)
     asked: PromptsConfig = field(default_factory=PromptsConfig)
     answering: AnswerConfig = field(default_factory=AnswerConfig)
-    """Its grammar is that of the application's answers; without, its tools are called."""
+    """Form of the answers; without a grammar its tools are called."""
     tool_choice: Literal["required", "auto"] = "required"
-    """required: every answer is a call; auto: the target writes as it likes, and answers without a call are left out."""
+    """required: every answer is a tool call; auto: the target chooses, and answers without a call are left out."""
     not_in: tuple[Path, ...] = ()
-    """Store of production traces: no prompt that stands in it is used."""
+    """Store of production traces, whose prompts are excluded."""
     ood: tuple[str, ...] = ()
-    """Prompts of another kind, named in the card for `paceline train --ood`."""
+    """Out-of-domain prompts, named in the card for `paceline train --ood`."""
     steered: Share = 0.5
-    """Share of the prompts whose answer must take a value of the schema that is rare so far."""
+    """Share of the prompts whose answer is forced to take a schema value that is rare so far."""
     max_overlap: Annotated[float, within("above 0 and at most 1", above=0, most=1)] = 0.9
-    """An answer that shares more of its five-token pieces with an earlier one is left out; 1 keeps all but copies."""
+    """Similarity to an earlier answer above which an answer is left out; 1 leaves out exact copies only."""
     max_batch: Count = 32
-    """Answers written at once."""
+    """Most answers generated at the same time."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -40,20 +40,20 @@ class SynthesizeConfig:
 
 @dataclass(slots=True)
 class Synthesized:
-    """What came of it."""
+    """Results of `paceline synthesize`."""
 
     answers: Path
-    """Folder of the answers that are kept."""
+    """Folder of the accepted answers."""
     num_answers: int = 0
     num_tokens: int = 0
     num_steered: int = 0
-    """Of these, answers that had to take a rare value."""
+    """Accepted answers that were forced to take a rare value."""
     parsed: float = 0.0
-    """Share of the answers, read back, that parse."""
+    """Share of the accepted answers that parse when read back."""
     num_in_store: int = 0
-    """Prompts left out because production had them."""
+    """Prompts left out because they occur in production."""
     num_compared: int = 0
-    """Prompts of production that ours were compared with."""
+    """Production prompts compared with."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Answers left out, by reason."""
     wall_s: float = 0.0

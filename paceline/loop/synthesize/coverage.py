@@ -1,9 +1,9 @@
-"""How much of a schema the answers use: values of enums, kinds of branches, lengths of texts, and how evenly.
+"""Measures how much of a schema the answers use: enum values, branches, text lengths, and how evenly.
 
-A *choice* is a place of the schema where the answer takes one of a few values: an enum, a boolean, or one of several schemas
-(`anyOf`, `oneOf`), such as which tool is called. Its *evenness* is the entropy of what was taken, over the entropy of an even
-choice: 1 is even, 0 is always the same. `narrowed` gives the schema with one choice made, which is how rare values are asked
-for. Texts are counted by place: lengths, and the entropy of their words.
+A *choice* is a place in the schema where the answer takes one of a few values: an enum, a boolean, or one of several schemas
+(`anyOf`, `oneOf`), such as the tool to call. Its *evenness* is the entropy of the values taken divided by the maximum: 1 is
+even, 0 is constant. `narrowed` fixes one choice of the schema, to request rare values. Texts are measured by place: lengths,
+and the entropy of their words.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Step = tuple[str, Any]
 """("properties", name), ("items", None), or ("anyOf", place)."""
 BRANCHES = ("anyOf", "oneOf")
 MAX_DEPTH = 12
-"""Schemas may hold themselves."""
+"""Depth limit, since schemas may be recursive."""
 TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict,
     "array": list,
@@ -37,7 +37,8 @@ TYPES: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A place where the answer takes one of `values`; places of a branch's schemas where `is_branch`."""
+    """Place where the answer takes one of `values`, or one of several schemas (`is_branch`; `values` are then their indices).
+    """
 
     path: tuple[Step, ...]
     values: tuple[Any, ...]
@@ -45,14 +46,14 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """As action, or items[].kind."""
+        """Path of the place, such as action, or items[].kind."""
         parts = (f".{key}" if kind == "properties" else "[]" if kind == "items" else f"({key})" for kind, key in self.path)
         return "".join(parts).removeprefix(".") or "answer"
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What the answers took of a choice."""
+    """Values that the answers took in a choice."""
 
     name: str
     counts: dict[str, int]
@@ -61,7 +62,7 @@ class Taken:
 
 
 class Coverage:
-    """Counts answers of a schema; `add` takes a parsed one."""
+    """Counts the values taken by parsed answers of a schema."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -85,7 +86,7 @@ class Coverage:
                 self._words[name].update(re.findall(r"\w+", text.lower()))
 
     def rarest(self, generator: random.Random) -> tuple[Choice, int] | None:
-        """A choice to make, the less even the likelier, and its rarest value, which counts as taken; None without choices."""
+        """Picks a choice, uneven ones with higher probability, and counts its rarest value as taken; None without choices."""
         if not self.choices:
             return None
         weights = [1.05 - evenness(counts, len(choice.values)) for choice, counts in self.counts.items()]
@@ -96,7 +97,7 @@ class Coverage:
         return choice, place
 
     def taken(self) -> list[Taken]:
-        """By choice."""
+        """Counts and evenness of each choice."""
         return [
             Taken(
                 choice.name,
@@ -108,7 +109,7 @@ class Coverage:
         ]
 
     def texts(self) -> list[dict[str, Any]]:
-        """By place of free text: how many, how long in characters, and bits of entropy a word."""
+        """Statistics of free text by place: number, length in characters, entropy in bits per word."""
         return [
             {
                 "name": name or "answer",
@@ -128,19 +129,19 @@ class Coverage:
 
 
 def narrowed(schema: Schema, choice: Choice, place: int) -> Schema:
-    """The schema with this choice made: properties on its way become required, arrays get an item."""
+    """Returns the schema with this choice fixed: properties on its path become required, arrays non-empty."""
     return _narrowed(schema, schema, choice.path, choice, place)
 
 
 def entropy(counts: Iterable[int]) -> float:
-    """Shannon's, in bits."""
+    """Shannon entropy in bits."""
     found = [count for count in counts if count]
     total = sum(found)
     return -sum(count / total * math.log2(count / total) for count in found) if total else 0.0
 
 
 def evenness(counts: Counter[int], number: int) -> float:
-    """Of `number` values that could be taken; 0 before any was."""
+    """Evenness of counts over `number` possible values; 0 without counts."""
     return entropy(counts.values()) / math.log2(number)
 
 
@@ -184,7 +185,7 @@ def _choices(root: Schema, node: Any, path: tuple[Step, ...], depth: int) -> Ite
 
 
 def _found(root: Schema, node: Any, value: Any, path: tuple[Step, ...], depth: int) -> Iterator[Any]:
-    """What an answer holds at a place of the schema."""
+    """Yields an answer's values at a place of the schema."""
     if not path:
         yield value
         return
@@ -206,7 +207,7 @@ def _at(root: Schema, path: tuple[Step, ...]) -> Schema:
 
 
 def _branch_of(root: Schema, branches: list[Any], value: Any) -> int | None:
-    """The first schema that the value looks like: by its type, its keys, and its constants."""
+    """Index of the first schema that matches the value's type, keys and constants."""
     return next((place for place, branch in enumerate(branches) if _looks_like(resolved(root, branch), value)), None)
 
 
@@ -227,7 +228,7 @@ def _looks_like(schema: Schema, value: Any) -> bool:
 
 
 def resolved(root: Schema, node: Any) -> Schema:
-    """Follows `$ref` within the document; a schema that is no object says nothing."""
+    """Follows `$ref` within the document; returns {} for a schema that is not an object."""
     for _ in range(MAX_DEPTH):
         if not isinstance(node, dict) or "$ref" not in node:
             break

@@ -1,13 +1,12 @@
-"""Synthesize: training data for an application whose traffic does not exist yet, or that nobody may look at.
+"""Makes training data for an application whose traffic does not exist yet or must not be read.
 
-The target answers prompts that are public, or that it writes itself as the application's users, in the application's own form:
-its system message and worked examples before, its tools, its schema as a grammar. The first part of the answers is free. What
-they leave rare in the schema is then asked for: the grammar of each further answer is narrowed to a rare value (`coverage.py`).
-Answers that did not come to their end or do not parse, and near-copies of earlier ones, are left out.
+The target answers public prompts, or prompts it writes as the application's users, in the application's form: system message
+and examples, tools, schema as a grammar. The first part of the answers is free. Then the grammar of each answer is narrowed to
+a schema value that is still rare (`coverage.py`). Unfinished and unparsable answers and near-copies are left out.
 
-    runs/x/raw/         every answer, as `regenerate` writes them: a killed run goes on
-    runs/x/answers/     those that are kept: paceline train --answers runs/x/answers
-    runs/x/card.json, README.md     what they are, and that no production text is among them (`card.py`)
+    runs/x/raw/         every answer, as `regenerate` writes them: a killed run resumes
+    runs/x/answers/     accepted answers: paceline train --answers runs/x/answers
+    runs/x/card.json, README.md     contents, and proof that no production text is included (`card.py`)
 
     paceline synthesize --schema ticket.json --system "Answer each ticket." --self-written 2000 --out runs/x
 """
@@ -46,12 +45,12 @@ SHINGLE = 5
 """Tokens of the pieces that two answers are compared by."""
 NUM_HASHES = 128
 STEERED = "+steered"
-"""Ends the source of an answer that had to take a rare value."""
+"""Suffix of the source of an answer that was forced to take a rare value."""
 ROWS_PER_SHARD = 512
 
 
 def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
-    """As `paceline.loop.adapt.synthesize`."""
+    """Runs `paceline synthesize`."""
     form = Form.of(config)
     answering = replace(config.answering, grammar=form.grammar)
     asked = RegenerateConfig(config.out, config.target, config.asked, answering, config.max_batch)
@@ -93,7 +92,7 @@ def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
 
 
 def _stands_in(work: Regenerator, prompt: Prompt, kept_out: Container[str]) -> bool:
-    """True if the prompt is one of `kept_out`. One that cannot be asked is not: the regenerator counts it."""
+    """True if the prompt is in `kept_out`; False if it cannot be encoded, which the regenerator counts."""
     try:
         return digest(work.first_ids(prompt)) in kept_out
     except RowError:
@@ -101,7 +100,7 @@ def _stands_in(work: Regenerator, prompt: Prompt, kept_out: Container[str]) -> b
 
 
 def _filled(form: Form, config: SynthesizeConfig, progress: Progress) -> Callable[[str, int], str]:
-    """What fills the blanks of openers. Raises ConfigError for one that cannot be filled."""
+    """Returns the function that fills openers' slots. Raises ConfigError if one cannot be filled."""
     if form.schema is None:
         return lambda opener, seed: opener
     blanks = Blanks(form.schema)
@@ -116,17 +115,17 @@ def _filled(form: Form, config: SynthesizeConfig, progress: Progress) -> Callabl
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the application's answers look like."""
+    """Form of the application's answers."""
 
     grammar: GrammarSpec | None
     schema: dict[str, Any] | None
-    """Of the JSON that an answer is, where it is some."""
+    """Schema of JSON answers; None for other forms."""
     tool_names: frozenset[str] = frozenset()
-    """Of tools that a free answer may call."""
+    """Tools that a free answer may call."""
 
     @classmethod
     def of(cls, config: SynthesizeConfig) -> Form:
-        """Raises PromptError on tools or ConfigError on a schema that cannot be read."""
+        """Reads the form from the config. Raises PromptError on invalid tools, ConfigError on an invalid schema."""
         grammar, tools = config.answering.grammar, config.answering.read_tools()
         refuse(
             ConfigError,
@@ -152,7 +151,7 @@ class Form:
         return cls(grammar, schema)
 
     def read(self, answer: Answer) -> tuple[str | None, Any]:
-        """(why it cannot be kept, or None; what its JSON says)."""
+        """Returns (reason to reject the answer or None, its parsed JSON)."""
         if answer.finish_reason != "stop":
             return "unfinished", None
         if self.tool_names:
@@ -169,7 +168,7 @@ class Form:
 
 
 def _digests(stores: Iterable[Path]) -> frozenset[str]:
-    """Of every prompt in these stores. Raises PromptError where there is no store."""
+    """Digests of every prompt in these stores. Raises PromptError if a store does not exist."""
     found: set[str] = set()
     for store in stores:
         if not store.is_dir():
@@ -179,7 +178,7 @@ def _digests(stores: Iterable[Path]) -> frozenset[str]:
 
 
 def _steered(form: Form, prompts: list[Prompt], shards: AnswerShards, seed: int) -> Iterator[Prompt]:
-    """The prompts with a grammar each: the schema with one choice made, of those that are rare in the free answers."""
+    """Yields the prompts, each with a grammar that fixes one choice to a value rare in the free answers."""
     if form.schema is None:
         yield from prompts
         return
@@ -203,7 +202,7 @@ def _is_steered(answer: Answer) -> bool:
 
 
 def _keep(form: Form, raw: AnswerShards, done: Synthesized, max_overlap: float) -> tuple[Coverage | None, Counter[str]]:
-    """Write what is kept, and measure it and what is not; replaces what an earlier run kept."""
+    """Write the accepted answers, replacing those of an earlier run; returns their coverage and the rejected counts."""
     shutil.rmtree(done.answers, ignore_errors=True)
     kept, coverage, dropped = AnswerShards(done.answers), Coverage(form.schema) if form.schema else None, Counter[str]()
     copies, rows = Copies(max_overlap), list[Answer]()

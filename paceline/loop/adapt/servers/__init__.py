@@ -1,1 +1,1 @@
-"""The servers that a drafter is put on: ours, vLLM and SGLang."""
+"""Servers that a drafter is deployed on: paceline, vLLM and SGLang."""

@@ -1,7 +1,7 @@
-"""Hours as a server counts them, for servers whose rounds no trace tells: vLLM and SGLang behind `paceline record`.
+"""Hourly sums from a server's counters, for servers whose rounds are not traced: vLLM and SGLang behind `paceline record`.
 
-Each pair of readings of the counters stands for a request in `Sums`; all traffic is one cluster, ALL. An hour that is over is a
-line in `counted.jsonl`, so that a daemon that was stopped knows it again.
+Each pair of counter readings counts as one request in `Sums`; all traffic is one cluster, ALL. A completed hour is appended to
+`counted.jsonl`, where a restarted daemon reads it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from paceline.loop.adapt.traffic.hours import HOUR_S, Sums
 from paceline.runs.folder import RunFolder, append_lines
 
 ALL = "all"
-"""The cluster of traffic that is not told apart."""
+"""Cluster of all traffic, for servers that do not distinguish clusters."""
 
 
 @dataclass(slots=True)
 class CountedHours:
-    """Readings go in, hours come out."""
+    """Converts counter readings into hourly sums."""
 
     folder: Path
     left_out: Counter[str] = field(default_factory=Counter)
-    """Lines of the file that were not used at the latest reading, by reason."""
+    """Lines of the file that the latest call of `hours` left out, by reason."""
     _before: tuple[float, Counts] | None = None
     _pairs: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
     def read(self, now: float, counts: Counts) -> None:
-        """Note a reading of the counters, as a `Meter` sums them over restarts of the server."""
+        """Add a reading of the counters, summed over restarts by a `Meter`."""
         if self._before is not None:
             rounds, accepted = counts.rounds - self._before[1].rounds, counts.accepted - self._before[1].accepted
             if rounds > 0 and accepted >= 0:
@@ -39,7 +39,7 @@ class CountedHours:
         self._before = now, counts
 
     def hours(self, until: int, since: int = 0) -> dict[int, dict[str, Sums]]:
-        """{hour: {ALL: sums}} of the hours [since, until), which are over and are written down. Raises CacheError."""
+        """Write the completed hours and return {hour: {ALL: sums}} of hours [since, until). Raises CacheError."""
         file, self.left_out = self.folder / "counted.jsonl", Counter()
         with reraised(CacheError, f"cannot write {file}", "free space, or choose another --state", OSError):
             for hour in sorted(each for each in self._pairs if each < until):

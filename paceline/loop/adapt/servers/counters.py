@@ -1,8 +1,8 @@
-"""What a server says of itself: counters by which acceptance and pace are read, its health, and answers in JSON.
+"""Reads a server's metrics, health and JSON answers over HTTP.
 
-vLLM's names, which paceline's own server has too, or SGLang's. What goes wrong is a DownloadError in one line:
-UnreachableError where the server does not answer or is busy, so that the same call may be tried again; DeployError
-where it has not looked at the drafter.
+Counters have vLLM's names, which paceline's server also uses, or SGLang's. Every failure is a one-line DownloadError:
+UnreachableError if the server does not answer or is busy, so that the call may be repeated; DeployError if the server has not
+judged the drafter.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ COUNTERS = {
     "errors": "vllm:request_success_total{error}",
     "steps": "paceline:rounds_total",
 }
-"""vLLM's names, which paceline's server has too; of requests those that ended in an error. `steps`: rounds of a batch."""
+"""Field of Counts -> metric of vLLM and paceline; `errors`: failed requests, `steps`: batch rounds (paceline only)."""
 SGLANG_LENGTH, SGLANG_TOKENS = "sglang:spec_accept_length", "sglang:generation_tokens_total"
 REQUESTS = "vllm:request_success_total"
 BUSY = ("paceline:draft_seconds_total", "paceline:verify_seconds_total", "paceline:host_seconds_total")
 DRAFTS = "paceline:drafter_drafts_total"
-"""Rounds with drafts of each member of a pool, by its label `drafter`."""
+"""Rounds with drafts per drafter of a pool, by label `drafter`."""
 NOT_NOW = (408, 409, 425, 429, 502, 503, 504)
-"""Statuses of a server that is busy, loads, or is behind a proxy that does not reach it."""
+"""HTTP statuses of a server that is busy, is loading, or cannot be reached by its proxy."""
 NOT_JUDGED = (401, 403, 404, 405, 507)
-"""Statuses of a server that has not tried the drafter: a wrong key, another version, no memory."""
+"""HTTP statuses of a server that has not tried the drafter: wrong key, other version, out of memory."""
 LEAST_STEPS = 100
-"""Rounds whose time says something."""
+"""Fewest rounds for a meaningful time per round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a server's metrics say so far; of several servers their sum."""
+    """Counter values of a server's metrics; for several servers their sum."""
 
     tokens: float = 0.0
     rounds: float = 0.0
@@ -52,7 +52,7 @@ class Counts:
     steps: float = 0.0
     busy_s: float = 0.0
     requests: float = 0.0
-    """Requests that ended, those that ended in an error included."""
+    """Finished requests, including failed ones."""
 
     def __add__(self, other: Counts) -> Counts:
         pairs = zip(astuple(self), astuple(other), strict=True)
@@ -61,22 +61,22 @@ class Counts:
 
 @dataclass(slots=True)
 class Meter:
-    """Sums the counters of one engine over its restarts, each of which sets them back to 0."""
+    """Sums the counters of one engine over its restarts, each of which resets them to 0."""
 
     earlier: Counts = field(default_factory=Counts)
-    """Counted before the latest restart that was seen."""
+    """Counts before the latest restart."""
     last: Counts = field(default_factory=Counts)
-    """The latest reading."""
+    """Latest reading."""
 
     @property
     def total(self) -> Counts:
         return self.earlier + self.last
 
     def read(self, raw: Counts, length: float | None = None) -> Counts:
-        """Returns what was counted in all; `raw` is what the engine says now.
+        """Add a reading; returns the counts over all restarts.
 
-        `length`: mean tokens a round of late, where that is told and the rounds are not: they follow from the tokens
-        since the last reading."""
+        `length`: recent mean acceptance length, for engines that report it but not their rounds; these are then derived from
+        the tokens since the last reading."""
         if _is_partial(self.last, raw):
             return self.total
         before = self.total.tokens
@@ -89,12 +89,12 @@ class Meter:
         return self.total
 
     def saved(self) -> list[list[float]]:
-        """As JSON; `Meter.of` reads it."""
+        """JSON form of the meter; `Meter.of` reads it."""
         return [list(astuple(self.earlier)), list(astuple(self.last))]
 
     @classmethod
     def of(cls, saved: list[list[float]]) -> Meter:
-        """Raises ValueError or TypeError on what `saved` has not written."""
+        """Read the form of `saved`. Raises ValueError or TypeError on anything else."""
         earlier, last = saved
         for counts in (earlier, last):
             is_sound = isinstance(counts, list) and len(counts) == len(fields(Counts))
@@ -105,14 +105,15 @@ class Meter:
 
 @dataclass(slots=True)
 class Meters:
-    """Meters by server and engine: each counts for itself, so that the restart of one moves nothing."""
+    """Meters by server and engine: each is separate, so the restart of one does not disturb the others."""
 
     of: dict[str, dict[str, Meter]]
 
     def read(self, clients: Iterable[Client], model: str | None) -> Counts:
-        """Returns what all servers counted, without those whose page cannot be read now, and without engines that do not
-        report their tokens now: these add nothing until they can be read again. Raises DownloadError where no page can
-        be read."""
+        """Read all servers; returns the sum of their counts.
+
+        Servers whose page cannot be read now, and engines that do not report their tokens now, add nothing until they can be
+        read again. Raises DownloadError if no page can be read."""
         pages, errors = dict[str, dict[str, dict[str, float]]](), list[DownloadError]()
         for client in clients:
             try:
@@ -127,7 +128,7 @@ class Meters:
         is_begun = any(self.of.values())
         for server, engines in pages.items():
             for engine, (raw, length) in _readings(engines).items():
-                # What an engine counted before it was first seen beside others is no gain since the last reading.
+                # An engine first seen later than others starts at 0: its earlier counts are not a gain since the last reading.
                 missed = Counts(*(-value for value in astuple(raw))) if is_begun else Counts()
                 self.of[server].setdefault(engine, Meter(missed, raw)).read(raw, length)
         return sum((meter.total for meter in self.all()), Counts())
@@ -136,39 +137,39 @@ class Meters:
         return [meter for engines in self.of.values() for meter in engines.values()]
 
     def saved(self) -> dict[str, Any]:
-        """As JSON; `restore` reads it."""
+        """JSON form of the meters; `restore` reads it."""
         return {server: {engine: meter.saved() for engine, meter in each.items()} for server, each in self.of.items()}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go on from what was saved of these servers."""
+        """Continue from saved meters of the same servers."""
         for server in self.of.keys() & saved.keys():
             self.of[server] = {engine: Meter.of(each) for engine, each in saved[server].items()}
 
 
 def is_restarted(before: Counts, after: Counts) -> bool:
-    """True if the tokens fell, or every counter above 0 did: the server was started again between two readings.
+    """True if the tokens fell, or every counter above 0 did: the server was restarted between the readings.
 
-    Other counters alone also fall where a part of the page is missing, such as one reason of the finished requests."""
+    Some counters also fall without a restart if a part of the page is missing, such as one finish reason."""
     pairs = _counters(before, after)
     return after.tokens < before.tokens or (bool(pairs) and all(value < then for then, value in pairs))
 
 
 def tokens_per_round(before: Counts, after: Counts) -> float | None:
-    """Between two readings; None when no round was, or when a restart set the counters back."""
+    """Acceptance length between two readings; None without a round, or if a restart reset the counters."""
     rounds, accepted = after.rounds - before.rounds, after.accepted - before.accepted
     return 1.0 + accepted / rounds if rounds > 0 and accepted >= 0 else None
 
 
 def pace(before: Counts, after: Counts) -> tuple[float, float] | None:
-    """(rows of a round, seconds of a round) between two readings; None where a server does not tell, or has done little."""
+    """Returns (rows per round, seconds per round) between two readings; None if not reported, or after few rounds."""
     steps, busy_s = after.steps - before.steps, after.busy_s - before.busy_s
     return ((after.rounds - before.rounds) / steps, busy_s / steps) if steps >= LEAST_STEPS and busy_s > 0 else None
 
 
 def _readings(engines: dict[str, dict[str, float]]) -> dict[str, tuple[Counts, float | None]]:
-    """Returns by engine its counters and, of SGLang, its mean acceptance length; without engines that report no tokens.
+    """Returns each engine's counts and, for SGLang, its mean acceptance length; skips engines that report no tokens.
 
-    With data parallelism SGLang labels the length with `dp_rank`, the tokens not: these get the mean of all lengths."""
+    With data parallelism SGLang labels the length with `dp_rank` but not the tokens: these get the mean of all lengths."""
     mean_length, found = totals(engines).get(SGLANG_LENGTH, 0.0), dict[str, tuple[Counts, float | None]]()
     for engine, values in engines.items():
         reading = _reading(values)
@@ -179,7 +180,7 @@ def _readings(engines: dict[str, dict[str, float]]) -> dict[str, tuple[Counts, f
 
 
 def _reading(values: dict[str, float]) -> Counts | None:
-    """Returns an engine's counters; None where its tokens are missing, so that the others may be, too."""
+    """Returns an engine's counts; None without its tokens, since other counters may be missing, too."""
     if SGLANG_TOKENS in values:
         return Counts(values[SGLANG_TOKENS])
     if COUNTERS["tokens"] not in values:
@@ -190,20 +191,20 @@ def _reading(values: dict[str, float]) -> Counts | None:
 
 
 def _is_partial(before: Counts, now: Counts) -> bool:
-    """True where some counters fell but the tokens did not, nor all others: a part of the page is missing."""
+    """True if some counters fell, but neither the tokens nor all others: a part of the page is missing."""
     return not is_restarted(before, now) and any(value < then for then, value in _counters(before, now))
 
 
 def _counters(before: Counts, now: Counts) -> list[tuple[float, float]]:
-    """Pairs (before, now) of the counters that were above 0. Errors are a part of the requests."""
+    """Pairs (before, now) of the counters that were above 0. Errors are part of the requests."""
     names = ("tokens", "rounds", "accepted", "requests")
     return [(getattr(before, name), getattr(now, name)) for name in names if getattr(before, name) > 0]
 
 
 def drafts_of(client: Client, member: str) -> float | None:
-    """Rounds in which this member of a pool has drafted; None where the server does not count them by member.
+    """Rounds drafted by this drafter of a pool; None if the server does not count by drafter.
 
-    A server counts a bounded number of names: a later one is a part of OTHER, as far as can be known from outside."""
+    A server counts a bounded number of names: later ones may be part of OTHER."""
     values = totals(metrics_of(client, by=("drafter",)))
     is_counted = any(name.startswith(DRAFTS) for name in values)
     unknown = None if f"{DRAFTS}{{{OTHER}}}" in values or not is_counted else 0.0
@@ -211,11 +212,10 @@ def drafts_of(client: Client, member: str) -> float | None:
 
 
 def metrics_of(client: Client, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
-    """Engine -> name -> value, of series with a label of `by`, or `finished_reason`, also under NAME{VALUE}; as
-    `engines_of`.
+    """Returns {engine: {metric: value}}; series with a label `finished_reason` or in `by` also under NAME{VALUE}.
 
-    Raises DownloadError when the server does not answer, or with what is none of a server's metrics; DeployError where
-    they tell of several models, and `model` names none."""
+    Raises DownloadError if the server does not answer, or the page has no known metric; DeployError if it has several models
+    and `model` names none of them."""
     text = answer_of(client, "GET", "/metrics").decode("utf-8", "replace")
     try:
         found = engines_of(text, model, ("finished_reason", *by))
@@ -227,7 +227,7 @@ def metrics_of(client: Client, model: str | None = None, by: tuple[str, ...] = (
 
 
 def is_well(client: Client) -> bool:
-    """True if the server says that it is well. Raises UnreachableError when it does not answer."""
+    """True if the server reports that it is healthy. Raises UnreachableError if it does not answer."""
     try:
         return client.get("/health").status == 200
     except OSError as error:
@@ -235,7 +235,7 @@ def is_well(client: Client) -> bool:
 
 
 def is_up(client: Client) -> bool:
-    """True if the server answers and says that it is well: while one starts, silence is no error."""
+    """Like `is_well`, but False if the server does not answer, as while it starts."""
     try:
         return is_well(client)
     except UnreachableError:
@@ -268,7 +268,7 @@ def answer_of(client: Client, method: str, path: str, body: dict[str, Any] | Non
 
 
 def _refusal(status: int) -> type[DownloadError]:
-    """The error that an answer with this status is."""
+    """Maps a failed response's HTTP status to the class of its error."""
     return UnreachableError if status in NOT_NOW else DeployError if status in NOT_JUDGED else DownloadError
 
 

@@ -1,4 +1,4 @@
-"""Where a drafter is put to work: paceline's own server, vLLM or SGLang, behind one small protocol.
+"""Deploys drafters on paceline's own server, vLLM or SGLang through one protocol.
 
     deployment = open_deployment(DeployConfig(servers=("http://127.0.0.1:8000",), admin_key="..."))
     before = deployment.counts()
@@ -6,19 +6,19 @@
     tokens_per_round(before, deployment.counts())
     deployment.roll_back()
 
-A deployment is well, or raises DownloadError in one line; `roll_back` gives back what was there before.
-UnreachableError means that a server does not answer now: it may have carried the call out or not, and the call may be
-made again; DeployError that the servers have not judged the drafter: nothing about it is known.
+Every failure is a one-line DownloadError; `roll_back` restores the state before. UnreachableError: a server does not answer
+now; it may or may not have executed the call, which may be repeated. DeployError: the servers have not judged the drafter, so
+nothing is known about it.
 
-paceline   the admin API of its pool (`serve/admin.py`, docs/reference/http-api.md): POST /admin/drafters/NAME loads a drafter,
-           health-checked, under traffic; POST /admin/clusters/CLUSTER sends requests of a kind to a member
-vllm       where the version has it, POST /start_draft_weight_update, then `publish` sends the tensors, then
-           /finish_weight_update; else `restart` for one server after the other, each well again before the next
-sglang     POST /update_weights_from_disk with the field that this build has for draft weights (`draft_field`: none is
-           assumed, because a build without one would replace the target's own weights); else `restart`
+paceline   admin API of its pool (`serve/admin.py`, docs/reference/http-api.md): POST /admin/drafters/NAME loads a drafter,
+           health-checked, under traffic; POST /admin/clusters/CLUSTER routes a cluster of requests to a drafter
+vllm       if supported, POST /start_draft_weight_update, then `publish` sends the tensors, then POST /finish_weight_update;
+           else `restart` for one server after the other, each healthy before the next
+sglang     POST /update_weights_from_disk with the field that this build has for draft weights (`draft_field`; no default,
+           because a build without one would replace the target's own weights); else `restart`
 
-`publish` and `restart` are commands of the user's. They find PACELINE_SERVER, PACELINE_DRAFTER (a folder) and
-PACELINE_SPECULATIVE_CONFIG (JSON, as --speculative-config of vLLM takes it) in their environment.
+`publish` and `restart` are user commands. Their environment has PACELINE_SERVER, PACELINE_DRAFTER (a folder) and
+PACELINE_SPECULATIVE_CONFIG (JSON for vLLM's --speculative-config).
 """
 
 from __future__ import annotations
@@ -42,82 +42,82 @@ log = logging.getLogger("paceline.loop.adapt")
 
 
 class Deployment(Protocol):
-    """The contract; every method raises DownloadError when a server does not answer, or refuses."""
+    """Interface of a deployment; every method raises DownloadError if a server does not answer or refuses."""
 
     traces_rounds: bool
-    """Whether traces of its requests tell how many drafts stood in each round."""
+    """True if traces of its requests contain the accepted drafts of each round."""
     undo: list[list[str | None]]
-    """What `roll_back` will take back, as JSON: a daemon that goes on after another sets it."""
+    """Changes that `roll_back` will undo, as JSON; a resumed daemon sets it."""
     meters: Meters
-    """By address of a server: what it has counted. A daemon that goes on after another sets it."""
+    """Meters by server address; a resumed daemon restores them."""
 
     def serves(self, drafter: str) -> None:
-        """Note the drafter that serves now, for servers that do not say."""
+        """Record the serving drafter, for servers that do not report it."""
         ...
 
     def members(self) -> dict[str, str]:
-        """Name -> drafter (folder, or name) of what drafts there now."""
+        """Name -> drafter (folder or name) of the drafters on the server."""
         ...
 
     def place_of(self, drafter: str) -> str:
-        """The name under which this drafter serves."""
+        """Returns the name under which this drafter serves."""
         ...
 
     def pinned(self, cluster: str) -> str | None:
-        """The member that requests of a cluster are sent to, if they are. DownloadError where none can be sent."""
+        """Returns the drafter that a cluster is routed to, if any. Raises DownloadError if the server cannot route it."""
         ...
 
     def load(self, name: str, folder: Path, noted: Callable[[], None] = ignore) -> None:
-        """Put a drafter to work under a name, in the place of any other.
+        """Load a drafter under a name, in place of any other.
 
-        `noted` is called when `undo` has it, before a server is asked: what it raises ends the load. When it raises, the
-        servers work as before; after an UnreachableError they may not, and `undo` knows that."""
+        `noted` is called when `undo` is updated, before a server gets the request; an exception from it stops the load. On an
+        error the servers work as before; after an UnreachableError they may not, and `undo` covers that."""
         ...
 
     def route(self, cluster: str, name: str, noted: Callable[[], None] = ignore) -> None:
-        """Send requests of a cluster to this member; `noted` as of `load`."""
+        """Route a cluster to this drafter; `noted` as in `load`."""
         ...
 
     def found(self, name: str, before: str | None) -> None:
-        """Somebody else has put this member to work, in the place of `before`: `roll_back` takes that back."""
+        """Record that a user has loaded this drafter in place of `before`; `roll_back` will restore that one."""
         ...
 
     def keep(self) -> None:
-        """What was loaded has proved itself: there is nothing to take back."""
+        """Accept what was loaded: `roll_back` no longer undoes it."""
         ...
 
     def roll_back(self) -> None:
-        """Undo what was done since `keep`, the latest first; nothing when nothing was."""
+        """Undo the changes since `keep`, the latest first."""
         ...
 
     def counts(self) -> Counts: ...
 
     def drafts(self, name: str) -> float | None:
-        """Rounds in which this member has drafted; None where a server does not count by member."""
+        """Rounds drafted by this drafter; None if the server does not count by drafter."""
         ...
 
     def holds(self, name: str, drafter: str) -> bool:
-        """False if the server has another drafter under this name by now, or none."""
+        """False if the server now has another drafter, or none, under this name."""
         ...
 
     def is_well(self) -> bool:
-        """True if all servers say that they are well."""
+        """True if all servers report that they are healthy."""
         ...
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         ...
 
 
 def open_deployment(config: DeployConfig, incumbent: Path | None = None) -> Deployment:
-    """`incumbent`: the folder of the drafter that vLLM or SGLang serves with now: what rolling back gives back."""
+    """Opens the servers of `config`. `incumbent`: folder of the drafter that vLLM or SGLang serves now, for rollbacks."""
     if config.engine == "paceline":
         return PacelineServer(config)
     return VllmServers(config, incumbent) if config.engine == "vllm" else SglangServers(config, incumbent)
 
 
 class PacelineServer:
-    """Members of a pool, loaded under traffic, and the clusters that are sent to one of them."""
+    """Deploys to a paceline server: loads drafters of its pool, and routes clusters to them."""
 
     traces_rounds = True
 
@@ -125,17 +125,17 @@ class PacelineServer:
         self._client = Client(config.servers[0], config.admin_key or os.environ.get("PACELINE_ADMIN_KEY"), config.patience_s)
         self._served_name = config.served_name
         self.undo = list[list[str | None]]()
-        """("drafter", name, what it was made from before) and ("cluster", name, the member it was sent to before)."""
+        """["drafter", name, drafter before or None] and ["cluster", name, drafter it was routed to before or None]."""
         self.meters, self._leaving = Meters({self._client.url: {}}), set[str]()
 
     def serves(self, drafter: str) -> None:
-        pass  # it says so itself
+        pass  # the server reports it
 
     def members(self) -> dict[str, str]:
         rows = self._listed("drafters")
         for row in rows:
             if row["name"] in self._leaving and row["state"] == "draining" and not row["rows"]:
-                self._ask("DELETE", "drafters", row["name"])  # its memory is free
+                self._ask("DELETE", "drafters", row["name"])  # frees its memory
                 self._leaving.remove(row["name"])
         return {row["name"]: row["drafter"] for row in rows if row["state"] == "ready" and row["name"] != NONE}
 
@@ -161,8 +161,8 @@ class PacelineServer:
         self._change("cluster", cluster, self.pinned(cluster), name, noted)
 
     def _change(self, kind: str, name: str, before: str | None, drafter: str, noted: Callable[[], None]) -> None:
-        """Noted before it is asked for: a request whose answer was lost may have been carried out."""
-        is_noted = any(each[:2] == [kind, name] for each in self.undo)  # it is tried again
+        """Record the change in `undo`, then request it: a request whose response was lost may have been executed."""
+        is_noted = any(each[:2] == [kind, name] for each in self.undo)  # a retry
         if not is_noted:
             self.undo.append([kind, name, before])
         try:
@@ -192,7 +192,7 @@ class PacelineServer:
             self.undo.pop()
 
     def _release(self, cluster: str, before: str | None) -> None:
-        """Send a cluster where it went before; a server that was started again may not know it any more."""
+        """Restore a cluster's earlier route; a restarted server may no longer know the cluster."""
         try:
             self._ask("POST" if before else "DELETE", "clusters", cluster, {"drafter": before} if before else None)
         except UnreachableError:
@@ -201,7 +201,7 @@ class PacelineServer:
             log.warning("the cluster %s is not sent back: %s", cluster, error)
 
     def _take_out(self, name: str, before: str | None) -> None:
-        """Give back the drafter from before; where there was none, or it is refused now, requests get other members."""
+        """Restore the earlier drafter. If there was none, or it is refused now, remove this one: others get its requests."""
         if before is not None:
             try:
                 self._ask("POST", "drafters", name, {"drafter": before})

@@ -1,11 +1,11 @@
-"""Why a drafter drafts badly for a target that it should fit: its settings varied one at a time, ranked by tokens a round.
+"""Finds out why a drafter drafts badly for a target: varies its settings one at a time and ranks them by acceptance length.
 
     requests = ask(llm, prompts)
-    ranked = rank(llm, stored, requests)        # the first is the drafter as it is
+    ranked = rank(llm, stored, requests)        # the first is the drafter unchanged
 
-A drafter that reads the wrong layer, mask token or slot raises no error anywhere: it only drafts badly. Which setting it is
-shows when each is put as it could have been meant. Answers are the target's own, greedy, so that they are the same whatever
-drafts; `score` says what each variation would have brought, exactly.
+A drafter that reads a wrong layer, mask token or position raises no error: it only drafts badly. The faulty setting shows when
+each is set to other plausible values. Answers are the target's own, greedy, and so do not depend on the drafter; `score`
+computes each variation's rounds exactly.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from paceline.report.statistics import Rounds, bootstrap, ratio_of_sums
 from paceline.types import SamplingParams
 
 LOW = 2.0
-"""Tokens a round below which something may be wrong."""
+"""Acceptance length below which a setting may be wrong."""
 LEAST_GAIN, LEAST_FACTOR = 0.2, 1.15
-"""What a variation must bring more, in tokens a round and as a factor, to be named."""
+"""Smallest gain of a reported variation, in acceptance length and as a factor."""
 LEAST_SURE = 1.05
-"""The factor where it brings more whichever of the prompts were taken."""
+"""Smallest factor if the bootstrap over prompts confirms the gain."""
 FIRST_LOOK, FINALISTS = 6, 4
-"""Prompts that all variations are tried on, and variations that get all prompts."""
+"""Prompts for all variations, and number of variations that get all prompts."""
 THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
 """Published values of rope_theta."""
 
@@ -55,17 +55,17 @@ MORE_PROMPTS = (
     "List five vegetables that grow in winter.",
 )
 PROMPTS = (*(json.loads(line)["prompt"] for line in BUILTIN_PROMPTS.read_text(encoding="utf-8").splitlines()), *MORE_PROMPTS)
-"""What a drafter is tried on: questions, stories, code and sums."""
+"""Test prompts: questions, stories, code and sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """A drafter with one setting as it could have been meant."""
+    """A drafter with one setting changed."""
 
     kind: str
-    """The mismatch that it would mend."""
+    """Mismatch that the change would fix."""
     change: str
-    """What was put where."""
+    """Setting and its value."""
     stored: StoredDrafter | Eagle3Checkpoint
 
 
@@ -76,18 +76,18 @@ class Ranked:
     tokens_per_round: float
     num_prompts: int
     is_sure: bool = False
-    """Whether it brings more than the drafter as it is in 97.5% of the draws of as many of the prompts; of finalists alone."""
+    """True if acceptance length is higher than unchanged in 97.5% of bootstrap draws over prompts; finalists only."""
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """As a chat, where the target has a template for one."""
+    """Encodes a prompt, with the chat template if the target has one."""
     if tokenizer.chat_template is None:
         return tokenizer.encode(prompt)
     return tokenizer.encode_chat([{"role": "user", "content": prompt}])
 
 
 def ask(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = 48) -> list[Request]:
-    """The target's greedy answers to these prompts, as requests for `rank`; answers of fewer than two tokens are left out."""
+    """Returns the target's greedy answers as requests for `rank`; answers of fewer than two tokens are left out."""
     params = SamplingParams(max_tokens=max_tokens)
     answers = llm.generate_ids(list(prompts), params)
     return [
@@ -98,17 +98,17 @@ def ask(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = 48) -> list[Re
 
 
 def measure(llm: LLM, drafter: Drafter, requests: Sequence[Request]) -> float:
-    """Tokens a round over these requests, all drafts checked in every round."""
+    """Acceptance length over these requests, with all drafts verified in every round."""
     return Rounds.sum(_rounds(llm, drafter, requests)).tokens_per_round
 
 
 def _rounds(llm: LLM, drafter: Drafter, requests: Sequence[Request]) -> list[Rounds]:
-    """Of each request."""
+    """Rounds of each request."""
     return [each.figures for each in score(llm, drafter, requests)]
 
 
 def made_of(stored: StoredDrafter | Eagle3Checkpoint) -> Drafter:
-    """The drafter that a folder holds, changed or not."""
+    """Builds the drafter of a stored checkpoint."""
     if isinstance(stored, StoredDrafter):
         return drafter_from(stored)
     return Eagle3Drafter(Eagle3Network.of(stored.config, stored.tensors), ids=stored.ids)
@@ -120,8 +120,8 @@ def rank(
     requests: Sequence[Request],
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Ranked]:
-    """The drafter as it is, then every variation that can be run, the best first. Raises DrafterMismatchError when the drafter
-    as it is cannot be bound to the target."""
+    """Ranks the unchanged drafter first, then every variation that runs, best first. Raises DrafterMismatchError if the
+    unchanged drafter does not fit the target."""
     few = list(requests)[:FIRST_LOOK]
     own = _rounds(llm, made_of(stored), requests)
     as_is = Ranked("as it is", "", Rounds.sum(own).tokens_per_round, len(requests))
@@ -131,7 +131,7 @@ def rank(
         try:
             tried.append((_rounds(llm, made_of(each.stored), few), each))
         except PacelineError:
-            continue  # a network of another shape, or a layer that the target has not
+            continue  # a network of another shape, or a layer that the target lacks
     tried.sort(key=lambda pair: -Rounds.sum(pair[0]).tokens_per_round)
     ranked = []
     for place, (rounds, each) in enumerate(tried):
@@ -145,7 +145,7 @@ def rank(
 
 
 def _is_surely_more(ours: Sequence[Rounds], theirs: Sequence[Rounds]) -> bool:
-    """More tokens a round than `theirs`, request by request the same ones, whichever of the requests were drawn."""
+    """True if acceptance length is higher than `theirs` in 97.5% of paired bootstrap draws over requests."""
 
     def gain(items: list[tuple[float, ...]]) -> float:
         return ratio_of_sums([item[:2] for item in items]) - ratio_of_sums([item[2:] for item in items])
@@ -157,7 +157,7 @@ def _is_surely_more(ours: Sequence[Rounds], theirs: Sequence[Rounds]) -> bool:
 
 
 def named(ranked: Sequence[Ranked]) -> Ranked | None:
-    """The variation that mends the drafter, or None when none brings enough."""
+    """Returns the variation that fixes the drafter, or None if no gain is large enough."""
     as_is, *others = ranked
     if not others:
         return None
@@ -170,7 +170,7 @@ def named(ranked: Sequence[Ranked]) -> Ranked | None:
 def variations(
     stored: StoredDrafter | Eagle3Checkpoint, target: Target, special_tokens: Sequence[int] = ()
 ) -> Iterator[Variation]:
-    """Every variation that the file and the target leave open; each changes one setting."""
+    """Yields every variation that file and target allow; each changes one setting."""
     if isinstance(stored, Eagle3Checkpoint):
         theta = getattr(getattr(target, "config", None), "rope_theta", None)
         thetas = [theta, *THETAS] if isinstance(theta, float) and theta not in THETAS else THETAS
@@ -215,7 +215,7 @@ def _rotary(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
         if each != shape.rope_theta:
             yield _rope(stored, f"rope_theta {each:g}", each, shape.rope_scaling)
     scaling = getattr(of_target, "rope_scaling", None)
-    if scaling and scaling["rope_type"] == "longrope":  # for the target's lengths, and maybe a part of its heads
+    if scaling and scaling["rope_type"] == "longrope":  # fits only the target's lengths and maybe a part of its heads
         scaling = shape.rope_scaling
     for each, said in ((None, "no rope_scaling"), (scaling, "the target's rope_scaling")):
         if each != shape.rope_scaling:
@@ -232,7 +232,7 @@ def _rope(stored: StoredDrafter, said: str, theta: float, scaling: dict[str, Any
 
 
 def _permuted(name: str, tensor: Tensor, order: Tensor) -> Tensor:
-    """Channels of queries and keys within each head in another order."""
+    """Reorders the channels of queries and keys within each head."""
     if not any(f".{which}." in name for which in ("q_proj", "k_proj", "q_norm", "k_norm")):
         return tensor
     return tensor.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
@@ -273,7 +273,7 @@ def _heads(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
 
 
 def _second(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
-    """What DFlash 2 adds, as it could lie in a file: taps and sides of its convolutions, and its two codebooks."""
+    """DFlash 2 variations: taps and sides of its convolutions, and its two codebooks."""
     sizes = stored.config.second
     if sizes is None:
         return
@@ -289,7 +289,7 @@ def _second(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
 
 
 def _turned(name: str, tensor: Tensor, axis: int, num_taps: int) -> Tensor:
-    """A kernel [2 sides, taps, channels] or what projects to one [2 sides * taps * groups, D], turned around along an axis."""
+    """Flips a kernel [2 sides, taps, channels], or its projection [2 sides * taps * groups, D], along an axis."""
     if name.endswith("_conv.base_kernel"):
         return tensor.flip(axis)
     if name.endswith("_conv.kernel_projection.weight"):
@@ -298,7 +298,7 @@ def _turned(name: str, tensor: Tensor, axis: int, num_taps: int) -> Tensor:
 
 
 def _with(stored: StoredDrafter, kind: str, change: str, **keys: Any) -> Variation:
-    """The drafter with other keys in its config, within dflash_config where that has them; None takes one out."""
+    """Changes keys of the config, within dflash_config if that has them; None removes a key."""
     raw = {**stored.config.raw}
     nested = {**(raw.get("dflash_config") or {})}
     for name, value in keys.items():
@@ -314,7 +314,7 @@ def _with(stored: StoredDrafter, kind: str, change: str, **keys: Any) -> Variati
 
 
 def _special_tokens(llm: LLM) -> list[int]:
-    """Tokens that others use as a mask: ends, names with "mask" or "pad", and the first id that has no text."""
+    """Tokens often used as a mask: end tokens, names with "mask" or "pad", and the first id without text."""
     tokenizer = llm.tokenizer
     texts = tokenizer.backend.get_added_tokens_decoder()
     named = [token for token, text in texts.items() if any(word in str(text).lower() for word in ("mask", "pad", "fim"))]

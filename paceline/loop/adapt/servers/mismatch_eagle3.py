@@ -1,6 +1,6 @@
-"""Settings of an EAGLE-3 drafter as they could have been meant, one changed at a time, for `mismatch.rank`.
+"""Variations of an EAGLE-3 drafter's settings, one changed at a time, for `mismatch.rank`.
 
-The flags of its norms cannot be seen in a file: the same weights fit both, and a wrong one only makes drafts worse.
+A file does not show the flags of its norms: the same weights fit both values, and a wrong one only makes drafts worse.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from paceline.draft.eagle3.checkpoint import Eagle3Checkpoint, default_taps
 from paceline.model.target import Target
 
 Change = tuple[str, str, Eagle3Checkpoint]
-"""The mismatch that it would mend, what was put where, and the drafter."""
+"""(mismatch that it would fix, setting and its value, changed drafter)."""
 
 
 def changes(stored: Eagle3Checkpoint, target: Target, thetas: Sequence[float]) -> Iterator[Change]:
-    """Every one that the file and the target leave open."""
+    """Yields every change that file and target allow."""
     yield from _layer_ids(stored, target)
     yield from _norms(stored)
     config = stored.config

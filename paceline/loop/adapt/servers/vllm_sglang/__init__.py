@@ -1,1 +1,1 @@
-"""vLLM and SGLang: the folder of a drafter that they read, their start, and whether they draft with it as it was trained."""
+"""vLLM and SGLang: drafter folders in their formats, start of the engine, check of its acceptance."""

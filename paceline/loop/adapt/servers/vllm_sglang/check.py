@@ -1,13 +1,13 @@
-"""Does another engine draft with a drafter as it was trained? Its tokens a round on twenty prompts, held against ours.
+"""Checks whether another engine drafts as trained: compares its acceptance length on twenty prompts with paceline's.
 
     prompts = prompt_ids(model)
-    ours = brings(model, given.folder, given.num_drafted, prompts)       # in a process of its own, which gives its memory back
+    ours = brings(model, given.folder, given.num_drafted, prompts)       # in a separate process, which frees its memory
     Comparison(ours, served("vllm", client, name, prompts)).is_low
 
-The prompts are those of `paceline inspect`, greedy, one after the other. Ours counts the drafts of the very folder that the
-engine gets, with as many drafts a round. Theirs is what it counts itself: vLLM's counters before and after, and the rounds that
-SGLang tells of each answer. A layer, mask token or slot that an engine reads otherwise raises no error there: drafts are then
-refused, and this is where it shows.
+The prompts are those of `paceline inspect`, greedy, one after the other. Paceline measures the same folder with the same number
+of drafts per round. The engine's acceptance length comes from vLLM's counters before and after, or from the rounds that SGLang
+reports with each answer. An engine that reads a layer, mask token or position differently raises no error: its drafts are
+rejected, which shows here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.net.streaming import Client
 
 NUM_PROMPTS, MAX_TOKENS = 20, 48
 LEAST_SHARE, LEAST_LOSS = 0.85, 0.15
-"""An engine brings clearly less below this share of our tokens a round, when it is also this much less."""
+"""An engine is clearly lower if below this share of paceline's acceptance length, and lower by at least this much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,15 @@ class Comparison:
 
 
 def prompt_ids(model: str) -> list[list[int]]:
-    """The prompts as tokens of this target, whose tokenizer alone is read."""
+    """Encodes the prompts for this target; loads only its tokenizer."""
     tokenizer = Tokenizer.from_path(light_folder(model))
     return [encode(tokenizer, prompt) for prompt in PROMPTS[:NUM_PROMPTS]]
 
 
 def brings(model: str, folder: Path, num_drafted: int, prompts: list[list[int]], dtype: str = "auto") -> float:
-    """Tokens a round that the drafter in `folder` brings for this target here, measured in another process. Raises what loading
-    either does, and ConfigError when that process dies or the target says nothing."""
+    """Measures the acceptance length of the drafter in `folder` with paceline, in another process.
+
+    Raises what loading the models raises, and ConfigError if the process dies or the target's answers are empty."""
     with (
         reraised(ConfigError, "measuring here was killed", "give --expected, or --no-check", BrokenProcessPool),
         ProcessPoolExecutor(1, get_context("spawn")) as other,
@@ -73,10 +74,9 @@ def _measured(model: str, folder: str, num_drafted: int, prompts: list[list[int]
 
 
 def served(engine: str, client: Client, name: str, prompts: list[list[int]]) -> float:
-    """Tokens a round of these prompts on the running engine, which should have no other traffic meanwhile.
+    """Measures the acceptance length of these prompts on the running engine, which should have no other traffic.
 
-    Raises DownloadError where it does not answer, or counts no round with drafts.
-    """
+    Raises DownloadError if it does not answer, or counts no round with drafts."""
     found = _on_vllm(client, name, prompts) if engine == "vllm" else _on_sglang(client, prompts)
     if found is None:
         raise DownloadError(f"{client.url} counts no round with drafts: is speculation on? See what it said when it started")
@@ -92,7 +92,7 @@ def _on_vllm(client: Client, name: str, prompts: list[list[int]]) -> float | Non
 
 
 def _on_sglang(client: Client, prompts: list[list[int]]) -> float | None:
-    """Each answer tells its rounds; its first token comes of the prompt's own pass."""
+    """Sum up the rounds reported with each answer; the first token comes from the prompt's pass, not from a round."""
     tokens = rounds = 0
     for prompt in prompts:
         sampling = {"temperature": 0, "max_new_tokens": MAX_TOKENS}

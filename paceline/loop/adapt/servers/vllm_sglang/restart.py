@@ -1,6 +1,6 @@
-"""vLLM or SGLang: servers with one drafter each, which do not say which it is, and get another one after the other.
+"""Deploys to vLLM or SGLang: servers with one drafter each, which do not report it, replaced one server after the other.
 
-As of `deploy.Deployment`. Weights are replaced while a server runs where it can, else by a command that restarts it.
+Implements `deploy.Deployment`. Weights are replaced in the running server if possible, else by a restart command.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from paceline.report.tables import ignore
 POLL_S = 0.5
 NO_INCUMBENT = "give --incumbent the folder of the drafter that these servers have now"
 ONLY = "drafter"
-"""What the one drafter of a server is called that has no pool."""
+"""Name of the only drafter of a server without a pool."""
 
 
 class _Restarted:
-    """Servers with one drafter each, which is replaced server by server."""
+    """Servers with one drafter each; replaces it server by server."""
 
     traces_rounds = False
 
     def __init__(self, config: DeployConfig, incumbent: Path | None) -> None:
         self.config, self._serving = config, incumbent
         self.undo = list[list[str | None]]()
-        """The folder from before, if one is known."""
+        """[folder of the earlier drafter], if known."""
         self._clients = [Client(url, config.admin_key, config.patience_s) for url in config.servers]
         self.meters = Meters({client.url: {} for client in self._clients})
 
@@ -54,11 +54,12 @@ class _Restarted:
         self.pinned(cluster)
 
     def load(self, name: str, folder: Path, noted: Callable[[], None] = ignore) -> None:
-        """Noted before the first server gets it: a request whose answer was lost may have been carried out."""
+        """Record the change in `undo` before the first server gets it: a request whose response was lost may have been
+        executed."""
         if self._serving is None:
             raise DeployError(f"nothing is known to go back to: {NO_INCUMBENT}")
         before = str(self._serving)
-        is_noted = [before] in self.undo  # it is tried again
+        is_noted = [before] in self.undo  # a retry
         if not is_noted:
             self.undo.append([before])
         done = list[Client]()
@@ -98,7 +99,7 @@ class _Restarted:
         return None
 
     def holds(self, name: str, drafter: str) -> bool:
-        return True  # these servers do not say what they draft with
+        return True  # these servers do not report their drafter
 
     def is_well(self) -> bool:
         return all(is_well(client) for client in self._clients)
@@ -108,7 +109,7 @@ class _Restarted:
             client.close()
 
     def _replace(self, client: Client, folder: Path) -> None:
-        """Give one server the drafter, and wait until it is well."""
+        """Deploy the drafter to one server, and wait until it is healthy."""
         assert self.config.restart is not None
         self._command(self.config.restart, client, folder)
         until = time.monotonic() + self.config.patience_s
@@ -132,7 +133,7 @@ class _Restarted:
 
 
 class VllmServers(_Restarted):
-    """Weights while it runs where that is possible, else a rolling restart."""
+    """vLLM servers: update the weights in place if supported, else a rolling restart."""
 
     def _replace(self, client: Client, folder: Path) -> None:
         if self.config.publish is not None and _takes_weights(client):
@@ -147,7 +148,7 @@ class VllmServers(_Restarted):
 
 
 class SglangServers(_Restarted):
-    """Weights from disk where this build knows a drafter's, else a rolling restart."""
+    """SGLang servers: load weights from disk if this build has a field for draft weights, else a rolling restart."""
 
     def _replace(self, client: Client, folder: Path) -> None:
         if self.config.draft_field is None:
@@ -161,7 +162,7 @@ class SglangServers(_Restarted):
 
 
 def _takes_weights(client: Client) -> bool:
-    """True if this vLLM has begun an update of its draft weights. Raises UnreachableError, also when it is busy."""
+    """Begin an update of the draft weights; False if not supported. Raises UnreachableError, also if the server is busy."""
     stream = client.post("/start_draft_weight_update", b"{}")
     if stream.failure:
         raise UnreachableError(f"{client.url} does not answer ({stream.failure}): start it, or check its address")

@@ -1,9 +1,9 @@
-"""`paceline serve --engine vllm|sglang`: start that engine with a drafter, wait until it answers, check it, and stay beside it.
+"""Runs `paceline serve --engine vllm|sglang`: starts that engine with a drafter, waits until it answers, and checks it.
 
     code = serve_with(Start("vllm", "Qwen/Qwen3-8B", "runs/mine/drafter"), OtherEngineConfig(engine="vllm"), print)
 
-The engine runs in a session of its own; a signal to this process is passed on to it, once each time, and its exit status is
-ours. What it says goes where our own words go.
+The engine runs in a session of its own. Signals to this process are forwarded to it once each, and its exit status is returned.
+Its output goes to this process's output.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ from paceline.net.streaming import Client
 
 POLL_S = 0.2
 STOP_S = 60.0
-"""How long an engine may take to end; then it is killed with all that it has started."""
+"""Seconds that an engine may take to end; then it is killed with all its child processes."""
 Say = Callable[[str], None]
 
 
 def serve_with(start: Start, config: OtherEngineConfig, say: Say) -> int:
-    """Serve until the engine ends or a signal comes; returns its exit status, 0 after a signal.
+    """Serves until the engine ends or a signal arrives; returns its exit status, 0 after a signal.
 
-    Raises DrafterMismatchError where drafter and target do not fit, or with `strict` where the engine brings clearly less;
-    ConfigError when it cannot be started or ends before it answers, DownloadError when it is not ready in time.
-    """
+    Raises DrafterMismatchError if drafter and target do not fit, or with `strict` if the engine's acceptance is clearly lower;
+    ConfigError if it cannot be started or ends before it answers, DownloadError if it is not ready in time."""
     with tempfile.TemporaryDirectory(prefix="paceline-engine-") as scratch:
         given = given_to(start, Path(scratch))
         say(f"{start.drafter} fits {start.model}: {given.method}, {given.num_drafted} drafts a round")
@@ -64,7 +63,7 @@ def serve_with(start: Start, config: OtherEngineConfig, say: Say) -> int:
 
 
 class _Engine:
-    """The process of an engine; signals that come meanwhile are passed on to it."""
+    """Process of an engine; forwards signals to it."""
 
     def __init__(self, process: subprocess.Popen[bytes], say: Say) -> None:
         self.process, self.is_asked_to_stop, self._say = process, False, say
@@ -74,8 +73,9 @@ class _Engine:
         self.process.send_signal(number)
 
     def wait_until_ready(self, client: Client, limit_s: float) -> str:
-        """Until it is well and names its model, which is returned; empty when it has ended because it was told to. Raises
-        ConfigError when it ends by itself, DownloadError in the end."""
+        """Wait until the engine is healthy; returns its model's name, "" if it ended after a signal.
+
+        Raises ConfigError if it ends by itself, DownloadError at the time limit."""
         began = time.monotonic()
         while not (name := _model_of(client)):
             if self.process.poll() is not None:
@@ -89,7 +89,7 @@ class _Engine:
         return name
 
     def end(self) -> None:
-        """And all that it has started."""
+        """Terminate the engine and all its child processes."""
         if self.process.poll() is None:
             self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -100,7 +100,7 @@ class _Engine:
 
 
 def _model_of(client: Client) -> str:
-    """What a server calls its model, once it is well; else nothing."""
+    """Name of the served model once the server is healthy, else ""."""
     if not is_up(client):
         return ""
     with contextlib.suppress(DownloadError, LookupError, TypeError):
@@ -111,8 +111,9 @@ def _model_of(client: Client) -> str:
 def _check(
     engine: _Engine, client: Client, name: str, prompts: list[list[int]], expected: float, start: Start, strict: bool, say: Say
 ) -> None:
-    """Say how the engine's acceptance compares with ours. With `strict` raises DrafterMismatchError where it is clearly less,
-    and DownloadError where it cannot be told."""
+    """Report how the engine's acceptance compares with paceline's.
+
+    With `strict` raises DrafterMismatchError if it is clearly lower, and DownloadError if it cannot be measured."""
     try:
         compared = Comparison(expected, served(start.engine, client, name, prompts))
     except DownloadError as error:
@@ -153,7 +154,7 @@ def _started(start: Start, given: Given, say: Say) -> Iterator[_Engine]:
 
 
 def _check_port(start: Start) -> None:
-    """Another server there would be taken for the engine."""
+    """Raises ConfigError if the port is in use: another server there would be mistaken for the engine."""
     where, remedy = f"cannot listen on {start.host}:{start.port}", "choose another --host or --port"
     with reraised(ConfigError, where, remedy, OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(start.host, start.port, type=socket.SOCK_STREAM)[0]
