@@ -45,10 +45,7 @@ class AdaptLog:
 
     def lines(self) -> list[dict[str, Any]]:
         """Returns all lines; a last line truncated by a crash is left out."""
-        if not self.file.exists():
-            return []
-        run = RunFolder(self.folder)
-        return run.lines(self.file.name)
+        return RunFolder(self.folder).lines(self.file.name)
 
     def num_odd(self) -> int:
         """Counts invalid events: without an hour, before 2020, or damaged."""
@@ -87,7 +84,7 @@ def rebuilt(policy: SeasonalPolicy, hours: Mapping[int, Mapping[str, Sums]], log
             events.setdefault(line["hour"], []).append(line)
     known = [hour for hour in (*hours, *events) if hour < until]
     lines = []
-    for number in range(min(known), until) if known else ():
+    for number in range(min(known, default=until), until):
         lines.append(policy.hour(number, hours.get(number, {})))
         for event in events.get(number, ()):
             apply(policy, event)

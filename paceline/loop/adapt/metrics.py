@@ -28,7 +28,8 @@ class AdaptMetrics(Collector):
 
     def __init__(self, policy: SeasonalPolicy) -> None:
         self.registry = CollectorRegistry()
-        self.policy, self.stage, self.hour, self.is_reached = policy, "", 0, True
+        self.policy = policy
+        self.stage, self.hour, self.is_reached = "", 0, True
         """`stage`: name of the current stage; `hour`: last hour decided; `is_reached`: whether the server answers."""
         self.events: Counter[str] = Counter()
         self.registry.register(self)
@@ -38,12 +39,10 @@ class AdaptMetrics(Collector):
         start_http_server(port, addr="127.0.0.1", registry=self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        now = GaugeMetricFamily(
-            PREFIX + "tokens_per_round", "Tokens a round over the last day with traffic", labels=["cluster"]
-        )
-        usual = GaugeMetricFamily(PREFIX + "usual_tokens_per_round", "What the baseline has learned", labels=["cluster"])
-        state = GaugeMetricFamily(PREFIX + "alarm", "-1 learning, 0 calm, 1 raised, 2 held", labels=["cluster"])
-        loss = GaugeMetricFamily(PREFIX + "loss", "Fall of tokens a round while an alarm lasts, a share", labels=["cluster"])
+        now = _by_cluster("tokens_per_round", "Tokens a round over the last day with traffic")
+        usual = _by_cluster("usual_tokens_per_round", "What the baseline has learned")
+        state = _by_cluster("alarm", "-1 learning, 0 calm, 1 raised, 2 held")
+        loss = _by_cluster("loss", "Fall of tokens a round while an alarm lasts, a share")
         for name, cluster in list(self.policy.clusters.items()):
             now.add_metric([name], cluster.last_day.tokens_per_round)
             usual.add_metric([name], math.exp(cluster.usual))
@@ -53,9 +52,13 @@ class AdaptMetrics(Collector):
         yield from (now, usual, state, loss)
         yield GaugeMetricFamily(PREFIX + "training", "1 while a training, its gate or a probation runs", value=bool(self.stage))
         yield GaugeMetricFamily(PREFIX + "server_up", "0 while the server does not answer", value=self.is_reached)
-        told = "End of the hour that was last decided about, seconds since 1970"
-        yield GaugeMetricFamily(PREFIX + "last_decision_seconds", told, value=(self.hour + 1) * HOUR_S)
+        help = "End of the hour that was last decided about, seconds since 1970"
+        yield GaugeMetricFamily(PREFIX + "last_decision_seconds", help, value=(self.hour + 1) * HOUR_S)
         events = CounterMetricFamily(PREFIX + "events", "What was done", labels=["event"])
         for name in EVENTS:
             events.add_metric([name], self.events[name])
         yield events
+
+
+def _by_cluster(name: str, help: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(PREFIX + name, help, labels=["cluster"])

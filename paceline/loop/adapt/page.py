@@ -11,7 +11,6 @@ from typing import Any
 from paceline.loop.adapt.decide.decide import IDLE
 from paceline.loop.adapt.traffic.hours import DAY
 from paceline.report.pages import Mark, Plot, Series, curves, render
-from paceline.report.statistics import Tone
 from paceline.report.tables import Column, Table
 
 MARKED = ("swapped", "routed", "rolled back", "training", "kept", "refused", "failed", "told", "waiting")
@@ -28,21 +27,16 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
     hours = [line for line in lines if "seen" in line]
     done = [line for line in lines if "event" in line or line["decision"]["action"] not in IDLE]
     last = hours[-1] if hours else {"seen": {}, "mix": {}, "decision": {"why": "nothing has been seen yet", "declined": {}}}
-    declined = [(f"no {action}", why) for action, why in last["decision"]["declined"].items()]
     return render(
         "adapt.html",
         title="Acceptance over time",
         verdict=_verdict(last, done),
-        tone=_tone(last),
-        drawn=[_timeline(name, hours, done) for name in _clusters(hours)],
+        tone="cost" if any(seen["state"] in ("held", "raised") for seen in last["seen"].values()) else "",
+        drawn=[_timeline(name, hours, done) for name in dict.fromkeys(name for line in hours for name in line["seen"])],
         done=Table(COLUMNS, done[::-1]),
         now=[(name, _state(seen)) for name, seen in last["seen"].items()],
-        declined=declined,
+        declined=[(f"no {action}", why) for action, why in last["decision"]["declined"].items()],
     )
-
-
-def _clusters(hours: Sequence[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for line in hours for name in line["seen"]))
 
 
 def _timeline(name: str, hours: Sequence[dict[str, Any]], done: Sequence[dict[str, Any]]) -> Plot:
@@ -65,11 +59,6 @@ def _state(seen: dict[str, Any]) -> str:
     words |= {"raised": "lower than usual; it must last before anything is done", "held": "lower than usual for long enough"}
     loss = f" ({seen['loss']:.0%} below)" if seen.get("loss") else ""
     return words[seen["state"]] + loss
-
-
-def _tone(last: dict[str, Any]) -> Tone:
-    """Amber while the acceptance of a cluster is below normal, else grey."""
-    return "cost" if any(seen["state"] in ("held", "raised") for seen in last["seen"].values()) else ""
 
 
 def _verdict(last: dict[str, Any], done: Sequence[dict[str, Any]]) -> str:

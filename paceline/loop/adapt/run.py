@@ -21,7 +21,6 @@ from paceline.loop.adapt.config import (
     WatchConfig,
 )
 from paceline.loop.adapt.decide.policy import SeasonalPolicy
-from paceline.loop.adapt.metrics import AdaptMetrics
 from paceline.loop.adapt.servers.deploy import open_deployment
 from paceline.loop.adapt.servers.vllm_sglang.restart import NO_INCUMBENT
 from paceline.loop.adapt.watch import Watcher
@@ -60,21 +59,19 @@ def run(
     """Run until SIGTERM or Ctrl-C. Raises ConfigError if another daemon uses the folder, CacheError if it is not writable."""
     with reraised(CacheError, f"cannot write {store.state}", "choose another --state", OSError):
         store.state.mkdir(parents=True, exist_ok=True)
-    incumbent = Path(candidate.incumbent)
-    is_blind = bool(deploy.servers) and deploy.engine != "paceline" and not incumbent.is_dir() and not watch.dry_run
+    incumbent = Path(candidate.incumbent) if Path(candidate.incumbent).is_dir() else None
+    cannot_roll_back = bool(deploy.servers) and deploy.engine != "paceline" and incumbent is None and not watch.dry_run
     text = f"{deploy.engine} does not say what it drafts with, so nothing could be rolled back: {NO_INCUMBENT}"
-    refuse(ConfigError, (is_blind, text))
-    deployment = open_deployment(deploy, incumbent if incumbent.is_dir() else None) if deploy.servers else None
-    decides = SeasonalPolicy(policy, prices)
-    metrics = AdaptMetrics(decides)
-    if watch.metrics_port is not None:
-        with reraised(ConfigError, f"port {watch.metrics_port} cannot be opened", "choose another --metrics-port", OSError):
-            metrics.serve(watch.metrics_port)
+    refuse(ConfigError, (cannot_roll_back, text))
+    deployment = open_deployment(deploy, incumbent) if deploy.servers else None
     ended = threading.Event()
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, lambda *_: ended.set())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
     with only_run(store.state, "adapting", Ranks(), say):
-        watcher = Watcher(store, engine, deployment, decides, candidate, retrain, watch, say, metrics=metrics)
+        watcher = Watcher(store, engine, deployment, SeasonalPolicy(policy, prices), candidate, retrain, watch, say)
+        if watch.metrics_port is not None:
+            with reraised(ConfigError, f"port {watch.metrics_port} cannot be opened", "choose another --metrics-port", OSError):
+                watcher.metrics.serve(watch.metrics_port)
         clock = Clock(time.time(), time.monotonic())
         say(f"adapt: watching {store.traces}; a line an hour in {watcher.log.file}")
         while not ended.is_set():

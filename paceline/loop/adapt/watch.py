@@ -23,6 +23,7 @@ from paceline.loop.adapt.decide.members import others, scores, serving
 from paceline.loop.adapt.gate.lineage import Lineage
 from paceline.loop.adapt.gate.retrain import write_window
 from paceline.loop.adapt.log import AdaptLog, rebuilt, told
+from paceline.loop.adapt.metrics import AdaptMetrics
 from paceline.loop.adapt.rollout.canary import Canary
 from paceline.loop.adapt.rollout.stage import ON_SERVER, Stage, read_stage, word_of
 from paceline.loop.adapt.rollout.steps import Steps
@@ -44,9 +45,9 @@ class Watcher(Steps):
         self.log, self.lineage = AdaptLog(self.store.state), Lineage(self.store.state / "lineage.json")
         incumbent = Path(self.candidate.incumbent)
         self.incumbent = str(incumbent.resolve()) if incumbent.is_dir() else self.candidate.incumbent
-        if self.deployment is not None and not self.deployment.traces_rounds:
-            self._counted = CountedHours(self.store.state)
+        self.metrics = AdaptMetrics(self.policy)
         if self.deployment is not None:
+            self._counted = None if self.deployment.traces_rounds else CountedHours(self.store.state)
             self._canary = Canary(self.deployment, self.store.traces, self._counted)
         self._read_state()
         if self.deployment is not None:
@@ -60,12 +61,12 @@ class Watcher(Steps):
             try:
                 part(now)
             except (PacelineError, OSError) as error:
-                if self.metrics is not None and isinstance(error, UnreachableError):
+                if isinstance(error, UnreachableError):
                     self.metrics.is_reached = False
                 self.say(f"adapt: {error}")
-        if self.metrics is not None:
-            self.metrics.stage = (self.by_hand or self.stage or Stage("", "", 0, ())).name
-            self.metrics.hour = (self._next or 1) - 1
+        stage = self.by_hand or self.stage
+        self.metrics.stage = stage.name if stage else ""
+        self.metrics.hour = (self._next or 1) - 1
 
     def _hours(self, now: float) -> None:
         """Decide for every completed hour, two minutes after its end: traces are written late."""
@@ -118,8 +119,9 @@ class Watcher(Steps):
         if self._next is None or self.deployment is None or self.watch.dry_run:
             return {}
         watched = self.policy.clusters[cluster]
-        raised, now = watched.series.raised_at or self.policy.mix.raised_at or 0, watched.last_day.tokens_per_round
-        return scores(self.deployment, cluster, self.incumbent, self._scored.get(cluster), raised, now)
+        fired_at = watched.series.raised_at or self.policy.mix.raised_at or 0
+        current = watched.last_day.tokens_per_round
+        return scores(self.deployment, cluster, self.incumbent, self._scored.get(cluster), fired_at, current)
 
     def _begin(self, number: int, decision: Decision, now: float) -> None:
         """Start carrying out a decision. Raises DownloadError if the server is not in the state that this needs."""
@@ -143,8 +145,8 @@ class Watcher(Steps):
 
     def _since(self, number: int, clusters: Sequence[str]) -> int:
         """First hour of the training window: no later than the hour in which an alarm fired."""
-        raised = [each.series.raised_at for key, each in self.policy.clusters.items() if key in clusters]
-        return min([number + 1 - self.retrain.window_hours, *(each for each in raised if each is not None)])
+        fired = [cluster.series.raised_at for name, cluster in self.policy.clusters.items() if name in clusters]
+        return min([number + 1 - self.retrain.window_hours, *(hour for hour in fired if hour is not None)])
 
     def _prepared(self, stage: Stage) -> bool:
         """Write the training window to disk. Returns False if it cannot be used."""
@@ -178,7 +180,7 @@ class Watcher(Steps):
         if self._canary is None or is_watching:
             return
         probation = self._canary.look(now)
-        self._reached()
+        self.metrics.is_reached = True
         if probation is not None:
             probation.incumbent, self.by_hand, self._is_unsaved = self.incumbent, probation, True
             why = f"{probation.member} was loaded by hand: it is watched"
@@ -201,9 +203,8 @@ class Watcher(Steps):
 
     def _save_now(self) -> None:
         stages = {name: each and asdict(each) for name, each in (("stage", self.stage), ("by_hand", self.by_hand))}
-        known = self._canary.known if self._canary else None
-        state = {"incumbent": self.incumbent, **stages, "scored": self._scored, "known": known}
-        state["meters"] = self._meters().saved()
+        state = {"incumbent": self.incumbent, **stages, "scored": self._scored, "meters": self._meters().saved()}
+        state["known"] = self._canary.known if self._canary else None
         write_whole(self.store.state / "state.json", json.dumps(plain(state), indent=1) + "\n")
         self._is_unsaved, self._earlier = False, self._counted_earlier()
 
@@ -229,9 +230,9 @@ class Watcher(Steps):
             if self._canary is not None and self._canary.deployment.traces_rounds and known is not None:
                 self._canary.known = dict(known)  # other servers do not list what they draft with
             self._meters().restore(state.get("meters", {}))
-        changed = self.by_hand or self.stage
-        if self.deployment is not None and changed is not None:
-            self.deployment.undo = changed.undo
+        stage = self.by_hand or self.stage
+        if self.deployment is not None and stage is not None:
+            self.deployment.undo = stage.undo
 
     def stop(self) -> None:
         """Stop the current job; the daemon resumes it after a restart."""

@@ -22,7 +22,6 @@ from paceline.loop.adapt.decide.decide import Decision
 from paceline.loop.adapt.decide.policy import SeasonalPolicy
 from paceline.loop.adapt.gate import lineage
 from paceline.loop.adapt.gate.retrain import Job
-from paceline.loop.adapt.metrics import AdaptMetrics
 from paceline.loop.adapt.rollout.evidence import Failures, more_failures
 from paceline.loop.adapt.watch import Watcher
 
@@ -50,7 +49,6 @@ def begun(folder: Path, server: FakeServer, ticks: int, *ends: tuple[int, Any], 
     (weights / "model.safetensors").write_bytes(b"weights")
     jobs = Played(*(ends or ((0, ""), (0, PASSED))))
     one = watcher(folder, server, cast(Any, start), **changes)
-    one.metrics = AdaptMetrics(one.policy)
     for minute in range(ticks):
         server.count(rounds=1000 + 500 * minute, accepted=1000 + 500 * minute, tokens=2000 + 1000 * minute)
         one.tick(NOW + 60 * minute)
@@ -134,7 +132,7 @@ class TestSilence:
         for minute in range(3, 60):
             one.tick(NOW + 60 * minute)
         assert events(one) == ["training", "waiting"] and one.stage is not None and one.stage.num_tries == 6
-        assert one.metrics is not None and one.metrics.registry.get_sample_value("paceline:adapt_server_up") == 0
+        assert one.metrics.registry.get_sample_value("paceline:adapt_server_up") == 0
         assert one.metrics.registry.get_sample_value("paceline:adapt_events_total", {"event": "waiting"}) == 1
         again = watcher(tmp_path, server, Played())  # a daemon that was stopped goes on
         server.is_away = False

@@ -153,7 +153,7 @@ class TestSeries:
 
     def test_another_drafter_moves_the_level_and_keeps_the_season(self) -> None:
         series, _ = run(noise(8, 9 * DAY))
-        series.moved(FIRST + 9 * DAY)
+        series.change_drafter(FIRST + 9 * DAY)
         for at, value in enumerate(noise(9, 3 * DAY) + 0.5, start=9 * DAY):
             series.update(FIRST + at, float(value), 0.03**2)
             series.tick(FIRST + at)

@@ -191,7 +191,7 @@ def answers(llm: LLM, stored: StoredDrafter | Eagle3Checkpoint, count: int = 1) 
             read = seq.tokens[seq.cached_len :]
         target.cache.free(row)
         said = [*seq.tokens[PROMPT:], 0]
-        requests.append(Request(str(number), "", 0, prompt, said, SamplingParams(), 0, "length", 0, 0))
+        requests.append(Request(str(number), "", 0, prompt, said, SamplingParams(), 0, "length"))
     return requests
 
 

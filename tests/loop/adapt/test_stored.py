@@ -63,7 +63,6 @@ def test_requests_of_a_window(tmp_path: Path) -> None:
     store(tmp_path, [keyed(0), keyed(1, ended=later), keyed(2, tag="chat"), cut, keyed(4, sampling='{"top_k": -3}')])
     requests, left_out = read_requests(tmp_path, "tickets", since=HOUR, until=HOUR + 2)
     assert [each.prompt for each in requests] == ["traces/0"]
-    assert (requests[0].tokens, requests[0].rounds) == (5, 2)
     assert left_out == {"cut short": 1, "unknown sampling": 1}
 
 
@@ -73,7 +72,6 @@ def test_a_temperature_that_nobody_knows_is_not_greedy(tmp_path: Path) -> None:
     store(tmp_path, [keyed(0), keyed(1, **other), keyed(2, **other | {"temperature": 0.0})])
     requests, left_out = read_requests(tmp_path)
     assert [each.prompt for each in requests] == ["traces/0", "traces/2"] and left_out == {"unknown temperature": 1}
-    assert (requests[1].tokens, requests[1].rounds) == (0, 0)
     requests, left_out = read_requests(tmp_path, exact=False)
     assert [each.knows_temperature for each in requests] == [True, False, True] and not left_out
 

@@ -19,7 +19,6 @@ from paceline.loop.adapt.config import CandidateConfig, RetrainConfig
 from paceline.loop.adapt.decide.policy import SeasonalPolicy
 from paceline.loop.adapt.gate.examine import is_held_out
 from paceline.loop.adapt.gate.retrain import Job
-from paceline.loop.adapt.metrics import AdaptMetrics
 from paceline.loop.adapt.watch import Watcher
 
 
@@ -291,7 +290,6 @@ def test_a_damaged_state_says_so(tmp_path: Path) -> None:
 def test_figures_for_prometheus(tmp_path: Path, server: FakeServer) -> None:
     traffic(tmp_path)
     one = watcher(tmp_path, server, Played((0, "")))
-    one.metrics = AdaptMetrics(one.policy)
     one.tick(NOW)
     read = one.metrics.registry.get_sample_value
     assert read("paceline:adapt_alarm", {"cluster": "tickets"}) == -1

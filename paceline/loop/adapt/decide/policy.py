@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -47,16 +47,6 @@ class Line:
     notes: tuple[str, ...] = ()
     raised: tuple[tuple[str, int], ...] = ()
     """(series, hour fired) of alarms that were confirmed in this hour."""
-
-
-class Policy(Protocol):
-    """Interface of a policy."""
-
-    def hour(self, number: int, seen: Mapping[str, Sums]) -> Line: ...
-
-    def training(self, number: int) -> None: ...
-
-    def trained(self, number: int, clusters: tuple[str, ...], hours: float | None = None) -> None: ...
 
 
 @dataclass(slots=True)
@@ -102,7 +92,9 @@ class SeasonalPolicy:
     ) -> None:
         """`scores(cluster)` returns the acceptance length of the other drafters on the newest traces, or None if they must be
         scored first. It is called only at an alarm."""
-        self.config, self.prices, self.scores = config or PolicyConfig(), prices or PriceConfig(), scores
+        self.config = config or PolicyConfig()
+        self.prices = prices or PriceConfig()
+        self.scores = scores
         self.reset()
 
     def reset(self) -> None:
@@ -115,7 +107,7 @@ class SeasonalPolicy:
         self.num_requests, self.num_hours = 0, 0
         """Requests in total, and hours with any."""
         self._mixes: deque[_MixHour] = deque(maxlen=MIX_WEEKS * WEEK)
-        self._unsettled: dict[str, int] = {}
+        self._relearning: dict[str, int] = {}
         """Cluster -> hour since which another drafter serves it, until its new usual level is known."""
         self._last: int | None = None
         self._period: int | None = None
@@ -126,7 +118,9 @@ class SeasonalPolicy:
         if self._last is not None and number <= self._last:
             note = f"hour {number} is not after hour {self._last}: the clock went back, it is ignored"
             return Line(number, {}, {}, Decision(why=note), (note,))
-        notes = self._gap(number)
+        notes: tuple[str, ...] = ()
+        if self._last is not None and number - self._last > DAY:
+            notes = (f"nothing was seen for {number - self._last - 1} hours: no traffic, or the clock jumped",)
         self._last = number
         grouped = self._grouped(seen)
         for name, sums in grouped.items():
@@ -144,7 +138,8 @@ class SeasonalPolicy:
         if decision.action == "propose":
             self.proposed |= set(decision.clusters)
         raised = tuple((name, each.raised_at or number) for name, each in watched.items() if each.held_at == number)
-        return Line(number, self._told(grouped), self._told_mix(view.mix), decision, notes, raised)
+        mix = {"state": self.mix.state, "period": view.mix.period, "swing": round(view.mix.swing, 3)}
+        return Line(number, self._observed(grouped), mix, decision, notes, raised)
 
     def training(self, number: int) -> None:
         """Record that a training has begun."""
@@ -161,26 +156,21 @@ class SeasonalPolicy:
         """Record that another drafter serves these clusters from hour `number` on."""
         for name in clusters:
             if name in self.clusters:
-                self.clusters[name].series.moved(number)
-                self._unsettled[name] = number
+                self.clusters[name].series.change_drafter(number)
+                self._relearning[name] = number
         if clusters:
-            self.mix.settle()
+            self.mix.end_alarm()
             self._period = None
-
-    def _gap(self, number: int) -> tuple[str, ...]:
-        if self._last is None or number - self._last <= DAY:
-            return ()
-        return (f"nothing was seen for {number - self._last - 1} hours: no traffic, or the clock jumped",)
 
     def _grouped(self, seen: Mapping[str, Sums]) -> dict[str, Sums]:
         """Group traffic into at most `max_clusters` clusters, first come first served; hours without a round are left out."""
-        found: dict[str, Sums] = {}
+        grouped: dict[str, Sums] = {}
         for name, sums in seen.items():
-            known = name in self.clusters or len({*self.clusters, *found} - {OTHER}) < self.config.max_clusters
-            key = name if known else OTHER
-            if sums.rounds > 0 and math.isfinite(sums.tokens) and sums.tokens >= sums.rounds > 0:
-                found[key] = found.get(key, Sums()) + sums
-        return found
+            is_tracked = name in self.clusters or len({*self.clusters, *grouped} - {OTHER}) < self.config.max_clusters
+            key = name if is_tracked else OTHER
+            if math.isfinite(sums.tokens) and sums.tokens >= sums.rounds > 0:
+                grouped[key] = grouped.get(key, Sums()) + sums
+        return grouped
 
     def _update_mix(self, number: int, seen: Mapping[str, Sums]) -> None:
         """Update the mix series: the acceptance length if every cluster were at its usual level, which changes only with the
@@ -193,17 +183,18 @@ class SeasonalPolicy:
         effective = sum(sums.num_effective for sums in seen.values())
         newest = self._valued(_MixHour(number, shares, max(effective, 1.0)))
         self._mixes.append(newest)
-        settled = [name for name, since in self._unsettled.items() if self._is_settled(name, number - since)]
-        for name in settled:
-            del self._unsettled[name]
-        if settled:
+        relearned = [
+            name
+            for name, since in self._relearning.items()
+            if number - since >= DAY - 1 and not self.clusters[name].series.is_relearning
+        ]
+        for name in relearned:
+            del self._relearning[name]
+        if relearned:
             self._mixes = deque(map(self._valued, self._mixes), self._mixes.maxlen)
             self.mix.relearn((each.hour, each.value, each.variance) for each in self._mixes)
-        elif self._unsettled.keys().isdisjoint(shares):
+        elif self._relearning.keys().isdisjoint(shares):
             self.mix.update(number, newest.value, newest.variance)
-
-    def _is_settled(self, name: str, hours: int) -> bool:
-        return hours >= DAY - 1 and not self.clusters[name].series.is_moving
 
     def _valued(self, each: _MixHour) -> _MixHour:
         """Returns the hour with the value of its shares at the current usual levels."""
@@ -213,11 +204,11 @@ class SeasonalPolicy:
         return replace(each, value=-math.log(mean), variance=spread / mean**2 / each.num_effective)
 
     def _view(self, number: int) -> View:
-        everything = total(each.last_day for each in self.clusters.values())
+        all_tokens = total(cluster.last_day for cluster in self.clusters.values()).tokens
         alarms = []
         for name, each in self.clusters.items():
             day = each.last_day
-            if each.series.state == "held" and day.tokens >= LEAST_SHARE * everything.tokens:
+            if each.series.state == "held" and day.tokens >= LEAST_SHARE * all_tokens:
                 alarms.append(Alarm(name, each.series.loss, day.tokens_per_round, day.tokens / DAY, self.scores(name)))
         mix = self._mix(number)
         if mix.has_moved and not alarms:
@@ -242,7 +233,7 @@ class SeasonalPolicy:
 
     def _mix(self, number: int) -> Mix:
         has_moved = self.mix.state == "held"
-        is_known = not self._mixes or self._unsettled.keys().isdisjoint(self._mixes[-1].shares)
+        is_known = not self._mixes or self._relearning.keys().isdisjoint(self._mixes[-1].shares)
         if number % LOOK_HOURS == 0 and is_known:
             self._period = next((each for each in (DAY, WEEK) if self._returns(each)), None)
         period, weakest = self._period, self._weakest(known_only=True)
@@ -267,32 +258,31 @@ class SeasonalPolicy:
         """Returns (cluster that costs the most rounds beyond the best one's rate, its last day, acceptance length of the best).
 
         With `known_only` only calm clusters count, and fewer than two give None."""
-        found = {name: each for name, each in self.clusters.items() if each.last_day.rounds}
-        if known_only:
-            found = {name: each for name, each in found.items() if each.series.state == "calm"}
-        if len(found) < 2 and known_only:
+        days = {
+            name: cluster.last_day
+            for name, cluster in self.clusters.items()
+            if cluster.last_day.rounds and not (known_only and cluster.series.state != "calm")
+        }
+        if len(days) < 2 and known_only:
             return None
-        days = {name: each.last_day for name, each in found.items()}
         best = max((day.tokens_per_round for day in days.values()), default=1.0)
         name = max(days, key=lambda each: days[each].rounds - days[each].tokens / best, default=None)
         return None if name is None else (name, days[name], best)
 
-    def _told(self, grouped: Mapping[str, Sums]) -> dict[str, dict[str, Any]]:
-        told: dict[str, dict[str, Any]] = {}
-        for name, each in self.clusters.items():
-            sums, series = grouped.get(name, Sums()), each.series
-            told[name] = {"requests": sums.requests, "tokens": round(sums.tokens), "state": series.state}
+    def _observed(self, grouped: Mapping[str, Sums]) -> dict[str, dict[str, Any]]:
+        """Log entry of every cluster in this hour."""
+        observed: dict[str, dict[str, Any]] = {}
+        for name, cluster in self.clusters.items():
+            sums, series = grouped.get(name, Sums()), cluster.series
+            entry = {"requests": sums.requests, "tokens": round(sums.tokens), "state": series.state}
             if sums.rounds:
-                told[name]["tokens_per_round"] = round(sums.tokens_per_round, 3)
-                told[name]["z"] = round(series.z, 2)
+                entry |= {"tokens_per_round": round(sums.tokens_per_round, 3), "z": round(series.z, 2)}
                 if series.expected is not None:
-                    told[name]["expected"] = round(math.exp(series.expected), 3)
+                    entry["expected"] = round(math.exp(series.expected), 3)
             if series.raised_at is not None:
-                told[name] |= {"raised_at": series.raised_at, "loss": round(series.loss, 3)}
-        return told
-
-    def _told_mix(self, mix: Mix) -> dict[str, Any]:
-        return {"state": self.mix.state, "period": mix.period, "swing": round(mix.swing, 3)}
+                entry |= {"raised_at": series.raised_at, "loss": round(series.loss, 3)}
+            observed[name] = entry
+        return observed
 
 
 def _correlation(by_hour: Mapping[int, float], lag: int) -> float:
@@ -316,18 +306,18 @@ class NaivePolicy:
 
     def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
         """Compare the last four hours with the best four since the last training."""
-        told = {name: {"tokens": round(sums.tokens)} for name, sums in seen.items()}
+        observed = {name: {"tokens": round(sums.tokens)} for name, sums in seen.items()}
         if self.is_training or not seen:
-            return Line(number, told, {}, Decision(why="a training is running" if self.is_training else "no traffic"))
+            return Line(number, observed, {}, Decision(why="a training is running" if self.is_training else "no traffic"))
         self._window.append(total(seen.values()))
         now = total(self._window).tokens_per_round
         if len(self._window) < self.WINDOW:
-            return Line(number, told, {}, Decision(why="too few hours"))
+            return Line(number, observed, {}, Decision(why="too few hours"))
         self._reference = max(now, self._reference or now)
         if now >= self._reference * (1 - self.LEAST_LOSS):
-            return Line(number, told, {}, Decision(why="no fall"))
+            return Line(number, observed, {}, Decision(why="no fall"))
         why = f"{now:.2f} tokens a round, {self._reference:.2f} before"
-        return Line(number, told, {}, Decision("retrain", tuple(seen), why=why), raised=(("all", number),))
+        return Line(number, observed, {}, Decision("retrain", tuple(seen), why=why), raised=(("all", number),))
 
     def training(self, number: int) -> None:
         self.is_training = True

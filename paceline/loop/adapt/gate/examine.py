@@ -167,23 +167,12 @@ def _sets(found: Sequence[Request], config: CandidateConfig) -> dict[str, list[R
 
 def _answers(folders: Sequence[Path]) -> list[Request]:
     """Answers of `paceline regenerate` as greedy requests; those at other temperatures are left out."""
-    return [
-        Request(
-            f"{each.key}#{each.turn}",
-            "ood",
-            0,
-            each.prompt_ids,
-            each.answer_ids,
-            SamplingParams(max_tokens=len(each.answer_ids) + 1),
-            0,
-            each.finish_reason,
-            0,
-            0,
-        )
-        for folder in folders
-        for each in AnswerShards(folder)
-        if each.temperature == 0.0 and each.answer_ids
-    ]
+    requests = []
+    for answer in (answer for folder in folders for answer in AnswerShards(folder)):
+        if answer.temperature == 0.0 and answer.answer_ids:
+            key, params = f"{answer.key}#{answer.turn}", SamplingParams(max_tokens=len(answer.answer_ids) + 1)
+            requests.append(Request(key, "ood", 0, answer.prompt_ids, answer.answer_ids, params, 0, answer.finish_reason))
+    return requests
 
 
 def _figures(scored: Sequence[Scored]) -> list[Rounds]:

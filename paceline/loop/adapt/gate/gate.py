@@ -16,12 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
 from paceline.loop.adapt.config import CandidateConfig
 from paceline.loop.adapt.traffic.stored import Request
 from paceline.plan.costs import PassCosts
-from paceline.report.statistics import Rounds, repetition
+from paceline.report.statistics import Rounds, bootstrap, ratio_of_sums, repetition
 
 MOST_REPETITION = 0.5
 """Share of repeated n-grams above which an answer counts as a loop: easy to draft, and no evidence."""
@@ -110,48 +108,35 @@ def judge(
         return Verdict(False, f"its gain of {fell.gain:+.1%} on what fell may be none (95% from {fell.low:+.1%})", gains)
     worst = min((name for name in gains if name != "drifted"), key=lambda name: gains[name].gain, default=None)
     if worst is not None and gains[worst].gain <= -config.most_loss:
-        told = f"it loses {-gains[worst].gain:.1%} on {worst!r}, {config.most_loss:.0%} is the limit"
-        return Verdict(False, told, gains, loses=True)
+        why = f"it loses {-gains[worst].gain:.1%} on {worst!r}, {config.most_loss:.0%} is the limit"
+        return Verdict(False, why, gains, loses=True)
     without = "; no answers of another kind were there to look at" if ood is None else ""
     return Verdict(True, f"{fell.gain:+.1%} tokens/s on what fell (95% from {fell.low:+.1%}){without}", gains)
 
 
 def compare(pairs: Pairs, times: RoundTimes, num_draws: int = NUM_DRAWS) -> Gain:
     """Gain with its confidence interval over requests; each bootstrap sample is the same for both drafters."""
-    ours = _Times.of(pairs.candidate, times.passes, times.candidate_s)
-    theirs = _Times.of(pairs.incumbent, times.passes, times.incumbent_s)
-    chosen_DN = np.random.default_rng(0).integers(len(pairs), size=(num_draws, len(pairs)))
-    gains = ours.rate(chosen_DN) / theirs.rate(chosen_DN) - 1
-    low, high = np.quantile(gains, [0.025, 0.975])
-    everything = np.arange(len(pairs))[None]
-    gain = float((ours.rate(everything) / theirs.rate(everything))[0] - 1)
+    candidate = _tokens_and_seconds(pairs.candidate, times.passes, times.candidate_s)
+    incumbent = _tokens_and_seconds(pairs.incumbent, times.passes, times.incumbent_s)
+    items = [(*one, *other) for one, other in zip(candidate, incumbent, strict=True)]
+    gain, (low, high) = _gain(items), bootstrap(items, _gain, num_draws)
     before, after = (Rounds.sum(each).tokens_per_round for each in (pairs.incumbent, pairs.candidate))
-    return Gain(len(pairs), before, after, gain, float(low), float(high))
+    return Gain(len(pairs), before, after, gain, gain if low is None else low, gain if high is None else high)
 
 
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """Per request: tokens, and seconds of its rounds at the width that is best overall. Shape [N]."""
-
-    tokens_N: np.ndarray
-    seconds_N: np.ndarray
-
-    @classmethod
-    def of(cls, rounds: Sequence[Rounds], passes: PassCosts, draft_s: float) -> _Times:
-        tokens_N = np.array([each.num_accepted + each.num_rounds for each in rounds], float)
-        deepest = max((len(each.accepted_histogram) for each in rounds), default=1)
-        tables = [tokens_N * _cost(rounds, width, passes, draft_s) for width in range(deepest)]
-        best = min(tables, key=lambda seconds_N: float(seconds_N.sum()))
-        return cls(tokens_N, best)
-
-    def rate(self, chosen_DN: np.ndarray) -> np.ndarray:
-        return self.tokens_N[chosen_DN].sum(1) / self.seconds_N[chosen_DN].sum(1)
+def _gain(items: Sequence[tuple[float, ...]]) -> float:
+    """Gain in tokens/s, from (candidate's tokens, its seconds, incumbent's tokens, its seconds) per request."""
+    return ratio_of_sums([item[:2] for item in items]) / ratio_of_sums([item[2:] for item in items]) - 1
 
 
-def _cost(rounds: Sequence[Rounds], width: int, passes: PassCosts, draft_s: float) -> np.ndarray:
-    """Seconds per token of each request when `width` drafts are verified. Shape [N]."""
-    per_round = np.array([_tokens_at(each, width) for each in rounds])
-    return (passes.seconds(1 + width) + (draft_s if width else 0.0)) / per_round
+def _tokens_and_seconds(rounds: Sequence[Rounds], passes: PassCosts, draft_s: float) -> list[tuple[float, float]]:
+    """Returns (tokens, seconds of its rounds) per request, at the draft width that takes least time overall."""
+    tokens = [each.num_accepted + each.num_rounds for each in rounds]
+    tables = []
+    for width in range(max((len(each.accepted_histogram) for each in rounds), default=1)):
+        round_s = passes.seconds(1 + width) + (draft_s if width else 0.0)
+        tables.append([num * round_s / _tokens_at(each, width) for num, each in zip(tokens, rounds, strict=True)])
+    return list(zip(tokens, min(tables, key=sum), strict=True))
 
 
 def _tokens_at(rounds: Rounds, width: int) -> float:
@@ -165,14 +150,14 @@ def _tokens_at(rounds: Rounds, width: int) -> float:
 def one_a_prompt(requests: Sequence[Request], most: int | None = None) -> list[Request]:
     """Returns the newest request of each prompt, newest first, at most `most`; repetitive and duplicate answers are left out.
     """
-    found: dict[str, Request] = {}
-    said: set[tuple[int, ...]] = set()
-    for each in sorted(requests, key=lambda request: request.hour, reverse=True):
-        answer = tuple(each.answer_ids)
-        if each.prompt in found or answer in said or len(answer) < 2 or repetition([answer]) > MOST_REPETITION:
+    by_prompt: dict[str, Request] = {}
+    answers: set[tuple[int, ...]] = set()
+    for request in sorted(requests, key=lambda request: request.hour, reverse=True):
+        answer = tuple(request.answer_ids)
+        if request.prompt in by_prompt or answer in answers or len(answer) < 2 or repetition([answer]) > MOST_REPETITION:
             continue
-        found[each.prompt] = each
-        said.add(answer)
-        if len(found) == most:
+        by_prompt[request.prompt] = request
+        answers.add(answer)
+        if len(by_prompt) == most:
             break
-    return list(found.values())
+    return list(by_prompt.values())

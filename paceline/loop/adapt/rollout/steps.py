@@ -44,8 +44,8 @@ class Steps:
     watch: WatchConfig
     say: Callable[[str], None] = lambda text: None
     start: Start = Job
-    metrics: AdaptMetrics | None = None
     log: AdaptLog = field(init=False)
+    metrics: AdaptMetrics = field(init=False)
     lineage: Lineage = field(init=False)
     stage: Stage | None = field(init=False, default=None)
     by_hand: Stage | None = field(init=False, default=None)
@@ -66,8 +66,7 @@ class Steps:
     def _event(self, hour: int, event: str, **figures: Any) -> None:
         line = event_line(hour, event, **figures)
         apply(self.policy, line)
-        if self.metrics is not None:
-            self.metrics.events[event] += 1
+        self.metrics.events[event] += 1
         self.say(f"adapt: {event} {figures.get('why', '')}".rstrip())
         self._write(line)
 
@@ -183,21 +182,16 @@ class Steps:
             self._wait(stage, now, error)
             return
         if self.deployment is not None:
-            self._reached()
+            self.metrics.is_reached = True
         if stage.away_since:
             stage.reached()
             self._is_unsaved = True
             why = "the server answers again"
             self._event(hour_of(now), "answers", clusters=stage.clusters, drafter=stage.drafter, why=why)
 
-    def _reached(self) -> None:
-        if self.metrics is not None:
-            self.metrics.is_reached = True
-
     def _wait(self, stage: Stage, now: float, error: DownloadError) -> None:
         """Schedule a retry: a server that does not answer has not refused. A rollback is never given up."""
-        if self.metrics is not None:
-            self.metrics.is_reached = False
+        self.metrics.is_reached = False
         self._is_unsaved, is_first = True, not stage.away_since
         stage.wait(now)
         away_s = now - stage.away_since

@@ -91,7 +91,7 @@ def ask(llm: LLM, prompts: Sequence[list[int]], max_tokens: int = 48) -> list[Re
     params = SamplingParams(max_tokens=max_tokens)
     answers = llm.generate_ids(list(prompts), params)
     return [
-        Request(f"prompt-{number}", "", 0, list(prompt), list(answer.token_ids), params, 0, "length", 0, 0)
+        Request(f"prompt-{number}", "", 0, list(prompt), list(answer.token_ids), params, 0, "length")
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
         if len(answer.token_ids) > 1
     ]

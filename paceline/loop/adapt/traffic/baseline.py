@@ -56,7 +56,7 @@ class Seasonal:
             fade = 0.5 ** ((hour - self.last) / (MEMORY_WEEKS * WEEK))
             self._weights *= fade
             self._sums *= fade
-        day, of_day = place(hour)
+        day, of_day = day_and_hour(hour)
         weight = 1.0 / (variance + OBSERVED_SPREAD**2)
         self._weights[day, of_day] += weight
         self._sums[day, of_day] += weight * value
@@ -70,13 +70,13 @@ class Seasonal:
         if not self.num_hours:
             return 0.0, math.inf
         level, variance, values, variances, _ = self._fit or self._fitted()
-        day, of_day = place(hour)
+        day, of_day = day_and_hour(hour)
         return level + float(values[day, of_day]), variance + float(variances[day, of_day])
 
-    def shared(self, hour: int) -> float:
+    def shared_variance(self, hour: int) -> float:
         """Part of the prediction's variance that all hours of this day share: level and day of the week."""
         _, variance, _, _, days = self._fit or self._fitted()
-        return variance + float(days[place(hour)[0], 0])
+        return variance + float(days[day_and_hour(hour)[0], 0])
 
     def shift(self, by: float) -> None:
         """Shift all observations by `by`: another drafter serves this traffic."""
@@ -110,6 +110,6 @@ class Seasonal:
         return self._fit
 
 
-def place(hour: int) -> tuple[int, int]:
+def day_and_hour(hour: int) -> tuple[int, int]:
     """Returns (day of the week with 0 = Monday, hour of the day), UTC."""
     return (hour // DAY + 3) % 7, hour % DAY

@@ -27,12 +27,12 @@ ALLOWANCE, THRESHOLD, MIN_HOURS = 0.5, 8.0, 30
 ADWIN_DELTA = 0.002
 CLIP = 4.0
 """Residuals are clipped at this many standard deviations, so that no single hour decides."""
-SURE = 3.0
+LEAST_ERRORS = 3.0
 """Standard errors by which a day's mean residual must be below zero; the error accounts for correlated hours."""
 MOST_CORRELATION = 0.9
 MEMORY_HOURS = 100.0
 """Time constant, in hours, of the running estimates of residual spread and autocorrelation."""
-MOST_STANDING = 14
+MOST_ALARM_DAYS = 14
 """Days after which an alarm without action becomes the new normal."""
 State = Literal["learning", "calm", "raised", "held"]
 
@@ -70,9 +70,9 @@ class Series:
     """Autocorrelation of residuals at lag one hour; 0 to MOST_CORRELATION."""
     evidence: list[Residual] = field(default_factory=list)
     _detectors: list[Any] = field(default_factory=list)
-    _moved: list[float] | None = None
+    _level_residuals: list[float] | None = None
     """Residuals since another drafter took over, until a day of them gives the new level."""
-    _moved_at: int = 0
+    _changed_at: int = 0
     _judged: int = 0
     _previous: float = 0.0
     _products: tuple[float, float] = (0.0, 0.0)
@@ -80,9 +80,9 @@ class Series:
 
     def update(self, hour: int, value: float, variance: float) -> None:
         """Add an hour's value (log acceptance length, or a similar series) and its squared standard error."""
-        predicted, unsure = self.season.predict(hour)
-        self.expected = predicted if math.isfinite(unsure) else None
-        if self._moved is not None:
+        predicted, predicted_variance = self.season.predict(hour)
+        self.expected = predicted if math.isfinite(predicted_variance) else None
+        if self._level_residuals is not None:
             self._learn_level(hour, value - predicted)
             return
         if not self.season.has_day:
@@ -90,17 +90,17 @@ class Series:
             return
         if self.state == "learning":
             self.state = "calm"
-        whole = self.spread * (variance + OBSERVED_SPREAD**2) + unsure
-        self.z = (value - predicted) / math.sqrt(whole)
+        total_variance = self.spread * (variance + OBSERVED_SPREAD**2) + predicted_variance
+        self.z = (value - predicted) / math.sqrt(total_variance)
         if self.state == "calm":
             fell = self._fell(max(-CLIP, min(CLIP, self.z)))
-            self._widen(value - predicted, variance + OBSERVED_SPREAD**2 + unsure)
+            self._widen(value - predicted, variance + OBSERVED_SPREAD**2 + predicted_variance)
             if not fell:
                 self._learn(hour, value, variance)
                 return
             self.state, self.raised_at, self._judged = "raised", hour, 0
             self.num_raised += 1
-        self.evidence.append(Residual(hour, value - predicted, whole, value, variance))
+        self.evidence.append(Residual(hour, value - predicted, total_variance, value, variance))
 
     def tick(self, hour: int) -> None:
         """Call after every hour, with or without traffic: judges an alarm after each of its days."""
@@ -113,43 +113,43 @@ class Series:
         verdict = self._judge(day)
         needed = self.config.hold_periods if self.season.has_week else self.config.early_periods
         if verdict == "lapsed":
-            self.settle()
-        elif self._judged > MOST_STANDING:
+            self.end_alarm()
+        elif self._judged > MOST_ALARM_DAYS:
             self.season.shift(sum(each.value for each in self.evidence) / len(self.evidence))
-            self.settle()
-        elif verdict == "stands" and self._judged >= needed and self.state == "raised":
+            self.end_alarm()
+        elif verdict == "lasts" and self._judged >= needed and self.state == "raised":
             self.state, self.held_at = "held", hour
 
-    def _judge(self, day: list[Residual]) -> Literal["stands", "undecided", "lapsed"]:
+    def _judge(self, day: list[Residual]) -> Literal["lasts", "undecided", "lapsed"]:
         """Judge a day by its mean, so that each hour counts the same, and by its median: a short incident, however deep, is no
         drift."""
         mean = sum(each.value for each in day) / len(day)
-        own = self._together * sum(each.variance for each in day) / len(day) ** 2
-        error = math.sqrt(own + self.season.shared(day[0].hour))
+        own = self._inflation * sum(each.variance for each in day) / len(day) ** 2
+        error = math.sqrt(own + self.season.shared_variance(day[0].hour))
         self.loss = 1.0 - math.exp(mean)
         typical = 1.0 - math.exp(_median(day))
-        if mean > -SURE * error or min(self.loss, typical) < self.config.least_loss / 2:
+        if mean > -LEAST_ERRORS * error or min(self.loss, typical) < self.config.least_loss / 2:
             return "lapsed"
-        return "stands" if self.loss >= self.config.least_loss else "undecided"
+        return "lasts" if self.loss >= self.config.least_loss else "undecided"
 
-    def settle(self) -> None:
+    def end_alarm(self) -> None:
         """End the alarm, and add its hours to the season."""
         for each in self.evidence:
             self._learn(each.hour, each.raw, each.raw_variance)
         self._calm()
 
-    def moved(self, hour: int) -> None:
+    def change_drafter(self, hour: int) -> None:
         """Another drafter serves this traffic from `hour` on: keep the season's shape, relearn its level."""
         self._calm()
         if self.season.has_day:
-            self._moved, self._moved_at = [], hour
+            self._level_residuals, self._changed_at = [], hour
         else:
             self.season = Seasonal()
 
     @property
-    def is_moving(self) -> bool:
+    def is_relearning(self) -> bool:
         """True until the level with the new drafter is known."""
-        return self._moved is not None
+        return self._level_residuals is not None
 
     def relearn(self, hours: Iterable[tuple[int, float, float]]) -> None:
         """Relearn the season from (hour, value, variance), and end any alarm."""
@@ -165,21 +165,21 @@ class Series:
         self.evidence, self._detectors = [], []
 
     @property
-    def _together(self) -> float:
+    def _inflation(self) -> float:
         """Variance inflation of a mean of autocorrelated hours, for an AR(1) process (Box and Jenkins)."""
         return (1 + self.correlation) / (1 - self.correlation)
 
     def _learn(self, hour: int, value: float, variance: float) -> None:
         """Add an hour to the season; autocorrelated hours get less weight."""
-        whole = self.spread * self._together * (variance + OBSERVED_SPREAD**2)
-        self.season.learn(hour, value, whole - OBSERVED_SPREAD**2)
+        total_variance = self.spread * self._inflation * (variance + OBSERVED_SPREAD**2)
+        self.season.learn(hour, value, total_variance - OBSERVED_SPREAD**2)
 
     def _learn_level(self, hour: int, residual: float) -> None:
-        assert self._moved is not None
-        self._moved.append(residual)
-        if hour - self._moved_at >= DAY - 1 and len(self._moved) >= DAY / 2:
-            self.season.shift(sum(self._moved) / len(self._moved))
-            self._moved = None
+        assert self._level_residuals is not None
+        self._level_residuals.append(residual)
+        if hour - self._changed_at >= DAY - 1 and len(self._level_residuals) >= DAY / 2:
+            self.season.shift(sum(self._level_residuals) / len(self._level_residuals))
+            self._level_residuals = None
 
     def _fell(self, z: float) -> bool:
         """Returns True if a detector reports lower residuals than before."""

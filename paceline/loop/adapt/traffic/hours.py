@@ -7,6 +7,7 @@ estimator over requests (Cochran, Sampling Techniques, 6.3), not of single round
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -50,31 +51,14 @@ class Sums:
     @classmethod
     def of(cls, requests: Iterable[tuple[float, float]]) -> Sums:
         """Sum up (tokens, rounds) per request; requests without a round are left out."""
-        found = [(tokens, rounds) for tokens, rounds in requests if rounds > 0]
-        return cls(
-            len(found),
-            math.fsum(tokens for tokens, _ in found),
-            math.fsum(rounds for _, rounds in found),
-            math.fsum(tokens * tokens for tokens, _ in found),
-            math.fsum(tokens * rounds for tokens, rounds in found),
-            math.fsum(rounds * rounds for _, rounds in found),
-        )
+        terms = [(t, r, t * t, t * r, r * r) for t, r in requests if r > 0]
+        return cls(len(terms), *map(math.fsum, zip(*terms, strict=True)))
 
     def __add__(self, other: Sums) -> Sums:
-        return self._with(other, 1)
+        return Sums(*map(operator.add, _values(self), _values(other)))
 
     def __sub__(self, other: Sums) -> Sums:
-        return self._with(other, -1)
-
-    def _with(self, other: Sums, sign: int) -> Sums:
-        return Sums(
-            self.requests + sign * other.requests,
-            self.tokens + sign * other.tokens,
-            self.rounds + sign * other.rounds,
-            self.tokens_2 + sign * other.tokens_2,
-            self.tokens_rounds + sign * other.tokens_rounds,
-            self.rounds_2 + sign * other.rounds_2,
-        )
+        return Sums(*map(operator.sub, _values(self), _values(other)))
 
     @property
     def tokens_per_round(self) -> float:
@@ -94,6 +78,9 @@ class Sums:
     def num_effective(self) -> float:
         """Effective number of requests, weighted by length (Kish)."""
         return self.tokens**2 / self.tokens_2 if self.tokens_2 else 0.0
+
+
+_values = operator.attrgetter(*Sums.__slots__)
 
 
 def total(parts: Iterable[Sums]) -> Sums:

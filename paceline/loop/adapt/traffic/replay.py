@@ -12,20 +12,21 @@ tokens served.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from paceline.loop.adapt.config import PolicyConfig, PriceConfig, ReplayConfig
-from paceline.loop.adapt.decide.policy import Line, NaivePolicy, Policy, SeasonalPolicy
+from paceline.loop.adapt.decide.policy import Line, NaivePolicy, SeasonalPolicy
 from paceline.loop.adapt.log import told
 from paceline.loop.adapt.traffic.hours import DAY
 from paceline.loop.adapt.traffic.world import TRAINING_HOURS, World, make_world
-from paceline.report.tables import Progress
+from paceline.report.tables import SILENT, Progress
 from paceline.runs.folder import write_whole
 
+Policy = NaivePolicy | SeasonalPolicy
 FOUR_WEEKS = 28 * DAY
 GRACE = 2 * DAY
 """Hours after the end of a drift in which an alarm still counts as true. An alarm that fired in the day before the drift
@@ -61,14 +62,17 @@ def run(
     config: ReplayConfig,
     policy: PolicyConfig | None = None,
     prices: PriceConfig | None = None,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """Run `paceline adapt replay`; returns its JSON object."""
-    make = _maker(config, policy or PolicyConfig(), prices or PriceConfig())
+
+    def make() -> Policy:
+        return NaivePolicy() if config.policy == "naive" else SeasonalPolicy(policy, prices)
+
     if config.traces is not None:
-        return _stored(config, make)
+        return _stored(config, config.traces, make())
     outcomes = []
-    with (progress or Progress()).bar(config.scenario, config.seeds) as advance:
+    with progress.bar(config.scenario, config.seeds) as advance:
         for seed in range(config.first_seed, config.first_seed + config.seeds):
             lines: list[Line] = []
             outcomes.append(fortnight(make_world(config.scenario, seed, config.days), make(), lines.append))
@@ -78,20 +82,18 @@ def run(
     return {"scenario": config.scenario, "policy": config.policy, "seeds": config.seeds, **summary(outcomes)}
 
 
-def _maker(config: ReplayConfig, policy: PolicyConfig, prices: PriceConfig) -> Callable[[], Policy]:
-    return NaivePolicy if config.policy == "naive" else lambda: SeasonalPolicy(policy, prices)
-
-
 def fortnight(world: World, policy: Policy, tell: Callable[[Line], Any] = lambda line: None) -> Outcome:
     """Replays a policy on a synthetic fortnight; `tell` is called with every hour's line."""
-    keeps, ends, is_member, clusters = isinstance(policy, SeasonalPolicy), 0, False, tuple[str, ...]()
-    window, trainings, alarms, proposed = None, list[int](), list[int](), 0
+    is_seasonal = isinstance(policy, SeasonalPolicy)
+    window: tuple[int, int] | None = None  # hours that the training in progress uses
+    ends, is_member, clusters = 0, False, tuple[str, ...]()
+    trainings, alarms, proposed = list[int](), list[int](), 0
     for at in range(world.num_hours):
         if window is not None and at >= ends:
             if is_member:
                 world.train_member(clusters[0], *window)
             else:
-                world.knowledge = world.train(*window, with_replay=keeps)
+                world.knowledge = world.train(*window, with_replay=is_seasonal)
             window = None
             policy.trained(world.first + at - 1, clusters, float(TRAINING_HOURS))
         line = policy.hour(world.first + at, world.traffic(at))
@@ -102,7 +104,7 @@ def fortnight(world: World, policy: Policy, tell: Callable[[Line], Any] = lambda
             trainings += [] if is_proposed else [at]
             ends, clusters, is_member = at + 1 + TRAINING_HOURS, line.decision.clusters, is_proposed
             begin = min([at - DAY, *(raised - world.first for _, raised in line.raised)])
-            window = (max(begin, 0), at + 1) if keeps else (at, ends)  # the naive one learns from what it serves meanwhile
+            window = (max(begin, 0), at + 1) if is_seasonal else (at, ends)  # the naive one trains on the traffic during the training
             policy.training(world.first + at)
     return _outcome(world, policy, trainings, alarms, proposed)
 
@@ -131,14 +133,16 @@ def _outcome(world: World, policy: Policy, trainings: list[int], alarms: list[in
 def summary(outcomes: list[Outcome]) -> dict[str, Any]:
     """Means over repetitions, and the largest number of trainings in one."""
     per_4_weeks = FOUR_WEEKS / fmean(each.hours for each in outcomes)
+    detected = [each.detected_after / DAY for each in outcomes if each.detected_after is not None]
+    decided = [each.decided_after / DAY for each in outcomes if each.decided_after is not None]
     return {
         "retrains": fmean(each.retrains for each in outcomes),
         "most_retrains": max(each.retrains for each in outcomes),
         "false_alarms_per_4_weeks": per_4_weeks * fmean(each.false_alarms for each in outcomes),
         "suspicions_per_4_weeks": per_4_weeks * fmean(each.suspicions for each in outcomes),
-        "detection_periods": _mean_days(each.detected_after for each in outcomes),
-        "most_detection_periods": _most_days(each.detected_after for each in outcomes),
-        "decision_periods": _mean_days(each.decided_after for each in outcomes),
+        "detection_periods": fmean(detected) if detected else None,
+        "most_detection_periods": max(detected, default=None),
+        "decision_periods": fmean(decided) if decided else None,
         "missed": fmean(each.is_missed for each in outcomes),
         "second_member_proposed": fmean(each.proposed for each in outcomes),
         "tokens_per_round": fmean(each.tokens_per_round for each in outcomes),
@@ -146,21 +150,11 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
     }
 
 
-def _mean_days(hours: Iterable[int | None]) -> float | None:
-    known = [each for each in hours if each is not None]
-    return fmean(known) / DAY if known else None
-
-
-def _most_days(hours: Iterable[int | None]) -> float | None:
-    return max((each / DAY for each in hours if each is not None), default=None)
-
-
-def _stored(config: ReplayConfig, make: Callable[[], Policy]) -> dict[str, Any]:
+def _stored(config: ReplayConfig, traces: Path, policy: Policy) -> dict[str, Any]:
     from paceline.loop.adapt.traffic.stored import hours_of
 
-    assert config.traces is not None
-    policy, lines, ends = make(), list[Line](), None
-    for number, seen in hours_of(config.traces):
+    lines, ends = list[Line](), None
+    for number, seen in hours_of(traces):
         if ends is not None and number >= ends:
             policy.trained(number - 1, ())
             ends = None

@@ -51,9 +51,6 @@ class Request:
     params: SamplingParams
     seed: int
     finish_reason: str
-    tokens: int
-    """Tokens of rounds with drafts, as served, and the number of those rounds; 0 for traces of other servers."""
-    rounds: int
     knows_temperature: bool = True
     """False if the trace has no temperature: other servers may use a default of their own."""
 
@@ -74,23 +71,23 @@ def read_hours(folder: Path, since: int = 0, now: float | None = None) -> tuple[
     """Returns {hour: {cluster: sums}} of hours from `since` on, and the number of traces left out by reason.
 
     Raises ConfigError if there is no such folder; a damaged shard is only left out."""
-    found: dict[int, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    rounds: dict[int, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, (), left_out, since * HOUR_S):
-        if (place := _place(row, since, now, seen, left_out)) is not None:
-            found[place][_cluster(row)].append(_figures(row))
-    return {hour: {name: Sums.of(each) for name, each in by.items()} for hour, by in found.items()}, left_out
+        if (hour := _hour_of(row, since, now, seen, left_out)) is not None:
+            rounds[hour][_cluster(row)].append(_figures(row))
+    return {hour: {name: Sums.of(each) for name, each in by.items()} for hour, by in rounds.items()}, left_out
 
 
 def read_span(folder: Path, begin_s: float, end_s: float) -> dict[str, Sums]:
     """Returns {cluster: sums} of requests that ended in [begin_s, end_s), seconds since 1970."""
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    rounds: dict[str, list[tuple[float, float]]] = defaultdict(list)
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, (), left_out, begin_s):
-        within = row["ended"] is not None and begin_s <= row["ended"] < end_s
-        if within and _place(row, 0, end_s, seen, left_out) is not None:
-            found[_cluster(row)].append(_figures(row))
-    return {name: Sums.of(each) for name, each in found.items()}
+        is_within = row["ended"] is not None and begin_s <= row["ended"] < end_s
+        if is_within and _hour_of(row, 0, end_s, seen, left_out) is not None:
+            rounds[_cluster(row)].append(_figures(row))
+    return {name: Sums.of(each) for name, each in rounds.items()}
 
 
 def read_requests(
@@ -107,40 +104,28 @@ def read_requests(
 
     A request without a temperature gets the server's default settings `usual` ({"temperature": 0.6, "top_p": 0.95}), unless its
     own settings say otherwise. Without `usual` it is left out, or kept if not `exact`: then it can only be trained on."""
-    found: list[Request] = []
+    requests: list[Request] = []
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, _REQUEST, left_out, since * HOUR_S):
-        hour = _place(row, since, now, seen, left_out, needs_rounds=False)
-        if hour is None or (until is not None and hour >= until) or cluster not in (None, _cluster(row)):
+        hour, own_cluster = _hour_of(row, since, now, seen, left_out, needs_rounds=False), _cluster(row)
+        if hour is None or (until is not None and hour >= until) or cluster not in (None, own_cluster):
             continue
+        has_temperature = row["temperature"] is not None
         try:
-            params = params_of(row["sampling"], usual if row["temperature"] is None else None)
+            params = params_of(row["sampling"], None if has_temperature else usual)
         except (PacelineError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
             left_out["unknown sampling"] += 1
             continue
-        if exact and row["temperature"] is None and usual is None:
+        if exact and not has_temperature and usual is None:
             left_out["unknown temperature"] += 1
             continue
         if not row["answer_ids"] or not row["prompt_ids"] or row["finish_reason"] not in ("stop", "length"):
             left_out["cut short"] += 1
             continue
-        tokens, rounds = _figures(row)
-        found.append(
-            Request(
-                row["key"],
-                _cluster(row),
-                hour,
-                row["prompt_ids"],
-                row["answer_ids"],
-                params,
-                row["seed"] or 0,
-                row["finish_reason"],
-                int(tokens),
-                int(rounds),
-                row["temperature"] is not None,
-            )
-        )
-    return found, left_out
+        key, prompt_ids, answer_ids, seed = row["key"], row["prompt_ids"], row["answer_ids"], row["seed"] or 0
+        about = (params, seed, row["finish_reason"], has_temperature)
+        requests.append(Request(key, own_cluster, hour, prompt_ids, answer_ids, *about))
+    return requests, left_out
 
 
 def params_of(text: str | None, usual: Mapping[str, Any] | None = None) -> SamplingParams:
@@ -222,7 +207,7 @@ def _is_sound(row: Mapping[str, Any]) -> bool:
     return not _has_rounds(row) or all(map(operator.le, row["accepted"], row["drafted"]))
 
 
-def _place(
+def _hour_of(
     row: Mapping[str, Any],
     since: int,
     now: float | None,

@@ -26,6 +26,7 @@ import numpy as np
 
 from paceline.errors import ConfigError
 from paceline.loop.adapt.config import SCENARIOS
+from paceline.loop.adapt.traffic.baseline import day_and_hour
 from paceline.loop.adapt.traffic.hours import DAY, Sums
 
 LEAST_CHANCE, MOST_CHANCE, NUM_DRAFTED = 0.35, 0.85, 7
@@ -99,16 +100,16 @@ class World:
 
     def traffic(self, at: int) -> dict[str, Sums]:
         """Samples the requests of hour `at` since the start; returns their sums by cluster."""
-        found = {}
+        seen = {}
         for source in self.sources:
             draw = np.random.default_rng((self.seed, at, zlib.crc32(source.name.encode())))
             sums = self._requests(source, at, draw)
             self._tokens[source.name, at] = sums.tokens
             if sums.requests:
-                found[source.name] = sums
+                seen[source.name] = sums
             self.tokens += sums.tokens
             self.rounds += sums.rounds
-        return found
+        return seen
 
     def _requests(self, source: Source, at: int, draw: np.random.Generator) -> Sums:
         state = self._state[source.name]
@@ -123,15 +124,7 @@ class World:
         factor = source.bend(at) * math.exp(state[1]) * (2 / 3 if draw.random() < self.shocks else 1.0)
         per_round = np.maximum(tokens_per_round(chances) * factor, 1.0)
         rounds = 1.0 + draw.binomial(lengths - 1, 1.0 / per_round)
-        tokens = lengths.astype(float)
-        return Sums(
-            number,
-            float(tokens.sum()),
-            float(rounds.sum()),
-            float(tokens @ tokens),
-            float(tokens @ rounds),
-            float(rounds @ rounds),
-        )
+        return Sums.of(zip(lengths.astype(float).tolist(), rounds.tolist(), strict=True))
 
     def chance(self, source: Source, at: int) -> float:
         """Mean acceptance probability of a draft."""
@@ -141,29 +134,31 @@ class World:
 
     def train_member(self, cluster: str, begin: int, end: int) -> None:
         """Give a cluster a drafter trained on its own traffic of hours [begin, end); does nothing without traffic."""
-        source = next((each for each in self.sources if each.name == cluster), None)
-        weights = [self._tokens.get((cluster, at), 0.0) for at in range(begin, end)]
-        if source is not None and sum(weights):
-            place = float(np.average([source.place(at) for at in range(begin, end)], weights=weights))
-            self.members[cluster] = Knowledge(TRAINED_FIT / (1 + ENOUGH_SHARE), place)
+        for source in self.sources:
+            tokens, place = self._content(source, begin, end)
+            if source.name == cluster and tokens:
+                self.members[cluster] = Knowledge(TRAINED_FIT / (1 + ENOUGH_SHARE), place)
 
     def train(self, begin: int, end: int, *, with_replay: bool) -> dict[str, Knowledge]:
         """Returns the fits of a drafter trained on the traffic of hours [begin, end)."""
-        tokens = {
-            source.name: sum(self._tokens.get((source.name, at), 0.0) for at in range(begin, end)) for source in self.sources
-        }
-        whole = sum(tokens.values())
-        learned = {}
-        for source in self.sources:
-            old, share = self.knowledge[source.name], tokens[source.name] / whole if whole else 0.0
+        contents = [self._content(source, begin, end) for source in self.sources]
+        all_tokens = sum(tokens for tokens, _ in contents)
+        trained = {}
+        for source, (tokens, place) in zip(self.sources, contents, strict=True):
+            old, share = self.knowledge[source.name], tokens / all_tokens if all_tokens else 0.0
             fit = TRAINED_FIT * share / (share + ENOUGH_SHARE)
             if with_replay and fit < KEPT * old.fit:
-                learned[source.name] = Knowledge(KEPT * old.fit, old.place)
+                trained[source.name] = Knowledge(KEPT * old.fit, old.place)
             else:
-                weights = [self._tokens.get((source.name, at), 0.0) for at in range(begin, end)]
-                places = [source.place(at) for at in range(begin, end)]
-                learned[source.name] = Knowledge(fit, float(np.average(places, weights=weights)) if sum(weights) else old.place)
-        return learned
+                trained[source.name] = Knowledge(fit, place if tokens else old.place)
+        return trained
+
+    def _content(self, source: Source, begin: int, end: int) -> tuple[float, float]:
+        """Returns (tokens, mean position) of a source's traffic in hours [begin, end); position 0 without traffic."""
+        hours = range(begin, end)
+        tokens = [self._tokens.get((source.name, at), 0.0) for at in hours]
+        place = float(np.average([source.place(at) for at in hours], weights=tokens)) if sum(tokens) else 0.0
+        return sum(tokens), place
 
 
 def tokens_per_round(chance: np.ndarray) -> np.ndarray:
@@ -194,7 +189,8 @@ def make_world(scenario: str, seed: int, days: int) -> World:
         return _new_schema(seed, steady, begins, options)
     if scenario == "weekend":
         sign = -1 if draw.random() < 0.5 else 1
-        work = Source("work", 200, 0.65, _day_curve(first, 0.7, weekend=0.3), bend=_on_weekends(first, 1 + 0.12 * sign))
+        work = Source("work", 200, 0.65, _day_curve(first, 0.7, weekend=0.3))
+        work.bend = lambda at: 1 + 0.12 * sign if _is_weekend(first + at) else 1.0
         home = Source("home", 60, 0.4, _day_curve(first, 0.4, weekend=1.8))
         return World([work, home], **options)
     if scenario == "noise":
@@ -243,11 +239,7 @@ def _day_curve(first: int, depth: float, weekend: float = 1.0) -> Curve:
 
 
 def _is_weekend(hour: int) -> bool:
-    return (hour // DAY + 3) % 7 >= 5
-
-
-def _on_weekends(first: int, factor: float) -> Curve:
-    return lambda at: factor if _is_weekend(first + at) else 1.0
+    return day_and_hour(hour)[0] >= 5
 
 
 def _step(begins: int, distance: float) -> Curve:
