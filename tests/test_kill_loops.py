@@ -60,7 +60,7 @@ class Falls(SeasonalPolicy):
 class Ended:
     """A job that has ended well."""
 
-    last_words = ""
+    last_error = ""
 
     def __init__(self, command: list[str], said: Path) -> None:
         self.last_line = json.dumps(PASSED) if "gate" in command else ""

@@ -49,7 +49,7 @@ class Played:
 
         class Ended:
             last_line = line if isinstance(line, str) else json.dumps(line)
-            last_words = "out of memory"
+            last_error = "out of memory"
 
             def poll(self) -> int:
                 return status

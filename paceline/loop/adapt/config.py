@@ -34,7 +34,7 @@ class PolicyConfig:
     recovered: Share = 0.5
     """Share of a loss that a training is expected to recover, until trainings in this folder have been measured."""
     max_clusters: Count = 16
-    """Most clusters that are tracked separately; all further traffic forms one more cluster."""
+    """Maximum number of clusters that are tracked separately; all further traffic forms one more cluster."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -109,11 +109,11 @@ class CandidateConfig:
     temperature: float | None = None
     """Temperature of requests that name none [default: from the target's generation_config.json, else 1]."""
     requests: Count = 200
-    """Most requests that are scored per set."""
+    """Maximum number of requests that are scored per set."""
     held_out_only: bool = False
     """Judge only by held-out prompts, which trainings never use."""
     least_requests: Count = 20
-    """Fewest prompts of the fallen cluster that a verdict needs."""
+    """Minimum number of prompts of the fallen cluster for a verdict."""
     most_loss: Share = 0.02
     """Loss of tokens/s on other clusters or on out-of-domain answers at which a candidate is refused."""
     shares: tuple[Annotated[float, within("above 0 and at most 1", above=0, most=1)], ...] = (1.0, 0.75, 0.5)
@@ -136,13 +136,13 @@ class RetrainConfig:
     general: tuple[Path, ...] = ()
     """Folders of general answers that are trained on together with the window, so that they are not forgotten."""
     minutes: Positive = 30.0
-    """Most minutes of training per candidate."""
+    """Maximum minutes of training per candidate."""
     learning_rates: tuple[Annotated[float, within("above 0", above=0)], ...] = (2e-4,)
     """Comma-separated learning rates; one candidate is trained with each, and the gate picks the best."""
     train_threads: Count | None = None
     """CPU threads of a training [default: PyTorch's choice]."""
     window_hours: Count = 48
-    """Fewest hours of traffic, counted back from the decision, that a training uses."""
+    """Minimum hours of traffic, counted back from the decision, that a training uses."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -157,9 +157,9 @@ class WatchConfig:
     every_s: Positive = 60.0
     """Seconds between checks of trainings and of the server; decisions are made once an hour."""
     probation_minutes: Positive = 60.0
-    """Fewest minutes that a new drafter is on probation before it is accepted."""
+    """Minimum minutes on probation before a new drafter is accepted."""
     most_probation_hours: Positive = 24.0
-    """Most hours on probation, if the traffic is too little to judge the drafter."""
+    """Maximum hours on probation, if the traffic is too little to judge the drafter."""
     unproven: Annotated[str, UNPROVEN] = "take-back"
     """Roll back a drafter that could not be judged (take-back), or keep it; one loaded by hand always stays."""
     most_errors: Share = 0.02
@@ -232,7 +232,7 @@ class OtherEngineConfig:
     engine_command: str | None = None
     """Command that starts that engine [default: vllm serve, or python -m sglang.launch_server]."""
     ready_minutes: Positive = 30.0
-    """Most minutes until that engine is ready."""
+    """Maximum minutes until that engine is ready."""
     check: bool = True
     """Compare that engine's acceptance length on twenty prompts with paceline's once it is ready."""
     expected: Annotated[float, within("at least 1", least=1)] | None = None

@@ -1,7 +1,7 @@
 """Log of `paceline adapt`: JSON Lines, append-only, with one line per hour and one per event.
 
-    {"hour": 494500, "time": "...", "seen": {...}, "mix": {...}, "decision": {"action": "none", "why": ..., "declined": {...}}}
-    {"hour": 494500, "time": "...", "event": "swapped", "clusters": ["tickets"], "drafter": "...", "why": ...}
+{"hour": 494500, "time": "...", "seen": {...}, "mix": {...}, "decision": {"action": "none", "why": ..., "declined": {...}}}
+{"hour": 494500, "time": "...", "event": "swapped", "clusters": ["tickets"], "drafter": "...", "why": ...}
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Renders report.html of `paceline adapt`: acceptance length by cluster over time, and the decisions. Offline.
 
-    paceline adapt log --state runs/adapt --page
+paceline adapt log --state runs/adapt --page
 """
 
 from __future__ import annotations

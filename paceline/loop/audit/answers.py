@@ -7,6 +7,7 @@ number of tokens; an answer whose tokens are unknown is left out and counted.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from paceline.train.answers.remote_target import end_token
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ServerAnswer:
     """One answer as the server returned it."""
 
     text: str
@@ -42,38 +43,38 @@ class AnswerReader:
         self._tokenizer, self._end = tokenizer, end_token(tokenizer)
         self._ids: dict[str, list[int]] | None = None
 
-    def read(self, told: Any, has_stop: bool) -> Told | None:
+    def read(self, response: Any, has_stop: bool) -> ServerAnswer | None:
         """Parses an API response; None if it is invalid. `has_stop`: the request had a stop string."""
         try:
-            choice = told["choices"][0]
-            message, usage = choice.get("message") or {}, told.get("usage") or {}
+            choice = response["choices"][0]
+            message, usage = choice.get("message") or {}, response.get("usage") or {}
             text, reason = choice.get("text", message.get("content")) or "", str(choice.get("finish_reason"))
-            names, logprobs = _named(choice.get("logprobs"))
-            counted, asked = usage.get("completion_tokens"), usage.get("prompt_tokens")
-            ids, prompt_ids = choice.get("token_ids"), choice.get("prompt_token_ids") or told.get("prompt_token_ids")
+            names, logprobs = _names_and_logprobs(choice.get("logprobs"))
+            num_answer, num_prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
+            ids = _all_ids(choice.get("token_ids"))
+            prompt_ids = _all_ids(choice.get("prompt_token_ids") or response.get("prompt_token_ids"))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError):
             return None
-        if not isinstance(text, str) or not all(value is None or type(value) is int for value in (counted, asked)):
+        if not isinstance(text, str) or not all(value is None or type(value) is int for value in (num_answer, num_prompt)):
             return None
-        tokens = self._tokens(text, reason == "stop" and not has_stop, ids, names, counted)
-        is_lossy, has_ids = told.get("lossless") is False, _all_ids(ids) is not None
-        return Told(text, reason, tokens, logprobs, asked, counted, _all_ids(prompt_ids), has_ids, is_lossy)
+        tokens = self._tokens(text, reason == "stop" and not has_stop, ids, names, num_answer)
+        is_lossy = response.get("lossless") is False
+        return ServerAnswer(text, reason, tokens, logprobs, num_prompt, num_answer, prompt_ids, ids is not None, is_lossy)
 
-    def _tokens(self, text: str, is_ended: bool, ids: Any, names: list[str] | None, counted: int | None) -> list[int] | None:
-        size = self._tokenizer.vocab_size
-        given = _all_ids(ids)
-        if given is not None:
-            return given if given and max(given) < size else None
+    def _tokens(
+        self, text: str, is_ended: bool, ids: list[int] | None, names: list[str] | None, num_answer: int | None
+    ) -> list[int] | None:
+        if ids is not None:
+            return ids if ids and max(ids) < self._tokenizer.vocab_size else None
         encoded = self._tokenizer.encode(text, add_special_tokens=False) if text else []
         if names is not None:
-            found = self._named_ids(names, encoded)
+            tokens = self._named_ids(names, encoded)
         else:
-            found = encoded if self._tokenizer.decode(encoded, skip_special=False) == text else None
-            if found is not None and counted not in (None, len(found), len(found) + is_ended):
-                found = None
-        if found is None or not is_ended or (found and found[-1] in self._tokenizer.eos_token_ids):
-            return found or None
-        return None if self._end is None else [*found, self._end]
+            is_same = self._tokenizer.decode(encoded, skip_special=False) == text
+            tokens = encoded if is_same and num_answer in (None, len(encoded), len(encoded) + is_ended) else None
+        if tokens is None or not is_ended or (tokens and tokens[-1] in self._tokenizer.eos_token_ids):
+            return tokens or None
+        return None if self._end is None else [*tokens, self._end]
 
     def _named_ids(self, names: Sequence[str], encoded: list[int]) -> list[int] | None:
         """Ids of tokens given by their text. A text shared by several tokens is resolved by the encoded answer."""
@@ -89,7 +90,7 @@ class AnswerReader:
 
     def _texts(self) -> dict[str, list[int]]:
         """Maps every text that may denote a token to its candidate tokens."""
-        found: dict[str, list[int]] = {}
+        tokens_by_text: dict[str, list[int]] = defaultdict(list)
         for token in range(self._tokenizer.vocab_size):
             own = self._tokenizer.backend.id_to_token(token) or ""
             text = self._tokenizer.decode([token], skip_special=False)
@@ -99,11 +100,11 @@ class AnswerReader:
             if REPLACEMENT in text:
                 names.add(REPLACEMENT)
             for name in names:
-                found.setdefault(name, []).append(token)
-        return found
+                tokens_by_text[name].append(token)
+        return tokens_by_text
 
 
-def _named(logprobs: Any) -> tuple[list[str] | None, list[float] | None]:
+def _names_and_logprobs(logprobs: Any) -> tuple[list[str] | None, list[float] | None]:
     """Extracts token texts and log-probabilities from a text completion or a chat answer."""
     if not isinstance(logprobs, dict):
         return None, None

@@ -42,10 +42,10 @@ class Usage:
     """Token counts reported by a server, compared with the true ones."""
 
     prompt: int
-    prompt_told: int | None
+    prompt_reported: int | None
     answer: int | None
     """None if the answer's tokens are unknown."""
-    answer_told: int | None
+    answer_reported: int | None
     limit: int
     finish_reason: str
 
@@ -70,7 +70,7 @@ def verdict_of(findings: Iterable[Finding]) -> Verdict:
 
 def sampled(groups: Sequence[Group], tests: Sequence[Trial], false_alarms: float, tolerance: float = 0.0) -> list[Finding]:
     """Returns one finding per sampling setting; `tolerance` as in the tests."""
-    found = []
+    findings = []
     for group in groups:
         own = [test for test in tests if test.group == group.name]
         faults = sorted((test for test in own if test.is_fault), key=lambda test: -test.log_evidence)
@@ -78,10 +78,10 @@ def sampled(groups: Sequence[Group], tests: Sequence[Trial], false_alarms: float
         if faults:
             what = "; ".join(_meaning(test) for test in faults[:3])
             text = f"{group.name}: {what} (an honest server would show this with a chance of at most {faults[0].chance:.1g})"
-            found.append(Finding("sampled", "fault", text, figures))
+            findings.append(Finding("sampled", "fault", text, figures))
         elif not own or group.lost_share > MOST_LOST:
             text = f"{group.name}: the tokens of {group.num_lost} of {group.num_lost + len(group.draws)} answers are not known"
-            found.append(Finding("sampled", "not judged", text, figures))
+            findings.append(Finding("sampled", "not judged", text, figures))
         else:
             first = own[0]
             least = detectable(first, len(tests), tolerance + group.lost_share, false_alarms)
@@ -91,8 +91,8 @@ def sampled(groups: Sequence[Group], tests: Sequence[Trial], false_alarms: float
                 f"[{first.low:+.3f}, {first.high:+.3f}] over {group.num_tokens:,} tokens; {len(own)} tests, none beyond a "
                 f"rate of {false_alarms:g} false alarms for all; a shift of {least:.2f} nats would have been found"
             )
-            found.append(Finding("sampled", "passed", text, figures))
-    return found
+            findings.append(Finding("sampled", "passed", text, figures))
+    return findings
 
 
 def _meaning(test: Trial) -> str:
@@ -104,24 +104,20 @@ def _meaning(test: Trial) -> str:
 
 def nucleus(groups: Sequence[Group], allowed: Tolerance) -> list[Finding]:
     """Checks for tokens outside the top-p nucleus: a token is outside if the surely likelier ones already reach top-p."""
-    found = []
+    findings = []
     for group in (each for each in groups if each.top_p < 1 and each.draws):
         before_N = np.concatenate([draw.scores.before_T for draw in group.draws])
         num_outside = int((before_N >= group.top_p + allowed.mass).sum())
         figures = {"group": group.name, "outside": num_outside, "tokens": len(before_N)}
-        share = f"{num_outside:,} of {len(before_N):,} tokens"
+        text = f"{group.name}: {num_outside:,} of {len(before_N):,} tokens are outside the nucleus"
         if num_outside:
-            worst = float(before_N.max())
-            text = f"{group.name}: {share} are outside the nucleus; tokens likelier than one of them have {worst:.3f} already"
-        else:
-            text = f"{group.name}: {share} are outside the nucleus"
-        found.append(Finding("nucleus", "fault" if num_outside else "passed", text, figures))
-    return found
+            text += f"; tokens likelier than one of them have {float(before_N.max()):.3f} already"
+        findings.append(Finding("nucleus", "fault" if num_outside else "passed", text, figures))
+    return findings
 
 
 def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
-    """Checks that each token is the most probable one, given the server's text before it. Near ties are reported, not faults.
-    """
+    """Checks that each token is the most probable one after the server's text before it. Near ties are no faults."""
     draws = [draw for draw in draws if draw.tokens]
     if not draws:
         return Finding("greedy", "not judged", f"the tokens of all {num_lost} greedy answers are unknown")
@@ -136,7 +132,7 @@ def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
     if other and not far:
         text += f", all at near ties (logits at most {figures['largest_gap']:.3f} apart; up to {tie:g} is rounding)"
     if far:
-        gap, prompt, place = next(each for each in sorted(far, key=lambda each: (each[1], each[2])))
+        gap, prompt, place = min(far, key=lambda each: each[1:])
         text += (
             f", {len(far)} of them by more than a near tie; first in prompt {prompt + 1} at token {place + 1}, where the "
             f"likeliest token's logit is {gap:.2f} larger"
@@ -170,7 +166,7 @@ def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
     """Check that the median difference of the server's and our log-probabilities, one pair per token, is at most `allowed`."""
     if not pairs:
         return Finding("logprobs", "not offered", "the server tells no log-probabilities")
-    apart = [abs(told - own) for told, own in pairs]
+    apart = [abs(reported - own) for reported, own in pairs]
     middle, largest = statistics.median(apart), max(apart)
     text = f"log-probabilities of {len(pairs):,} tokens differ from ours by {middle:.4f} (median), at most {largest:.3f}"
     figures = {"tokens": len(pairs), "median": middle, "largest": largest}
@@ -201,29 +197,30 @@ def stops(tried: Sequence[Stop]) -> Finding:
 
 def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
     """Compares token counts reported by the server. `is_rendered_there`: the server encoded the prompt itself."""
-    told = [each for each in counted if each.prompt_told is not None and each.answer_told is not None]
-    figures = {"answers": len(told)}
-    if not told:
+    reported = [each for each in counted if each.prompt_reported is not None and each.answer_reported is not None]
+    figures = {"answers": len(reported)}
+    if not reported:
         return Finding("usage", "not offered", "the server counts no tokens", figures)
-    prompts = [each for each in told if each.prompt_told != each.prompt]
+    prompts = [each for each in reported if each.prompt_reported != each.prompt]
     if prompts:
         first = prompts[0]
-        text = (
-            f"{len(prompts)} of {len(told)} prompts have other counts: {first.prompt_told} tokens where we have {first.prompt}"
-        )
+        text = f"{len(prompts)} of {len(reported)} prompts have other counts: "
+        text += f"{first.prompt_reported} tokens where we have {first.prompt}"
         if is_rendered_there:
             text += "; the server's template or tokenizer is another, so nothing else can be compared"
         return Finding("usage", "not judged" if is_rendered_there else "fault", text, figures)
-    answers = [each for each in told if not _counts_right(each)]
+    answers = [each for each in reported if not _counts_right(each)]
     if answers:
         first = answers[0]
         own = f"at most {first.limit}" if first.answer is None else str(first.answer)
-        text = f"{len(answers)} of {len(told)} answers have other counts: {first.answer_told} tokens where we have {own}"
+        text = (
+            f"{len(answers)} of {len(reported)} answers have other counts: {first.answer_reported} tokens where we have {own}"
+        )
         return Finding("usage", "fault", text, figures)
-    return Finding("usage", "passed", f"prompt and answer tokens of {len(told)} answers are counted as ours", figures)
+    return Finding("usage", "passed", f"prompt and answer tokens of {len(reported)} answers are counted as ours", figures)
 
 
-def own_words(num_lossy: int) -> list[Finding]:
+def declared_lossy(num_lossy: int) -> list[Finding]:
     """Reports answers that the server itself declares as not lossless."""
     if not num_lossy:
         return []
@@ -233,9 +230,9 @@ def own_words(num_lossy: int) -> list[Finding]:
 
 def _counts_right(each: Usage) -> bool:
     """True if the reported count is right, with or without the end token."""
-    assert each.answer_told is not None
-    if each.answer_told > each.limit:
+    assert each.answer_reported is not None
+    if each.answer_reported > each.limit:
         return False
     if each.finish_reason == "length":
-        return each.answer_told == each.limit
-    return each.answer is None or each.answer_told in (each.answer, each.answer - 1)
+        return each.answer_reported == each.limit
+    return each.answer is None or each.answer_reported in (each.answer, each.answer - 1)

@@ -44,9 +44,9 @@ class AuditConfig:
     answers: Count = 192
     """Answers sampled per temperature: more detect smaller faults, and take longer."""
     max_tokens: Count = 32
-    """Most tokens of a sampled answer."""
+    """Maximum tokens of a sampled answer."""
     greedy_tokens: Whole = 96
-    """Most tokens of a greedy answer, one per prompt; 0 leaves greedy answers out."""
+    """Maximum tokens of a greedy answer, one per prompt; 0 leaves greedy answers out."""
     server_precision: Precision = "bfloat16"
     """Number format of the server's computation, which bounds its rounding difference from float32."""
     false_alarms: Annotated[float, within("above 0 and below 0.5", above=0, most=0.49)] = 0.01

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.errors import ConfigError, DownloadError, ModelNotFoundError
-from paceline.loop.audit.answers import AnswerReader, Told
+from paceline.loop.audit.answers import AnswerReader, ServerAnswer
 from paceline.net.streaming import Client, Stream
 
 OFF = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -76,7 +76,7 @@ class Endpoint:
     failures: list[str] = field(default_factory=list)
     """Errors of single requests."""
 
-    def settle(self) -> None:
+    def determine_form(self) -> None:
         """Determine the request form that the server supports. Raises ConfigError if it supports none, or the key is wrong."""
         probe, refused = Request(0, 1.0, 1), ""
         for self.kind in KINDS:
@@ -85,57 +85,55 @@ class Endpoint:
                     continue
                 stream = self._post(probe)
                 if stream.status == 200:
-                    self._settle_fields(probe)
+                    self._determine_fields(probe)
                     return
-                refused = refused or _words(stream)
+                refused = refused or _error_of(stream)
         raise ConfigError(
             f"{self.client.url} answers neither /v1/completions nor /v1/chat/completions ({refused}): is {self.served_name!r} "
             "a model that writes text?"
         )
 
-    def _settle_fields(self, probe: Request) -> None:
+    def _determine_fields(self, probe: Request) -> None:
         self.has_seeds = self._post(replace(probe, seed=1)).status == 200
-        told = self._told(self._post(replace(probe, logprobs=True)), probe)
-        self.has_logprobs = told is not None and bool(told.logprobs)
-        plain = self._told(self._post(probe), probe)
-        self.gives_ids = plain is not None and plain.has_ids
+        answer = self._answer(self._post(replace(probe, logprobs=True)), probe)
+        self.has_logprobs = answer is not None and bool(answer.logprobs)
+        answer = self._answer(self._post(probe), probe)
+        self.gives_ids = answer is not None and answer.has_ids
 
     def prompt_ids(self, index: int) -> tuple[int, ...]:
         """Tokens that the model gets for a prompt."""
         return self.prompts[index].tokens(self.kind)
 
-    def ask(self, requests: Sequence[Request], num_at_once: int) -> Iterator[tuple[Request, Told | None]]:
+    def ask(self, requests: Sequence[Request], num_at_once: int) -> Iterator[tuple[Request, ServerAnswer | None]]:
         """Yield (request, answer) in order; None for a failed one. Raises DownloadError if the server is down."""
         with ThreadPoolExecutor(num_at_once) as pool:
-            waiting = [pool.submit(self._post, each) for each in requests]
+            futures = [pool.submit(self._post, request) for request in requests]
             try:
-                for request, answer in zip(requests, waiting, strict=True):
-                    yield request, self._told(answer.result(), request)
+                for request, future in zip(requests, futures, strict=True):
+                    yield request, self._answer(future.result(), request)
             finally:
-                for answer in waiting:
-                    answer.cancel()
+                for future in futures:
+                    future.cancel()
 
-    def _told(self, stream: Stream, request: Request) -> Told | None:
-        told = None
+    def _answer(self, stream: Stream, request: Request) -> ServerAnswer | None:
+        answer = None
         if stream.status == 200:
             with contextlib.suppress(ValueError):
-                told = self.reader.read(json.loads(stream.body), request.stop is not None)
-        if told is None:
-            self.failures.append(_words(stream))
-        elif told.is_lossy:
+                answer = self.reader.read(json.loads(stream.body), request.stop is not None)
+        if answer is None:
+            self.failures.append(_error_of(stream))
+        elif answer.is_lossy:
             self.num_lossy += 1
-        return told
+        return answer
 
     def _post(self, request: Request) -> Stream:
         """Send a request, with retries while the server is busy. Raises DownloadError, and ConfigError on a wrong key."""
         path = "/v1/chat/completions" if self.kind == "chat" else "/v1/completions"
         data = json.dumps(self._body(request)).encode()
-        stream = self.client.post(path, data)
-        for attempt in range(1, TRIES):
-            if not stream.failure and stream.status not in PASSING:
-                break
+        stream, attempt = self.client.post(path, data), 1
+        while attempt < TRIES and (stream.failure or stream.status in PASSING):
             time.sleep(PAUSE_S * attempt)
-            stream = self.client.post(path, data)
+            stream, attempt = self.client.post(path, data), attempt + 1
         if stream.failure:
             raise DownloadError(
                 f"{self.client.url} does not answer any more ({stream.failure}): look at its log, and try again"
@@ -150,16 +148,13 @@ class Endpoint:
         body |= {"temperature": request.temperature, **self.extras}
         body |= {} if request.seed is None else {"seed": request.seed}
         body |= {} if request.stop is None else {"stop": [request.stop]}
+        body |= {"logprobs": True if self.kind == "chat" else 1} if request.logprobs else {}
         if self.kind == "chat":
-            body |= {"logprobs": True} if request.logprobs else {}
             return None if prompt.messages is None else body | {"messages": prompt.messages}
-        body |= {"logprobs": 1} if request.logprobs else {}
-        if self.kind == "ids":
-            return body | {"prompt": list(prompt.ids)}
-        return body | {"prompt": prompt.text}
+        return body | {"prompt": list(prompt.ids) if self.kind == "ids" else prompt.text}
 
 
-def served_name(client: Client, asked: str | None) -> str:
+def served_name(client: Client, wanted: str | None) -> str:
     """Returns the model's name on the server. Raises DownloadError (no server), ConfigError, ModelNotFoundError."""
     try:
         reply = client.get("/v1/models")
@@ -170,14 +165,14 @@ def served_name(client: Client, asked: str | None) -> str:
         names = [str(each["id"]) for each in json.loads(reply.body)["data"]]
     except (ValueError, KeyError, TypeError):
         names = []
-    if asked is None and not names:
+    if wanted is None and not names:
         raise ConfigError(
             f"{client.url}/v1/models answered with status {reply.status} and no model: is it an OpenAI-compatible server? "
             "If so, name its model with --served-name"
         )
-    if asked is not None and names and asked not in names:
-        raise ModelNotFoundError(f"{client.url} does not serve {asked!r}: choose --served-name from {', '.join(names)}")
-    return asked or names[0]
+    if wanted is not None and names and wanted not in names:
+        raise ModelNotFoundError(f"{client.url} does not serve {wanted!r}: choose --served-name from {', '.join(names)}")
+    return wanted or names[0]
 
 
 def check_key(url: str, status: int, has_key: bool) -> None:
@@ -192,7 +187,7 @@ def sendable(prompts: Iterable[AuditPrompt], longest: int) -> list[AuditPrompt]:
     return [each for each in prompts if all(1 < len(ids) <= longest for ids in (each.ids, each.text_ids))]
 
 
-def _words(stream: Stream) -> str:
+def _error_of(stream: Stream) -> str:
     """One-line error message of a failed request."""
     text = stream.body.decode(errors="replace")
     with contextlib.suppress(ValueError, KeyError, TypeError):

@@ -54,7 +54,7 @@ class Scores:
     """Variance of the surprisal under the request's distribution."""
     cgf_TL: Floats
     """log sum over v of p(v) ** (1 - l), for each l of SLOPES."""
-    yes: dict[str, tuple[Floats, Floats]]
+    binary: dict[str, tuple[Floats, Floats]]
     """likeliest, rare, cut -> (1 if it holds for the token, probability that it holds)."""
     before_T: Floats
     """Probability, before top-p, of all tokens that are surely more probable than this one."""
@@ -164,8 +164,8 @@ def _surprisal(scores: Scores, tolerance: float) -> _Column:
     return _Column(nll_N, scores.entropy_T[is_possible], scores.variance_T[is_possible], SLOPES, ratio_NL)
 
 
-def _yes(scores: Scores, name: str, tolerance: float) -> _Column:
-    is_so_T, chance_T = scores.yes[name]
+def _binary(scores: Scores, name: str, tolerance: float) -> _Column:
+    is_so_T, chance_T = scores.binary[name]
     chance_T, slopes = np.clip(chance_T, 0.0, 1.0), np.array(ODDS)
     ratio_TL = slopes * is_so_T[:, None] - np.log1p(chance_T[:, None] * np.expm1(slopes)) - np.abs(slopes) * tolerance
     return _Column(is_so_T, chance_T, chance_T * (1 - chance_T), ODDS, ratio_TL)
@@ -183,11 +183,11 @@ def _join(columns: Sequence[_Column]) -> _Column:
 
 def buckets(longest: int) -> list[tuple[int, int]]:
     """Buckets of positions (first, last): (0, 0), (1, 1), (2, 3), (4, 7), ..."""
-    found, first = [(0, 0)], 1
+    ranges, first = [(0, 0)], 1
     while first < longest:
-        found.append((first, min(2 * first, longest) - 1))
+        ranges.append((first, min(2 * first, longest) - 1))
         first *= 2
-    return found
+    return ranges
 
 
 def tests_of(group: Group, tolerance: float) -> list[Trial]:
@@ -207,8 +207,8 @@ def tests_of(group: Group, tolerance: float) -> list[Trial]:
         if chosen_N.any():
             positions = f"{first + 1}-{last + 1}" if last > first else f"{first + 1}"
             tests.append(surprisal.of(chosen_N).test(group.name, "surprisal", positions))
-    for name in draws[0].scores.yes:
-        tests.append(_join([_yes(draw.scores, name, tolerance) for draw in draws]).test(group.name, name, "all"))
+    for name in draws[0].scores.binary:
+        tests.append(_join([_binary(draw.scores, name, tolerance) for draw in draws]).test(group.name, name, "all"))
     repeated = _repeats(group.name, draws)
     return [*tests, repeated] if repeated else tests
 

@@ -39,10 +39,6 @@ TESTS = (
 )
 
 
-def sentence(verdict: Verdict, settings: dict[str, Any]) -> str:
-    return SENTENCES[verdict].format(**settings)
-
-
 def write_report(
     verdict: Verdict,
     findings: Sequence[Finding],
@@ -58,15 +54,15 @@ def write_report(
     if key:
         for name in ("config.json", "command.txt"):
             run.write(name, (run.path / name).read_text(encoding="utf-8").replace(key, "***"))
-    said, found = sentence(verdict, settings), Table(FINDINGS, list(findings))
-    drawn_tests = Table(TESTS, list(tests))
-    asked = {each.name: {"answers": len(each.draws), "tokens": each.num_tokens, "lost": each.num_lost} for each in groups}
-    figures = {"verdict": verdict, "findings": findings, "asked": asked}
-    run.write_json("results.json", figures | {"tests": [asdict(test) | _derived(test) for test in tests]})
-    values: dict[str, Any] = {"title": "Audit", "verdict": said, "tone": TONES[verdict], "found": found, "tests": drawn_tests}
+    groups_json = {each.name: {"answers": len(each.draws), "tokens": each.num_tokens, "lost": each.num_lost} for each in groups}
+    tests_json = [asdict(test) | {"difference": test.difference, "chance": test.chance} for test in tests]
+    run.write_json("results.json", {"verdict": verdict, "findings": findings, "asked": groups_json, "tests": tests_json})
+    sentence, table = SENTENCES[verdict].format(**settings), Table(FINDINGS, list(findings))
+    values: dict[str, Any] = {"title": "Audit", "verdict": sentence, "tone": TONES[verdict], "found": table}
+    values["tests"] = Table(TESTS, list(tests))
     run.write("report.md", render("audit.md", **values))
-    progress.table(found)
-    progress.say(said)
+    progress.table(table)
+    progress.say(sentence)
     try:
         drawn = [_plot(group, tests) for group in groups]
     except ConfigError as error:
@@ -75,10 +71,6 @@ def write_report(
     run.write("report.html", render("audit.html", drawn=drawn, settings=flat(settings), **values))
     progress.say(f"report: {run.path / 'report.html'}")
     return run
-
-
-def _derived(test: Trial) -> dict[str, float]:
-    return {"difference": test.difference, "chance": test.chance}
 
 
 def _plot(group: Group, tests: Sequence[Trial]) -> Plot:

@@ -1,24 +1,25 @@
 """Library call of `paceline audit`: requests answers, scores them under the model, judges, writes the run folder.
 
-    done = audit("http://127.0.0.1:8000", EngineConfig(model="smollm2-135m"), AuditConfig())
-    done.verdict, done.findings
+done = audit("http://127.0.0.1:8000", EngineConfig(model="smollm2-135m"), AuditConfig())
+done.verdict, done.findings
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.config import BUILTIN_PROMPTS
 from paceline.config import EngineConfig
 from paceline.data.prompts import Prompt, read_prompts
 from paceline.engine.llm import LLM
 from paceline.errors import TOKEN_PROMPTS, PromptError, way_out
 from paceline.loop.audit import checks
-from paceline.loop.audit.answers import AnswerReader, Told
+from paceline.loop.audit.answers import AnswerReader, ServerAnswer
 from paceline.loop.audit.checks import Finding, Stop, Usage, Verdict
 from paceline.loop.audit.config import AuditConfig
 from paceline.loop.audit.endpoint import AuditPrompt, Endpoint, Request, sendable, served_name
@@ -30,10 +31,10 @@ from paceline.net.streaming import Client
 from paceline.report.tables import SILENT, Progress
 from paceline.runs.folder import RunFolder
 
-PROMPTS = Path(__file__).parents[2] / "bench" / "prompts.jsonl"
 SEEDED, REPEATED, STOPPED, COMPARED = 48, 8, 4, 8
 """Numbers of answers with a seed, repeated with it, with a stop string, and for log-probabilities alone."""
 STOP_CHARACTERS = 5
+Answers = list[tuple[Request, ServerAnswer | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,54 +64,46 @@ class Auditor:
 
     def sampled(self, name: str, temperature: float, top_p: float = 1.0, seeds: Sequence[int] = ()) -> Group:
         """Sample answers with these settings and score them. With `seeds`, one answer per seed."""
-        many = range(len(seeds) or self.config.answers)
         with_logprobs = self.endpoint.has_logprobs and not self.endpoint.gives_ids
+        first = Request(0, temperature, self.config.max_tokens, top_p, logprobs=with_logprobs)
         requests = [
-            Request(
-                index % len(self.endpoint.prompts),
-                temperature,
-                self.config.max_tokens,
-                top_p,
-                seeds[index] if seeds else None,
-                logprobs=with_logprobs,
-            )
-            for index in many
+            replace(first, prompt=index % len(self.endpoint.prompts), seed=seed)
+            for index, seed in enumerate(seeds or [None] * self.config.answers)
         ]
-        group = Group(name, temperature, top_p)
-        told = self.ask(name, requests)
-        group.draws, group.num_lost = self.scored(told, temperature, top_p), sum(not _is_known(each) for _, each in told)
-        return group
+        answers = self.ask(name, requests)
+        num_lost = sum(not _is_known(answer) for _, answer in answers)
+        return Group(name, temperature, top_p, self.scored(answers, temperature, top_p), num_lost)
 
-    def ask(self, what: str, requests: Sequence[Request]) -> list[tuple[Request, Told | None]]:
+    def ask(self, what: str, requests: Sequence[Request]) -> Answers:
         """Request answers; records their token counts."""
-        told: list[tuple[Request, Told | None]] = []
+        answers: Answers = []
         with self.progress.bar(what, len(requests)) as advance:
             for request, answer in self.endpoint.ask(requests, self.config.concurrency):
-                told.append((request, answer))
+                answers.append((request, answer))
                 if answer is not None and request.stop is None:
-                    self.usage.append(self._counted(request, answer))
+                    self.usage.append(self._usage(request, answer))
                 advance(what)
-        return told
+        return answers
 
-    def _counted(self, request: Request, told: Told) -> Usage:
+    def _usage(self, request: Request, answer: ServerAnswer) -> Usage:
         prompt = self.endpoint.prompt_ids(request.prompt)
-        is_other = told.prompt_ids is not None and told.prompt_ids != list(prompt)
-        prompt_told = len(told.prompt_ids or ()) if is_other else told.prompt_tokens
-        num_tokens = None if told.token_ids is None else len(told.token_ids)
-        return Usage(len(prompt), prompt_told, num_tokens, told.completion_tokens, request.max_tokens, told.finish_reason)
+        is_other = answer.prompt_ids is not None and answer.prompt_ids != list(prompt)
+        num_prompt = len(answer.prompt_ids or ()) if is_other else answer.prompt_tokens
+        num_tokens = None if answer.token_ids is None else len(answer.token_ids)
+        return Usage(len(prompt), num_prompt, num_tokens, answer.completion_tokens, request.max_tokens, answer.finish_reason)
 
-    def scored(self, told: Sequence[tuple[Request, Told | None]], temperature: float, top_p: float = 1.0) -> list[Draw]:
+    def scored(self, answers: Answers, temperature: float, top_p: float = 1.0) -> list[Draw]:
         """Score the answers with known tokens under the model."""
-        by_prompt: dict[int, list[Told]] = defaultdict(list)
-        for request, answer in told:
+        by_prompt: dict[int, list[ServerAnswer]] = defaultdict(list)
+        for request, answer in answers:
             if answer is not None and answer.token_ids:
                 by_prompt[request.prompt].append(answer)
         draws, reader, tie = list[Draw](), Reader(self.llm), self.config.tolerance.tie
         with self.progress.bar("scoring", len(by_prompt)) as advance:
-            for prompt, answers in sorted(by_prompt.items()):
-                known = [answer.token_ids or [] for answer in answers]
-                logits = reader.read(self.endpoint.prompt_ids(prompt), known)
-                for answer, tokens, logits_TV in zip(answers, known, logits, strict=True):
+            for prompt, known in sorted(by_prompt.items()):
+                token_ids = [answer.token_ids or [] for answer in known]
+                logits = reader.read(self.endpoint.prompt_ids(prompt), token_ids)
+                for answer, tokens, logits_TV in zip(known, token_ids, logits, strict=True):
                     scores = scores_of(logits_TV, tokens, temperature, top_p, tie)
                     draws.append(Draw(prompt, tuple(tokens), scores))
                     if temperature == 1 and top_p == 1 and answer.logprobs:
@@ -122,26 +115,25 @@ class Auditor:
 
     def greedy(self) -> tuple[Finding, Finding]:
         """Check greedy answers, then stop strings taken from them."""
-        count = len(self.endpoint.prompts)
-        requests = [Request(index, 0.0, self.config.greedy_tokens) for index in range(count)]
-        told = self.ask("greedy", requests)
-        lost = [place for place, (_, answer) in enumerate(told) if not _is_known(answer)]
+        requests = [Request(index, 0.0, self.config.greedy_tokens) for index in range(len(self.endpoint.prompts))]
+        answers = self.ask("greedy", requests)
+        lost = [place for place, (_, answer) in enumerate(answers) if not _is_known(answer)]
         if lost and self.endpoint.has_logprobs:
             again = self.ask("greedy, with their tokens", [replace(requests[place], logprobs=True) for place in lost])
             for place, each in zip(lost, again, strict=True):
-                told[place] = each
-        num_lost = sum(not _is_known(answer) for _, answer in told)
-        found = checks.greedy(self.scored(told, 0.0), self.config.tolerance.tie, num_lost)
-        return found, self._stops(told)
+                answers[place] = each
+        num_lost = sum(not _is_known(answer) for _, answer in answers)
+        finding = checks.greedy(self.scored(answers, 0.0), self.config.tolerance.tie, num_lost)
+        return finding, self._stops(answers)
 
-    def _stops(self, told: Sequence[tuple[Request, Told | None]]) -> Finding:
-        wholes = {(request, stop): answer.text for request, answer in told if answer and (stop := stop_in(answer.text))}
+    def _stops(self, answers: Answers) -> Finding:
+        wholes = {(request, stop): answer.text for request, answer in answers if answer and (stop := stop_in(answer.text))}
         chosen = list(wholes.items())[:STOPPED]
-        asked = self.ask("stop strings", [replace(request, stop=stop, logprobs=False) for (request, stop), _ in chosen])
+        stopped = self.ask("stop strings", [replace(request, stop=stop, logprobs=False) for (request, stop), _ in chosen])
         return checks.stops(
             [
                 Stop(stop, whole, answer.text, answer.finish_reason)
-                for ((_, stop), whole), (_, answer) in zip(chosen, asked, strict=True)
+                for ((_, stop), whole), (_, answer) in zip(chosen, stopped, strict=True)
                 if answer is not None
             ]
         )
@@ -150,11 +142,12 @@ class Auditor:
         """Request answers with seeds, and repeat some of them."""
         if not self.endpoint.has_seeds:
             return None, checks.seeds([])
-        many = range(min(SEEDED, self.config.answers))
-        group = self.sampled("temperature 1, with seeds", 1.0, seeds=[1000 + index for index in many])
-        count = len(self.endpoint.prompts)
+        seeds = range(1000, 1000 + min(SEEDED, self.config.answers))
+        group = self.sampled("temperature 1, with seeds", 1.0, seeds=seeds)
         twice = [
-            Request(index % count, 1.0, self.config.max_tokens, seed=1000 + index) for index in many[:REPEATED] for _ in "12"
+            Request(index % len(self.endpoint.prompts), 1.0, self.config.max_tokens, seed=seed)
+            for index, seed in enumerate(seeds[:REPEATED])
+            for _ in range(2)
         ]
         texts = [answer.text if answer else None for _, answer in self.ask("seeds", twice)]
         pairs = [(one, two) for one, two in zip(texts[::2], texts[1::2], strict=True) if one is not None and two is not None]
@@ -189,16 +182,16 @@ def audit(
         llm = LLM.of(replace(engine, drafter="none", max_batch=1))
         progress.loaded(llm)
         longest = llm.target.cache.max_len - max(config.max_tokens, config.greedy_tokens)
-        asked = sendable((audit_prompt(llm, each) for each in read_prompts(prompts or PROMPTS, limit)), longest)
-        if not asked:
+        sent = sendable((audit_prompt(llm, each) for each in read_prompts(prompts or BUILTIN_PROMPTS, limit)), longest)
+        if not sent:
             raise PromptError(f"no prompt leaves room for an answer within {llm.target.cache.max_len} tokens: raise max_len")
-        endpoint = Endpoint(client, name, asked, AnswerReader(llm.tokenizer))
-        endpoint.settle()
+        endpoint = Endpoint(client, name, sent, AnswerReader(llm.tokenizer))
+        endpoint.determine_form()
         progress.say(f"{client.url} answers as {name}; prompts are sent as {endpoint.kind}")
         findings, groups, tests = _examine(Auditor(llm, endpoint, config, progress))
     verdict = checks.verdict_of(findings)
     about = {"url": client.url, "model": engine.model, "served_name": name, "sent_as": endpoint.kind}
-    about |= {"prompts": len(asked), "failed_requests": len(endpoint.failures), "failures": endpoint.failures[:5]}
+    about |= {"prompts": len(sent), "failed_requests": len(endpoint.failures), "failures": endpoint.failures[:5]}
     settings = {**about, "engine": asdict(llm.config), "audit": asdict(config)}
     run = write_report(verdict, findings, groups, tests, settings, key, out, progress)
     return Audited(verdict, findings, tests, run)
@@ -212,12 +205,9 @@ def _examine(auditor: Auditor) -> tuple[list[Finding], list[Group], list[Trial]]
     counts = checks.usage(auditor.usage, endpoint.kind != "ids")
     if counts.outcome == "not judged":
         return [counts], [], []
-    ways: list[Callable[[], Group]] = [
-        lambda heat=heat: auditor.sampled(f"temperature {heat:g}", heat) for heat in config.temperatures
-    ]
+    groups = [auditor.sampled(f"temperature {temperature:g}", temperature) for temperature in config.temperatures]
     if config.top_p < 1:
-        ways.append(lambda: auditor.sampled(f"temperature 1, top-p {config.top_p:g}", 1.0, config.top_p))
-    groups = [way() for way in ways]
+        groups.append(auditor.sampled(f"temperature 1, top-p {config.top_p:g}", 1.0, config.top_p))
     seeded, seeds = auditor.seeded()
     groups += [seeded] if seeded else []
     tests = judged(groups, config.tolerance.nats, config.false_alarms)
@@ -228,7 +218,7 @@ def _examine(auditor: Auditor) -> tuple[list[Finding], list[Group], list[Trial]]
         seeds,
         auditor.compare_logprobs(),
         checks.usage(auditor.usage, endpoint.kind != "ids"),
-        *checks.own_words(endpoint.num_lossy),
+        *checks.declared_lossy(endpoint.num_lossy),
     ]
     return findings, groups, tests
 
@@ -261,5 +251,5 @@ def stop_in(text: str) -> str | None:
     return middle if len(middle) > 1 and "\ufffd" not in middle and text.index(middle) > 0 else None
 
 
-def _is_known(told: Told | None) -> bool:
-    return told is not None and bool(told.token_ids)
+def _is_known(answer: ServerAnswer | None) -> bool:
+    return answer is not None and bool(answer.token_ids)

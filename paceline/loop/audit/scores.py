@@ -19,11 +19,11 @@ from paceline.model.sampling.logits import target_probs
 from paceline.model.target import ForwardBatch
 from paceline.types import SamplingParams
 
-ARRAYS = tuple(each.name for each in fields(Scores) if each.name != "yes")
+ARRAYS = tuple(each.name for each in fields(Scores) if each.name != "binary")
 CHUNK = 256
 """Positions per forward pass."""
 LOGITS = 2**19
-"""Most logits scored at a time: whole answers would take hundreds of megabytes with a large vocabulary."""
+"""Maximum number of logits scored at a time: whole answers would take hundreds of megabytes with a large vocabulary."""
 LAST_PART = 0.7
 """Share of top-p after which a token belongs to the last part of the nucleus ("cut")."""
 
@@ -34,11 +34,6 @@ class Reader:
     def __init__(self, llm: LLM) -> None:
         self._target = llm.target
         llm.target.set_taps(())
-
-    @property
-    def max_len(self) -> int:
-        """Most tokens of prompt and answer together."""
-        return self._target.cache.max_len
 
     @torch.inference_mode()
     def read(self, prompt_ids: Sequence[int], answers: Sequence[Sequence[int]]) -> Iterator[Tensor]:
@@ -58,13 +53,13 @@ class Reader:
             target.cache.free(row)
 
     def _logits(self, row: int, tokens: list[int], first: int) -> Tensor:
-        found: list[Tensor] = []
+        logits: list[Tensor] = []
         for start in range(0, len(tokens), CHUNK):
             part = tokens[start : start + CHUNK]
             out = self._target.forward(ForwardBatch([row], [first + start], [len(part)], part))
             assert out.logits_TV is not None
-            found.append(out.logits_TV.float().clone())
-        return torch.cat(found)
+            logits.append(out.logits_TV.float().clone())
+        return torch.cat(logits)
 
 
 @torch.inference_mode()
@@ -79,11 +74,14 @@ def scores_of(logits_TV: Tensor, tokens: Sequence[int], temperature: float, top_
         for start in range(0, max(1, len(tokens)), rows)
     ]
     arrays = {name: np.concatenate([getattr(each, name) for each in parts]) for name in ARRAYS}
-    yes = {
-        name: (np.concatenate([each.yes[name][0] for each in parts]), np.concatenate([each.yes[name][1] for each in parts]))
-        for name in parts[0].yes
+    binary = {
+        name: (
+            np.concatenate([each.binary[name][0] for each in parts]),
+            np.concatenate([each.binary[name][1] for each in parts]),
+        )
+        for name in parts[0].binary
     }
-    return Scores(**arrays, yes=yes)
+    return Scores(**arrays, binary=binary)
 
 
 def _scores_of(logits_TV: Tensor, tokens: Sequence[int], temperature: float, top_p: float, tie: float) -> Scores:
@@ -97,13 +95,13 @@ def _scores_of(logits_TV: Tensor, tokens: Sequence[int], temperature: float, top
     probs_TV = logp_TV.exp()
     is_before_TV = logits_TV > own_T1 + tie
     before_T = (probs_TV * is_before_TV).sum(-1)
-    yes: dict[str, Tensor] = {}
+    binary: dict[str, Tensor] = {}
     if top_p < 1:
         kept_TV = target_probs(logits_TV, SamplingParams(temperature=heat, top_p=top_p))
-        yes["cut"] = (kept_TV > 0) & (_mass_before(probs_TV) >= LAST_PART * top_p)
+        binary["cut"] = (kept_TV > 0) & (_mass_before(probs_TV) >= LAST_PART * top_p)
         probs_TV, logp_TV = kept_TV, kept_TV.log()
-    yes["likeliest"] = torch.zeros_like(is_before_TV).scatter_(-1, logits_TV.argmax(-1, keepdim=True), True)
-    yes["rare"] = (probs_TV < RARE) & (probs_TV > 0)
+    binary["likeliest"] = torch.zeros_like(is_before_TV).scatter_(-1, logits_TV.argmax(-1, keepdim=True), True)
+    binary["rare"] = (probs_TV < RARE) & (probs_TV > 0)
     safe_TV = logp_TV.masked_fill(probs_TV <= 0, 0.0)
     entropy_T1 = -(probs_TV * safe_TV).sum(-1, keepdim=True)
     variance_T = (probs_TV * (safe_TV + entropy_T1).square()).sum(-1)
@@ -111,17 +109,17 @@ def _scores_of(logits_TV: Tensor, tokens: Sequence[int], temperature: float, top
         [((1 - slope) * safe_TV).masked_fill_(probs_TV <= 0, -torch.inf).logsumexp(-1) for slope in SLOPES], -1
     )
     return Scores(
-        nll_T=_plain(-logp_TV.gather(-1, ids_T1).squeeze(-1)),
-        entropy_T=_plain(entropy_T1.squeeze(-1)),
-        variance_T=_plain(variance_T),
-        cgf_TL=_plain(cgf_TL),
-        yes={
-            name: (_plain(is_so_TV.gather(-1, ids_T1).squeeze(-1)), _plain((probs_TV * is_so_TV).sum(-1)))
-            for name, is_so_TV in yes.items()
+        nll_T=_numpy(-logp_TV.gather(-1, ids_T1).squeeze(-1)),
+        entropy_T=_numpy(entropy_T1.squeeze(-1)),
+        variance_T=_numpy(variance_T),
+        cgf_TL=_numpy(cgf_TL),
+        binary={
+            name: (_numpy(is_so_TV.gather(-1, ids_T1).squeeze(-1)), _numpy((probs_TV * is_so_TV).sum(-1)))
+            for name, is_so_TV in binary.items()
         },
-        before_T=_plain(before_T),
-        gap_T=_plain(gap_T),
-        logprob_T=_plain(logprob_T),
+        before_T=_numpy(before_T),
+        gap_T=_numpy(gap_T),
+        logprob_T=_numpy(logprob_T),
     )
 
 
@@ -131,5 +129,5 @@ def _mass_before(probs_TV: Tensor) -> Tensor:
     return torch.zeros_like(probs_TV).scatter_(-1, order_TV, values_TV.cumsum(-1) - values_TV)
 
 
-def _plain(values: Tensor) -> np.ndarray:
+def _numpy(values: Tensor) -> np.ndarray:
     return values.to("cpu", torch.float64).numpy()

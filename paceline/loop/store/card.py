@@ -32,16 +32,16 @@ class Described(Protocol):
 
 def card_of(store: Described) -> dict[str, Any]:
     """Computes counts by side, sources, kinds of rows, rows left out and rows forgotten."""
-    counted: dict[str, Any] = {}
+    counts: dict[str, Any] = {}
     sources, tags, reasons, models = (Counter[str]() for _ in range(4))
-    talks: dict[str, set[str]] = {}
+    conversations: dict[str, set[str]] = {}
     for side in SIDES:
         rows = list(store.rows(side))
         lengths = [len(row["answer_ids"]) for row in rows]
-        talks[side] = {row["conversation"] for row in rows}
-        counted[side] = {
+        conversations[side] = {row["conversation"] for row in rows}
+        counts[side] = {
             "rows": len(rows),
-            "conversations": len(talks[side]),
+            "conversations": len(conversations[side]),
             "answer_tokens": sum(lengths),
             "median_answer": quantile(lengths, 0.5) if lengths else None,
             "longest_prompt": max((len(row["prompt_ids"]) for row in rows), default=None),
@@ -61,8 +61,8 @@ def card_of(store: Described) -> dict[str, Any]:
         "model": store.model,
         "version": store.version,
         "split": {"evals_share": store.split.evals_share, "seed": store.split.split_seed},
-        "sides": counted,
-        "on_both_sides": len(talks["train"] & talks["evals"]),
+        "sides": counts,
+        "on_both_sides": len(conversations["train"] & conversations["evals"]),
         "sources": dict(sources.most_common(MOST_NAMED)),
         "models": dict(models.most_common(MOST_NAMED)),
         "tags": dict(tags.most_common(MOST_NAMED)),

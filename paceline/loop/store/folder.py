@@ -77,9 +77,9 @@ class Store:
         with reraised(CacheError, f"cannot write {folder}", ELSEWHERE, OSError):
             for each in (folder, *(folder / side for side in SIDES)):
                 each.mkdir(mode=0o700, parents=True, exist_ok=True)  # user data: for the owner only
-        made = cls(folder, model, split or SplitConfig(), 0, secrets.token_hex(8))
-        made.save()
-        return made
+        store = cls(folder, model, split or SplitConfig(), 0, secrets.token_hex(8))
+        store.save()
+        return store
 
     @classmethod
     def open(cls, path: str | Path) -> Store:
@@ -89,16 +89,16 @@ class Store:
             ConfigError, (not file.is_file(), f"{path} is no store: make one with paceline store add {path} TRACES --model M")
         )
         with reraised(ConfigError, f"{file} cannot be read", "restore it", OSError, ValueError, TypeError, KeyError):
-            told = json.loads(file.read_text(encoding="utf-8"))
-            if told["format"] != FORMAT:
-                raise ConfigError(f"{path} is a store of format {told['format']}: this paceline reads {FORMAT}")
-            split, forgotten = SplitConfig(**told["split"]), set(told["forgotten"])
-            return cls(Path(path), told["model"], split, told["version"], told["salt"], told["suites"], forgotten)
+            state = json.loads(file.read_text(encoding="utf-8"))
+            if state["format"] != FORMAT:
+                raise ConfigError(f"{path} is a store of format {state['format']}: this paceline reads {FORMAT}")
+            split, forgotten = SplitConfig(**state["split"]), set(state["forgotten"])
+            return cls(Path(path), state["model"], split, state["version"], state["salt"], state["suites"], forgotten)
 
     def save(self) -> None:
-        told = {name: getattr(self, name) for name in ("model", "version", "salt", "suites")}
-        told |= {"format": FORMAT, "split": asdict(self.split), "forgotten": sorted(self.forgotten)}
-        write_whole(self.path / "store.json", json.dumps(told, indent=1) + "\n")
+        state = {name: getattr(self, name) for name in ("model", "version", "salt", "suites")}
+        state |= {"format": FORMAT, "split": asdict(self.split), "forgotten": sorted(self.forgotten)}
+        write_whole(self.path / "store.json", json.dumps(state, indent=1) + "\n")
 
     def tokenizer(self) -> Tokenizer:
         """Load the model's tokenizer. Raises what `Tokenizer.from_path` does."""
@@ -124,12 +124,12 @@ class Store:
 
         Raises ConfigError if another process holds the lock, or store.json and versions.jsonl do not match."""
         with only_run(self.path, doing, Ranks(), SILENT.say):
-            fresh = Store.open(self.path)
-            self.version, self.suites, self.forgotten = fresh.version, fresh.suites, fresh.forgotten
-            self.split = fresh.split
-            yield self._settle()
+            current = Store.open(self.path)
+            self.version, self.suites = current.version, current.suites
+            self.forgotten, self.split = current.forgotten, current.split
+            yield self._recover()
 
-    def _settle(self) -> dict[str, Any] | None:
+    def _recover(self) -> dict[str, Any] | None:
         """Complete a killed change whose files and line are complete, and return its line; else revert it and return None."""
         lines, finished = self._version_lines(), None
         newest, highest = max(lines, default=0), max(map(_version_of, self._all_shards()), default=0)
@@ -184,29 +184,28 @@ class Store:
         Raises PromptError if a source is invalid, or nothing in the sources is usable and the store is empty; ConfigError,
         CacheError."""
         paths = [Path(each) for each in sources]
-        incoming = Incoming(tokenizer or self.tokenizer(), Counter())
+        incoming = Incoming(tokenizer or self.tokenizer())
         with self.changing("adding to the store") as finished:
             fresh = list(incoming.rows(paths))
             stored = [(side, row) for side in SIDES for row in self.rows(side)]
             refuse(
                 PromptError,
-                (not fresh and not stored, f"nothing in {', '.join(map(str, paths))} can be used: {_told(incoming)}"),
+                (not fresh and not stored, f"nothing in {', '.join(map(str, paths))} can be used: {incoming.left_out_text}"),
             )
             left_out, added = incoming.left_out, dict.fromkeys(SIDES, 0)
-            kept = self._new(stored, fresh, left_out)
-            read = [str(path.resolve()) for path in paths]
-            if finished and not kept and finished.get("sources") == read:
+            new = self._new(stored, fresh, left_out)
+            resolved = [str(path.resolve()) for path in paths]
+            if finished and not new and finished.get("sources") == resolved:
                 progress.say(f"version {self.version} was written by the same command, which was stopped: it is whole now")
                 return finished
             version = self.version + 1
             for side in SIDES:
-                mine = [{**row, "version": version} for where, row in kept if where == side]
-                self.write(side, mine, version)
-                added[side] = len(mine)
-            line = self.commit("add", {"added": added, "left_out": dict(left_out), "sources": read})
-        progress.say(
-            f"version {self.version}: {added['train']} rows to train on, {added['evals']} for evals; {_told(incoming)}"
-        )
+                rows = [{**row, "version": version} for where, row in new if where == side]
+                self.write(side, rows, version)
+                added[side] = len(rows)
+            line = self.commit("add", {"added": added, "left_out": dict(left_out), "sources": resolved})
+        counts = f"{added['train']} rows to train on, {added['evals']} for evals"
+        progress.say(f"version {self.version}: {counts}; {incoming.left_out_text}")
         return line
 
     def _new(self, stored: Sequence[tuple[str, Row]], fresh: Sequence[Row], left_out: Counter[str]) -> list[tuple[str, Row]]:
@@ -225,7 +224,7 @@ class Store:
         known = [side for side, _ in stored] + [None] * len(unique)
         conversations, chosen, _ = sides([tuple(row["prompt_ids"]) for row in every], known, self.split)
         pieces = [pieces_of([*row["prompt_ids"], *row["answer_ids"]]) for row in every]
-        near, kept = Near(self.split.max_overlap, common_pieces(pieces)), list[tuple[str, Row]]()
+        near, new = Near(self.split.max_overlap, common_pieces(pieces)), list[tuple[str, Row]]()
         for number, (row, side) in enumerate(zip(every, chosen, strict=True)):
             if number >= len(stored):
                 row["conversation"] = conversations[number]
@@ -233,9 +232,9 @@ class Store:
                 if is_copy or side == BETWEEN:
                     left_out["near-copy" if is_copy else "between training and evals"] += 1
                     continue
-                kept.append((side, row))
+                new.append((side, row))
             near.add(number, pieces[number])
-        return kept
+        return new
 
     def salted(self, digest: str) -> str:
         return hashlib.blake2b(f"{self.salt}/{digest}".encode(), digest_size=12).hexdigest()
@@ -259,12 +258,12 @@ class Store:
             self.split = split
             return self.commit("split", {"split": asdict(split)}, old)
 
-    def commit(self, what: str, told: dict[str, Any], replaced: Sequence[Path] = ()) -> dict[str, Any]:
+    def commit(self, what: str, figures: dict[str, Any], replaced: Sequence[Path] = ()) -> dict[str, Any]:
         """Make the written files a version, and delete the files that they replace."""
         left = {side: [file for file in self.shards(side) if file not in replaced] for side in SIDES}
         files = {f"{side}/{file.name}": sha256_of(file) for side in SIDES for file in left[side]}
         rows = {side: sum(parquet.read_metadata(file).num_rows for file in left[side]) for side in SIDES}
-        line = plain({"version": self.version + 1, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "what": what, **told})
+        line = plain({"version": self.version + 1, "time": time.strftime("%Y-%m-%d %H:%M:%S"), "what": what, **figures})
         line |= {"rows": rows, "files": files}
         self._append("versions.jsonl", [line])
         self.version += 1
@@ -283,10 +282,10 @@ class Store:
     def _version_lines(self) -> dict[int, dict[str, Any]]:
         """Returns {version: line}. Raises ConfigError as `versions` does."""
         lines = self._lines("versions.jsonl", {"version": int, "what": str, "rows": dict, "files": dict})
-        found = {line["version"]: line for line in lines}
-        if self.version and self.version not in found:
-            raise self._mismatch(max(found, default=0))
-        return found
+        by_version = {line["version"]: line for line in lines}
+        if self.version and self.version not in by_version:
+            raise self._mismatch(max(by_version, default=0))
+        return by_version
 
     def _mismatch(self, newest: int) -> ConfigError:
         return ConfigError(
@@ -303,10 +302,10 @@ class Store:
     def label(self, labels: Iterable[dict[str, Any]]) -> int:
         """Append scores of stored rows, matched by `digest`; returns their number. Raises CacheError."""
         known = {row["digest"] for side in SIDES for row in self.rows(side)}
-        mine = [each for each in labels if each.get("digest") in known]
+        matching = [label for label in labels if label.get("digest") in known]
         with self.changing("labelling"):
-            self._append("labels.jsonl", mine)
-        return len(mine)
+            self._append("labels.jsonl", matching)
+        return len(matching)
 
     def _append(self, name: str, lines: Iterable[dict[str, Any]]) -> None:
         with reraised(CacheError, f"cannot write {self.path}", ELSEWHERE, OSError):
@@ -321,22 +320,17 @@ class Store:
         file, remedy = self.path / name, "restore it from a copy, or delete the line that is damaged"
         with reraised(ConfigError, f"{file} is damaged", remedy, OSError, ValueError, RecursionError):
             whole = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-            found = [json.loads(line) for line in whole if line.strip()]
-            for line in found:
+            lines = [json.loads(line) for line in whole if line.strip()]
+            for line in lines:
                 if not isinstance(line, dict) or not all(type(line.get(key)) is kind for key, kind in (keys or {}).items()):
                     raise ValueError(f"{str(line)[:80]} is no line of it")
-            return found
+            return lines
 
 
 def _version_of(shard: Path) -> int:
     """Version that wrote the shard; 0 for other names."""
-    found = SHARD.fullmatch(shard.name)
-    return int(found[1]) if found else 0
-
-
-def _told(incoming: Incoming) -> str:
-    told = ", ".join(f"{count} {reason}" for reason, count in incoming.left_out.most_common())
-    return f"left out: {told}" if told else "nothing left out"
+    match = SHARD.fullmatch(shard.name)
+    return int(match[1]) if match else 0
 
 
 def write_shard(file: Path, rows: Sequence[Row]) -> None:

@@ -1,6 +1,6 @@
 """Deletes conversations on request from all files known to a store: shards, labels, suites made from it, and sources.
 
-    forget(store, "Jane Doe")            # every conversation with a match, as a whole
+forget(store, "Jane Doe")            # every conversation with a match, as a whole
 """
 
 from __future__ import annotations
@@ -48,26 +48,29 @@ def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
     done, tokenizer = Forgotten(), store.tokenizer()
     with store.changing("forgetting"):
         rows = [row for side in SIDES for row in store.rows(side)]
-        talks = {row["conversation"] for row in rows if has(row, pattern)}
-        half = {row["digest"] for row in rows if store.salted(row["digest"]) in store.forgotten}  # of a killed run
-        gone = {row["digest"] for row in rows if row["conversation"] in talks} | half
-        done.conversations, done.rows = len(talks), len(gone)
+        conversations = {row["conversation"] for row in rows if has(row, pattern)}
+        unfinished = {row["digest"] for row in rows if store.salted(row["digest"]) in store.forgotten}  # of a killed run
+        gone = {row["digest"] for row in rows if row["conversation"] in conversations} | unfinished
+        done.conversations, done.rows = len(conversations), len(gone)
         store.forgotten |= {store.salted(digest) for digest in gone}
         store.save()  # first: the same command completes a killed run
         for file in [file for side in SIDES for file in store.shards(side)]:
             without(file, lambda row: row["digest"] in gone)
         for file in store.unfinished():
-            _without_unfinished(file, gone, talks, pattern)
+            _without_unfinished(file, gone, conversations, pattern)
         labels = store.path / "labels.jsonl"
         done.labels = _without_lines(labels, lambda each: DAMAGED in each or each.get("digest") in gone)
         for name in store.suites:
             if not Path(name).is_file():
                 done.suites_gone.append(name)
                 continue
-            done.cases += _without_lines(Path(name), lambda each: _is_of(each, gone) or bool(pattern.search(_text(each))))
+            done.cases += _without_lines(
+                Path(name),
+                lambda case: (case.get("origin") or {}).get("digest") in gone or bool(pattern.search(_text(case))),
+            )
         _sources(store, tokenizer, pattern, in_sources, done)
-        told = {"forgot": {"rows": done.rows, "conversations": done.conversations, "labels": done.labels, "cases": done.cases}}
-        done.version = store.commit("forget", told)["version"]
+        counts = {name: getattr(done, name) for name in ("rows", "conversations", "labels", "cases")}
+        done.version = store.commit("forget", {"forgot": counts})["version"]
     return done
 
 
@@ -102,15 +105,15 @@ def without(file: Path, is_gone: Callable[[Row], bool]) -> int:
     return len(rows) - len(left)
 
 
-def _without_unfinished(file: Path, gone: set[str], talks: set[str], pattern: re.Pattern[str]) -> None:
+def _without_unfinished(file: Path, gone: set[str], conversations: set[str], pattern: re.Pattern[str]) -> None:
     """Like `without`, for a shard that no version names; an unreadable one is deleted, as its content is unknown."""
     try:
         rows = read_shard(file)
     except PromptError:
         file.unlink()
         return
-    its_talks = talks | {row["conversation"] for row in rows if has(row, pattern)}
-    without(file, lambda row: row["digest"] in gone or row["conversation"] in its_talks)
+    matching = conversations | {row["conversation"] for row in rows if has(row, pattern)}
+    without(file, lambda row: row["digest"] in gone or row["conversation"] in matching)
 
 
 def _without_lines(file: Path, is_gone: Callable[[dict[str, Any]], bool]) -> int:
@@ -137,10 +140,6 @@ def _text(value: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _is_of(case: dict[str, Any], gone: set[str]) -> bool:
-    return (case.get("origin") or {}).get("digest") in gone
-
-
 def _sources(store: Store, tokenizer: Tokenizer, pattern: re.Pattern[str], in_sources: bool, done: Forgotten) -> None:
     """Counts matching rows in the source files, or deletes them; keeps all other columns."""
     for name in dict.fromkeys(name for line in store.versions() for name in line.get("sources", ())):
@@ -156,9 +155,9 @@ def _sources(store: Store, tokenizer: Tokenizer, pattern: re.Pattern[str], in_so
             keep = []
             for row in rows:
                 prompt_ids, answer_ids = row["prompt_ids"] or [], row["answer_ids"] or []
-                told = {"prompt": tokenizer.decode(prompt_ids, False), "text": row["text"]}
-                is_known = store.salted(digest_of(prompt_ids, answer_ids)) in store.forgotten
-                keep.append(not is_known and not has(told, pattern))
+                texts = {"prompt": tokenizer.decode(prompt_ids, False), "text": row["text"]}
+                is_forgotten = store.salted(digest_of(prompt_ids, answer_ids)) in store.forgotten
+                keep.append(not is_forgotten and not has(texts, pattern))
             num_gone = len(keep) - sum(keep)
             if num_gone and in_sources:
                 _rewrite(file, table.filter(pa.array(keep)))

@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,14 @@ with needing(ConfigError, "a store is Parquet, which needs pyarrow: pip install 
     from pyarrow import parquet
 
 Row = dict[str, Any]
-TOLD = ("model", "tag", "ended", "sampling", "seed", "cluster")
+TRACE_COLUMNS = ("model", "tag", "ended", "sampling", "seed", "cluster")
 """Columns of traces that a store keeps in addition to those of answers."""
 STORED = pa.schema(
     [
         *SCHEMA,
         *(
             (name, pa.int64() if name == "seed" else pa.timestamp("ms", "UTC") if name == "ended" else pa.string())
-            for name in TOLD
+            for name in TRACE_COLUMNS
         ),
         ("conversation", pa.string()),
         ("prompt", pa.string()),
@@ -67,9 +67,9 @@ def read_shard(file: Path) -> list[Row]:
         missing = [name for name in ("prompt_ids", "answer_ids", "text") if name not in table.column_names]
         if missing:
             raise ValueError(f"it has no column {missing[0]}")
-        kept = [name for name in STORED.names if name in table.column_names]
+        columns = [name for name in STORED.names if name in table.column_names]
         empty: Row = dict.fromkeys(STORED.names)
-        return [empty | row for row in table.select(kept).to_pylist()]
+        return [empty | row for row in table.select(columns).to_pylist()]
 
 
 @dataclass(slots=True)
@@ -77,33 +77,30 @@ class Incoming:
     """Reads sources with one tokenizer."""
 
     tokenizer: Tokenizer
-    left_out: Counter[str]
+    left_out: Counter[str] = field(default_factory=Counter)
     """Number of rows left out, by reason."""
+
+    @property
+    def left_out_text(self) -> str:
+        counts = ", ".join(f"{count} {reason}" for reason, count in self.left_out.most_common())
+        return f"left out: {counts}" if counts else "nothing left out"
 
     def rows(self, sources: Iterable[Path]) -> Iterator[Row]:
         """Yield usable rows, with prompt text and digest."""
         vocab = self.tokenizer.vocab_size
         for file in (file for source in sources for file in shards_of(source)):
             for row in read_shard(file):
-                ids = [*(row["prompt_ids"] or ()), *(row["answer_ids"] or ())]
-                reason = (
-                    "without a prompt"
-                    if not row["prompt_ids"]
-                    else "of which the answer's tokens are not known"
-                    if not row["answer_ids"]
-                    else "of another vocabulary"
-                    if min(ids) < 0 or max(ids) >= vocab
-                    else None
-                )
-                if reason:
-                    self.left_out[reason] += 1
-                    continue
-                yield self._whole(row, file)
+                if not row["prompt_ids"]:
+                    self.left_out["without a prompt"] += 1
+                elif not row["answer_ids"]:
+                    self.left_out["of which the answer's tokens are not known"] += 1
+                elif not all(0 <= token < vocab for token in (*row["prompt_ids"], *row["answer_ids"])):
+                    self.left_out["of another vocabulary"] += 1
+                else:
+                    yield self._completed(row, file)
 
-    def _whole(self, row: Row, file: Path) -> Row:
-        made = {
-            "prompt": self.tokenizer.decode(row["prompt_ids"], False),
-            "digest": digest_of(row["prompt_ids"], row["answer_ids"]),
-        }
-        usual = {"source": file.stem, "turn": 0, "finish_reason": "unknown", "key": f"{file.stem}/{made['digest']}"}
-        return {**row, **{name: value for name, value in usual.items() if row[name] is None}, **made}
+    def _completed(self, row: Row, file: Path) -> Row:
+        digest, prompt = digest_of(row["prompt_ids"], row["answer_ids"]), self.tokenizer.decode(row["prompt_ids"], False)
+        defaults = {"source": file.stem, "turn": 0, "finish_reason": "unknown", "key": f"{file.stem}/{digest}"}
+        missing = {name: value for name, value in defaults.items() if row[name] is None}
+        return {**row, **missing, "prompt": prompt, "digest": digest}

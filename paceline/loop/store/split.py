@@ -51,7 +51,7 @@ def first_prompts(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 def families(firsts: Sequence[tuple[int, ...]], related: float) -> Groups:
     """Groups conversations whose first prompts are similar."""
-    groups, pieces = Groups(len(firsts)), [pieces_of(first) for first in firsts]
+    groups, pieces = Groups(len(firsts)), list(map(pieces_of, firsts))
     near = Near(related, common_pieces(pieces))
     for number, own in enumerate(pieces):
         for other in near.like(own):

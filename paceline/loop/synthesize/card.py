@@ -1,7 +1,7 @@
 """Card of synthetic data: contents, origin, and proof by hashes that no production text is included.
 
-    runs/x/card.json    for programs; `ood` names the prompts that training monitors (paceline train --ood)
-    runs/x/README.md    for people
+runs/x/card.json    for programs; `ood` names the prompts that training monitors (paceline train --ood)
+runs/x/README.md    for people
 """
 
 from __future__ import annotations
@@ -23,22 +23,13 @@ def write_card(
     folder: RunFolder, config: SynthesizeConfig, schema: dict[str, Any] | None, coverage: Coverage | None, done: Synthesized
 ) -> None:
     """Write card.json and README.md. Raises CacheError if the disk refuses."""
-    card = record_of(_card(config, schema, coverage, done))
-    folder.write_json("card.json", card)
-    folder.write("README.md", render("synthesis.md", **card))
-
-
-def _card(
-    config: SynthesizeConfig, schema: dict[str, Any] | None, coverage: Coverage | None, done: Synthesized
-) -> dict[str, Any]:
-    asked = config.asked
-    return {
+    figures = {
         "what": "synthetic answers",
         "target": config.target.model,
         "form": _form(config),
         "schema_hash": None if schema is None else hashlib.sha256(json.dumps(schema, sort_keys=True).encode()).hexdigest(),
-        "prompts": [{"source": source, "sha256": _file_hash(source)} for source, _ in sources_of(asked.prompts)],
-        "self_written": asked.num_self_written,
+        "prompts": [{"source": source, "sha256": _file_hash(source)} for source, _ in sources_of(config.asked.prompts)],
+        "self_written": config.asked.num_self_written,
         "answers": done.num_answers,
         "tokens": done.num_tokens,
         "steered": done.num_steered,
@@ -54,6 +45,9 @@ def _card(
         },
         "ood": list(config.ood),
     }
+    card = record_of(figures)
+    folder.write_json("card.json", card)
+    folder.write("README.md", render("synthesis.md", **card))
 
 
 def _form(config: SynthesizeConfig) -> str:

@@ -32,7 +32,7 @@ class SynthesizeConfig:
     max_overlap: Annotated[float, within("above 0 and at most 1", above=0, most=1)] = 0.9
     """Similarity to an earlier answer above which an answer is left out; 1 leaves out exact copies only."""
     max_batch: Count = 32
-    """Most answers generated at the same time."""
+    """Maximum number of answers generated at the same time."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -37,8 +37,7 @@ TYPES: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Place where the answer takes one of `values`, or one of several schemas (`is_branch`; `values` are then their indices).
-    """
+    """Place where the answer takes one of `values`, or one of several schemas (`is_branch`; `values` are their indices)."""
 
     path: tuple[Step, ...]
     values: tuple[Any, ...]
@@ -75,7 +74,7 @@ class Coverage:
     def add(self, answer: Any) -> None:
         self.num_answers += 1
         for choice, counts in self.counts.items():
-            for value in _found(self.schema, self.schema, answer, choice.path, 0):
+            for value in _values_at(self.schema, self.schema, answer, choice.path):
                 place = self._place(choice, value)
                 if place is not None:
                     counts[place] += 1
@@ -135,9 +134,9 @@ def narrowed(schema: Schema, choice: Choice, place: int) -> Schema:
 
 def entropy(counts: Iterable[int]) -> float:
     """Shannon entropy in bits."""
-    found = [count for count in counts if count]
-    total = sum(found)
-    return -sum(count / total * math.log2(count / total) for count in found) if total else 0.0
+    counts = [count for count in counts if count]
+    total = sum(counts)
+    return -sum(count / total * math.log2(count / total) for count in counts) if total else 0.0
 
 
 def evenness(counts: Counter[int], number: int) -> float:
@@ -184,19 +183,19 @@ def _choices(root: Schema, node: Any, path: tuple[Step, ...], depth: int) -> Ite
         yield from _choices(root, node["items"], (*path, ("items", None)), depth + 1)
 
 
-def _found(root: Schema, node: Any, value: Any, path: tuple[Step, ...], depth: int) -> Iterator[Any]:
+def _values_at(root: Schema, node: Any, value: Any, path: tuple[Step, ...]) -> Iterator[Any]:
     """Yields an answer's values at a place of the schema."""
     if not path:
         yield value
         return
     node, (kind, key), rest = resolved(root, node), path[0], path[1:]
     if kind == "properties" and isinstance(value, dict) and key in value:
-        yield from _found(root, node["properties"][key], value[key], rest, depth + 1)
+        yield from _values_at(root, node["properties"][key], value[key], rest)
     elif kind == "items" and isinstance(value, list):
         for each in value:
-            yield from _found(root, node["items"], each, rest, depth + 1)
+            yield from _values_at(root, node["items"], each, rest)
     elif kind in BRANCHES and _branch_of(root, node[kind], value) == key:
-        yield from _found(root, node[kind][key], value, rest, depth + 1)
+        yield from _values_at(root, node[kind][key], value, rest)
 
 
 def _at(root: Schema, path: tuple[Step, ...]) -> Schema:
@@ -241,8 +240,8 @@ def resolved(root: Schema, node: Any) -> Schema:
 
 
 def branches_of(node: Schema) -> list[Any]:
-    found = node.get(_branch_kind(node))
-    return found if isinstance(found, list) else []
+    branches = node.get(_branch_kind(node))
+    return branches if isinstance(branches, list) else []
 
 
 def _branch_kind(node: Schema) -> str:

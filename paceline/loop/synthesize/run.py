@@ -17,19 +17,20 @@ import json
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.data.answers import Answer, AnswerShards
+from paceline.data.near_copies import Near, common_pieces, pieces_of
 from paceline.data.prompts import Prompt, digest
 from paceline.data.rows import Dropped, RowError
-from paceline.errors import ConfigError, PromptError, needing, refuse, reraised
-from paceline.loop.synthesize.blanks import Blanks
+from paceline.errors import ConfigError, PromptError, refuse, reraised
 from paceline.loop.synthesize.card import write_card
 from paceline.loop.synthesize.config import SynthesizeConfig, Synthesized
 from paceline.loop.synthesize.coverage import Coverage, narrowed
+from paceline.loop.synthesize.template_slots import TemplateSlots
 from paceline.model.text.tools import CLOSE, OPEN, call_schema, json_or
 from paceline.report.statistics import num_common
 from paceline.report.tables import Progress
@@ -38,12 +39,6 @@ from paceline.train.answers.self_written import read_openers
 from paceline.train.config import RegenerateConfig
 from paceline.types import GrammarSpec
 
-if TYPE_CHECKING:
-    from datasketch import MinHash
-
-SHINGLE = 5
-"""Tokens of the pieces that two answers are compared by."""
-NUM_HASHES = 128
 STEERED = "+steered"
 """Suffix of the source of an answer that was forced to take a rare value."""
 ROWS_PER_SHARD = 512
@@ -53,16 +48,16 @@ def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
     """Runs `paceline synthesize`."""
     form = Form.of(config)
     answering = replace(config.answering, grammar=form.grammar)
-    asked = RegenerateConfig(config.out, config.target, config.asked, answering, config.max_batch)
-    kept_out = _digests(config.not_in)
+    regenerate = RegenerateConfig(config.out, config.target, config.asked, answering, config.max_batch)
+    excluded = _digests(config.not_in)
     more = {"tool_choice": config.tool_choice, "steered": config.steered, "not_in": config.not_in}
-    with prepared(asked, progress, "synthesize", more, _filled(form, config, progress)) as job:
+    with prepared(regenerate, progress, "synthesize", more, _filled(form, config, progress)) as job:
         if job.ranks.world > 1:
             raise ConfigError("synthesize runs in one process, since what is rare depends on all answers: leave torchrun out")
         raw = AnswerShards(config.out / "raw")
         work = Regenerator(job.llm, raw, answering)
-        done = Synthesized(config.out / "answers", num_compared=len(kept_out))
-        prompts = [prompt for prompt in job.prompts if not _stands_in(work, prompt, kept_out)]
+        done = Synthesized(config.out / "answers", num_compared=len(excluded))
+        prompts = [prompt for prompt in job.prompts if not _is_excluded(work, prompt, excluded)]
         done.num_in_store = len(job.prompts) - len(prompts)
         if not prompts:
             raise PromptError("every prompt stands in the store of --not-in: give others with --prompts, or --self-written")
@@ -71,14 +66,14 @@ def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
         if steered := list(_steered(form, prompts[num_free:], raw, config.answering.seed)):
             parts.append(work.run(steered, job.bars))
         done.wall_s = sum(part.wall_s for part in parts)
-        coverage, left_out = _keep(form, raw, done, config.max_overlap)
+        coverage, rejected = _accept(form, raw, done, config.max_overlap)
         refused = Dropped()
         for part in parts:
             refused.update(part.refused)
         if refused:
             progress.say(str(refused))
         too_long = Counter({"prompt too long": sum(part.num_too_long for part in parts)})
-        done.dropped = dict(left_out + too_long + refused.counts)
+        done.dropped = dict(rejected + too_long + refused.counts)
         if not done.num_answers:
             raise PromptError(f"no answer can be kept ({done.dropped}): raise max_tokens, or correct what is asked")
         read_back = list(AnswerShards(done.answers))
@@ -86,15 +81,15 @@ def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
         done.parsed = sum(form.read(answer)[0] is None for answer in read_back) / len(read_back)
         job.folder.log(stage="synthesize", **{name: getattr(done, name) for name in ("num_answers", "num_tokens", "dropped")})
         write_card(job.folder, config, form.schema, coverage, done)
-    told = ", ".join(f"{number} {reason}" for reason, number in done.dropped.items()) or "none"
-    progress.say(f"{done.num_answers} answers, {done.num_tokens} tokens in {done.answers}; left out: {told}")
+    left_out = ", ".join(f"{number} {reason}" for reason, number in done.dropped.items()) or "none"
+    progress.say(f"{done.num_answers} answers, {done.num_tokens} tokens in {done.answers}; left out: {left_out}")
     return done
 
 
-def _stands_in(work: Regenerator, prompt: Prompt, kept_out: Container[str]) -> bool:
-    """True if the prompt is in `kept_out`; False if it cannot be encoded, which the regenerator counts."""
+def _is_excluded(work: Regenerator, prompt: Prompt, excluded: Container[str]) -> bool:
+    """True if the prompt is in `excluded`; False if it cannot be encoded, which the regenerator counts."""
     try:
-        return digest(work.first_ids(prompt)) in kept_out
+        return digest(work.first_ids(prompt)) in excluded
     except RowError:
         return False
 
@@ -103,14 +98,14 @@ def _filled(form: Form, config: SynthesizeConfig, progress: Progress) -> Callabl
     """Returns the function that fills openers' slots. Raises ConfigError if one cannot be filled."""
     if form.schema is None:
         return lambda opener, seed: opener
-    blanks = Blanks(form.schema)
-    left_out = blanks.check(read_openers(config.asked.openers) if config.asked.openers else ())
+    slots = TemplateSlots(form.schema)
+    left_out = slots.check(read_openers(config.asked.openers) if config.asked.openers else ())
     if config.asked.num_self_written and left_out:
         progress.say(
             f"note: no opener names {{{left_out[0]}}}, a property with a pattern: users that the target writes will name few "
             f"different ones; write --openers such as: Please look at {{{left_out[0]}}}"
         )
-    return blanks.fill
+    return slots.fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +151,8 @@ class Form:
             return "unfinished", None
         if self.tool_names:
             calls = answer.text.split(OPEN)[1:] or [answer.text]
-            found = [json_or(call.split(CLOSE)[0].strip(), None) for call in calls]
-            is_call = all(isinstance(call, dict) and call.get("name") in self.tool_names for call in found)
+            parsed = [json_or(call.split(CLOSE)[0].strip(), None) for call in calls]
+            is_call = all(isinstance(call, dict) and call.get("name") in self.tool_names for call in parsed)
             return (None if is_call else "no call"), None
         if self.grammar is None or self.grammar.kind == "regex":
             return None, None
@@ -169,12 +164,12 @@ class Form:
 
 def _digests(stores: Iterable[Path]) -> frozenset[str]:
     """Digests of every prompt in these stores. Raises PromptError if a store does not exist."""
-    found: set[str] = set()
+    digests: set[str] = set()
     for store in stores:
         if not store.is_dir():
             raise PromptError(f"there is no store of traces at {store}: check --not-in")
-        found |= {digest(answer.prompt_ids) for answer in AnswerShards(store)}
-    return frozenset(found)
+        digests |= {digest(answer.prompt_ids) for answer in AnswerShards(store)}
+    return frozenset(digests)
 
 
 def _steered(form: Form, prompts: list[Prompt], shards: AnswerShards, seed: int) -> Iterator[Prompt]:
@@ -201,62 +196,30 @@ def _is_steered(answer: Answer) -> bool:
     return answer.source.endswith(STEERED)
 
 
-def _keep(form: Form, raw: AnswerShards, done: Synthesized, max_overlap: float) -> tuple[Coverage | None, Counter[str]]:
+def _accept(form: Form, raw: AnswerShards, done: Synthesized, max_overlap: float) -> tuple[Coverage | None, Counter[str]]:
     """Write the accepted answers, replacing those of an earlier run; returns their coverage and the rejected counts."""
     shutil.rmtree(done.answers, ignore_errors=True)
-    kept, coverage, dropped = AnswerShards(done.answers), Coverage(form.schema) if form.schema else None, Counter[str]()
-    copies, rows = Copies(max_overlap), list[Answer]()
+    shards, coverage = AnswerShards(done.answers), Coverage(form.schema) if form.schema else None
+    near, exact = Near(max_overlap, common_pieces([])), set[tuple[int, ...]]()
+    accepted, rejected = list[Answer](), Counter[str]()
     answers = sorted(raw, key=lambda answer: answer.key)
     prompts = [answer.prompt_ids for answer in answers]
     opening = num_common(min(prompts), max(prompts)) if prompts else 0
-    for answer in answers:
+    for number, answer in enumerate(answers, start=1):
         reason, value = form.read(answer)
-        if reason is None and copies.has(answer.prompt_ids[opening:] + answer.answer_ids):
+        tokens = (*answer.prompt_ids[opening:], *answer.answer_ids)
+        pieces = pieces_of(tokens)
+        if reason is None and (tokens in exact or any(near.like(pieces))):
             reason = "near-copy"
         if reason is not None:
-            dropped[reason] += 1
+            rejected[reason] += 1
             continue
+        exact.add(tokens)
+        near.add(number, pieces)
         if coverage:
             coverage.add(value)
-        rows.append(answer)
-        done.num_tokens += len(answer.answer_ids)
-        if len(rows) == ROWS_PER_SHARD:
-            kept.write(rows)
-            rows = []
-        done.num_answers += 1
-    if rows:
-        kept.write(rows)
-    return coverage, dropped
-
-
-class Copies:
-    """Prompts with their answers so far, by MinHash (Broder 1997): which pieces of five tokens they have, and so the share that
-    two of them have in common (Jaccard's)."""
-
-    def __init__(self, max_overlap: float) -> None:
-        with needing(ConfigError, "near-copies are found with datasketch: pip install 'paceline[adapt]'"):
-            from datasketch import MinHashLSH
-        self._max_overlap = max_overlap
-        self._seen: set[tuple[int, ...]] = set()
-        self._hashes: dict[Hashable, MinHash] = {}
-        # A low threshold, since the index misses some of what is just above it: what it finds is compared.
-        self._index = MinHashLSH(threshold=0.75 * max_overlap, num_perm=NUM_HASHES) if max_overlap < 1 else None
-
-    def has(self, token_ids: list[int]) -> bool:
-        """Whether an earlier one is nearly the same; else remembers this one."""
-        from datasketch import MinHash
-
-        name = tuple(token_ids)
-        if name in self._seen:
-            return True
-        self._seen.add(name)
-        if self._index is None:
-            return False
-        pieces = {bytes(str(name[at : at + SHINGLE]), "ascii") for at in range(max(1, len(name) - SHINGLE + 1))}
-        hashes = MinHash(num_perm=NUM_HASHES)
-        hashes.update_batch(list(pieces))
-        if any(self._hashes[other].jaccard(hashes) > self._max_overlap for other in self._index.query(hashes)):
-            return True
-        self._hashes[len(self._seen)] = hashes
-        self._index.insert(len(self._seen), hashes)
-        return False
+        accepted.append(answer)
+    for begin in range(0, len(accepted), ROWS_PER_SHARD):
+        shards.write(accepted[begin : begin + ROWS_PER_SHARD])
+    done.num_answers, done.num_tokens = len(accepted), sum(len(answer.answer_ids) for answer in accepted)
+    return coverage, rejected

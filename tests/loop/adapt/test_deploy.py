@@ -137,7 +137,7 @@ def test_a_cluster_is_sent_to_a_member_and_back(server: FakeServer) -> None:
 def test_a_member_loaded_by_hand_can_be_rolled_back(server: FakeServer) -> None:
     server.members["mine"] = "mine"
     deployment = opened(server)
-    deployment.found("mine", None)
+    deployment.loaded_by_hand("mine", None)
     deployment.roll_back()
     assert server.drained == {"mine"}
 

@@ -217,7 +217,7 @@ class TestComparison:
     )
     def test_clearly_less(self, ours: float, theirs: float, is_low: bool) -> None:
         compared = Comparison(ours, theirs)
-        assert compared.is_low == is_low and ("clearly less" in compared.told) == is_low
+        assert compared.is_low == is_low and ("clearly less" in compared.text) == is_low
 
     def test_vllm_is_read_by_its_counters(self) -> None:
         with serving(FakeServer()) as fake:

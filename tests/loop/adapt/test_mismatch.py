@@ -24,7 +24,7 @@ from paceline.draft.eagle3.checkpoint import new_config as new_eagle3
 from paceline.draft.eagle3.drafter import Eagle3Network
 from paceline.draft.vocabulary import Vocabulary
 from paceline.engine.llm import LLM
-from paceline.loop.adapt.servers.mismatch import LOW, Ranked, made_of, measure, named, rank
+from paceline.loop.adapt.servers.mismatch import LOW, Ranked, drafter_of, measure, named, rank
 from paceline.loop.adapt.traffic.stored import Request
 from paceline.model.target import ForwardBatch
 from paceline.types import Batch, SamplingParams, Sequence
@@ -157,7 +157,7 @@ EAGLE3: dict[str, tuple[Eagle3Checkpoint, Callable[[Eagle3Checkpoint], Eagle3Che
 def test_each_mismatch_of_eagle3_is_named(llm: LLM, kind: str) -> None:
     stored, spoil = EAGLE3[kind]
     requests = answers(llm, stored)
-    whole = measure(llm, made_of(stored), requests)
+    whole = measure(llm, drafter_of(stored), requests)
     assert whole == pytest.approx(6)
     ranked = rank(llm, spoil(stored), requests)
     assert ranked[0].tokens_per_round < 0.6 * whole
@@ -168,7 +168,7 @@ def test_each_mismatch_of_eagle3_is_named(llm: LLM, kind: str) -> None:
 
 def answers(llm: LLM, stored: StoredDrafter | Eagle3Checkpoint, count: int = 1) -> list[Request]:
     """Texts of which this drafter drafts every token but the first of each round."""
-    target, drafter = llm.target, made_of(stored)
+    target, drafter = llm.target, drafter_of(stored)
     draw = torch.Generator().manual_seed(5)
     requests = []
     for number in range(count):
@@ -215,14 +215,14 @@ def test_each_mismatch_is_named(llm: LLM, kind: str) -> None:
 
 def test_a_little_more_is_named_only_where_every_prompt_says_so() -> None:
     as_is = Ranked("as it is", "", 1.6, 20)
-    for gain, is_sure, is_named in ((0.15, True, True), (0.15, False, False), (0.05, True, False), (0.3, False, True)):
-        better = Ranked("mask token", "mask_token_id 5", 1.6 + gain, 20, is_sure)
-        assert (named([as_is, better]) is better) == is_named, (gain, is_sure)
+    for gain, is_confirmed, is_named in ((0.15, True, True), (0.15, False, False), (0.05, True, False), (0.3, False, True)):
+        better = Ranked("mask token", "mask_token_id 5", 1.6 + gain, 20, is_confirmed)
+        assert (named([as_is, better]) is better) == is_named, (gain, is_confirmed)
 
 
 def test_a_gain_is_sure_where_it_does_not_hang_on_few_prompts(llm: LLM) -> None:
     stored, spoil = CASES["mask token"]
     requests = answers(llm, stored, 4)
     ranked = rank(llm, spoil(stored), requests)
-    assert ranked[1].is_sure and ranked[1].num_prompts == 4
-    assert not any(each.is_sure for each in rank(llm, stored, requests)), "nothing is better than the right one"
+    assert ranked[1].is_confirmed and ranked[1].num_prompts == 4
+    assert not any(each.is_confirmed for each in rank(llm, stored, requests)), "nothing is better than the right one"

@@ -19,7 +19,7 @@ from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.dflash2.drafter import DFlash2Drafter, DFlash2Network
 from paceline.draft.ngram import NgramDrafter
 from paceline.errors import ConfigError
-from paceline.loop.adapt.gate.score import Scorer, score, summary
+from paceline.loop.adapt.gate.score import Scorer, score
 from paceline.loop.adapt.traffic.stored import read_requests
 from paceline.report.statistics import Rounds
 from paceline.types import Batch, DraftBlock, GrammarSpec, SamplingParams
@@ -107,13 +107,13 @@ class Recorded(Scorer):
         super().__init__(*args)
         self.told: list[tuple[list[float], list[float]]] = []
 
-    def _num_drawn(self, answer: Any, tokens: list[int], draft_probs_KV: Any) -> int:
+    def _num_accepted(self, answer: Any, tokens: list[int], draft_probs_KV: Any) -> int:
         drafter = cast(DFlash2Drafter, self._drafter)
         own = [float(probs_V[token]) for probs_V, token in zip(draft_probs_KV, tokens, strict=True)]
         self.told.append((own, drafter.chances_of(answer.seq, tokens, draft_probs_KV)))
         never = next(token for token in range(11) if not draft_probs_KV[0, token])
         assert drafter.chances_of(answer.seq, [never, *tokens[1:]], draft_probs_KV) == [0.0] * len(tokens)
-        return super()._num_drawn(answer, tokens, draft_probs_KV)
+        return super()._num_accepted(answer, tokens, draft_probs_KV)
 
 
 @pytest.mark.parametrize(("make", "rule"), [(dflash, "auto"), (dflash2, "rejection"), (dflash, "match")])
@@ -139,8 +139,8 @@ def test_chances_follow_from_what_shapes_the_answer() -> None:
     told: list[tuple[list[float], list[float]]] = []
 
     class Watched(Scorer):
-        def _chances(self, answer: Any, said: list[int]) -> list[float]:
-            chances = super()._chances(answer, said)
+        def _target_probs(self, answer: Any, said: list[int]) -> list[float]:
+            chances = super()._target_probs(answer, said)
             logits_JV = answer.logits_TV[answer.at : answer.at + len(said)].float().clone()
             logits_JV[:, [2, 6]] = float("-inf")
             for place in range(len(said)):
@@ -198,7 +198,7 @@ def test_what_cannot_be_scored_says_so() -> None:
     assert score(llm, dflash(0), [request(answer_ids=[3] * 400)]) == []  # longer than the cache
     [one] = score(llm, dflash(0), [request(answer_ids=[3])])
     assert one.rounds == ()
-    assert summary([one])["tokens_per_round"] == 1.0
+    assert one.figures.tokens_per_round == 1.0
     talker = fake_llm(Talker())
     drawn = ScriptedDrafter(cast(Any, talker.target), with_probs=True)
     with pytest.raises(ConfigError, match="depend on those before them"):

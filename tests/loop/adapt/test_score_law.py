@@ -76,13 +76,15 @@ def test_drafts_stand_as_often_as_all_outcomes_together_say(rule: str, monkeypat
     """For each of the 27 texts of three tokens: the number against which the scorer holds each i."""
     scorer = Scorer.__new__(Scorer)
     scorer._drafter, scorer._rule = dflash(0), rules.RULES[rule]
-    monkeypatch.setattr(Scorer, "_chances", lambda _, answer, said: [float(TARGET[at, one]) for at, one in enumerate(said)])
+    monkeypatch.setattr(
+        Scorer, "_target_probs", lambda _, answer, said: [float(TARGET[at, one]) for at, one in enumerate(said)]
+    )
     for text in itertools.product(range(3), repeat=3):
         answer = cast(Any, SimpleNamespace(rest=list(text), seq=SimpleNamespace(seed=0, cached_len=0)))
 
         def stand(drawn: float, answer: Any = answer) -> int:
             monkeypatch.setattr(module, "uniform", lambda *place: drawn)
-            return scorer._num_drawn(answer, [0, 0, 0], DRAFT)
+            return scorer._num_accepted(answer, [0, 0, 0], DRAFT)
 
         for number, expected in enumerate(counted_up(rule, text), start=1):
             low, high = 0.0, 1.0
@@ -110,14 +112,14 @@ def test_every_round_has_a_number_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
 
 def seen_chances(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[float]]]:
     """(place in the answer, the target's chances from there on) of every round that is scored from now on."""
-    seen, real = list[tuple[int, list[float]]](), Scorer._chances
+    seen, real = list[tuple[int, list[float]]](), Scorer._target_probs
 
     def chances(self: Scorer, answer: Any, said: list[int]) -> list[float]:
         found = real(self, answer, said)
         seen.append((answer.at + 1, found))
         return found
 
-    monkeypatch.setattr(Scorer, "_chances", chances)
+    monkeypatch.setattr(Scorer, "_target_probs", chances)
     return seen
 
 

@@ -27,7 +27,7 @@ def begun(folder: Path, first: Counts | None = FIRST) -> Stage:
 
 def wrong(stage: Stage, folder: Path, **changes: float) -> str | None:
     """What is said when the counters have moved by this."""
-    return stage.wrong(folder / "traces", BEFORE + Counts(**changes), NOW + 600, WatchConfig())
+    return stage.fault(folder / "traces", BEFORE + Counts(**changes), NOW + 600, WatchConfig())
 
 
 def test_fewer_tokens_by_its_counters(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_clock_that_was_set_back_proves_nothing_by_traces(tmp_path: Path, with
     store(tmp_path / "traces", [keyed(100 + each, ended=back, **bad) for each in range(20)], "traces-2.parquet")
     counts = BEFORE + Counts(rounds=400, accepted=200)
     stage.look(counts, None)
-    found = stage.wrong(tmp_path / "traces", counts, now, WatchConfig())
+    found = stage.fault(tmp_path / "traces", counts, now, WatchConfig())
     assert found == ("1.50 tokens a round by its metrics, 2.00 before" if with_metrics else None)
     assert stage.is_over(now, WatchConfig(), None) == ("proven" if with_metrics else "unproven")
 

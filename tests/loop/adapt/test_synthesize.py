@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from small_llm import tiny_model
@@ -17,7 +17,7 @@ from paceline.data.answers import Answer, AnswerShards
 from paceline.data.prompts import digest
 from paceline.errors import ConfigError, PromptError
 from paceline.loop.synthesize.config import SynthesizeConfig, Synthesized
-from paceline.loop.synthesize.run import Copies, run
+from paceline.loop.synthesize.run import Form, _accept, run
 from paceline.report.tables import Progress
 from paceline.train.answers import self_written
 from paceline.train.config import AnswerConfig, PromptsConfig
@@ -214,12 +214,17 @@ class Said(Progress):
         self.lines.append(text)
 
 
-def test_near_copies() -> None:
-    copies = Copies(0.9)
+def test_near_copies(tmp_path: Path) -> None:
     text = list(range(200))
-    assert not copies.has(text) and copies.has(text)
-    assert copies.has([*text[:100], 999, *text[101:]]), "five of 196 pieces differ"
-    assert not copies.has([token + 1000 for token in text])
-    assert not copies.has([*text[:100], *range(5000, 5100)])
-    only = Copies(1.0)
-    assert not only.has(text) and not only.has([*text, 1]) and only.has(text)
+    changed = [*text[:100], 999, *text[101:]]  # five of 196 pieces differ
+    others = [[token + 1000 for token in text], [*text[:100], *range(5000, 5100)]]
+    assert accepted(tmp_path, [text, text, changed, *others], 0.9) == [text, *others]
+    assert accepted(tmp_path, [text, [*text, 1], text], 1.0) == [text, [*text, 1]]
+
+
+def accepted(folder: Path, texts: list[list[int]], max_overlap: float) -> list[list[int]]:
+    raw = [Answer(str(at), "", 0, 0.0, [1], tokens, "stop", "") for at, tokens in enumerate(texts)]
+    done = Synthesized(folder / "answers")
+    _, rejected = _accept(Form(None, None), cast(Any, raw), done, max_overlap)
+    assert rejected == {"near-copy": len(texts) - done.num_answers}
+    return [answer.answer_ids for answer in answers(done)]

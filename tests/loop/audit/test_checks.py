@@ -41,12 +41,12 @@ def test_scores_are_sums_over_the_distribution(top_p: float) -> None:
     for place, slope in enumerate(SLOPES):
         mass = sum(prob * math.exp(slope * each.nll_T[0] - each.cgf_TL[0, place]) for each, prob in kept)
         assert mass == pytest.approx(1, abs=1e-4)
-    for name, (_, chance_T) in every[0].yes.items():
-        assert sum(prob * each.yes[name][0][0] for each, prob in kept) == pytest.approx(chance_T[0], abs=1e-5)
+    for name, (_, chance_T) in every[0].binary.items():
+        assert sum(prob * each.binary[name][0][0] for each, prob in kept) == pytest.approx(chance_T[0], abs=1e-5)
     if top_p < 1:
         outside = [each for each, prob in zip(every, probs, strict=True) if prob == 0]
         assert outside and all(each.before_T[0] >= top_p for each in outside)
-        assert all(each.before_T[0] < top_p for each, _ in kept) and "cut" in every[0].yes
+        assert all(each.before_T[0] < top_p for each, _ in kept) and "cut" in every[0].binary
 
 
 def draw_of(tokens: list[int], prompt: int = 0) -> Draw:
@@ -139,7 +139,7 @@ def test_verdicts() -> None:
     assert checks.verdict_of([sampled, greedy, Finding("logprobs", "not offered", "")]) == "honest"
     assert checks.verdict_of([sampled]) == "honest"  # nobody asked for greedy answers
     assert checks.verdict_of([greedy]) == checks.verdict_of([sampled, Finding("greedy", "not judged", "")]) == "unsure"
-    assert checks.verdict_of([sampled, greedy, *checks.own_words(3)]) == "faulty"
+    assert checks.verdict_of([sampled, greedy, *checks.declared_lossy(3)]) == "faulty"
 
 
 def test_lost_answers_are_allowed_for() -> None:

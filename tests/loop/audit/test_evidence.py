@@ -98,7 +98,7 @@ class Server:
         for index, prompt in enumerate(prompts):
             part = slice(index * LENGTH, (index + 1) * LENGTH)
             own = {name: getattr(scores, name)[part] for name in scores.__slots__ if name != "yes"}
-            own["yes"] = {name: (one[part], other[part]) for name, (one, other) in scores.yes.items()}
+            own["binary"] = {name: (one[part], other[part]) for name, (one, other) in scores.binary.items()}
             tokens = tuple(int(each[index]) for each in said)
             group.draws.append(Draw(prompt, tokens, type(scores)(**own)))
         return group
@@ -142,6 +142,6 @@ def test_scores_of_a_few_positions_at_a_time_are_those_of_all(monkeypatch: pytes
     assert len(whole) == len(pieces) == 7
     for name in scores.ARRAYS:
         np.testing.assert_array_equal(getattr(pieces, name), getattr(whole, name), name)
-    assert pieces.yes.keys() == whole.yes.keys()
-    for name, pair in whole.yes.items():
-        np.testing.assert_array_equal(pieces.yes[name], pair, name)
+    assert pieces.binary.keys() == whole.binary.keys()
+    for name, pair in whole.binary.items():
+        np.testing.assert_array_equal(pieces.binary[name], pair, name)

@@ -88,8 +88,7 @@ class Decision:
 
 
 def saving(prices: PriceConfig, horizon_days: float, tokens_per_hour: float, before: float, after: float) -> float:
-    """Computes the price of the rounds saved over the horizon: tokens x (rounds per token before - after) x round time x price.
-    """
+    """Price of the rounds saved over the horizon: tokens x (rounds per token before - after) x round time x price."""
     rounds = tokens_per_hour * DAY * horizon_days * max(1 / before - 1 / after, 0.0)
     return rounds * prices.round_ms / 3.6e6 * prices.units * prices.serving_price
 

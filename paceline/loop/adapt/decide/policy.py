@@ -113,8 +113,7 @@ class SeasonalPolicy:
         self._period: int | None = None
 
     def hour(self, number: int, seen: Mapping[str, Sums]) -> Line:
-        """Observe a completed hour and decide. Hours must be in order; one that is not after the last is ignored, with a note.
-        """
+        """Observe a completed hour and decide. Hours must be in order; an earlier one is ignored, with a note."""
         if self._last is not None and number <= self._last:
             note = f"hour {number} is not after hour {self._last}: the clock went back, it is ignored"
             return Line(number, {}, {}, Decision(why=note), (note,))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,7 @@ HELD_OUT_OF = 4
 BATCH = 8
 TURNS, TIMED = 4, 7
 """Turns per drafter when drafting is timed, and rounds per turn; the fastest round counts."""
-TOLD_APART = 0.1
+LEAST_DIFFERENCE = 0.1
 """Relative difference below which two drafting times count as equal; a busy server disturbs single rounds by as much."""
 
 
@@ -53,14 +54,14 @@ def examine(
 ) -> Verdict:
     """Judges a candidate. Raises ConfigError if there are no requests to judge by, and what loading the target raises."""
     usual, source = usual_settings(engine.model, config.temperature)
-    found, left_out = read_requests(traces, since=config.since, usual=usual)
+    requests, left_out = read_requests(traces, since=config.since, usual=usual)
     if config.held_out_only:
-        found = [each for each in found if is_held_out(each.prompt)]
-    if not found:
+        requests = [each for each in requests if is_held_out(each.prompt)]
+    if not requests:
         raise ConfigError(
             f"there are no requests in {traces} to judge by ({dict(left_out)}): keep traces, or move --since back"
         )
-    sets = _sets(found, config)
+    sets = _sets(requests, config)
     if refused := too_few(len(sets["drifted"]), config):  # known before a model is loaded
         return refused
     longest = max(len(each.prompt_ids) + len(each.answer_ids) for chosen in sets.values() for each in chosen)
@@ -71,8 +72,7 @@ def examine(
     if not number:
         return verdict
     settings = ", ".join(f"{name} {value:g}" for name, value in usual.items())
-    told = f"{number} requests named no temperature: judged at {settings} ({source})"
-    return replace(verdict, reason=f"{verdict.reason}; {told}")
+    return replace(verdict, reason=f"{verdict.reason}; {number} requests named no temperature: judged at {settings} ({source})")
 
 
 def usual_settings(model: str, temperature: float | None) -> tuple[dict[str, float], str]:
@@ -96,15 +96,15 @@ class _Comparison:
 
     def verdict(self, candidate: Path, target_name: str) -> Verdict:
         """Judge the candidate, or, if it loses too much on other traffic, the first of its blends that does not."""
-        told, verdict = list[str](), Verdict(False, "")
+        reasons, verdict = list[str](), Verdict(False, "")
         for share in sorted(self._config.shares, reverse=True):
             verdict = self._verdict_at(candidate, share, target_name)
-            whole = share == 1.0
-            told.append(verdict.reason if whole else f"{share:.0%} of the way from {self._config.incumbent}: {verdict.reason}")
+            prefix = "" if share == 1.0 else f"{share:.0%} of the way from {self._config.incumbent}: "
+            reasons.append(prefix + verdict.reason)
             if not verdict.loses:
                 break
-            self._progress.say(told[-1])
-        return replace(verdict, reason="; ".join(told))
+            self._progress.say(reasons[-1])
+        return replace(verdict, reason="; ".join(reasons))
 
     def _verdict_at(self, candidate: Path, share: float, target_name: str) -> Verdict:
         """Judge the candidate or, for share < 1, a blend with this share of its weights, written next to it."""
@@ -116,24 +116,24 @@ class _Comparison:
                 blended(incumbent, candidate, share, folder)
             except PacelineError as error:
                 return Verdict(False, str(error))
-        made = read_candidate(folder, self._llm)
-        if isinstance(made, str):
-            return Verdict(False, made)
+        drafter = read_candidate(folder, self._llm)
+        if isinstance(drafter, str):
+            return Verdict(False, drafter)
         try:
-            return replace(self._compared(made), drafter=str(folder), share=share)
+            return replace(self._compared(drafter), drafter=str(folder), share=share)
         except ConfigError as error:  # requests that cannot be scored with such a drafter
             return Verdict(False, str(error))
 
-    def _compared(self, made: Drafter) -> Verdict:
+    def _compared(self, drafter: Drafter) -> Verdict:
         llm, incumbent = self._llm, self._incumbent
         pairs: dict[str, Pairs] = {}
         for name, chosen in self._sets.items():
             self._progress.say(f"{len(chosen)} requests of {name}")
             if name not in self._figures:
                 self._figures[name] = _figures(score(llm, incumbent, chosen))
-            pairs[name] = Pairs(self._figures[name], _figures(score(llm, made, chosen)))
-        passes = measure_passes(llm.target, 1 + max(incumbent.num_drafted, made.num_drafted))
-        times = RoundTimes(passes, *alike(*draft_seconds(llm, [incumbent, made])))
+            pairs[name] = Pairs(self._figures[name], _figures(score(llm, drafter, chosen)))
+        passes = measure_passes(llm.target, 1 + max(incumbent.num_drafted, drafter.num_drafted))
+        times = RoundTimes(passes, *alike(*draft_seconds(llm, [incumbent, drafter])))
         drifted, ood = pairs.pop("drifted"), pairs.pop("ood", None)
         return judge(drifted, pairs, times, ood, self._config)
 
@@ -141,24 +141,25 @@ class _Comparison:
 def read_candidate(folder: Path, llm: LLM) -> Drafter | str:
     """Returns the drafter, bound to the target, or the reason why it cannot be used."""
     try:
-        made = llm.make_drafter(str(folder))
-        made.bind(llm.target)
+        drafter = llm.make_drafter(str(folder))
+        drafter.bind(llm.target)
     except (PacelineError, OSError) as error:
-        kind = "it is not there" if isinstance(error, ModelNotFoundError) else "it cannot be used"
-        return f"{kind}: {error}"
-    return made
+        problem = "it is not there" if isinstance(error, ModelNotFoundError) else "it cannot be used"
+        return f"{problem}: {error}"
+    return drafter
 
 
-def _sets(found: Sequence[Request], config: CandidateConfig) -> dict[str, list[Request]]:
+def _sets(requests: Sequence[Request], config: CandidateConfig) -> dict[str, list[Request]]:
     """Splits requests into sets: "drifted", one per other cluster, and "ood"."""
-    names = sorted({each.cluster for each in found})
-    tokens = {name: sum(len(each.answer_ids) for each in found if each.cluster == name) for name in names}
-    cluster = config.cluster or max(names, key=tokens.__getitem__)
-    if cluster not in names:
-        raise ConfigError(f"there are no requests of cluster {cluster!r}: there are {', '.join(names)}")
-    sets = {"drifted": one_a_prompt([each for each in found if each.cluster == cluster], config.requests)}
-    for name in names:
-        if name != cluster and (chosen := one_a_prompt([each for each in found if each.cluster == name], config.requests)):
+    by_cluster: dict[str, list[Request]] = defaultdict(list)
+    for request in sorted(requests, key=lambda request: request.cluster):
+        by_cluster[request.cluster].append(request)
+    cluster = config.cluster or max(by_cluster, key=lambda name: sum(len(each.answer_ids) for each in by_cluster[name]))
+    if cluster not in by_cluster:
+        raise ConfigError(f"there are no requests of cluster {cluster!r}: there are {', '.join(by_cluster)}")
+    sets = {"drifted": one_a_prompt(by_cluster.pop(cluster), config.requests)}
+    for name, of_cluster in by_cluster.items():
+        if chosen := one_a_prompt(of_cluster, config.requests):
             sets[f"cluster {name}"] = chosen
     if config.ood:
         sets["ood"] = one_a_prompt(_answers(config.ood), config.requests)
@@ -180,8 +181,7 @@ def _figures(scored: Sequence[Scored]) -> list[Rounds]:
 
 
 def draft_seconds(llm: LLM, drafters: Sequence[Drafter]) -> list[float]:
-    """Fastest drafting seconds of one row per drafter, measured in turns so that machine noise affects all; 0 without drafts.
-    """
+    """Fastest drafting time (s) of one row per drafter, in turns so that machine noise affects all; 0 without drafts."""
     best = [math.inf] * len(drafters)
     for _ in range(TURNS):
         for place, drafter in enumerate(drafters):
@@ -206,4 +206,4 @@ def _fastest_draft(llm: LLM, drafter: Drafter) -> float:
 def alike(one_s: float, other_s: float) -> tuple[float, float]:
     """Returns both drafting times, or their mean twice if they are too close to distinguish."""
     mean = (one_s + other_s) / 2
-    return (mean, mean) if abs(one_s - other_s) <= TOLD_APART * mean else (one_s, other_s)
+    return (mean, mean) if abs(one_s - other_s) <= LEAST_DIFFERENCE * mean else (one_s, other_s)

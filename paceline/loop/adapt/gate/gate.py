@@ -148,8 +148,7 @@ def _tokens_at(rounds: Rounds, width: int) -> float:
 
 
 def one_a_prompt(requests: Sequence[Request], most: int | None = None) -> list[Request]:
-    """Returns the newest request of each prompt, newest first, at most `most`; repetitive and duplicate answers are left out.
-    """
+    """Returns the newest request of each prompt, newest first, at most `most`, without repetitive and duplicate answers."""
     by_prompt: dict[str, Request] = {}
     answers: set[tuple[int, ...]] = set()
     for request in sorted(requests, key=lambda request: request.hour, reverse=True):

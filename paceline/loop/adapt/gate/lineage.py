@@ -1,8 +1,8 @@
 """lineage.json: every drafter trained or tried here, with its parents and the gate's verdict.
 
-    {"drafters": [{"drafter": "runs/adapt/tickets-20261103", "weights": "sha256:...", "parents": ["default"],
-                   "window": {"since": 494500, "until": 494548, "requests": 812, "sha256": "..."}, "gate": {...},
-                   "state": "serving"}]}
+{"drafters": [{"drafter": "runs/adapt/tickets-20261103", "weights": "sha256:...", "parents": ["default"],
+               "window": {"since": 494500, "until": 494548, "requests": 812, "sha256": "..."}, "gate": {...},
+               "state": "serving"}]}
 """
 
 from __future__ import annotations
@@ -29,21 +29,19 @@ class Lineage:
         """All entries, oldest first. Raises ConfigError if the file is damaged."""
         if not self.path.exists():
             return []
-        with reraised(
-            ConfigError, f"{self.path} is damaged", "mend it, or move it away", OSError, ValueError, KeyError, TypeError
-        ):
-            found = json.loads(self.path.read_text(encoding="utf-8"))["drafters"]
-            if not all(isinstance(each, dict) for each in found):
+        damage = (OSError, ValueError, KeyError, TypeError)
+        with reraised(ConfigError, f"{self.path} is damaged", "mend it, or move it away", *damage):
+            entries = json.loads(self.path.read_text(encoding="utf-8"))["drafters"]
+            if not all(isinstance(each, dict) for each in entries):
                 raise ValueError("an entry is no object")
-            return found
+            return entries
 
     def add(self, drafter: str, *, parents: Iterable[str], state: str, **figures: Any) -> None:
         """Add one drafter with its state: "refused", "serving", "rolled back" ..."""
         self.add_all([{"drafter": drafter, "parents": list(parents), "state": state, **figures}])
 
     def add_all(self, drafters: Iterable[dict[str, Any]]) -> None:
-        """Add several drafters, all or none; each with the arguments of `add`. Raises CacheError if the file cannot be written.
-        """
+        """Add several drafters, all or none; each with the arguments of `add`. Raises CacheError if the disk refuses."""
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         new = [{"weights": weights_hash(Path(each["drafter"])), "when": when, **each} for each in drafters]
         self._write([*self.entries(), *plain(new)])
@@ -59,11 +57,11 @@ class Lineage:
 
     def is_known_bad(self, folder: Path) -> str | None:
         """Returns the reason if identical weights were refused or rolled back before, else None."""
-        mark = weights_hash(folder)
-        bad = (
-            each for each in self.entries() if each.get("state") in ("refused", "rolled back") and each.get("weights") == mark
-        )
-        return next((str(each.get("reason", each["state"])) for each in bad if mark), None)
+        weights = weights_hash(folder)
+        for entry in self.entries() if weights else ():
+            if entry.get("state") in ("refused", "rolled back") and entry.get("weights") == weights:
+                return str(entry.get("reason", entry["state"]))
+        return None
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
         write_whole(self.path, json.dumps({"drafters": entries}, indent=1) + "\n")

@@ -34,7 +34,7 @@ from paceline.loop.adapt.servers.counted_hours import ALL
 from paceline.loop.adapt.traffic.stored import Request, read_requests
 
 LEAST_ANSWERS = 50
-"""Fewest prompts of a window; fewer would fit the habits of one client."""
+"""Minimum number of prompts of a window; fewer would fit the habits of one client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +54,25 @@ def write_window(traces: Path, clusters: Sequence[str], since: int, until: int, 
     --answers`.
 
     Raises ConfigError if there are too few, CacheError if the disk refuses."""
-    found = [
+    requests = [
         each
         for cluster in (None if each == ALL else each for each in clusters)
         for each in one_a_prompt(read_requests(traces, cluster, since, until, exact=False)[0])
         if not is_held_out(each.prompt)
     ]
-    if len(found) < LEAST_ANSWERS:
+    if len(requests) < LEAST_ANSWERS:
         raise ConfigError(
-            f"{len(found)} different prompts of {', '.join(clusters)} are too few to train on, {LEAST_ANSWERS} are needed: "
+            f"{len(requests)} different prompts of {', '.join(clusters)} are too few to train on, {LEAST_ANSWERS} are needed: "
             "wait, or keep more of the traffic"
         )
     if folder.exists():
         shutil.rmtree(folder)
     answers = [
         Answer(each.key, "traces", 0, _temperature(each), each.prompt_ids, each.answer_ids, each.finish_reason, "")
-        for each in sorted(found, key=lambda request: request.key)
+        for each in sorted(requests, key=lambda request: request.key)
     ]
     AnswerShards(folder).write(answers)
-    return Window(folder, since, until, len(found), window_hash(each.key for each in found))
+    return Window(folder, since, until, len(requests), window_hash(each.key for each in requests))
 
 
 def _temperature(request: Request) -> float:
@@ -90,16 +90,16 @@ def command_of(
         rates = stage.rates or retrain.learning_rates
         window, rate = Path(stage.window["folder"]), rates[min(stage.at, len(rates) - 1)]
         return train_command(window, drafter.parent, stage.incumbent, rate, engine, retrain)
-    asked: dict[str, Any] = {"--incumbent": stage.incumbent}
-    asked |= {} if stage.clusters[0] == ALL else {"--cluster": stage.clusters[0]}
-    asked |= {"--since": stage.window["since"], "--requests": candidate.requests, "--held-out-only": True}
-    asked |= {"--least-requests": candidate.least_requests}
-    asked |= {} if candidate.temperature is None else {"--temperature": candidate.temperature}
+    options: dict[str, Any] = {"--incumbent": stage.incumbent}
+    options |= {} if stage.clusters[0] == ALL else {"--cluster": stage.clusters[0]}
+    options |= {"--since": stage.window["since"], "--requests": candidate.requests, "--held-out-only": True}
+    options |= {"--least-requests": candidate.least_requests}
+    options |= {} if candidate.temperature is None else {"--temperature": candidate.temperature}
     shares = (1.0,) if stage.kind == "score" else candidate.shares  # a pool drafter is not blended
-    asked |= {"--shares": ",".join(f"{share:g}" for share in shares)}
+    options |= {"--shares": ",".join(f"{share:g}" for share in shares)}
     # A drafter for one cluster gets no other traffic, so its losses there do not matter.
-    asked |= {"--ood": candidate.ood, "--most-loss": candidate.most_loss} if stage.kind == "retrain" else {"--most-loss": 1.0}
-    return gate_command(stage.candidates[stage.at], engine, store.traces, asked)
+    options |= {"--ood": candidate.ood, "--most-loss": candidate.most_loss} if stage.kind == "retrain" else {"--most-loss": 1.0}
+    return gate_command(stage.candidates[stage.at], engine, store.traces, options)
 
 
 def train_command(
@@ -114,11 +114,11 @@ def train_command(
     return [*polite(), *map(str, words), "--json"]
 
 
-def gate_command(candidate: str, engine: EngineConfig, traces: Path, asked: dict[str, Any]) -> list[str]:
+def gate_command(candidate: str, engine: EngineConfig, traces: Path, options: dict[str, Any]) -> list[str]:
     """Builds the `paceline adapt gate` command from {option: value or values}."""
     words: list[Any] = [sys.executable, "-m", "paceline", "adapt", "gate", candidate, "--traces", traces]
     words += ["--model", engine.model, "--dtype", engine.dtype, "--device", engine.device]
-    for name, value in asked.items():
+    for name, value in options.items():
         for each in value if isinstance(value, tuple | list) else [value]:
             words += [name] if each is True else [name, each]
     return [*polite(), *map(str, words), "--json"]
@@ -131,7 +131,7 @@ def verdict_of(job: Job, status: int) -> dict[str, Any]:
     except ValueError:
         verdict = None
     if not _is_verdict(verdict):
-        return unjudged(f"the gate gave no verdict and ended with status {status}: {job.last_words}")
+        return unjudged(f"the gate gave no verdict and ended with status {status}: {job.last_error}")
     return verdict
 
 
@@ -157,12 +157,12 @@ def polite() -> list[str]:
 class Job:
     """A background command; its output goes to files."""
 
-    def __init__(self, command: list[str], said: Path) -> None:
-        """Start the command, or wait for the same job of a killed daemon. Raises OSError. `said`: path of the output files,
+    def __init__(self, command: list[str], output: Path) -> None:
+        """Start the command, or wait for the same job of a killed daemon. Raises OSError. `output`: path of the output files,
         without suffix."""
-        said.parent.mkdir(parents=True, exist_ok=True)
-        self._command, self._lock = command, said.with_suffix(".lock")
-        self._out, self._err = said.with_suffix(".out"), said.with_suffix(".err")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        self._command, self._lock = command, output.with_suffix(".lock")
+        self._out, self._err = output.with_suffix(".out"), output.with_suffix(".err")
         self._process = self._started()
 
     def _started(self) -> subprocess.Popen[bytes] | None:
@@ -215,9 +215,9 @@ class Job:
         return _last_line(self._out)
 
     @property
-    def last_words(self) -> str:
+    def last_error(self) -> str:
         """Last line of stderr."""
-        return _last_line(self._err) or "it said nothing"
+        return _last_line(self._err)[:500] or "no output"
 
 
 def _takes(lock: IO[str]) -> bool:
@@ -233,4 +233,4 @@ def _takes(lock: IO[str]) -> bool:
 
 def _last_line(path: Path) -> str:
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() if path.exists() else []
-    return lines[-1][:500] if lines and path.suffix == ".err" else lines[-1] if lines else ""
+    return lines[-1] if lines else ""

@@ -1,7 +1,7 @@
 """Scores a drafter on stored traces: the rounds that it would have had. Exact, as the text does not depend on the drafter.
 
     scored = score(llm, "runs/mine/drafter", read_requests(Path("traces"))[0])
-    scored[0].tokens_per_round
+    scored[0].figures.tokens_per_round
 
 The target reads a stored answer in wide passes, which give the same bits as serving (where the target `is_width_invariant`);
 the drafter drafts round by round at each anchor, as in the engine. The number of accepted drafts follows from the stored text:
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ from paceline.errors import ConfigError
 from paceline.loop.adapt.traffic.stored import Request
 from paceline.model.sampling.logits import penalise, target_probs
 from paceline.model.target import ForwardBatch, Target
-from paceline.report.statistics import Rounds
+from paceline.report.statistics import Rounds, num_common
 from paceline.rng import ACCEPT, uniform
 from paceline.types import Batch, Round, Sequence
 from paceline.verify.rules import RULES, drafted_probs
@@ -80,7 +79,7 @@ class _Answer:
         return self.request.answer_ids[self.seq.num_output :]
 
     @property
-    def has_numbers(self) -> bool:
+    def knows_noise(self) -> bool:
         """True if the noise that sampled the tokens is known. It is unknown for answers of other servers."""
         return self.request.params.seed is not None or self.request.seed != 0
 
@@ -107,8 +106,8 @@ class Scorer:
             running = [each for each in answers if each.rest]
             while running:
                 for is_known in (True, False):
-                    if some := [each for each in running if each.has_numbers is is_known]:
-                        self._round(some, foresees=is_known and self._rule.draws)
+                    if batch := [each for each in running if each.knows_noise is is_known]:
+                        self._round(batch, noise_aware=is_known and self._rule.draws)
                 running = [each for each in running if each.rest]
             for each in answers:
                 self._drafter.drop(each.seq)
@@ -117,8 +116,7 @@ class Scorer:
         return scored
 
     def _begin(self, number: int, request: Request) -> _Answer:
-        """Read prompt and answer with the target; the drafter observes the prompt, the first answer token is the first anchor.
-        """
+        """Run the target on prompt and answer, the drafter on the prompt; the first answer token is the first anchor."""
         params, prompt_len = request.params, len(request.prompt_ids)
         tokens = request.prompt_ids + request.answer_ids
         if len(tokens) > self._target.cache.max_len:
@@ -161,76 +159,67 @@ class Scorer:
     def _observe(self, seq: Sequence, start: int, count: int, taps_TF: Tensor | None) -> None:
         self._drafter.observe([Observed(seq, start, count, taps_TF, start)])
 
-    def _round(self, running: list[_Answer], *, foresees: bool) -> None:
+    def _round(self, running: list[_Answer], *, noise_aware: bool) -> None:
         """Run one round of every answer: draft, count the drafts accepted by the stored text, advance past them."""
-        batch = Batch([each.seq for each in running], foresees=foresees)
+        batch = Batch([each.seq for each in running], foresees=noise_aware)
         proposed = self._drafter.propose(batch)
         draft = within_grammars(batch, proposed)
-        for answer, asked, tokens, probs_KV in zip(running, proposed.tokens_B, draft.tokens_B, draft.probs_B, strict=True):
+        for answer, proposed_ids, tokens, probs_KV in zip(
+            running, proposed.tokens_B, draft.tokens_B, draft.probs_B, strict=True
+        ):
             seq = answer.seq
             if probs_KV is None or not self._rule.needs_probs:
-                stand = _num_same(tokens, answer.rest)
+                num_accepted = num_common(tokens, answer.rest)
             else:
-                stand = self._num_drawn(answer, tokens, probs_KV)
-            gained = answer.rest[: stand + 1]
-            answer.rounds.append(Round(len(asked), len(gained) - 1, self._drafter.name if asked else "none"))
+                num_accepted = self._num_accepted(answer, tokens, probs_KV)
+            new_tokens = answer.rest[: num_accepted + 1]
+            answer.rounds.append(Round(len(proposed_ids), len(new_tokens) - 1, self._drafter.name if proposed_ids else "none"))
             first = seq.cached_len
-            seq.tokens += gained
+            seq.tokens += new_tokens
             seq.cached_len = len(seq.tokens) - 1
             if seq.params.has_penalties:
-                seq.counts.update(gained)
+                seq.counts.update(new_tokens)
             if answer.rest:
-                self._observe(seq, first, len(gained), answer.taps_TF)
+                self._observe(seq, first, len(new_tokens), answer.taps_TF)
 
-    def _num_drawn(self, answer: _Answer, tokens: list[int], draft_probs_KV: Tensor) -> int:
+    def _num_accepted(self, answer: _Answer, tokens: list[int], draft_probs_KV: Tensor) -> int:
         """Count the accepted drafts among sampled ones: one random number is compared with the module docstring's s_i."""
         if not isinstance(self._drafter, DFlashDrafter):
             raise ConfigError(
                 f"drafts of {self._drafter.name} depend on those before them: score requests at temperature 0 or with a seed"
             )
-        said = answer.rest[: len(tokens)]
-        targets, drafts = self._chances(answer, said), self._drafter.chances_of(answer.seq, said, draft_probs_KV)
+        text_ids = answer.rest[: len(tokens)]
+        targets = self._target_probs(answer, text_ids)
+        drafts = self._drafter.chances_of(answer.seq, text_ids, draft_probs_KV)
         drawn = uniform(answer.seq.seed, ACCEPT, answer.seq.cached_len)
-        survival, weight = 1.0, 1.0
+        survival = weight = 1.0
         for place, (target, draft) in enumerate(zip(targets, drafts, strict=True)):
             survival *= min(1.0, draft / (target * weight)) if target > 0 else 0.0
             if not drawn < survival:
                 return place
             if self._rule.name != "rejection":
                 weight = min(1.0, weight * target / draft)
-        return len(said)
+        return len(text_ids)
 
-    def _chances(self, answer: _Answer, said: list[int]) -> list[float]:
+    def _target_probs(self, answer: _Answer, text_ids: list[int]) -> list[float]:
         """Target probability of each text token after the anchor, given the tokens before it."""
         seq = answer.seq
         assert answer.logits_TV is not None
-        logits_JV = answer.logits_TV[answer.at : answer.at + len(said)].float()
-        logits_JV = shape(seq, penalise(logits_JV, seq.params, seq.tokens, seq.counts, said[:-1]), said[:-1])
+        logits_JV = answer.logits_TV[answer.at : answer.at + len(text_ids)].float()
+        logits_JV = shape(seq, penalise(logits_JV, seq.params, seq.tokens, seq.counts, text_ids[:-1]), text_ids[:-1])
         if seq.constraint is not None:
-            seq.constraint.follow(seq, said)
-            logits_JV = seq.constraint.mask(seq, torch.cat([logits_JV, logits_JV[-1:]]))[: len(said)]
-        return drafted_probs(said, target_probs(logits_JV, seq.params))
+            seq.constraint.follow(seq, text_ids)
+            logits_JV = seq.constraint.mask(seq, torch.cat([logits_JV, logits_JV[-1:]]))[: len(text_ids)]
+        return drafted_probs(text_ids, target_probs(logits_JV, seq.params))
 
 
 def score(llm: LLM, drafter: str | Drafter, requests: Rows[Request], *, num_drafted: int | None = None) -> list[Scored]:
     """Score `drafter` on each request; requests that exceed the cache are left out.
 
     The engine of `llm` must be idle, and is unchanged afterwards. Raises what creating and binding a drafter raises."""
-    made = llm.make_drafter(drafter, num_drafted=num_drafted) if isinstance(drafter, str) else drafter
+    drafter = llm.make_drafter(drafter, num_drafted=num_drafted) if isinstance(drafter, str) else drafter
     fitting = [each for each in requests if len(each.prompt_ids) + len(each.answer_ids) <= llm.target.cache.max_len]
     try:
-        return Scorer(llm, made, llm.config.rule).score(fitting)
+        return Scorer(llm, drafter, llm.config.rule).score(fitting)
     finally:
         llm.renew()
-
-
-def _num_same(ours: list[int], theirs: list[int]) -> int:
-    return next(
-        (place for place, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), min(len(ours), len(theirs))
-    )
-
-
-def summary(scored: Rows[Scored]) -> dict[str, Any]:
-    """Total requests, rounds and acceptance length."""
-    rounds = Rounds.sum(each.figures for each in scored)
-    return {"requests": len(scored), "rounds": rounds.num_rounds, "tokens_per_round": rounds.tokens_per_round}

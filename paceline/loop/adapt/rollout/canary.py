@@ -5,10 +5,9 @@ Every method may raise UnreachableError and can then be called again: no step is
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from paceline.loop.adapt.servers.deploy import Deployment
 from paceline.loop.adapt.traffic.hours import HOUR_S
 
 MOST_READINGS = 120
-"""Most readings of the server's counters that are kept as the baseline of a swap."""
+"""Maximum number of stored readings of the server's counters, the baseline of a swap."""
 
 
 @dataclass(slots=True)
@@ -66,11 +65,11 @@ class Canary:
         stage = Stage("found", "probation", int(now // HOUR_S), (), name, drafter=members[name], served=members[name])
         stage.drafts = self.deployment.drafts(name)
         stage.begin_probation(self.traces, self.readings[0][1], self.readings[-1][1], now)
-        self.deployment.found(name, known.get(name))
+        self.deployment.loaded_by_hand(name, known.get(name))
         stage.undo, self.known = self.deployment.undo, {**known, name: members[name]}
         return stage
 
-    def put_in(self, stage: Stage, now: float, save: Callable[[], None]) -> None:
+    def swap_in(self, stage: Stage, now: float, save: Callable[[], None]) -> None:
         """Load the drafter, or route its cluster to it, and begin its probation.
 
         `save` stores how to undo the change before the server gets it: a load takes minutes, in which this process may be
@@ -83,17 +82,21 @@ class Canary:
             stage.begin_probation(self.traces, self.readings[0][1] if self.readings else None, counts, now)
         stage.name, began_s = "swap", time.monotonic()
 
-        def noted() -> None:
+        def save_undo() -> None:
             stage.undo = self.deployment.undo
             save()
 
         try:
             if stage.kind != "route":
-                self.deployment.load(stage.member, Path(stage.drafter), noted)
-            with _blameless():
+                self.deployment.load(stage.member, Path(stage.drafter), save_undo)
+            try:
                 if stage.kind in ("route", "propose"):
-                    self.deployment.route(stage.clusters[0], stage.member, noted)
+                    self.deployment.route(stage.clusters[0], stage.member, save_undo)
                 stage.served = self.deployment.members().get(stage.member, "")
+            except UnreachableError:
+                raise
+            except DownloadError as error:  # a refusal here says nothing about the drafter
+                raise DeployError(str(error)) from error
             counts = self._read_or_wait(now, stage)  # again: counts during the load do not belong to this drafter
         finally:
             stage.undo = self.deployment.undo
@@ -108,12 +111,12 @@ class Canary:
             return "unproven", "the server is not well"
         if stage.served and not self.deployment.holds(stage.member, stage.served):
             return "gone", f"{stage.member} drafts there no more: the server was started again, or somebody replaced it"
-        if not self._is_sent_there(stage):
+        if not self._is_routed(stage):
             return "unproven", f"{stage.clusters[0]} is not sent to {stage.member} any more"
         drafts = self.deployment.drafts(stage.member)
         stage.look(counts, drafts)
-        if wrong := stage.wrong(self.traces, counts, now, config):
-            return "rolled back", wrong
+        if fault := stage.fault(self.traces, counts, now, config):
+            return "rolled back", fault
         ending, rounds = stage.is_over(now, config, drafts), stage.rounds(drafts)
         if ending == "unproven":
             hours = stage.lasted(now) / HOUR_S
@@ -123,7 +126,7 @@ class Canary:
             return ("kept" if stage.kind == "found" or config.unproven == "keep" else "unproven"), why
         return ("kept", f"nothing fell in {rounds:g} rounds") if ending else None
 
-    def _is_sent_there(self, stage: Stage) -> bool:
+    def _is_routed(self, stage: Stage) -> bool:
         if stage.kind not in ("route", "propose"):
             return True
         try:
@@ -137,31 +140,20 @@ class Canary:
         self.deployment.keep()
         self.readings.clear()
 
-    def take_back(self, stage: Stage) -> None:
+    def roll_back(self, stage: Stage) -> None:
         """Restore the earlier drafter; other drafters that a user has loaded meanwhile remain unknown."""
         self.deployment.roll_back()
         self.readings.clear()  # they reach into the probation
-        self._knows(stage.member, self.deployment.members().get(stage.member))
+        self._set_known(stage.member, self.deployment.members().get(stage.member))
 
-    def let_go(self, stage: Stage) -> None:
+    def forget(self, stage: Stage) -> None:
         """Forget a drafter that has left the server; `look` reports the drafter there now, if it is new."""
         before = next((each[2] for each in stage.undo if each[:2] == ["drafter", stage.member]), None)
         self.deployment.keep()
         self.readings.clear()
-        self._knows(stage.member, stage.served if stage.kind == "route" else before)
+        self._set_known(stage.member, stage.served if stage.kind == "route" else before)
 
-    def _knows(self, name: str, drafter: str | None) -> None:
+    def _set_known(self, name: str, drafter: str | None) -> None:
         if self.known is not None:
             self.known = {key: value for key, value in self.known.items() if key != name}
             self.known |= {name: drafter} if drafter is not None else {}
-
-
-@contextlib.contextmanager
-def _blameless() -> Iterator[None]:
-    """Converts refusals that say nothing about the drafter into DeployError."""
-    try:
-        yield
-    except UnreachableError:
-        raise
-    except DownloadError as error:
-        raise DeployError(str(error)) from error

@@ -1,7 +1,7 @@
 """Tests whether a drafter is worse than the time before it: more failed requests, or lower acceptance, beyond chance.
 
-    fall(2.71, 3.02, log_variance=4e-4, most=0.05)                   # "2.71 tokens a round, 3.02 before"
-    more_failures(Failures(3, 9000), Failures(9, 40), most=0.02)     # "9 of 40 requests ended in an error, 0.03% before"
+fall(2.71, 3.02, log_variance=4e-4, most=0.05)                   # "2.71 tokens a round, 3.02 before"
+more_failures(Failures(3, 9000), Failures(9, 40), most=0.02)     # "9 of 40 requests ended in an error, 0.03% before"
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 LEAST_REQUESTS, LEAST_FAILED = 20, 3
-"""Fewest finished and fewest failed requests for a verdict."""
+"""Minimum numbers of finished and of failed requests for a verdict."""
 LEVEL = 1e-3
 """Accepted false-alarm probability of one test; a probation makes about sixty."""
 FALL_ERRORS = 2.0
@@ -39,7 +39,7 @@ def fall(now: float, before: float, log_variance: float, most: float, source: st
 
 def variance_of_rounds(rate: float, rounds: float) -> float:
     """Squared standard error of log(rate) over `rounds` rounds, for geometrically distributed accepted drafts."""
-    return (rate - 1) * rate / rounds / rate**2
+    return (rate - 1) / (rate * rounds)
 
 
 def more_failures(before: Failures, now: Failures, most: float) -> str | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -25,11 +25,11 @@ from typing import Any
 from paceline.loop.adapt.config import WatchConfig
 from paceline.loop.adapt.rollout.evidence import Failures, fall, more_failures, variance_of_rounds
 from paceline.loop.adapt.servers.counters import Counts, is_restarted, pace, tokens_per_round
-from paceline.loop.adapt.traffic.hours import HOUR_S, Sums, total
+from paceline.loop.adapt.traffic.hours import HOUR_S, total
 from paceline.loop.adapt.traffic.stored import read_span
 
 LEAST_ROUNDS = 200
-"""Fewest rounds of a probation for any verdict."""
+"""Minimum number of rounds of a probation for any verdict."""
 SPAN_S = 24 * 3600.0
 """Seconds of traffic before a swap that form its baseline."""
 SAME_ROWS = 0.2
@@ -136,16 +136,15 @@ class Stage:
         self.before = {name: sums.tokens_per_round for name, sums in spans.items() if sums.rounds >= LEAST_ROUNDS}
         if first is not None and (rate := tokens_per_round(first, counts)):
             self.before[WHOLE] = rate
-        self.pace = list((pace(first, counts) if first is not None else None) or ())
-        self.failures = [0.0, 0.0]
-        if first is not None:
-            self.failures = [counts.errors - first.errors, counts.requests - first.requests]
+        first = first or counts
+        self.pace = list(pace(first, counts) or ())
+        self.failures = [counts.errors - first.errors, counts.requests - first.requests]
         self.begin_counting(counts, now)
 
     def begin_counting(self, counts: Counts, now: float) -> None:
         """Count from `now` on; the baseline stays."""
         self.name, self.began, self.skew = "probation", now, 0.0
-        self.counted, self.seen = list(astuple(counts)), list(astuple(counts))
+        self.counted = self.seen = list(astuple(counts))
 
     def look(self, counts: Counts, drafts: float | None) -> None:
         """Take a reading. Counters that decreased mean a restart of the server that the previous daemon missed."""
@@ -156,7 +155,7 @@ class Stage:
         self.seen = list(astuple(counts))
 
     def rounds(self, drafts: float | None) -> float:
-        """Rounds that show this drafter: its own, if the server counts by drafter."""
+        """Rounds of the probation: the drafter's own, if the server counts by drafter."""
         if drafts is not None and self.drafts is not None:
             return drafts - self.drafts
         return Counts(*self.seen).rounds - Counts(*self.counted).rounds
@@ -169,7 +168,7 @@ class Stage:
             return "proven" if self.skew >= 0 or WHOLE in self.before else "unproven"
         return "unproven" if self.lasted(now) >= config.most_probation_hours * HOUR_S else None
 
-    def wrong(self, traces: Path, counts: Counts, now: float, config: WatchConfig) -> str | None:
+    def fault(self, traces: Path, counts: Counts, now: float, config: WatchConfig) -> str | None:
         """Returns how the server is worse than before, or None.
 
         Compares by cluster where traces allow it, so that a mix shift has no effect. After the clock was set back traces cover
@@ -180,7 +179,9 @@ class Stage:
             return failing
         if self.pace and (now_pace := pace(then, counts)) and _is_slower(self.pace, now_pace, config.most_slowdown):
             return f"a round takes {1000 * now_pace[1]:.1f} ms, {1000 * self.pace[1]:.1f} before with as many rows"
-        spans = self._judged_by(read_span(traces, self.began, now))
+        spans = read_span(traces, self.began, now)
+        compared = self.clusters if self.kind in ("route", "propose") else spans  # a drafter of one cluster: that one alone
+        spans = {name: sums for name, sums in spans.items() if name in self.before and name in compared}
         if (seen := total(spans.values())).rounds >= LEAST_ROUNDS:
             expected = seen.tokens / sum(sums.tokens / self.before[name] for name, sums in spans.items())
             fallen = fall(seen.tokens_per_round, expected, seen.log_variance, config.most_drop)
@@ -191,11 +192,6 @@ class Stage:
             return None
         variance = variance_of_rounds(rate, counts.rounds - then.rounds)
         return fall(rate, self.before[WHOLE], variance, config.most_drop, " by its metrics")
-
-    def _judged_by(self, spans: Mapping[str, Sums]) -> dict[str, Sums]:
-        """Clusters to compare: those with a baseline; for a drafter of one cluster only that one."""
-        alone = self.clusters if self.kind in ("route", "propose") else None
-        return {name: sums for name, sums in spans.items() if name in self.before and (alone is None or name in alone)}
 
 
 def _is_slower(before: Sequence[float], now: Sequence[float], most: float) -> bool:
@@ -216,7 +212,7 @@ NUM_COUNTS = len(astuple(Counts()))
 def read_stage(fields: dict[str, Any]) -> Stage:
     """Rebuilds a stage from JSON. Raises ValueError, TypeError or KeyError on fields that the daemon did not write."""
     stage = Stage(**{**fields, "clusters": tuple(fields["clusters"])})
-    is_job, verdicts = stage.name in ("training", "gate"), len(stage.verdicts)
+    is_job = stage.name in ("training", "gate")
     texts = (stage.member, stage.incumbent, stage.drafter, stage.served, stage.why, stage.ending)
     numbers = (stage.began, stage.skew, stage.seconds, stage.wait_until, stage.away_since, stage.at, stage.num_tries)
     sound = {
@@ -231,8 +227,8 @@ def read_stage(fields: dict[str, Any]) -> Stage:
         "at": not is_job or 0 <= stage.at < len(stage.candidates),
         "rates": _are_numbers(stage.rates) and len(stage.rates) in (0, len(stage.candidates)),
         "verdicts": _all(stage.verdicts, dict) and all("reason" in each and "passed" in each for each in stage.verdicts),
-        "number of verdicts": verdicts <= len(stage.candidates)
-        and (stage.name != "choose" or verdicts == len(stage.candidates)),
+        "number of verdicts": len(stage.verdicts) == len(stage.candidates)
+        or (stage.name != "choose" and len(stage.verdicts) < len(stage.candidates)),
         "window": not is_job or type(stage.window["since"]) is int,
         "folder": stage.name != "training" or type(stage.window["folder"]) is str,
         "before": _all(stage.before, str) and _are_numbers(stage.before.values()),

@@ -102,8 +102,8 @@ class Steps:
         if status == 0:
             stage.name = "gate"
             return
-        self.say(f"adapt: candidate {stage.at} was not trained ({job.last_words})")
-        stage.verdicts.append(unjudged(f"its training ended with status {status}: {job.last_words}"))
+        self.say(f"adapt: candidate {stage.at} was not trained ({job.last_error})")
+        stage.verdicts.append(unjudged(f"its training ended with status {status}: {job.last_error}"))
         self._next_candidate(stage, now)
 
     def _judged(self, stage: Stage, job: Job, status: int, now: float) -> None:
@@ -210,7 +210,7 @@ class Steps:
             self._refused(stage, now, f"no server was named; {stage.drafter} is ready: {stage.why}")
             return
         try:
-            self._canary.put_in(stage, now, self._save_now)
+            self._canary.swap_in(stage, now, self._save_now)
         except UnreachableError:
             raise
         except DeployError as error:
@@ -248,14 +248,6 @@ class Steps:
         except CacheError as error:
             self.say(f"adapt: {error}; what was done is written later")
 
-    def _save_or_say(self) -> None:
-        """Save the state if it has changed; a full disk does not delay a rollback."""
-        try:
-            if self._is_unsaved:
-                self._save_now()
-        except CacheError as error:
-            self.say(f"adapt: {error}; the state is written later")
-
     def _probation(self, stage: Stage, now: float) -> None:
         """Keep the drafter, or roll it back: more failures, lower acceptance, or too little data."""
         assert self._canary is not None
@@ -266,19 +258,19 @@ class Steps:
             return
         ending, why = ended
         if ending == "kept":
-            self._kept(stage, now, why)
+            self._accept(stage, now, why)
         elif ending == "gone":
-            self._canary.let_go(stage)
-            self._taken_back(stage, now, "unproven", why)
+            self._canary.forget(stage)
+            self._rolled_back(stage, now, "unproven", why)
         else:
             self._to_undo(stage, ending, why)
             self._undo(stage, now)
 
-    def _kept(self, stage: Stage, now: float, why: str) -> None:
+    def _accept(self, stage: Stage, now: float, why: str) -> None:
         assert self._canary is not None
         self._write_pending(stage)
-        was_ours = ["drafter", stage.member, self.incumbent] in stage.undo
-        if (stage.kind == "retrain" and stage.incumbent == self.incumbent) or (stage.kind == "found" and was_ours):
+        replaced = ["drafter", stage.member, self.incumbent] in stage.undo
+        if (stage.kind == "retrain" and stage.incumbent == self.incumbent) or (stage.kind == "found" and replaced):
             self.incumbent = stage.drafter
         self._canary.keep()
         self._canary.deployment.serves(self.incumbent)
@@ -293,11 +285,15 @@ class Steps:
     def _undo(self, stage: Stage, now: float) -> None:
         """Roll back. Raises DownloadError and CacheError; a later tick tries again."""
         assert self._canary is not None
-        self._save_or_say()  # the reason of the rollback: after a kill it cannot be recovered from the server
-        self._canary.take_back(stage)
-        self._taken_back(stage, now, stage.ending, stage.why)
+        try:
+            if self._is_unsaved:  # the reason of the rollback: after a kill it cannot be recovered from the server
+                self._save_now()
+        except CacheError as error:  # a full disk does not delay a rollback
+            self.say(f"adapt: {error}; the state is written later")
+        self._canary.roll_back(stage)
+        self._rolled_back(stage, now, stage.ending, stage.why)
 
-    def _taken_back(self, stage: Stage, now: float, ending: str, why: str) -> None:
+    def _rolled_back(self, stage: Stage, now: float, ending: str, why: str) -> None:
         """Record a rollback. Only a drafter that was judged and failed is rejected for good."""
         self._write_pending(stage)
         if stage.kind == "route":

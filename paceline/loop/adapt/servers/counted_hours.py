@@ -45,13 +45,13 @@ class CountedHours:
             for hour in sorted(each for each in self._pairs if each < until):
                 append_lines(file, [{"hour": hour, "sums": astuple(Sums.of(self._pairs[hour]))}])
                 del self._pairs[hour]
-            found: dict[int, dict[str, Sums]] = {}
+            hours: dict[int, dict[str, Sums]] = {}
             for line in RunFolder(self.folder).lines(file.name):
                 if not _is_hour(line):
                     self.left_out["damaged hour"] += 1
                 elif since <= line["hour"] < until:
-                    found[line["hour"]] = {ALL: found.get(line["hour"], {}).get(ALL, Sums()) + Sums(*line["sums"])}
-            return found
+                    hours[line["hour"]] = {ALL: hours.get(line["hour"], {}).get(ALL, Sums()) + Sums(*line["sums"])}
+            return hours
 
 
 def _is_hour(line: dict[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any
@@ -38,7 +39,7 @@ NOT_NOW = (408, 409, 425, 429, 502, 503, 504)
 NOT_JUDGED = (401, 403, 404, 405, 507)
 """HTTP statuses of a server that has not tried the drafter: wrong key, other version, out of memory."""
 LEAST_STEPS = 100
-"""Fewest rounds for a meaningful time per round."""
+"""Minimum number of rounds for a meaningful time per round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,7 @@ class Counts:
     """Finished requests, including failed ones."""
 
     def __add__(self, other: Counts) -> Counts:
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return Counts(*(ours + theirs for ours, theirs in pairs))
+        return Counts(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass(slots=True)
@@ -97,8 +97,8 @@ class Meter:
         """Read the form of `saved`. Raises ValueError or TypeError on anything else."""
         earlier, last = saved
         for counts in (earlier, last):
-            is_sound = isinstance(counts, list) and len(counts) == len(fields(Counts))
-            if not is_sound or not all(type(each) in (int, float) and math.isfinite(each) for each in counts):
+            is_valid = isinstance(counts, list) and len(counts) == len(fields(Counts))
+            if not is_valid or not all(type(each) in (int, float) and math.isfinite(each) for each in counts):
                 raise ValueError("impossible meters")
         return cls(Counts(*earlier), Counts(*last))
 
@@ -170,24 +170,15 @@ def _readings(engines: dict[str, dict[str, float]]) -> dict[str, tuple[Counts, f
     """Returns each engine's counts and, for SGLang, its mean acceptance length; skips engines that report no tokens.
 
     With data parallelism SGLang labels the length with `dp_rank` but not the tokens: these get the mean of all lengths."""
-    mean_length, found = totals(engines).get(SGLANG_LENGTH, 0.0), dict[str, tuple[Counts, float | None]]()
+    mean_length, readings = totals(engines).get(SGLANG_LENGTH, 0.0), dict[str, tuple[Counts, float | None]]()
     for engine, values in engines.items():
-        reading = _reading(values)
-        if reading is not None:
-            is_sglang = SGLANG_TOKENS in values
-            found[engine] = reading, values.get(SGLANG_LENGTH, mean_length) if is_sglang else None
-    return found
-
-
-def _reading(values: dict[str, float]) -> Counts | None:
-    """Returns an engine's counts; None without its tokens, since other counters may be missing, too."""
-    if SGLANG_TOKENS in values:
-        return Counts(values[SGLANG_TOKENS])
-    if COUNTERS["tokens"] not in values:
-        return None
-    counted = {name: values.get(metric, 0.0) for name, metric in COUNTERS.items()}
-    busy_s = sum(values.get(name, 0.0) for name in BUSY)
-    return Counts(**counted, busy_s=busy_s, requests=values.get(REQUESTS, 0.0))
+        if SGLANG_TOKENS in values:
+            readings[engine] = Counts(values[SGLANG_TOKENS]), values.get(SGLANG_LENGTH, mean_length)
+        elif COUNTERS["tokens"] in values:  # without it other counters may be missing, too
+            counts = {name: values.get(metric, 0.0) for name, metric in COUNTERS.items()}
+            busy_s = sum(values.get(name, 0.0) for name in BUSY)
+            readings[engine] = Counts(**counts, busy_s=busy_s, requests=values.get(REQUESTS, 0.0)), None
+    return readings
 
 
 def _is_partial(before: Counts, now: Counts) -> bool:
@@ -218,12 +209,12 @@ def metrics_of(client: Client, model: str | None = None, by: tuple[str, ...] = (
     and `model` names none of them."""
     text = answer_of(client, "GET", "/metrics").decode("utf-8", "replace")
     try:
-        found = engines_of(text, model, ("finished_reason", *by))
+        engines = engines_of(text, model, ("finished_reason", *by))
     except ConfigError as error:
         raise DeployError(f"{client.url}/metrics: {error}") from error
-    if not found:
+    if not engines:
         raise DownloadError(f"{client.url}/metrics has no known metric in Prometheus' format: is it the server?")
-    return found
+    return engines
 
 
 def is_well(client: Client) -> bool:
@@ -231,7 +222,7 @@ def is_well(client: Client) -> bool:
     try:
         return client.get("/health").status == 200
     except OSError as error:
-        raise _silent(client, error) from error
+        raise _unreachable(client, error) from error
 
 
 def is_up(client: Client) -> bool:
@@ -245,25 +236,19 @@ def is_up(client: Client) -> bool:
 def ask(client: Client, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     data = answer_of(client, method, path, body)
     try:
-        found = json.loads(data or b"{}")
+        value = json.loads(data or b"{}")
     except ValueError as error:
         raise DownloadError(f"{client.url}{path} did not answer with JSON: is it the server?") from error
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def answer_of(client: Client, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-    try:
-        if method == "GET":
-            stream = client.get(path)
-        else:
-            stream = client.ask(method, path, None if method == "DELETE" else json.dumps(body or {}).encode())
-    except OSError as error:
-        raise _silent(client, error) from error
+    stream = client.ask(method, path, json.dumps(body or {}).encode() if method == "POST" else None)
     if stream.failure:
-        raise _silent(client, stream.failure)
+        raise _unreachable(client, stream.failure)
     if not 200 <= stream.status < 300:
-        said = stream.body.decode("utf-8", "replace").strip()[:300]
-        raise _refusal(stream.status)(f"{client.url}{path} answered {stream.status} ({said})")
+        text = stream.body.decode("utf-8", "replace").strip()[:300]
+        raise _refusal(stream.status)(f"{client.url}{path} answered {stream.status} ({text})")
     return stream.body
 
 
@@ -272,5 +257,5 @@ def _refusal(status: int) -> type[DownloadError]:
     return UnreachableError if status in NOT_NOW else DeployError if status in NOT_JUDGED else DownloadError
 
 
-def _silent(client: Client, why: object) -> UnreachableError:
+def _unreachable(client: Client, why: object) -> UnreachableError:
     return UnreachableError(f"{client.url} does not answer ({why}): start it, or check its address")

@@ -53,7 +53,6 @@ class Deployment(Protocol):
 
     def serves(self, drafter: str) -> None:
         """Record the serving drafter, for servers that do not report it."""
-        ...
 
     def members(self) -> dict[str, str]:
         """Name -> drafter (folder or name) of the drafters on the server."""
@@ -65,36 +64,29 @@ class Deployment(Protocol):
 
     def pinned(self, cluster: str) -> str | None:
         """Returns the drafter that a cluster is routed to, if any. Raises DownloadError if the server cannot route it."""
-        ...
 
-    def load(self, name: str, folder: Path, noted: Callable[[], None] = ignore) -> None:
+    def load(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
         """Load a drafter under a name, in place of any other.
 
-        `noted` is called when `undo` is updated, before a server gets the request; an exception from it stops the load. On an
+        `save_undo` is called once `undo` covers the load, before a server gets the request; its exception stops the load. On an
         error the servers work as before; after an UnreachableError they may not, and `undo` covers that."""
-        ...
 
-    def route(self, cluster: str, name: str, noted: Callable[[], None] = ignore) -> None:
-        """Route a cluster to this drafter; `noted` as in `load`."""
-        ...
+    def route(self, cluster: str, name: str, save_undo: Callable[[], None] = ignore) -> None:
+        """Route a cluster to this drafter; `save_undo` as in `load`."""
 
-    def found(self, name: str, before: str | None) -> None:
+    def loaded_by_hand(self, name: str, before: str | None) -> None:
         """Record that a user has loaded this drafter in place of `before`; `roll_back` will restore that one."""
-        ...
 
     def keep(self) -> None:
         """Accept what was loaded: `roll_back` no longer undoes it."""
-        ...
 
     def roll_back(self) -> None:
         """Undo the changes since `keep`, the latest first."""
-        ...
 
     def counts(self) -> Counts: ...
 
     def drafts(self, name: str) -> float | None:
         """Rounds drafted by this drafter; None if the server does not count by drafter."""
-        ...
 
     def holds(self, name: str, drafter: str) -> bool:
         """False if the server now has another drafter, or none, under this name."""
@@ -106,7 +98,6 @@ class Deployment(Protocol):
 
     def close(self) -> None:
         """Close the connections."""
-        ...
 
 
 def open_deployment(config: DeployConfig, incumbent: Path | None = None) -> Deployment:
@@ -154,19 +145,19 @@ class PacelineServer:
         url = self._client.url
         raise DeployError(f"{url} knows no requests of {cluster!r}: it needs --route auto, and such traffic")
 
-    def load(self, name: str, folder: Path, noted: Callable[[], None] = ignore) -> None:
-        self._change("drafter", name, self.members().get(name), str(folder.absolute()), noted)
+    def load(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
+        self._change("drafter", name, self.members().get(name), str(folder.absolute()), save_undo)
 
-    def route(self, cluster: str, name: str, noted: Callable[[], None] = ignore) -> None:
-        self._change("cluster", cluster, self.pinned(cluster), name, noted)
+    def route(self, cluster: str, name: str, save_undo: Callable[[], None] = ignore) -> None:
+        self._change("cluster", cluster, self.pinned(cluster), name, save_undo)
 
-    def _change(self, kind: str, name: str, before: str | None, drafter: str, noted: Callable[[], None]) -> None:
+    def _change(self, kind: str, name: str, before: str | None, drafter: str, save_undo: Callable[[], None]) -> None:
         """Record the change in `undo`, then request it: a request whose response was lost may have been executed."""
         is_noted = any(each[:2] == [kind, name] for each in self.undo)  # a retry
         if not is_noted:
             self.undo.append([kind, name, before])
         try:
-            noted()
+            save_undo()
             self._ask("POST", f"{kind}s", name, {"drafter": drafter})
         except UnreachableError:
             raise
@@ -175,7 +166,7 @@ class PacelineServer:
                 self.undo.pop()
             raise
 
-    def found(self, name: str, before: str | None) -> None:
+    def loaded_by_hand(self, name: str, before: str | None) -> None:
         self.undo.append(["drafter", name, before])
 
     def keep(self) -> None:

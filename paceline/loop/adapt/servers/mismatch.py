@@ -40,7 +40,7 @@ LOW = 2.0
 """Acceptance length below which a setting may be wrong."""
 LEAST_GAIN, LEAST_FACTOR = 0.2, 1.15
 """Smallest gain of a reported variation, in acceptance length and as a factor."""
-LEAST_SURE = 1.05
+LEAST_CONFIRMED = 1.05
 """Smallest factor if the bootstrap over prompts confirms the gain."""
 FIRST_LOOK, FINALISTS = 6, 4
 """Prompts for all variations, and number of variations that get all prompts."""
@@ -75,7 +75,7 @@ class Ranked:
     change: str
     tokens_per_round: float
     num_prompts: int
-    is_sure: bool = False
+    is_confirmed: bool = False
     """True if acceptance length is higher than unchanged in 97.5% of bootstrap draws over prompts; finalists only."""
 
 
@@ -103,11 +103,10 @@ def measure(llm: LLM, drafter: Drafter, requests: Sequence[Request]) -> float:
 
 
 def _rounds(llm: LLM, drafter: Drafter, requests: Sequence[Request]) -> list[Rounds]:
-    """Rounds of each request."""
     return [each.figures for each in score(llm, drafter, requests)]
 
 
-def made_of(stored: StoredDrafter | Eagle3Checkpoint) -> Drafter:
+def drafter_of(stored: StoredDrafter | Eagle3Checkpoint) -> Drafter:
     """Builds the drafter of a stored checkpoint."""
     if isinstance(stored, StoredDrafter):
         return drafter_from(stored)
@@ -123,28 +122,28 @@ def rank(
     """Ranks the unchanged drafter first, then every variation that runs, best first. Raises DrafterMismatchError if the
     unchanged drafter does not fit the target."""
     few = list(requests)[:FIRST_LOOK]
-    own = _rounds(llm, made_of(stored), requests)
+    own = _rounds(llm, drafter_of(stored), requests)
     as_is = Ranked("as it is", "", Rounds.sum(own).tokens_per_round, len(requests))
     tried: list[tuple[list[Rounds], Variation]] = []
-    for each in variations(stored, llm.target, _special_tokens(llm)):
-        tell(each.change)
+    for variation in variations(stored, llm.target, _special_tokens(llm)):
+        tell(variation.change)
         try:
-            tried.append((_rounds(llm, made_of(each.stored), few), each))
+            tried.append((_rounds(llm, drafter_of(variation.stored), few), variation))
         except PacelineError:
             continue  # a network of another shape, or a layer that the target lacks
     tried.sort(key=lambda pair: -Rounds.sum(pair[0]).tokens_per_round)
     ranked = []
-    for place, (rounds, each) in enumerate(tried):
+    for place, (rounds, variation) in enumerate(tried):
         is_finalist = place < FINALISTS
         if is_finalist and len(few) < len(requests):
-            rounds = _rounds(llm, made_of(each.stored), requests)
-        figure, num_prompts = Rounds.sum(rounds).tokens_per_round, len(requests if is_finalist else few)
-        is_sure = is_finalist and _is_surely_more(rounds, own)
-        ranked.append(Ranked(each.kind, each.change, figure, num_prompts, is_sure))
+            rounds = _rounds(llm, drafter_of(variation.stored), requests)
+        is_confirmed = is_finalist and _is_higher(rounds, own)
+        length, num_prompts = Rounds.sum(rounds).tokens_per_round, len(requests if is_finalist else few)
+        ranked.append(Ranked(variation.kind, variation.change, length, num_prompts, is_confirmed))
     return [as_is, *sorted(ranked, key=lambda one: -one.tokens_per_round)]
 
 
-def _is_surely_more(ours: Sequence[Rounds], theirs: Sequence[Rounds]) -> bool:
+def _is_higher(ours: Sequence[Rounds], theirs: Sequence[Rounds]) -> bool:
     """True if acceptance length is higher than `theirs` in 97.5% of paired bootstrap draws over requests."""
 
     def gain(items: list[tuple[float, ...]]) -> float:
@@ -162,8 +161,8 @@ def named(ranked: Sequence[Ranked]) -> Ranked | None:
     if not others:
         return None
     best, least = others[0], max(as_is.tokens_per_round * LEAST_FACTOR, as_is.tokens_per_round + LEAST_GAIN)
-    if best.is_sure:
-        least = min(least, as_is.tokens_per_round * LEAST_SURE)
+    if best.is_confirmed:
+        least = min(least, as_is.tokens_per_round * LEAST_CONFIRMED)
     return best if best.tokens_per_round >= least else None
 
 
@@ -179,11 +178,11 @@ def variations(
     for make in (_layer_ids, _rotary, _windows, _norms, _heads, _second):
         yield from make(stored, target)
     yield from _mask_tokens(stored, target, special_tokens)
-    config = stored.config
-    is_so = config.from_anchor
-    said = "slot k says the token at its place" if is_so else "slot k says the token behind its place"
-    yield _with(stored, "anchor slot", f"sample_from_anchor {str(not is_so).lower()}: {said}", sample_from_anchor=not is_so)
-    for scale in {1.0, target.hidden_size**0.5} - {config.input_embedding_scale}:
+    from_anchor = not stored.config.from_anchor
+    change = "slot k says the token behind its place" if from_anchor else "slot k says the token at its place"
+    change = f"sample_from_anchor {str(from_anchor).lower()}: {change}"
+    yield _with(stored, "anchor slot", change, sample_from_anchor=from_anchor)
+    for scale in {1.0, target.hidden_size**0.5} - {stored.config.input_embedding_scale}:
         yield _with(stored, "embedding scale", f"input_embedding_scale {scale:g}", input_embedding_scale=scale)
 
 
@@ -217,18 +216,17 @@ def _rotary(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
     scaling = getattr(of_target, "rope_scaling", None)
     if scaling and scaling["rope_type"] == "longrope":  # fits only the target's lengths and maybe a part of its heads
         scaling = shape.rope_scaling
-    for each, said in ((None, "no rope_scaling"), (scaling, "the target's rope_scaling")):
+    for each, change in ((None, "no rope_scaling"), (scaling, "the target's rope_scaling")):
         if each != shape.rope_scaling:
-            yield _rope(stored, said, shape.rope_theta, each)
+            yield _rope(stored, change, shape.rope_theta, each)
     order = torch.cat([torch.arange(0, shape.head_dim, 2), torch.arange(1, shape.head_dim, 2)])
-    for each, said in ((order, "pairs of neighbours are rotated"), (order.argsort(), "halves are rotated, twice permuted")):
+    for each, change in ((order, "pairs of neighbours are rotated"), (order.argsort(), "halves are rotated, twice permuted")):
         tensors = {name: _permuted(name, tensor, each) for name, tensor in stored.tensors.items()}
-        yield Variation("rotary style", f"weights as where {said}", replace(stored, tensors=tensors))
+        yield Variation("rotary style", f"weights as where {change}", replace(stored, tensors=tensors))
 
 
-def _rope(stored: StoredDrafter, said: str, theta: float, scaling: dict[str, Any] | None) -> Variation:
-    kept = {"rope_parameters": None, "rope_theta": theta, "rope_scaling": scaling}
-    return _with(stored, "rotary length", said, **kept)
+def _rope(stored: StoredDrafter, change: str, theta: float, scaling: dict[str, Any] | None) -> Variation:
+    return _with(stored, "rotary length", change, rope_parameters=None, rope_theta=theta, rope_scaling=scaling)
 
 
 def _permuted(name: str, tensor: Tensor, order: Tensor) -> Tensor:
@@ -240,13 +238,11 @@ def _permuted(name: str, tensor: Tensor, order: Tensor) -> Tensor:
 
 def _windows(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
     raw, num_layers = stored.config.raw, stored.config.shape.num_layers
-    is_used, types = raw.get("use_sliding_window") is True, raw.get("layer_types")
+    is_used, types, sliding = raw.get("use_sliding_window") is True, raw.get("layer_types"), ["sliding_attention"] * num_layers
     if raw.get("sliding_window"):
         yield _with(stored, "window flag", f"use_sliding_window {str(not is_used).lower()}", use_sliding_window=not is_used)
-        if types:
-            kinds = ["sliding_attention"] * num_layers
-            if types != kinds:
-                yield _with(stored, "window flag", "layer_types all sliding", layer_types=kinds, use_sliding_window=True)
+        if types and types != sliding:
+            yield _with(stored, "window flag", "layer_types all sliding", layer_types=sliding, use_sliding_window=True)
     for causal in (False, True):
         if set(stored.config.is_causal) != {causal}:
             yield _with(stored, "window flag", f"is_causal {str(causal).lower()} on all layers", is_causal=causal)
@@ -255,8 +251,8 @@ def _windows(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
 def _norms(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
     for step in (1, -1):
         tensors = {name: tensor + step if name.endswith("norm.weight") else tensor for name, tensor in stored.tensors.items()}
-        said = "1 is added to the norms' weights" if step > 0 else "1 is taken from the norms' weights: it was added already"
-        yield Variation("norm flags", said, replace(stored, tensors=tensors))
+        change = "1 is added to the norms' weights" if step > 0 else "1 is taken from the norms' weights: it was added already"
+        yield Variation("norm flags", change, replace(stored, tensors=tensors))
 
 
 def _heads(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
@@ -268,8 +264,8 @@ def _heads(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
     yield Variation("head", "all tokens, with the target's head", replace(stored, vocabulary=Vocabulary()))
     offsets = ids - torch.arange(len(ids))
     if bool((offsets[1:] > offsets[:-1]).all()):
-        said = "d2t holds token ids in place of offsets"
-        yield Variation("head", said, replace(stored, vocabulary=Vocabulary(offsets, head_VD)))
+        change = "d2t holds token ids in place of offsets"
+        yield Variation("head", change, replace(stored, vocabulary=Vocabulary(offsets, head_VD)))
 
 
 def _second(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
@@ -277,12 +273,12 @@ def _second(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
     sizes = stored.config.second
     if sizes is None:
         return
-    for axis, said in (
+    for axis, change in (
         (1, "taps of the convolutions in the other order"),
         (0, "input and output side of the convolutions exchanged"),
     ):
         tensors = {name: _turned(name, tensor, axis, sizes.conv_kernel_size) for name, tensor in stored.tensors.items()}
-        yield Variation("convolution", said, replace(stored, tensors=tensors))
+        yield Variation("convolution", change, replace(stored, tensors=tensors))
     before, behind = (f"candidate_selector.{which}_codebook" for which in ("predecessor", "successor"))
     exchanged = {**stored.tensors, before: stored.tensors[behind], behind: stored.tensors[before]}
     yield Variation("selector", "its two codebooks exchanged", replace(stored, tensors=exchanged))

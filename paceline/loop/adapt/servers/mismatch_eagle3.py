@@ -58,9 +58,9 @@ def _norms(stored: Eagle3Checkpoint) -> Iterator[Change]:
     for flag in ("norm_output", "norm_before_residual"):
         value = not getattr(config, flag)
         yield "norm flags", f"{flag} {str(value).lower()}", replace(stored, config=replace(config, **{flag: value}))
-    for step, said in ((1.0, "1 is added to the norms' weights"), (-1.0, "1 is taken from the norms' weights")):
+    for step, change in ((1.0, "1 is added to the norms' weights"), (-1.0, "1 is taken from the norms' weights")):
         tensors = {name: tensor + step if _is_norm(name) else tensor for name, tensor in stored.tensors.items()}
-        yield "norm flags", said, replace(stored, tensors=tensors)
+        yield "norm flags", change, replace(stored, tensors=tensors)
 
 
 def _vocabulary(stored: Eagle3Checkpoint) -> Iterator[Change]:

@@ -50,7 +50,7 @@ class Residual:
 
 @dataclass(slots=True)
 class Series:
-    """Watches one series. Call `update` for every hour with traffic, then `tick` for every hour."""
+    """Detects drift of one series. Call `update` for every hour with traffic, then `tick` for every hour."""
 
     config: PolicyConfig
     season: Seasonal = field(default_factory=Seasonal)

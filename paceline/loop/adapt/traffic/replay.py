@@ -104,7 +104,9 @@ def fortnight(world: World, policy: Policy, tell: Callable[[Line], Any] = lambda
             trainings += [] if is_proposed else [at]
             ends, clusters, is_member = at + 1 + TRAINING_HOURS, line.decision.clusters, is_proposed
             begin = min([at - DAY, *(raised - world.first for _, raised in line.raised)])
-            window = (max(begin, 0), at + 1) if is_seasonal else (at, ends)  # the naive one trains on the traffic during the training
+            window = (
+                (max(begin, 0), at + 1) if is_seasonal else (at, ends)
+            )  # the naive one trains on the traffic during the training
             policy.training(world.first + at)
     return _outcome(world, policy, trainings, alarms, proposed)
 

@@ -30,7 +30,7 @@ with needing(ConfigError, "traces are Parquet, which needs pyarrow: pip install 
     from pyarrow import parquet
 
 MOST_REPEATS = 3
-"""Most answers to one prompt that count within an hour."""
+"""Maximum number of answers to one prompt that count within an hour."""
 DEFAULT = "default"
 _NEEDED = ("key", "ended", "drafted", "accepted")
 _OPTIONAL = ("cluster", "tag")

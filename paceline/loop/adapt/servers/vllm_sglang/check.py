@@ -43,9 +43,9 @@ class Comparison:
         return self.theirs < min(self.ours * LEAST_SHARE, self.ours - LEAST_LOSS)
 
     @property
-    def told(self) -> str:
-        share = f"{self.theirs:.2f} tokens a round on {NUM_PROMPTS} prompts, {self.ours:.2f} expected"
-        return f"{share}: clearly less" if self.is_low else f"{share}: as it should be"
+    def text(self) -> str:
+        verdict = "clearly less" if self.is_low else "as it should be"
+        return f"{self.theirs:.2f} tokens a round on {NUM_PROMPTS} prompts, {self.ours:.2f} expected: {verdict}"
 
 
 def prompt_ids(model: str) -> list[list[int]]:
@@ -77,10 +77,10 @@ def served(engine: str, client: Client, name: str, prompts: list[list[int]]) -> 
     """Measures the acceptance length of these prompts on the running engine, which should have no other traffic.
 
     Raises DownloadError if it does not answer, or counts no round with drafts."""
-    found = _on_vllm(client, name, prompts) if engine == "vllm" else _on_sglang(client, prompts)
-    if found is None:
+    length = _on_vllm(client, name, prompts) if engine == "vllm" else _on_sglang(client, prompts)
+    if length is None:
         raise DownloadError(f"{client.url} counts no round with drafts: is speculation on? See what it said when it started")
-    return found
+    return length
 
 
 def _on_vllm(client: Client, name: str, prompts: list[list[int]]) -> float | None:
@@ -96,7 +96,7 @@ def _on_sglang(client: Client, prompts: list[list[int]]) -> float | None:
     tokens = rounds = 0
     for prompt in prompts:
         sampling = {"temperature": 0, "max_new_tokens": MAX_TOKENS}
-        told = ask(client, "POST", "/generate", {"input_ids": prompt, "sampling_params": sampling}).get("meta_info") or {}
-        rounds += int(told.get("spec_verify_ct") or 0)
-        tokens += max(int(told.get("completion_tokens") or 0) - 1, 0)
+        info = ask(client, "POST", "/generate", {"input_ids": prompt, "sampling_params": sampling}).get("meta_info") or {}
+        rounds += int(info.get("spec_verify_ct") or 0)
+        tokens += max(int(info.get("completion_tokens") or 0) - 1, 0)
     return tokens / rounds if rounds else None

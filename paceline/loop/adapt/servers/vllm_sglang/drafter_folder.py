@@ -207,13 +207,13 @@ def _verifier(start: Start) -> dict[str, Any]:
 
 
 def _eagle3(start: Start, folder: Path, sizes: ConfigSizes, scratch: Path) -> Given:
-    found = read_eagle3(folder)
-    taps = found.config.tap_layers or default_taps(sizes.num_layers)
-    check_eagle3_fit(found.config, sizes, taps, "embed_tokens.weight" in found.tensors)
+    stored = read_eagle3(folder)
+    taps = stored.config.tap_layers or default_taps(sizes.num_layers)
+    check_eagle3_fit(stored.config, sizes, taps, "embed_tokens.weight" in stored.tensors)
     num_drafted = EAGLE3_DRAFTS if start.num_drafted is None else start.num_drafted
     refuse(ConfigError, (num_drafted < 1, f"num_drafted must be at least 1, not {num_drafted}"))
-    if start.engine == "sglang" and "transformer_layer_config" in found.config.raw:
-        write_eagle3(scratch / "drafter", found)
+    if start.engine == "sglang" and "transformer_layer_config" in stored.config.raw:
+        write_eagle3(scratch / "drafter", stored)
         return Given(scratch / "drafter", "eagle3", num_drafted, ["written anew in SpecForge's style, which SGLang reads"])
     return Given(folder, "eagle3", num_drafted)
 
@@ -248,11 +248,11 @@ def _vllm(start: Start, given: Given, ends: Sequence[str]) -> list[str]:
     speculative = {"method": given.method, "model": str(given.folder), "num_speculative_tokens": given.num_drafted}
     return [
         *([start.model] if list(ends) == ["serve"] else ["--model", start.model]),
-        *_named("--served-model-name", *start.served_names),
+        *(("--served-model-name", *start.served_names) if start.served_names else ()),
         *("--host", start.host, "--port", str(start.port)),
-        *(_named("--dtype", start.dtype) if start.dtype != "auto" else ()),
-        *_named("--max-num-seqs", *_told(start.max_batch)),
-        *_named("--max-model-len", *_told(start.max_len)),
+        *_option("--dtype", None if start.dtype == "auto" else start.dtype),
+        *_option("--max-num-seqs", start.max_batch),
+        *_option("--max-model-len", start.max_len),
         *("--speculative-config", json.dumps(speculative)),
     ]
 
@@ -261,22 +261,17 @@ def _sglang(start: Start, given: Given, ends: Sequence[str]) -> list[str]:
     steps = ("--speculative-num-steps", str(given.num_drafted), "--speculative-eagle-topk", "1")
     return [
         *("--model-path", start.model),
-        *_named("--served-model-name", *start.served_names[:1]),
+        *_option("--served-model-name", next(iter(start.served_names), None)),
         *("--host", start.host, "--port", str(start.port)),
-        *(_named("--dtype", start.dtype) if start.dtype != "auto" else ()),
-        *_named("--max-running-requests", *_told(start.max_batch)),
-        *_named("--context-length", *_told(start.max_len)),
-        *_named("--api-key", *_told(start.api_key)),
+        *_option("--dtype", None if start.dtype == "auto" else start.dtype),
+        *_option("--max-running-requests", start.max_batch),
+        *_option("--context-length", start.max_len),
+        *_option("--api-key", start.api_key),
         *("--speculative-algorithm", given.method.upper(), "--speculative-draft-model-path", str(given.folder)),
         *(steps if given.method == "eagle3" else ()),
         *("--speculative-num-draft-tokens", str(given.num_drafted + 1)),
     ]
 
 
-def _told(value: object) -> tuple[str, ...]:
-    return () if value is None else (str(value),)
-
-
-def _named(option: str, *values: str) -> list[str]:
-    """The option with its values; [] without values."""
-    return [option, *values] if values else []
+def _option(name: str, value: object) -> tuple[str, ...]:
+    return () if value is None else (name, str(value))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from paceline.errors import DeployError, DownloadError, PacelineError, UnreachableError
 from paceline.loop.adapt.config import DeployConfig
-from paceline.loop.adapt.servers.counters import NOT_NOW, Counts, Meters, ask, is_up, is_well
+from paceline.loop.adapt.servers.counters import Counts, Meters, answer_of, ask, is_up, is_well
 from paceline.net.streaming import Client
 from paceline.report.tables import ignore
 
@@ -50,10 +50,10 @@ class _Restarted:
     def pinned(self, cluster: str) -> str | None:
         raise DeployError("these servers have one drafter each, for all of their traffic")
 
-    def route(self, cluster: str, name: str, noted: Callable[[], None] = ignore) -> None:
+    def route(self, cluster: str, name: str, save_undo: Callable[[], None] = ignore) -> None:
         self.pinned(cluster)
 
-    def load(self, name: str, folder: Path, noted: Callable[[], None] = ignore) -> None:
+    def load(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
         """Record the change in `undo` before the first server gets it: a request whose response was lost may have been
         executed."""
         if self._serving is None:
@@ -64,7 +64,7 @@ class _Restarted:
             self.undo.append([before])
         done = list[Client]()
         try:
-            noted()
+            save_undo()
             for client in self._clients:
                 done.append(client)
                 self._replace(client, folder)
@@ -78,7 +78,7 @@ class _Restarted:
             raise
         self._serving = folder
 
-    def found(self, name: str, before: str | None) -> None:
+    def loaded_by_hand(self, name: str, before: str | None) -> None:
         if before is not None:
             self.undo.append([before])
 
@@ -128,8 +128,8 @@ class _Restarted:
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
             raise DeployError(f"{command!r} did not run for {client.url} ({error}): correct it") from error
         if done.returncode:
-            said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["it said nothing"]
-            raise DeployError(f"{command!r} failed for {client.url} ({said[0]}): correct it")
+            output = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
+            raise DeployError(f"{command!r} failed for {client.url} ({output[0]}): correct it")
 
 
 class VllmServers(_Restarted):
@@ -153,19 +153,19 @@ class SglangServers(_Restarted):
     def _replace(self, client: Client, folder: Path) -> None:
         if self.config.draft_field is None:
             return super()._replace(client, folder)
-        told = ask(
-            client, "POST", "/update_weights_from_disk", {"model_path": str(folder.absolute()), self.config.draft_field: True}
-        )
-        if not told.get("success", False):
-            raise DownloadError(f"{client.url} refused the weights ({told.get('message', 'no reason given')})")
+        body = {"model_path": str(folder.absolute()), self.config.draft_field: True}
+        response = ask(client, "POST", "/update_weights_from_disk", body)
+        if not response.get("success", False):
+            raise DownloadError(f"{client.url} refused the weights ({response.get('message', 'no reason given')})")
         return None
 
 
 def _takes_weights(client: Client) -> bool:
     """Begin an update of the draft weights; False if not supported. Raises UnreachableError, also if the server is busy."""
-    stream = client.post("/start_draft_weight_update", b"{}")
-    if stream.failure:
-        raise UnreachableError(f"{client.url} does not answer ({stream.failure}): start it, or check its address")
-    if stream.status in NOT_NOW:
-        raise UnreachableError(f"{client.url} begins no update of its draft weights now: it answered {stream.status}")
-    return stream.status == 200
+    try:
+        answer_of(client, "POST", "/start_draft_weight_update")
+    except UnreachableError:
+        raise
+    except DownloadError:
+        return False
+    return True

@@ -122,9 +122,9 @@ def _check(
         return
     if compared.is_low:
         remedy = f"paceline inspect {start.drafter} --model {start.model} --vary tells which setting may be read otherwise"
-        _object(DrafterMismatchError(f"{start.engine} brings {compared.told}; {remedy}"), strict, say)
+        _object(DrafterMismatchError(f"{start.engine} brings {compared.text}; {remedy}"), strict, say)
     else:
-        say(f"checked: {start.engine} brings {compared.told}")
+        say(f"checked: {start.engine} brings {compared.text}")
 
 
 def _object(error: PacelineError, strict: bool, say: Say) -> None:

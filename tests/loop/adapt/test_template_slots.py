@@ -1,4 +1,4 @@
-"""Blanks of openers: which can be filled, with what."""
+"""TemplateSlots of openers: which can be filled, with what."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.loop.synthesize.blanks import Blanks
+from paceline.loop.synthesize.template_slots import TemplateSlots
 
 ORDER = {"type": "string", "pattern": "^[A-Z]{2}[0-9]{4}$"}
 SCHEMA: dict[str, Any] = {
@@ -22,32 +22,34 @@ SCHEMA: dict[str, Any] = {
 
 
 def test_values_are_the_schemas_own_and_follow_the_seed() -> None:
-    blanks = Blanks(SCHEMA)
-    assert blanks.names == ["day", "number", "order_id"]
-    said = [blanks.fill("{number} of {order_id} and {order_id} on {day}, {}", seed) for seed in range(40)]
+    slots = TemplateSlots(SCHEMA)
+    assert slots.names == ["day", "number", "order_id"]
+    said = [slots.fill("{number} of {order_id} and {order_id} on {day}, {}", seed) for seed in range(40)]
     for text in said:
         found = re.fullmatch(r"([3-9]) of ([A-Z]{2}\d{4}) and ([A-Z]{2}\d{4}) on (Monday|Friday), \{\}", text)
         assert found and found[2] != found[3]
     assert len(set(said)) == 40 and {text.partition(" on ")[2] for text in said} == {"Monday, {}", "Friday, {}"}
-    assert said == [Blanks(SCHEMA).fill("{number} of {order_id} and {order_id} on {day}, {}", seed) for seed in range(40)]
+    assert said == [
+        TemplateSlots(SCHEMA).fill("{number} of {order_id} and {order_id} on {day}, {}", seed) for seed in range(40)
+    ]
 
 
 def test_blanks_that_nothing_is_known_of() -> None:
-    blanks = Blanks(SCHEMA)
-    assert blanks.check(("", "Has {order_id} come", "On {day}")) == []
-    assert blanks.check(("On {day}",)) == ["order_id"], "a pattern that no opener names"
+    slots = TemplateSlots(SCHEMA)
+    assert slots.check(("", "Has {order_id} come", "On {day}")) == []
+    assert slots.check(("On {day}",)) == ["order_id"], "a pattern that no opener names"
     for name in ("city", "query", "most"):
         with pytest.raises(ConfigError, match=rf"openers name \{{{name}\}}, .* or name one of day, number, order_id"):
-            blanks.check((f"In {{{name}}}",))
+            slots.check((f"In {{{name}}}",))
     with pytest.raises(ConfigError, match="name one of none"):
-        Blanks({"type": "object"}).check(("{x}",))
+        TemplateSlots({"type": "object"}).check(("{x}",))
 
 
 def test_a_pattern_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no value can be drawn of the pattern '\\[a"):
-        Blanks({"properties": {"x": {"type": "string", "pattern": "[a"}}}).fill("{x}", 0)
+        TemplateSlots({"properties": {"x": {"type": "string", "pattern": "[a"}}}).fill("{x}", 0)
 
 
 def test_a_schema_that_holds_itself_ends() -> None:
     node: dict[str, Any] = {"properties": {"kind": {"enum": ["a"]}, "inner": {"$ref": "#"}}}
-    assert Blanks(node).names == ["kind"]
+    assert TemplateSlots(node).names == ["kind"]

@@ -17,10 +17,10 @@ from typing import Any
 from paceline.errors import ConfigError, needing
 from paceline.loop.synthesize.coverage import MAX_DEPTH, Schema, branches_of, object_or_empty, resolved
 
-BLANK = re.compile(r"\{(\w+)\}")
+SLOT = re.compile(r"\{(\w+)\}")
 
 
-class Blanks:
+class TemplateSlots:
     """Fills template slots with values of the properties of the same name: of an enum, a pattern, or a bounded integer."""
 
     def __init__(self, schema: Schema) -> None:
@@ -34,7 +34,7 @@ class Blanks:
 
     def check(self, openers: Iterable[str]) -> list[str]:
         """Raises ConfigError for a slot that cannot be filled; returns the properties with a pattern that no opener uses."""
-        named = {name for opener in openers for name in BLANK.findall(opener)}
+        named = {name for opener in openers for name in SLOT.findall(opener)}
         if unknown := sorted(named - set(self._nodes)):
             raise ConfigError(
                 f"openers name {{{unknown[0]}}}, which the schema does not tell: write values out, or name one of "
@@ -45,16 +45,16 @@ class Blanks:
     def fill(self, opener: str, seed: int) -> str:
         """Returns the opener with its slots filled; deterministic in the seed."""
         generator = random.Random(seed)
-        return BLANK.sub(lambda found: _drawn(generator.choice(self._nodes[found[1]]), generator), opener)
+        return SLOT.sub(lambda slot: _drawn(generator.choice(self._nodes[slot[1]]), generator), opener)
 
     def _collect(self, root: Schema, node: Any, depth: int) -> None:
         node = resolved(root, node)
         if depth > MAX_DEPTH:
             return
         for name, inner in object_or_empty(node.get("properties")).items():
-            found = resolved(root, inner)
-            if _can_be_drawn(found):
-                self._nodes[name].append(found)
+            schema = resolved(root, inner)
+            if _can_be_drawn(schema):
+                self._nodes[name].append(schema)
             self._collect(root, inner, depth + 1)
         for inner in [*branches_of(node), *([node["items"]] if "items" in node else [])]:
             self._collect(root, inner, depth + 1)
