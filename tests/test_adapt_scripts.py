@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline.loop.adapt.log import AdaptLog
+from paceline.loop.adapt.log import AdaptLog, event_line
 
 SCRIPTS = Path(__file__).parents[1] / "experiments"
 
@@ -38,7 +38,7 @@ class TestLive:
         live = script("adapt_live")
         run = live.Run(Namespace(out=folder, hour_s=8.0, limit_minutes=40.0))
         for event in events:
-            AdaptLog(folder / "adapt").event(1, event, why="")
+            AdaptLog(folder / "adapt").append(event_line(1, event, why=""))
         begin = run.began
         marks = ("questions begin", "tickets begin", "swapped", "forced", "taken back")
         run.times = {name: begin + 100 * place for place, name in enumerate(marks)}

@@ -35,14 +35,6 @@ class AdaptLog:
     def file(self) -> Path:
         return self.folder / "log.jsonl"
 
-    def hour(self, line: Line) -> dict[str, Any]:
-        """Append the line of an hour and return it."""
-        return self.append(told(line))
-
-    def event(self, hour: int, event: str, **figures: Any) -> dict[str, Any]:
-        """Append the line of an event (one of metrics.EVENTS) and return it."""
-        return self.append(event_line(hour, event, **figures))
-
     def lines(self) -> list[dict[str, Any]]:
         """Returns all lines; a last line truncated by a crash is left out."""
         return RunFolder(self.folder).lines(self.file.name)
@@ -61,7 +53,7 @@ class AdaptLog:
 
 
 def event_line(hour: int, event: str, **figures: Any) -> dict[str, Any]:
-    """Builds the log line of an event in an hour."""
+    """Builds the log line of an event (one of metrics.EVENTS) in an hour."""
     return plain({**_stamped(hour), "event": event, **figures})
 
 
@@ -97,7 +89,7 @@ def is_event(line: Mapping[str, Any]) -> bool:
     return (
         (type(hour) is int and hour >= FIRST_HOUR and isinstance(line["event"], str))
         and (cost is None or type(cost) in (int, float))
-        and (isinstance(clusters, list) and all(isinstance(each, str) for each in clusters))
+        and (isinstance(clusters, list) and all(isinstance(name, str) for name in clusters))
     )
 
 

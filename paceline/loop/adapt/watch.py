@@ -202,7 +202,7 @@ class Watcher(Steps):
             self._save_now()
 
     def _save_now(self) -> None:
-        stages = {name: each and asdict(each) for name, each in (("stage", self.stage), ("by_hand", self.by_hand))}
+        stages = {name: stage and asdict(stage) for name, stage in (("stage", self.stage), ("by_hand", self.by_hand))}
         state = {"incumbent": self.incumbent, **stages, "scored": self._scored, "meters": self._meters().saved()}
         state["known"] = self._canary.known if self._canary else None
         write_whole(self.store.state / "state.json", json.dumps(plain(state), indent=1) + "\n")
@@ -222,10 +222,10 @@ class Watcher(Steps):
         with reraised(ConfigError, f"{file} is damaged", "move it away", *DAMAGED):
             state = json.loads(file.read_text(encoding="utf-8"))
             self.incumbent, self._scored = str(state["incumbent"]), dict(state["scored"])
-            if not all(type(each["hour"]) is int and _has_gains(each["members"]) for each in self._scored.values()):
+            if not all(type(scored["hour"]) is int and _has_gains(scored["members"]) for scored in self._scored.values()):
                 raise ValueError("impossible scored")
             stages = (state["stage"], state.get("by_hand"))
-            self.stage, self.by_hand = (None if each is None else read_stage(each) for each in stages)
+            self.stage, self.by_hand = (None if stage is None else read_stage(stage) for stage in stages)
             known = state.get("known")
             if self._canary is not None and self._canary.deployment.traces_rounds and known is not None:
                 self._canary.known = dict(known)  # other servers do not list what they draft with
@@ -245,4 +245,4 @@ class Watcher(Steps):
 def _has_gains(members: Mapping[str, Any]) -> bool:
     """True if `members` is a dict of verdicts that passed, as `members.scores` reads it."""
     gains = [verdict["gains"]["drifted"] for verdict in members.values()]
-    return all(type(each[name]) in (int, float) and each[name] > 0 for each in gains for name in ("candidate", "incumbent"))
+    return all(type(gain[name]) in (int, float) and gain[name] > 0 for gain in gains for name in ("candidate", "incumbent"))

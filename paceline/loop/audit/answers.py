@@ -81,12 +81,12 @@ class AnswerReader:
         if self._ids is None:
             self._ids = self._texts()
         choices = [self._ids.get(name, []) for name in names]
-        if all(len(each) == 1 for each in choices):
-            return [each[0] for each in choices]
+        if all(len(ids) == 1 for ids in choices):
+            return [ids[0] for ids in choices]
         ends = self._tokenizer.eos_token_ids
-        whole = [*encoded, *(each[0] for each in choices[len(encoded) :] if each and each[0] in ends)]
+        whole = [*encoded, *(ids[0] for ids in choices[len(encoded) :] if ids and ids[0] in ends)]
         fits = len(whole) == len(names)
-        return whole if fits and all(id in each for id, each in zip(whole, choices, strict=True)) else None
+        return whole if fits and all(id in ids_of_name for id, ids_of_name in zip(whole, choices, strict=True)) else None
 
     def _texts(self) -> dict[str, list[int]]:
         """Maps every text that may denote a token to its candidate tokens."""
@@ -109,7 +109,7 @@ def _names_and_logprobs(logprobs: Any) -> tuple[list[str] | None, list[float] | 
     if not isinstance(logprobs, dict):
         return None, None
     if isinstance(content := logprobs.get("content"), list):
-        return [each["token"] for each in content], [float(each["logprob"]) for each in content]
+        return [entry["token"] for entry in content], [float(entry["logprob"]) for entry in content]
     names, values = logprobs.get("tokens"), logprobs.get("token_logprobs")
     if not isinstance(names, list) or not isinstance(values, list) or len(names) != len(values):
         return None, None

@@ -61,7 +61,7 @@ class Stop:
 
 
 def verdict_of(findings: Iterable[Finding]) -> Verdict:
-    outcomes = {(each.check, each.outcome) for each in findings}
+    outcomes = {(finding.check, finding.outcome) for finding in findings}
     if any(outcome == "fault" for _, outcome in outcomes):
         return "faulty"
     is_known = ("sampled", "passed") in outcomes and not any((name, "not judged") in outcomes for name in NEEDED)
@@ -105,7 +105,7 @@ def _meaning(test: Trial) -> str:
 def nucleus(groups: Sequence[Group], allowed: Tolerance) -> list[Finding]:
     """Checks for tokens outside the top-p nucleus: a token is outside if the surely likelier ones already reach top-p."""
     findings = []
-    for group in (each for each in groups if each.top_p < 1 and each.draws):
+    for group in (group for group in groups if group.top_p < 1 and group.draws):
         before_N = np.concatenate([draw.scores.before_T for draw in group.draws])
         num_outside = int((before_N >= group.top_p + allowed.mass).sum())
         figures = {"group": group.name, "outside": num_outside, "tokens": len(before_N)}
@@ -123,29 +123,24 @@ def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
         return Finding("greedy", "not judged", f"the tokens of all {num_lost} greedy answers are unknown")
     other = [(float(gap), draw.prompt, place) for draw in draws for place, gap in enumerate(draw.scores.gap_T) if gap > 0]
     num_tokens = sum(len(draw.tokens) for draw in draws)
-    far = [each for each in other if each[0] > tie]
-    num_same = len(draws) - len({prompt for _, prompt, _ in other})
+    far = [entry for entry in other if entry[0] > tie]
+    firsts: dict[int, dict[str, Any]] = {}
+    for gap, prompt, place in other:
+        firsts.setdefault(prompt, {"prompt": prompt, "position": place + 1, "gap": gap})
+    num_same = len(draws) - len(firsts)
     figures: dict[str, Any] = {"answers": len(draws), "identical": num_same, "tokens": num_tokens, "lost": num_lost}
     figures |= {"near_ties": len(other) - len(far), "differences": len(far), "largest_gap": max(other, default=(0.0,))[0]}
-    figures["first"] = [{"prompt": prompt, "position": place + 1, "gap": gap} for gap, prompt, place in _firsts(other)]
+    figures["first"] = list(firsts.values())
     text = f"{num_same} of {len(draws)} answers identical; of {num_tokens:,} tokens {len(other)} are not our likeliest"
     if other and not far:
         text += f", all at near ties (logits at most {figures['largest_gap']:.3f} apart; up to {tie:g} is rounding)"
     if far:
-        gap, prompt, place = min(far, key=lambda each: each[1:])
+        gap, prompt, place = min(far, key=lambda entry: entry[1:])
         text += (
             f", {len(far)} of them by more than a near tie; first in prompt {prompt + 1} at token {place + 1}, where the "
             f"likeliest token's logit is {gap:.2f} larger"
         )
     return Finding("greedy", "fault" if far else "passed", text, figures)
-
-
-def _firsts(other: Sequence[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
-    """First difference of each answer."""
-    firsts: dict[int, tuple[float, int, int]] = {}
-    for each in other:
-        firsts.setdefault(each[1], each)
-    return list(firsts.values())
 
 
 def seeds(pairs: Sequence[tuple[str, str]]) -> Finding:
@@ -178,13 +173,13 @@ def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
 def stops(tried: Sequence[Stop]) -> Finding:
     """Checks greedy answers repeated with a stop string. An answer that diverged before its stop string proves nothing."""
     wrong, num_kept = [], 0
-    for each in tried:
-        if each.stop in each.text:
-            wrong.append(f"{each.stop!r} stands in an answer that was to end before it")
-        elif each.text == each.whole[: each.whole.index(each.stop)]:
+    for stop in tried:
+        if stop.stop in stop.text:
+            wrong.append(f"{stop.stop!r} stands in an answer that was to end before it")
+        elif stop.text == stop.whole[: stop.whole.index(stop.stop)]:
             num_kept += 1
-            if each.finish_reason != "stop":
-                wrong.append(f"an answer that ended before {each.stop!r} says it ended by {each.finish_reason!r}")
+            if stop.finish_reason != "stop":
+                wrong.append(f"an answer that ended before {stop.stop!r} says it ended by {stop.finish_reason!r}")
     figures = {"tried": len(tried), "kept": num_kept}
     if not tried:
         return Finding("stop", "not judged", "no greedy answer was long enough to be stopped", figures)
@@ -197,11 +192,11 @@ def stops(tried: Sequence[Stop]) -> Finding:
 
 def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
     """Compares token counts reported by the server. `is_rendered_there`: the server encoded the prompt itself."""
-    reported = [each for each in counted if each.prompt_reported is not None and each.answer_reported is not None]
+    reported = [usage for usage in counted if usage.prompt_reported is not None and usage.answer_reported is not None]
     figures = {"answers": len(reported)}
     if not reported:
         return Finding("usage", "not offered", "the server counts no tokens", figures)
-    prompts = [each for each in reported if each.prompt_reported != each.prompt]
+    prompts = [usage for usage in reported if usage.prompt_reported != usage.prompt]
     if prompts:
         first = prompts[0]
         text = f"{len(prompts)} of {len(reported)} prompts have other counts: "
@@ -209,7 +204,7 @@ def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
         if is_rendered_there:
             text += "; the server's template or tokenizer is another, so nothing else can be compared"
         return Finding("usage", "not judged" if is_rendered_there else "fault", text, figures)
-    answers = [each for each in reported if not _counts_right(each)]
+    answers = [usage for usage in reported if not _counts_right(usage)]
     if answers:
         first = answers[0]
         own = f"at most {first.limit}" if first.answer is None else str(first.answer)

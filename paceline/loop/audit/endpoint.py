@@ -162,7 +162,7 @@ def served_name(client: Client, wanted: str | None) -> str:
         raise DownloadError(f"there is no server at {client.url} ({error}): start it, or check the address") from error
     check_key(client.url, reply.status, client.has_key)
     try:
-        names = [str(each["id"]) for each in json.loads(reply.body)["data"]]
+        names = [str(model["id"]) for model in json.loads(reply.body)["data"]]
     except (ValueError, KeyError, TypeError):
         names = []
     if wanted is None and not names:
@@ -184,7 +184,7 @@ def check_key(url: str, status: int, has_key: bool) -> None:
 
 def sendable(prompts: Iterable[AuditPrompt], longest: int) -> list[AuditPrompt]:
     """Returns the prompts short enough to leave room for an answer."""
-    return [each for each in prompts if all(1 < len(ids) <= longest for ids in (each.ids, each.text_ids))]
+    return [prompt for prompt in prompts if all(1 < len(ids) <= longest for ids in (prompt.ids, prompt.text_ids))]
 
 
 def _error_of(stream: Stream) -> str:

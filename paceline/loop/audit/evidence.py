@@ -25,6 +25,7 @@ expectation of at most 1.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -172,13 +173,11 @@ def _binary(scores: Scores, name: str, tolerance: float) -> _Column:
 
 
 def _join(columns: Sequence[_Column]) -> _Column:
-    return _Column(
-        np.concatenate([each.seen_N for each in columns]),
-        np.concatenate([each.expected_N for each in columns]),
-        np.concatenate([each.variance_N for each in columns]),
-        columns[0].slopes,
-        np.concatenate([each.log_ratio_NL for each in columns]),
+    arrays = zip(
+        *((column.seen_N, column.expected_N, column.variance_N, column.log_ratio_NL) for column in columns), strict=True
     )
+    seen_N, expected_N, variance_N, log_ratio_NL = map(np.concatenate, arrays)
+    return _Column(seen_N, expected_N, variance_N, columns[0].slopes, log_ratio_NL)
 
 
 def buckets(longest: int) -> list[tuple[int, int]]:
@@ -223,14 +222,13 @@ def detectable(test: Trial, num_tests: int, tolerance: float, false_alarms: floa
 
 def _repeats(name: str, draws: Sequence[Draw]) -> Trial | None:
     """Tests for answers to one prompt that are equal to the last token."""
-    by_prompt: dict[int, list[Draw]] = {}
+    by_prompt: dict[int, list[Draw]] = defaultdict(list)
     for draw in draws:
-        by_prompt.setdefault(draw.prompt, []).append(draw)
-    num_pairs, logs = 0, list[float]()
-    expected = 0.0
-    for each in by_prompt.values():
-        surprise = [float(draw.scores.nll_T.sum()) for draw in each]
-        for (one, nll), (other, _) in combinations(zip(each, surprise, strict=True), 2):
+        by_prompt[draw.prompt].append(draw)
+    num_pairs, expected, logs = 0, 0.0, list[float]()
+    for of_prompt in by_prompt.values():
+        surprise = [float(draw.scores.nll_T.sum()) for draw in of_prompt]
+        for (one, nll), (other, _) in combinations(zip(of_prompt, surprise, strict=True), 2):
             num_pairs += 1
             expected += math.exp(-nll)
             if one.tokens == other.tokens and math.isfinite(nll):

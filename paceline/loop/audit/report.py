@@ -22,20 +22,20 @@ SENTENCES = {
 }
 TONES: dict[Verdict, Tone] = {"honest": "good", "faulty": "bad", "unsure": ""}
 FINDINGS = (
-    Column("check", lambda each: each.check),
-    Column("outcome", lambda each: each.outcome.upper() if each.outcome == "fault" else each.outcome),
-    Column("what was seen", lambda each: each.text),
+    Column("check", lambda finding: finding.check),
+    Column("outcome", lambda finding: finding.outcome.upper() if finding.outcome == "fault" else finding.outcome),
+    Column("what was seen", lambda finding: finding.text),
 )
 TESTS = (
-    Column("asked", lambda each: each.group),
-    Column("statistic", lambda each: each.statistic),
-    Column("positions", lambda each: each.positions),
-    Column("tokens", lambda each: each.num_tokens, "{:,}", "right"),
-    Column("expected", lambda each: each.expected, "{:.4f}", "right"),
-    Column("seen", lambda each: each.seen, "{:.4f}", "right"),
-    Column("difference [95%]", lambda each: f"{each.difference:+.4f} [{each.low:+.4f}, {each.high:+.4f}]", cut=" ["),
-    Column("chance if honest, at most", lambda each: each.chance, "{:.2g}", "right"),
-    Column("", lambda each: "FAULT" if each.is_fault else ""),
+    Column("asked", lambda test: test.group),
+    Column("statistic", lambda test: test.statistic),
+    Column("positions", lambda test: test.positions),
+    Column("tokens", lambda test: test.num_tokens, "{:,}", "right"),
+    Column("expected", lambda test: test.expected, "{:.4f}", "right"),
+    Column("seen", lambda test: test.seen, "{:.4f}", "right"),
+    Column("difference [95%]", lambda test: f"{test.difference:+.4f} [{test.low:+.4f}, {test.high:+.4f}]", cut=" ["),
+    Column("chance if honest, at most", lambda test: test.chance, "{:.2g}", "right"),
+    Column("", lambda test: "FAULT" if test.is_fault else ""),
 )
 
 
@@ -54,7 +54,9 @@ def write_report(
     if key:
         for name in ("config.json", "command.txt"):
             run.write(name, (run.path / name).read_text(encoding="utf-8").replace(key, "***"))
-    groups_json = {each.name: {"answers": len(each.draws), "tokens": each.num_tokens, "lost": each.num_lost} for each in groups}
+    groups_json = {
+        group.name: {"answers": len(group.draws), "tokens": group.num_tokens, "lost": group.num_lost} for group in groups
+    }
     tests_json = [asdict(test) | {"difference": test.difference, "chance": test.chance} for test in tests]
     run.write_json("results.json", {"verdict": verdict, "findings": findings, "asked": groups_json, "tests": tests_json})
     sentence, table = SENTENCES[verdict].format(**settings), Table(FINDINGS, list(findings))

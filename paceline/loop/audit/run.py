@@ -47,7 +47,7 @@ class Audited:
     run: RunFolder
 
     def as_line(self) -> dict[str, Any]:
-        return {"verdict": self.verdict, "findings": [asdict(each) for each in self.findings], "run": self.run.path}
+        return {"verdict": self.verdict, "findings": [asdict(finding) for finding in self.findings], "run": self.run.path}
 
 
 @dataclass(slots=True)
@@ -120,8 +120,8 @@ class Auditor:
         lost = [place for place, (_, answer) in enumerate(answers) if not _is_known(answer)]
         if lost and self.endpoint.has_logprobs:
             again = self.ask("greedy, with their tokens", [replace(requests[place], logprobs=True) for place in lost])
-            for place, each in zip(lost, again, strict=True):
-                answers[place] = each
+            for place, entry in zip(lost, again, strict=True):
+                answers[place] = entry
         num_lost = sum(not _is_known(answer) for _, answer in answers)
         finding = checks.greedy(self.scored(answers, 0.0), self.config.tolerance.tie, num_lost)
         return finding, self._stops(answers)
@@ -182,7 +182,7 @@ def audit(
         llm = LLM.of(replace(engine, drafter="none", max_batch=1))
         progress.loaded(llm)
         longest = llm.target.cache.max_len - max(config.max_tokens, config.greedy_tokens)
-        sent = sendable((audit_prompt(llm, each) for each in read_prompts(prompts or BUILTIN_PROMPTS, limit)), longest)
+        sent = sendable((audit_prompt(llm, prompt) for prompt in read_prompts(prompts or BUILTIN_PROMPTS, limit)), longest)
         if not sent:
             raise PromptError(f"no prompt leaves room for an answer within {llm.target.cache.max_len} tokens: raise max_len")
         endpoint = Endpoint(client, name, sent, AnswerReader(llm.tokenizer))

@@ -19,7 +19,7 @@ from paceline.model.sampling.logits import target_probs
 from paceline.model.target import ForwardBatch
 from paceline.types import SamplingParams
 
-ARRAYS = tuple(each.name for each in fields(Scores) if each.name != "binary")
+ARRAYS = tuple(field.name for field in fields(Scores) if field.name != "binary")
 CHUNK = 256
 """Positions per forward pass."""
 LOGITS = 2**19
@@ -73,11 +73,11 @@ def scores_of(logits_TV: Tensor, tokens: Sequence[int], temperature: float, top_
         _scores_of(logits_TV[start : start + rows], tokens[start : start + rows], temperature, top_p, tie)
         for start in range(0, max(1, len(tokens)), rows)
     ]
-    arrays = {name: np.concatenate([getattr(each, name) for each in parts]) for name in ARRAYS}
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
     binary = {
         name: (
-            np.concatenate([each.binary[name][0] for each in parts]),
-            np.concatenate([each.binary[name][1] for each in parts]),
+            np.concatenate([part.binary[name][0] for part in parts]),
+            np.concatenate([part.binary[name][1] for part in parts]),
         )
         for name in parts[0].binary
     }

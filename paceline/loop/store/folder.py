@@ -75,8 +75,8 @@ class Store:
             (is_left, f"{folder} holds a store's files without its store.json: restore that, or choose another folder"),
         )
         with reraised(CacheError, f"cannot write {folder}", ELSEWHERE, OSError):
-            for each in (folder, *(folder / side for side in SIDES)):
-                each.mkdir(mode=0o700, parents=True, exist_ok=True)  # user data: for the owner only
+            for path in (folder, *(folder / side for side in SIDES)):
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)  # user data: for the owner only
         store = cls(folder, model, split or SplitConfig(), 0, secrets.token_hex(8))
         store.save()
         return store
@@ -183,7 +183,7 @@ class Store:
 
         Raises PromptError if a source is invalid, or nothing in the sources is usable and the store is empty; ConfigError,
         CacheError."""
-        paths = [Path(each) for each in sources]
+        paths = [Path(source) for source in sources]
         incoming = Incoming(tokenizer or self.tokenizer())
         with self.changing("adding to the store") as finished:
             fresh = list(incoming.rows(paths))

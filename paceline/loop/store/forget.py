@@ -59,7 +59,7 @@ def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
         for file in store.unfinished():
             _without_unfinished(file, gone, conversations, pattern)
         labels = store.path / "labels.jsonl"
-        done.labels = _without_lines(labels, lambda each: DAMAGED in each or each.get("digest") in gone)
+        done.labels = _without_lines(labels, lambda label: DAMAGED in label or label.get("digest") in gone)
         for name in store.suites:
             if not Path(name).is_file():
                 done.suites_gone.append(name)

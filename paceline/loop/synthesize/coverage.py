@@ -123,7 +123,7 @@ class Coverage:
     def _place(self, choice: Choice, value: Any) -> int | None:
         if choice.is_branch:
             return _branch_of(self.schema, branches_of(_at(self.schema, choice.path)), value)
-        same = (place for place, each in enumerate(choice.values) if each == value and type(each) is type(value))
+        same = (place for place, candidate in enumerate(choice.values) if candidate == value and type(candidate) is type(value))
         return next(same, None)
 
 
@@ -192,8 +192,8 @@ def _values_at(root: Schema, node: Any, value: Any, path: tuple[Step, ...]) -> I
     if kind == "properties" and isinstance(value, dict) and key in value:
         yield from _values_at(root, node["properties"][key], value[key], rest)
     elif kind == "items" and isinstance(value, list):
-        for each in value:
-            yield from _values_at(root, node["items"], each, rest)
+        for item in value:
+            yield from _values_at(root, node["items"], item, rest)
     elif kind in BRANCHES and _branch_of(root, node[kind], value) == key:
         yield from _values_at(root, node[kind][key], value, rest)
 
@@ -222,7 +222,11 @@ def _looks_like(schema: Schema, value: Any) -> bool:
     if not isinstance(value, dict):
         return True
     properties = object_or_empty(schema.get("properties"))
-    fixed = {key: each["const"] for key, each in properties.items() if isinstance(each, dict) and "const" in each}
+    fixed = {
+        key: value_schema["const"]
+        for key, value_schema in properties.items()
+        if isinstance(value_schema, dict) and "const" in value_schema
+    }
     return set(schema.get("required", ())) <= set(value) and all(value.get(key) == const for key, const in fixed.items())
 
 
@@ -252,11 +256,11 @@ def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
         yield name, value
     elif isinstance(value, dict):
-        for key, each in value.items():
-            yield from _texts(each, f"{name}.{key}".removeprefix("."))
+        for key, item in value.items():
+            yield from _texts(item, f"{name}.{key}".removeprefix("."))
     elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each, f"{name}[]")
+        for item in value:
+            yield from _texts(item, f"{name}[]")
 
 
 def object_or_empty(value: Any) -> dict[str, Any]:

@@ -485,7 +485,7 @@ class TestFullDisk:
         one.tick(NOW + 180)
         assert one.stage is None and not one.policy.is_training and events(one) == ["training"]
         monkeypatch.undo()
-        one.log.event(1, "told")
+        one.log.append(log.event_line(1, "told"))
         assert events(one) == ["training", "refused", "told"], "it is written with the next one"
 
     def test_a_decision_is_carried_out_all_the_same(

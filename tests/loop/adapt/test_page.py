@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from paceline.loop.adapt.decide.policy import SeasonalPolicy
-from paceline.loop.adapt.log import AdaptLog, rebuilt
+from paceline.loop.adapt.log import AdaptLog, event_line, rebuilt, told
 from paceline.loop.adapt.metrics import AdaptMetrics
 from paceline.loop.adapt.page import page
 from paceline.loop.adapt.traffic.replay import fortnight
@@ -23,9 +23,9 @@ DOCS = Path(__file__).parent.parent.parent.parent / "docs"
 
 def logged(folder: Path) -> AdaptLog:
     log = AdaptLog(folder)
-    fortnight(make_world("new-schema", 0, 14), SeasonalPolicy(), log.hour)
+    fortnight(make_world("new-schema", 0, 14), SeasonalPolicy(), lambda line: log.append(told(line)))
     last = log.lines()[-1]["hour"]
-    log.event(last, "swapped", clusters=["tickets"], drafter="runs/<x>", why="+80% tokens/s")
+    log.append(event_line(last, "swapped", clusters=["tickets"], drafter="runs/<x>", why="+80% tokens/s"))
     return log
 
 
@@ -44,11 +44,11 @@ def test_a_page_of_nothing() -> None:
 
 def test_a_line_that_a_crash_cut_is_left_out(tmp_path: Path) -> None:
     log = AdaptLog(tmp_path)
-    log.event(1, "told", why="first")
+    log.append(event_line(1, "told", why="first"))
     with log.file.open("a") as file:
         file.write('{"hour": 2, "ev')
     assert len(log.lines()) == 1
-    log.event(3, "told", why="third")
+    log.append(event_line(3, "told", why="third"))
     assert [line["hour"] for line in log.lines()] == [1, 3]
 
 
@@ -59,8 +59,8 @@ def test_what_was_done_is_known_again(tmp_path: Path) -> None:
     for at in range(100):
         hours[world.first + at] = world.traffic(at)
         first.hour(world.first + at, hours[world.first + at])
-    log.event(world.first + 60, "training", clusters=["one"])
-    log.event(world.first + 62, "swapped", clusters=["one"], cost_hours=0.7)
+    log.append(event_line(world.first + 60, "training", clusters=["one"]))
+    log.append(event_line(world.first + 62, "swapped", clusters=["one"], cost_hours=0.7))
     again = SeasonalPolicy()
     lines = rebuilt(again, hours, log, world.first + 100)
     assert len(lines) == 100 and again.trained_at == world.first + 62 and not again.is_training
@@ -71,7 +71,7 @@ def test_what_was_done_is_known_again(tmp_path: Path) -> None:
 def test_a_decision_is_json(tmp_path: Path) -> None:
     log = AdaptLog(tmp_path)
     policy = SeasonalPolicy()
-    line = log.hour(policy.hour(5, {}))
+    line = log.append(told(policy.hour(5, {})))
     assert json.loads(log.file.read_text()) == line and line["time"] == "1970-01-01T05:00Z"
     assert line["decision"]["action"] == "too little"
 

@@ -31,7 +31,7 @@ from paceline.loop.adapt.config import (
 from paceline.loop.adapt.decide.decide import Decision
 from paceline.loop.adapt.decide.policy import SeasonalPolicy
 from paceline.loop.adapt.gate.retrain import Job
-from paceline.loop.adapt.log import AdaptLog, rebuilt
+from paceline.loop.adapt.log import AdaptLog, event_line, rebuilt
 from paceline.loop.adapt.run import Clock
 from paceline.loop.adapt.servers.counted_hours import ALL
 from paceline.loop.adapt.servers.counters import Counts, Meter
@@ -309,8 +309,8 @@ class TestClocks:
 
     def test_an_event_of_1970_costs_nothing(self, tmp_path: Path) -> None:
         log, hours = AdaptLog(tmp_path), list[int]()
-        log.event(3, "told")
-        log.event(HOUR, "refused", clusters=["tickets"])
+        log.append(event_line(3, "told"))
+        log.append(event_line(HOUR, "refused", clusters=["tickets"]))
 
         class Noted(SeasonalPolicy):
             def hour(self, number: int, seen: Any) -> Any:

@@ -129,14 +129,14 @@ class SeasonalPolicy:
         if grouped:
             self.num_requests, self.num_hours = self.num_requests + total(grouped.values()).requests, self.num_hours + 1
             self._update_mix(number, grouped)
-        watched = {**{name: each.series for name, each in self.clusters.items()}, "mix": self.mix}
+        watched = {**{name: cluster.series for name, cluster in self.clusters.items()}, "mix": self.mix}
         for series in watched.values():
             series.tick(number)
         view = self._view(number)
         decision = decide(view, self.config, self.prices)
         if decision.action == "propose":
             self.proposed |= set(decision.clusters)
-        raised = tuple((name, each.raised_at or number) for name, each in watched.items() if each.held_at == number)
+        raised = tuple((name, series.raised_at or number) for name, series in watched.items() if series.held_at == number)
         mix = {"state": self.mix.state, "period": view.mix.period, "swing": round(view.mix.swing, 3)}
         return Line(number, self._observed(grouped), mix, decision, notes, raised)
 
@@ -191,7 +191,7 @@ class SeasonalPolicy:
             del self._relearning[name]
         if relearned:
             self._mixes = deque(map(self._valued, self._mixes), self._mixes.maxlen)
-            self.mix.relearn((each.hour, each.value, each.variance) for each in self._mixes)
+            self.mix.relearn((mix_hour.hour, mix_hour.value, mix_hour.variance) for mix_hour in self._mixes)
         elif self._relearning.keys().isdisjoint(shares):
             self.mix.update(number, newest.value, newest.variance)
 
@@ -205,10 +205,10 @@ class SeasonalPolicy:
     def _view(self, number: int) -> View:
         all_tokens = total(cluster.last_day for cluster in self.clusters.values()).tokens
         alarms = []
-        for name, each in self.clusters.items():
-            day = each.last_day
-            if each.series.state == "held" and day.tokens >= LEAST_SHARE * all_tokens:
-                alarms.append(Alarm(name, each.series.loss, day.tokens_per_round, day.tokens / DAY, self.scores(name)))
+        for name, cluster in self.clusters.items():
+            day = cluster.last_day
+            if cluster.series.state == "held" and day.tokens >= LEAST_SHARE * all_tokens:
+                alarms.append(Alarm(name, cluster.series.loss, day.tokens_per_round, day.tokens / DAY, self.scores(name)))
         mix = self._mix(number)
         if mix.has_moved and not alarms:
             alarms.append(self._newcomer())
@@ -217,7 +217,7 @@ class SeasonalPolicy:
 
     def _too_little(self) -> str:
         """Traffic so far, as text, while no cluster has a baseline; empty once one has."""
-        if any(each.series.state != "learning" for each in self.clusters.values()):
+        if any(cluster.series.state != "learning" for cluster in self.clusters.values()):
             return ""
         counts = {"request": self.num_requests, "hour": self.num_hours}
         return ", ".join(f"{count:,} {unit}{'' if count == 1 else 's'}" for unit, count in counts.items())
@@ -234,11 +234,11 @@ class SeasonalPolicy:
         has_moved = self.mix.state == "held"
         is_known = not self._mixes or self._relearning.keys().isdisjoint(self._mixes[-1].shares)
         if number % LOOK_HOURS == 0 and is_known:
-            self._period = next((each for each in (DAY, WEEK) if self._returns(each)), None)
+            self._period = next((period for period in (DAY, WEEK) if self._returns(period)), None)
         period, weakest = self._period, self._weakest(known_only=True)
         if period is None or weakest is None:
             return Mix(has_moved)
-        newest = sorted(each.value for each in self._mixes if each.hour > number - PERIODS_SEEN * period)
+        newest = sorted(mix_hour.value for mix_hour in self._mixes if mix_hour.hour > number - PERIODS_SEEN * period)
         quarter = max(len(newest) // 4, 1)
         swing = 1 - math.exp(float(np.mean(newest[:quarter])) - float(np.mean(newest[-quarter:])))
         name, day, best = weakest
@@ -249,7 +249,7 @@ class SeasonalPolicy:
         if not self._mixes or self._mixes[-1].hour - self._mixes[0].hour < PERIODS_SEEN * period:
             return False
         first = self._mixes[-1].hour - (PERIODS_SEEN + 1) * period
-        by_hour = {each.hour: each.value for each in self._mixes if each.hour > first}
+        by_hour = {mix_hour.hour: mix_hour.value for mix_hour in self._mixes if mix_hour.hour > first}
         whole, half = (_correlation(by_hour, lag) for lag in (period, period // 2))
         return whole >= RETURNS and whole - half >= RETURNS
 
@@ -265,7 +265,7 @@ class SeasonalPolicy:
         if len(days) < 2 and known_only:
             return None
         best = max((day.tokens_per_round for day in days.values()), default=1.0)
-        name = max(days, key=lambda each: days[each].rounds - days[each].tokens / best, default=None)
+        name = max(days, key=lambda name: days[name].rounds - days[name].tokens / best, default=None)
         return None if name is None else (name, days[name], best)
 
     def _observed(self, grouped: Mapping[str, Sums]) -> dict[str, dict[str, Any]]:

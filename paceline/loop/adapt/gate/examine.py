@@ -56,7 +56,7 @@ def examine(
     usual, source = usual_settings(engine.model, config.temperature)
     requests, left_out = read_requests(traces, since=config.since, usual=usual)
     if config.held_out_only:
-        requests = [each for each in requests if is_held_out(each.prompt)]
+        requests = [request for request in requests if is_held_out(request.prompt)]
     if not requests:
         raise ConfigError(
             f"there are no requests in {traces} to judge by ({dict(left_out)}): keep traces, or move --since back"
@@ -64,11 +64,11 @@ def examine(
     sets = _sets(requests, config)
     if refused := too_few(len(sets["drifted"]), config):  # known before a model is loaded
         return refused
-    longest = max(len(each.prompt_ids) + len(each.answer_ids) for chosen in sets.values() for each in chosen)
+    longest = max(len(request.prompt_ids) + len(request.answer_ids) for chosen in sets.values() for request in chosen)
     llm = LLM.of(replace(engine, drafter="none", plan="fixed", max_batch=BATCH, max_len=longest + 1))
     progress.loaded(llm)
     verdict = _Comparison(llm, sets, config, progress).verdict(candidate, engine.model)
-    number = sum(not each.knows_temperature for chosen in sets.values() for each in chosen)
+    number = sum(not request.knows_temperature for chosen in sets.values() for request in chosen)
     if not number:
         return verdict
     settings = ", ".join(f"{name} {value:g}" for name, value in usual.items())
@@ -154,7 +154,7 @@ def _sets(requests: Sequence[Request], config: CandidateConfig) -> dict[str, lis
     by_cluster: dict[str, list[Request]] = defaultdict(list)
     for request in sorted(requests, key=lambda request: request.cluster):
         by_cluster[request.cluster].append(request)
-    cluster = config.cluster or max(by_cluster, key=lambda name: sum(len(each.answer_ids) for each in by_cluster[name]))
+    cluster = config.cluster or max(by_cluster, key=lambda name: sum(len(request.answer_ids) for request in by_cluster[name]))
     if cluster not in by_cluster:
         raise ConfigError(f"there are no requests of cluster {cluster!r}: there are {', '.join(by_cluster)}")
     sets = {"drifted": one_a_prompt(by_cluster.pop(cluster), config.requests)}
@@ -177,7 +177,7 @@ def _answers(folders: Sequence[Path]) -> list[Request]:
 
 
 def _figures(scored: Sequence[Scored]) -> list[Rounds]:
-    return [each.figures for each in scored]
+    return [result.figures for result in scored]
 
 
 def draft_seconds(llm: LLM, drafters: Sequence[Drafter]) -> list[float]:
@@ -186,7 +186,7 @@ def draft_seconds(llm: LLM, drafters: Sequence[Drafter]) -> list[float]:
     for _ in range(TURNS):
         for place, drafter in enumerate(drafters):
             best[place] = min(best[place], _fastest_draft(llm, drafter))
-    return [each if each < math.inf else 0.0 for each in best]
+    return [seconds if seconds < math.inf else 0.0 for seconds in best]
 
 
 def _fastest_draft(llm: LLM, drafter: Drafter) -> float:

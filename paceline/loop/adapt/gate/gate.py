@@ -102,7 +102,7 @@ def judge(
     others = {**elsewhere, **({"ood": ood} if ood is not None else {})}
     gains |= {name: compare(pairs, times) for name, pairs in others.items() if len(pairs) >= 2}
     fell = gains["drifted"]
-    if not all(math.isfinite(each.gain) for each in gains.values()):
+    if not all(math.isfinite(gain.gain) for gain in gains.values()):
         return Verdict(False, "a figure is no finite number", gains)
     if fell.low <= 0:
         return Verdict(False, f"its gain of {fell.gain:+.1%} on what fell may be none (95% from {fell.low:+.1%})", gains)
@@ -120,7 +120,7 @@ def compare(pairs: Pairs, times: RoundTimes, num_draws: int = NUM_DRAWS) -> Gain
     incumbent = _tokens_and_seconds(pairs.incumbent, times.passes, times.incumbent_s)
     items = [(*one, *other) for one, other in zip(candidate, incumbent, strict=True)]
     gain, (low, high) = _gain(items), bootstrap(items, _gain, num_draws)
-    before, after = (Rounds.sum(each).tokens_per_round for each in (pairs.incumbent, pairs.candidate))
+    before, after = (Rounds.sum(rounds).tokens_per_round for rounds in (pairs.incumbent, pairs.candidate))
     return Gain(len(pairs), before, after, gain, gain if low is None else low, gain if high is None else high)
 
 
@@ -131,11 +131,11 @@ def _gain(items: Sequence[tuple[float, ...]]) -> float:
 
 def _tokens_and_seconds(rounds: Sequence[Rounds], passes: PassCosts, draft_s: float) -> list[tuple[float, float]]:
     """Returns (tokens, seconds of its rounds) per request, at the draft width that takes least time overall."""
-    tokens = [each.num_accepted + each.num_rounds for each in rounds]
+    tokens = [one.num_accepted + one.num_rounds for one in rounds]
     tables = []
-    for width in range(max((len(each.accepted_histogram) for each in rounds), default=1)):
+    for width in range(max((len(one.accepted_histogram) for one in rounds), default=1)):
         round_s = passes.seconds(1 + width) + (draft_s if width else 0.0)
-        tables.append([num * round_s / _tokens_at(each, width) for num, each in zip(tokens, rounds, strict=True)])
+        tables.append([num * round_s / _tokens_at(one, width) for num, one in zip(tokens, rounds, strict=True)])
     return list(zip(tokens, min(tables, key=sum), strict=True))
 
 

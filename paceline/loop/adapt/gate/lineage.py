@@ -32,7 +32,7 @@ class Lineage:
         damage = (OSError, ValueError, KeyError, TypeError)
         with reraised(ConfigError, f"{self.path} is damaged", "mend it, or move it away", *damage):
             entries = json.loads(self.path.read_text(encoding="utf-8"))["drafters"]
-            if not all(isinstance(each, dict) for each in entries):
+            if not all(isinstance(entry, dict) for entry in entries):
                 raise ValueError("an entry is no object")
             return entries
 
@@ -43,7 +43,7 @@ class Lineage:
     def add_all(self, drafters: Iterable[dict[str, Any]]) -> None:
         """Add several drafters, all or none; each with the arguments of `add`. Raises CacheError if the disk refuses."""
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        new = [{"weights": weights_hash(Path(each["drafter"])), "when": when, **each} for each in drafters]
+        new = [{"weights": weights_hash(Path(drafter["drafter"])), "when": when, **drafter} for drafter in drafters]
         self._write([*self.entries(), *plain(new)])
 
     def mark(self, drafter: str, state: str, reason: str) -> None:

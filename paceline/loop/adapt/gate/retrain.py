@@ -55,10 +55,10 @@ def write_window(traces: Path, clusters: Sequence[str], since: int, until: int, 
 
     Raises ConfigError if there are too few, CacheError if the disk refuses."""
     requests = [
-        each
-        for cluster in (None if each == ALL else each for each in clusters)
-        for each in one_a_prompt(read_requests(traces, cluster, since, until, exact=False)[0])
-        if not is_held_out(each.prompt)
+        request
+        for cluster in (None if name == ALL else name for name in clusters)
+        for request in one_a_prompt(read_requests(traces, cluster, since, until, exact=False)[0])
+        if not is_held_out(request.prompt)
     ]
     if len(requests) < LEAST_ANSWERS:
         raise ConfigError(
@@ -68,11 +68,13 @@ def write_window(traces: Path, clusters: Sequence[str], since: int, until: int, 
     if folder.exists():
         shutil.rmtree(folder)
     answers = [
-        Answer(each.key, "traces", 0, _temperature(each), each.prompt_ids, each.answer_ids, each.finish_reason, "")
-        for each in sorted(requests, key=lambda request: request.key)
+        Answer(
+            request.key, "traces", 0, _temperature(request), request.prompt_ids, request.answer_ids, request.finish_reason, ""
+        )
+        for request in sorted(requests, key=lambda request: request.key)
     ]
     AnswerShards(folder).write(answers)
-    return Window(folder, since, until, len(requests), window_hash(each.key for each in requests))
+    return Window(folder, since, until, len(requests), window_hash(request.key for request in requests))
 
 
 def _temperature(request: Request) -> float:
@@ -119,8 +121,8 @@ def gate_command(candidate: str, engine: EngineConfig, traces: Path, options: di
     words: list[Any] = [sys.executable, "-m", "paceline", "adapt", "gate", candidate, "--traces", traces]
     words += ["--model", engine.model, "--dtype", engine.dtype, "--device", engine.device]
     for name, value in options.items():
-        for each in value if isinstance(value, tuple | list) else [value]:
-            words += [name] if each is True else [name, each]
+        for item in value if isinstance(value, tuple | list) else [value]:
+            words += [name] if item is True else [name, item]
     return [*polite(), *map(str, words), "--json"]
 
 
@@ -146,7 +148,7 @@ def _is_verdict(verdict: Any) -> TypeGuard[dict[str, Any]]:
     gains = verdict.get("gains") or {}
     figures = gains.get("drifted") if isinstance(gains, dict) else None
     numbers = [figures.get(name) for name in ("low", "incumbent", "candidate")] if isinstance(figures, dict) else [None]
-    has_gain = all(type(each) in (int, float) for each in numbers)
+    has_gain = all(type(number) in (int, float) for number in numbers)
     return has_gain or not verdict["passed"]
 
 

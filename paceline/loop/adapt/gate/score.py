@@ -102,17 +102,17 @@ class Scorer:
         scored: list[Scored] = []
         size = self._target.cache.num_rows
         for begin in range(0, len(requests), size):
-            answers = [self._begin(number, each) for number, each in enumerate(requests[begin : begin + size])]
-            running = [each for each in answers if each.rest]
+            answers = [self._begin(number, request) for number, request in enumerate(requests[begin : begin + size])]
+            running = [answer for answer in answers if answer.rest]
             while running:
                 for is_known in (True, False):
-                    if batch := [each for each in running if each.knows_noise is is_known]:
+                    if batch := [answer for answer in running if answer.knows_noise is is_known]:
                         self._round(batch, noise_aware=is_known and self._rule.draws)
-                running = [each for each in running if each.rest]
-            for each in answers:
-                self._drafter.drop(each.seq)
-                self._target.cache.free(each.seq.row)
-                scored.append(Scored(each.request, tuple(each.rounds)))
+                running = [answer for answer in running if answer.rest]
+            for answer in answers:
+                self._drafter.drop(answer.seq)
+                self._target.cache.free(answer.seq.row)
+                scored.append(Scored(answer.request, tuple(answer.rounds)))
         return scored
 
     def _begin(self, number: int, request: Request) -> _Answer:
@@ -161,7 +161,7 @@ class Scorer:
 
     def _round(self, running: list[_Answer], *, noise_aware: bool) -> None:
         """Run one round of every answer: draft, count the drafts accepted by the stored text, advance past them."""
-        batch = Batch([each.seq for each in running], foresees=noise_aware)
+        batch = Batch([answer.seq for answer in running], foresees=noise_aware)
         proposed = self._drafter.propose(batch)
         draft = within_grammars(batch, proposed)
         for answer, proposed_ids, tokens, probs_KV in zip(
@@ -218,7 +218,7 @@ def score(llm: LLM, drafter: str | Drafter, requests: Rows[Request], *, num_draf
 
     The engine of `llm` must be idle, and is unchanged afterwards. Raises what creating and binding a drafter raises."""
     drafter = llm.make_drafter(drafter, num_drafted=num_drafted) if isinstance(drafter, str) else drafter
-    fitting = [each for each in requests if len(each.prompt_ids) + len(each.answer_ids) <= llm.target.cache.max_len]
+    fitting = [request for request in requests if len(request.prompt_ids) + len(request.answer_ids) <= llm.target.cache.max_len]
     try:
         return Scorer(llm, drafter, llm.config.rule).score(fitting)
     finally:

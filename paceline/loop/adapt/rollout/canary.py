@@ -13,6 +13,7 @@ from pathlib import Path
 
 from paceline.errors import DeployError, DownloadError, UnreachableError
 from paceline.loop.adapt.config import WatchConfig
+from paceline.loop.adapt.decide.members import route_of
 from paceline.loop.adapt.rollout.stage import LEAST_ROUNDS, Stage
 from paceline.loop.adapt.servers.counted_hours import CountedHours
 from paceline.loop.adapt.servers.counters import Counts
@@ -111,7 +112,7 @@ class Canary:
             return "unproven", "the server is not well"
         if stage.served and not self.deployment.holds(stage.member, stage.served):
             return "gone", f"{stage.member} drafts there no more: the server was started again, or somebody replaced it"
-        if not self._is_routed(stage):
+        if stage.kind in ("route", "propose") and route_of(self.deployment, stage.clusters[0]) != stage.member:
             return "unproven", f"{stage.clusters[0]} is not sent to {stage.member} any more"
         drafts = self.deployment.drafts(stage.member)
         stage.look(counts, drafts)
@@ -126,16 +127,6 @@ class Canary:
             return ("kept" if stage.kind == "found" or config.unproven == "keep" else "unproven"), why
         return ("kept", f"nothing fell in {rounds:g} rounds") if ending else None
 
-    def _is_routed(self, stage: Stage) -> bool:
-        if stage.kind not in ("route", "propose"):
-            return True
-        try:
-            return self.deployment.pinned(stage.clusters[0]) == stage.member
-        except UnreachableError:
-            raise
-        except DownloadError:
-            return False  # a restarted server has no clusters yet
-
     def keep(self) -> None:
         self.deployment.keep()
         self.readings.clear()
@@ -148,7 +139,7 @@ class Canary:
 
     def forget(self, stage: Stage) -> None:
         """Forget a drafter that has left the server; `look` reports the drafter there now, if it is new."""
-        before = next((each[2] for each in stage.undo if each[:2] == ["drafter", stage.member]), None)
+        before = next((change[2] for change in stage.undo if change[:2] == ["drafter", stage.member]), None)
         self.deployment.keep()
         self.readings.clear()
         self._set_known(stage.member, stage.served if stage.kind == "route" else before)

@@ -61,9 +61,9 @@ def chance_of(before: Failures, now: Failures) -> float:
     whole = _log_choose(newer + older, failed)
     most = min(failed, newer)
     return math.fsum(
-        math.exp(_log_choose(newer, each) + _log_choose(older, failed - each) - whole)
-        for each in range(round(now.failed), most + 1)
-        if failed - each <= older
+        math.exp(_log_choose(newer, number) + _log_choose(older, failed - number) - whole)
+        for number in range(round(now.failed), most + 1)
+        if failed - number <= older
     )
 
 

@@ -201,7 +201,7 @@ def _is_slower(before: Sequence[float], now: Sequence[float], most: float) -> bo
 
 def word_of(clusters: Sequence[str]) -> str:
     """Name for clusters that contains only letters, digits and dashes."""
-    return "-".join(re.sub(r"[^A-Za-z0-9]+", "-", each).strip("-") or "cluster" for each in clusters)[:40]
+    return "-".join(re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "cluster" for name in clusters)[:40]
 
 
 KINDS = ("retrain", "propose", "score", "route", "found")
@@ -226,18 +226,19 @@ def read_stage(fields: dict[str, Any]) -> Stage:
         "names": _all(stage.names, str) and len(stage.names) == len(stage.candidates) * (stage.kind == "score"),
         "at": not is_job or 0 <= stage.at < len(stage.candidates),
         "rates": _are_numbers(stage.rates) and len(stage.rates) in (0, len(stage.candidates)),
-        "verdicts": _all(stage.verdicts, dict) and all("reason" in each and "passed" in each for each in stage.verdicts),
+        "verdicts": _all(stage.verdicts, dict)
+        and all("reason" in verdict and "passed" in verdict for verdict in stage.verdicts),
         "number of verdicts": len(stage.verdicts) == len(stage.candidates)
         or (stage.name != "choose" and len(stage.verdicts) < len(stage.candidates)),
         "window": not is_job or type(stage.window["since"]) is int,
         "folder": stage.name != "training" or type(stage.window["folder"]) is str,
         "before": _all(stage.before, str) and _are_numbers(stage.before.values()),
-        "counts": all(_are_numbers(each) and len(each) in (0, NUM_COUNTS) for each in (stage.counted, stage.seen)),
+        "counts": all(_are_numbers(counts) and len(counts) in (0, NUM_COUNTS) for counts in (stage.counted, stage.seen)),
         "counts of a probation": stage.name != "probation" or len(stage.counted) == len(stage.seen) == NUM_COUNTS,
-        "pace": all(_are_numbers(each) and len(each) in (0, 2) for each in (stage.pace, stage.failures)),
+        "pace": all(_are_numbers(pair) and len(pair) in (0, 2) for pair in (stage.pace, stage.failures)),
         "drafts": stage.drafts is None or _are_numbers([stage.drafts]),
-        "undo": all(_all(each, str, NoneType) and len(each) in (1, 3) for each in stage.undo),
-        "pending": _all(stage.pending, dict) and all(_all((each["drafter"], each["state"]), str) for each in stage.pending),
+        "undo": all(_all(change, str, NoneType) and len(change) in (1, 3) for change in stage.undo),
+        "pending": _all(stage.pending, dict) and all(_all((entry["drafter"], entry["state"]), str) for entry in stage.pending),
     }
     if odd := [name for name, is_sound in sound.items() if not is_sound]:
         raise ValueError(f"impossible {odd[0]}")
@@ -245,8 +246,8 @@ def read_stage(fields: dict[str, Any]) -> Stage:
 
 
 def _all(values: Iterable[Any], *kinds: type) -> bool:
-    return all(isinstance(each, kinds) for each in values)
+    return all(isinstance(value, kinds) for value in values)
 
 
 def _are_numbers(values: Iterable[Any]) -> bool:
-    return all(type(each) in (int, float) and math.isfinite(each) for each in values)
+    return all(type(value) in (int, float) and math.isfinite(value) for value in values)

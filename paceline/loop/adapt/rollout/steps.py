@@ -143,7 +143,7 @@ class Steps:
             passed += [at] if verdict["passed"] else []
         self.lineage.add_all(_entries(stage))
         if not passed:
-            self._refused(stage, now, "; ".join(each["reason"] for each in stage.verdicts))
+            self._refused(stage, now, "; ".join(verdict["reason"] for verdict in stage.verdicts))
             return
         stage.at = max(passed, key=lambda at: stage.verdicts[at]["gains"]["drifted"]["low"])
         stage.drafter, stage.why, stage.name = stage.candidates[stage.at], stage.verdicts[stage.at]["reason"], "swap"

@@ -42,7 +42,7 @@ class CountedHours:
         """Write the completed hours and return {hour: {ALL: sums}} of hours [since, until). Raises CacheError."""
         file, self.left_out = self.folder / "counted.jsonl", Counter()
         with reraised(CacheError, f"cannot write {file}", "free space, or choose another --state", OSError):
-            for hour in sorted(each for each in self._pairs if each < until):
+            for hour in sorted(number for number in self._pairs if number < until):
                 append_lines(file, [{"hour": hour, "sums": astuple(Sums.of(self._pairs[hour]))}])
                 del self._pairs[hour]
             hours: dict[int, dict[str, Sums]] = {}
@@ -57,4 +57,4 @@ class CountedHours:
 def _is_hour(line: dict[str, Any]) -> bool:
     sums = line.get("sums")
     is_whole = isinstance(sums, list) and len(sums) == len(astuple(Sums()))
-    return type(line.get("hour")) is int and is_whole and all(type(each) in (int, float) for each in sums or ())
+    return type(line.get("hour")) is int and is_whole and all(type(value) in (int, float) for value in sums or ())

@@ -98,7 +98,7 @@ class Meter:
         earlier, last = saved
         for counts in (earlier, last):
             is_valid = isinstance(counts, list) and len(counts) == len(fields(Counts))
-            if not is_valid or not all(type(each) in (int, float) and math.isfinite(each) for each in counts):
+            if not is_valid or not all(type(count) in (int, float) and math.isfinite(count) for count in counts):
                 raise ValueError("impossible meters")
         return cls(Counts(*earlier), Counts(*last))
 
@@ -138,12 +138,12 @@ class Meters:
 
     def saved(self) -> dict[str, Any]:
         """JSON form of the meters; `restore` reads it."""
-        return {server: {engine: meter.saved() for engine, meter in each.items()} for server, each in self.of.items()}
+        return {server: {engine: meter.saved() for engine, meter in meters.items()} for server, meters in self.of.items()}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from saved meters of the same servers."""
         for server in self.of.keys() & saved.keys():
-            self.of[server] = {engine: Meter.of(each) for engine, each in saved[server].items()}
+            self.of[server] = {engine: Meter.of(meter) for engine, meter in saved[server].items()}
 
 
 def is_restarted(before: Counts, after: Counts) -> bool:

@@ -153,7 +153,7 @@ class PacelineServer:
 
     def _change(self, kind: str, name: str, before: str | None, drafter: str, save_undo: Callable[[], None]) -> None:
         """Record the change in `undo`, then request it: a request whose response was lost may have been executed."""
-        is_noted = any(each[:2] == [kind, name] for each in self.undo)  # a retry
+        is_noted = any(change[:2] == [kind, name] for change in self.undo)  # a retry
         if not is_noted:
             self.undo.append([kind, name, before])
         try:

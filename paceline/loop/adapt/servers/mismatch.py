@@ -103,7 +103,7 @@ def measure(llm: LLM, drafter: Drafter, requests: Sequence[Request]) -> float:
 
 
 def _rounds(llm: LLM, drafter: Drafter, requests: Sequence[Request]) -> list[Rounds]:
-    return [each.figures for each in score(llm, drafter, requests)]
+    return [result.figures for result in score(llm, drafter, requests)]
 
 
 def drafter_of(stored: StoredDrafter | Eagle3Checkpoint) -> Drafter:
@@ -173,7 +173,7 @@ def variations(
     if isinstance(stored, Eagle3Checkpoint):
         theta = getattr(getattr(target, "config", None), "rope_theta", None)
         thetas = [theta, *THETAS] if isinstance(theta, float) and theta not in THETAS else THETAS
-        yield from (Variation(*each) for each in changes(stored, target, thetas))
+        yield from (Variation(*change) for change in changes(stored, target, thetas))
         return
     for make in (_layer_ids, _rotary, _windows, _norms, _heads, _second):
         yield from make(stored, target)
@@ -210,18 +210,21 @@ def _rotary(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
     shape, of_target = stored.config.shape, getattr(target, "config", None)
     theta = getattr(of_target, "rope_theta", None)
     own = [theta] if isinstance(theta, float) else []
-    for each in dict.fromkeys((*own, *THETAS)):
-        if each != shape.rope_theta:
-            yield _rope(stored, f"rope_theta {each:g}", each, shape.rope_scaling)
+    for theta_value in dict.fromkeys((*own, *THETAS)):
+        if theta_value != shape.rope_theta:
+            yield _rope(stored, f"rope_theta {theta_value:g}", theta_value, shape.rope_scaling)
     scaling = getattr(of_target, "rope_scaling", None)
     if scaling and scaling["rope_type"] == "longrope":  # fits only the target's lengths and maybe a part of its heads
         scaling = shape.rope_scaling
-    for each, change in ((None, "no rope_scaling"), (scaling, "the target's rope_scaling")):
-        if each != shape.rope_scaling:
-            yield _rope(stored, change, shape.rope_theta, each)
+    for scaling_value, change in ((None, "no rope_scaling"), (scaling, "the target's rope_scaling")):
+        if scaling_value != shape.rope_scaling:
+            yield _rope(stored, change, shape.rope_theta, scaling_value)
     order = torch.cat([torch.arange(0, shape.head_dim, 2), torch.arange(1, shape.head_dim, 2)])
-    for each, change in ((order, "pairs of neighbours are rotated"), (order.argsort(), "halves are rotated, twice permuted")):
-        tensors = {name: _permuted(name, tensor, each) for name, tensor in stored.tensors.items()}
+    for channels, change in (
+        (order, "pairs of neighbours are rotated"),
+        (order.argsort(), "halves are rotated, twice permuted"),
+    ):
+        tensors = {name: _permuted(name, tensor, channels) for name, tensor in stored.tensors.items()}
         yield Variation("rotary style", f"weights as where {change}", replace(stored, tensors=tensors))
 
 

@@ -107,7 +107,7 @@ class Series:
         if self.raised_at is None or (hour + 1 - self.raised_at) // DAY <= self._judged:
             return
         self._judged += 1
-        day = [each for each in self.evidence if each.hour >= self.raised_at + DAY * (self._judged - 1)]
+        day = [residual for residual in self.evidence if residual.hour >= self.raised_at + DAY * (self._judged - 1)]
         if len(day) < DAY / 2:
             return  # too little traffic: the alarm stays as it is
         verdict = self._judge(day)
@@ -115,7 +115,7 @@ class Series:
         if verdict == "lapsed":
             self.end_alarm()
         elif self._judged > MOST_ALARM_DAYS:
-            self.season.shift(sum(each.value for each in self.evidence) / len(self.evidence))
+            self.season.shift(sum(residual.value for residual in self.evidence) / len(self.evidence))
             self.end_alarm()
         elif verdict == "lasts" and self._judged >= needed and self.state == "raised":
             self.state, self.held_at = "held", hour
@@ -123,8 +123,8 @@ class Series:
     def _judge(self, day: list[Residual]) -> Literal["lasts", "undecided", "lapsed"]:
         """Judge a day by its mean, so that each hour counts the same, and by its median: a short incident, however deep, is no
         drift."""
-        mean = sum(each.value for each in day) / len(day)
-        own = self._inflation * sum(each.variance for each in day) / len(day) ** 2
+        mean = sum(residual.value for residual in day) / len(day)
+        own = self._inflation * sum(residual.variance for residual in day) / len(day) ** 2
         error = math.sqrt(own + self.season.shared_variance(day[0].hour))
         self.loss = 1.0 - math.exp(mean)
         typical = 1.0 - math.exp(_median(day))
@@ -134,8 +134,8 @@ class Series:
 
     def end_alarm(self) -> None:
         """End the alarm, and add its hours to the season."""
-        for each in self.evidence:
-            self._learn(each.hour, each.raw, each.raw_variance)
+        for residual in self.evidence:
+            self._learn(residual.hour, residual.raw, residual.raw_variance)
         self._calm()
 
     def change_drafter(self, hour: int) -> None:
@@ -205,12 +205,12 @@ class Series:
 
 def _median(day: list[Residual]) -> float:
     """Median of the residuals, weighted by inverse variance."""
-    ordered = sorted(day, key=lambda each: each.value)
-    half, weight = sum(1 / each.variance for each in day) / 2, 0.0
-    for each in ordered:
-        weight += 1 / each.variance
+    ordered = sorted(day, key=lambda residual: residual.value)
+    half, weight = sum(1 / residual.variance for residual in day) / 2, 0.0
+    for residual in ordered:
+        weight += 1 / residual.variance
         if weight >= half:
-            return each.value
+            return residual.value
     return 0.0
 
 

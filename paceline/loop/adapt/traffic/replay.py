@@ -117,7 +117,7 @@ def _outcome(world: World, policy: Policy, trainings: list[int], alarms: list[in
     after = [at for at in trainings if drift and at >= drift.begins]
     suspicions = len(alarms)
     if isinstance(policy, SeasonalPolicy):
-        suspicions = sum(each.series.num_raised for each in policy.clusters.values()) + policy.mix.num_raised
+        suspicions = sum(cluster.series.num_raised for cluster in policy.clusters.values()) + policy.mix.num_raised
     return Outcome(
         len(trainings),
         len(alarms) - len(true),
@@ -134,21 +134,21 @@ def _outcome(world: World, policy: Policy, trainings: list[int], alarms: list[in
 
 def summary(outcomes: list[Outcome]) -> dict[str, Any]:
     """Means over repetitions, and the largest number of trainings in one."""
-    per_4_weeks = FOUR_WEEKS / fmean(each.hours for each in outcomes)
-    detected = [each.detected_after / DAY for each in outcomes if each.detected_after is not None]
-    decided = [each.decided_after / DAY for each in outcomes if each.decided_after is not None]
+    per_4_weeks = FOUR_WEEKS / fmean(outcome.hours for outcome in outcomes)
+    detected = [outcome.detected_after / DAY for outcome in outcomes if outcome.detected_after is not None]
+    decided = [outcome.decided_after / DAY for outcome in outcomes if outcome.decided_after is not None]
     return {
-        "retrains": fmean(each.retrains for each in outcomes),
-        "most_retrains": max(each.retrains for each in outcomes),
-        "false_alarms_per_4_weeks": per_4_weeks * fmean(each.false_alarms for each in outcomes),
-        "suspicions_per_4_weeks": per_4_weeks * fmean(each.suspicions for each in outcomes),
+        "retrains": fmean(outcome.retrains for outcome in outcomes),
+        "most_retrains": max(outcome.retrains for outcome in outcomes),
+        "false_alarms_per_4_weeks": per_4_weeks * fmean(outcome.false_alarms for outcome in outcomes),
+        "suspicions_per_4_weeks": per_4_weeks * fmean(outcome.suspicions for outcome in outcomes),
         "detection_periods": fmean(detected) if detected else None,
         "most_detection_periods": max(detected, default=None),
         "decision_periods": fmean(decided) if decided else None,
-        "missed": fmean(each.is_missed for each in outcomes),
-        "second_member_proposed": fmean(each.proposed for each in outcomes),
-        "tokens_per_round": fmean(each.tokens_per_round for each in outcomes),
-        "net_tokens_per_round": fmean(each.net_tokens_per_round for each in outcomes),
+        "missed": fmean(outcome.is_missed for outcome in outcomes),
+        "second_member_proposed": fmean(outcome.proposed for outcome in outcomes),
+        "tokens_per_round": fmean(outcome.tokens_per_round for outcome in outcomes),
+        "net_tokens_per_round": fmean(outcome.net_tokens_per_round for outcome in outcomes),
     }
 
 

@@ -76,7 +76,7 @@ def read_hours(folder: Path, since: int = 0, now: float | None = None) -> tuple[
     for row in _rows(folder, (), left_out, since * HOUR_S):
         if (hour := _hour_of(row, since, now, seen, left_out)) is not None:
             rounds[hour][_cluster(row)].append(_figures(row))
-    return {hour: {name: Sums.of(each) for name, each in by.items()} for hour, by in rounds.items()}, left_out
+    return {hour: {name: Sums.of(pairs) for name, pairs in by.items()} for hour, by in rounds.items()}, left_out
 
 
 def read_span(folder: Path, begin_s: float, end_s: float) -> dict[str, Sums]:
@@ -87,7 +87,7 @@ def read_span(folder: Path, begin_s: float, end_s: float) -> dict[str, Sums]:
         is_within = row["ended"] is not None and begin_s <= row["ended"] < end_s
         if is_within and _hour_of(row, 0, end_s, seen, left_out) is not None:
             rounds[_cluster(row)].append(_figures(row))
-    return {name: Sums.of(each) for name, each in rounds.items()}
+    return {name: Sums.of(pairs) for name, pairs in rounds.items()}
 
 
 def read_requests(
@@ -202,7 +202,7 @@ _PER_S = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 def _is_sound(row: Mapping[str, Any]) -> bool:
     """True if a row is consistent: no null or negative numbers, no more drafts accepted than drafted."""
     lists = [row[name] for name in ("drafted", "accepted", "prompt_ids", "answer_ids") if row.get(name) is not None]
-    if row["key"] is None or any(number is None or number < 0 for each in lists for number in each):
+    if row["key"] is None or any(number is None or number < 0 for numbers in lists for number in numbers):
         return False
     return not _has_rounds(row) or all(map(operator.le, row["accepted"], row["drafted"]))
 

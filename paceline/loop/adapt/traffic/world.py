@@ -219,7 +219,7 @@ def _with_drift(world: World, begins: int, ends: int) -> World:
     """Sets the drift of a world; its onset is the hour from which on the moving cluster has lost MATERIAL."""
 
     def loss(source: Source, at: int) -> float:
-        now, before = (tokens_per_round(np.array(world.chance(source, each))) for each in (at, begins - 1))
+        now, before = (tokens_per_round(np.array(world.chance(source, hour))) for hour in (at, begins - 1))
         return float(1 - now / before)
 
     hours = range(begins, world.num_hours)

@@ -177,7 +177,7 @@ def _dflash(start: Start, folder: Path, raw: Mapping[str, Any], sizes: ConfigSiz
             verifier=_verifier(start),
             with_vocabulary=start.engine == "vllm",
         )
-        notes += [f"left out for {start.engine}: {each}" for each in left_out]
+        notes += [f"left out for {start.engine}: {item}" for item in left_out]
         folder = scratch / "drafter"
     return Given(folder, "dflash", num_drafted, notes)
 
