@@ -85,7 +85,7 @@ class Watcher(Steps):
         if over > self._next:
             hours, left_out = self._seen(over, self._next, now)
             for number in range(max(self._next, over - 7 * 24), over):
-                self._next = number + 1  # whatever goes wrong: the policy knows the hour by then
+                self._next = number + 1  # also after an error: the policy has the hour by then
                 self._hour(number, hours.get(number, {}), left_out, now)
 
     def _seen(self, over: int, since: int, now: float) -> tuple[Mapping[int, Mapping[str, Sums]], Mapping[str, int]]:
@@ -160,7 +160,9 @@ class Watcher(Steps):
             self._event(stage.hour, "failed", clusters=clusters, why=str(error))
             return False
         outs = (self.store.state.resolve() / "trainings" / f"{name}-{at}" for at in range(len(self.retrain.learning_rates)))
-        stage.name, stage.window, stage.candidates = "training", plain(asdict(window)), [str(out / "drafter") for out in outs]
+        stage.name = "training"
+        stage.window = plain(asdict(window))
+        stage.candidates = [str(out / "drafter") for out in outs]
         stage.rates = list(self.retrain.learning_rates)
         self._event(stage.hour, "training", clusters=clusters, window=asdict(window))
         return True
@@ -182,7 +184,8 @@ class Watcher(Steps):
         probation = self._canary.look(now)
         self.metrics.is_reached = True
         if probation is not None:
-            probation.incumbent, self.by_hand, self._is_unsaved = self.incumbent, probation, True
+            probation.incumbent = self.incumbent
+            self.by_hand, self._is_unsaved = probation, True
             why = f"{probation.member} was loaded by hand: it is watched"
             self._event(probation.hour, "told", drafter=probation.drafter, why=why)
 
@@ -194,7 +197,7 @@ class Watcher(Steps):
                 stage.clock_moved(by)
         self._is_unsaved = True
 
-    # Written down
+    # Saved state
 
     def _save(self, now: float) -> None:
         """Save the state if it has changed. Raises CacheError; the next tick tries again."""

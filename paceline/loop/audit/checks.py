@@ -117,7 +117,7 @@ def nucleus(groups: Sequence[Group], allowed: Tolerance) -> list[Finding]:
 
 
 def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
-    """Checks that each token is the most probable one after the server's text before it. Near ties are no faults."""
+    """Checks that each token is the most probable one after the server's text before it. Near ties do not count."""
     draws = [draw for draw in draws if draw.tokens]
     if not draws:
         return Finding("greedy", "not judged", f"the tokens of all {num_lost} greedy answers are unknown")

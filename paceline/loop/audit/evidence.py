@@ -64,9 +64,6 @@ class Scores:
     logprob_T: Floats
     """Log-probability at temperature 1, without filters."""
 
-    def __len__(self) -> int:
-        return len(self.nll_T)
-
 
 @dataclass(frozen=True, slots=True)
 class Draw:

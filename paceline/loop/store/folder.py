@@ -222,7 +222,7 @@ class Store:
                 unique.append(row)
         every = [row for _, row in stored] + unique
         known = [side for side, _ in stored] + [None] * len(unique)
-        conversations, chosen, _ = sides([tuple(row["prompt_ids"]) for row in every], known, self.split)
+        conversations, chosen = sides([tuple(row["prompt_ids"]) for row in every], known, self.split)
         pieces = [pieces_of([*row["prompt_ids"], *row["answer_ids"]]) for row in every]
         near, new = Near(self.split.max_overlap, common_pieces(pieces)), list[tuple[str, Row]]()
         for number, (row, side) in enumerate(zip(every, chosen, strict=True)):
@@ -252,7 +252,7 @@ class Store:
             old = [file for side in SIDES for file in self.shards(side)]
             rows = [row for side in SIDES for row in self.rows(side)]
             refuse(PromptError, (not rows, f"{self.path} is empty: add answers first"))
-            _, chosen, _ = sides([tuple(row["prompt_ids"]) for row in rows], [None] * len(rows), split)
+            _, chosen = sides([tuple(row["prompt_ids"]) for row in rows], [None] * len(rows), split)
             for side in SIDES:
                 self.write(side, [row for row, where in zip(rows, chosen, strict=True) if where == side], self.version + 1)
             self.split = split

@@ -33,7 +33,7 @@ class Forgotten:
     """Deleted cases of suites made from the store."""
     source_rows: int = 0
     suites_gone: list[str] = field(default_factory=list)
-    """Suites that are no longer at their path; copies of them are not changed."""
+    """Suites missing from their path; copies of them are not changed."""
     sources_with_it: list[str] = field(default_factory=list)
     """Source files that still contain such rows."""
     version: int = 0

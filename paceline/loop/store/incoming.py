@@ -61,7 +61,7 @@ def shards_of(source: Path) -> list[Path]:
 
 
 def read_shard(file: Path) -> list[Row]:
-    """Reads rows with every column of STORED; missing columns are None. Raises PromptError on a damaged or foreign file."""
+    """Reads rows with every column of STORED, None for missing ones. Raises PromptError on a damaged or foreign file."""
     with reraised(PromptError, f"{file} is no file of answers", "give whole files", pa.ArrowException, OSError, ValueError):
         table = parquet.read_table(file)
         missing = [name for name in ("prompt_ids", "answer_ids", "text") if name not in table.column_names]

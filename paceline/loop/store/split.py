@@ -66,10 +66,8 @@ def side_of(name: str, config: SplitConfig) -> str:
     return SIDES[int.from_bytes(drawn, "big") < config.evals_share * 2**64]
 
 
-def sides(
-    prompts: Sequence[tuple[int, ...]], known: Sequence[str | None], config: SplitConfig
-) -> tuple[list[str], list[str], int]:
-    """Returns (conversation per prompt, side or BETWEEN per prompt, number of families); `known`: sides of stored prompts."""
+def sides(prompts: Sequence[tuple[int, ...]], known: Sequence[str | None], config: SplitConfig) -> tuple[list[str], list[str]]:
+    """Returns (conversation, side or BETWEEN) of every prompt, as two lists; `known`: sides of stored prompts, else None."""
     firsts = first_prompts(prompts)
     unique = list(dict.fromkeys(firsts))
     place = {first: number for number, first in enumerate(unique)}
@@ -85,8 +83,5 @@ def sides(
     for group, name in names.items():
         stored = members[group]
         chosen[group] = side_of(name, config) if not stored else stored.pop() if len(stored) == 1 else BETWEEN
-    return (
-        [digest(first) for first in firsts],
-        [side or chosen[groups.of(place[first])] for first, side in zip(firsts, known, strict=True)],
-        len(names),
-    )
+    result = [side or chosen[groups.of(place[first])] for first, side in zip(firsts, known, strict=True)]
+    return [digest(first) for first in firsts], result

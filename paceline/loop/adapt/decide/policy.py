@@ -227,7 +227,7 @@ class SeasonalPolicy:
         weakest = self._weakest()
         assert weakest is not None, "the mix moved, so there are clusters"
         name, day, best = weakest
-        loss = max(self.mix.loss, 1 - day.tokens_per_round / best)  # it was never better: what can be won is to be as the best
+        loss = max(self.mix.loss, 1 - day.tokens_per_round / best)  # no baseline: it could at best equal the best
         return Alarm(name, loss, day.tokens_per_round, day.tokens / DAY, self.scores(name))
 
     def _mix(self, number: int) -> Mix:

@@ -52,7 +52,7 @@ def is_held_out(prompt: str) -> bool:
 def examine(
     candidate: Path, engine: EngineConfig, traces: Path, config: CandidateConfig, progress: Progress = SILENT
 ) -> Verdict:
-    """Judges a candidate. Raises ConfigError if there are no requests to judge by, and what loading the target raises."""
+    """Judges a candidate. Raises ConfigError without requests to judge by, and what loading the target raises."""
     usual, source = usual_settings(engine.model, config.temperature)
     requests, left_out = read_requests(traces, since=config.since, usual=usual)
     if config.held_out_only:

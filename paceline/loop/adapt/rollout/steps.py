@@ -146,7 +146,8 @@ class Steps:
             self._refused(stage, now, "; ".join(verdict["reason"] for verdict in stage.verdicts))
             return
         stage.at = max(passed, key=lambda at: stage.verdicts[at]["gains"]["drifted"]["low"])
-        stage.drafter, stage.why, stage.name = stage.candidates[stage.at], stage.verdicts[stage.at]["reason"], "swap"
+        stage.name = "swap"
+        stage.drafter, stage.why = stage.candidates[stage.at], stage.verdicts[stage.at]["reason"]
         self._is_unsaved = True
         if self.by_hand is None:
             self._on_server(stage, now)

@@ -143,13 +143,13 @@ def rank(
     return [as_is, *sorted(ranked, key=lambda one: -one.tokens_per_round)]
 
 
-def _is_higher(ours: Sequence[Rounds], theirs: Sequence[Rounds]) -> bool:
-    """True if acceptance length is higher than `theirs` in 97.5% of paired bootstrap draws over requests."""
+def _is_higher(rounds: Sequence[Rounds], baseline: Sequence[Rounds]) -> bool:
+    """True if acceptance length is higher than `baseline` in 97.5% of paired bootstrap draws over requests."""
 
     def gain(items: list[tuple[float, ...]]) -> float:
         return ratio_of_sums([item[:2] for item in items]) - ratio_of_sums([item[2:] for item in items])
 
-    pairs = zip(ours, theirs, strict=True)
+    pairs = zip(rounds, baseline, strict=True)
     items = [(one.num_accepted, one.num_rounds, other.num_accepted, other.num_rounds) for one, other in pairs]
     low, _ = bootstrap(items, gain)
     return low is not None and low > 0

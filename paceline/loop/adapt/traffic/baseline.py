@@ -87,11 +87,6 @@ class Seasonal:
     def level(self) -> float:
         return (self._fit or self._fitted())[0] if self.num_hours else 0.0
 
-    @property
-    def swing(self) -> float:
-        """Standard deviation of the hours of the week around the level."""
-        return float(np.std((self._fit or self._fitted())[2])) if self.num_hours else 0.0
-
     def _fitted(self) -> tuple[float, float, np.ndarray, np.ndarray, np.ndarray]:
         weights, whole = self._weights, float(self._weights.sum())
         level = float(self._sums.sum()) / whole

@@ -70,7 +70,7 @@ def hours_of(folder: Path) -> Iterator[tuple[int, dict[str, Sums]]]:
 def read_hours(folder: Path, since: int = 0, now: float | None = None) -> tuple[dict[int, dict[str, Sums]], Counter[str]]:
     """Returns {hour: {cluster: sums}} of hours from `since` on, and the number of traces left out by reason.
 
-    Raises ConfigError if there is no such folder; a damaged shard is only left out."""
+    Raises ConfigError if the folder does not exist; a damaged shard is only left out."""
     rounds: dict[int, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, (), left_out, since * HOUR_S):

@@ -1,8 +1,8 @@
 """Checks whether another engine drafts as trained: compares its acceptance length on twenty prompts with paceline's.
 
     prompts = prompt_ids(model)
-    ours = brings(model, given.folder, given.num_drafted, prompts)       # in a separate process, which frees its memory
-    Comparison(ours, served("vllm", client, name, prompts)).is_low
+    expected = brings(model, given.folder, given.num_drafted, prompts)       # in a separate process, which frees its memory
+    Comparison(expected, served("vllm", client, name, prompts)).is_low
 
 The prompts are those of `paceline inspect`, greedy, one after the other. Paceline measures the same folder with the same number
 of drafts per round. The engine's acceptance length comes from vLLM's counters before and after, or from the rounds that SGLang
@@ -35,17 +35,17 @@ LEAST_SHARE, LEAST_LOSS = 0.85, 0.15
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    ours: float
-    theirs: float
+    expected: float
+    measured: float
 
     @property
     def is_low(self) -> bool:
-        return self.theirs < min(self.ours * LEAST_SHARE, self.ours - LEAST_LOSS)
+        return self.measured < min(self.expected * LEAST_SHARE, self.expected - LEAST_LOSS)
 
     @property
     def text(self) -> str:
         verdict = "clearly less" if self.is_low else "as it should be"
-        return f"{self.theirs:.2f} tokens a round on {NUM_PROMPTS} prompts, {self.ours:.2f} expected: {verdict}"
+        return f"{self.measured:.2f} tokens a round on {NUM_PROMPTS} prompts, {self.expected:.2f} expected: {verdict}"
 
 
 def prompt_ids(model: str) -> list[list[int]]:
