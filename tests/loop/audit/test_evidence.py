@@ -97,7 +97,7 @@ class Server:
         scores = scores_of(MODEL[before_NT.flatten()], torch.stack(said, 1).flatten().tolist(), temperature, top_p, 0.02)
         for index, prompt in enumerate(prompts):
             part = slice(index * LENGTH, (index + 1) * LENGTH)
-            own = {name: getattr(scores, name)[part] for name in scores.__slots__ if name != "yes"}
+            own = {name: getattr(scores, name)[part] for name in scores.__slots__ if name != "binary"}
             own["binary"] = {name: (one[part], other[part]) for name, (one, other) in scores.binary.items()}
             tokens = tuple(int(each[index]) for each in said)
             group.draws.append(Draw(prompt, tokens, type(scores)(**own)))
@@ -139,7 +139,7 @@ def test_scores_of_a_few_positions_at_a_time_are_those_of_all(monkeypatch: pytes
     whole = scores_of(MODEL[:7], tokens, 0.8, 0.9, 0.02)
     monkeypatch.setattr(scores, "LOGITS", 3 * MODEL.shape[1])
     pieces = scores_of(MODEL[:7], tokens, 0.8, 0.9, 0.02)
-    assert len(whole) == len(pieces) == 7
+    assert len(whole.nll_T) == len(pieces.nll_T) == 7
     for name in scores.ARRAYS:
         np.testing.assert_array_equal(getattr(pieces, name), getattr(whole, name), name)
     assert pieces.binary.keys() == whole.binary.keys()
