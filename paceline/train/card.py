@@ -1,7 +1,7 @@
-"""A finished drafter as others find it: README.md, the model card, beside its weights; and its way to the Hugging Face hub.
+"""Writes the model card (README.md) of a finished drafter and uploads the drafter to the Hugging Face hub.
 
-Everything in the card is read from the run's folder and from the target's file; nothing is guessed. The hub gets the drafter's
-folder as it is, into a private repository unless the caller says otherwise.
+The card contains only facts read from the run's folder and from the target's file. `push` uploads the drafter's folder
+unchanged, to a private repository unless the caller asks for a public one.
 """
 
 from __future__ import annotations
@@ -25,15 +25,12 @@ from paceline.runs.folder import write_whole
 from paceline.train.config import TrainConfig
 
 HASHED_BYTES = 4 << 30
-"""Of a target's weights; of larger files the first bytes and the size are hashed."""
+"""Bytes of a target's weights that are hashed; of larger files, the size and the first bytes are hashed."""
 CHUNK = 1 << 22
 
 
 def target_hash(name: str) -> str:
-    """Which bytes the target is made of: "sha256:..." of its GGUF file, or of its weight files one after the other.
-
-    Raises what `hub.resolve` does.
-    """
+    """Returns "sha256:..." of the target's GGUF file, or of all its weight files in order. Raises like `hub.resolve`."""
     if name in BUILTINS:
         return f"sha256:{BUILTINS[name].gguf_sha256}"
     path = resolve(name)
@@ -50,22 +47,21 @@ def target_hash(name: str) -> str:
 
 
 def write_card(config: TrainConfig, drafter: Path, figures: dict[str, Any], served: dict[str, Any]) -> Path:
-    """README.md beside the weights. `figures`: steps, blocks, eal, loss, prompts;
-    `served`: heldout.json. Raises CacheError."""
+    """Writes README.md from `figures` (steps, blocks, eal, loss, prompts) and `served` (heldout.json). Raises CacheError."""
     file = drafter / "README.md"
     write_whole(file, card_text(config, drafter, figures, served))
     return file
 
 
 class _Kind(NamedTuple):
-    """What a card says of the kind of drafter."""
+    """The parts of a card that depend on the drafting method."""
 
     title: str
     drafts: int
-    """Tokens a round."""
+    """Draft tokens per round."""
     about: str
     others: list[str]
-    """Commands for other programs."""
+    """Shell commands for other programs."""
 
 
 def _kind(config: TrainConfig, drafter: Path, raw: dict[str, Any], named: str) -> _Kind:
@@ -94,12 +90,13 @@ def _kind(config: TrainConfig, drafter: Path, raw: dict[str, Any], named: str) -
 
 
 def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], served: dict[str, Any]) -> str:
-    """The card as Markdown, with the header that the hub reads."""
+    """Returns the card as Markdown, with the YAML header that the hub reads."""
     raw = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
     target = config.target.model
     licence = BUILTINS[target].licence.lower() if target in BUILTINS else "other"
-    named = shlex.quote(target if target in BUILTINS else _loaded_from(target))
-    kind = _kind(config, drafter, raw, named)
+    target_name = shlex.quote(target if target in BUILTINS else _loaded_from(target))
+    kind = _kind(config, drafter, raw, target_name)
+    finished = datetime.fromtimestamp((drafter / "model.safetensors").stat().st_mtime, UTC).date()
     tag = kind.title.lower().replace("-", "")
     first = f"first layers {config.shape.start if config.init is None else f'of {config.init}'}"
     if kind.title == "MTP" and config.init is None and not config.shape.is_copied:
@@ -117,7 +114,7 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
         "## Training",
         "",
         f"{figures.get('steps')} steps, {figures.get('blocks')} blocks, loss {config.loop.loss.name}, {config.loop.optim.name} "
-        f"{config.loop.optim.lr:g}, {first}. Finished on {_day(drafter)} with paceline "
+        f"{config.loop.optim.lr:g}, {first}. Finished on {finished} with paceline "
         f"{__version__}. `paceline train --config run.yaml` does the same again.",
         "",
         "## Figures",
@@ -127,7 +124,7 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
         "## Use",
         "",
         "```sh",
-        f"paceline serve --model {named} --drafter {shlex.quote(_place(config, drafter))}",
+        f"paceline serve --model {target_name} --drafter {shlex.quote(_place(config, drafter))}",
         *kind.others,
         "```",
         "",
@@ -140,7 +137,7 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
 
 
 def _engines(target: str, drafter: str, block: int) -> list[str]:
-    """How engines that know DFlash v1 are started."""
+    """Returns shell commands that start vLLM and SGLang with this DFlash v1 drafter."""
     return [
         "# elsewhere num_speculative_tokens must be given, or SGLang's number with the anchor: there is no default for DFlash",
         f"vllm serve {shlex.quote(_loaded_from(target))} --speculative-config "
@@ -158,7 +155,7 @@ def _base(target: str) -> str:
 
 
 def _loaded_from(target: str) -> str:
-    """The target in commands for other engines: a hub id, or for a local folder a path to be filled in."""
+    """Returns the target's name in commands for other engines: a hub id, or a placeholder path for a local folder."""
     return f"path/to/{_base(target)}" if Path(target).exists() else _base(target)
 
 
@@ -171,18 +168,13 @@ def _hash(config: TrainConfig) -> str:
         return f"its hash is not known: {error}"
 
 
-def _day(drafter: Path) -> str:
-    """The date on which the weights were written, in UTC."""
-    return datetime.fromtimestamp((drafter / "model.safetensors").stat().st_mtime, UTC).date().isoformat()
-
-
 def _taps(raw: dict[str, Any]) -> str:
-    of_eagle3 = (raw.get("eagle_config") or {}).get(LAYER_IDS, [])
-    return ", ".join(map(str, raw.get("dflash_config", {}).get("target_layer_ids", of_eagle3)))
+    eagle3_layers = (raw.get("eagle_config") or {}).get(LAYER_IDS, [])
+    return ", ".join(map(str, raw.get("dflash_config", {}).get("target_layer_ids", eagle3_layers)))
 
 
 def _place(config: TrainConfig, drafter: Path) -> str:
-    """The drafter in commands: its hub repository, else its path from the working folder, else a path to be filled in."""
+    """Returns the drafter's name in commands: its hub repository, else its relative path, else a placeholder path."""
     if config.push_to_hub:
         return config.push_to_hub
     path, here = drafter.absolute(), Path.cwd()
@@ -218,21 +210,23 @@ def _figures(figures: dict[str, Any], served: dict[str, Any]) -> list[str]:
 
 
 def _limits(raw: dict[str, Any], drafter: Path) -> list[str]:
-    said = []
+    limits = []
     if raw.get("attention_bias"):
-        said.append("It has biases in its attention (`attention_bias`), as its target: paceline and PyPI's `dflash` read them; "
-                    "vLLM and SGLang were not tried.")  # fmt: skip
+        limits.append(
+            "It has biases in its attention (`attention_bias`), as its target: paceline and PyPI's `dflash` read them; vLLM "
+            "and SGLang were not tried."
+        )
     if (drafter / "draft_ids.safetensors").is_file():
-        said.append("paceline drafts among the tokens of `draft_ids.safetensors` only; other engines read the same weights and "
-                    "use the whole head, unless they get what `paceline export --format speculators` writes.")  # fmt: skip
-    return ["## Limits", "", " ".join(said), ""] if said else []
+        limits.append(
+            "paceline drafts among the tokens of `draft_ids.safetensors` only; other engines read the same weights and use the "
+            "whole head, unless they get what `paceline export --format speculators` writes."
+        )
+    return ["## Limits", "", " ".join(limits), ""] if limits else []
 
 
 def push(drafter: Path, repo: str, *, is_public: bool = False) -> str:
-    """Send the drafter's folder to a repository of the hub, made if need be; returns its address.
-
-    Raises ConfigError for a name that is none, DownloadError when the hub refuses or cannot be reached.
-    """
+    """Uploads the drafter's folder to a hub repository, which is created if needed; returns the repository's URL. Raises
+    ConfigError for an invalid repository name, DownloadError if the hub refuses or cannot be reached."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -243,6 +237,6 @@ def push(drafter: Path, repo: str, *, is_public: bool = False) -> str:
         reraised(DownloadError, f"{drafter} was not sent to {repo}", remedy, *refused),
     ):
         hub = huggingface_hub.HfApi()
-        made = hub.create_repo(repo, private=not is_public, exist_ok=True, repo_type="model")
+        url = hub.create_repo(repo, private=not is_public, exist_ok=True, repo_type="model")
         hub.upload_folder(repo_id=repo, folder_path=str(drafter), commit_message="drafter trained with paceline")
-    return str(made)
+    return str(url)

@@ -1,5 +1,5 @@
-"""A tiny random target on disk: bytes for tokens, a chat template, weights of one seed. `paceline train --scale tiny` uses it
-to go through every stage in seconds; what it says means nothing."""
+"""Writes a tiny random target to disk: byte tokens, a chat template, weights from a fixed seed. `paceline train --scale
+tiny` uses it to run every stage in seconds; its answers are meaningless."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8
 
 
 def write_tiny_target(folder: Path, seed: int = 0) -> Path:
-    """A model folder that every stage can load; written once. Raises CacheError when the disk refuses."""
+    """Writes a model folder that every stage can load, unless it exists. Raises CacheError for disk errors."""
     if (folder / "model.safetensors").is_file():
         return folder
     with reraised(CacheError, f"cannot write the tiny target to {folder}", "choose another --out", OSError):
@@ -24,14 +24,14 @@ def write_tiny_target(folder: Path, seed: int = 0) -> Path:
         (folder / "config.json").write_text(json.dumps(PARTS["config"], indent=1), encoding="utf-8")
         byte_tokenizer(PARTS["special_tokens"]).save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text(json.dumps(PARTS["tokenizer_config"]), encoding="utf-8")
-        # Louder than usual, and with a head of its own, so that the text wanders instead of saying one token for ever.
+        # Larger weights than usual and an untied head: otherwise the model repeats one token forever.
         tensors = {name: tensor if "norm" in name else tensor * 4 for name, tensor in random_tensors(load_config(folder), seed)}
         save_file(tensors, folder / "model.safetensors")
     return folder
 
 
 def byte_tokenizer(special: list[str]) -> Tokenizer:
-    """Bytes as tokens, then these. Letters stand for bytes as in GPT-2: those that cannot be seen are letters from 256 on."""
+    """Returns a tokenizer with one token per byte, in GPT-2's representation, followed by the special tokens."""
     visible = [byte for byte in range(256) if chr(byte).isprintable() and byte not in (0x20, 0xA0, 0xAD)]
     hidden = [byte for byte in range(256) if byte not in visible]
     vocab = {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
