@@ -154,7 +154,7 @@ def test_traces_of_another_server_tell_no_rounds(tmp_path: Path) -> None:
 def test_answers_that_the_target_wrote_beforehand_are_counted(tmp_path: Path) -> None:
     AnswerShards(tmp_path).write([Answer(f"p{n}@0", "here", 0, 0.0, [65], [66] * 20, "length", "") for n in range(9)])
     seen = seen_in_traces(tmp_path)
-    assert (seen.acceptance, seen.answers, seen.answer_tokens) == (None, 9, 20.0) and "no rounds told" in seen.source
+    assert (seen.acceptance, seen.answers, seen.answer_tokens) == (None, 9, 20.0) and "no rounds recorded" in seen.source
     (tmp_path / "answers-r0-00000.parquet").write_bytes(b"PAR1")
     with pytest.raises(ConfigError, match="is no trace .*give traces of paceline serve or record"):
         seen_in_traces(tmp_path)

@@ -47,20 +47,20 @@ def test_once_for_each_number_of_threads(monkeypatch: pytest.MonkeyPatch, home: 
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     told = facts.machine_of(None, "cpu")
     assert told.machine.bytes_per_s == 3e9 and not told.is_busy and len(found) == 2
-    assert len(json.loads((home / facts.KEPT).read_text())["machines"]) == 2
+    assert len(json.loads((home / facts.FILE).read_text())["machines"]) == 2
 
 
 def test_disturbed_the_best_counts_and_is_not_kept(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     found = measuring(monkeypatch, [3e9, 6e9, 4e9], BUSY)
     told = facts.machine_of(None, "cpu")
-    assert len(found) == facts.MEASUREMENTS == 3 and told.is_busy and not (home / facts.KEPT).exists()
+    assert len(found) == facts.MEASUREMENTS == 3 and told.is_busy and not (home / facts.FILE).exists()
     assert told.machine.bytes_per_s == 6e9 and told.machine.flops_per_s == {"bfloat16": 6e10}
     assert told.machine.cached_bytes_per_s == {"4": 1.2e10}
     measuring(monkeypatch, [7e9], QUIET)
-    assert facts.machine_of(None, "cpu").machine.bytes_per_s == 7e9 and (home / facts.KEPT).exists()
+    assert facts.machine_of(None, "cpu").machine.bytes_per_s == 7e9 and (home / facts.FILE).exists()
 
 
 def test_what_another_version_kept_is_measured_again(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    (home / facts.KEPT).write_text('{"mark": {"cpu": "x"}, "machine": {}, "has_gpu": false}')
+    (home / facts.FILE).write_text('{"mark": {"cpu": "x"}, "machine": {}, "has_gpu": false}')
     found = measuring(monkeypatch, [2e9], QUIET)
     assert facts.machine_of(None, "cpu").machine.bytes_per_s == 2e9 and len(found) == 1

@@ -1,1 +1,1 @@
-"""The plan of a training, made without loading a weight."""
+"""Plans a training run without loading weights."""

@@ -1,12 +1,12 @@
-"""Is a drafter of your own worth it: what it would bring, from how many answers, in how many hours, and when it has paid.
+"""Advises whether to train a drafter: its speed-up, the answers and hours it needs, and when it has paid for itself.
 
-    found = advise(CostsConfig(model="Qwen3.5-27B", hardware="2x H100"), AdviceConfig(streams=16, price_per_hour=8.0), Seen())
-    found.verdict, found.sentences, found.steps
+    advice = advise(CostsConfig(model="Qwen3.5-27B", hardware="2x H100"), AdviceConfig(price_per_hour=8.0), Seen())
+    advice.verdict, advice.sentences, advice.steps
 
-What is served now comes from traces, from a server's metrics, or is plain decoding. What a drafter would keep comes
-from the learning curves that were measured (`curves.json` for mixed traffic, `advice.json` for one application), by the
-roofline and the plan of `training_plan.py`: no weights are read. A curve of another target stands for one that was not
-measured, and says so.
+The current speed comes from traces, from a server's metrics, or is that of plain decoding. A drafter's acceptance length
+comes from measured learning curves (`curves.json` for mixed traffic, `advice.json` for one application), its speed-up from
+the roofline and `training_plan.py`, without reading weights. For a target without its own curve, another target's curve is
+used, and the advice mentions it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,12 @@ from paceline.simulate.costs.rounds import FractionDrafter, MeasuredCosts, Roofl
 from paceline.simulate.server_logs import Seen as ServerSeen
 from paceline.simulate.speedup import Acceptance, Load, chance_for, constant, from_rounds, from_survival, predict
 from paceline.train.config import AnswerConfig, PromptsConfig, TrainConfig
-from paceline.train.plan.expected_acceptance import CAUTION, CURVE_TARGET, ENOUGH, NUMBERS, TOLD
+from paceline.train.plan.expected_acceptance import ADVICE, CAUTION, CURVE_TARGET, ENOUGH, NUMBERS, interpolated
 from paceline.train.plan.target_facts import machine_of
 from paceline.train.plan.training_plan import ANSWER_SHARE, Plan, make_plan
 
 WORTH = 1.10
-"""A smaller gain over what is served now is not worth a training and its care."""
+"""Smallest gain over the current speed that is worth training and maintaining a drafter."""
 CEILING = (
     "All rates are a ceiling (the machine's full rates, nothing lost): {rate} tokens/s plainly is more than servers reach. "
     "Give --plain-rate, the tokens/s of one stream that you see today (or --server-log), and the answer is about your server."
@@ -45,12 +44,12 @@ LEAST_ROUNDS = 200
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known of the traffic."""
+    """Measurements of the current traffic."""
 
     source: str = ""
-    """"" where nothing was measured."""
+    """Description of the measurements; empty without measurements."""
     acceptance: Acceptance | None = None
-    """None where nothing was drafted."""
+    """None if nothing was drafted."""
     tokens_per_round: float = 1.0
     answers: int | None = None
     answer_tokens: float | None = None
@@ -59,28 +58,28 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A drafter that learned from so many answers."""
+    """Predictions for a drafter trained on this many answers."""
 
     answers: int
     tokens_per_round: float
     speedup: float
-    """Over plain decoding."""
+    """Relative to plain decoding."""
     gain: float
-    """Tokens per second over what is served now; 1.5 is half as many more."""
+    """Tokens per second relative to the current speed; 1.5 means 50% more."""
     tokens_per_s: float
     hours: float
-    """Of the training, writing the answers included where there are none."""
+    """Hours of training, including the hours of generating answers that do not exist yet."""
     cost: float | None = None
     saved_per_hour: float | None = None
-    """For the same traffic, in the hours at this load."""
+    """Money saved per hour at this load."""
     pays_back_days: float | None = None
     is_beyond: bool = False
-    """More was learned than the curve was measured for: it is held at its end."""
+    """True if the training is larger than the measured curve, whose last value is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A decision, and what it rests on."""
+    """A decision, and the figures behind it."""
 
     verdict: str
     """train, collect or no."""
@@ -91,20 +90,20 @@ class Advice:
     steps: list[Step]
     chosen: Step
     ideal_speedup: float
-    """With every draft of a block right."""
+    """Speed-up if every draft token were accepted."""
     machine: str
-    """Of the training."""
+    """The machine of the training."""
     basis: list[str] = field(default_factory=list)
-    """What is assumed or stands for something else."""
+    """Assumptions and substitutes."""
     is_ceiling: bool = False
-    """The rates are the roofline's: the machine's full rates, no overhead."""
+    """True if the rates are the roofline's: the machine's full rates, without overhead."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
-    """Raises PacelineError."""
+    """Returns the advice for a server and its traffic. Raises PacelineError."""
     streams = config.streams or seen.streams or 1
     load = Load(streams, config.context)
     setup = set_up(costs, [load])
@@ -120,32 +119,28 @@ def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
     most = max(step.gain for step in steps)
     chosen = next(step for step in steps if step.gain - 1 >= ENOUGH * (most - 1))
     last = plans[-1]
-    ideal = _own(setup, last, float(last.sizes.block_size), load).speedup
+    ideal, _ = _drafter_speed(setup, last, float(last.sizes.block_size), load)
     verdict, sentences = _decide(now, chosen, known, ideal, config, _guess(last))
     is_ceiling = setup.kind == "roofline" and setup.overhead is None
     if is_ceiling:
         sentences[-1:] = [*sentences[-1:], CEILING.format(rate=f"{now['plain_tokens_per_s']:,.0f}")]
         sentences[0] = f"{sentences[0]} {SHORT_CEILING}"
     basis = [*_basis(config, last, seen, has_answers, device), *_replicas(setup, load, now), *setup.warnings, *setup.limits]
-    basis.insert(0, _assumed(config, now, chosen))
+    acceptance = f"of {chosen.tokens_per_round:.2f} tokens a round, as learned"
+    basis.insert(0, assumed(config.context, f"{now['streams']:.0f}", acceptance))
     return Advice(verdict, sentences, setup.title, now, steps, chosen, ideal, last.machine, basis, is_ceiling)
 
 
-def _assumed(config: AdviceConfig, now: dict[str, float], chosen: Step) -> str:
-    """Context, streams and acceptance, and what differs from `simulate`."""
-    return assumed(config.context, f"{now['streams']:.0f}", f"of {chosen.tokens_per_round:.2f} tokens a round, as learned")
-
-
 def _replicas(setup: Setup, load: Load, now: dict[str, float]) -> list[str]:
-    """A sentence on plain decoding by a copy of the model on each GPU, where one GPU holds it: how small models are served."""
+    """Returns a sentence on plain decoding with one copy of the model per GPU, if one GPU can hold it."""
     costs, deployment = setup.bare or setup.costs, setup.deployment
     if not isinstance(costs, RooflineCosts) or deployment is None or deployment.num_gpus == 1:
         return []
     alone = replace(deployment, num_gpus=1)
-    each = -(-load.batch // deployment.num_gpus)
-    if not memory_need(costs.shape, alone, each, load.context).fits:
+    batch = -(-load.batch // deployment.num_gpus)
+    if not memory_need(costs.shape, alone, batch, load.context).fits:
         return []
-    rate = load.batch / replace(costs, deployment=alone).round_s(each, 0, load.context)
+    rate = load.batch / replace(costs, deployment=alone).round_s(batch, 0, load.context)
     return [
         f"Replicas: a copy of the model on each of {min(deployment.num_gpus, load.batch)} GPUs would write {rate:,.0f} "
         f"tokens/s plainly, {now['plain_tokens_per_s']:,.0f} are those of one copy over all {deployment.num_gpus}."
@@ -153,45 +148,42 @@ def _replicas(setup: Setup, load: Load, now: dict[str, float]) -> list[str]:
 
 
 def _device(costs: CostsConfig) -> str | None:
-    """As --device-name of a plan takes it."""
+    """Returns the machine in the format of --device-name."""
     if costs.hardware in (None, "this", "cpu"):
         return None
     return costs.hardware if costs.gpus == 1 else f"{costs.gpus}x {costs.hardware}"
 
 
 def _plan(model: str, answers: int, answer_tokens: int, device: str | None) -> Plan:
-    asked, longest = PromptsConfig(self_written=answers), max(16, round(answer_tokens / ANSWER_SHARE))
+    longest = max(16, round(answer_tokens / ANSWER_SHARE))
     config = TrainConfig(
-        target=EngineConfig(model=model), asked=asked, answering=AnswerConfig(max_tokens=longest), max_len=longest + 1024
+        target=EngineConfig(model=model),
+        asked=PromptsConfig(self_written=answers),
+        answering=AnswerConfig(max_tokens=longest),
+        max_len=longest + 1024,
     )
     return make_plan(config, device)
 
 
 def _now(setup: Setup, seen: Seen, load: Load) -> dict[str, float]:
-    """What is served: with the drafts that were seen, else plainly."""
+    """Returns the current speed: with the drafter that was measured, else of plain decoding."""
     plain = load.batch / setup.costs.round_s(load.batch, 0, load.context)
     speedup = 1.0
     if seen.acceptance and seen.tokens_per_round > 1:
         most = min(max(seen.acceptance.depth, 1), 1024)
         speedup = predict(setup.costs, seen.acceptance, replace(load, max_draft=most)).speedup
-    told = {"streams": float(load.batch), "plain_tokens_per_s": plain, "tokens_per_s": plain * speedup}
-    return {**told, "speedup": speedup, "tokens_per_round": seen.tokens_per_round}
+    rates = {"streams": float(load.batch), "plain_tokens_per_s": plain, "tokens_per_s": plain * speedup}
+    return {**rates, "speedup": speedup, "tokens_per_round": seen.tokens_per_round}
 
 
-@dataclass(frozen=True, slots=True)
-class _Own:
-    speedup: float
-    tokens_per_s: float
-
-
-def _own(setup: Setup, plan: Plan, tokens_per_round: float, load: Load) -> _Own:
-    """Of a drafter of the plan's shape; the tokens a round are those of a whole block, and fewer may be drafted."""
+def _drafter_speed(setup: Setup, plan: Plan, tokens_per_round: float, load: Load) -> tuple[float, float]:
+    """Returns (speed-up, tokens/s) with a drafter of the plan's shape, for the `tokens_per_round` of full blocks."""
     drafts = plan.sizes.block_size - 1
     costs = _with_drafter(setup.costs, FractionDrafter(plan.share_of_pass, plan.sizes.block_size))
     acceptance = constant(chance_for(min(tokens_per_round, drafts + 1.0), drafts))
-    found = predict(costs, acceptance, replace(load, max_draft=drafts))
-    assert found.tokens_per_s is not None
-    return _Own(found.speedup, found.tokens_per_s)
+    prediction = predict(costs, acceptance, replace(load, max_draft=drafts))
+    assert prediction.tokens_per_s is not None
+    return prediction.speedup, prediction.tokens_per_s
 
 
 def _with_drafter(costs: StepCosts, drafter: FractionDrafter) -> StepCosts:
@@ -205,10 +197,10 @@ def _step(
     setup: Setup, plan: Plan, answers: int, config: AdviceConfig, now: dict[str, float], load: Load, has_answers: bool
 ) -> Step:
     tokens, is_beyond = learned(answers, plan, config.traffic, now["tokens_per_round"])
-    own = _own(setup, plan, tokens, load)
+    speedup, rate = _drafter_speed(setup, plan, tokens, load)
     hours = plan.hours["all"] - (plan.hours["answers"] if has_answers else 0.0)
-    gain = own.tokens_per_s / now["tokens_per_s"]
-    step = Step(answers, tokens, own.speedup, gain, own.tokens_per_s, hours, is_beyond=is_beyond)
+    gain = rate / now["tokens_per_s"]
+    step = Step(answers, tokens, speedup, gain, rate, hours, is_beyond=is_beyond)
     if config.price_per_hour is None:
         return step
     number = setup.deployment.num_gpus if setup.deployment else 1
@@ -225,19 +217,18 @@ def _number(machine: str) -> int:
 
 
 def learned(answers: int, plan: Plan, traffic: str, now: float) -> tuple[float, bool]:
-    """(tokens a round, whether more was learned than was measured) of a drafter that learned from so many answers."""
+    """Returns (acceptance length of a drafter trained on this many answers, whether that is beyond the measured curve)."""
     assert plan.expected is not None, "only drafters of chains have none"
     if traffic == "mixed":
         return plan.expected["tokens_per_round"], plan.expected["is_beyond_the_curve"]
     answers = answers // (1 if plan.expected["is_own"] else CAUTION)
-    points: Sequence[Sequence[float]] = TOLD["application"]["points"]
+    points: Sequence[Sequence[float]] = ADVICE["application"]["points"]
     (fewest, first), (most, last) = points[0], points[-1]
     if answers >= most:
         return last, answers > most
     if answers <= fewest:  # fewer were not measured: in proportion, from what there is now
         return now + max(first - now, 0.0) * answers / fewest, False
-    (low, before), (high, after) = next(pair for pair in pairwise(points) if answers <= pair[1][0])
-    return before + (after - before) * math.log(answers / low) / math.log(high / low), False
+    return interpolated(points, answers), False
 
 
 def _decide(
@@ -273,7 +264,7 @@ def _decide(
 
 
 def _guess(plan: Plan) -> str:
-    """That the tokens a round are another model's, where they are: it stands beside the decision."""
+    """Returns a note if the acceptance length was measured on another target, for the sentence with the decision."""
     is_own = plan.expected is not None and plan.expected["is_own"]
     return "" if is_own else f" (a guess: how many tokens a round was measured on {CURVE_TARGET}, not on {plan.target})"
 
@@ -285,56 +276,56 @@ def _hours(hours: float) -> str:
 def _basis(config: AdviceConfig, plan: Plan, seen: Seen, has_answers: bool, device: str | None) -> list[str]:
     assert plan.expected is not None
     is_own = plan.expected["is_own"]
-    told = [
+    sentences = [
         f"Now: {seen.source}."
         if seen.source
         else "Now: plain decoding is assumed; give traces or --url to compare with what runs."
     ]
     if config.traffic == "mixed" and is_own:
-        told.append(f"Tokens a round: the learning curve of {plan.target} ({plan.expected['source']}).")
+        sentences.append(f"Tokens a round: the learning curve of {plan.target} ({plan.expected['source']}).")
     elif config.traffic == "mixed":
-        others = "; ".join(f"{each['tokens_per_round']:g} ({each['what']})" for each in TOLD["published"])
-        told.append(
+        others = "; ".join(f"{published['tokens_per_round']:g} ({published['what']})" for published in ADVICE["published"])
+        sentences.append(
             f"Tokens a round: no curve was measured for {plan.target}; that of {CURVE_TARGET} stands for it, held at its end, "
             f"at {CAUTION} times the answers. More answers brought others more: {others}. --traffic application is for one "
             "narrow task."
         )
     else:
-        one = TOLD["application"]
-        told.append(
+        one = ADVICE["application"]
+        sentences.append(
             f"Tokens a round: as measured for {one['what']} on {one['target']} ({one['source']}); yours may be broader."
         )
     if config.traffic != "mixed" and not is_own:
-        told.append(f"{plan.target} is another target: {CAUTION} times the answers are asked for.")
+        sentences.append(f"{plan.target} is another target: {CAUTION} times the answers are asked for.")
     written = "answers that exist are read" if has_answers else "the target writes the answers first"
-    told.append(
+    sentences.append(
         f"Training: on {plan.machine}, {written}; {plan.parameters / 1e6:.0f} million parameters, blocks of "
         f"{plan.sizes.block_size}, drafting {plan.share_of_pass:.0%} of a pass; shares of the machine's rates as "
         "docs/tutorials/your-drafter.md has them; of GPUs only the steps were measured, on one H100."
     )
     memory = machine_of(device).machine.memory_bytes
     if 0 < memory < plan.memory_bytes:
-        told.append(
+        sentences.append(
             f"A training there needs {plan.memory_bytes / 1e9:.0f} GB on one device, and there are {memory / 1e9:.0f} GB: "
             "give a larger one to --train-on, or have a server of the target give hidden states (train --features-from)."
         )
-    return told
+    return sentences
 
 
 def seen_in_server(seen: ServerSeen, url: str) -> Seen:
-    """From a server's metrics."""
+    """Returns measurements from a server's metrics."""
     running = seen.samples[0].running if seen.samples else None
     acceptance = from_survival(seen.survival) if seen.survival else None
     mean = seen.tokens / seen.answers if seen.answers else None
     rounds = seen.tokens_per_round or 1.0
     if acceptance is None and rounds > 1:
         acceptance = constant(chance_for(rounds, max(math.ceil(rounds), 7)))
-    told = f"{rounds:.2f} tokens a round" if seen.tokens_per_round else "no drafts"
-    return Seen(f"{told} since the start of {url} ({seen.server})", acceptance, rounds, None, mean, running)
+    drafts = f"{rounds:.2f} tokens a round" if seen.tokens_per_round else "no drafts"
+    return Seen(f"{drafts} since the start of {url} ({seen.server})", acceptance, rounds, None, mean, running)
 
 
 def seen_in_traces(folder: Path) -> Seen:
-    """From Parquet traces of `paceline serve` or `paceline record`. Raises ConfigError when there are none."""
+    """Returns measurements from traces of `paceline serve` or `paceline record`. Raises ConfigError without traces."""
     with needing(ConfigError, "reading traces needs pyarrow: pip install 'paceline[data]'"):
         from pyarrow import ArrowException, parquet
     files = sorted(folder.glob("*.parquet")) if folder.is_dir() else [folder]
@@ -346,18 +337,20 @@ def seen_in_traces(folder: Path) -> Seen:
     for file in files:
         what = f"{file} is no trace"
         with reraised(ConfigError, what, "give traces of paceline serve or record", ArrowException, OSError, KeyError):
-            told = {"drafted", "accepted"} & set(parquet.read_schema(file).names)  # answers of regenerate have no rounds
-            table = parquet.read_table(file, columns=["answer_ids", *sorted(told)])
+            columns = {"drafted", "accepted"} & set(parquet.read_schema(file).names)  # answers of regenerate have no rounds
+            table = parquet.read_table(file, columns=["answer_ids", *sorted(columns)])
         for row in table.to_pylist():
             if not row["answer_ids"]:
-                num_prompts += 1  # its answer is not known token by token: nothing can be learned from it
+                num_prompts += 1  # the answer's tokens are unknown: it cannot be learned from
                 continue
             lengths.append(len(row["answer_ids"]))
             drafted, accepted = row.get("drafted") or (), row.get("accepted") or ()
             rounds += itertools.islice(zip(drafted, accepted, strict=False), len(drafted))
     checked = [pair for pair in rounds if pair[0] > 0]
     mean = sum(accepted for _, accepted in rounds) / len(rounds) + 1 if rounds else 1.0
-    drafts = f"{mean:.2f} tokens a round over {len(rounds):,} rounds" if rounds else "no rounds told: plain decoding is assumed"
+    drafts = (
+        f"{mean:.2f} tokens a round over {len(rounds):,} rounds" if rounds else "no rounds recorded: plain decoding is assumed"
+    )
     acceptance = from_rounds(checked) if len(checked) >= LEAST_ROUNDS else None
     alone = f" and {num_prompts:,} prompts without one" if num_prompts else ""
     return Seen(

@@ -1,16 +1,17 @@
-"""What a plan chooses: the drafter's shape, so that drafting costs little beside the target's pass, and how it learns.
+"""Chooses the settings of a plan: a drafter shape with cheap drafting compared with the target's pass, and training settings.
 
-The shape is the first of a list, richest first, whose block costs less than `MOST_SHARE` of the target's pass that checks it.
-Both passes are predicted by the roofline of `simulate`: the larger of reading and multiplying. How it learns follows what has
-worked: the recipe of the default drafter on processors (recipes/default_drafter.sh), the DFlash paper's on GPUs.
+The shape is the first of a list, largest first, whose drafting costs less than `MOST_SHARE` of the target's verification
+pass. Both are predicted by the roofline of `simulate`: the larger of reading and computing time. Training settings follow
+measured recipes: that of the default drafter on CPUs (recipes/default_drafter.sh), the DFlash paper's on GPUs.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import ConfigError, refuse
@@ -18,41 +19,42 @@ from paceline.simulate.costs.roofline import Deployment, pass_seconds
 from paceline.simulate.costs.shapes import FORMATS, Precisions
 from paceline.train.config import DrafterShape, TrainConfig
 from paceline.train.plan.target_facts import BLOCK_BYTES, MachineFacts, TargetFacts
+from paceline.train.run_file import value_of, with_defaults, with_value
 
 MOST_SHARE = 0.15
-"""Of the target's pass, that drafting should cost at most."""
+"""Largest drafting time as a share of the target's pass."""
 CONTEXT = 512
-"""Tokens in the cache of the passes that are compared."""
+"""Tokens in the cache of the compared passes."""
 SMALL_HEAD = 16384
-"""Vocabularies up to this size are drafted whole."""
+"""Largest vocabulary that is drafted completely."""
 RECIPE_SIZE, RECIPE_RATE, LEAST_RATE = 576, 2e-3, 6e-4
-"""Hidden size and learning rate of the default drafter; the paper's rate, for models of 2,560 and 4,096."""
+"""Hidden size and learning rate of the default drafter; the paper's rate, for hidden sizes of 2,560 and 4,096."""
 WIDTHS = (1.0, 0.75, 0.5, 0.25)
 EAGLE3_VOCAB, EAGLE3_TAPS = 32000, 3
-"""What published EAGLE-3 drafters have."""
+"""Draft vocabulary and number of taps of published EAGLE-3 drafters."""
 OF_BLOCKS = ("is_causal", "sliding_window", "mask_token_id", "num_taps")
 OF_NEW_LAYERS = ("tap_layers", "intermediate_size", "num_heads", "num_kv_heads", "attention_bias", "draft_vocab")
 MEANS_NOTHING = {"eagle3": OF_BLOCKS, "mtp": OF_BLOCKS + OF_NEW_LAYERS}
-"""To drafters of chains, by their kind."""
+"""Settings without meaning for drafters of chains, by drafting method."""
 MTP_BETA = 0.6
-"""Weight of each step's loss over that of the step before it (FastMTP, arXiv 2509.18362)."""
+"""Ratio of each step's loss weight to that of the previous step (FastMTP, arXiv 2509.18362)."""
 MTP_RATE = 5e-5
-"""Peak learning rate of a layer that was trained with its target: it is to be changed, not made."""
+"""Peak learning rate for a layer that was already trained with its target."""
 
 
 def for_chains(config: TrainConfig) -> TrainConfig:
-    """With what a drafter of chains has otherwise where nothing was asked for: one layer, blocks of its steps, cross entropy;
-    EAGLE-3 a part of the vocabulary, mtp the decay of its steps and a small learning rate. Raises ConfigError for settings that
-    mean nothing to it."""
+    """Returns the config with the defaults for drafters of chains: one layer, blocks of `ttt_steps`, cross entropy; for
+    EAGLE-3 a draft vocabulary; for mtp the steps' decay and a small learning rate. Raises ConfigError for unusable
+    settings."""
     shape, loop, kind = config.shape, config.loop, config.shape.kind
     if not shape.is_chained:
         return config
     is_eagle3 = kind == "eagle3"
-    meant = {name: getattr(shape, name) is not None for name in MEANS_NOTHING[kind]}
+    is_given = {name: getattr(shape, name) is not None for name in MEANS_NOTHING[kind]}
     num_layers = shape.num_layers if config.is_given("shape.num_layers") else 1
     refuse(
         ConfigError,
-        *((is_set, f"{name} means nothing for an {kind} drafter: leave it out") for name, is_set in meant.items()),
+        *((is_set, f"{name} means nothing for an {kind} drafter: leave it out") for name, is_set in is_given.items()),
         (num_layers > 1 and not is_eagle3, "num_layers above 1 is not implemented for mtp drafters: leave it out"),
         (shape.is_copied and is_eagle3, "start copied is not implemented for eagle3 drafters: leave it out"),
         (
@@ -61,27 +63,24 @@ def for_chains(config: TrainConfig) -> TrainConfig:
         ),
         (loop.gradient_checkpointing, f"gradient_checkpointing is not implemented for {kind} drafters: leave it out"),
     )
-    changes: dict[str, Any] = {"block_size": 1 + shape.ttt_steps, "num_layers": num_layers}
-    loss, optim = loop.loss, loop.optim
+    learning_rate = {"loop.optim.lr": MTP_RATE} if is_trained_already(shape) else {}
+    config = with_defaults(config, {"shape.num_layers": 1, "loop.loss.name": "ce", **learning_rate})
+    config = with_value(config, "shape.block_size", 1 + shape.ttt_steps)
     if shape.draft_vocab is None and is_eagle3:
-        changes["draft_vocab"] = EAGLE3_VOCAB
-    if not config.is_given("loop.loss.name"):
-        loss = replace(loss, name="ce")
-    if not is_eagle3 and loss.gamma is None:
-        loss = replace(loss, gamma=-1 / math.log(MTP_BETA))
-    if is_trained_already(shape) and not config.is_given("loop.optim.lr"):
-        optim = replace(optim, lr=MTP_RATE)
-    return replace(config, shape=replace(shape, **changes), loop=replace(loop, loss=loss, optim=optim))
+        return with_value(config, "shape.draft_vocab", EAGLE3_VOCAB)
+    if loop.loss.gamma is None and not is_eagle3:
+        return with_value(config, "loop.loss.gamma", -1 / math.log(MTP_BETA))
+    return config
 
 
 def is_trained_already(shape: DrafterShape) -> bool:
-    """Whether what learns came with the target."""
+    """Returns True if the trained layer is the target's own."""
     return shape.kind == "mtp" and not shape.is_copied
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A drafter's shape, complete."""
+    """The complete shape of a drafter."""
 
     num_layers: int
     block_size: int
@@ -101,21 +100,19 @@ class Sizes:
 
     @property
     def parameters(self) -> int:
-        """Of all that is trained."""
+        """Number of trained parameters."""
         return self.num_layers * self.layer_parameters + self.num_taps * self.hidden_size**2
 
     @property
     def context_parameters(self) -> int:
-        """That every position of the context is multiplied with once."""
+        """Parameters that multiply every context position once."""
         keys = 2 * self.num_layers * self.hidden_size * self.num_kv_heads * self.head_dim
         return keys + self.num_taps * self.hidden_size**2
 
 
 def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
-    """The shape of a config, what it leaves to the target filled in; or of the DFlash drafter that --init names.
-
-    Raises ConfigError and ModelFileError when there is no such drafter.
-    """
+    """Returns the shape of a config with the target's sizes filled in, or of the DFlash drafter given by --init. Raises
+    ConfigError or ModelFileError if that drafter does not exist."""
     shape, hidden = config.shape, target.shape.hidden_size
     stored = None if config.init is None else _stored_sizes(config.init, config.target.model, target.shape.vocab_size)
     if stored is not None:
@@ -123,8 +120,8 @@ def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
     heads, kv_heads, head_dim, inner = _of_target(target)
     num_heads = shape.num_heads or heads
     num_kv_heads = shape.num_kv_heads or max(1, num_heads * kv_heads // heads)
-    wanted = {"eagle3": EAGLE3_TAPS, "mtp": 1}.get(shape.kind, shape.num_taps or max(5, shape.num_layers))
-    taps = len(shape.tap_layers) if shape.tap_layers else min(wanted, target.shape.num_layers)
+    num_taps = {"eagle3": EAGLE3_TAPS, "mtp": 1}.get(shape.kind, shape.num_taps or max(5, shape.num_layers))
+    taps = len(shape.tap_layers) if shape.tap_layers else min(num_taps, target.shape.num_layers)
     vocab = target.shape.vocab_size
     return Sizes(
         shape.num_layers, shape.block_size, shape.intermediate_size or inner, num_heads, num_kv_heads, head_dim, taps,
@@ -133,7 +130,7 @@ def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
 
 
 def _stored_sizes(init: str, target_name: str, vocab_size: int) -> Sizes | None:
-    """None for a drafter that is no DFlash's. Only here is PyTorch needed: a plan of a new drafter does without."""
+    """Returns None for a drafter that is not DFlash. Only this function needs PyTorch."""
     from paceline.draft.dflash.checkpoint import read_draft_ids
     from paceline.draft.dflash.config import DFlashConfig, is_dflash
     from paceline.model.checkpoint import read_json
@@ -151,7 +148,7 @@ def _stored_sizes(init: str, target_name: str, vocab_size: int) -> Sizes | None:
 
 
 def _of_target(target: TargetFacts) -> tuple[int, int, int, int]:
-    """Query heads, key heads, size of a head, width of the MLP: as `start.config_for` takes them."""
+    """Returns (query heads, key heads, head size, MLP width) of the target, as used by `initial_weights.config_for`."""
     hidden = target.shape.hidden_size
     if target.family is None:  # as checkpoint.new_config
         heads = max(1, hidden // 64)
@@ -167,7 +164,7 @@ def _of_target(target: TargetFacts) -> tuple[int, int, int, int]:
 
 
 def deployment_of(target: TargetFacts, machine: MachineFacts) -> Deployment:
-    """The target on one of the machine's devices, in the number format that its file is nearest to."""
+    """Returns the target on one of the machine's devices, in the number format nearest to that of its file."""
     precisions = target.shape.precisions
     if target.is_quantised:
         near = min(("q4_1", "q8_0", "bfloat16"), key=lambda name: abs(FORMATS[name].num_bytes - target.value_bytes))
@@ -178,7 +175,7 @@ def deployment_of(target: TargetFacts, machine: MachineFacts) -> Deployment:
 
 
 def draft_seconds(sizes: Sizes, deployment: Deployment, value_bytes: float) -> float:
-    """Of drafting one block for one request."""
+    """Seconds of drafting one block for one request."""
     head = sizes.draft_vocab * sizes.hidden_size
     read = (sizes.parameters + head) * value_bytes / deployment.bytes_per_s
     products = sizes.num_layers * sizes.layer_parameters * sizes.block_size + head * (sizes.block_size - 1)
@@ -187,7 +184,7 @@ def draft_seconds(sizes: Sizes, deployment: Deployment, value_bytes: float) -> f
 
 
 def share_of_pass(sizes: Sizes, target: TargetFacts, machine: MachineFacts) -> float:
-    """What drafting a block costs, as a share of the target's pass that checks it."""
+    """Returns the time of drafting a block as a share of the target's verification pass."""
     deployment = deployment_of(target, machine)
     value_bytes = BLOCK_BYTES if target.is_quantised else FORMATS[deployment.precisions.weights].num_bytes
     check_s = sum(pass_seconds(target.shape, deployment, 1, sizes.block_size, CONTEXT).values())
@@ -196,21 +193,21 @@ def share_of_pass(sizes: Sizes, target: TargetFacts, machine: MachineFacts) -> f
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One field that a plan chose, and why."""
+    """A field chosen by a plan, with the reason."""
 
     name: str
-    """As shape.num_layers."""
+    """Field name, such as shape.num_layers."""
     value: Any
     why: str
 
 
 def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> Iterator[Choice]:
-    """What is chosen where nothing was asked for. The caller leaves out what was given."""
+    """Yields choices for all fields that a plan may set. The caller skips those that the user gave."""
     is_chained = config.shape.is_chained  # whose shape is the published one, or the target's own
     if not is_chained:
         yield from _shape_choices(config, target, machine)
     hidden, is_large = target.shape.hidden_size, target.shape.vocab_size > SMALL_HEAD
-    if not is_chained and target.is_copyable and not config.elsewhere.features_at:  # a target elsewhere has no layers here
+    if not is_chained and target.is_copyable and not config.elsewhere.features_at:  # a remote target's layers are not here
         yield Choice("shape.start", "copied", "layers of the target know how to attend already")
     if config.shape.kind != "eagle3" and is_large and not config.loop.loss.needs_target_probs:
         why = "a sample of the vocabulary: the whole head would take most of a step"
@@ -229,13 +226,13 @@ def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> 
 
 
 def machine_choices(machine: MachineFacts) -> Iterator[Choice]:
-    """What the machine alone decides, also for a drafter that goes on."""
+    """Yields choices that depend only on the machine, also for a continued drafter."""
     if machine.is_slow_in_bfloat16:
         rates = machine.machine.flops_per_s
-        told = (
+        reason = (
             f"float32 is {rates['float32'] / rates['bfloat16']:.1f} times as fast" if rates.get("bfloat16") else "float32 alone"
         )
-        yield Choice("loop.autocast", False, f"this processor has no products of bfloat16: {told}")
+        yield Choice("loop.autocast", False, f"this processor has no products of bfloat16: {reason}")
 
 
 def _shape_choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> Iterator[Choice]:
@@ -247,19 +244,20 @@ def _shape_choices(config: TrainConfig, target: TargetFacts, machine: MachineFac
     layers = (5, 4, 3, 2, 1) if machine.is_gpu else (3, 2, 1)
     whole = _of_target(target)[3]
     vocabs = [0] if vocab <= SMALL_HEAD else [min(32768, max(8192, vocab // 4 // 4096 * 4096)), 16384, 12288, 8192]
-    vocabs = [each for index, each in enumerate(vocabs) if each in (0, vocabs[0]) or each < vocabs[index - 1]]
+    vocabs = [size for index, size in enumerate(vocabs) if size in (0, vocabs[0]) or size < vocabs[index - 1]]
     free = {
         "shape.draft_vocab": vocabs,
         "shape.num_layers": layers,
         "shape.intermediate_size": [int(share * whole) // 32 * 32 or whole for share in WIDTHS],
     }
-    given = {name: [_given(config, name)] for name in free if config.is_given(name)}
+    options = {name: [value_of(config, name)] if config.is_given(name) else values for name, values in free.items()}
     best: tuple[float, dict[str, Any]] | None = None
-    # Fewer tokens to draft among go first, then layers, then width: what costs least acceptance for the time it saves.
-    orders = [(given | {name: each for name, each in free.items() if name not in given})[name] for name in reversed(free)]
-    for inner, number, rows in itertools.product(*orders):
-        chosen = {"shape.draft_vocab": rows, "shape.num_layers": number, "shape.intermediate_size": inner}
-        share = share_of_pass(_with(config, target, chosen, block), target, machine)
+    # The draft vocabulary shrinks first, then layers, then width: what costs least acceptance for the time it saves.
+    for values in itertools.product(*reversed(options.values())):
+        chosen = dict(zip(options, reversed(values), strict=True))
+        fields = chosen | {"shape.block_size": block}
+        trial = functools.reduce(lambda changed, field: with_value(changed, *field), fields.items(), config)
+        share = share_of_pass(sizes_of(trial, target), target, machine)
         if best is None or share < best[0]:
             best = share, chosen
         if share < MOST_SHARE:
@@ -272,12 +270,3 @@ def _shape_choices(config: TrainConfig, target: TargetFacts, machine: MachineFac
         if name == "shape.intermediate_size" and value == whole:
             continue  # the target's, which is the default
         yield Choice(name, value, why)
-
-
-def _given(config: TrainConfig, name: str) -> Any:
-    return getattr(config.shape, name.rpartition(".")[2])
-
-
-def _with(config: TrainConfig, target: TargetFacts, chosen: dict[str, Any], block: int) -> Sizes:
-    changes = {name.rpartition(".")[2]: value for name, value in chosen.items()}
-    return sizes_of(replace(config, shape=replace(config.shape, **changes, block_size=block)), target)

@@ -1,4 +1,4 @@
-"""Times of a training on GPUs that do not grow with its prompts, and how unsure a plan of one is."""
+"""Times of a training on GPUs that do not depend on the number of prompts, and the uncertainty of its hours."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from paceline.train.plan.choices import Sizes
 from paceline.train.plan.target_facts import MachineFacts, TargetFacts
 
 COMPILE_S = 20.0
-"""The first step on a GPU, which compiles: 19 s on one H100."""
+"""Seconds of the first step on a GPU, which compiles: 19 s on one H100."""
 LOADS, LOAD_S, LOAD_BYTES_PER_S = 4, 10.0, 2e9
-"""A run on a GPU loads the target for answers, for steps, for serving beside them and for the last figures: seconds to begin
-with, and bytes per second from the disk. Assumed."""
+"""A GPU run loads the target for answers, steps, serving and final figures; assumed seconds and bytes/s of each load."""
 SAVE_BYTES_PER_S = 1e9
 UNSURE = (0.7, 2.0)
-"""The range of a GPU's hours, as factors: shares were measured on one GPU and one shape."""
+"""Range of a GPU's hours, as factors: the efficiency was measured on one GPU and one shape."""
 CHECKPOINT_BYTES = 12.0
-"""Of a parameter and its two moments, float32."""
+"""Bytes per parameter with its two moments, float32."""
 
 
 def fixed_seconds(
     config: TrainConfig, target: TargetFacts, machine: MachineFacts, sizes: Sizes, steps_s: float
 ) -> dict[str, float]:
-    """Seconds of what does not grow with the prompts, on GPUs: loading the target, compiling, writing checkpoints."""
+    """Returns the seconds of loading the target, compiling and writing checkpoints on GPUs."""
     if not machine.is_gpu:
         return {}
     weights = 0.0 if config.elsewhere.features_at else target.weight_bytes or target.shape.num_parameters * target.value_bytes
@@ -33,8 +32,8 @@ def fixed_seconds(
 
 
 def hours_range(config: TrainConfig, hours: dict[str, float]) -> tuple[float, float]:
-    """Hours at least and at most; minutes that end the steps are no guess."""
+    """Returns (fewest, most) hours; the hours of steps are exact if the run is limited in minutes."""
     has_end = config.minutes is not None or config.loop.max_minutes is not None
-    sure = hours["steps"] if has_end else 0.0
-    low, high = ((sum(hours.values()) - sure) * factor + sure for factor in UNSURE)
+    exact = hours["steps"] if has_end else 0.0
+    low, high = ((sum(hours.values()) - exact) * factor + exact for factor in UNSURE)
     return low, high

@@ -1,8 +1,7 @@
-"""What is known of a run's prompts and answers before a weight is read: how many there are, how long, what is left
-out and why.
+"""Counts a run's prompts and answers before weights are loaded: number, length, and what is left out with the reason.
 
-The target's tokenizer counts tokens and renders one prompt, where it is on this machine; nothing is fetched for a
-plan. Called by `training_plan.py`; `regenerate` counts the same way when it runs.
+The target's tokenizer counts tokens and renders one prompt, if it is on this machine; a plan downloads nothing.
+`regenerate` counts in the same way.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ if TYPE_CHECKING:
 LETTERS_PER_TOKEN = 4
 UNKNOWN_PROMPTS = 1000
 MOST_ENCODED = 20_000
-"""Prompts that a plan encodes, a minute's work at most; what is left out of more is estimated from these."""
+"""Prompts that a plan encodes, in at most a minute; figures of more prompts are extrapolated from these."""
 MOST_LETTERS = 600
-"""Of the prompt that is shown."""
+"""Longest part, in characters, of the prompt that is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +40,16 @@ class Data:
     """The prompts, as far as they can be counted."""
 
     prompts: int
-    """Those that will be asked."""
+    """Number of prompts to be answered."""
     prompt_tokens: float
-    """Mean."""
+    """Mean length in tokens."""
     is_known: bool
     left_out: dict[str, int] = field(default_factory=dict)
-    """Rows and prompts that will not be asked, by reason."""
+    """Counts of rows and prompts that are not answered, by reason."""
     unread: dict[str, int] = field(default_factory=dict)
-    """Keys of rows that are not read, and in how many rows they stand."""
+    """Unknown keys of rows, with the number of rows that have them."""
     example: str = ""
-    """The first prompt as the target gets it, its beginning."""
+    """The beginning of the first prompt, as the target's input."""
 
 
 @dataclass(slots=True)
@@ -65,43 +64,40 @@ class _Examined:
 
 
 def read_data(config: TrainConfig, notes: list[str], *, reads_answers: bool = False) -> Data:
-    """Counts prompts; `notes` gets what is left out and cannot be known yet. With `reads_answers` those are read
-    and counted too.
-
-    Raises PromptError for a file that cannot be read, with `strict` for a row that cannot be used; a data set that is
-    not here is only noted."""
+    """Counts prompts, and with `reads_answers` answers; `notes` gets what is left out or unknown, such as a data set that
+    is not here. Raises PromptError for an unreadable file; with `strict`, for an unusable row."""
     local, own = _local(config, notes)
     tokenizer = tokenizer_here(config.target.model) if config.scale == "default" else None
-    found = _examined(config, local, tokenizer, notes)
+    examined = _examined(config, local, tokenizer, notes)
     for name, prompts in (("held-out", config.heldout), ("ood", config.ood)):
-        here = tuple(each for each in prompts if _is_here(each))
+        here = tuple(source for source in prompts if _is_here(source))
         if here:
             others = PromptsConfig(here, config.asked.limit, config.asked.strict)
-            _tell(f"{name} prompts: ", _examined(config, others, tokenizer, notes).dropped, notes)
-    _tell("", found.dropped, notes)
-    if found.prompts and tokenizer is None and config.scale == "default":
+            _note_dropped(f"{name} prompts: ", _examined(config, others, tokenizer, notes).dropped, notes)
+    _note_dropped("", examined.dropped, notes)
+    if examined.prompts and tokenizer is None and config.scale == "default":
         notes.append(
             "the target's tokenizer is not on this machine: prompts that are too long, or that its template refuses, are "
             "counted when the run begins"
         )
     if config.answers:
-        told = f": {_answers_text(config)}" if reads_answers else " are read when the run begins"
-        notes.append(f"answers that exist already{told}; they are not in these hours")
+        summary = f": {_answers_text(config)}" if reads_answers else " are read when the run begins"
+        notes.append(f"answers that exist already{summary}; they are not in these hours")
     for what, address in (("answers", config.elsewhere.answers_at), ("hidden states", config.elsewhere.features_at)):
         if address:
             notes.append(f"the {what} are of {address}: what they take there is not in these hours")
-    mean = min(60.0 if found.mean_tokens is None else found.mean_tokens, config.answering.max_prompt_tokens)
-    unread = dict(found.dropped.unread)
-    return Data(found.number + own, mean, bool(found.prompts), dict(found.dropped.counts), unread, found.example)
+    mean = min(60.0 if examined.mean_tokens is None else examined.mean_tokens, config.answering.max_prompt_tokens)
+    unread = dict(examined.dropped.unread)
+    return Data(examined.number + own, mean, bool(examined.prompts), dict(examined.dropped.counts), unread, examined.example)
 
 
 def _local(config: TrainConfig, notes: list[str]) -> tuple[PromptsConfig, int]:
-    """The prompts of files that are here, and how many others are assumed."""
+    """Returns the settings for the files that exist here, and the assumed number of other prompts."""
     local: list[str] = []
     own = config.asked.num_self_written if not config.answers or config.asked.prompts else config.asked.self_written
-    for given, (source, _) in zip(config.asked.prompts, sources_of(config.asked.prompts), strict=True):
+    for text, (source, _) in zip(config.asked.prompts, sources_of(config.asked.prompts), strict=True):
         if _is_here(source):
-            local.append(given)
+            local.append(text)
         else:
             number = config.asked.limit or UNKNOWN_PROMPTS
             notes.append(f"{source} is no file here: {number} prompts are assumed (--limit)")
@@ -113,9 +109,9 @@ def _is_here(source: str) -> bool:
     return Path(source).exists() or source.endswith((".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet"))
 
 
-def _examined(config: TrainConfig, asked: PromptsConfig, tokenizer: Tokenizer | None, notes: list[str]) -> _Examined:
-    """Raises PromptError with `strict` for a prompt that the target cannot be asked."""
-    mixture = read_mixture(asked, config.answering.seed, ignore)
+def _examined(config: TrainConfig, prompts_config: PromptsConfig, tokenizer: Tokenizer | None, notes: list[str]) -> _Examined:
+    """Reads and encodes prompts. Raises PromptError with `strict` for a prompt that the target cannot answer."""
+    mixture = read_mixture(prompts_config, config.answering.seed, ignore)
     prompts, dropped = mixture.prompts, mixture.dropped
     first = next(iter(prompts), None)
     example = "" if first is None else _plain_text(first)
@@ -127,7 +123,7 @@ def _examined(config: TrainConfig, asked: PromptsConfig, tokenizer: Tokenizer | 
         notes.append(NO_TEMPLATE)
         return _Examined(prompts, len(prompts), mean, dropped, example)
     encoder, refused = PromptEncoder(TokenizerOnly(tokenizer), config.answering), Dropped()
-    if asked.strict:
+    if prompts_config.strict:
         for prompt in prompts:
             encoder.first_ids(prompt)
     counts = encoder.examine(islice(prompts, MOST_ENCODED), refused)
@@ -142,7 +138,7 @@ def _examined(config: TrainConfig, asked: PromptsConfig, tokenizer: Tokenizer | 
 
 
 def _first_text(encoder: PromptEncoder, prompts: list[Prompt]) -> str:
-    """The first prompt that can be asked, as the target gets it; empty where there is none."""
+    """Returns the first usable prompt as the target's input; empty without usable prompts."""
     for prompt in prompts[:MOST_ENCODED]:
         try:
             return encoder.llm.tokenizer.decode(encoder.first_ids(prompt), skip_special=False)[:MOST_LETTERS]
@@ -156,41 +152,39 @@ def _plain_text(prompt: Prompt) -> str:
     return "\n".join(texts)[:MOST_LETTERS] or f"{len(prompt.token_ids)} token ids"
 
 
-def _tell(prefix: str, dropped: Dropped, notes: list[str]) -> None:
+def _note_dropped(prefix: str, dropped: Dropped, notes: list[str]) -> None:
     notes += [prefix + text for text in (str(dropped) if dropped else "", dropped.unread_text) if text]
 
 
 def _answers_text(config: TrainConfig) -> str:
-    """How many documents the answers become, and what of them is left out or cut. Raises PromptError."""
+    """Describes how many documents the answers become, and what is left out or cut. Raises PromptError."""
     counts, dropped, number = Counter[str](), Dropped(), 0
-    for each in read_documents(config.answers, config.max_len, counts, None if config.asked.strict else dropped):
-        counts.update(num_loops_cut=each.has_loop, num_cut=each.is_cut)
+    for read in read_documents(config.answers, config.max_len, counts, None if config.asked.strict else dropped):
+        counts.update(num_loops_cut=read.has_loop, num_cut=read.is_cut)
         number += 1
-    told = Corpus([], [], **counts, dropped=dropped).told()
-    return f"{number} documents" + (f", {told}" if told else "")
+    summary = Corpus([], [], **counts, dropped=dropped).told()
+    return f"{number} documents" + (f", {summary}" if summary else "")
 
 
 def tokenizer_here(model: str) -> Tokenizer | None:
-    """The target's tokenizer where it is on this machine. Raises ModelFileError when it is damaged."""
+    """Returns the target's tokenizer if it is on this machine. Raises ModelFileError if it is damaged."""
     path = BUILTINS[model].kept_in(cache_home()) if model in BUILTINS else Path(model).expanduser()
     path = path.parent if path.suffix == ".json" else path
     if not path.exists() and HUB_ID.fullmatch(model) and "/" in model:
         import huggingface_hub
 
-        found = huggingface_hub.try_to_load_from_cache(model, "tokenizer.json")
-        path = Path(found).parent if isinstance(found, str) else path
+        file = huggingface_hub.try_to_load_from_cache(model, "tokenizer.json")
+        path = Path(file).parent if isinstance(file, str) else path
     if not (is_gguf(path) or (path / "tokenizer.json").is_file()):
         return None
-    from paceline.model.text.tokenizer import Tokenizer  # here: it imports torch, which a plan needs for nothing else
+    from paceline.model.text.tokenizer import Tokenizer  # imports torch, which a plan needs only here
 
     return Tokenizer.from_path(path)
 
 
 def fit_lengths(config: TrainConfig) -> tuple[TrainConfig, dict[str, str]]:
-    """The config with room for the longest prompt and its answer in `max_len`, and why what was chosen.
-
-    Raises ConfigError where `max_len` and `max_prompt_tokens` are both given and no answer would be learned from
-    behind the longest prompt."""
+    """Returns the config with a `max_len` for the longest prompt and its answer, and the reason of each change. Raises
+    ConfigError if the given `max_len` and `max_prompt_tokens` leave no room for an answer."""
     answering, needed = config.answering, config.answering.max_prompt_tokens + config.answering.max_tokens
     if needed <= config.max_len or not (config.asked.prompts or config.asked.self_written or not config.answers):
         return config, {}

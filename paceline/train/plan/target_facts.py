@@ -1,8 +1,8 @@
-"""What a plan must know of a target and of the machine, without loading a weight.
+"""Sizes of a target and speeds of a machine, as the inputs of a plan, without loading weights.
 
-`read_target` reads a GGUF file's header, a config.json by its path or in a folder, or, for a model that was not fetched yet,
-the catalogue of `simulate`. `machine_of` takes a known machine ("8x H100"), or measures this one once and keeps what it found
-in `$PACELINE_HOME/machine.json` until processor or thread count change.
+`read_target` reads a GGUF file's header or a config.json; for a model that was not downloaded, the catalogue of `simulate`.
+`machine_of` returns a known machine ("8x H100"), or measures this one and stores the result in
+`$PACELINE_HOME/machine.json` until processor or thread count change.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from paceline.simulate.costs.shapes import FORMATS, ModelShape
 from paceline.simulate.files import read_json
 
 BLOCK_BYTES = 1.0625
-"""Of a drafter's weight beside a target in blocks: Q8_0."""
-KEPT = "machine.json"
+"""Bytes per weight of a drafter for a quantised target: Q8_0."""
+FILE = "machine.json"
 BUSY = 0.15
-"""Share of the processors' time that other programs may have while speeds are measured."""
+"""Largest share of the processors' time for other programs during a measurement."""
 MEASUREMENTS = 3
-"""Of a busy machine."""
+"""Number of measurements on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """A target, by its sizes."""
+    """The sizes of a target."""
 
     name: str
     shape: ModelShape
     raw: dict[str, Any]
-    """config.json, or what it would say."""
+    """Contents of config.json, or their equivalent."""
     weight_bytes: float | None
-    """Of the file; None when there is none here."""
+    """Size of the weight file; None if it is not here."""
     is_quantised: bool
     source: str
-    """Where this was read."""
+    """Description of where the sizes were read."""
 
     def size(self, key: str, default: int = 0) -> int:
         value = self.raw.get(key)
@@ -55,26 +55,26 @@ class TargetFacts:
 
     @property
     def family(self) -> str | None:
-        """One that our decoder runs: then a new drafter has its heads and widths."""
+        """The target's family if paceline's decoder runs it; then a new drafter has its heads and widths."""
         names = self.raw.get("architectures") or [_architecture(self.raw)]
         names = [TABLES["text_parts"].get(name, name) for name in names]
         return next((FAMILIES[name]["family"] for name in names if name in FAMILIES), None)
 
     @property
     def is_copyable(self) -> bool:
-        """Whether draft layers can be copies of its own, as a whole: of experts there is no one MLP to copy."""
+        """True if draft layers can be copies of its layers; layers of experts have no single MLP to copy."""
         return self.family is not None and has_llama_layers(self.family) and self.shape.experts is None
 
     @property
     def value_bytes(self) -> float:
-        """Bytes of one weight."""
+        """Bytes per weight."""
         if self.weight_bytes:
             return self.weight_bytes / (self.shape.num_parameters or 1.0)
         return FORMATS[self.shape.precisions.weights].num_bytes
 
 
 def read_target(target: EngineConfig) -> TargetFacts:
-    """Raises ModelNotFoundError, ModelFileError or UnsupportedModelError, with what to give instead."""
+    """Reads a target's sizes. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError, with a remedy."""
     name, path = target.model, Path(target.model).expanduser()
     if name in BUILTINS:
         path = BUILTINS[name].kept_in(cache_home())
@@ -104,13 +104,13 @@ def _folder_facts(name: str, path: Path) -> TargetFacts:
     file = path / "config.json" if path.is_dir() else path
     shape = catalogue.find(str(path))
     raw = read_json(file, "give a model's config.json")
-    weights = sum(each.stat().st_size for each in file.parent.glob("*.safetensors")) if path.is_dir() else 0
+    weights = sum(part.stat().st_size for part in file.parent.glob("*.safetensors")) if path.is_dir() else 0
     inner = raw.get("text_config") or raw
     return TargetFacts(name, shape, {"architectures": raw.get("architectures"), **inner}, weights or None, False, str(file))
 
 
 def _hub_config(name: str) -> dict[str, Any] | None:
-    """A hub repository's config.json where it was fetched before or can be had at once."""
+    """Returns a hub repository's config.json if it is in the local cache."""
     if "/" not in name:
         return None
     import huggingface_hub
@@ -126,21 +126,21 @@ def _hub_config(name: str) -> dict[str, Any] | None:
 
 
 def _architecture(raw: dict[str, Any]) -> str:
-    """The name in families.json, where a config says its model_type alone, as those of the catalogue."""
-    named = (name for name, told in FAMILIES.items() if told["family"] == raw.get("model_type"))
+    """Returns the name in families.json for a config that has only its model_type, like those of the catalogue."""
+    named = (name for name, entry in FAMILIES.items() if entry["family"] == raw.get("model_type"))
     return next(named, f"{str(raw.get('model_type', '')).capitalize()}ForCausalLM")
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """Where a run takes place."""
+    """The machine of a run."""
 
     machine: Machine
     number: int = 1
-    """GPUs, or processes."""
+    """Number of GPUs, or of processes."""
     is_here: bool = True
     is_busy: bool = False
-    """Other programs had the processors while it was measured."""
+    """True if other programs used the processors during the measurement."""
 
     @property
     def is_gpu(self) -> bool:
@@ -148,13 +148,13 @@ class MachineFacts:
 
     @property
     def is_slow_in_bfloat16(self) -> bool:
-        """A processor that has no products of bfloat16 makes them out of others: float32 is faster there."""
+        """True if the processor emulates bfloat16 products, so that float32 is faster."""
         rates = self.machine.flops_per_s
         return not self.is_gpu and rates.get("float32", 0.0) > rates.get("bfloat16", 0.0)
 
     @property
     def decoding(self) -> Machine:
-        """As the target's passes find it: where bfloat16 is slower than float32 they multiply in float32."""
+        """The machine's speeds for the target's passes, which use float32 if bfloat16 is slower."""
         rates = self.machine.flops_per_s
         if not self.is_slow_in_bfloat16:
             return self.machine
@@ -168,7 +168,7 @@ class MachineFacts:
 
 
 def machine_of(device_name: str | None, device: str = "auto") -> MachineFacts:
-    """A machine by its name, as "8x H100", else this one. Raises ConfigError with the names that are known."""
+    """Returns the machine with this name, such as "8x H100", else this machine. Raises ConfigError with the known names."""
     if device_name:
         number, name = _counted(device_name)
         if machine := catalogue.machine(name):
@@ -179,24 +179,24 @@ def machine_of(device_name: str | None, device: str = "auto") -> MachineFacts:
 
 
 def _counted(text: str) -> tuple[int, str]:
-    found = re.fullmatch(r"\s*(\d+)\s*[x*]?\s+?(.*\S)\s*|\s*(\d+)\s*[x*]\s*(.*\S)\s*", text, re.IGNORECASE)
-    if not found:
+    match = re.fullmatch(r"\s*(\d+)\s*[x*]?\s+?(.*\S)\s*|\s*(\d+)\s*[x*]\s*(.*\S)\s*", text, re.IGNORECASE)
+    if not match:
         return 1, text.strip()
-    number, name = (found[1], found[2]) if found[1] else (found[3], found[4])
+    number, name = (match[1], match[2]) if match[1] else (match[3], match[4])
     if int(number) < 1:
         raise ConfigError(f"device-name {text!r}: give at least one machine")
     return int(number), name.strip()
 
 
 def _measured_once(device: str) -> MachineFacts:
-    """This machine's speeds, measured in a second the first time; a GPU's every time. While other programs keep the processor
-    busy it is measured several times, the best counts, and nothing is kept for the next time."""
+    """Returns this machine's speeds, measured once and stored; a GPU's are measured every time. On a busy processor, the
+    best of several measurements is returned and not stored."""
     mark = repr((cpu_name(), processor()["num_cores"], os.environ.get("OMP_NUM_THREADS")))
-    file, kept = cache_home() / KEPT, dict[str, Any]()
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # never measured, or by another version
-        kept = json.loads(file.read_text(encoding="utf-8"))["machines"]
-        if mark in kept and (device == "cpu" or (device == "auto" and not kept[mark]["has_gpu"])):
-            return MachineFacts(Machine(**kept[mark]["machine"]))
+    file, stored = cache_home() / FILE, dict[str, Any]()
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not measured, or by another version
+        stored = json.loads(file.read_text(encoding="utf-8"))["machines"]
+        if mark in stored and (device == "cpu" or (device == "auto" and not stored[mark]["has_gpu"])):
+            return MachineFacts(Machine(**stored[mark]["machine"]))
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -204,21 +204,22 @@ def _measured_once(device: str) -> MachineFacts:
         return MachineFacts(this_machine("cuda"))
     machine, is_busy = _measured_quietly(lambda: this_machine("cpu"))
     if not is_busy:
-        kept[mark] = {"machine": asdict(machine), "has_gpu": has_gpu}
-        with contextlib.suppress(PacelineError):  # a cache that cannot be written: measured again the next time
-            write_whole(file, json.dumps({"machines": kept}) + "\n")
+        stored[mark] = {"machine": asdict(machine), "has_gpu": has_gpu}
+        with contextlib.suppress(PacelineError):  # if the cache cannot be written, the next run measures again
+            write_whole(file, json.dumps({"machines": stored}) + "\n")
     return MachineFacts(machine, is_busy=is_busy)
 
 
 def _measured_quietly(measure: Callable[[], Machine]) -> tuple[Machine, bool]:
-    """What `measure` gives while others leave the processors alone, else the best of MEASUREMENTS, and whether it is that."""
-    found: list[Machine] = []
+    """Returns (a measurement without other load, False), or (the best of MEASUREMENTS, True) on a busy machine."""
+    results: list[Machine] = []
     for _ in range(MEASUREMENTS):
         clock = BusyClock()
-        found.append(measure())
+        results.append(measure())
         if clock.others_share() < BUSY:
-            return found[-1], False
-    flops = {name: max(each.flops_per_s[name] for each in found) for name in found[0].flops_per_s}
-    cached = {size: max(each.cached_bytes_per_s[size] for each in found) for size in found[0].cached_bytes_per_s}
-    fastest = max(each.bytes_per_s for each in found)
-    return replace(found[0], bytes_per_s=fastest, flops_per_s=flops, cached_bytes_per_s=cached), True
+            return results[-1], False
+    first = results[0]
+    flops = {name: max(result.flops_per_s[name] for result in results) for name in first.flops_per_s}
+    cached = {size: max(result.cached_bytes_per_s[size] for result in results) for size in first.cached_bytes_per_s}
+    fastest = max(result.bytes_per_s for result in results)
+    return replace(first, bytes_per_s=fastest, flops_per_s=flops, cached_bytes_per_s=cached), True

@@ -1,11 +1,11 @@
-"""The plan of a training run, made and said before it begins, without loading a weight.
+"""The plan of a training run, made and printed before it begins, without loading weights.
 
-    found = make_plan(config)                # choices, hours, disk, memory, what may be expected
-    found.config                             # the run with everything chosen
-    print(found.text)
+    plan = make_plan(config)                # choices, hours, disk, memory, expected acceptance length
+    plan.config                             # the run with all choices
+    print(plan.text)
 
-Who chose what is told: you (typed, or in a file), or the plan. Times come from the roofline of `simulate` and shares
-of the machine's rates that were measured for each stage (`EFFICIENCY`); tokens a round from `expectations`.
+The text distinguishes the user's settings from the plan's choices. Times come from the roofline of `simulate` and the
+measured efficiency of each stage (`EFFICIENCY`); acceptance lengths from `expected_acceptance.py`.
 """
 
 from __future__ import annotations
@@ -40,31 +40,30 @@ OPTIONS = {
     "loop.loss.selector": "--selector-weight",
     "loop.optim.name": "--optimiser",
 }
-"""Fields whose option in `paceline train` has another name."""
+"""Fields whose option of `paceline train` has another name."""
 PLANNED = ("shape.", "loop.")
-"""Beginnings of the names of fields that a plan shows."""
+"""Prefixes of the fields that a plan shows."""
 EFFICIENCY = {"cpu": {"answers": 0.35, "features": 0.6, "steps": 0.5}, "gpu": {"answers": 0.4, "features": 0.5, "steps": 0.32}}
-"""Shares of the machine's rates that the stages reach; docs/tutorials/your-drafter.md says from which runs."""
+"""Measured efficiency of the stages, as shares of the machine's rates; docs/tutorials/your-drafter.md names the runs."""
 MEASURED_STEPS = 0.43
-"""The steps' share of a GPU's rate as measured on it: one H100 multiplies 743 of its 989 TFLOP/s, steps reached 310 to 326."""
+"""Efficiency of the steps relative to a GPU's measured rate: on one H100, 310 to 326 of 743 TFLOP/s (989 nominal)."""
 MOST_UNUSED = 0.5
-"""A plan that uses less than this share of the given minutes says why."""
+"""A plan that uses less than this share of the given minutes explains why."""
 ANSWER_SHARE = 0.75
-"""Of the longest answer, that answers are long on average: an assumption where there are none yet."""
+"""Mean length of an answer as a share of the longest; assumed for answers that do not exist yet."""
 MOST_ANSWERING = 0.35
-"""Share of the minutes that answers and features may take: steps need the rest."""
+"""Largest share of the minutes for answers and features; the rest is for steps."""
 MORE_ANSWERS, LEAST_EPOCHS, WARM = 0.25, 6.0, 0.7
-"""A prompt is answered more than once, at this temperature, while that takes no more than this share of the minutes
-and each answer is still learned from so many times."""
+"""A prompt gets several answers, sampled at WARM, if they take at most this share of the minutes and leave LEAST_EPOCHS."""
 OPTIMISER_BYTES = 16
-"""A parameter, its gradient and two moments, float32."""
+"""Bytes per parameter with its gradient and two moments, float32."""
 NOT_KEPT = ("online", "streamed")
-"""Hidden states that are computed in every epoch, and not kept on disk."""
+"""Hidden states that are recomputed in every epoch instead of stored on disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run will do, take and bring."""
+    """A run's planned actions, costs and expected result."""
 
     target: str
     target_source: str
@@ -72,28 +71,29 @@ class Plan:
     config: TrainConfig
     sizes: Sizes
     chosen: dict[str, str]
-    """Field -> why: what the plan chose."""
+    """Field -> reason, for the plan's choices."""
     share_of_pass: float
-    """Drafting a block over the target's pass that checks it."""
+    """Time of drafting a block as a share of the target's verification pass."""
     parameters: int
-    """Of the drafter."""
+    """Parameters of the drafter."""
     data: Data
     hours: dict[str, float]
-    """Of answers, features, steps, and all together; on GPUs also loading, compiling and checkpoints."""
+    """Hours of answers, features, steps, and all together; on GPUs also of loading, compiling and checkpoints."""
     hours_range: tuple[float, float] | None
-    """Fewest and most hours that may come of it, on GPUs."""
+    """(fewest, most) hours, on GPUs."""
     disk_bytes: dict[str, float]
     memory_bytes: float
     blocks: float
-    """Learned from in these hours."""
+    """Number of blocks learned from in these hours."""
     expected: dict[str, Any] | None
-    """As of `expectations.expected_of`; None for drafters of chains."""
+    """Result of `expected_acceptance.expected_of`; None for drafters of chains."""
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        told = {each: getattr(self, each) for each in self.__dataclass_fields__ if each not in ("config", "sizes", "data")}
-        told["values"] = {name: value_of(self.config, name) for name in self.chosen}
-        return {**told, "sizes": asdict(self.sizes), "data": asdict(self.data), "text": self.text}
+        names = [name for name in self.__dataclass_fields__ if name not in ("config", "sizes", "data")]
+        tree = {name: getattr(self, name) for name in names}
+        tree["values"] = {name: value_of(self.config, name) for name in self.chosen}
+        return {**tree, "sizes": asdict(self.sizes), "data": asdict(self.data), "text": self.text}
 
     @property
     def text(self) -> str:
@@ -101,10 +101,8 @@ class Plan:
 
 
 def make_plan(config: TrainConfig, device_name: str | None = None, *, reads_answers: bool = False) -> Plan:
-    """`reads_answers`: count also the answers that exist already.
-
-    Raises the errors of reading the target's sizes, ConfigError for an unknown device or lengths that exclude each
-    other, and PromptError for bad prompts."""
+    """Returns the plan of a run; `reads_answers` also counts existing answers. Raises the errors of reading the target's
+    sizes, ConfigError for an unknown device or contradictory lengths, and PromptError for bad prompts."""
     config = for_chains(config)
     target, machine = read_target(config.target), machine_of(device_name, config.target.device)
     notes: list[str] = []
@@ -114,11 +112,10 @@ def make_plan(config: TrainConfig, device_name: str | None = None, *, reads_answ
         )
     chosen: dict[str, str] = {}
     if config.plan == "auto":
-        wanted = choices(config, target, machine) if config.init is None else machine_choices(machine)
-        for choice in wanted:
+        options = choices(config, target, machine) if config.init is None else machine_choices(machine)
+        for choice in options:
             if not config.is_given(choice.name) and value_of(config, choice.name) != choice.value:
                 config, chosen[choice.name] = with_value(config, choice.name, choice.value), choice.why
-    if config.plan == "auto":
         config, fitted = fit_lengths(config)
         chosen |= fitted
     data = read_data(config, notes, reads_answers=reads_answers)
@@ -164,7 +161,7 @@ def make_plan(config: TrainConfig, device_name: str | None = None, *, reads_answ
 def _limited(
     config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data
 ) -> tuple[TrainConfig, dict[str, str], Data]:
-    """Fewer prompts of each source, where answering all of them would leave too few of the minutes for learning."""
+    """Uses fewer prompts of each source if answering all of them would leave too few minutes for steps."""
     if config.minutes is None or config.plan == "off" or config.is_given("asked.limit") or not config.asked.prompts:
         return config, {}, data
     needed_s = sum(_stage_seconds(config, target, machine, data).values())
@@ -180,39 +177,44 @@ def _limited(
 def _more_answers(
     config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data, sizes: Sizes
 ) -> tuple[TrainConfig, dict[str, str]]:
-    """Several answers to each prompt, where the minutes would teach the same few of them over and over."""
+    """Chooses several answers per prompt if the minutes would otherwise repeat the same few answers many times."""
     names = ("answering.temperatures", "answering.samples")
-    is_asked = config.minutes is not None and config.plan != "off" and config.asked.prompts
-    if not is_asked or config.elsewhere.answers_at or any(map(config.is_given, names)):
+    if config.minutes is None or config.plan == "off" or not config.asked.prompts:
         return config, {}
-    assert config.minutes is not None
+    if config.elsewhere.answers_at or any(map(config.is_given, names)):
+        return config, {}
     epochs = _epochs(config, target, machine, data, sizes)[0]
     for samples in (3, 2, 1):
         trial = with_value(with_value(config, names[0], (0.0, WARM)), names[1], samples)
-        each, before_s = _epochs(trial, target, machine, data, sizes)
-        if each >= LEAST_EPOCHS and before_s <= MORE_ANSWERS * 60 * config.minutes:
-            why = f"{data.prompts} answers would be learned from {epochs:.0f} times, {1 + samples} to a prompt {each:.0f} times"
+        times, before_s = _epochs(trial, target, machine, data, sizes)
+        if times >= LEAST_EPOCHS and before_s <= MORE_ANSWERS * 60 * config.minutes:
+            why = (
+                f"{data.prompts} answers would be learned from {epochs:.0f} times, {1 + samples} to a prompt {times:.0f} times"
+            )
             return trial, dict.fromkeys(names[: 2 if samples > 1 else 1], why)
     return config, {}
 
 
 def _epochs(config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data, sizes: Sizes) -> tuple[float, float]:
-    """(how often each answer is learned from, seconds of answers and features)."""
+    """Returns (passes over each answer, seconds of answers and features)."""
     before_s = sum(_stage_seconds(config, target, machine, data).values())
     blocks = _steps(config, target, machine, data, sizes, before_s)[1]
-    each = min(config.loop.anchors, ANSWER_SHARE * config.answering.max_tokens)
-    return blocks / max(each * _num_answers(config, data), 1.0), before_s
+    return blocks / max(_blocks_per_answer(config) * _num_answers(config, data), 1.0), before_s
 
 
 def _num_answers(config: TrainConfig, data: Data) -> int:
-    return data.prompts * sum(config.answering.samples if each else 1 for each in config.answering.temperatures)
+    answering = config.answering
+    return data.prompts * sum(answering.samples if temperature else 1 for temperature in answering.temperatures)
+
+
+def _blocks_per_answer(config: TrainConfig) -> float:
+    return min(config.loop.anchors, ANSWER_SHARE * config.answering.max_tokens)
 
 
 def _learned(config: TrainConfig, data: Data, blocks: float) -> Learned:
-    """What the steps learn from: samples of one prompt count once, and what is held out does not count."""
-    each = min(config.loop.anchors, ANSWER_SHARE * config.answering.max_tokens)
+    """Returns the training data of the steps: samples of one prompt count once, held-out prompts do not count."""
     kept_out = 0 if config.heldout else _num_held_out(config, data)
-    return Learned(blocks, None if config.answers else data.prompts - kept_out, each)
+    return Learned(blocks, None if config.answers else data.prompts - kept_out, _blocks_per_answer(config))
 
 
 def _num_held_out(config: TrainConfig, data: Data) -> int:
@@ -220,7 +222,7 @@ def _num_held_out(config: TrainConfig, data: Data) -> int:
 
 
 def _stage_seconds(config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data) -> dict[str, float]:
-    """Of answers and features: the roofline's time over the share of it that these stages reach; none for those elsewhere."""
+    """Returns the seconds of answers and features: the roofline's time divided by the efficiency; 0 for remote stages."""
     deployment, reached = deployment_of(target, machine), EFFICIENCY["gpu" if machine.is_gpu else "cpu"]
     answer, batch = ANSWER_SHARE * config.answering.max_tokens, 32
     number = _num_answers(config, data) / machine.number
@@ -237,29 +239,28 @@ def _stage_seconds(config: TrainConfig, target: TargetFacts, machine: MachineFac
 
 
 def flops_per_block(config: TrainConfig, target: TargetFacts, data: Data, sizes: Sizes) -> float:
-    """Forward and backward of one block, its share of the document's context included."""
+    """Returns the operations of one block, forward and backward, including its share of the document's context."""
     rows = config.loop.loss.vocab or sizes.draft_vocab
     layers = 6.0 * sizes.num_layers * sizes.layer_parameters * sizes.block_size
     head = 4.0 * (sizes.block_size - 1) * min(rows, target.shape.vocab_size) * sizes.hidden_size
     answer = ANSWER_SHARE * config.answering.max_tokens
     length = min(data.prompt_tokens + answer, config.max_len)
-    return layers + head + 6.0 * sizes.context_parameters * length / min(config.loop.anchors, answer)
+    return layers + head + 6.0 * sizes.context_parameters * length / _blocks_per_answer(config)
 
 
 def _steps(
     config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data, sizes: Sizes, before_s: float
 ) -> tuple[float, float]:
-    """(seconds, blocks) of the steps: as many as minutes, steps or epochs allow."""
+    """Returns (seconds, blocks) of the steps, as limited by minutes, steps or epochs."""
     loop = config.loop
     name = "bfloat16" if loop.autocast and "bfloat16" in machine.machine.flops_per_s else "float32"
     reached = MEASURED_STEPS if machine.is_gpu and machine.is_here else EFFICIENCY["gpu" if machine.is_gpu else "cpu"]["steps"]
     rate = machine.machine.flops_per_s[name] * machine.number * reached / flops_per_block(config, target, data, sizes)
-    each = min(loop.anchors, ANSWER_SHARE * config.answering.max_tokens)
-    blocks = loop.epochs * each * _num_answers(config, data)
+    blocks = loop.epochs * _blocks_per_answer(config) * _num_answers(config, data)
     if loop.max_steps is not None:
         blocks = float(loop.max_steps * loop.blocks_per_step)
     has_end = loop.max_minutes is not None or config.minutes is not None
-    is_counted = loop.max_steps is not None or not config.answers  # answers that are there are counted when the run begins
+    is_counted = loop.max_steps is not None or not config.answers  # existing answers are counted when the run begins
     seconds = blocks / rate if is_counted or not has_end else math.inf
     if loop.max_minutes is not None:
         seconds = min(seconds, 60 * loop.max_minutes)
@@ -274,24 +275,24 @@ def _disk(config: TrainConfig, target: TargetFacts, data: Data, sizes: Sizes) ->
     value_bytes = 1 if config.feature_dtype == "int8" else value_bytes
     features = number * length * sizes.num_taps * sizes.hidden_size * value_bytes
     checkpoint = sizes.parameters * CHECKPOINT_BYTES
-    disk = {
+    sizes_in_bytes = {
         "answers": 8.0 * number * length,
         "features": 0.0 if config.features in NOT_KEPT else features,
         "checkpoints": checkpoint * (config.loop.keep_last + 1) + 6.0 * sizes.parameters,
     }
-    return {**disk, "all": sum(disk.values())}
+    return {**sizes_in_bytes, "all": sum(sizes_in_bytes.values())}
 
 
 def _memory(config: TrainConfig, target: TargetFacts, sizes: Sizes) -> float:
-    """At most, in the training stage: target, its embedding and head as matrices, weights with their optimiser, one
-    pack. Of a target elsewhere only these two matrices are here."""
+    """Returns the largest memory use of the training stage: target, embedding and head as matrices, weights with their
+    optimiser, one pack. Of a remote target, only the two matrices are here."""
     is_elsewhere = config.elsewhere.features_at is not None
     matrix = 2.0 * 4 * target.shape.vocab_size * sizes.hidden_size if target.is_quantised or is_elsewhere else 0.0
     rows = config.loop.blocks_per_pack * sizes.block_size
-    kept = sizes.num_layers * (30 * sizes.hidden_size + 6 * sizes.intermediate_size) * 4.0 * rows
+    activations = sizes.num_layers * (30 * sizes.hidden_size + 6 * sizes.intermediate_size) * 4.0 * rows
     head = 256 * 12.0 * min(config.loop.loss.vocab or sizes.draft_vocab, target.shape.vocab_size)
     weights = 0.0 if is_elsewhere else target.weight_bytes or target.shape.num_parameters * target.value_bytes
-    return weights + matrix + OPTIMISER_BYTES * sizes.parameters + kept + head
+    return weights + matrix + OPTIMISER_BYTES * sizes.parameters + activations + head
 
 
 def _lines(plan: Plan) -> Iterator[str]:
@@ -327,7 +328,7 @@ def _lines(plan: Plan) -> Iterator[str]:
 
 
 def _chosen_lines(plan: Plan) -> Iterator[str]:
-    """The options that the plan chose, those of one reason together; then those that the user gave."""
+    """Yields the options chosen by the plan, grouped by reason; then those given by the user."""
     config, by_reason = plan.config, dict[str, list[str]]()
     for name, why in plan.chosen.items():
         by_reason.setdefault(why, []).append(_setting(config, name))
@@ -340,12 +341,12 @@ def _chosen_lines(plan: Plan) -> Iterator[str]:
 
 
 def option_of(name: str) -> str:
-    """The option of `paceline train` that sets a field: --draft-vocab for shape.draft_vocab."""
+    """Returns the option of `paceline train` for a field: --draft-vocab for shape.draft_vocab."""
     return OPTIONS.get(name, "--" + name.rpartition(".")[2].replace("_", "-"))
 
 
 def _setting(config: TrainConfig, name: str) -> str:
-    """A field as it is typed, with its value."""
+    """Returns a field with its value, in command-line form."""
     value = value_of(config, name)
     if name == "loop.autocast":
         return "--autocast" if value else "--full-precision"
@@ -370,12 +371,9 @@ def _short(number: float) -> str:
     return f"{number:.0f}"
 
 
-def apply_stored(config: TrainConfig, told: dict[str, Any]) -> TrainConfig:
-    """What an earlier start of the same run chose stays chosen; what is asked for now wins.
-
-    `told`: plan.json. A name that no config has any more is left out.
-    """
-    for name, value in (told.get("values") or {}).items():
+def apply_stored(config: TrainConfig, plan: dict[str, Any]) -> TrainConfig:
+    """Applies the choices of an earlier start (plan.json), except for fields that are given now or no longer exist."""
+    for name, value in (plan.get("values") or {}).items():
         try:
             before = value_of(config, name)
         except AttributeError:
@@ -386,9 +384,9 @@ def apply_stored(config: TrainConfig, told: dict[str, Any]) -> TrainConfig:
 
 
 def stored_plan(out: Path) -> dict[str, Any] | None:
-    """plan.json of a run that has one; None when there is none or it is damaged."""
+    """Returns a run's plan.json; None if it is missing or damaged."""
     try:
-        told = json.loads((out / "plan.json").read_text(encoding="utf-8"))
+        plan = json.loads((out / "plan.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return told if isinstance(told, dict) else None
+    return plan if isinstance(plan, dict) else None
