@@ -10,7 +10,6 @@ import pytest
 
 from paceline.data.answers import Answer, AnswerShards
 from paceline.errors import CacheError, PromptError
-from paceline.train.documents import dataset
 from paceline.train.documents.dataset import Place, StepPlanner, read_corpus
 from paceline.train.documents.store import StoredDocuments, stored_corpus, without
 
@@ -71,9 +70,8 @@ def test_nothing_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_memory_hardly_grows_with_the_number_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_hardly_grows_with_the_number_of_documents(tmp_path: Path) -> None:
     """Reading, sorting and planning: ten times the documents, a few bytes more for each."""
-    monkeypatch.setattr(dataset, "COUNTED_AT_ONCE", 1 << 12)
 
     def peak(number: int) -> tuple[int, int]:
         given = answers(tmp_path / f"a{number}", number, 400)

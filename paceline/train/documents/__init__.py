@@ -1,1 +1,1 @@
-"""Answers as training documents."""
+"""Training documents made of the target's answers."""

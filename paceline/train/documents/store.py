@@ -1,11 +1,11 @@
-"""Documents on disk: a corpus of any size in a few bytes of memory each.
+"""Stores documents on disk: a corpus of any size needs only a few bytes of memory per document.
 
     runs/x/documents/tokens.bin     int32 token ids of all documents, one after the other
     runs/x/documents/keys.bin       their keys, UTF-8
     runs/x/documents/index.npy      int64 [N, 9]: see COLUMNS; memory-mapped
 
-`stored_corpus` is `dataset.read_corpus` for corpora that do not fit in memory: the same documents in the same order,
-of which the held-out ones, a bounded number, are in memory.
+`stored_corpus` replaces `dataset.read_corpus` for a corpus that does not fit in memory, with the same documents in the same
+order. Only the held-out documents, a bounded number, are in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from paceline.train.documents.dataset import (
     Corpus,
     Document,
     check_vocabulary,
-    is_within,
+    has_vocabulary,
     key_hash,
     nothing_left,
     num_heldout,
@@ -39,17 +39,17 @@ from paceline.train.documents.dataset import (
 
 COLUMNS = ("first_token", "end_token", "answer_start", "first_key", "end_key", "hash", "turn", "has_loop", "is_cut")
 MOST_UNKNOWN = 0.1
-"""Share of documents with tokens that the target does not have from which on they are another model's."""
+"""Largest share of documents with tokens unknown to the target; above it, another model wrote the answers."""
 REMEDY = "free space or choose another --out"
 
 
 class StoredDocuments(Sequence[Document]):
-    """Documents of a folder, in the order of `rows`; each is read when it is asked for."""
+    """Documents of a folder, in the order of `rows`, each read from disk on access."""
 
     def __init__(self, folder: Path, rows: NDArray[np.int64] | None = None) -> None:
-        """Raises CacheError when the folder is not what `write_documents` wrote."""
-        refused = reraised(CacheError, f"{folder} cannot be read", "delete it to have it made again", OSError, ValueError)
-        with refused:
+        """Raises CacheError if the folder is not one of `write_documents`."""
+        remedy = "delete it to have it made again"
+        with reraised(CacheError, f"{folder} cannot be read", remedy, OSError, ValueError):
             self.table: NDArray[np.int64] = np.load(folder / "index.npy", mmap_mode="r")
             self._tokens, self._keys = _Bytes(folder / "tokens.bin"), _Bytes(folder / "keys.bin")
         self.folder, self.rows = folder, np.arange(len(self.table)) if rows is None else rows
@@ -63,7 +63,7 @@ class StoredDocuments(Sequence[Document]):
     def __getitem__(self, place: slice) -> list[Document]: ...
     def __getitem__(self, place: int | slice) -> Document | list[Document]:
         if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
+            return [self[index] for index in range(*place.indices(len(self)))]
         first, end, answer_start, _, _, _, turn, _, _ = (int(number) for number in self.table[self.rows[place]])
         tokens = np.frombuffer(self._tokens[4 * first : 4 * end], dtype=np.int32)
         return Document(f"{self.key(place)}/{turn}", tokens, answer_start)
@@ -72,13 +72,13 @@ class StoredDocuments(Sequence[Document]):
         return (self[place] for place in range(len(self)))
 
     def key(self, place: int) -> str:
-        """Of the conversation: without its turn."""
+        """Returns the conversation's key, without the turn suffix."""
         first, end = (int(number) for number in self.table[self.rows[place], 3:5])
         return self._keys[first:end].decode(errors="surrogatepass")
 
 
 class _Bytes:
-    """Parts of a file, read each time: pages of one that is mapped would count as this process's memory."""
+    """Reads slices of a file. It is not memory-mapped, since mapped pages count as this process's memory."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDONLY)
@@ -89,21 +89,17 @@ class _Bytes:
 
 
 def without(documents: Sequence[Document], keys: Set[str]) -> Sequence[Document]:
-    """The documents that have none of these keys; stored ones stay on disk."""
+    """Returns the documents without those of these keys; stored documents stay on disk."""
     if not isinstance(documents, StoredDocuments):
-        return [each for each in documents if each.key not in keys]
-    is_kept = [each.key not in keys for each in documents]
+        return [document for document in documents if document.key not in keys]
+    is_kept = [document.key not in keys for document in documents]
     return StoredDocuments(documents.folder, documents.rows[np.array(is_kept, dtype=bool)])
-
-
-def _mapped(path: Path, kind: Any) -> NDArray[Any]:
-    return np.memmap(path, kind, "r") if path.stat().st_size else np.empty(0, kind)
 
 
 def write_documents(
     folder: Path, sources: Iterable[Path], max_len: int, counts: Counter[str], dropped: Dropped | None
 ) -> StoredDocuments:
-    """All documents of these answers, unsorted, repeated ones too. Raises CacheError when the disk refuses."""
+    """Writes all documents of these answers, unsorted and with duplicates. Raises CacheError for disk errors."""
     num_tokens = num_bytes = 0
     with reraised(CacheError, f"cannot write {folder}", REMEDY, OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,8 +116,10 @@ def write_documents(
                 tokens.write(document.tokens.tobytes())
                 keys.write(key)
                 index.write(np.array(row, dtype=np.int64).tobytes())
-        np.save(folder / "index.npy", _mapped(folder / "index.part", np.int64).reshape(-1, len(COLUMNS)))
-        (folder / "index.part").unlink()
+        part = folder / "index.part"
+        table = np.memmap(part, np.int64, "r") if part.stat().st_size else np.empty(0, np.int64)
+        np.save(folder / "index.npy", table.reshape(-1, len(COLUMNS)))
+        part.unlink()
     return StoredDocuments(folder)
 
 
@@ -134,7 +132,7 @@ def stored_corpus(
     min_heldout: int = 1,
     strict: bool = False,
 ) -> Corpus:
-    """As `dataset.read_corpus`, whose documents of training stay on disk, in `folder`."""
+    """Reads a corpus like `dataset.read_corpus`, with the training documents stored in `folder`."""
     counts, dropped = Counter[str](), Dropped()
     every = write_documents(folder, sources, max_len, counts, None if strict else dropped)
     order, counts["num_repeated"] = _sorted_once(every)
@@ -152,12 +150,10 @@ def stored_corpus(
 
 
 def known_only(corpus: Corpus, vocab_size: int, strict: bool = False) -> Corpus:
-    """The corpus without the few documents that hold a token the target does not have, counted in `dropped`.
-
-    Raises PromptError when they are more than MOST_UNKNOWN of all (another model wrote these answers), or with
-    `strict`."""
-    documents = chain(corpus.train, corpus.heldout)  # one at a time: stored ones may not fit in memory
-    foreign = {document.key for document in documents if not is_within(document, vocab_size)}
+    """Returns the corpus without documents that hold tokens unknown to the target; they are counted in `dropped`. Raises
+    PromptError if they are more than MOST_UNKNOWN of all, or with `strict`."""
+    documents = chain(corpus.train, corpus.heldout)  # iterated, as stored documents may not fit in memory
+    foreign = {document.key for document in documents if not has_vocabulary(document, vocab_size)}
     if not foreign:
         return corpus
     if strict or len(foreign) > MOST_UNKNOWN * (len(corpus.train) + len(corpus.heldout)):
@@ -168,8 +164,7 @@ def known_only(corpus: Corpus, vocab_size: int, strict: bool = False) -> Corpus:
 
 
 def _sorted_once(every: StoredDocuments) -> tuple[NDArray[np.int64], int]:
-    """Rows in the order of (hash of the key, turn), each turn once, the first that was written; how many rows are
-    left out."""
+    """Returns the rows ordered by (key hash, turn) without duplicates, and the number of duplicates."""
     hashes, turns = every.table[:, 5], every.table[:, 6]
     order = np.lexsort((turns, hashes))
     is_first = np.ones(len(order), dtype=bool)
@@ -178,16 +173,16 @@ def _sorted_once(every: StoredDocuments) -> tuple[NDArray[np.int64], int]:
 
 
 def _prompt_hashes(every: StoredDocuments) -> NDArray[np.int64]:
-    """[N, 2]: crc32 and hash of each document's prompt."""
-    found = np.empty((len(every), 2), dtype=np.int64)
+    """Returns the crc32 and the hash of each document's prompt, [N, 2]."""
+    hashes = np.empty((len(every), 2), dtype=np.int64)
     for place in range(len(every)):
         prompt = prompt_of(every.key(place))
-        found[place] = zlib.crc32(prompt.encode(errors="surrogatepass")), key_hash(prompt)
-    return found
+        hashes[place] = zlib.crc32(prompt.encode(errors="surrogatepass")), key_hash(prompt)
+    return hashes
 
 
 def _heldout(every: StoredDocuments, prompts: NDArray[np.int64], share: float, most: int, fewest: int) -> list[str]:
-    """As `dataset.heldout_prompts`, without all prompts in memory."""
+    """Chooses like `dataset.heldout_prompts`, without holding all prompts in memory."""
     _, firsts = np.unique(prompts[:, 1], return_index=True)
     number = num_heldout(len(firsts), share, most, fewest)
     if not number:

@@ -1,10 +1,11 @@
-"""Rows that somebody has tokenised already: token ids, and which of them the target is to be learned from.
+"""Reads tokenised data: token ids, and a mask of the tokens to learn from.
 
     {"input_ids": [1, 5, 9, 7, 2], "loss_mask": [0, 0, 1, 1, 1]}        as speculators prepares data
     {"input_ids": [1, 5, 9, 7, 2], "labels": [-100, -100, 9, 7, 2]}     as Transformers' trainers take it
 
-In JSON lines (gzip too) or Parquet. Every stretch of tokens that are learned from is one answer, with all before it as its
-prompt: a conversation of three answers is three documents, whose common beginning the target reads once.
+Files are JSON lines (also gzip) or Parquet. Every contiguous span of tokens to learn from is one answer, with everything
+before it as its prompt: a conversation with three answers becomes three documents, whose common beginning the target
+processes once.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from paceline.data.answers import Answer, pa, parquet
 from paceline.data.rows import Dropped, Row, RowError, file_rows, printable
 
 IGNORED = -100
-"""What Transformers' labels say of a token that is not learned from."""
+"""Label of a token that is not learned from, as in Transformers."""
 
 
 def is_tokenised(path: Path) -> bool:
-    """Whether a file of answers is of this kind: any that is not Parquet, or is Parquet with these columns."""
+    """Returns True for a file of tokenised data: any file that is not Parquet, or Parquet with these columns."""
     if path.suffix != ".parquet":
         return True
     try:
         names = parquet.read_schema(path).names
     except (pa.ArrowException, OSError):
-        return False  # whoever reads it as answers says what is wrong
+        return False  # the reader of answers reports what is wrong with the file
     return "input_ids" in names and "answer_ids" not in names
 
 
 def tokenised_answers(path: Path, dropped: Dropped | None = None) -> Iterator[Answer]:
-    """The answers of a file of token ids. Raises PromptError at the first bad row; with `dropped` it is counted there."""
+    """Yields the answers of a file of token ids. Raises PromptError for the first bad row; with `dropped`, counts it there."""
     for number, (where, row) in enumerate(file_rows(path)):
         try:
             if isinstance(row, RowError):
@@ -65,15 +66,15 @@ def _answers_of(row: Row, where: str, key: str, source: str) -> list[Answer]:
 
 
 def _mask_of(row: Row, ids: list[int], where: str) -> Any:
-    """Which tokens are learned from, bool [S]."""
+    """Returns which tokens are learned from, bool [S]."""
     if row.get("loss_mask") is not None:
-        given, is_learned = row["loss_mask"], lambda value: value != 0
+        mask, is_learned = row["loss_mask"], lambda value: value != 0
     elif row.get("labels") is not None:
-        given, is_learned = row["labels"], lambda value: value != IGNORED
+        mask, is_learned = row["labels"], lambda value: value != IGNORED
     else:
         raise RowError(f"{where}: 'loss_mask' or 'labels' must say which tokens are learned from", "without a loss mask")
-    if not isinstance(given, list) or len(given) != len(ids) or not all(type(value) in (int, bool) for value in given):
+    if not isinstance(mask, list) or len(mask) != len(ids) or not all(type(value) in (int, bool) for value in mask):
         raise RowError(
             f"{where}: the loss mask must have one number for each of the {len(ids)} tokens", "with a wrong loss mask"
         )
-    return np.array([is_learned(value) for value in given])
+    return np.array([is_learned(value) for value in mask])
