@@ -209,7 +209,7 @@ def streamed(trainer: Trainer) -> dict[str, Any]:
     stream.begin(upcoming(trainer))
     with contextlib.closing(stream), packs_ahead(trainer):
         figures = run(trainer)
-    assert stream.num_aside == 0
+    assert stream.num_out_of_order == 0
     return figures
 
 

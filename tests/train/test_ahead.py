@@ -15,7 +15,7 @@ from small_training import config, trainer
 from paceline.errors import CacheError
 from paceline.train.config import LoopConfig, LossConfig
 from paceline.train.features.hidden_states import CachedFeatures, Features, OnlineFeatures, cache_features
-from paceline.train.features.prefetch import PacksAhead, packs_ahead
+from paceline.train.features.prefetch import PackPrefetcher, packs_ahead
 from paceline.train.features.stream import upcoming_pieces
 from paceline.train.learn.loop import Trainer
 from paceline.train.learn.packs import Chosen
@@ -108,7 +108,7 @@ def test_few_packs_wait_and_none_is_made_after_the_end(tmp_path: Path) -> None:
     one, source = trainer(tmp_path, config()), Counted()
     object.__setattr__(one.packer, "features", source)
     before, pieces, num_documents = threading.active_count(), upcoming_pieces(one), 0
-    ahead = PacksAhead(one.packer, upcoming_pieces(one), depth=2)
+    ahead = PackPrefetcher(one.packer, upcoming_pieces(one), depth=2)
     for _ in range(20):
         chosen = next(pieces)
         num_documents += len(chosen)
@@ -130,7 +130,7 @@ def test_a_plan_that_fails_does_not_leave_the_trainer_waiting(tmp_path: Path) ->
         raise ValueError("no plan")
 
     first = next(upcoming_pieces(one))
-    ahead = PacksAhead(one.packer, pieces())
+    ahead = PackPrefetcher(one.packer, pieces())
     ahead.take(first)
     for _ in range(2):
         with pytest.raises(ValueError, match="no plan"):
@@ -144,7 +144,7 @@ def test_packs_by_way_of_pinned_memory_are_those_made_on_the_gpu(tmp_path: Path)
     one = trainer(tmp_path / "run", config(loss=LossConfig("kl")))
     cached(one, tmp_path / "features")
     packer, pieces = replace(one.packer, device="cuda"), upcoming_pieces(one)
-    ahead = PacksAhead(packer, upcoming_pieces(one))
+    ahead = PackPrefetcher(packer, upcoming_pieces(one))
     for _ in range(20):
         chosen = next(pieces)
         for own, other in zip(ahead.take(chosen).tensors(), packer.pack(chosen).tensors(), strict=True):

@@ -21,7 +21,7 @@ from paceline.engine.llm import LLM
 from paceline.errors import ConfigError, DownloadError
 from paceline.net import retrying as client_module
 from paceline.net.retrying import KEY, Client
-from paceline.train.answers.remote_target import stand_in
+from paceline.train.answers.remote_target import remote_target_of
 from paceline.train.config import AnswerConfig, ElsewhereConfig, PromptsConfig, RegenerateConfig
 
 WORDS = ["alpha", "be", "gamma ray", "delta", "Épsilon", "{zeta}", "\n", "42"]
@@ -231,4 +231,4 @@ def test_redirects_are_not_followed(fake: Elsewhere) -> None:
 def test_likely_tokens_are_not_asked_of_another_server(tmp_path: Path) -> None:
     asked = ask(tmp_path, tmp_path, "p.jsonl", "http://127.0.0.1:9", AnswerConfig(top_k=32))
     with pytest.raises(ConfigError, match="leave top_k out"):
-        stand_in(asked)
+        remote_target_of(asked)

@@ -138,7 +138,7 @@ def test_processes_write_files_of_their_own(tmp_path: Path) -> None:
 
 def test_the_size_is_known_beforehand(tmp_path: Path) -> None:
     target, docs = tiny_decoder(), documents()
-    wanted = OnlineFeatures(target, docs, TAPS, needs_final=True).num_bytes
+    wanted = sum(map(len, docs)) * OnlineFeatures(target, docs, TAPS, needs_final=True).bytes_per_position
     assert wanted == sum(len(one) for one in docs) * 3 * HIDDEN * 4
     cache_features(tmp_path, target, docs, TAPS, needs_final=True)
     written = sum(path.stat().st_size for path in tmp_path.iterdir())

@@ -16,18 +16,18 @@ from torch.distributed import PrefixStore, TCPStore
 from paceline.errors import ConfigError, ProcessesError
 from paceline.runs.ranks import Ranks
 from paceline.train.config import TrainConfig
-from paceline.train.processes.group import Roll, process_group
+from paceline.train.processes.group import Liveness, process_group
 
 BEAT_S, LOST_AFTER_S = 0.02, 1.0
 
 
 @pytest.fixture
-def rolls() -> Iterator[list[Roll]]:
+def rolls() -> Iterator[list[Liveness]]:
     """Those of three processes, each with its own connection."""
     patience = timedelta(seconds=20)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
     stores = [TCPStore("127.0.0.1", server.port, is_master=False, timeout=patience) for _ in range(3)]
-    made = [Roll(PrefixStore("run", each), Ranks(rank, 3), BEAT_S, LOST_AFTER_S) for rank, each in enumerate(stores)]
+    made = [Liveness(PrefixStore("run", each), Ranks(rank, 3), BEAT_S, LOST_AFTER_S) for rank, each in enumerate(stores)]
     yield made
     for each in made[1:] + made[:1]:
         each.leave()
@@ -52,7 +52,7 @@ def together(*calls: Callable[[], object]) -> list[BaseException | None]:
 
 
 @pytest.mark.slow
-def test_it_waits_for_the_slow_as_long_as_they_live(rolls: list[Roll]) -> None:
+def test_it_waits_for_the_slow_as_long_as_they_live(rolls: list[Liveness]) -> None:
     def slow() -> None:
         time.sleep(1.5 * LOST_AFTER_S)
         rolls[2].wait()
@@ -62,7 +62,7 @@ def test_it_waits_for_the_slow_as_long_as_they_live(rolls: list[Roll]) -> None:
 
 
 @pytest.mark.slow
-def test_who_went_silent_is_named(rolls: list[Roll]) -> None:
+def test_who_went_silent_is_named(rolls: list[Liveness]) -> None:
     rolls[1]._is_over.set()
     told = together(rolls[0].wait, lambda: None, rolls[2].wait)
     assert told[1] is None
@@ -71,7 +71,7 @@ def test_who_went_silent_is_named(rolls: list[Roll]) -> None:
         assert "process 1 of 3 (counted from 0) gave no sign of life for" in str(each) and "with the same command" in str(each)
 
 
-def test_who_failed_is_named_with_its_reason_to_victims_of_victims_too(rolls: list[Roll]) -> None:
+def test_who_failed_is_named_with_its_reason_to_victims_of_victims_too(rolls: list[Liveness]) -> None:
     rolls[2].fail(OSError("no space\nleft"))
     (first,) = together(rolls[0].wait)
     assert isinstance(first, ProcessesError) and "process 2 of 3 (counted from 0) ended with OSError: no space left" in str(
@@ -82,14 +82,14 @@ def test_who_failed_is_named_with_its_reason_to_victims_of_victims_too(rolls: li
     assert str(second) == str(first)
 
 
-def test_a_victim_passes_on_what_it_was_told(rolls: list[Roll]) -> None:
+def test_a_victim_passes_on_what_it_was_told(rolls: list[Liveness]) -> None:
     rolls[0].fail(ProcessesError("process 2 of 3 gave no sign of life"))
     (told,) = together(rolls[1].wait)
     assert str(told) == "process 2 of 3 gave no sign of life"
 
 
 @pytest.mark.slow
-def test_a_step_without_a_culprit_says_which_limit_it_was(rolls: list[Roll], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_a_culprit_says_which_limit_it_was(rolls: list[Liveness], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever looks finds new signs of life of all, then of all but one."""
     beats, dead = itertools.count(), set[int]()
     monkeypatch.setattr(rolls[0], "num_beats", lambda rank: 7 if rank in dead else next(beats))

@@ -41,7 +41,7 @@ from paceline.train.config import (
 )
 from paceline.train.features import on_ray as ray_features
 from paceline.train.processes import ray_cluster as on_ray
-from paceline.train.processes.ray_cluster import LOCAL, Job, Share, Work, Worker, connected, shared_out
+from paceline.train.processes.ray_cluster import LOCAL, Job, Share, Work, Worker, connected, distributed
 
 RAY = ElsewhereConfig(ray=LOCAL, ray_workers=2)
 TARGET = EngineConfig(device="cpu", dtype="float32", threads=1)
@@ -215,10 +215,10 @@ class Doubling:
 @pytest.mark.slow
 def test_a_real_cluster_works_and_what_its_worker_refuses_is_raised_here(cluster: Any) -> None:
     with connected(RAY) as ray:
-        found = list(shared_out(ray, replace(RAY, ray_workers=1), Doubling(), range(6), 4))
+        found = list(distributed(ray, replace(RAY, ray_workers=1), Doubling(), range(6), 4))
         assert sorted(found) == [0, 2, 4, 6, 8, 10]
         with pytest.raises(PromptError, match="no template for -1 with 2 threads"):
-            list(shared_out(ray, replace(RAY, ray_workers=1), Doubling(), [-1], 4))
+            list(distributed(ray, replace(RAY, ray_workers=1), Doubling(), [-1], 4))
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class Deadly:
 def test_what_kills_every_worker_comes_to_an_end(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_ray, "MOST_DEATHS", 1)
     with connected(RAY) as ray, pytest.raises(DownloadError, match="the Ray cluster failed"):
-        list(shared_out(ray, replace(RAY, ray_workers=1), Deadly(), ["a"], 4))
+        list(distributed(ray, replace(RAY, ray_workers=1), Deadly(), ["a"], 4))
 
 
 class TestOnADouble:
@@ -258,7 +258,7 @@ class TestOnADouble:
         assert here and here == there and sum(len(rows.asked) for rows in fake.rows) == len(here)
 
     def test_each_worker_has_its_share_and_restarts(self, fake: FakeRay) -> None:
-        found = list(shared_out(cast(Any, fake), RAY, Doubling(), range(20), 64))
+        found = list(distributed(cast(Any, fake), RAY, Doubling(), range(20), 64))
         assert sorted(found) == list(range(0, 40, 2))
         (rows,) = fake.rows
         options = rows.options
@@ -271,7 +271,7 @@ class TestOnADouble:
         import ray.data
         from ray._common.ray_option_utils import validate_actor_options
 
-        list(shared_out(cast(Any, fake), RAY, Doubling(), range(4), 1))
+        list(distributed(cast(Any, fake), RAY, Doubling(), range(4), 1))
         options = fake.rows[0].options
         inspect.signature(ray.data.Dataset.map_batches).bind(None, Worker, **options)
         validate_actor_options(options["ray_remote_args_fn"](), in_options=True)
@@ -286,11 +286,11 @@ class TestOnADouble:
 
         monkeypatch.setattr(Rows, "iter_rows", fail)
         with pytest.raises(DownloadError, match="the Ray cluster failed.*the actor died"):
-            list(shared_out(cast(Any, fake), RAY, Doubling(), range(4), 4))
+            list(distributed(cast(Any, fake), RAY, Doubling(), range(4), 4))
 
     def test_what_a_worker_refuses_is_raised_here(self, fake: FakeRay) -> None:
         with pytest.raises(PromptError, match="no template for -1 with 1 threads"):
-            list(shared_out(cast(Any, fake), RAY, Doubling(), [1, -1, 2], 1))
+            list(distributed(cast(Any, fake), RAY, Doubling(), [1, -1, 2], 1))
 
 
 class TestWithoutACluster:

@@ -14,7 +14,7 @@ from paceline.data.prompts import read_prompts
 from paceline.errors import CacheError, PromptError, SamplingError, UnsupportedModelError
 from paceline.model.text.tokenizer import Tokenizer
 from paceline.train.answers import self_written
-from paceline.train.answers.self_written import PromptWriter, UserTurn, fault, read_openers, user_turn
+from paceline.train.answers.self_written import PromptWriter, UserTurn, read_openers, rejection_reason, user_turn
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def test_prompts_are_varied_seeded_and_counted(tmp_path: Path, monkeypatch: pyte
     assert heard == done.prompts == [row["prompt"] for row in lines(file)]
     assert [row["id"] for row in lines(file)] == [f"self-{n}" for n in range(8)]
     assert len(set(done.prompts)) == 8 and any(prompt.startswith("How do I") for prompt in done.prompts)
-    assert all(fault(prompt, True, set()) is None for prompt in done.prompts)
+    assert all(rejection_reason(prompt, True, set()) is None for prompt in done.prompts)
     assert set(done.dropped) <= {"unfinished", "too short", "duplicate", "repeats itself"} and done.dropped.total() > 0
     again = PromptWriter(fake_llm(), tmp_path / "again.jsonl", openers=("", "How do I"), seed=7).write(8)
     other = PromptWriter(fake_llm(), tmp_path / "other.jsonl", openers=("", "How do I"), seed=10**6).write(8)
@@ -114,7 +114,7 @@ def test_the_engine_is_left_as_it_was(tmp_path: Path) -> None:
     ],
 )
 def test_faults(prompt: str, is_finished: bool, reason: str | None) -> None:
-    assert fault(prompt, is_finished, {"what is two plus two"}) == reason
+    assert rejection_reason(prompt, is_finished, {"what is two plus two"}) == reason
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_a_prompt_of_an_earlier_run_is_not_written_again(tmp_path: Path) -> None
 
 def test_a_target_that_never_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_written, "MAX_TOKENS", 8)
-    monkeypatch.setattr(self_written, "PATIENCE", 2)
+    monkeypatch.setattr(self_written, "EXTRA_TRIES", 2)
     llm = fake_llm(Talker(eos_bonus=-60.0))
     with pytest.raises(
         PromptError, match="only 0 of 17 prompts the target wrote were usable, 1000 are wanted .*'unfinished': 17"

@@ -70,7 +70,7 @@ def test_the_curve_is_that_of_features_computed_as_they_are_asked_for(tmp_path: 
     one = trainer(tmp_path / "streamed", settings)
     streamed = streaming(one)
     assert curve(one, streamed) == expected and len(expected) == 12
-    assert streamed.num_aside == 0, "every document was there when it was asked for"
+    assert streamed.num_out_of_order == 0, "every document was there when it was asked for"
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_a_resumed_run_goes_on_with_the_same_curve(tmp_path: Path) -> None:
     assert again.resume() and again.state.step == 4
     streamed = streaming(again)
     assert curve(again, streamed) == expected[4:]
-    assert streamed.num_aside == 0
+    assert streamed.num_out_of_order == 0
 
 
 @pytest.mark.slow
@@ -122,14 +122,14 @@ def test_several_threads_keep_the_order() -> None:
     source = Counted(seconds=lambda number: 0.002 * number)
     streamed = stream(source, 10 * 256, numbers, num_threads=4)
     assert [int(streamed.of(each).taps_SF[0, 0]) for each in numbers] == numbers
-    assert sorted(source.asked) == sorted(numbers) and streamed.num_aside == 0
+    assert sorted(source.asked) == sorted(numbers) and streamed.num_out_of_order == 0
     streamed.close()
 
 
 def test_out_of_turn_it_is_computed_at_once() -> None:
     source = Counted()
     streamed = stream(source, 2 * 256, [0, 1, 2])
-    assert streamed.of(7).taps_SF[0, 0] == 7 and streamed.num_aside == 1
+    assert streamed.of(7).taps_SF[0, 0] == 7 and streamed.num_out_of_order == 1
     assert [int(streamed.of(each).taps_SF[0, 0]) for each in (0, 0, 1, 2)] == [0, 0, 1, 2]
     assert source.asked.count(0) == 1, "the pieces of a document share it"
     assert streamed.of(5).taps_SF[0, 0] == 5, "the stream is over"

@@ -1,1 +1,1 @@
-"""The target answers prompts: here, on a Ray cluster, or on a server elsewhere."""
+"""Generates the target's answers to prompts: on this machine, on a Ray cluster, or on a remote server."""

@@ -1,18 +1,17 @@
-"""Prompts as the target gets them: token ids through its chat template, or raw; and which prompts cannot be asked
-of it.
+"""Encodes prompts as the target's input: token ids through its chat template, or raw; and finds prompts that cannot be used.
 
-    asker = PromptEncoder(TokenizerOnly(tokenizer), AnswerConfig())
-    asker.first_ids(prompt)                          # raises RowError for a prompt that this target cannot be asked
-    asker.examine(prompts, dropped)                  # token counts; the others are counted in `dropped`
+    encoder = PromptEncoder(TokenizerOnly(tokenizer), AnswerConfig())
+    encoder.first_ids(prompt)                        # raises RowError for a prompt that this target cannot answer
+    encoder.examine(prompts, dropped)                # token counts; the others are counted in `dropped`
 
-Read by `regenerate` and by the plan of `train`, which needs the tokenizer alone.
+Used by `regenerate`, and by the plan of `train`, which needs only the tokenizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from paceline.data.prompts import Message, Prompt
 from paceline.data.rows import Dropped, RowError
@@ -20,44 +19,32 @@ from paceline.errors import ConfigError, PromptError, refuse, way_out
 from paceline.train.config import AnswerConfig
 
 if TYPE_CHECKING:
+    from paceline.engine.llm import LLM
     from paceline.model.text.tokenizer import Tokenizer
 
 REFUSED, TOO_LONG = "refused by the target's template", "longer than max_prompt_tokens"
 NO_TEMPLATE = "the target has no chat template: --raw asks every prompt as it stands, as base models are asked"
 
 
-class ChatEncoder(Protocol):
-    """An LLM, as far as encoding needs one."""
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-
-    def encode_chat(
-        self, messages: list[Message], tools: Iterable[Message] | None = None, variables: Mapping[str, Any] | None = None
-    ) -> list[int]: ...
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass
 class TokenizerOnly:
-    """Encodes conversations as an LLM does, without its weights."""
+    """Encodes conversations like an LLM, without loading its weights."""
 
     tokenizer: Tokenizer
 
     def encode_chat(
         self, messages: list[Message], tools: Iterable[Message] | None = None, variables: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """As LLM.encode_chat."""
-        from paceline.engine.llm import LLM  # only here: it imports PyTorch
+        from paceline.engine.llm import LLM  # imports PyTorch, which is needed only here
 
         return LLM.encode_chat(cast(LLM, self), messages, tools, variables)
 
 
 class PromptEncoder:
-    """Encodes prompts with the opening, tools and template variables of `config`. Raises ConfigError where --raw
-    excludes them."""
+    """Encodes prompts with the opening, tools and template variables of `config`. Raises ConfigError if --raw forbids them."""
 
-    def __init__(self, llm: ChatEncoder, config: AnswerConfig, vocab_size: int | None = None) -> None:
-        """`vocab_size`: rows of the target's embedding, where they are known; else the tokenizer's ids are."""
+    def __init__(self, llm: LLM | TokenizerOnly, config: AnswerConfig, vocab_size: int | None = None) -> None:
+        """`vocab_size`: rows of the target's embedding, if known; else the tokenizer's vocabulary size is used."""
         self.llm, self.config = llm, config
         self._vocab_size = vocab_size
         self.opening, self.tools, self.variables = config.read_opening(), config.read_tools(), config.template_variables()
@@ -66,16 +53,16 @@ class PromptEncoder:
         refuse(ConfigError, (config.raw and has_chat, needs_template))
 
     def messages_of(self, prompt: Prompt) -> list[Message]:
-        """The prompt's messages behind the opening, unless it has a system message of its own."""
+        """Returns the prompt's messages after the opening; without the opening if the prompt has its own system message."""
         is_own = not prompt.messages or prompt.messages[0]["role"] == "system"
         return prompt.messages if is_own else self.opening + prompt.messages
 
     def first_ids(self, prompt: Prompt) -> list[int]:
-        """Token ids before the first answer. Raises RowError for a prompt that this target cannot be asked."""
+        """Returns the token ids before the first answer. Raises RowError for a prompt that this target cannot answer."""
         return self.encode(prompt, self.messages_of(prompt))
 
     def encode(self, prompt: Prompt, messages: list[Message]) -> list[int]:
-        """Token ids of a conversation with the tools of its prompt, or of all prompts. Raises RowError."""
+        """Returns the token ids of a conversation, with the prompt's own tools or the common ones. Raises RowError."""
         where = prompt.where or f"{prompt.source}, prompt {prompt.id}"
         if prompt.token_ids:
             if max(prompt.token_ids) >= self.vocab_size:
@@ -87,7 +74,9 @@ class PromptEncoder:
         try:
             if self.config.raw:
                 return self._raw_ids(prompt)
-            return self._chat_ids(prompt, messages)
+            with way_out("use --raw to ask prompts as they stand"):
+                variables = self.variables | dict(prompt.variables)
+                return self.llm.encode_chat(messages, prompt.tools or self.tools, variables)
         except PromptError as error:
             raise RowError(f"{where}: {error}", REFUSED) from error
 
@@ -100,14 +89,8 @@ class PromptEncoder:
             raise PromptError("a conversation needs a chat template: leave --raw out, or give one text")
         return self.llm.tokenizer.encode(prompt.turns[0])
 
-    def _chat_ids(self, prompt: Prompt, messages: list[Message]) -> list[int]:
-        tools = prompt.tools or self.tools
-        variables = self.variables | dict(prompt.variables)
-        with way_out("use --raw to ask prompts as they stand"):
-            return self.llm.encode_chat(messages, tools, variables)
-
     def examine(self, prompts: Iterable[Prompt], dropped: Dropped) -> list[int]:
-        """Number of tokens of each prompt that will be asked; the others are counted in `dropped`."""
+        """Returns the token count of each usable prompt; the others are counted in `dropped`."""
         counts = list[int]()
         for prompt in prompts:
             try:
@@ -123,6 +106,6 @@ class PromptEncoder:
 
 
 def check_template(tokenizer: Tokenizer, prompts: Iterable[Prompt], config: AnswerConfig) -> None:
-    """Raises ConfigError when prompts need a chat template and the target has none."""
+    """Raises ConfigError if prompts need a chat template that the target does not have."""
     needs_one = not config.raw and any(not prompt.token_ids for prompt in prompts)
     refuse(ConfigError, (needs_one and tokenizer.chat_template is None, NO_TEMPLATE))

@@ -1,14 +1,14 @@
-"""Regenerate: the target answers prompts, given or its own, batched, through the real engine, into a run folder.
+"""Generates the target's answers to prompts, given or self-written, in batches through the real engine, into a run folder.
 
-A drafter learns what its target would say, so the answers in a data set do not matter, only its prompts do. Follow-up
-turns of a conversation are asked after the target's own earlier answers. Every finished conversation is remembered by
-its key: a run that was killed goes on with those that are missing.
+A drafter learns what its target would generate, so only the prompts of a data set are used, not its answers. Follow-up
+messages of a conversation are sent after the target's own earlier answers. Finished conversations are recorded by key, so an
+interrupted run resumes with the missing ones.
 
-    runs/x/config.json      what was asked: a second run must ask the same
+    runs/x/config.json      the settings: a second run must have the same
     runs/x/answers/         Parquet shards of every process
     runs/x/self-written-r0.jsonl
 
-Under torchrun each process takes its share of the prompts, writes shards of its own and reports its own figures.
+Under torchrun each process answers its share of the prompts, writes its own shards and reports its own figures.
 
     paceline regenerate --target smollm2-135m --prompts questions.jsonl --out runs/x
 """
@@ -36,10 +36,10 @@ from paceline.report.tables import Progress, ignore
 from paceline.runs.folder import RunFolder, plain
 from paceline.runs.lock import only_run
 from paceline.runs.ranks import Ranks
-from paceline.train.answers.conversation import Conversation, Regenerated, asked_of
+from paceline.train.answers.conversation import Conversation, Regenerated, conversations_of
 from paceline.train.answers.mixture import read_mixture
 from paceline.train.answers.prompt_tokens import PromptEncoder, TokenizerOnly, check_template
-from paceline.train.answers.remote_target import Lost, RemoteLLM, Talk, stand_in
+from paceline.train.answers.remote_target import ChatRequest, LostAnswer, RemoteLLM, remote_target_of
 from paceline.train.answers.run_identity import check_same_run, extend, identity
 from paceline.train.answers.self_written import MAX_TOKENS as MAX_PROMPT_WRITTEN
 from paceline.train.answers.self_written import PromptWriter, SelfWritten, read_openers
@@ -49,13 +49,13 @@ from paceline.types import SamplingParams, Sequence
 
 CONVERSATIONS_PER_SHARD = 128
 IN_FLIGHT_PER_ROW = 2
-"""Requests handed to the engine per cache row, so that a row that frees is taken at once."""
+"""Requests submitted to the engine per cache row, so that a free row is reused immediately."""
 WRITE_EVERY_S = 60.0
-"""A shard may hold fewer conversations than that: what a slow target said in a minute is too good to lose."""
+"""Seconds after which a shard is written although it has fewer conversations, so that a slow target's answers are safe."""
 
 
 def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
-    """As `paceline.train.regenerate`."""
+    """Runs `paceline.train.regenerate` on this machine."""
     with prepared(config, progress) as job:
         shards = AnswerShards(config.out / "answers", job.ranks.rank)
         done = Regenerator(job.llm, shards, config.answering).run(job.prompts, job.bars)
@@ -65,20 +65,20 @@ def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What answering begins with."""
+    """The inputs of answering."""
 
     llm: LLM
     prompts: list[Prompt]
-    """This process's share, those that the target wrote included."""
+    """This process's share of the prompts, including those that the target wrote."""
     written: SelfWritten
     folder: RunFolder
     ranks: Ranks
     bars: Progress
     dropped: Dropped
-    """Rows of the prompts that were left out."""
+    """Rows of the prompt sources that were left out."""
 
     def conclude(self, config: RegenerateConfig, done: Regenerated, progress: Progress) -> None:
-        """Into the run's log, and in words. Raises PromptError where no prompt could be asked."""
+        """Logs and reports the results. Raises PromptError if no prompt could be used."""
         dropped = {"dropped": self.written.dropped, "rows_dropped": self.dropped.counts}
         self.folder.log(stage="regenerate", rank=self.ranks.rank, **dropped, **asdict(done))
         _report(config, done, self.written, self.ranks, progress)
@@ -92,17 +92,14 @@ def prepared(
     more: Mapping[str, Any] | None = None,
     fill: Callable[[str, int], str] = lambda opener, seed: opener,
 ) -> Iterator[Prepared]:
-    """The target and the prompts; within, no other run may work in the folder.
-
-    `what` is the run's kind, `more` what it is asked beside `config`, `fill` as of PromptWriter. Raises what
-    `paceline.train.regenerate` does.
-    """
+    """Loads the target and the prompts; while the context is open, no other run may use the folder. `what`: the run's type.
+    `more`: further settings that must not change. `fill`: see PromptWriter. Raises like `paceline.train.regenerate`."""
     ranks = Ranks.here()
     engine = engine_for(config, ranks)
     settings = identity(config, engine, ranks) | plain(dict(more or {}))
     is_extended = check_same_run(config.out, what, settings)
     openers = _openers(config, progress)
-    given = read_mixture(config.asked, config.answering.seed, progress.say if ranks.is_first else ignore)
+    mixture = read_mixture(config.asked, config.answering.seed, progress.say if ranks.is_first else ignore)
     with only_run(config.out, "answering", ranks, progress.say):
         folder = RunFolder(config.out)
         if ranks.is_first and not (config.out / "config.json").is_file():
@@ -110,13 +107,13 @@ def prepared(
         elif ranks.is_first and is_extended:
             extend(folder, what, settings)
             progress.say("the run is extended: what it had stays, what is new is asked")
-        remote = stand_in(config)
+        remote = remote_target_of(config)
         llm = cast(LLM, remote) if remote else _load(engine)
-        check_answers(given.traced, llm.tokenizer.decode)
-        check_template(llm.tokenizer, given.prompts, config.answering)
+        check_answers(mixture.traced, llm.tokenizer.decode)
+        check_template(llm.tokenizer, mixture.prompts, config.answering)
         if config.asked.strict:
             encoder = PromptEncoder(TokenizerOnly(llm.tokenizer), config.answering)
-            for prompt in given.prompts:
+            for prompt in mixture.prompts:
                 encoder.first_ids(prompt)
         if ranks.is_first and remote:
             progress.say(remote.introduction)
@@ -124,16 +121,16 @@ def prepared(
             progress.loaded(llm)
         bars = progress if ranks.is_first else Progress()
         written, own = _write_own(llm, config, ranks, openers, fill, bars)
-        prompts = _share(given.prompts, own, config.answering.seed, Ranks() if config.elsewhere.ray else ranks)
+        prompts = _share(mixture.prompts, own, config.answering.seed, Ranks() if config.elsewhere.ray else ranks)
         try:
-            yield Prepared(llm, prompts, written, folder, ranks, bars, given.dropped)
+            yield Prepared(llm, prompts, written, folder, ranks, bars, mixture.dropped)
         finally:
             if remote:
                 remote.close()
 
 
 def engine_for(config: RegenerateConfig, ranks: Ranks) -> EngineConfig:
-    """The target without a drafter, with room for the longest prompt and answer."""
+    """Returns the target's settings without a drafter, with a cache for the longest prompt and answer."""
     target, answering = config.target, config.answering
     longest = max(answering.max_tokens, MAX_PROMPT_WRITTEN) if config.asked.num_self_written else answering.max_tokens
     max_len = -(-(answering.max_prompt_tokens + longest) // 16) * 16
@@ -141,18 +138,18 @@ def engine_for(config: RegenerateConfig, ranks: Ranks) -> EngineConfig:
     if ranks.world == 1:
         return engine
     if target.device in ("auto", "cuda") and torch.cuda.is_available():
-        engine = replace(engine, device=f"cuda:{ranks.local % torch.cuda.device_count()}")  # one each, as far as they go
+        engine = replace(engine, device=f"cuda:{ranks.local % torch.cuda.device_count()}")
     return replace(engine, threads=target.threads or 1)
 
 
 def _openers(config: RegenerateConfig, progress: Progress) -> tuple[str, ...]:
-    """Beginnings of prompts for the target to continue; it begins one of four itself."""
+    """Returns beginnings of self-written prompts; one in four is empty, so the target writes the whole prompt."""
     if config.asked.openers is None:
         return ("",)
     if not config.asked.num_self_written:
         progress.say("note: openers have no effect without self-written prompts")
-    openers = read_openers(config.asked.openers)
-    return ("",) * max(1, len(openers) // 3) + openers
+    texts = read_openers(config.asked.openers)
+    return ("",) * max(1, len(texts) // 3) + texts
 
 
 def _load(engine: EngineConfig) -> LLM:
@@ -163,19 +160,14 @@ def _load(engine: EngineConfig) -> LLM:
 
 
 def _write_own(
-    llm: LLM,
-    config: RegenerateConfig,
-    ranks: Ranks,
-    openers: tuple[str, ...],
-    fill: Callable[[str, int], str],
-    bars: Progress,
+    llm: LLM, config: RegenerateConfig, ranks: Ranks, openers: tuple[str, ...], fill: Callable[[str, int], str], bars: Progress
 ) -> tuple[SelfWritten, list[Prompt]]:
-    """This process's share of the prompts that the target writes."""
+    """Has the target write this process's share of the self-written prompts."""
     number = len(range(ranks.rank, config.asked.num_self_written, ranks.world))
     if not number:
         return SelfWritten(), []
     file = config.out / f"self-written-r{ranks.rank}.jsonl"
-    seed = zlib.crc32(f"{config.answering.seed}/{ranks.rank}".encode()) << 24  # no two processes or seeds draw the same prompts
+    seed = zlib.crc32(f"{config.answering.seed}/{ranks.rank}".encode()) << 24  # disjoint seeds for all processes
     opening, variables = config.answering.read_opening(), config.answering.template_variables()
     writer = PromptWriter(llm, file, openers=openers, seed=seed, opening=opening, variables=variables, fill=fill)
     with bars.bar("the target writes prompts", number) as advance:
@@ -184,7 +176,7 @@ def _write_own(
 
 
 def _share(given: list[Prompt], own: list[Prompt], seed: int, ranks: Ranks) -> list[Prompt]:
-    """This process's prompts, shuffled: a run that is interrupted has answered a fair mixture."""
+    """Returns this process's prompts in random order, so that an interrupted run has answered a representative sample."""
     generator = random.Random(seed)
     unique = list({repr(prompt): prompt for prompt in given}.values())
     generator.shuffle(unique)
@@ -220,39 +212,36 @@ def _report(config: RegenerateConfig, done: Regenerated, written: SelfWritten, r
 
 
 class Regenerator:
-    """Answers prompts into shards; `run` may be called again after a crash, with the same prompts and config."""
+    """Answers prompts into shards. After a crash, `run` resumes with the same prompts and config."""
 
     def __init__(self, llm: LLM | RemoteLLM, shards: Kept, config: AnswerConfig) -> None:
         self.llm, self.shards, self.config = llm, shards, config
         self._encoder = PromptEncoder(llm, config, getattr(llm.target, "vocab_size", None))
         self.done = Regenerated(shards.folder)
-        self._flying: dict[int, Conversation] = {}
+        self._in_flight: dict[int, Conversation] = {}
         self._finished: list[Answer] = []
         self._num_unwritten = 0
         self._written_s = time.monotonic()
         self._started_at, self._advance = 0.0, ignore
 
     def run(self, prompts: list[Prompt], bars: Progress | None = None) -> Regenerated:
-        """Answer these prompts, repeated ones once; `bars` shows one bar of all conversations.
-
-        A prompt that the chat template refuses is left out, and counted.
-
-        Raises CacheError when a shard cannot be written, PromptError when a shard is damaged, and what made the model
-        fail at a conversation, which the next run asks again; finished ones are kept."""
+        """Answers these prompts, duplicates once; `bars` shows one bar of all conversations. A prompt that the chat
+        template refuses is left out, and counted. Raises CacheError if a shard cannot be written, PromptError if a shard is
+        damaged, and the model's error on a conversation, which the next run repeats; finished conversations are retained."""
         self.done, self._started_at = Regenerated(self.shards.folder), time.perf_counter()
-        asked = asked_of(prompts, self.config)
-        waiting = self._missing(asked)
+        conversations = conversations_of(prompts, self.config)
+        waiting = self._missing(conversations)
         in_flight = self.llm.target.cache.num_rows * IN_FLIGHT_PER_ROW
-        with (bars or Progress()).bar("answering", len(asked)) as self._advance:
+        with (bars or Progress()).bar("answering", len(conversations)) as self._advance:
             try:
                 for conversation in itertools.islice(waiting, in_flight):
-                    self._ask(conversation)
-                while self._flying:
+                    self._submit(conversation)
+                while self._in_flight:
                     with self.llm.engine.whole_chunks():
                         chunks = self.llm.engine.step()
                     for chunk in chunks:
-                        if isinstance(chunk.sequence.error, Lost):
-                            self._lose(chunk.sequence, waiting)
+                        if isinstance(chunk.sequence.error, LostAnswer):
+                            self._drop(chunk.sequence, waiting)
                         elif chunk.sequence.error:
                             raise chunk.sequence.error
                         elif chunk.finish_reason is not None:
@@ -261,25 +250,25 @@ class Regenerator:
                 try:
                     self._write()
                 finally:
-                    for request_id in self._flying:
+                    for request_id in self._in_flight:
                         self.llm.engine.abort(request_id)
-                    self._flying.clear()
+                    self._in_flight.clear()
         self.done.wall_s = time.perf_counter() - self._started_at
         self.done.tokens_per_s = self.done.num_tokens / self.done.wall_s
         return self.done
 
-    def _missing(self, asked: dict[str, tuple[Prompt, float]]) -> Iterator[Conversation]:
+    def _missing(self, conversations: dict[str, tuple[Prompt, float]]) -> Iterator[Conversation]:
         begun = self.shards.recover()
-        found = self.shards.keys() | {answer.key for answer in self._finished}
-        for key, (prompt, temperature) in asked.items():
+        finished = self.shards.keys() | {answer.key for answer in self._finished}
+        for key, (prompt, temperature) in conversations.items():
             seed = self.config.seed ^ zlib.crc32(key.encode())
             grammar = prompt.grammar or self.config.grammar
-            more = {"max_tokens": self.config.max_tokens, "logprobs": self.config.top_k or None}
-            params = SamplingParams(temperature=temperature, seed=seed, grammar=grammar, **more)
+            options = {"max_tokens": self.config.max_tokens, "logprobs": self.config.top_k or None}
+            params = SamplingParams(temperature=temperature, seed=seed, grammar=grammar, **options)
             conversation = Conversation(prompt, key, params, [*self._encoder.messages_of(prompt)])
             for answer in begun.get(key, ()):
-                conversation.go_on(answer)
-            if key in found:
+                conversation.add_answer(answer)
+            if key in finished:
                 self.done.num_found += 1
             elif self._fits(conversation):
                 yield conversation
@@ -287,18 +276,18 @@ class Regenerator:
             elif conversation.prompt_ids:
                 self.done.num_too_long += 1
                 self.done.num_tokens_too_long = max(self.done.num_tokens_too_long, len(conversation.prompt_ids))
-            self._tell_one_more()
+            self._advance_bar()
 
     def first_ids(self, prompt: Prompt) -> list[int]:
-        """What the target is given first of a prompt. Raises RowError."""
+        """Returns the token ids of a prompt before its first answer. Raises RowError."""
         return self._encoder.first_ids(prompt)
 
-    def _tell_one_more(self) -> None:
+    def _advance_bar(self) -> None:
         pace = self.done.num_tokens / (time.perf_counter() - self._started_at)
         self._advance(f"answering, {pace:.0f} tokens/s")
 
     def _fits(self, conversation: Conversation) -> bool:
-        """Encode the conversation so far; whether it leaves room for an answer. A refused one has no `prompt_ids`."""
+        """Encodes the conversation so far; returns False if it is too long, or refused (then `prompt_ids` is empty)."""
         conversation.prompt_ids = []
         try:
             conversation.prompt_ids = self._encoder.encode(conversation.prompt, conversation.messages)
@@ -307,61 +296,61 @@ class Regenerator:
             return False
         return len(conversation.prompt_ids) <= self.config.max_prompt_tokens
 
-    def _ask(self, conversation: Conversation) -> None:
+    def _submit(self, conversation: Conversation) -> None:
         prompt_ids, params = conversation.prompt_ids, conversation.params
         if isinstance(self.llm, RemoteLLM):
             variables = self._encoder.variables | dict(conversation.prompt.variables)
-            talk = Talk(conversation.messages, list(conversation.prompt.tools or self._encoder.tools), variables)
+            chat = ChatRequest(conversation.messages, list(conversation.prompt.tools or self._encoder.tools), variables)
             is_ids = conversation.prompt.token_ids or self.config.raw
-            request_id = self.llm.engine.add(prompt_ids, params, talk=None if is_ids else talk)
+            request_id = self.llm.engine.add(prompt_ids, params, chat=None if is_ids else chat)
         else:
             request_id = self.llm.engine.add(prompt_ids, params)
-        self._flying[request_id] = conversation
+        self._in_flight[request_id] = conversation
 
-    def _lose(self, seq: Sequence, waiting: Iterator[Conversation]) -> None:
-        """An answer is left out; those before it in its conversation stay."""
-        conversation, reason = self._flying.pop(seq.request_id), str(seq.error)
+    def _drop(self, seq: Sequence, waiting: Iterator[Conversation]) -> None:
+        """Leaves out an answer; earlier answers of its conversation are retained."""
+        conversation, reason = self._in_flight.pop(seq.request_id), str(seq.error)
         self.done.lost[reason] = self.done.lost.get(reason, 0) + 1
         if conversation.answers:
             self.done.num_cut_short += 1
             self._finish_one(conversation)
             self.shards.note(conversation.answers[-1], is_over=True)
         else:
-            self._tell_one_more()
-        self._go_on(waiting)
+            self._advance_bar()
+        self._submit_next(waiting)
 
     def _finish(self, seq: Sequence, waiting: Iterator[Conversation]) -> None:
-        conversation = self._flying.pop(seq.request_id)
+        conversation = self._in_flight.pop(seq.request_id)
         answer = self._answer_of(conversation, seq)
-        has_more = conversation.go_on(answer)
-        # only after an answer that came to its end: what would a user say to half a sentence?
+        has_more = conversation.add_answer(answer)
+        # Only after a complete answer: the user's next message does not follow from half a sentence.
         if has_more and seq.finish_reason == "stop" and self._fits(conversation):
             self.shards.note(answer, is_over=False)
-            self._ask(conversation)
+            self._submit(conversation)
             return
         self.done.num_cut_short += has_more
         self._finish_one(conversation)
         self.shards.note(answer, is_over=True)
-        self._go_on(waiting)
+        self._submit_next(waiting)
 
     def _finish_one(self, conversation: Conversation) -> None:
         self._finished += conversation.answers
         self._num_unwritten += 1
         self.done.num_answers += len(conversation.answers)
         self.done.num_tokens += sum(len(answer.answer_ids) for answer in conversation.answers)
-        self._tell_one_more()
+        self._advance_bar()
 
-    def _go_on(self, waiting: Iterator[Conversation]) -> None:
-        """Write what is due, and ask the next one."""
+    def _submit_next(self, waiting: Iterator[Conversation]) -> None:
+        """Writes a shard if it is due, and submits the next conversation."""
         if self._num_unwritten >= CONVERSATIONS_PER_SHARD or time.monotonic() - self._written_s > WRITE_EVERY_S:
             self._write()
         if following := next(waiting, None):
-            self._ask(following)
+            self._submit(following)
 
     def _answer_of(self, conversation: Conversation, seq: Sequence) -> Answer:
         output = seq.output_ids
         spoken = output[:-1] if seq.finish_reason == "stop" else output
-        top = [each.top for each in seq.logprobs] if self.config.top_k else None
+        top = [candidates.top for candidates in seq.logprobs] if self.config.top_k else None
         return Answer(
             key=conversation.key,
             source=conversation.prompt.source,
@@ -371,8 +360,8 @@ class Regenerator:
             answer_ids=output,
             finish_reason=str(seq.finish_reason),
             text=self.llm.tokenizer.decode(spoken),
-            top_ids=None if top is None else [[token for token, _ in each] for each in top],
-            top_logprobs=None if top is None else [[chance for _, chance in each] for each in top],
+            top_ids=None if top is None else [[token for token, _ in candidates] for candidates in top],
+            top_logprobs=None if top is None else [[chance for _, chance in candidates] for candidates in top],
         )
 
     def _write(self) -> None:

@@ -1,7 +1,7 @@
-"""What decides the answers of a run, and which of it may grow: a run may be extended, but not become another.
+"""Decides whether a run may resume: its settings must be the same, or extended.
 
-More prompts, a higher limit, more self-written prompts, more temperatures or samples add conversations to those that are there.
-Anything else would change what was answered: it is refused, with the differences.
+More prompts, a higher limit, more self-written prompts, more temperatures or more samples add conversations. Any other
+change would alter existing answers, so it is rejected with a list of the differences.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from paceline.train.learn.checkpoint import check_same
 
 
 def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> dict[str, Any]:
-    """What decides the answers, and so must not change between a run and its resumption."""
-    asked, engine = config.asked, settle(engine)
+    """Returns the settings that determine the answers; they must not change when a run resumes."""
+    prompts, engine = config.asked, settle(engine)
     settings = {
         "target": engine.model,
         "weights": engine.weights,
         "dtype": engine.dtype,
-        **asdict(replace(asked, self_written=asked.num_self_written)),
+        **asdict(replace(prompts, self_written=prompts.num_self_written)),
         **{name: value for name, value in asdict(config.answering).items() if value not in (None, ())},
     }
     del settings["strict"]
     for name, usual in (("samples", 1), ("top_k", 0), ("raw", False)):
         if settings[name] == usual:
-            del settings[name]  # as runs have it that knew of none
-    if asked.num_self_written:
+            del settings[name]  # runs of earlier versions do not have it
+    if prompts.num_self_written:
         settings["processes"] = ranks.world  # each writes prompts of its own
     return plain(settings)
 
 
 def check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> bool:
-    """Whether the run in `out` is extended. Raises ConfigError, with the difference, when it was begun with other settings."""
+    """Returns True if the settings extend the run in `out`. Raises ConfigError, with the difference, if they contradict it."""
     file = out / "config.json"
     if not file.is_file():
         return False
@@ -58,14 +58,14 @@ def check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> bool:
 
 
 def extend(folder: RunFolder, kind: str, settings: dict[str, Any]) -> None:
-    """Write down what the run is now."""
+    """Updates config.json with the extended settings."""
     config = json.loads((folder.path / "config.json").read_text(encoding="utf-8"))
     folder.write_json("config.json", config | {kind: settings})
 
 
 def _has_more(before: Any, now: Any) -> bool:
-    """Lists: all that was there, and something new."""
-    return isinstance(before, list) and isinstance(now, list) and before != now and all(each in now for each in before)
+    """Returns True if the list `now` has all items of `before`, and new ones."""
+    return isinstance(before, list) and isinstance(now, list) and before != now and all(item in now for item in before)
 
 
 GROWS: dict[str, Callable[[Any, Any], bool]] = {
@@ -75,4 +75,4 @@ GROWS: dict[str, Callable[[Any, Any], bool]] = {
     "self_written": lambda before, now: (now or 0) > (before or 0),
     "samples": lambda before, now: (now or 1) > (before or 1),
 }
-"""Whether a setting has grown."""
+"""Setting -> whether its value has grown."""

@@ -1,8 +1,8 @@
-"""Prompts the target writes itself: it continues the chat template where the user would speak (Magpie, arXiv 2406.08464).
+"""Has the target write prompts: it continues the chat template at the user's message (Magpie, arXiv 2406.08464).
 
-A drafter for no workload in particular needs prompts of many kinds; the target's own idea of a user is drawn from what it was
-trained on. `openers` (beginnings of a user's turn) steer it to kinds it would seldom think of. Near-duplicates, loops and
-unfinished turns are dropped, and counted.
+A drafter for general use needs many kinds of prompts. The target samples user messages from its training distribution;
+`openers` (beginnings of a user message) add kinds that it would rarely sample. Near-duplicates, loops and unfinished
+messages are dropped and counted.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from paceline.runs.folder import drop_cut_line
 from paceline.types import SamplingParams
 
 MARK = "\u2042"
-"""Stands for the user's text while the template is rendered."""
+"""Placeholder for the user's text while the template is rendered."""
 MIN_WORDS, MAX_TOKENS = 4, 160
 MAX_TRIES_PER_PROMPT = 8
-PATIENCE = 32
-"""Prompts' worth of tries that may fail before the first one succeeds."""
+EXTRA_TRIES = 32
+"""The run gives up after MAX_TRIES_PER_PROMPT failed tries for every written prompt and for this many more."""
 
 
 @dataclass(slots=True)
 class SelfWritten:
-    """What came of a call; `dropped` counts by reason."""
+    """Prompts written by the target, and counts of dropped ones by reason."""
 
     prompts: list[str] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -43,20 +43,18 @@ class SelfWritten:
 
 @dataclass(frozen=True, slots=True)
 class UserTurn:
-    """Where the user speaks in a chat template."""
+    """The position of the user's text in a chat template."""
 
     prefix: str
-    """The template's text before the user's."""
+    """The template's text before the user's text."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    """What ends the user's turn: a string, or a special token, which decoding does not show."""
+    """Special token that ends the user's text; `stop` has the string if it is not a special token."""
 
 
 class PromptWriter:
-    """Writes prompts to a JSON lines file, line by line: a killed run goes on after its last whole line.
-
-    Raises UnsupportedModelError or PromptError when the chat template hides the user's turn or is missing.
-    """
+    """Writes prompts to a JSON lines file, line by line; an interrupted run resumes after the last whole line. Raises
+    UnsupportedModelError if the chat template hides the user's text, PromptError if the target has no template."""
 
     def __init__(
         self,
@@ -69,8 +67,8 @@ class PromptWriter:
         variables: Mapping[str, Any] | None = None,
         fill: Callable[[str, int], str] = lambda opener, seed: opener,
     ) -> None:
-        """`opening` is what an application says before its users do, and so makes them its users; `fill` gives an opener its
-        last form, by a number that is another one each time."""
+        """`opening`: an application's messages before the user's, so that the prompts are those of its users. `fill`:
+        completes an opener, given a number that differs for every prompt."""
         self.llm, self.file, self.openers, self.seed = llm, file, openers or ("",), seed
         self._fill = fill
         self._turn = user_turn(llm.tokenizer, opening, variables)
@@ -84,11 +82,8 @@ class PromptWriter:
         )
 
     def write(self, num_prompts: int, on_prompt: Callable[[str], None] = lambda prompt: None) -> SelfWritten:
-        """Until the file holds `num_prompts`; returns all it holds. `on_prompt` hears of each, those of an earlier run too.
-
-        Raises PromptError when the target hardly ever writes a usable one or the file is damaged, CacheError when the disk
-        refuses.
-        """
+        """Writes until the file holds `num_prompts`; returns all its prompts, and calls `on_prompt` with each of them.
+        Raises PromptError if too few prompts are usable or the file is damaged, CacheError for disk errors."""
         drop_cut_line(self.file)
         has_some = self.file.exists() and self.file.stat().st_size
         done = SelfWritten([prompt.turns[0] for prompt in read_prompts(self.file)] if has_some else [])
@@ -99,9 +94,9 @@ class PromptWriter:
         with contextlib.closing(self._tries(num_found * MAX_TRIES_PER_PROMPT)) as tries:
             while len(done.prompts) < num_prompts:
                 prompt, is_finished = next(tries)
-                if reason := fault(prompt, is_finished, seen):
+                if reason := rejection_reason(prompt, is_finished, seen):
                     done.dropped[reason] += 1
-                    self._check_patience(done, num_found, num_prompts)
+                    self._check_try_budget(done, num_found, num_prompts)
                     continue
                 line = {"id": f"self-{len(done.prompts)}", "prompt": prompt}
                 with reraised(CacheError, f"cannot write {self.file}", "free space or choose another --out", OSError):
@@ -113,45 +108,44 @@ class PromptWriter:
                 on_prompt(prompt)
         return done
 
-    def _check_patience(self, done: SelfWritten, num_found: int, num_prompts: int) -> None:
+    def _check_try_budget(self, done: SelfWritten, num_found: int, num_prompts: int) -> None:
         num_new = len(done.prompts) - num_found
-        if done.dropped.total() > MAX_TRIES_PER_PROMPT * (num_new + PATIENCE):
+        if done.dropped.total() > MAX_TRIES_PER_PROMPT * (num_new + EXTRA_TRIES):
             raise PromptError(
                 f"only {num_new} of {num_new + done.dropped.total()} prompts the target wrote were usable, {num_prompts} are "
                 f"wanted ({dict(done.dropped)}): give prompts with --prompts, or openers with --openers"
             )
 
     def _tries(self, first: int) -> Generator[tuple[str, bool]]:
-        """Prompts as the target finishes them, and whether it did; every cache row is kept busy."""
-        engine, flying = self.llm.engine, dict[int, str]()
+        """Yields (prompt, whether the target finished it); keeps every cache row busy."""
+        engine = self.llm.engine
+        in_progress: dict[int, str] = {}
         numbers = itertools.count(first)
         try:
             while True:
-                while len(flying) < self.llm.target.cache.num_rows:
+                while len(in_progress) < self.llm.target.cache.num_rows:
                     number = next(numbers)
                     opener = self._fill(self.openers[number % len(self.openers)], self.seed + number)
                     ids = self.llm.tokenizer.encode(self._turn.prefix + opener, add_special_tokens=False)
-                    flying[engine.add(ids, replace(self._params, seed=self.seed + number))] = opener
+                    in_progress[engine.add(ids, replace(self._params, seed=self.seed + number))] = opener
                 with engine.whole_chunks():
                     chunks = engine.step()
                 for chunk in chunks:
                     request_id = chunk.sequence.request_id
-                    flying[request_id] += chunk.text
+                    in_progress[request_id] += chunk.text
                     if chunk.finish_reason is not None:
-                        yield flying.pop(request_id).strip(), chunk.finish_reason == "stop"
+                        yield in_progress.pop(request_id).strip(), chunk.finish_reason == "stop"
         finally:
-            for request_id in flying:
+            for request_id in in_progress:
                 engine.abort(request_id)
 
 
 def user_turn(tokenizer: Tokenizer, opening: Sequence[Message] = (), variables: Mapping[str, Any] | None = None) -> UserTurn:
-    """Where the user speaks in this tokenizer's chat template, after an opening.
-
-    Raises UnsupportedModelError when the template hides the user's text, PromptError when there is no template.
-    """
+    """Returns the position of the user's text in this tokenizer's chat template, after an opening. Raises
+    UnsupportedModelError if the template hides the user's text, PromptError for a tokenizer without a template."""
     messages = [*opening, {"role": "user", "content": MARK}]
-    before, found, after = chat_text(tokenizer, messages, variables=variables).partition(MARK)
-    if not found:
+    before, mark, after = chat_text(tokenizer, messages, variables=variables).partition(MARK)
+    if not mark:  # not in the rendered text
         raise UnsupportedModelError("this model's chat template hides the user's turn: give prompts with --prompts")
     end = after[: len(after) - len(after.lstrip())] + "".join(after.lstrip().splitlines()[:1]).rstrip()
     if not end.strip():
@@ -161,8 +155,8 @@ def user_turn(tokenizer: Tokenizer, opening: Sequence[Message] = (), variables: 
     return UserTurn(before, stop_token_ids=tuple(first)) if is_special else UserTurn(before, stop=(end,))
 
 
-def fault(prompt: str, is_finished: bool, seen: set[str]) -> str | None:
-    """Why a prompt is of no use, or None. `seen` holds normalised prompts."""
+def rejection_reason(prompt: str, is_finished: bool, seen: set[str]) -> str | None:
+    """Returns the reason why a prompt is unusable, or None. `seen`: normalised prompts."""
     words = prompt.split()
     checks = (
         (not is_finished, "unfinished"),
@@ -176,7 +170,7 @@ def fault(prompt: str, is_finished: bool, seen: set[str]) -> str | None:
 
 
 def read_openers(file: Path) -> tuple[str, ...]:
-    """One opener a line. Raises PromptError when there is none."""
+    """Reads one opener per line. Raises PromptError for a file without openers."""
     remedy = "give a text file, one beginning a line"
     with reraised(PromptError, f"cannot read openers from {file}", remedy, OSError, UnicodeDecodeError):
         openers = tuple(line.rstrip("\n") for line in file.read_text(encoding="utf-8").splitlines() if line.strip())

@@ -1,1 +1,1 @@
-"""The target's hidden states, which a drafter learns from."""
+"""Hidden states of the target, from which a drafter learns."""

@@ -1,17 +1,17 @@
-"""The target's hidden states for training: computed as documents come, or once and kept on disk.
+"""Computes the target's hidden states for training, when needed or once into files.
 
 `OnlineFeatures` runs the target in the same process. `cache_features` runs it once over every document and writes safetensors
-files that `CachedFeatures` reads: worth it as soon as documents are seen more than once. The size is known beforehand,
-announced, and refused when the disk lacks it.
+files for `CachedFeatures`, which pays off if documents are seen more than once. It computes the size first, and fails if the
+disk lacks the room.
 
-    runs/x/features/document-000000.safetensors     taps [positions, F], final [positions, D] when the loss needs it
+    runs/x/features-<hash>/document-000000.safetensors     taps [positions, F], final [positions, D] if needed
 
-`ScaledFeatures` brings them to one scale while a drafter learns, exactly undone in every checkpoint. Hidden states of a
-language model differ by orders of magnitude: in the built-in model later layers are ten times louder than early ones, a few
-dimensions a hundred times louder than the rest, and half of their energy is a mean that says nothing. An optimiser that moves
-every weight by about the same step (Adam, Muon) then learns from the loud ones above all. So each feature is multiplied by a
-power of two near one over its size, and the column of `fc` that reads it is trained in those units. Powers of two are exact in
-every format: the drafter that is saved computes bit for bit what was trained.
+`ScaledFeatures` brings all features to a similar size during training. Hidden states of a language model differ by orders
+of magnitude: in the built-in model, late layers are ten times larger than early ones, a few dimensions are a hundred times
+larger than the rest, and half of the energy is a constant mean. An optimiser that moves every weight by about the same step
+(Adam, Muon) would then learn mostly from the largest features. So each feature is multiplied by a power of two near the
+inverse of its size, and the column of `fc` that reads it is trained in those units. Powers of two are exact in every
+format: the saved drafter computes bit for bit what was trained.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from paceline.runs.ranks import Ranks
 from paceline.train.documents.dataset import Document
 
 FREE_MARGIN, MOST_MARGIN = 0.05, 4e9
-"""Share of the disk that must stay free, and what is enough in bytes however large it is."""
+"""Free space to leave on the disk: this share of it, but at most this many bytes."""
 NUM_SAMPLED = 32
-"""Documents that the scale is measured on."""
+"""Number of documents from which the scale is measured."""
 MOST_SAMPLED = 2048
-"""Positions of one of them, about."""
+"""Approximate number of positions used of each of these documents."""
 POSITIONS_PER_PASS = 2048
-"""Positions of a document that the target runs at once."""
+"""Positions of a document per forward pass of the target."""
 LOUD = 3.0
-"""Positions whose norm is this times the median are left out of the measurement: attention sinks, one in some hundred."""
+"""Positions with a norm above this multiple of the median are left out of the scale: attention sinks, one in some hundred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,33 +54,33 @@ class Features:
     """One document's hidden states."""
 
     taps_SF: Tensor
-    """Outputs of the tapped layers side by side."""
+    """Outputs of the tapped layers, concatenated."""
     final_SD: Tensor | None
-    """The final normed hidden state at each position, when asked for: it predicts the token after it."""
+    """Final normed hidden state at each position, if requested; it predicts the next token."""
 
 
 class FeatureSource(Protocol):
-    """Where the loop gets hidden states from."""
+    """Provides hidden states to the training loop."""
 
     def of(self, number: int) -> Features:
-        """Hidden states of document `number`."""
+        """Returns the hidden states of document `number`."""
         ...
 
 
 class MeasuredSource(FeatureSource, Protocol):
-    """A source of known documents, of known size."""
+    """A feature source with known documents and sizes."""
 
     @property
     def documents(self) -> Sequence[Document]: ...
 
     @property
     def bytes_per_position(self) -> int:
-        """Of the features of one position, as the source gives them."""
+        """Bytes of the features of one position, before compression."""
         ...
 
 
 class OnlineFeatures:
-    """Runs the target over one document at a time; a beginning shared with the document before is not run again."""
+    """Runs the target over one document at a time; a prefix shared with the previous document is not computed again."""
 
     def __init__(self, target: Target, documents: Sequence[Document], tap_layers: tuple[int, ...], needs_final: bool) -> None:
         self._target, self.documents = target, documents
@@ -89,14 +89,9 @@ class OnlineFeatures:
         self._tap_layers = tap_layers
         target.set_taps((*tap_layers, last) if needs_final and not self._has_final else tap_layers)
         self._again: tuple[int, Features] | None = None
-        """The latest document's number and features: of a long one, several packs in turn ask for them."""
+        """Number and features of the latest document: several consecutive packs of a long document request them."""
         self._last: tuple[list[int], Tensor, int, int] | None = None
-        """Of the document before: tokens, taps, row, and the row's generation, which tells whether another has had the row."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all documents' features, as they would be on disk."""
-        return sum(len(document) for document in self.documents) * self.bytes_per_position
+        """The previous document's tokens, taps, cache row and row generation, which shows whether the row was reused since."""
 
     @property
     def bytes_per_position(self) -> int:
@@ -127,7 +122,7 @@ class OnlineFeatures:
         return Features(taps_SF[:, :-size], taps_SF[:, -size:])
 
     def _run(self, tokens: list[int], row: int, known_SF: Tensor | None) -> Tensor:
-        """Taps of all positions, of which the first few may be known; a long document's in passes of bounded size."""
+        """Returns the taps of all positions, of which a prefix may be known, in passes of bounded size."""
         parts, begin = ([], 0) if known_SF is None else ([known_SF], len(known_SF))
         for start in range(begin, len(tokens), POSITIONS_PER_PASS):
             piece = tokens[start : start + POSITIONS_PER_PASS]
@@ -137,13 +132,13 @@ class OnlineFeatures:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _known(self, tokens: list[int], row: int) -> Tensor | None:
-        """Taps of the beginning that this document shares with the one before, whose keys and values `row` still holds."""
+        """Returns the taps of the prefix shared with the previous document, if `row` still holds its keys and values."""
         if self._last is None or not self._target.is_width_invariant:
             return None
-        before, taps_SF, last_row, generation = self._last
+        last_tokens, taps_SF, last_row, generation = self._last
         if (row, self._target.cache.generations[row]) != (last_row, generation + 1):
             return None
-        length = num_common(before, tokens[:-1])
+        length = num_common(last_tokens, tokens[:-1])
         if not length:
             return None
         self._target.cache.adopt(row, row, length)
@@ -151,25 +146,25 @@ class OnlineFeatures:
 
 
 class Form:
-    """How features are kept: as the target gave them. `quantised.Int8` keeps them in 8 bits."""
+    """Storage format of features: unchanged. `quantised.Int8` stores them in 8 bits."""
 
     def encode(self, features: Features) -> dict[str, Tensor]:
-        """Contiguous tensors of their own, on the CPU."""
+        """Returns contiguous CPU tensors that share no memory with others."""
         tensors = {"taps": features.taps_SF.cpu().contiguous()}
         if features.final_SD is not None:  # which may be a part of the taps
             tensors["final"] = features.final_SD.cpu().clone(memory_format=torch.contiguous_format)
         return tensors
 
     def decode(self, tensors: dict[str, Tensor]) -> Features:
-        """Raises KeyError when these are not what `encode` made."""
+        """Restores features. Raises KeyError if the tensors are not from `encode`."""
         return Features(tensors["taps"], tensors.get("final"))
 
     def bytes_of(self, num_bytes: int) -> int:
-        """Of one position, which has so many bytes as it is."""
+        """Returns the stored bytes of one position that has `num_bytes` unencoded bytes."""
         return num_bytes
 
     def coder(self, features: Features) -> Callable[[], Features]:
-        """Keeps features in memory; what it returns gives them back."""
+        """Encodes features in memory; the returned function decodes them."""
         tensors = {name: tensor.clone() if name == "taps" else tensor for name, tensor in self.encode(features).items()}
         return lambda: self.decode(tensors)
 
@@ -179,7 +174,7 @@ PLAIN = Form()
 
 @dataclass(frozen=True, slots=True)
 class CachedFeatures:
-    """Reads what `cache_features` wrote."""
+    """Reads the files of `cache_features`."""
 
     folder: Path
     form: Form = PLAIN
@@ -200,28 +195,27 @@ def cache_features(
     ranks: Ranks | None = None,
     on_document: Callable[[], None] = lambda: None,
     form: Form = PLAIN,
+    compute: Callable[[int], Features] | None = None,
 ) -> CachedFeatures:
-    """Write the files that are missing; each process its share. Raises CacheError when the disk is too small or refuses.
-
-    The folder's name should hold `fingerprint(...)`: files of other documents, layers or targets are not looked at.
-    """
-    kept = CachedFeatures(folder, form)
-    num_bytes = sum(len(document) for document in source.documents) * kept.form.bytes_of(source.bytes_per_position)
-    check_room(folder, num_bytes - sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+    """Writes the missing files of this process's share, computed by `compute` (default: `source.of`). Existing files are
+    not checked, so name the folder by `fingerprint(...)`. Raises CacheError if the disk is too small or fails."""
+    cached = CachedFeatures(folder, form)
+    check_room(folder, sum(map(len, source.documents)) * form.bytes_of(source.bytes_per_position))
     for number in (ranks or Ranks()).share_of(len(source.documents)):
-        path = kept.path(number)
+        path = cached.path(number)
         if not path.exists():
-            tensors = kept.form.encode(source.of(number))
+            tensors = form.encode((compute or source.of)(number))
             with whole_file(path, "free space and run again, what is written stays; or use --features online") as scratch:
                 save_file(tensors, scratch)
         on_document()
-    return kept
+    return cached
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Raises CacheError when the disk of `folder` lacks this much, with a margin."""
+    """Raises CacheError if the disk lacks room, with a margin, for `num_bytes` of features, including those in `folder`."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     disk = shutil.disk_usage(existing)
+    num_bytes -= sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if num_bytes > disk.free - min(FREE_MARGIN * disk.total, MOST_MARGIN):
         raise CacheError(
             f"features need {num_bytes / 1e9:.1f} GB in {folder}, {disk.free / 1e9:.1f} GB are free: use --features online, "
@@ -232,7 +226,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
 def fingerprint(
     target_name: str, dtype: torch.dtype, documents: Sequence[Document], tap_layers: tuple[int, ...], needs_final: bool
 ) -> str:
-    """Names a set of features by all that decides its contents."""
+    """Returns a hash of everything that determines a set of features."""
     digest = hashlib.sha256(repr((target_name, str(dtype), tap_layers, needs_final)).encode())
     for document in documents:
         digest.update(document.key.encode())
@@ -241,7 +235,7 @@ def fingerprint(
 
 
 class ScaledFeatures:
-    """A feature source with every feature multiplied by its own power of two."""
+    """A feature source that multiplies every feature by its own power of two."""
 
     def __init__(self, source: FeatureSource, scale_F: Tensor) -> None:
         self._source, self._scale_F = source, scale_F
@@ -252,10 +246,10 @@ class ScaledFeatures:
 
 
 def measure_scale(source: FeatureSource, documents: Sequence[Document]) -> tuple[Tensor, Tensor]:
-    """(scale [F], powers of two; mean [F] of the scaled features), over quiet positions of evenly spread documents."""
+    """Returns (scale [F], powers of two; mean [F] of scaled features) over spread documents, without attention sinks."""
     step = max(1, len(documents) // NUM_SAMPLED)
-    taps = [_sampled(source.of(number).taps_SF) for number in range(0, len(documents), step)[:NUM_SAMPLED]]
-    sample_SF = torch.cat(taps)
+    taps = (source.of(number).taps_SF for number in range(0, len(documents), step)[:NUM_SAMPLED])
+    sample_SF = torch.cat([taps_SF[:: max(1, len(taps_SF) // MOST_SAMPLED)].float().cpu() for taps_SF in taps])
     norm_S = sample_SF.norm(dim=1)
     quiet_SF = sample_SF[norm_S <= LOUD * norm_S.median()]
     size_F = quiet_SF.square().mean(0).sqrt().clamp(min=1e-6)
@@ -263,16 +257,9 @@ def measure_scale(source: FeatureSource, documents: Sequence[Document]) -> tuple
     return scale_F, quiet_SF.mean(0) * scale_F
 
 
-def _sampled(taps_SF: Tensor) -> Tensor:
-    """Float32; of a long document only some positions, evenly spread."""
-    return taps_SF[:: max(1, len(taps_SF) // MOST_SAMPLED)].float().cpu()
-
-
 def stored_scale(file: Path, source: FeatureSource, documents: Sequence[Document], is_first: bool) -> tuple[Tensor, Tensor]:
-    """As `measure_scale`, measured once a run: what a resumed run read back would mean otherwise is another unit.
-
-    Raises CacheError when the file is damaged or cannot be written (by the first process).
-    """
+    """Returns `measure_scale` of the run's first start, stored in `file`: a resumed run must have the same units. Raises
+    CacheError if the file is damaged or cannot be written (by the first process)."""
     with reraised(CacheError, f"{file} cannot be read", "use another --out", OSError, SafetensorError, KeyError):
         if file.is_file():
             stored = load_file(file)
@@ -286,7 +273,7 @@ def stored_scale(file: Path, source: FeatureSource, documents: Sequence[Document
 
 @torch.no_grad()
 def train_in_scaled_units(network: DFlashNetwork | Eagle3Network, scale_F: Tensor) -> None:
-    """From now on `fc.weight` reads scaled features, while `state_dict` gives and `load_state_dict` takes the real one."""
+    """Makes `fc.weight` read scaled features; `state_dict` and `load_state_dict` use unscaled weights."""
     fc = network.fc
     scale_F = scale_F.to(fc.weight.device)
 
@@ -303,7 +290,7 @@ def train_in_scaled_units(network: DFlashNetwork | Eagle3Network, scale_F: Tenso
 
 @torch.no_grad()
 def begin_without_mean(network: DFlashNetwork | Eagle3Network, mean_F: Tensor) -> None:
-    """First weights of `fc`, in scaled units: alike for all features, and blind to their mean."""
+    """Initialises `fc`, in scaled units: equal weight size for all features, and no response to their mean."""
     weight, mean_F = network.fc.weight, mean_F.to(network.fc.weight.device)
     weight.mul_(0.02 / weight.std(dim=0, keepdim=True).clamp(min=1e-12))
     weight.sub_(torch.outer(weight @ mean_F, mean_F) / mean_F.square().sum())

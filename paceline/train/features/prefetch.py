@@ -1,9 +1,9 @@
-"""Packs made beforehand: a thread reads features and puts packs together while the trainer computes the one before.
+"""Prefetches packs: a thread reads features and assembles packs while the trainer computes the previous pack.
 
-    upcoming_pieces(trainer) -> thread: Packer.pack, in main memory -> (CUDA: pinned, copied beside what is computed) -> take
+    upcoming_pieces(trainer) -> thread: Packer.pack, in main memory -> (CUDA: pinned, copied during computation) -> take
 
-The packs are those that the trainer would make, in its order. It is for features that are read from disk, and for a GPU's that
-come from a stream; those that the target computes where the trainer does are not made sooner by a thread.
+The packs and their order are those of the trainer without prefetching. It is used for features from disk, and on a GPU for
+streamed features; features that the target computes on the trainer's device would not come sooner.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from paceline.train.learn.loop import Trainer
 
 DEPTH = 2
-"""Packs beside the one that is computed, at most, that being made included: they take main memory, and the device's."""
+"""Prefetched packs at most, including the one being assembled; they use main memory and the device's memory."""
 
 
-class PacksAhead:
-    """Makes these packs in turn, in a thread that begins at once and ends with `close`."""
+class PackPrefetcher:
+    """Assembles these packs in order, in a thread that runs until `close`."""
 
     def __init__(self, packer: Packer, pieces: Iterator[list[Chosen]], depth: int = DEPTH) -> None:
         self._pieces, self._depth = pieces, depth
@@ -43,20 +43,20 @@ class PacksAhead:
         self._thread.start()
 
     def take(self, chosen: list[Chosen]) -> Pack:
-        """The next pack, which must be of these blocks. Raises what making it raised."""
+        """Returns the next pack, which must have these blocks. Raises the error of assembling it."""
         with self._changed:
             while not self._ready:
                 self._changed.wait()
-            made = self._ready[0]
-            if isinstance(made, BaseException):  # nothing comes after it: whoever asks again is told again
-                raise made
+            ready = self._ready[0]
+            if isinstance(ready, BaseException):  # stays in the queue, so that a second call raises it again
+                raise ready
             self._ready.popleft()
             self._changed.notify_all()
-        assert _same(made[0], chosen), "packs are taken in the order in which they were planned"
-        return made[1]()
+        assert _same(ready[0], chosen), "packs are taken in the order in which they were planned"
+        return ready[1]()
 
     def close(self) -> None:
-        """Forget what was made. A pack that is being made is finished first."""
+        """Discards all prefetched packs, after the current one is finished."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -74,7 +74,7 @@ class PacksAhead:
                         self._changed.wait()
                     if self._is_over:
                         return
-        except BaseException as error:  # noqa: BLE001  (raised again where the pack is asked for)
+        except BaseException as error:  # noqa: BLE001  (raised by `take`)
             with self._changed:
                 self._ready.append(error)
                 self._changed.notify_all()
@@ -86,25 +86,25 @@ def _in_memory(packer: Packer, chosen: list[Chosen]) -> Callable[[], Pack]:
 
 
 class _Copier:
-    """Packs on a GPU by way of pinned memory, copied on a stream of their own beside what is computed."""
+    """Copies packs to a GPU through pinned memory, on a separate stream, in parallel with computation."""
 
     def __init__(self, packer: Packer) -> None:
         self._device, self._packer = torch.device(packer.device), replace(packer, device="cpu")
         self._stream: Any = torch.cuda.Stream(self._device)
 
     def pack(self, chosen: list[Chosen]) -> Callable[[], Pack]:
-        """Begin to copy the pack of these blocks; what is returned gives it to the stream that computes."""
+        """Starts copying the pack of these blocks; the returned function makes the computing stream wait for the copy."""
         packed = self._packer.pack(chosen)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             pinned = packed.changed(lambda tensor: tensor.pin_memory())
             copy = pinned.changed(lambda tensor: tensor.to(self._device, non_blocking=True))
-            is_there = self._stream.record_event()
+            copied = self._stream.record_event()
 
         def hand_over() -> Pack:
             computing = torch.cuda.current_stream(self._device)
-            computing.wait_event(is_there)
+            computing.wait_event(copied)
             for tensor in copy.tensors():
-                tensor.record_stream(computing)  # its memory is not used again before the computation is done with it
+                tensor.record_stream(computing)  # the allocator reuses its memory only after the computation
             return copy
 
         return hand_over
@@ -112,14 +112,14 @@ class _Copier:
 
 @contextlib.contextmanager
 def packs_ahead(trainer: Trainer) -> Iterator[None]:
-    """Within, the trainer's packs are made beforehand; `trainer.run` begins no more than once."""
-    ahead = PacksAhead(trainer.packer, upcoming_pieces(trainer))
-    before, trainer.pack = trainer.pack, ahead.take
+    """Prefetches the trainer's packs while the context is open; `trainer.run` may be called only once in it."""
+    prefetcher = PackPrefetcher(trainer.packer, upcoming_pieces(trainer))
+    pack, trainer.pack = trainer.pack, prefetcher.take
     try:
         yield
     finally:
-        trainer.pack = before
-        ahead.close()
+        trainer.pack = pack
+        prefetcher.close()
 
 
 def _same(some: list[Chosen], others: list[Chosen]) -> bool:

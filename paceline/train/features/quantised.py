@@ -1,10 +1,10 @@
-"""Features in 8 bits: half the disk, memory and network of bfloat16.
+"""Stores features in 8 bits: half the disk, memory and network traffic of bfloat16.
 
-Each position's vector of each tapped layer has a scale of its own. Some dimensions of a language model are a hundred times
-louder than the rest, which would leave the rest one or two of the 256 levels: so every feature is first brought to its own
-scale, the powers of two of `features.measure_scale`, and taken back from it afterwards, both exact.
+Each position has one scale per tapped layer. Some dimensions of a language model are a hundred times larger than the rest,
+which would leave the rest one or two of the 256 levels; so every feature is first multiplied by its power of two from
+`measure_scale`, and divided by it after decoding, both exactly.
 
-    taps8 [S, F] int8, scales [S, L] float32, final [S, D] as the target gave it (the loss reads probabilities from it)
+    taps8 [S, F] int8, scales [S, L] float32, final [S, D] unchanged (the loss computes probabilities from it)
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ LEVELS = 127
 
 @dataclass(frozen=True, slots=True)
 class Int8(Form):
-    """Keeps taps in 8 bits, and gives them back in `dtype`."""
+    """Stores taps in 8 bits, and decodes them to `dtype`."""
 
     scale_F: Tensor
-    """As of `measure_scale`: powers of two."""
+    """Powers of two from `measure_scale`."""
     num_taps: int
-    """Tapped layers, F / hidden size."""
+    """Number of tapped layers: F / hidden size."""
     dtype: torch.dtype
 
     def encode(self, features: Features) -> dict[str, Tensor]:
@@ -37,11 +37,9 @@ class Int8(Form):
         return tensors if features.final_SD is None else tensors | {"final": features.final_SD.cpu().clone()}
 
     def decode(self, tensors: dict[str, Tensor]) -> Features:
-        """As Form.decode."""
         taps_SLD = tensors["taps8"].float().unflatten(1, (self.num_taps, -1)) * tensors["scales"][..., None]
         return Features((taps_SLD.flatten(1) / self.scale_F).to(self.dtype), tensors.get("final"))
 
     def bytes_of(self, num_bytes: int) -> int:
-        """As Form.bytes_of."""
         taps = len(self.scale_F)
         return num_bytes - taps * self.dtype.itemsize + taps + 4 * self.num_taps

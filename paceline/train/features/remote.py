@@ -1,12 +1,12 @@
-"""Hidden states of a target elsewhere: from vLLM's connector through files, or from `paceline serve --features` over HTTP.
+"""Gets hidden states from a remote target: from vLLM's connector through files, or from `paceline serve --features` by HTTP.
 
 vLLM is started with the speculative method `extract_hidden_states` and `ExampleHiddenStatesConnector` (vLLM 0.18 to 0.23; see
-docs/how-to/many-machines.md). Each request of one token leaves a safetensors file in a folder that both machines see,
-with a lock beside it until it is whole: hidden_states [T, L, D] and token_ids [T]. It is read, checked, and
-deleted. The layers are those that the server was started with: a layer's id there is ours plus one.
+docs/how-to/many-machines.md). Each request generates one token and leaves a safetensors file, locked until it is complete, in
+a folder that both machines see: hidden_states [T, L, D] and token_ids [T]. The file is read, checked and deleted. The layers
+are those given when the server was started; vLLM's layer ids are paceline's plus one.
 
-What comes from a server is not trusted: the tokens must be those that were sent, shapes those that were asked for, numbers
-finite, sizes bounded, and files in the folder that was named here.
+A server's data is not trusted: tokens must be those that were sent, shapes those requested, values finite, sizes bounded,
+and files in the configured folder.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 from paceline.errors import CacheError, ConfigError, DownloadError, NumericsError, UnsupportedModelError, reraised
 from paceline.model.target import Target
 from paceline.net.retrying import Client, Refused
+from paceline.train.answers.remote_target import first_model
 from paceline.train.config import ElsewhereConfig
 from paceline.train.documents.dataset import Document
 from paceline.train.features.hidden_states import Features
@@ -33,7 +34,7 @@ POLL_S = 0.01
 
 
 class RemoteFeatures:
-    """A feature source that may be asked from several threads."""
+    """A thread-safe feature source."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class RemoteFeatures:
         taps: tuple[int, ...],
         needs_final: bool,
     ) -> None:
-        """`target`: at least its ends. Raises ConfigError when the server has another target, DownloadError when it is down."""
+        """Raises ConfigError if the server runs another target, DownloadError if it is down."""
         assert elsewhere.features_from
         self.documents, self._target, self._taps, self._needs_final = documents, target, taps, needs_final
         self.num_at_once = elsewhere.at_once
@@ -51,15 +52,15 @@ class RemoteFeatures:
         self._client = Client(elsewhere.features_from, "features_from", self._patience_s)
         self._name = elsewhere.served_name
         try:
-            told = self._client.json("GET", PATH)
+            model = self._client.json("GET", PATH)
         except Refused as error:
             if error.status in (401, 403):
                 raise ConfigError(f"{self._client.url} wants another key ({error})") from error
-            self._is_ours = False
+            self._is_paceline = False
             self._check_vllm()
         else:
-            self._is_ours = True
-            self._check_ours(told)
+            self._is_paceline = True
+            self._check_paceline(model)
 
     @property
     def bytes_per_position(self) -> int:
@@ -67,8 +68,8 @@ class RemoteFeatures:
 
     @property
     def introduction(self) -> str:
-        """For people: where hidden states come from, and what cannot be checked about it."""
-        if self._is_ours:
+        """Describes the source of hidden states, and what cannot be checked about it."""
+        if self._is_paceline:
             return f"hidden states of {self._client.url}"
         ids = [layer + 1 for layer in self._taps]
         return (
@@ -76,20 +77,20 @@ class RemoteFeatures:
         )
 
     def of(self, number: int) -> Features:
-        """As FeatureSource. Raises DownloadError, CacheError, ConfigError when the server gives something else."""
+        """Returns a document's hidden states. Raises DownloadError, CacheError, or ConfigError for an invalid response."""
         tokens = self.documents[number].tokens.tolist()
         try:
-            tensors = self._asked(tokens) if self._is_ours else self._extracted(tokens)
+            tensors = self._requested(tokens) if self._is_paceline else self._extracted(tokens)
         except Refused as error:
             raise DownloadError(f"{self._client.url} refuses document {self.documents[number].key}: {error}") from error
         return self._checked(tensors, tokens)
 
-    def _check_ours(self, told: Any) -> None:
+    def _check_paceline(self, model: Any) -> None:
         target = self._target
-        theirs = (told.get("num_layers"), told.get("hidden_size")) if isinstance(told, dict) else (None, None)
-        if theirs != (target.num_layers, target.hidden_size):
+        sizes = (model.get("num_layers"), model.get("hidden_size")) if isinstance(model, dict) else (None, None)
+        if sizes != (target.num_layers, target.hidden_size):
             raise ConfigError(
-                f"{self._client.url} has a model of {theirs[0]} layers of {theirs[1]}, the target has {target.num_layers} of "
+                f"{self._client.url} has a model of {sizes[0]} layers of {sizes[1]}, the target has {target.num_layers} of "
                 f"{target.hidden_size}: start it with the target"
             )
 
@@ -103,15 +104,12 @@ class RemoteFeatures:
                 "paceline serve --features"
             )
         if self._name is None:
-            with reraised(
-                ConfigError, f"{self._client.url} names no model", "give served_name", KeyError, IndexError, TypeError
-            ):
-                self._name = str(self._client.json("GET", "/v1/models")["data"][0]["id"])
+            self._name = first_model(self._client)
 
     def _most_bytes(self, num_tokens: int) -> int:
         return num_tokens * (self.bytes_per_position * 4 + 8) + (1 << 20)
 
-    def _asked(self, tokens: list[int]) -> dict[str, Tensor]:
+    def _requested(self, tokens: list[int]) -> dict[str, Tensor]:
         body = {"token_ids": tokens, "layers": list(self._taps), "final": self._needs_final}
         data = self._client.bytes("POST", PATH, body, self._most_bytes(len(tokens)))
         with reraised(DownloadError, f"{self._client.url} sends no safetensors", "start it anew", SafetensorError):
@@ -119,7 +117,7 @@ class RemoteFeatures:
 
     def _extracted(self, tokens: list[int]) -> dict[str, Tensor]:
         body = {"model": self._name, "prompt": tokens, "max_tokens": 1, "temperature": 0}
-        told = self._client.json("POST", "/v1/completions", body)
+        response = self._client.json("POST", "/v1/completions", body)
         with reraised(
             ConfigError,
             f"{self._client.url} tells no path of hidden states",
@@ -127,12 +125,12 @@ class RemoteFeatures:
             KeyError,
             TypeError,
         ):
-            name = Path(told["kv_transfer_params"]["hidden_states_path"]).name
+            name = Path(response["kv_transfer_params"]["hidden_states_path"]).name
         assert self._folder is not None
         return self._read(self._folder / name, len(tokens))
 
     def _read(self, path: Path, num_tokens: int) -> dict[str, Tensor]:
-        """The file, when it is whole; it and its lock are deleted."""
+        """Waits until the file is complete, reads it, and deletes it and its lock."""
         lock, deadline = path.with_name(path.name + ".lock"), time.monotonic() + self._patience_s
         while True:
             with reraised(CacheError, f"{path} cannot be read", "check features_folder", OSError):
@@ -142,7 +140,7 @@ class RemoteFeatures:
                     try:
                         tensors = load_file(path)
                     except SafetensorError:
-                        pass  # written without a lock, and not whole yet
+                        pass  # written without a lock, and incomplete
                     else:
                         path.unlink()
                         lock.unlink(missing_ok=True)
@@ -152,7 +150,7 @@ class RemoteFeatures:
             time.sleep(POLL_S)
 
     def _checked(self, tensors: dict[str, Tensor], tokens: list[int]) -> Features:
-        """Raises ConfigError, NumericsError when these are not the hidden states that were asked for."""
+        """Returns the features. Raises ConfigError or NumericsError if they are not the requested ones."""
         states, ids = tensors.get("hidden_states"), tensors.get("token_ids")
         if ids is None or ids.flatten().tolist()[: len(tokens)] != tokens:
             raise ConfigError(
@@ -160,10 +158,10 @@ class RemoteFeatures:
             )
         shape, size = (len(tokens), len(self._taps), self._target.hidden_size), self._target.hidden_size
         if states is None or states.ndim != 3 or len(states) < len(tokens) or states.shape[1:] != shape[1:]:
-            found = None if states is None else tuple(states.shape)
+            received = None if states is None else tuple(states.shape)
             layers = ", ".join(str(layer + 1) for layer in self._taps)
             raise ConfigError(
-                f"{self._client.url} gives hidden states of shape {found}, not {shape}: start vLLM with layer ids {layers}"
+                f"{self._client.url} gives hidden states of shape {received}, not {shape}: start vLLM with layer ids {layers}"
             )
         final = tensors.get("final")
         if self._needs_final and (final is None or final.shape != (len(tokens), size)):
@@ -178,7 +176,7 @@ class RemoteFeatures:
 
 
 def _is_free(lock: Path) -> bool:
-    """Whether nobody writes the file of this lock; one without a lock was written by a server that has none."""
+    """Returns True if no process holds the lock of a file; a file without a lock comes from a server that does not lock."""
     if not lock.is_file():
         return True
     with lock.open("rb") as file:

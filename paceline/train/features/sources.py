@@ -1,4 +1,4 @@
-"""Which feature source a run gets: computed as documents come, kept on disk, or produced ahead of the trainer.
+"""Selects the feature source of a run: computed when needed, stored on disk, or prefetched.
 
 | --features | memory | disk | the target runs |
 |---|---|---|---|
@@ -6,8 +6,8 @@
 | cached | one document's | all of them | once |
 | streamed | `--stream-buffer` | those of the held-out documents | once an epoch, while the trainer works |
 
-`auto` is cached where documents are seen again and the disk has room, else online, or streamed from a target elsewhere.
-`--feature-dtype int8` keeps them in 8 bits.
+`auto` selects cached if documents are seen again and the disk has room, else online, or streamed from a remote target.
+`--feature-dtype int8` stores them in 8 bits.
 """
 
 from __future__ import annotations
@@ -49,49 +49,30 @@ if TYPE_CHECKING:
     from paceline.train.learn.loop import Trainer
 
 LEARNED = "features"
-"""Name of the features that are learned from; those of held-out documents have others."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """A source whose features come through a stream."""
-
-    source: MeasuredSource
-    stream: StreamedFeatures
-
-    @property
-    def documents(self) -> Sequence[Document]:
-        return self.source.documents
-
-    @property
-    def bytes_per_position(self) -> int:
-        return self.source.bytes_per_position
-
-    def of(self, number: int) -> Features:
-        return self.stream.of(number)
+"""Name of the training documents' features; held-out documents have other names."""
 
 
 @dataclass(slots=True)
 class Sources:
-    """Feature sources of one process of a run."""
+    """The feature sources of one process of a run."""
 
     config: TrainConfig
     target: Target
     taps: tuple[int, ...]
     documents: Sequence[Document]
-    """Those that are learned from."""
+    """Training documents."""
     ranks: Ranks
     progress: Progress
     wait: Callable[[], None]
-    """Until all processes are there."""
+    """Waits for all processes."""
     stream: StreamedFeatures | None = None
     _scale: tuple[Tensor, Tensor] | None = None
     _is_cached: bool = False
-    """Whether the features that are learned from come from disk."""
-    _made: dict[int, MeasuredSource] = field(default_factory=dict)
+    """True if the training documents' features are read from disk."""
+    _sources: dict[int, MeasuredSource] = field(default_factory=dict)
 
     def of(self, documents: Sequence[Document], name: str = LEARNED) -> FeatureSource:
-        """Features of these documents; held-out ones, which are few, are kept where others are streamed."""
+        """Returns the features of these documents; held-out documents, which are few, are cached where others are streamed."""
         if self.config.elsewhere.ray:
             return self._of_ray(documents, name)
         source, form, kind = self._computed(documents), self._form(), self._kind(documents)
@@ -104,7 +85,7 @@ class Sources:
         return self._cached(documents, source, form, name)
 
     def scale(self, features: FeatureSource) -> tuple[Tensor, Tensor]:
-        """As `stored_scale`, measured on `features` of the documents that are learned from, unless it is known by now."""
+        """Returns `stored_scale`, measured on the `features` of the training documents, once."""
         if self._scale is None:
             file = self.config.out / "feature-scale.safetensors"
             self._scale = stored_scale(file, features, self.documents, self.ranks.is_first)
@@ -113,8 +94,8 @@ class Sources:
 
     @contextlib.contextmanager
     def following(self, trainer: Trainer) -> Iterator[None]:
-        """Within, streamed features are produced in the order in which the trainer will ask for them, and packs are made ahead
-        of those that come from disk; for a GPU of streamed ones too, which then wait in pinned memory."""
+        """Produces streamed features in the trainer's order while the context is open, and prefetches packs of features
+        from disk; on a GPU also of streamed features, which then wait in pinned memory."""
         with contextlib.ExitStack() as stack:
             if self.stream is not None:
                 self.stream.begin(upcoming(trainer))
@@ -124,7 +105,7 @@ class Sources:
             yield
 
     def _of_ray(self, documents: Sequence[Document], name: str) -> FeatureSource:
-        """The first process has the cluster; the others find the files."""
+        """Returns features computed on Ray by the first process, and read from files by all."""
         self._is_cached = self._is_cached or name == LEARNED
         if self.ranks.is_first:
             cache_on_ray(self.config, self.target, documents, self.taps, name, self.progress)
@@ -133,15 +114,15 @@ class Sources:
 
     def _computed(self, documents: Sequence[Document]) -> MeasuredSource:
         elsewhere, needs_final = self.config.elsewhere, self.config.loop.loss.needs_target_probs
-        if id(documents) not in self._made:
-            asked = (self.target, documents, self.taps, needs_final)
+        if id(documents) not in self._sources:
+            inputs = (self.target, documents, self.taps, needs_final)
             if elsewhere.features_from:
-                remote = RemoteFeatures(elsewhere, *asked)
-                self._made[id(documents)] = remote
+                remote = RemoteFeatures(elsewhere, *inputs)
+                self._sources[id(documents)] = remote
                 self.progress.say(remote.introduction)
             else:
-                self._made[id(documents)] = OnlineFeatures(*asked)
-        return self._made[id(documents)]
+                self._sources[id(documents)] = OnlineFeatures(*inputs)
+        return self._sources[id(documents)]
 
     def _form(self) -> Form:
         if self.config.feature_dtype == "model":
@@ -151,10 +132,10 @@ class Sources:
     def _kind(self, documents: Sequence[Document]) -> str:
         if self.config.features != "auto":
             return self.config.features
-        return "cached" if self._pays(documents) else "streamed" if self.config.elsewhere.features_from else "online"
+        return "cached" if self._should_cache(documents) else "streamed" if self.config.elsewhere.features_from else "online"
 
-    def _pays(self, documents: Sequence[Document]) -> bool:
-        """Whether documents are seen more than once and the disk has room for their features; the same for all processes."""
+    def _should_cache(self, documents: Sequence[Document]) -> bool:
+        """Returns True if documents are seen more than once and the disk has room for features; the same in all processes."""
         if self.config.loop.epochs <= 1.0 and self.config.loop.max_steps is None:
             return False
         lacks_room = False
@@ -181,15 +162,15 @@ class Sources:
         )
 
     @contextlib.contextmanager
-    def _ahead(self, source: MeasuredSource, folder: CachedFeatures) -> Iterator[MeasuredSource]:
-        """A source elsewhere is asked for several documents at once, those that are missing in the folder."""
+    def _computing(self, source: MeasuredSource, folder: CachedFeatures) -> Iterator[Callable[[int], Features]]:
+        """Yields the function that computes a document; with a remote target, it prefetches the missing ones concurrently."""
         if not isinstance(source, RemoteFeatures):
-            yield source
+            yield source.of
             return
         stream = self._streamed(source, PLAIN)
-        stream.begin(each for each in self.ranks.share_of(len(source.documents)) if not folder.path(each).exists())
+        stream.begin(number for number in self.ranks.share_of(len(source.documents)) if not folder.path(number).exists())
         try:
-            yield _Ahead(source, stream)
+            yield stream.of
         finally:
             stream.close()
 
@@ -199,7 +180,7 @@ class Sources:
         num_bytes = self._num_bytes(documents, source)
         self.progress.say(f"features of {len(documents)} documents: {num_bytes / 1e9:.2f} GB in {folder}")
         bar = self.progress.bar("features", len(self.ranks.share_of(len(documents))))
-        with bar as advance, self._ahead(source, CachedFeatures(folder)) as asked:
-            kept = cache_features(folder, asked, self.ranks, partial(advance, "features"), form)
+        with bar as advance, self._computing(source, CachedFeatures(folder)) as compute:
+            cached = cache_features(folder, source, self.ranks, partial(advance, "features"), form, compute)
         self.wait()
-        return kept
+        return cached

@@ -1,10 +1,9 @@
-"""Features as they come: a producer runs ahead of the trainer, a bounded number of bytes, and nothing is kept.
+"""Streams features: worker threads compute them in advance of the trainer into a bounded buffer; none are stored.
 
-    upcoming(trainer) -> numbers of documents -> worker threads: source.of -> (8 bits) -> bounded buffer -> of(number)
+    upcoming(trainer) -> document numbers -> worker threads: source.of -> (8 bits) -> bounded buffer -> of(number)
 
-Which documents a step takes follows from its place in the data alone, so the producer knows them beforehand, and a run that is
-resumed begins to produce at the place of its checkpoint: the same features in the same order, the same curve. A document that
-is asked for out of turn is computed at once.
+A step's documents depend only on its place in the data, so they are known in advance, and a resumed run starts to produce
+at its checkpoint's place: the same features in the same order. A document requested out of order is computed immediately.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ if TYPE_CHECKING:
     from paceline.train.learn.packs import Chosen
 
 
-Kept = Callable[[], Features] | BaseException
-"""A document's features in the form in which they wait, or what went wrong."""
+Encoded = Callable[[], Features] | BaseException
+"""A document's encoded features, or the error of computing them."""
 
 
 class StreamedFeatures:
-    """A feature source that works ahead. Belongs to one consumer; `begin` starts it, `close` ends its threads."""
+    """A feature source that computes in advance, for one consumer. `begin` starts its threads, `close` ends them."""
 
     def __init__(
         self,
@@ -38,40 +37,39 @@ class StreamedFeatures:
         form: Form = PLAIN,
         num_threads: int = 1,
     ) -> None:
-        """`size_of(number)`: bytes of a document's features as `form` keeps them. Several threads are for sources that may be
-        asked from several; one at a time asks the others."""
+        """`size_of(number)`: bytes of a document's features in `form`. `num_threads` above 1 needs a thread-safe source."""
         self._source, self._size_of, self._budget, self._form = source, size_of, budget_bytes, form
         self._num_threads = num_threads
         self._alone = threading.Lock() if num_threads == 1 else contextlib.nullcontext()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._numbers: Iterator[int] = iter(())
-        self._ahead: int | None = None
-        """The next number to be produced, for which there was no room yet."""
+        self._pending: int | None = None
+        """Next document to compute, which had no room in the buffer yet."""
         self._order: deque[int] = deque()
-        """Numbers that are under way or ready, in the order in which they will be asked for."""
-        self._ready: dict[int, Kept] = {}
-        """By place in the stream: kept features, or what went wrong."""
+        """Documents in flight or ready, in the order of their requests."""
+        self._ready: dict[int, Encoded] = {}
+        """Place in the stream -> encoded features, or an error."""
         self._first_place = self._next_place = 0
         self._is_over = True
         self._failure: Exception | None = None
-        self._now: tuple[int, Features] | None = None
+        self._latest: tuple[int, Features] | None = None
         self.held_bytes = self.most_held_bytes = 0
-        """Of features that wait or are under way; and the most there were."""
-        self.num_aside = 0
-        """Documents that were asked for out of turn."""
+        """Bytes of features in the buffer or in flight; and their maximum so far."""
+        self.num_out_of_order = 0
+        """Number of documents requested out of order."""
 
     def begin(self, numbers: Iterator[int]) -> None:
-        """From now on documents will be asked for in this order; the same one several times in a row counts once."""
+        """Starts computing documents in this order; consecutive repetitions count once."""
         self.close()
-        self._numbers, self._is_over, self._now, self._ahead, self.num_aside = numbers, False, None, None, 0
+        self._numbers, self._is_over, self._latest, self._pending, self.num_out_of_order = numbers, False, None, None, 0
         self._failure = None
         self._threads = [threading.Thread(target=self._produce, daemon=True) for _ in range(self._num_threads)]
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Forget what was produced. A document under way is finished first."""
+        """Discards all features, after documents in flight are finished."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -83,21 +81,21 @@ class StreamedFeatures:
         self._first_place = self._next_place = self.held_bytes = 0
 
     def of(self, number: int) -> Features:
-        if self._now is None or self._now[0] != number:
-            self._now = number, self._take(number)
-        return self._now[1]
+        if self._latest is None or self._latest[0] != number:
+            self._latest = number, self._take(number)
+        return self._latest[1]
 
     def _take(self, number: int) -> Features:
-        kept = self._next_kept(number)
-        if kept is None:
-            self.num_aside += 1
+        encoded = self._next_encoded(number)
+        if encoded is None:
+            self.num_out_of_order += 1
             return self._form.coder(self._compute(number))()
-        if isinstance(kept, BaseException):
-            raise kept
-        return kept()
+        if isinstance(encoded, BaseException):
+            raise encoded
+        return encoded()
 
-    def _next_kept(self, number: int) -> Kept | None:
-        """The next document of the stream, as soon as it is ready; None when that is not this one."""
+    def _next_encoded(self, number: int) -> Encoded | None:
+        """Waits for the next document of the stream; returns None if it is not this one."""
         with self._changed:
             while not self._order and not self._is_over:
                 self._changed.wait()
@@ -121,15 +119,15 @@ class StreamedFeatures:
         while (claimed := self._claim()) is not None:
             number, place = claimed
             try:
-                kept: Kept = self._form.coder(self._compute(number))
-            except BaseException as error:  # noqa: BLE001  (raised again where it is asked for)
-                kept = error
+                encoded: Encoded = self._form.coder(self._compute(number))
+            except BaseException as error:  # noqa: BLE001  (raised by `of`)
+                encoded = error
             with self._changed:
-                self._ready[place] = kept
+                self._ready[place] = encoded
                 self._changed.notify_all()
 
     def _next_number(self) -> int | None:
-        """None at the end, and when what plans the documents has failed, which whoever asks for the next one is told."""
+        """Returns None at the end, or if planning the documents failed; then the next request raises the error."""
         try:
             return next(self._numbers, None)
         except Exception as error:  # noqa: BLE001
@@ -137,20 +135,20 @@ class StreamedFeatures:
             return None
 
     def _claim(self) -> tuple[int, int] | None:
-        """(document, place in the stream) of the next one, as soon as there is room for it; None when the stream is over."""
+        """Waits for room in the buffer; returns (document, place in the stream), or None at the end of the stream."""
         with self._changed:
             while not self._is_over:
-                if self._ahead is None:
-                    self._ahead = self._next_number()
-                if self._ahead is None:
+                if self._pending is None:
+                    self._pending = self._next_number()
+                if self._pending is None:
                     self._is_over = True
                     self._changed.notify_all()
                     return None
-                size = self._size_of(self._ahead)
+                size = self._size_of(self._pending)
                 if not self.held_bytes or self.held_bytes + size <= self._budget:
                     self.held_bytes += size
                     self.most_held_bytes = max(self.most_held_bytes, self.held_bytes)
-                    number, place, self._ahead = self._ahead, self._next_place, None
+                    number, place, self._pending = self._pending, self._next_place, None
                     self._next_place += 1
                     self._order.append(number)
                     self._changed.notify_all()
@@ -160,7 +158,7 @@ class StreamedFeatures:
 
 
 def upcoming_pieces(trainer: Trainer) -> Iterator[list[Chosen]]:
-    """The blocks of the packs that this process will compute from where the trainer stands, without end."""
+    """Yields the blocks of the packs that this process will compute from the trainer's current place, endlessly."""
     place = trainer.state.place
     while True:
         chosen, _, place = trainer.planner.step(place)
@@ -168,7 +166,7 @@ def upcoming_pieces(trainer: Trainer) -> Iterator[list[Chosen]]:
 
 
 def upcoming(trainer: Trainer) -> Iterator[int]:
-    """The documents that this process will ask for from where the trainer stands, without end; repeated ones once."""
+    """Yields the documents that this process will request from the trainer's current place, endlessly, without repetitions."""
     last = None
     for piece in upcoming_pieces(trainer):
         for number, _ in piece:

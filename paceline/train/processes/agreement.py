@@ -1,6 +1,6 @@
-"""Whether all processes hold the same tensors, told by their hashes, and the first process's tensors given to all.
+"""Checks by hashes that all processes hold the same tensors, and copies the first process's tensors to all.
 
-tensors -> 8 bytes of each one's sha256 -> gathered -> who differs from the first process, and in what
+tensors -> 8 bytes of each one's sha256 -> gathered -> which processes differ from the first, and in which tensors
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from paceline.errors import ProcessesError
 
 
 def mark_of(tensor: Tensor) -> int:
-    """8 bytes of the sha256 of a tensor's contents."""
+    """Returns 8 bytes of the sha256 of a tensor's contents."""
     return _mark(_bytes(tensor).cpu().numpy().data)
 
 
 def mark_of_text(text: str) -> int:
-    """The same of a text."""
+    """Returns 8 bytes of the sha256 of a text."""
     return _mark(text.encode())
 
 
 def check_alike(marks: Sequence[int], names: Sequence[str], world: int, device: torch.device, remedy: str) -> None:
-    """Raises ProcessesError, in all processes, when one of them gives other marks than the first; all give as many."""
+    """Raises ProcessesError in all processes if the marks of one differ from the first's; all must pass as many."""
     own = torch.tensor(marks, dtype=torch.int64, device=device)
-    every = [torch.empty_like(own) for _ in range(world)]
-    dist.all_gather(every, own)
-    first, *others = (each.cpu() for each in every)
-    unlike = {rank: (each != first).nonzero().flatten().tolist() for rank, each in enumerate(others, start=1)}
+    gathered = [torch.empty_like(own) for _ in range(world)]
+    dist.all_gather(gathered, own)
+    reference, *others = (marks.cpu() for marks in gathered)
+    unlike = {rank: (marks != reference).nonzero().flatten().tolist() for rank, marks in enumerate(others, start=1)}
     unlike = {rank: numbers for rank, numbers in unlike.items() if numbers}
     if unlike:
-        told = "; ".join(
+        listed = "; ".join(
             f"process {rank} in {names[numbers[0]]}{f' and {len(numbers) - 1} more' * (len(numbers) > 1)}"
             for rank, numbers in unlike.items()
         )
-        raise ProcessesError(f"processes (of {world}, counted from 0) differ from process 0: {told}: {remedy}")
+        raise ProcessesError(f"processes (of {world}, counted from 0) differ from process 0: {listed}: {remedy}")
 
 
 @torch.no_grad()
 def give_first(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
-    """Overwrite these tensors, in place, with those of the first process. All have the same ones, in one order."""
+    """Overwrites tensors in place with the first process's. All processes must pass the same ones in the same order."""
     for _, tensor in tensors:
         sent = tensor.detach().to(device).contiguous()
         dist.broadcast(_bytes(sent), 0)

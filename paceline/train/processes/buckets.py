@@ -1,10 +1,9 @@
-"""Gradients summed over processes while the backward pass goes on.
+"""Sums gradients over processes during the backward pass.
 
-    backward -> a gradient is complete -> its bucket is -> one message, under way while earlier layers compute -> finish
+    backward -> a gradient is complete -> its bucket is -> one message, in flight while earlier layers compute -> finish
 
-Buckets hold the parameters in reverse order, about that of the backward pass, and are sent in this order by every process: one
-that computes nothing in a step, or whose gradients come in another order, sends the same messages. So the sums have the same
-bits however much of it overlaps.
+Buckets hold the parameters in reverse order, about that of the backward pass, and every process sends them in this order,
+even if it computes nothing in a step or its gradients come in another order. So the sums have the same bits in every case.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 BUCKET_BYTES = 25 * 2**20
-"""Of one message: as PyTorch's DistributedDataParallel has it."""
+"""Bytes per message, as in PyTorch's DistributedDataParallel."""
 
 
 class GradientBuckets:
-    """Belongs to one network on every process; `arm`, the backward pass and `finish` once a step."""
+    """The gradient buckets of one network, in every process. Each step: `arm`, the backward pass, `finish`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], bucket_bytes: int | None = None) -> None:
         self.buckets = _split([*parameters][::-1], bucket_bytes or BUCKET_BYTES)
         self.num_overlapped = 0
-        """Messages of the latest step that were under way before its backward pass was over."""
+        """Messages of the latest step that were in flight before its backward pass ended."""
         self._is_armed = False
         self._missing: list[int] = []
         self._sent: list[tuple[Tensor, Any]] = []
@@ -36,17 +35,17 @@ class GradientBuckets:
                 parameter.register_post_accumulate_grad_hook(partial(self._complete, number))
 
     def arm(self) -> None:
-        """The next backward pass is the step's last: what it completes is sent."""
+        """Sends buckets during the next backward pass, which must be the step's last."""
         self._missing, self._is_armed = [len(bucket) for bucket in self.buckets], True
 
     def finish(self) -> None:
-        """Send what is left, zeros for parameters without a gradient, and put the sums into `grad`."""
+        """Sends the remaining buckets, with zeros for parameters without a gradient, and stores the sums in `grad`."""
         self.num_overlapped = len(self._sent)
         while len(self._sent) < len(self.buckets):
             self._send()
         for bucket, (flat, work) in zip(self.buckets, self._sent, strict=True):
             work.wait()
-            for parameter, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+            for parameter, part in zip(bucket, flat.split([parameter.numel() for parameter in bucket]), strict=True):
                 parameter.grad = part.view_as(parameter)
         self._sent, self._is_armed = [], False
 
@@ -58,15 +57,14 @@ class GradientBuckets:
             self._send()
 
     def _send(self) -> None:
-        """The next bucket."""
         bucket = self.buckets[len(self._sent)]
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in bucket]
+        gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         self._sent.append((flat, dist.all_reduce(flat, async_op=True)))
 
 
 def _split(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Neighbours together, as many as fit; a larger parameter alone."""
+    """Groups consecutive parameters up to the bucket size; a larger parameter gets its own bucket."""
     buckets: list[list[nn.Parameter]] = []
     room = 0
     for parameter in parameters:

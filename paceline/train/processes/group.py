@@ -1,12 +1,12 @@
-"""The processes of one run: torchrun's group, and a roll call between stages that waits for the slow and notices the dead.
+"""The processes of one run: torchrun's group, with a liveness check between stages that waits for slow processes.
 
-A stage (answers, features, serving held-out prompts) may take hours longer on one process than on another; a step may not. So
-what a step sends has a time limit, and `Roll.wait`, between stages, has none: it waits as long as those that are missing give
-signs of life, one every `BEAT_S` through the store by which torchrun's processes found each other. Who ends with an error says
-so there, and who says nothing for `LOST_AFTER_S` is named as lost.
+A stage (answers, features, serving held-out prompts) may take hours longer in one process than in another; a step may not. So
+communication within a step has a timeout; `Liveness.wait`, between stages, waits as long as the missing processes send
+heartbeats, one every `BEAT_S`, through torchrun's store. A process that fails reports its error there; one without heartbeats
+for `LOST_AFTER_S` is reported as lost.
 
-    wait/<n>/<rank>   this process is at its n-th wait      alive/<rank>   signs of life so far
-    failed/<rank>     what ended this process               parted/<rank>  it has left
+    wait/<n>/<rank>   this process is at its n-th wait      alive/<rank>   heartbeats so far
+    failed/<rank>     error that ended this process         parted/<rank>  it has left
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from paceline.runs.ranks import Ranks
 
 BEAT_S = 1.0
 LOST_AFTER_S = 300.0
-"""A process that has shown no sign of life for so long is lost: reading a large file may silence one for minutes."""
+"""Seconds without a heartbeat after which a process is lost: reading a large file may block one for minutes."""
 LINGERS = 10
-"""Beats that the first process stays after an error: the others take half as many to find out whose it was."""
+"""Heartbeats that the first process stays after an error; the others need half as many to find out which process failed."""
 JOIN_MINUTES = 10.0
-"""How long processes wait for each other at the beginning: machines start at their own pace."""
+"""Minutes that processes wait for each other at the beginning, as machines may start late."""
 VICTIM = "ProcessesError: "
-"""Begins what a process tells that ends because of another one."""
+"""Prefix of the reported error of a process that ended because of another process."""
 GO_ON = "what is finished is kept: start all processes again with the same command"
 
 
-class Roll:
-    """Which processes live, and where they are. Belongs to one thread; the signs of life come from another one."""
+class Liveness:
+    """Heartbeats and positions of all processes. Used by one thread; another thread sends the heartbeats."""
 
     def __init__(self, store: Any, ranks: Ranks, beat_s: float = BEAT_S, lost_after_s: float = LOST_AFTER_S) -> None:
         """`store`: a store of torch.distributed that all processes share."""
@@ -48,39 +48,43 @@ class Roll:
         self._num_waits = 0
         self._is_over = threading.Event()
         store.add(f"alive/{ranks.rank}", 1)
-        # A connection of its own: a request of the main thread may wait.
+        # A separate connection, since a request of the main thread may block.
         self._thread = threading.Thread(target=self._live, args=(store.clone(),), name="paceline-alive", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Until all processes have called this as often as this one. Raises ProcessesError when one of them is gone."""
+        """Waits until all processes have called this method equally often. Raises ProcessesError if one of them is gone."""
         self._num_waits += 1
-        with self._named():
+        try:
             self._store.set(f"wait/{self._num_waits}/{self._ranks.rank}", "")
             self._until_all([f"wait/{self._num_waits}/{rank}" for rank in self._others])
+        except ProcessesError:
+            raise
+        except RuntimeError as error:  # of the store
+            raise self._without_store(error) from error
 
     def blame(self, error: BaseException) -> ProcessesError:
-        """What a collective that failed is told as: who is gone, or that somebody is late."""
+        """Returns the error for a failed collective: which process is gone, or that one is late."""
         if lost := self.lost():
             return lost
-        told = f"{' '.join(str(error).split()):.200}"
+        reason = f"{' '.join(str(error).split()):.200}"
         return ProcessesError(
-            f"{self._name([self._ranks.rank])} waited in vain for what others were to send in a step ({told}): one is slow or "
-            f"hangs, see what each does; a longer --step-timeout-minutes waits longer; {GO_ON}"
+            f"{self._name([self._ranks.rank])} waited in vain for what others were to send in a step ({reason}): one is slow "
+            f"or hangs, see what each does; a longer --step-timeout-minutes waits longer; {GO_ON}"
         )
 
     def lost(self) -> ProcessesError | None:
-        """Who has told what ended it, or gives no sign of life for some beats; None when all others go on."""
+        """Returns an error with the process that failed or sends no heartbeats; None if all others are alive."""
         try:
             silence = _Silence(self)
             for _ in range(LINGERS // 2):
                 time.sleep(self._beat_s)
-                self._raise_told(of_victims=False)
+                self._raise_reported(of_victims=False)
                 silence.look(self._others, self._beat_s)
             lost = [rank for rank in self._others if silence.of(rank) >= 3 * self._beat_s]
             if lost := [rank for rank in lost if not self._store.check([f"parted/{rank}"])]:
                 return ProcessesError(f"{self._name(lost)} gave no sign of life, what was to come from there is lost: {GO_ON}")
-            self._raise_told(of_victims=True)
+            self._raise_reported(of_victims=True)
         except ProcessesError as known:
             return known
         except RuntimeError as gone:
@@ -88,13 +92,12 @@ class Roll:
         return None
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others what ends this process."""
-        with contextlib.suppress(RuntimeError):  # the store is gone: the others know that by themselves
+        """Reports to the others the error that ends this process."""
+        with contextlib.suppress(RuntimeError):  # without the store, the others notice by themselves
             self._store.set(f"failed/{self._ranks.rank}", f"{type(error).__name__}: {' '.join(str(error).split())}")
 
     def leave(self) -> None:
-        """No more signs of life. The first process goes last, or after some beats: it may keep the store, in which the others
-        look up what happened."""
+        """Stops the heartbeats. The first process leaves last or after a while, since it may hold the store of all."""
         self._is_over.set()
         self._thread.join()
         parted = [f"parted/{rank}" for rank in self._others]
@@ -106,7 +109,7 @@ class Roll:
                 time.sleep(self._beat_s / 20)
 
     def _live(self, store: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone: the main thread is told so when it asks for something
+        with contextlib.suppress(RuntimeError):  # without the store, the main thread's next request fails
             while not self._is_over.wait(self._beat_s):
                 store.add(f"alive/{self._ranks.rank}", 1)
 
@@ -114,52 +117,44 @@ class Roll:
         silence, pause_s = _Silence(self), 0.001
         while missing := [key for key in keys if not self._store.check([key])]:
             time.sleep(pause_s)
-            self._raise_told(of_victims=True)
+            self._raise_reported(of_victims=True)
             silence.look([int(key.rpartition("/")[2]) for key in missing], pause_s)
             if lost := [rank for rank in self._others if silence.of(rank) > self._lost_after_s]:
                 raise ProcessesError(f"{self._name(lost)} gave no sign of life for {self._lost_after_s:.0f} s: {GO_ON}")
             keys, pause_s = missing, min(1.5 * pause_s, self._beat_s)
 
-    def _raise_told(self, of_victims: bool) -> None:
-        """Raises ProcessesError when a process has told what ended it; `of_victims`: also that it was another one."""
-        told = {
+    def _raise_reported(self, of_victims: bool) -> None:
+        """Raises ProcessesError if another process has reported an error; `of_victims`: even if a third one caused it."""
+        reports = {
             rank: self._store.get(f"failed/{rank}").decode() for rank in self._others if self._store.check([f"failed/{rank}"])
         }
-        own = {rank: text for rank, text in told.items() if not text.startswith(VICTIM)}
+        own = {rank: text for rank, text in reports.items() if not text.startswith(VICTIM)}
         for rank, text in own.items():
             raise ProcessesError(f"{self._name([rank])} ended with {text}: {GO_ON}")
-        if told and of_victims:
-            raise ProcessesError(next(iter(told.values())).removeprefix(VICTIM))
+        if reports and of_victims:
+            raise ProcessesError(next(iter(reports.values())).removeprefix(VICTIM))
 
     def num_beats(self, rank: int) -> int:
-        """Signs of life of a process so far."""
+        """Returns the number of heartbeats of a process so far."""
         return self._store.add(f"alive/{rank}", 0)
 
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """Around what asks the store."""
-        try:
-            yield
-        except ProcessesError:
-            raise
-        except RuntimeError as error:
-            raise self._without_store(error) from error
-
     def _without_store(self, error: BaseException) -> ProcessesError:
-        told = f"{' '.join(str(error).split()):.200}"
-        return ProcessesError(f"{self._name([0])}, or torchrun, which keeps the processes together, is gone ({told}): {GO_ON}")
+        reason = f"{' '.join(str(error).split()):.200}"
+        return ProcessesError(
+            f"{self._name([0])}, or torchrun, which keeps the processes together, is gone ({reason}): {GO_ON}"
+        )
 
     def _name(self, ranks: Sequence[int]) -> str:
         return f"process{'es' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self._ranks.world} (counted from 0)"
 
 
 class _Silence:
-    """How long processes have been silent, by the pauses of whoever looks: a machine that slept or was stopped counts none."""
+    """Measures how long processes have been silent, in the caller's pauses, so that a suspended machine does not count."""
 
-    def __init__(self, roll: Roll) -> None:
-        self._roll = roll
+    def __init__(self, liveness: Liveness) -> None:
+        self._roll = liveness
         self._heard: dict[int, tuple[int, float]] = {}
-        """Rank -> (signs of life, seconds since the latest)."""
+        """Rank -> (heartbeats, seconds since the latest)."""
 
     def look(self, ranks: Sequence[int], seconds: float) -> None:
         for rank in ranks:
@@ -174,11 +169,9 @@ class _Silence:
 def process_group(
     ranks: Ranks, device: str, step_timeout_minutes: float = 30.0, beat_s: float = BEAT_S
 ) -> Iterator[Callable[[], None]]:
-    """torchrun's process group, if there is one; the value given waits until all processes are there, however long it takes.
-
-    Raises ConfigError for more processes than GPUs; ProcessesError when processes do not find each other, and in the others
-    when one ends with an error, is lost, or lets them wait longer than `step_timeout_minutes` for what a step sends.
-    """
+    """Joins torchrun's process group, if there is one; yields a function that waits for all processes without a timeout.
+    Raises ConfigError for more processes than GPUs; ProcessesError if processes do not find each other, and in the others
+    if one fails, is lost, or exceeds `step_timeout_minutes` within a step."""
     if ranks.world == 1:
         yield lambda: None
         return
@@ -193,7 +186,7 @@ def process_group(
     remedy = "start all of them with one torchrun, or with its variables: MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE"
     with reraised(ProcessesError, f"the {ranks.world} processes did not find each other", remedy, RuntimeError, ValueError):
         store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world, timeout=timedelta(minutes=JOIN_MINUTES)))
-        roll = Roll(dist.PrefixStore("paceline", store), ranks, beat_s)
+        liveness = Liveness(dist.PrefixStore("paceline", store), ranks, beat_s)
         try:
             dist.init_process_group(
                 "nccl" if is_gpu else "gloo",
@@ -202,28 +195,28 @@ def process_group(
                 world_size=ranks.world,
                 timeout=timedelta(minutes=step_timeout_minutes),
             )
-        except RuntimeError as error:  # one that was there may have ended since
-            if lost := roll.lost():
+        except RuntimeError as error:  # a process that had joined may have ended
+            if lost := liveness.lost():
                 raise lost from error
             raise
     try:
-        yield roll.wait
-        roll.wait()
+        yield liveness.wait
+        liveness.wait()
     except BaseException as error:
         if not _is_of_group(error):
-            roll.fail(error)
+            liveness.fail(error)
             raise
-        blamed = roll.blame(error)
-        roll.fail(blamed)
+        blamed = liveness.blame(error)
+        liveness.fail(blamed)
         raise blamed from error
     finally:
-        roll.leave()
-        gc.collect()  # sharded networks hold the group in circles; its threads must not outlive the interpreter
+        liveness.leave()
+        gc.collect()  # sharded networks hold the group in reference cycles; its threads must end before the interpreter
         dist.destroy_process_group()
 
 
 def _is_of_group(error: BaseException) -> bool:
-    """Whether a collective failed; gloo raises RuntimeError itself."""
+    """Returns True for the error of a collective; gloo raises a plain RuntimeError."""
     if not isinstance(error, RuntimeError) or isinstance(error, ProcessesError):
         return False
     return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL"))

@@ -1,11 +1,11 @@
-"""Ray Data shares work among the machines of a cluster: actors that hold the target, batches of prompts or documents to them.
+"""Distributes work over a Ray cluster with Ray Data: actors hold the target and process batches of prompts or documents.
 
     with connected(where) as ray:
-        for found in shared_out(ray, where, job, asked, at_most=64): ...
+        for result in distributed(ray, where, job, items, at_most=64): ...
 
-A Job says what a worker loads and what it makes of a batch. What Ray does by itself is left to it: batches go to workers that
-are free, a worker that dies is started again and its batch given to another one, and a batch that was lost with a machine is
-made again. Errors of ours would only come again: they are raised here, and end the work.
+A Job defines what a worker loads and how it processes a batch. Ray gives batches to idle workers, restarts a worker that
+dies and retries its batch, and recomputes a batch that was lost with a machine. A PacelineError would only repeat, so it is
+raised here and ends the work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from paceline import errors
 from paceline.errors import ConfigError, DownloadError, PacelineError, needing, reraised
@@ -25,54 +25,53 @@ from paceline.train.config import ElsewhereConfig
 
 LOCAL = "local"
 BATCHES_PER_WORKER = 4
-"""At least, as far as there is work for so many: a slow worker leaves the others less to wait for."""
+"""Batches per worker at least, if there is enough work, so that others wait less for a slow worker."""
 MOST_DEATHS = 8
-"""Of one worker, and of the workers that had one batch; beyond, something kills them all, as a model too large for memory."""
+"""Most restarts of a worker, and retries of a batch; more deaths have a common cause, such as a model that is too large."""
 
 Work = Callable[[list[Any]], list[Any]]
-"""What makes results of a batch."""
+"""Processes a batch: items -> results."""
 
 
 class Job(Protocol):
-    """Sent to the workers, pickled; so are the things that are asked, and their results."""
+    """A worker's job; jobs, items and results are pickled."""
 
     def begin(self, num_threads: int | None) -> Work:
-        """Load what is needed. `num_threads`: of a worker without a GPU."""
+        """Loads what the work needs. `num_threads`: for a worker without a GPU."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What each worker has of the cluster."""
+    """Each worker's share of the cluster."""
 
     num_workers: int
     num_cpus: float
     num_gpus: float
 
     @classmethod
-    def of(cls, machines: Sequence[Mapping[str, float]], asked: int | None) -> Share:
-        """One worker for each GPU, else for each machine, unless so many are asked for. `machines`: the resources of each, of
-        which those without a processor for Ray count nothing. Raises ConfigError where there are too few."""
-        useful = [each for each in machines if each.get("CPU", 0) > 0]
+    def of(cls, machines: Sequence[Mapping[str, float]], requested: int | None) -> Share:
+        """Returns one worker for each GPU, else for each machine, or `requested` workers. `machines`: the resources of
+        each; machines without CPUs for Ray do not count. Raises ConfigError if there are too few."""
+        useful = [machine for machine in machines if machine.get("CPU", 0) > 0]
         if not useful:
             raise ConfigError("the Ray cluster has no machine with processors: start workers (ray start --address ...)")
-        gpus = sum(int(each.get("GPU", 0)) for each in useful)
+        gpus = sum(int(machine.get("GPU", 0)) for machine in useful)
         if gpus:
-            if (asked or gpus) > gpus:
-                raise ConfigError(f"ray_workers {asked}: the cluster has {gpus} GPUs, and each worker takes one")
-            return cls(asked or gpus, 1.0, 1.0)
-        number = asked or len(useful)
-        each = min(machine["CPU"] for machine in useful) / -(-number // len(useful))
-        return cls(number, float(int(each)) if each >= 1 else each, 0.0)
+            if (requested or gpus) > gpus:
+                raise ConfigError(f"ray_workers {requested}: the cluster has {gpus} GPUs, and each worker takes one")
+            return cls(requested or gpus, 1.0, 1.0)
+        number = requested or len(useful)
+        machine = min(machine["CPU"] for machine in useful) / -(-number // len(useful))
+        return cls(number, float(int(machine)) if machine >= 1 else machine, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
-    """What a worker made of one batch."""
+class BatchResult(NamedTuple):
+    """The results of one batch."""
 
-    found: list[Any]
+    results: list[Any]
     error: tuple[str, str] | None = None
-    """The name of an error of ours, and its text."""
+    """Name and text of a PacelineError."""
 
 
 class Worker:
@@ -85,23 +84,21 @@ class Worker:
         except PacelineError as error:
             self._error = error
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, list[Made]]:
+    def __call__(self, batch: dict[str, Any]) -> dict[str, list[BatchResult]]:
         try:
             if self._error is not None:
                 raise self._error
-            return {"made": [Made(self._work(list(batch["asked"])))]}
+            return {"made": [BatchResult(self._work(list(batch["asked"])))]}
         except PacelineError as error:
-            return {"made": [Made([], (type(error).__name__, str(error)))]}
+            return {"made": [BatchResult([], (type(error).__name__, str(error)))]}
 
 
 @contextlib.contextmanager
 def connected(where: ElsewhereConfig) -> Iterator[ModuleType]:
-    """Within, this process has the cluster at `where.ray`; one that it had before is used and kept.
-
-    Raises ConfigError without Ray, DownloadError when there is no such cluster.
-    """
+    """Connects this process to the cluster at `where.ray`; an existing connection is reused and stays open. Raises
+    ConfigError without Ray, DownloadError if the cluster does not exist."""
     with needing(ConfigError, "--ray needs Ray: pip install 'paceline[ray]', here and on every machine of the cluster"):
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody unasked
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
         import ray
         import ray.data
     logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -119,21 +116,20 @@ def connected(where: ElsewhereConfig) -> Iterator[ModuleType]:
         ray.shutdown()
 
 
-def shared_out(ray: ModuleType, where: ElsewhereConfig, job: Job, asked: Sequence[Any], at_most: int) -> Iterator[Any]:
-    """Results of everything asked, in any order; a batch has `at_most` of it. Raises what a worker raised of ours, and
-    DownloadError when the cluster fails."""
-    if not asked:
+def distributed(ray: ModuleType, where: ElsewhereConfig, job: Job, items: Sequence[Any], at_most: int) -> Iterator[Any]:
+    """Yields the results of all items, in any order. Raises a worker's PacelineError, DownloadError if the cluster fails."""
+    if not items:
         return
-    share = Share.of([each["Resources"] for each in ray.nodes() if each["Alive"]], where.ray_workers)
-    size = max(1, min(at_most, len(asked) // (BATCHES_PER_WORKER * share.num_workers)))
+    share = Share.of([node["Resources"] for node in ray.nodes() if node["Alive"]], where.ray_workers)
+    size = max(1, min(at_most, len(items) // (BATCHES_PER_WORKER * share.num_workers)))
     ray.data.DataContext.get_current().enable_progress_bars = False
     threads = None if share.num_gpus else max(1, int(share.num_cpus))
     remedy = "see its logs, and run again: what is done stays"
     with reraised(DownloadError, "the Ray cluster failed", remedy, ray.exceptions.RayError):
-        rows = ray.data.from_items([{"asked": each} for each in asked], override_num_blocks=-(-len(asked) // size))
+        rows = ray.data.from_items([{"asked": item} for item in items], override_num_blocks=-(-len(items) // size))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of ray_remote_args_fn, which goes with 2.64
-            made = rows.map_batches(
+            batches = rows.map_batches(
                 Worker,
                 fn_constructor_kwargs={"job": job, "num_threads": threads},
                 compute=ray.data.ActorPoolStrategy(size=share.num_workers),
@@ -142,8 +138,8 @@ def shared_out(ray: ModuleType, where: ElsewhereConfig, job: Job, asked: Sequenc
                 batch_size=size,
                 ray_remote_args_fn=lambda deaths=MOST_DEATHS: {"max_restarts": deaths, "max_task_retries": deaths},
             )
-        for row in made.iter_rows():
+        for row in batches.iter_rows():
             if row["made"].error:
                 name, text = row["made"].error
                 raise getattr(errors, name, PacelineError)(text)
-            yield from row["made"].found
+            yield from row["made"].results
