@@ -9,9 +9,9 @@ streamed features; features that the target computes on the trainer's device wou
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,51 +33,28 @@ class PackPrefetcher:
     """Assembles these packs in order, in a thread that runs until `close`."""
 
     def __init__(self, packer: Packer, pieces: Iterator[list[Chosen]], depth: int = DEPTH) -> None:
-        self._pieces, self._depth = pieces, depth
+        self._pieces = pieces
         is_gpu = torch.device(packer.device).type == "cuda"
         self._make = _Copier(packer).pack if is_gpu else partial(_in_memory, packer)
-        self._changed = threading.Condition()
-        self._ready: deque[tuple[list[Chosen], Callable[[], Pack]] | BaseException] = deque()
-        self._is_over = False
-        self._thread = threading.Thread(target=self._work, name="paceline-packs", daemon=True)
-        self._thread.start()
+        self._executor = ThreadPoolExecutor(1, "paceline-packs")
+        self._packs = deque(self._executor.submit(self._next) for _ in range(depth))
 
     def take(self, chosen: list[Chosen]) -> Pack:
         """Returns the next pack, which must have these blocks. Raises the error of assembling it."""
-        with self._changed:
-            while not self._ready:
-                self._changed.wait()
-            ready = self._ready[0]
-            if isinstance(ready, BaseException):  # stays in the queue, so that a second call raises it again
-                raise ready
-            self._ready.popleft()
-            self._changed.notify_all()
-        assert _same(ready[0], chosen), "packs are taken in the order in which they were planned"
-        return ready[1]()
+        planned, hand_over = self._packs[0].result()  # an error stays in the queue: a second call raises it again
+        self._packs.popleft()
+        self._packs.append(self._executor.submit(self._next))
+        assert _same(planned, chosen), "packs are taken in the order in which they were planned"
+        return hand_over()
 
     def close(self) -> None:
         """Discards all prefetched packs, after the current one is finished."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
-        self._thread.join()
-        self._ready.clear()
+        self._executor.shutdown(cancel_futures=True)
+        self._packs.clear()
 
-    def _work(self) -> None:
-        try:
-            for chosen in self._pieces:
-                pack = self._make(chosen)
-                with self._changed:
-                    self._ready.append((chosen, pack))
-                    self._changed.notify_all()
-                    while len(self._ready) >= self._depth and not self._is_over:
-                        self._changed.wait()
-                    if self._is_over:
-                        return
-        except BaseException as error:  # noqa: BLE001  (raised by `take`)
-            with self._changed:
-                self._ready.append(error)
-                self._changed.notify_all()
+    def _next(self) -> tuple[list[Chosen], Callable[[], Pack]]:
+        chosen = next(self._pieces)
+        return chosen, self._make(chosen)
 
 
 def _in_memory(packer: Packer, chosen: list[Chosen]) -> Callable[[], Pack]:
