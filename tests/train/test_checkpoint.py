@@ -270,7 +270,7 @@ def test_a_poisoned_document_stops_the_run_and_the_last_good_step_stands(tmp_pat
         one.run(lambda figures: heard.append(figures["step"]))
     assert heard == [1, 2, 3, 4]
     message = str(caught.value)
-    assert "in step 5" in message and f"doc-{poisoned}@0/0" in message and "the checkpoint of step 4 stands in" in message
+    assert "in step 5" in message and f"doc-{poisoned}@0/0" in message and "the checkpoint of step 4 is in" in message
     assert "\n" not in message
     stored = latest_checkpoint(tmp_path / "sick")
     assert stored is not None and stored.trainer["step"] == 4

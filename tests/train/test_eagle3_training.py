@@ -27,7 +27,7 @@ from paceline.train.documents.dataset import Corpus, Document
 from paceline.train.features.hidden_states import OnlineFeatures, ScaledFeatures, measure_scale
 from paceline.train.learn.loop import Trainer
 from paceline.train.learn.packs import Packer
-from paceline.train.methods.eagle3 import Eagle3Trainable, eagle3_for, settle_eagle3_units, teacher_of
+from paceline.train.methods.eagle3 import Eagle3Trainable, eagle3_for, target_head, use_scaled_eagle3_units
 from paceline.train.plan.choices import for_chains
 from paceline.train.plan.training_plan import make_plan
 from paceline.train.served import finished_drafter
@@ -82,7 +82,7 @@ def test_the_loss_is_the_formula(name: str) -> None:
     network, texts, target = loud_network(raw_eagle3(draft_vocab_size=len(IDS))), documents(2), tiny_target()
     pack = packed(network.config, texts, [(0, np.array([6, 27])), (1, np.arange(6, 12))], needs_final=name == "kl")
     embedding_VD = target.embed(torch.arange(VOCAB)).clone()
-    trainable, head = Eagle3Trainable(network, {}, 1 + STEPS), teacher_of(target, IDS)
+    trainable, head = Eagle3Trainable(network, {}, 1 + STEPS), target_head(target, IDS)
     settings = LossConfig(name)
     loss, metrics = trainable.loss(pack, embedding_VD, head, settings, 10.0, is_autocast=False, is_measured=True)
     labels_AK, valid_AK = pack.slots.labels_AK, pack.slots.valid_AK
@@ -113,10 +113,10 @@ def trained(folder: Path, texts: list[Document], steps: int, version: str = "3.1
     ids = torch.arange(VOCAB)
     raw, network = eagle3_for(target, shape, None, ids, 0)
     source = OnlineFeatures(target, texts[8:], network.config.tap_layers, False)
-    scale_F = settle_eagle3_units(network, *measure_scale(source, texts[8:]), is_new=True)
+    scale_F = use_scaled_eagle3_units(network, *measure_scale(source, texts[8:]), is_new=True)
     settings = LoopConfig(max_steps=steps, blocks_per_step=16, anchors=16, autocast=False, heldout_every=steps, **changes)
     settings = replace(settings, loss=LossConfig("ce"), optim=OptimConfig(lr=1e-2), serve_share=0.0)
-    head, embedding_VD = teacher_of(target, ids), target.embed(torch.arange(VOCAB)).clone()
+    head, embedding_VD = target_head(target, ids), target.embed(torch.arange(VOCAB)).clone()
     trainer = Trainer(
         Eagle3Trainable(network, raw, 1 + STEPS), Corpus(texts[8:], texts[:8]), ScaledFeatures(source, scale_F), embedding_VD,
         head, settings, folder=folder,

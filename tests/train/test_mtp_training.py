@@ -36,7 +36,7 @@ from paceline.train.learn.initial_weights import scale_first_logits
 from paceline.train.learn.loop import Trainer
 from paceline.train.learn.losses import Slots, slot_weights
 from paceline.train.learn.packs import Packer
-from paceline.train.methods.kinds import begun
+from paceline.train.methods.kinds import initial_drafter
 from paceline.train.methods.mtp import MtpNetwork, MtpTrainable, check_mtp, head_for, mtp_for, new_layer
 from paceline.train.plan.choices import for_chains
 from paceline.train.plan.training_plan import make_plan
@@ -258,7 +258,7 @@ def test_only_a_new_layer_s_first_logits_are_scaled(folder_of: Folder) -> None:
     """By the whole of the norm's weight, of which families with an offset store what is beyond it."""
     for name, is_new in (("gemma2", True), ("qwen3.5+", False)):
         config = for_chains(asks(folder_of(name), **({"start": "copied"} if is_new else {})))
-        begins = begun(config, target_of(folder_of(name)), None)
+        begins = initial_drafter(config, target_of(folder_of(name)), None)
         norm = begins.first_norm
         assert (norm is not None) == is_new
         if norm is None:

@@ -127,9 +127,9 @@ def test_loss_and_figures_by_formula(name: str, columns: torch.Tensor | None, tm
                 expected = expected + weight * own_loss
     assert missed > 0, "the test needs tokens that are not among the candidates"
     assert float(loss.detach()) == pytest.approx(float(expected.detach()) * 0.7 / 11.0, rel=1e-4)
-    assert metrics.walked_4K[2].tolist() == right.tolist() and metrics.walked_4K[3].tolist() == standing.tolist()
-    assert metrics.walked_4K[0].tolist() == pack.slots.valid_AK.sum(0).tolist()
-    assert int(metrics.told_2[1]) == int(pack.slots.valid_AK.sum()) - missed
+    assert metrics.selector_4K[2].tolist() == right.tolist() and metrics.selector_4K[3].tolist() == standing.tolist()
+    assert metrics.selector_4K[0].tolist() == pack.slots.valid_AK.sum(0).tolist()
+    assert int(metrics.selector_2[1]) == int(pack.slots.valid_AK.sum()) - missed
 
 
 def gradients(one: Trainer, pack: Pack, sample: BlockSample) -> torch.Tensor:

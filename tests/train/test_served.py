@@ -18,7 +18,7 @@ from paceline.train.features.hidden_states import OnlineFeatures
 from paceline.train.learn.initial_weights import FirstNorm, network_for, scale_first_logits
 from paceline.train.learn.loop import Trainer
 from paceline.train.learn.packs import DFlashTrainable
-from paceline.train.served import _served, agreement, serve_heldout, starts_of, walked
+from paceline.train.served import agreement, serve_heldout, starts_of, walked
 from paceline.train.tiny import write_tiny_target
 from paceline.types import SamplingParams
 
@@ -66,10 +66,8 @@ def test_an_untrained_drafter_gains_nothing_and_changes_nothing(llm: LLM) -> Non
     plain = [
         llm.generate_ids([each.tokens[: each.answer_start].tolist()], SamplingParams(max_tokens=12))[0] for each in documents
     ]
-    served = serve_heldout(
-        llm, DFlashDrafter.random(llm.target, head_dim=16, block_size=4), documents, max_tokens=12, num_texts=2
-    )
-    assert served.num_prompts == 5 and served.texts == tuple(answer.text for answer in plain[:2])
+    served, _ = serve_heldout(llm, DFlashDrafter.random(llm.target, head_dim=16, block_size=4), documents, max_tokens=12)
+    assert served.num_prompts == 5 and served.texts == tuple(answer.text for answer in plain[:3])
     assert served.num_tokens == sum(len(answer.token_ids) for answer in plain)
     assert sum(served.accepted_histogram) == served.num_rounds
     accepted = sum(count * rounds for count, rounds in enumerate(served.accepted_histogram))
@@ -92,9 +90,9 @@ def test_teacher_forced_blocks_gone_through_as_the_engine_goes_give_what_was_ser
     own = documents[0].tokens[documents[0].answer_start :].tolist()
     assert loop_start(own) == len(own) == ANSWER and len(set(own)) > ANSWER // 3, "the text must not repeat itself"
     drafter = learned(llm, documents[0], tmp_path, steps=60)
-    figures, answers = _served(llm, drafter, documents, max_tokens=ANSWER)
+    figures, answers = serve_heldout(llm, drafter, documents, max_tokens=ANSWER)
     random = DFlashDrafter.random(llm.target, head_dim=16, block_size=BLOCK)
-    untrained, _ = _served(llm, random, documents, max_tokens=ANSWER)
+    untrained, _ = serve_heldout(llm, random, documents, max_tokens=ANSWER)
     assert untrained.tokens_per_round < figures.tokens_per_round < BLOCK, "some stand, some do not"
     llm.use_drafter("none")
     assert walked(llm.target, drafter, answers) == pytest.approx(figures.tokens_per_round, rel=0.01)

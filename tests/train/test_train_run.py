@@ -39,7 +39,7 @@ from paceline.train.config import AnswerConfig, DrafterShape, LoopConfig, TrainC
 from paceline.train.features.hidden_states import ScaledFeatures
 from paceline.train.learn.initial_weights import continued_draft_ids
 from paceline.train.learn.packs import DFlashTrainable
-from paceline.train.methods.kinds import begun
+from paceline.train.methods.kinds import initial_drafter
 from paceline.train.plan import target_facts as facts
 from paceline.train.plan.expected_acceptance import Learned, expected_lines, expected_of
 from paceline.train.run_file import config_of, read_run_file
@@ -233,7 +233,7 @@ def test_steps_get_the_minutes_that_are_left(
     config = TrainConfig(tmp_path, loop=LoopConfig(max_minutes=45.0), minutes=60.0, given=names)
     stages = train_run._Stages(config, Ranks(), lambda: None, Progress(), Stop(str))
     trainer = cast(Any, SimpleNamespace(state=SimpleNamespace(step=step), config=config.loop))
-    stages._settle_length(trainer)
+    stages._set_training_minutes(trainer)
     stored = json.loads((tmp_path / "plan.json").read_text())["values"]
     assert trainer.config.max_minutes == stored["loop.max_minutes"] == minutes and stored["shape.num_layers"] == 2
 
@@ -247,7 +247,7 @@ def test_a_plan_whose_minutes_shrink_expects_less(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(train_run, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     config, shown = TrainConfig(tmp_path, loop=LoopConfig(max_minutes=45.0), minutes=50.0, given=("minutes",)), Heard()
     trainer = cast(Any, SimpleNamespace(state=SimpleNamespace(step=0), config=config.loop))
-    train_run._Stages(config, Ranks(), lambda: None, shown, Stop(shown.say))._settle_length(trainer)
+    train_run._Stages(config, Ranks(), lambda: None, shown, Stop(shown.say))._set_training_minutes(trainer)
     stored = json.loads((tmp_path / "plan.json").read_text())
     minutes = stored["values"]["loop.max_minutes"]
     assert minutes < 45.0 and stored["blocks"] == pytest.approx(9e5 * minutes / 45)
@@ -357,6 +357,6 @@ def test_training_in_float32_multiplies_the_head_in_float32_too(autocast: bool, 
     """A processor that emulates bfloat16 took minutes for the head's products of the first step."""
     config = TrainConfig(shape=DrafterShape(num_layers=1, num_taps=2), loop=LoopConfig(autocast=autocast))
     target = tiny_target(dtype=torch.bfloat16)
-    begins = begun(config, target, torch.arange(8))
-    assert {begins.head.weight_VD.dtype, begins.drafting.weight_VD.dtype} == {dtype}
-    assert torch.equal(begins.drafting.weight_VD.float(), head_weight(target)[:8].float())
+    begins = initial_drafter(config, target, torch.arange(8))
+    assert {begins.head.weight_VD.dtype, begins.drafting_head.weight_VD.dtype} == {dtype}
+    assert torch.equal(begins.drafting_head.weight_VD.float(), head_weight(target)[:8].float())

@@ -1,11 +1,12 @@
-"""Attention of many training blocks at once, in three ways that agree (tests/train/test_attention.py).
+"""Attention of many training blocks at once, in three implementations with equal results (tests/train/test_attention.py).
 
-Every block of a document sees the document's context strictly before its anchor, and its own slots; never another block, never
-another document. `SplitAttention` multiplies queries by the shared context once per document and by their own block apart: no
-copy of the context per block, no products that a mask throws away. `SdpaAttention` is one call with a packed mask.
-`FlexAttention` leaves out masked tiles: for GPUs, compiled.
+A block attends to its document's context strictly before its anchor, and to its own draft positions; never to another block or
+document. `SplitAttention` multiplies queries by the shared context once per document, and by their own block separately: no
+copies of the context and no masked products. `SdpaAttention` is one call with a packed mask. `FlexAttention` skips masked
+tiles: for GPUs, compiled.
 
-Positions are absolute. A sliding window counts per query, as when serving; causality hides later slots of the own block only.
+Positions are absolute. A sliding window applies per query, as in serving; a causal mask hides only later positions of the
+own block.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from paceline.model.torch.fused import rotate
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the documents and blocks of one pack stand: contexts side by side, blocks in the order of their documents."""
+    """Positions of a pack's documents and blocks: contexts concatenated, blocks in the order of their documents."""
 
     context_lens: tuple[int, ...]
-    """Context positions per document, from its first one on."""
+    """Number of context positions per document."""
     anchors: tuple[Tensor, ...]
-    """Per document: absolute positions [A] of its blocks' anchors."""
+    """Per document, the absolute positions [A] of its blocks' anchors."""
     block_size: int
     context_starts: tuple[int, ...] = ()
-    """Absolute position of each document's first context position; without any they are all 0."""
+    """Absolute position of each document's first context position; if empty, 0 for all."""
 
     @property
     def starts(self) -> tuple[int, ...]:
         return self.context_starts or (0,) * len(self.context_lens)
 
     def block_positions(self) -> Tensor:
-        """Absolute positions [T] of all slots, T = number of blocks * block_size."""
+        """Returns the absolute positions [T] of all block positions, T = number of blocks * block_size."""
         anchors = torch.cat(self.anchors)
         return (anchors[:, None] + torch.arange(self.block_size, device=anchors.device)).flatten()
 
@@ -54,15 +55,15 @@ class Layout:
 
 
 class _PackedAttention(ABC):
-    """What the three have in common: rotation before, one method per way of attending."""
+    """Base class: applies rotary embeddings, then calls the implementation."""
 
     def __init__(self, config: DFlashConfig, layout: Layout, dtype: torch.dtype) -> None:
         self.config, self.layout = config, layout
-        ends = [start + length for start, length in zip(layout.starts, layout.context_lens, strict=True)]
-        longest = max(*ends, 1 + max(int(anchors_A.max()) for anchors_A in layout.anchors))
+        context_ends = [start + length for start, length in zip(layout.starts, layout.context_lens, strict=True)]
+        longest = max(*context_ends, 1 + max(int(anchors_A.max()) for anchors_A in layout.anchors))
         tables = rope_tables(config.shape, longest + layout.block_size)
         rope = Rope(*(table.to(layout.anchors[0].device, dtype) for table in tables))
-        # (cos, signed sin), looked up once for all layers
+        # (cos, signed sin), shared by all layers
         self._block, self._context = rope.tables_at(layout.block_positions()), rope.tables_at(layout.context_positions())
         kinds = [(config.shape.window(index), config.is_causal[index]) for index in range(config.shape.num_layers)]
         plans = {kind: self._plan(*kind) for kind in set(kinds)}
@@ -76,18 +77,18 @@ class _PackedAttention(ABC):
 
     @abstractmethod
     def _plan(self, window: int | None, is_causal: bool) -> Any:
-        """What layers of this kind need to know, made once a pack."""
+        """Prepares what layers with this window and causality need, once per pack."""
 
     @abstractmethod
     def _attend(self, plan: Any, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor:
-        """Attention output [T, heads * head_dim] from rotated queries and keys."""
+        """Returns the attention output [T, heads * head_dim] of rotated queries and keys."""
 
 
 class SplitAttention(_PackedAttention):
-    """Context and own block as two products under one softmax, document by document."""
+    """Computes context and own block as two products under one softmax, document by document."""
 
     def _plan(self, window: int | None, is_causal: bool) -> list[Tensor]:
-        """Per document an additive mask [A, 1, B, N + B]."""
+        """Returns an additive mask [A, 1, B, N + B] per document."""
         documents = zip(self.layout.anchors, self.layout.starts, self.layout.context_lens, strict=True)
         return [
             self._mask(anchors_A, range(start, start + length), window, is_causal) for anchors_A, start, length in documents
@@ -101,8 +102,8 @@ class SplitAttention(_PackedAttention):
             query_AB = anchors_A[:, None] + slots_B
             sees_context = sees_context & (query_AB[:, :, None] - context_N < window)
         sees_own = visible(slots_B, slots_B, window, is_causal).expand(len(anchors_A), -1, -1)
-        seen = torch.cat([sees_context, sees_own], dim=-1)
-        return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))[:, None]
+        is_visible = torch.cat([sees_context, sees_own], dim=-1)
+        return torch.zeros(is_visible.shape, device=is_visible.device).masked_fill_(~is_visible, float("-inf"))[:, None]
 
     def _attend(
         self, plan: list[Tensor], query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]
@@ -118,7 +119,7 @@ class SplitAttention(_PackedAttention):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _document(self, mask: Tensor, query_THD: Tensor, own: list[Tensor], context: list[Tensor]) -> Tensor:
-        """G query heads share a key head: they are further rows of the same product."""
+        """Attends for one document. The G query heads of a key head are additional rows of the same product."""
         num_blocks, size = len(mask), self.layout.block_size
         kv_heads, head_dim = own[0].shape[1:]
         length = len(context[0])
@@ -129,7 +130,7 @@ class SplitAttention(_PackedAttention):
         context_key, context_value = (part.transpose(0, 1) for part in context)  # [KV, N, D]
         to_context = torch.bmm(query.flatten(1, 2), context_key.transpose(1, 2)).unflatten(1, (num_blocks, -1))
         to_own = torch.matmul(query, own_key.transpose(2, 3))
-        # A mask of the products' own type: sums and softmax are computed in float32 all the same, and kept in half the bytes.
+        # With a mask of the products' dtype, scores take half the bytes; sums and softmax are computed in float32 anyway.
         scores = torch.cat([to_context, to_own], dim=-1).unflatten(2, (group, size)) + mask.to(to_own.dtype)
         probs = torch.softmax(scores, dim=-1, dtype=scores.dtype).to(own_value.dtype).flatten(2, 3)  # [KV, A, G * B, N + B]
         out = torch.bmm(probs[..., :length].flatten(1, 2), context_value).unflatten(1, (num_blocks, -1))
@@ -141,10 +142,10 @@ class SdpaAttention(_PackedAttention):
     """One scaled-dot-product call over all contexts and blocks of the pack, with a dense mask."""
 
     def _plan(self, window: int | None, is_causal: bool) -> Any:
-        """Bool [T, N + T]."""
+        """Returns a bool mask [T, N + T]."""
         places = self._places()
-        slots, keys = (torch.arange(each.shape[1], device=each.device) for each in places)
-        return sees(*places, window, is_causal)(None, None, slots[:, None], keys)
+        slots, keys = (torch.arange(places_X.shape[1], device=places_X.device) for places_X in places)
+        return mask_function(*places, window, is_causal)(None, None, slots[:, None], keys)
 
     def _attend(self, plan: Any, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor:
         key, value = (torch.cat(pair).transpose(0, 1)[None] for pair in zip(context, own, strict=True))
@@ -155,7 +156,7 @@ class SdpaAttention(_PackedAttention):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=plan, enable_gqa=True)
 
     def _places(self) -> tuple[Tensor, Tensor]:
-        """Where the slots [4, T] and the keys [3, N + T], contexts before slots, of a pack stand, as `sees` wants them."""
+        """Returns the places of the block positions [4, T] and of the keys [3, N + T], contexts first, for `mask_function`."""
         layout, device = self.layout, self.layout.anchors[0].device
         documents = torch.arange(len(layout.anchors), device=device)
         num_blocks = torch.tensor([len(anchors_A) for anchors_A in layout.anchors], device=device)
@@ -169,21 +170,19 @@ class SdpaAttention(_PackedAttention):
         return slots, torch.cat([context, slots[:3]], dim=1)
 
 
-CONTEXT, NOWHERE = -1, -2
-"""In place of a block's number: a key is of a context; a slot or key only fills up."""
+CONTEXT, PADDING = -1, -2
+"""Values in place of a block number: a context key; padding."""
 
 
-def sees(slots: Tensor, keys: Tensor, window: int | None, is_causal: bool) -> Callable[..., Tensor]:
-    """Whether a slot sees a key, by their numbers; `batch` and `head` do not matter.
+def mask_function(slots: Tensor, keys: Tensor, window: int | None, is_causal: bool) -> Callable[..., Tensor]:
+    """Returns a mask function for FlexAttention, which ignores its arguments `batch` and `head`. slots [4, T]: position,
+    document, block, and the block's anchor. keys [3, S]: position, document, block. Only `window` is a constant, so the
+    function compiled for one pack is valid for the next."""
+    # Separate tensors: offsets into a common one would become constants of the compiled function.
+    position_T, document_T, block_T, anchor_T = (row_T.clone() for row_T in slots)
+    position_S, document_S, block_S = (row_S.clone() for row_S in keys)
 
-    slots [4, T]: position, document, block, and the block's anchor. keys [3, S]: position, document, block. No other number
-    enters, but the window's: what is compiled for one pack is right for the next.
-    """
-    # Tensors of their own: places in a common one would be compiled in.
-    position_T, document_T, block_T, anchor_T = (each.clone() for each in slots)
-    position_S, document_S, block_S = (each.clone() for each in keys)
-
-    def seen(batch: Any, head: Any, slot: Tensor, key: Tensor) -> Tensor:
+    def is_visible(batch: Any, head: Any, slot: Tensor, key: Tensor) -> Tensor:
         distance = position_T[slot] - position_S[key]
         is_own = block_S[key] == block_T[slot]
         if is_causal:
@@ -192,16 +191,16 @@ def sees(slots: Tensor, keys: Tensor, window: int | None, is_causal: bool) -> Ca
         is_seen = is_context | is_own
         return is_seen if window is None else is_seen & (distance.abs() < window)
 
-    return seen
+    return is_visible
 
 
 TILE = 128
-"""Slots and keys of one tile of the block mask."""
+"""Queries and keys per tile of the block mask."""
 
 
 @functools.cache
 def compiled(backend: str | Callable[..., Any] = "inductor") -> tuple[Any, Any]:
-    """(flex_attention, create_block_mask), compiled once for packs of every size; the former again for the second size."""
+    """Returns (flex_attention, create_block_mask), compiled for all sizes; the second size recompiles flex_attention."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     make = functools.partial(torch.compile, dynamic=True, backend=backend)
@@ -209,26 +208,26 @@ def compiled(backend: str | Callable[..., Any] = "inductor") -> tuple[Any, Any]:
 
 
 class FlexAttention(SdpaAttention):
-    """FlexAttention over all contexts and blocks of the pack; tiles that the mask empties cost nothing.
-
-    Slots and keys are filled up to whole tiles, so that few sizes occur and none has a compiled kernel of its own.
-    """
+    """FlexAttention over all contexts and blocks of the pack; fully masked tiles cost nothing. Queries and keys are padded
+    to whole tiles, so that few sizes occur and no size has its own compiled kernel."""
 
     def _plan(self, window: int | None, is_causal: bool) -> Any:
         slots, keys = self._places()
-        # Two tiles at least, and a tile more of keys than of slots: a size of 1, or one that equals another, is compiled apart.
-        slots, keys = _filled(slots, 2 * TILE), _filled(keys, (2 + -(-slots.shape[1] // TILE)) * TILE)
+        # At least two tiles, and more tiles of keys than of slots: torch.compile specialises sizes that are 1 or equal.
+        slots, keys = _padded(slots, 2 * TILE), _padded(keys, (2 + -(-slots.shape[1] // TILE)) * TILE)
         mask = self._functions(slots.device)[1]
-        return mask(sees(slots, keys, window, is_causal), None, None, slots.shape[1], keys.shape[1], device=str(slots.device))
+        return mask(
+            mask_function(slots, keys, window, is_causal), None, None, slots.shape[1], keys.shape[1], device=str(slots.device)
+        )
 
     def _product(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
         num_slots, (filled_slots, filled_keys) = query.shape[2], plan.seq_lengths
         query = F.pad(query, (0, 0, 0, filled_slots - num_slots))
-        key, value = (F.pad(each, (0, 0, 0, filled_keys - each.shape[2])) for each in (key, value))
+        key, value = (F.pad(part, (0, 0, 0, filled_keys - part.shape[2])) for part in (key, value))
         return self._functions(query.device)[0](query, key, value, block_mask=plan, enable_gqa=True)[:, :, :num_slots]
 
     def _functions(self, device: torch.device) -> tuple[Any, Any]:
-        """Compiled on GPU, where the kernel is; as plain operations elsewhere, for the tests."""
+        """Returns compiled functions on a GPU; plain ones on a CPU, for the tests."""
         if device.type == "cuda":
             return compiled()
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -236,17 +235,17 @@ class FlexAttention(SdpaAttention):
         return flex_attention, create_block_mask
 
 
-def _filled(places: Tensor, least: int) -> Tensor:
-    """With places of nowhere up to whole tiles, `least` of them or more, and one of them at the least."""
+def _padded(places: Tensor, least: int) -> Tensor:
+    """Pads places to whole tiles, to at least `least` positions, with at least one padding position."""
     size = max(least, (places.shape[1] // TILE + 1) * TILE)
-    return F.pad(places, (0, size - places.shape[1]), value=NOWHERE)
+    return F.pad(places, (0, size - places.shape[1]), value=PADDING)
 
 
 WAYS: dict[str, type[_PackedAttention]] = {"split": SplitAttention, "sdpa": SdpaAttention, "flex": FlexAttention}
 
 
 def make_attention(way: str, config: DFlashConfig, layout: Layout, dtype: torch.dtype) -> Attend:
-    """`auto` takes flex on GPU, split elsewhere."""
+    """Returns the attention of a pack; `auto` selects flex on a GPU and split on a CPU."""
     if way == "auto":
         way = "flex" if layout.anchors[0].device.type == "cuda" else "split"
     return WAYS[way](config, layout, dtype)

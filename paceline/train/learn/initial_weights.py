@@ -1,8 +1,8 @@
-"""Where a drafter begins: its config for a target, and its first weights.
+"""Creates a new drafter's config and initial weights, or reads those of a drafter to be continued (`--init`).
 
-`--init` continues a drafter. A new one has the target's own widths, heads and rope, and either random layers or copies
-of layers of the target (`start="copied"`, train/methods/copied_layers.py), which already know how to attend. The final
-norm is scaled so that the first loss is about log(vocabulary), not 30.
+A new drafter has the target's widths, heads and rotary embedding, with random layers or copies of the target's layers
+(`start="copied"`, train/methods/copied_layers.py), which have already learned to attend. The final norm is scaled so that
+the first loss is about log(vocabulary), not 30.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from paceline.train.learn.losses import Head, Slots
 from paceline.train.methods.copied_layers import copy_layers
 
 FIRST_LOGITS_DEVIATION = 1.0
-"""At most: of normal logits that know nothing this alone costs half a nat."""
+"""Largest standard deviation of the first logits: uninformative normal logits of this deviation cost half a nat."""
 FIRST_LOSS_MARGIN = 0.5
-"""Nats above log(vocabulary) that the first loss may be."""
+"""Nats by which the first loss may exceed log(vocabulary)."""
 MEASURED_SLOTS, BISECTIONS = 256, 10
 
 
 def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
-    """config.json of a new drafter for this target."""
+    """Returns config.json of a new drafter for this target."""
     decoder = getattr(target, "config", None)
     keys: dict[str, Any] = {}
     has_bias = shape.attention_bias
@@ -71,8 +71,8 @@ def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
 
 
 def keys_from(decoder: DecoderConfig) -> dict[str, Any]:
-    """Keys of a new drafter's config that it has from its target. A drafter rotates whole heads, at plain frequencies where the
-    target has those of LongRoPE, which belong to lengths of its texts."""
+    """Returns the config keys that a new drafter copies from its target. A drafter rotates whole heads, and uses plain
+    frequencies if the target has LongRoPE's, which depend on the text's length."""
     keys = {key: getattr(decoder, field) for key, field in TABLES["drafter"]["from_target"].items()}
     scaling = keys["rope_scaling"]
     if scaling and (decoder.rotary_dim or scaling["rope_type"] == "longrope"):
@@ -81,20 +81,19 @@ def keys_from(decoder: DecoderConfig) -> dict[str, Any]:
 
 
 def end_keys(target: Target) -> dict[str, float]:
-    """What a drafter's config says of the factors that its target has beside embedding and head: it reads the matrices alone,
-    as the authors' `dflash` does."""
-    ends, found = target.ends, dict[str, float]()
+    """Returns the config keys with the target's embedding and logit scales: the drafter reads only the two matrices."""
+    ends, keys = target.ends, dict[str, float]()
     if ends.embedding != 1.0:
-        found["input_embedding_scale"] = ends.embedding
+        keys["input_embedding_scale"] = ends.embedding
     if ends.logits != 1.0:
-        found["output_multiplier"] = ends.logits
+        keys["output_multiplier"] = ends.logits
     if ends.cap:
-        found["final_logit_softcapping"] = ends.cap
-    return found
+        keys["final_logit_softcapping"] = ends.cap
+    return keys
 
 
 def own_sizes(shape: DrafterShape, keys: dict[str, Any]) -> dict[str, int]:
-    """Widths that were asked for in place of the target's. Raises ConfigError for heads that do not divide evenly."""
+    """Returns the requested widths that replace the target's. Raises ConfigError if key heads do not divide query heads."""
     sizes = {"intermediate_size": shape.intermediate_size, "num_attention_heads": shape.num_heads}
     heads, kv_heads = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
     group = heads // kv_heads if heads and kv_heads else 1
@@ -120,10 +119,8 @@ def _tap_layers(num_layers: int, shape: DrafterShape) -> tuple[int, ...]:
 
 
 def init_folder(init: str | None, target_name: str) -> Path | None:
-    """Where the drafter to be continued lies; None when a new one is made.
-
-    Raises ConfigError when there is none, DownloadError for one that ships and is missing.
-    """
+    """Returns the folder of the drafter to continue, None for a new one. Raises ConfigError if the drafter does not exist,
+    DownloadError if a shipped one is missing."""
     if init is None:
         return None
     if init == "default" and target_name not in shipped.SHIPPED:
@@ -137,8 +134,13 @@ def init_folder(init: str | None, target_name: str) -> Path | None:
     return folder
 
 
+def embedding_matrix(target: Target) -> Tensor:
+    """Returns a copy of the target's embedding matrix, [V, D]."""
+    return target.matrix_embed(torch.arange(target.vocab_size, device=target.device)).clone()
+
+
 def head_of(target: Target, config: DFlashConfig, draft_ids: Tensor | None, head_VD: Tensor | None = None) -> Head:
-    """The target's head as the drafter uses it, or its rows of `draft_ids`; or a head of the drafter's own."""
+    """Returns the target's head for the drafter, or its rows of `draft_ids`; with `head_VD`, the drafter's own head."""
     weight_VD = head_weight(target)
     if draft_ids is not None:
         draft_ids = draft_ids.to(weight_VD.device)
@@ -149,7 +151,7 @@ def head_of(target: Target, config: DFlashConfig, draft_ids: Tensor | None, head
 
 
 def most_frequent(number: int | None, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:
-    """Ids of the most frequent tokens, ascending: a new drafter's draft vocabulary; None for all tokens."""
+    """Returns the ids of the most frequent tokens, ascending: a new drafter's draft vocabulary; None for all tokens."""
     if not number or number >= target.vocab_size:
         return None
     counts_V = torch.from_numpy(corpus.token_counts(target.vocab_size))
@@ -160,10 +162,8 @@ def most_frequent(number: int | None, corpus: Corpus, target: Target, say: Calla
 
 
 def continued_draft_ids(init: Path | None, corpus: Corpus, target: Target) -> Tensor | None:
-    """The draft vocabulary of a drafter that began as `init`: that of `init`, and every token of the new answers.
-
-    None, all tokens, when `init` drafts among all. The head's rows are the target's: tokens may join at any time.
-    """
+    """Returns the draft vocabulary of a drafter continued from `init`: its own and all tokens of the new answers; None if
+    `init` drafts all tokens. Any token can be added, since the head's rows are the target's."""
     known = None if init is None else read_draft_ids(init)
     if known is None:
         return None
@@ -174,7 +174,7 @@ def continued_draft_ids(init: Path | None, corpus: Corpus, target: Target) -> Te
 def network_for(
     target: Target, target_name: str, shape: DrafterShape, init: Path | None, seed: int
 ) -> tuple[dict[str, Any], DFlashNetwork]:
-    """config.json and float32 weights to start from. Raises DrafterMismatchError when `init` is of another target."""
+    """Returns config.json and float32 initial weights. Raises DrafterMismatchError if `init` belongs to another target."""
     if init is not None:
         config, tensors = read_checkpoint(init)
         check_fit(config, target)
@@ -199,9 +199,9 @@ def network_for(
 def _with_selector(
     raw: dict[str, Any], body: DFlashNetwork, target: Target, shape: DrafterShape, seed: int
 ) -> tuple[dict[str, Any], DFlashNetwork]:
-    """A DFlash v1 drafter as one of DFlash 2 that drafts the same tokens yet."""
+    """Converts a DFlash v1 drafter to DFlash 2; at first it drafts the same tokens."""
     raw = as_dflash2({**raw, "vocab_size": target.vocab_size}, rank=shape.selector_rank)
-    # As many neighbours as in published drafters, or as divide the hidden size.
+    # The group size of published drafters, or the largest divisor of the hidden size in it.
     raw["dflash_config"]["conv_group_size"] = gcd(raw["dflash_config"]["conv_group_size"], target.hidden_size)
     config, is_factored = DFlashConfig.from_json(raw), shape.codebooks == "factored"
     with torch.device("meta"):
@@ -211,20 +211,20 @@ def _with_selector(
 
 
 class FirstNorm(NamedTuple):
-    """The norm before the head, of a new drafter."""
+    """The norm before a new drafter's head."""
 
     weight: Tensor
     offset: float = 0.0
-    """Added to the weight where it is used (`DecoderConfig.norm_offset`)."""
+    """Added to the weight when it is applied (`DecoderConfig.norm_offset`)."""
 
 
 @torch.no_grad()
 def scale_first_logits(norm: FirstNorm, head: Head, hidden_TD: Tensor, slots: Slots) -> float:
-    """Scale this norm so that the first loss is near log(vocabulary); returns the factor.
+    """Scales this norm so that the first loss is near log(vocabulary); returns the factor.
 
-    hidden_TD [T, D]: hidden states of the first blocks' slots. Logits get a standard deviation of about one. A new drafter says
-    nearly the same in all slots, and what it says is wrong, so even such logits may cost too much: then the factor is the
-    largest, found by bisection, with a loss below the limit (the loss is convex in the factor).
+    hidden_TD [T, D]: hidden states of the first blocks' draft positions. Logits get a standard deviation of about one. A
+    new drafter predicts nearly the same wrong tokens everywhere, so the loss may still be too large; then the factor is the
+    largest one with a loss below the limit, found by bisection (the loss is convex in the factor).
     """
     rows_T, reached_T = head.local(slots.labels_AK.flatten())
     is_learned_T = slots.valid_AK.flatten() & reached_T

@@ -1,9 +1,9 @@
-"""The training loop: steps of blocks, forward and backward pack by pack, one process or many, killed and resumed at will.
+"""The training loop: steps of blocks, computed pack by pack, in one process or many, resumable at every checkpoint.
 
-    chosen blocks -> packs -> network(embedding, features) -> head_loss -> backward ... -> sum over processes -> optimiser
+    chosen blocks -> packs -> network(embedding, features) -> head_loss -> backward ... -> sum of processes -> optimiser
 
-Same data, same steps: a run resumed from a checkpoint, and a run on two processes instead of one, follow the same losses. The
-optimiser is AdamW, or Muon for the matrices with AdamW for the rest; its rate warms up, then follows a cosine.
+A run resumed from a checkpoint, and a run on two processes instead of one, have the same data, steps and losses. The
+optimiser is AdamW, or Muon for matrices with AdamW for the rest; the learning rate warms up, then follows a cosine.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from paceline.train.methods.selector import BlockSample, DFlash2Trainable
 from paceline.train.processes.parallel import make_parallel, recompute_layers
 
 HELDOUT_ANCHORS = 8
-WHOLE = (DFlash2Trainable, Eagle3Trainable, MtpTrainable)
-"""Kinds that every process must hold whole."""
+NOT_SHARDABLE = (DFlash2Trainable, Eagle3Trainable, MtpTrainable)
+"""Drafters that cannot be sharded."""
 REGRESSION = 0.97
-"""An out-of-distribution eal below this share of its best is warned of."""
-ALIKE = 0.97
-"""Tokens a round of few served prompts that are no more apart say nothing: what is expected of all held-out ones decides."""
+"""An out-of-distribution eal (expected acceptance length) below this share of its maximum is a regression."""
+EQUAL_RATIO = 0.97
+"""Served acceptance lengths with a larger ratio are equal within noise; then the expected acceptance length decides."""
 
 
 @dataclass(slots=True)
@@ -55,15 +55,15 @@ class _State:
     num_tokens: int = 0
     best_ood_eal: float = 0.0
     best_eal: float = 0.0
-    """Of held-out documents, at a step that is kept; teacher-forced."""
+    """Largest eal of held-out documents among saved best weights; teacher-forced."""
     best_served: float = 0.0
-    """Tokens a round of held-out prompts, served with the weights that are kept."""
+    """Largest served acceptance length of held-out prompts."""
     serving_s: float = 0.0
-    """Seconds that serving them has taken."""
+    """Seconds spent serving held-out prompts."""
 
 
 class Trainer:
-    """One network on its way; `run` begins or resumes, and returns when the run is over."""
+    """Trains one network; `resume` loads a checkpoint, `run` trains until the end."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class Trainer:
         heldout_head: Head | None = None,
         wait: Callable[[], None] = ignore,
     ) -> None:
-        """`heldout_head`: what held-out documents are drafted with, when that is not `head`: a draft vocabulary. `wait`: until
-        all processes are there, however long the first one serves or writes."""
+        """`heldout_head`: the drafting head for held-out documents, if it differs from `head` (a draft vocabulary). `wait`:
+        waits for all processes, however long the first one serves or writes."""
         self.drafter, self.network, self.config, self.folder = drafter, drafter.network, config, folder
         self.embedding_VD, self.head, self.ranks = embedding_VD, head, ranks or Ranks()
         self.heldout_head, self.wait = heldout_head or head, wait
@@ -100,21 +100,21 @@ class Trainer:
         self.parallel = make_parallel(config.parallel, self.ranks, self.device)
         if config.gradient_checkpointing:
             recompute_layers(drafter.layers)
-        if config.parallel == "sharded" and self.ranks.world > 1 and isinstance(drafter, WHOLE):
+        if config.parallel == "sharded" and self.ranks.world > 1 and isinstance(drafter, NOT_SHARDABLE):
             raise ConfigError("DFlash 2, EAGLE-3 and MTP drafters are not trained in parts: use --parallel replicated")
         self.parallel.prepare(drafter, config.autocast)
         self.optimisers = Optimisers(self.network, config.optim)
         self.vocabulary = self._loss_vocabulary()
         self.heldout: dict[str, tuple[Sequence[Document], FeatureSource]] = {}
-        """Name -> documents and features looked at every `heldout_every` steps; `ood` is watched for regressions."""
+        """Name -> (documents, features) evaluated every `heldout_every` steps; `ood` is checked for regressions."""
         self.peak_flops = peak_flops
-        kept = None if head.columns is None else head.columns.cpu().numpy()
-        self.unigram_entropy = unigram_entropy(corpus.token_counts(int(embedding_VD.shape[0])), kept)
-        """Nats: the loss of knowing word frequencies only."""
+        drafted = None if head.columns is None else head.columns.cpu().numpy()
+        self.unigram_entropy = unigram_entropy(corpus.token_counts(int(embedding_VD.shape[0])), drafted)
+        """Loss in nats of a drafter that knows only word frequencies."""
         self.served: Callable[[dict[str, Tensor]], float] | None = None
-        """Tokens a round of held-out prompts in the real engine, with these weights; called by the first process."""
+        """Returns the served acceptance length of held-out prompts with these weights; called in the first process."""
         self.pack: Callable[[list[Chosen]], Pack] = self.packer.pack
-        """Where the steps' packs come from; `ahead.packs_ahead` has them made beforehand."""
+        """Returns the pack of these blocks; replaced by `prefetch.packs_ahead`."""
 
     @property
     def total_steps(self) -> int:
@@ -122,19 +122,19 @@ class Trainer:
 
     @property
     def share_done(self) -> float:
-        """Of the run, by steps or by minutes, whichever is further; 1 at its end."""
+        """Share of the run that is done, in steps or minutes, whichever is larger; 1 at the end."""
         by_minutes = self.state.seconds / 60 / self.config.max_minutes if self.config.max_minutes else 0.0
         return min(1.0, max(self.state.step / self.total_steps, by_minutes))
 
     def resume(self, notice: Callable[[str], None] = ignore) -> bool:
-        """Go on from the newest checkpoint, if there is one. Raises ConfigError when it was begun with other settings, and
-        ProcessesError when processes read different ones."""
+        """Loads the latest checkpoint; returns False without one. Raises ConfigError if its settings differ, ProcessesError
+        if processes read different checkpoints."""
         checkpoint = latest_checkpoint(self.folder)
         self.parallel.check_alike("the checkpoint it reads", lambda: "none" if checkpoint is None else checkpoint.mark)
         if checkpoint is None:
             return False
         stored = checkpoint.trainer
-        identity, state = _of_now(self.folder, stored, notice)
+        identity, state = _migrated(self.folder, stored, notice)
         check_same(self.folder, identity, self._identity(), ", or continue from its drafter with --init")
         self.parallel.load(self.network, checkpoint.weights)
         self.optimisers.fill(checkpoint.optimisers, self.parallel.laid_out)
@@ -147,20 +147,18 @@ class Trainer:
         notice: Callable[[str], None] = ignore,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Train to the end, with checkpoints on the way and there. Raises TrainingError on a loss that is no number, and
-        ProcessesError when processes differ in where they begin, or in the weights that a checkpoint is to hold.
-
-        `on_step` gets what metrics.jsonl gets; `heldout` and `ood` only at steps that looked at those documents. `should_stop`
-        is asked after every step: when it says so to one process, all save and return. Returns whether the end was reached.
-        """
+        """Trains until the end and writes checkpoints; returns False if it was stopped earlier. `on_step` gets the figures
+        for metrics.jsonl, with `heldout` and `ood` only at steps with an evaluation. `should_stop` is called after every
+        step; if it returns True in one process, all save and return. Raises TrainingError for a loss that is not finite,
+        ProcessesError if processes differ in their initial state or weights."""
         self.parallel.agree(self.network, self.optimisers.states(), repr(asdict(self.state)))
         last_saved = time.monotonic()
         while self.share_done < 1.0:
             figures = self._step()
             is_last = self.share_done >= 1.0
             if self.heldout and (self.state.step % self.config.heldout_every == 0 or is_last):
-                figures |= self._look(notice)
-                self._keep(figures, is_last)
+                figures |= self._evaluate_all(notice)
+                self._keep_best(figures, is_last)
             on_step(figures)
             is_stopped = not is_last and self.parallel.most(float(should_stop())) > 0
             if is_last or is_stopped or self.parallel.most(time.monotonic() - last_saved) > 60 * self.config.checkpoint_minutes:
@@ -171,10 +169,10 @@ class Trainer:
         return True
 
     def save(self) -> None:
-        """Write a checkpoint (the first process does). Raises CacheError when the disk refuses; the last good one stays."""
+        """Writes a checkpoint in the first process. Raises CacheError for disk errors; the previous checkpoint is retained."""
         if not self.state.step:
             return
-        # All must ask; the first process gets them.
+        # Every process must call these; only the first one gets the tensors.
         weights, optimisers = self.parallel.weights(self.network), self.parallel.whole(self.optimisers.states())
         if self.ranks.is_first:
             trainer = {"step": self.state.step, "state": asdict(self.state), "identity": self._identity()}
@@ -192,14 +190,14 @@ class Trainer:
 
     @functools.cached_property
     def _documents(self) -> str:
-        """A mark of all keys, in their order."""
+        """A checksum of all keys, in order."""
         mark = 0
         for number, document in enumerate(self.corpus.train):
             mark = zlib.crc32(("\n" * (number > 0) + document.key).encode(), mark)
         return f"{mark:08x}"
 
     def _step(self) -> dict[str, Any]:
-        """One optimiser step; returns its figures."""
+        """Takes one optimiser step; returns its figures."""
         began, state, config = time.perf_counter(), self.state, self.config
         chosen, num_slots, after = self.planner.step(state.place)
         head = self._step_head(chosen)
@@ -238,7 +236,7 @@ class Trainer:
         }
 
     def forward_backward(self, chosen: list[Chosen], num_slots: int, head: Head) -> tuple[float, SlotMetrics]:
-        """Add the gradients of this process's share of a step of `num_slots` slots, pack by pack; their share of its loss."""
+        """Adds this process's gradients of a step with `num_slots` draft positions; returns its loss share and metrics."""
         metrics, loss = SlotMetrics.zero(self.drafter.block_size - 1), 0.0
         pieces = self.parallel.pieces(chosen, self.budget)
         for number, piece in enumerate(pieces):
@@ -250,31 +248,33 @@ class Trainer:
         return loss, metrics
 
     def pack_loss(self, pack: Pack, head: Head, num_slots: float, is_measured: bool = True) -> tuple[Tensor, SlotMetrics]:
-        """Loss of one pack as its share of a step of `num_slots` slots, and its metrics."""
+        """Returns the loss of one pack as its share of a step with `num_slots` draft positions, and its metrics."""
         if isinstance(self.drafter, Eagle3Trainable):
-            own = pack, self.embedding_VD, head, self.config.loss, num_slots
-            return self.drafter.loss(*own, is_autocast=self.config.autocast, is_measured=is_measured)
+            inputs = pack, self.embedding_VD, head, self.config.loss, num_slots
+            return self.drafter.loss(*inputs, is_autocast=self.config.autocast, is_measured=is_measured)
         hidden_TD, config = self.drafter.hidden(pack, self.embedding_VD, self.config.autocast), self.config
         loss, metrics = head_loss(hidden_TD, pack.slots, head, config.loss, num_slots, is_measured)
         if isinstance(self.drafter, DFlash2Trainable):
-            given = hidden_TD, pack, self.heldout_head, self.embedding_VD, config.loss, num_slots
             is_learning = self.share_done >= config.selector_from
             sample = BlockSample(config.selector_share, f"{config.seed} {self.state.step}")
-            flags = {"is_measured": is_measured, "is_learning": is_learning}
-            more, walked = self.drafter.selector_loss(*given, **flags, sample=sample)
-            loss, metrics.flat = loss + more, metrics.flat + walked.flat
+            selector_loss, selector_metrics = self.drafter.selector_loss(
+                hidden_TD, pack, self.heldout_head, self.embedding_VD, config.loss, num_slots,
+                is_measured=is_measured, is_learning=is_learning, sample=sample,
+            )  # fmt: skip
+            loss = loss + selector_loss
+            metrics.flat = metrics.flat + selector_metrics.flat
         return loss, metrics
 
     @torch.no_grad()
     def first_slots(self) -> tuple[Tensor, Slots]:
-        """Hidden states [T, D] and labels of the first document's blocks, before anything is learned."""
+        """Returns the hidden states [T, D] and labels of the first document's blocks, before training."""
         chosen, _, _ = self.planner.step(Place())
         pack = self.packer.pack(chosen[:1])
         return self.drafter.hidden(pack, self.embedding_VD, self.config.autocast), pack.slots
 
     @torch.no_grad()
     def evaluate(self, documents: Sequence[Document], features: FeatureSource) -> dict[str, Any]:
-        """Figures over held-out documents, teacher-forced: every process looks at its share."""
+        """Returns teacher-forced figures of held-out documents, shared among the processes."""
         packer = Packer(self.drafter.block_size, documents, features, self.device, self.budget.window)
         metrics = SlotMetrics.zero(self.drafter.block_size - 1)
         for piece in self.parallel.pieces(heldout_anchors(documents, HELDOUT_ANCHORS), self.budget):
@@ -282,7 +282,7 @@ class Trainer:
             metrics.flat += measured.flat
         return self._summed(0.0, metrics)[1].rates()
 
-    def _look(self, notice: Callable[[str], None]) -> dict[str, Any]:
+    def _evaluate_all(self, notice: Callable[[str], None]) -> dict[str, Any]:
         figures = {name: self.evaluate(documents, features) for name, (documents, features) in self.heldout.items()}
         if "ood" in figures:
             eal = figures["ood"]["eal"]
@@ -294,12 +294,12 @@ class Trainer:
             self.state.best_ood_eal = max(self.state.best_ood_eal, eal)
         return figures
 
-    def _keep(self, figures: dict[str, Any], is_last: bool) -> None:
-        """Write the weights down that are the best so far on held-out documents, and no worse on others: by tokens a round in
-        the real engine where there is one to serve them, else (`keep` best) by those expected of teacher-forced blocks."""
+    def _keep_best(self, figures: dict[str, Any], is_last: bool) -> None:
+        """Saves the weights if they are the best so far on held-out documents and no regression on others: by the served
+        acceptance length if prompts are served, else (`keep` best) by the expected one."""
         eal = figures.get("heldout", {}).get("eal")
-        is_asked = self.config.keep == "best" or self.served is not None
-        if not is_asked or eal is None or (eal <= self.state.best_eal and not is_last):
+        is_wanted = self.config.keep == "best" or self.served is not None
+        if not is_wanted or eal is None or (eal <= self.state.best_eal and not is_last):
             return
         if "ood" in figures and figures["ood"]["eal"] < REGRESSION * self.state.best_ood_eal:
             return
@@ -311,22 +311,23 @@ class Trainer:
             self._serve_and_keep(figures, eal)
 
     def _serve_and_keep(self, figures: dict[str, Any], eal: float) -> None:
-        weights, began = self.parallel.weights(self.network), time.monotonic()  # all must ask
+        weights = self.parallel.weights(self.network)  # in every process
+        began = time.monotonic()
         assert self.served is not None
         rate = self.served(weights) if self.ranks.is_first else 0.0
         self.wait()
         rate = self.parallel.most(rate)
         self.state.serving_s += self.parallel.most(time.monotonic() - began)
         figures["served"] = {"tokens_per_round": rate}
-        is_alike = eal > self.state.best_eal and rate >= ALIKE * self.state.best_served
+        is_equal = eal > self.state.best_eal and rate >= EQUAL_RATIO * self.state.best_served
         self.state.best_eal = max(self.state.best_eal, eal)
-        if rate > self.state.best_served or is_alike:
+        if rate > self.state.best_served or is_equal:
             self.state.best_served = max(self.state.best_served, rate)
             self._save_best(weights, {"eal": eal, "served": rate})
 
-    def _save_best(self, weights: dict[str, Tensor], told: dict[str, float]) -> None:
+    def _save_best(self, weights: dict[str, Tensor], figures: dict[str, float]) -> None:
         if self.ranks.is_first:
-            save_best(self.folder, self.drafter.raw, weights, {"step": self.state.step, **told})
+            save_best(self.folder, self.drafter.raw, weights, {"step": self.state.step, **figures})
         self.wait()
 
     def _loss_vocabulary(self) -> LossVocabulary | None:
@@ -337,7 +338,7 @@ class Trainer:
         return LossVocabulary(self.head.weight_VD, counts_V, size)
 
     def _step_head(self, chosen: list[Chosen]) -> Head:
-        """The head that this step's losses use: the same on every process."""
+        """Returns the head for this step's losses, the same in every process."""
         if self.vocabulary is None:
             return self.head
         answers = [self.corpus.train[number].tokens[int(anchors_A[0]) :] for number, anchors_A in chosen]
@@ -346,43 +347,42 @@ class Trainer:
         return self.vocabulary.head(labels, generator, self.head.scale, self.head.cap)
 
     def _summed(self, loss: float, metrics: SlotMetrics) -> tuple[float, SlotMetrics]:
-        """Loss and metrics of all processes."""
+        """Sums loss and metrics over all processes."""
         sums = self.parallel.sum(torch.cat([torch.tensor([loss], dtype=torch.float64), metrics.flat]))
         return float(sums[0]), SlotMetrics(sums[1:])
 
     def _check_finite(self, loss: float, norm: float, chosen: list[Chosen]) -> None:
-        """The optimiser has not stepped yet: weights and checkpoint are those of the last good step."""
+        """Raises TrainingError for a loss or norm that is not finite, after saving the weights of the last good step."""
         if math.isfinite(loss) and math.isfinite(norm):
             return
         self.save()
         keys = ", ".join(self.corpus.train[number].key for number, _ in chosen[:3])
         raise TrainingError(
             f"loss {loss}, gradient norm {norm} in step {self.state.step + 1} (documents {keys}, ...): the checkpoint of step "
-            f"{self.state.step} stands in {self.folder}; lower --lr, or look at these documents"
+            f"{self.state.step} is in {self.folder}; lower --lr, or look at these documents"
         )
 
     def flops_per_block(self, head: Head) -> float:
-        """Floating-point operations of forward and backward of one block; attention left out, some 3%."""
+        """Returns the floating-point operations of one block, forward and backward, without attention (about 3%)."""
         tensors = [parameter for layer in self.drafter.layers for parameter in layer.parameters()]
         matrices, size = sum(tensor.numel() for tensor in tensors if tensor.ndim == 2), self.drafter.block_size
         return 6.0 * matrices * size + 4.0 * (size - 1) * head.weight_VD.numel()
 
 
-def unigram_entropy(counts_V: NDArray[np.int64], kept: NDArray[np.int64] | None = None) -> float:
-    """Nats per token of texts with these token counts; with a draft vocabulary `kept`, of its tokens among all positions, as
-    the loss counts them: a token that cannot be drafted adds nothing to it."""
+def unigram_entropy(counts_V: NDArray[np.int64], drafted: NDArray[np.int64] | None = None) -> float:
+    """Returns the entropy in nats per token; tokens outside the draft vocabulary `drafted` add nothing, as in the loss."""
     total = counts_V.sum()
-    counts = (counts_V if kept is None else counts_V[kept]).astype(np.float64)
+    counts = (counts_V if drafted is None else counts_V[drafted]).astype(np.float64)
     counts = counts[counts > 0]
     return float(-(counts / total * np.log(counts / counts.sum())).sum()) if len(counts) else 0.0
 
 
-def _of_now(folder: Path, stored: dict[str, Any], notice: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Identity and state of a checkpoint, without the settings that only earlier versions had; settings that came later had
-    their defaults. Raises ConfigError where a removed setting has changed what was learned."""
+def _migrated(folder: Path, stored: dict[str, Any], notice: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns identity and state of a checkpoint in the current version's format: removed settings are dropped, new ones
+    get their defaults. Raises ConfigError if a removed setting changed what was learned."""
     identity, state = {"selector_from": LoopConfig().selector_from, **stored["identity"]}, {**stored["state"]}
     identity["loss"] = {"selector": LossConfig().selector, **identity["loss"]}
-    was_watched = identity.pop("plateau", "off") != "off"
+    had_plateau = identity.pop("plateau", "off") != "off"
     identity.pop("plateau_steps", None)
     used = {"--round-starts": identity.pop("round_starts", 0.0), "--plateau act": state.pop("plateau", {}).get("acted", 0)}
     if names := " and ".join(name for name, value in used.items() if value):
@@ -390,6 +390,6 @@ def _of_now(folder: Path, stored: dict[str, Any], notice: Callable[[str], None])
             f"{folder} was begun with {names}, which this version does not have: go on with the version that began it, or "
             "continue from its drafter with --init, into another --out"
         )
-    if was_watched:
+    if had_plateau:
         notice("note: this run was begun by a version that watched for a plateau of the loss (--plateau); this one does not")
     return identity, state

@@ -1,17 +1,17 @@
-"""What a drafter is taught, slot by slot: losses by name, over the target's head in chunks.
+"""The losses of a drafter, by name, computed over the target's head in chunks. A slot is a draft position.
 
-    ce        cross entropy with the target's token, weight exp(-(k-1)/gamma)                  DFlash, arXiv 2602.06036, 4.3
-    d-pace    cross entropy weighted by how likely the slots before it stand                  arXiv 2605.18810
+    ce        cross entropy with the target's token, weight exp(-(k-1)/gamma)       DFlash, arXiv 2602.06036, 4.3
+    d-pace    cross entropy weighted by the chance that earlier slots are accepted  arXiv 2605.18810
     kl        KL(target || drafter) over the target's own distribution, weighted as ce
-    lk        -log A, A = sum_v min(target, drafter): the chance that the draft is accepted   arXiv 2602.23881
-    lk-hybrid l KL + (1 - l) TV, l = exp(-3 A): far away as KL, nearby as acceptance itself   arXiv 2602.23881
+    lk        -log A, A = sum_v min(target, drafter): the chance of acceptance      arXiv 2602.23881
+    lk-hybrid l KL + (1 - l) TV, l = exp(-3 A): KL if A is low, TV if it is high    arXiv 2602.23881
 
 d-pace trained the drafters that ship; of lk and lk-hybrid no figure has been measured.
 
-The head's [slots, vocabulary] matrix is never held at once: rows of whole blocks go through it chunk by chunk, forward and
-backward together, and only the gradient of the hidden states leaves (`head_loss`). With a loss vocabulary, cross entropies
-run over the likely tokens and a sample of the others whose logits are raised by log(number / sampled), so that the partition
-sum keeps its expectation (sampled softmax, arXiv 1412.2007).
+The head's [slots, vocabulary] matrix is never held completely: rows of whole blocks pass through it chunk by chunk, forward
+and backward together, and only the gradient of the hidden states is returned (`head_loss`). With a loss vocabulary, cross
+entropies run over the most frequent tokens and a sample of the others, whose logits are raised by log(number / sampled), so
+that the expectation of the partition sum is unchanged (sampled softmax, arXiv 1412.2007).
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Labels of a pack's blocks, anchors left out: K = block_size - 1 slots a block."""
+    """Labels of a pack's blocks without anchors: K = block_size - 1 slots (draft positions) per block."""
 
     labels_AK: Tensor
-    """The target's token at each slot; anything where `valid_AK` is False."""
+    """The target's token at each slot; arbitrary where `valid_AK` is False."""
     valid_AK: Tensor
-    """False behind the end of the document."""
+    """False after the end of the document."""
     final_AKD: Tensor | None = None
-    """The target's final normed hidden state that predicts each slot, for losses over its distribution."""
+    """The target's final normed hidden state that predicts each slot, for losses over the target's distribution."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The target's head, frozen: logits = scale * (hidden @ weight^T), soft-capped when `cap` is above 0."""
+    """The target's head, frozen: logits = scale * (hidden @ weight^T), soft-capped if `cap` is above 0."""
 
     weight_VD: Tensor
     scale: float = 1.0
-    """The drafter's own output multiplier."""
+    """The drafter's output multiplier."""
     cap: float = 0.0
     columns: Tensor | None = None
-    """Token ids of the rows of `weight_VD` when they are a part of the vocabulary, ascending."""
+    """Token ids of the rows of `weight_VD`, ascending; None if they are the whole vocabulary."""
     offset_V: Tensor | None = None
-    """Added to the logits: how many unsampled tokens each sampled one stands for, as a logarithm."""
+    """Added to the logits: log of the number of unsampled tokens that each sampled token represents."""
     target: EndScales = PLAIN_ENDS
-    """What the target itself does with the same product."""
+    """Scale and cap of the target's own logits."""
 
     def in_float32(self) -> Head:
-        """Returns the same numbers, whose products are made in float32."""
+        """Returns the head with float32 weights, so that products are computed in float32."""
         return replace(self, weight_VD=self.weight_VD.float())
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
@@ -72,11 +72,11 @@ class Head:
         return logits_RV if self.offset_V is None else logits_RV.add_(self.offset_V)
 
     def target_logits(self, final_RD: Tensor) -> Tensor:
-        """What the target says of its own final hidden states."""
+        """Returns the target's logits of its own final hidden states."""
         return self.target.of_logits(final_RD.to(self.weight_VD.dtype) @ self.weight_VD.T)
 
     def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Row numbers of these token ids, and whether the head has them at all."""
+        """Returns the row numbers of these token ids, and whether the head has them."""
         if self.columns is None:
             return labels, torch.ones_like(labels, dtype=torch.bool)
         rows = torch.searchsorted(self.columns, labels).clamp_(max=len(self.columns) - 1)
@@ -85,10 +85,10 @@ class Head:
 
 @dataclass(slots=True)
 class SlotMetrics:
-    """Sums over blocks, to be added up over packs and processes; `rates` divides."""
+    """Sums over blocks, which are added over packs and processes; `rates` divides them."""
 
     flat: Tensor
-    """[3 + 8 K]: the loss, the slots of `sums_4K`, then `told_2` and the slots of `walked_4K`."""
+    """[3 + 8 K]: the loss, then `sums_4K`, `selector_2` and `selector_4K`."""
 
     @classmethod
     def zero(cls, num_slots: int) -> SlotMetrics:
@@ -96,19 +96,19 @@ class SlotMetrics:
 
     @property
     def sums_4K(self) -> Tensor:
-        """Per slot: how many were valid; whose token was the most likely; whose was among the 16 most likely; and up to which
-        every token was the most likely."""
+        """Per slot, the number of blocks where it is valid; where its token is the most probable; where its token is in the
+        top 16; and where its token and all earlier ones are the most probable."""
         return self.flat[1 : 1 + 4 * self._num_slots].unflatten(0, (4, -1))
 
     @property
-    def told_2(self) -> Tensor:
-        """Of a selector (DFlash 2): its loss, and slots whose token was among its candidates."""
+    def selector_2(self) -> Tensor:
+        """The loss of a selector (DFlash 2), and the number of slots with their token among the candidates."""
         return self.flat[1 + 4 * self._num_slots :][:2]
 
     @property
-    def walked_4K(self) -> Tensor:
-        """Of the blocks that a selector looked at, per slot: how many were valid; up to which every token was the first
-        candidate; whose token the selector took; and up to which it took every token."""
+    def selector_4K(self) -> Tensor:
+        """Per slot, the number of the selector's blocks where it is valid; where its token and all earlier ones are first
+        candidates; where the selector chooses its token; and where it chooses all tokens up to there."""
         return self.flat[3 + 4 * self._num_slots :].unflatten(0, (4, -1))
 
     @property
@@ -116,37 +116,36 @@ class SlotMetrics:
         return (len(self.flat) - 3) // 8
 
     def rates(self) -> dict[str, Any]:
-        """eal = 1 + sum_k P(slots 1..k all right), accuracy, recall@1 and recall@16 per slot; the loss per slot.
-
-        With a selector `eal` is of what it takes, `base_eal` of the most likely tokens of the same blocks, `selector_lift` the
-        difference.
-        """
-        counts_K, first_K, near_K, standing_K = self.sums_4K
+        """Returns loss and accuracy, recall@1 and recall@16 per slot, and the expected acceptance length, eal = 1 + sum_k
+        P(slots 1..k all right). With a selector, `eal` is that of its choices, `base_eal` that of the most probable tokens
+        in the same blocks, and `selector_lift` the difference."""
+        counts_K, top1_K, top16_K, prefix_K = self.sums_4K
         counts_K = counts_K.clamp(min=1)
-        eal, walked = 1.0 + float((standing_K / counts_K).sum()), {}
-        if self.told_2[1] > 0:
-            seen_K, base_K, _, taken_K = self.walked_4K
-            base, eal = (1.0 + float((each_K / seen_K.clamp(min=1)).sum()) for each_K in (base_K, taken_K))
-            loss = float(self.told_2[0] / self.told_2[1])
-            walked = {"base_eal": base, "selector_lift": eal - base, "selector_loss": loss}
+        eal = 1.0 + float((prefix_K / counts_K).sum())
+        selector: dict[str, float] = {}
+        if self.selector_2[1] > 0:
+            valid_K, base_K, _, selected_K = self.selector_4K
+            base, eal = (1.0 + float((sums_K / valid_K.clamp(min=1)).sum()) for sums_K in (base_K, selected_K))
+            loss = float(self.selector_2[0] / self.selector_2[1])
+            selector = {"base_eal": base, "selector_lift": eal - base, "selector_loss": loss}
         return {
             "loss": float(self.flat[0] / counts_K.sum()),
             "eal": eal,
-            **walked,
-            "accuracy": float(first_K.sum() / counts_K.sum()),
-            "recall1": [round(value, 4) for value in (first_K / counts_K).tolist()],
-            "recall16": [round(value, 4) for value in (near_K / counts_K).tolist()],
+            **selector,
+            "accuracy": float(top1_K.sum() / counts_K.sum()),
+            "recall1": [round(value, 4) for value in (top1_K / counts_K).tolist()],
+            "recall16": [round(value, 4) for value in (top16_K / counts_K).tolist()],
         }
 
 
 def head_loss(
     hidden_TD: Tensor, slots: Slots, head: Head, config: LossConfig, num_slots: float, is_measured: bool = True
 ) -> tuple[Tensor, SlotMetrics]:
-    """A scalar whose backward fills `hidden_TD`'s gradient, and metrics (a sum, not yet divided).
+    """Returns a scalar whose backward fills `hidden_TD`'s gradient, and metrics (sums).
 
-    hidden_TD: normed hidden states of A * K slots, blocks one after another. The scalar is the weighted sum over valid slots
-    divided by `num_slots`, the number of valid slots in the whole step, so that packs and processes simply add up.
-    Metrics are measured on every chunk when gradients are off, else on the first, if at all: they cost a pass over the logits.
+    hidden_TD: normed hidden states of A * K slots, blocks one after another. The scalar is the weighted sum over valid
+    slots divided by `num_slots`, the number of valid slots in the whole step, so that packs and processes add up. Metrics
+    need a pass over the logits: every chunk is measured without gradients, else only the first, if `is_measured`.
     """
     grad_TD = torch.empty_like(hidden_TD) if hidden_TD.requires_grad else None
     total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)
@@ -169,14 +168,14 @@ def head_loss(
     scaled = (total / num_slots).to(torch.float32)
     if grad_TD is None:
         return scaled, metrics
-    carrier = (hidden_TD * (grad_TD / num_slots)).sum()  # its gradient is the one known already, its value is taken off again
+    carrier = (hidden_TD * (grad_TD / num_slots)).sum()  # has the precomputed gradient; its value is subtracted again
     return scaled + (carrier - carrier.detach()), metrics
 
 
 def _chunk(
     hidden_RD: Tensor, slots: Slots, head: Head, config: LossConfig, needs_grad: bool, is_measured: bool
 ) -> tuple[Tensor, Tensor | None, SlotMetrics | None]:
-    """Loss (a sum), gradient of the hidden states and metrics of a few blocks."""
+    """Returns loss (a sum), gradient of the hidden states and metrics of a few blocks."""
     local_AK, reached_AK = head.local(slots.labels_AK)
     learned = Slots(local_AK, slots.valid_AK & reached_AK, slots.final_AKD)
     is_plain = head.scale == 1.0 and head.cap <= 0.0
@@ -184,14 +183,14 @@ def _chunk(
     with torch.autocast(hidden_RD.device.type, enabled=False), torch.no_grad():
         loss, grad, metrics = way(hidden_RD.detach(), learned, head, config, needs_grad, is_measured)
     if metrics is not None:
-        metrics.sums_4K[0] = slots.valid_AK.sum(0)  # a token the head lacks is missed, not left out
+        metrics.sums_4K[0] = slots.valid_AK.sum(0)  # a token that the head lacks counts as missed
     return loss, grad, metrics
 
 
 def _cross_entropy(
     hidden_RD: Tensor, slots: Slots, head: Head, config: LossConfig, needs_grad: bool, is_measured: bool
 ) -> tuple[Tensor, Tensor | None, SlotMetrics | None]:
-    """By hand: the softmax takes the place of the logits, and its gradient that of the softmax."""
+    """Computes the gradient by hand: the softmax overwrites the logits, and its gradient overwrites the softmax."""
     logits_RV = head.logits(hidden_RD)
     label_R = slots.labels_AK.flatten()[:, None]
     metrics = measure(logits_RV, label_R, slots.valid_AK) if is_measured else None
@@ -211,10 +210,8 @@ def _cross_entropy(
 
 
 def softmax_over(logits_RV: Tensor) -> Tensor:
-    """Softmax of each row; on CPU in the memory of the logits, because fresh memory costs more than the softmax.
-
-    A few rows at a time by way of a copy that caches hold: PyTorch promises nothing of an output that is its own input.
-    """
+    """Returns the softmax of each row; on CPU it overwrites the logits, since allocating memory costs more than the
+    softmax. It copies a few rows at a time, since PyTorch does not support an output that is its own input."""
     if logits_RV.device.type != "cpu":
         return logits_RV.softmax(-1)
     for rows_RV in logits_RV.split(SOFTMAX_ROWS):
@@ -229,27 +226,31 @@ def _by_autograd(
     with torch.set_grad_enabled(needs_grad):
         logits_RV = head.logits(hidden_RD)
         label_R = slots.labels_AK.flatten()[:, None]
-        log_probs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
-        ce_AK = -log_probs_RV.gather(1, label_R).view(slots.labels_AK.shape)
-        if config.needs_target_probs:
-            assert slots.final_AKD is not None
-            with torch.no_grad():
-                target_RV = torch.log_softmax(head.target_logits(slots.final_AKD.flatten(0, 1)).float(), dim=-1)
-            each_AK = distance(config.name, log_probs_RV, target_RV).view(ce_AK.shape)
-        else:
-            each_AK = ce_AK
+        ce_AK, loss_AK = slot_losses(logits_RV, label_R, slots, head, config)
         weight_AK = slot_weights(config, ce_AK.detach(), slots.valid_AK)
-        loss = (each_AK * weight_AK).sum()
+        loss = (loss_AK * weight_AK).sum()
     grad = torch.autograd.grad(loss, hidden_RD)[0] if needs_grad else None
     metrics = None
     if is_measured:
         metrics = measure(logits_RV.detach(), label_R, slots.valid_AK)
-        metrics.flat[0] = (each_AK.detach() * slots.valid_AK).sum(dtype=torch.float64)
+        metrics.flat[0] = (loss_AK.detach() * slots.valid_AK).sum(dtype=torch.float64)
     return loss.detach().double(), grad, metrics
 
 
+def slot_losses(logits_RV: Tensor, label_R1: Tensor, slots: Slots, head: Head, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """Returns the cross entropy and the unweighted loss of each slot, [A, K] each; differentiable."""
+    log_probs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
+    ce_AK = -log_probs_RV.gather(1, label_R1).view(slots.labels_AK.shape)
+    if not config.needs_target_probs:
+        return ce_AK, ce_AK
+    assert slots.final_AKD is not None
+    with torch.no_grad():
+        target_RV = torch.log_softmax(head.target_logits(slots.final_AKD.flatten(0, 1)).float(), dim=-1)
+    return ce_AK, distance(config.name, log_probs_RV, target_RV).view(ce_AK.shape)
+
+
 def distance(name: str, draft_RV: Tensor, target_RV: Tensor) -> Tensor:
-    """[R] from log-probabilities of drafter and target, by a loss's name."""
+    """Returns the distance [R] of log-probabilities of drafter and target, by the loss's name."""
     target_probs_RV = target_RV.exp()
     kl_R = (target_probs_RV * (target_RV - draft_RV)).sum(-1)
     if name == "kl":
@@ -262,48 +263,45 @@ def distance(name: str, draft_RV: Tensor, target_RV: Tensor) -> Tensor:
 
 
 def slot_weights(config: LossConfig, loss_AK: Tensor, valid_AK: Tensor) -> Tensor:
-    """Weight of each slot, zero where it is not valid; detached.
-
-    d-pace: with s = (1 - alpha) exp(-CE) + alpha and prefix_j = s_1 ... s_j, w_k = sum_{j >= k} prefix_j, here over the number
-    of slots, so that a block of certain slots weighs as much as one of `ce`.
-    """
+    """Returns the weight of each slot, zero where it is not valid; detached. d-pace: with s = (1 - alpha) exp(-CE) + alpha
+    and prefix_j = s_1 ... s_j, w_k = sum_{j >= k} prefix_j / K; a block of certain slots weighs as much as with `ce`."""
     valid_AK = valid_AK.to(loss_AK.dtype)
     num_slots = loss_AK.shape[1]
     if config.name == "d-pace":
-        standing_AK = (((1 - config.alpha) * torch.exp(-loss_AK) + config.alpha) * valid_AK).cumprod(dim=1)
-        return standing_AK.flip(1).cumsum(dim=1).flip(1) * valid_AK / num_slots
+        prefix_AK = (((1 - config.alpha) * torch.exp(-loss_AK) + config.alpha) * valid_AK).cumprod(dim=1)
+        return prefix_AK.flip(1).cumsum(dim=1).flip(1) * valid_AK / num_slots
     gamma = config.gamma or default_gamma(num_slots + 1)
     slot_K = torch.arange(num_slots, device=loss_AK.device, dtype=loss_AK.dtype)
     return torch.exp(-slot_K / gamma) * valid_AK
 
 
 def default_gamma(block_size: int) -> float:
-    """The paper's 4, 5 and 7 for blocks of 8, 10 and 16 (DFlash, arXiv 2602.06036), straight lines between and beyond."""
+    """Interpolates the paper's 4, 5 and 7 for blocks of 8, 10 and 16 (DFlash, arXiv 2602.06036) linearly."""
     if block_size <= 10:
         return max(1.0, 4.0 + (block_size - 8) / 2)
     return 5.0 + (block_size - 10) / 3
 
 
 def measure(logits_RV: Tensor, label_R1: Tensor, valid_AK: Tensor) -> SlotMetrics:
-    """Whether each label would be drafted (of equal logits, frequent in bfloat16, drafting takes one), or comes near."""
+    """Returns which labels are drafted and which are in the top 16. Of equal logits, frequent in bfloat16, one is drafted."""
     rank_AK = _count(logits_RV > logits_RV.gather(1, label_R1)).view(valid_AK.shape)
-    first_AK = (logits_RV.max(-1).indices == label_R1[:, 0]).view(valid_AK.shape) & valid_AK
-    near_AK = (rank_AK < NUM_RECALLED) & valid_AK
-    standing_AK = first_AK.cumprod(dim=1)
+    top1_AK = (logits_RV.max(-1).indices == label_R1[:, 0]).view(valid_AK.shape) & valid_AK
+    top16_AK = (rank_AK < NUM_RECALLED) & valid_AK
+    prefix_AK = top1_AK.cumprod(dim=1)
     metrics = SlotMetrics.zero(valid_AK.shape[1])
-    metrics.sums_4K[:] = torch.stack([each.sum(0).cpu() for each in (valid_AK, first_AK, near_AK, standing_AK)])
+    metrics.sums_4K[:] = torch.stack([hits_AK.sum(0).cpu() for hits_AK in (valid_AK, top1_AK, top16_AK, prefix_AK)])
     return metrics
 
 
 def _count(mask_RV: Tensor) -> Tensor:
-    """Number of set elements per row; on CPU row by row, because a sum first makes eight bytes of every bit."""
+    """Returns the number of set elements per row; on CPU row by row, since `sum` would convert every bit to eight bytes."""
     if mask_RV.device.type != "cpu":
         return mask_RV.sum(-1)
     return torch.tensor([np.count_nonzero(row_V) for row_V in mask_RV.numpy()])
 
 
 class LossVocabulary:
-    """Draws the tokens a step's cross entropies compare with: the most frequent ones, the labels, and a sample of the rest."""
+    """Samples the tokens of a step's cross entropies: the most frequent ones, the labels, and a random sample of the rest."""
 
     SHARE_SAMPLED = 0.25
 
@@ -315,7 +313,7 @@ class LossVocabulary:
         self._rest = order_V[size - self._num_sampled :]
 
     def head(self, labels: Tensor, generator: torch.Generator, scale: float = 1.0, cap: float = 0.0) -> Head:
-        """A head over the drawn tokens, which hold every one of `labels`."""
+        """Returns a head over the sampled tokens, which include all `labels`."""
         picked = torch.randperm(len(self._rest), generator=generator)[: self._num_sampled]
         sampled = self._rest[picked]
         certain = torch.unique(torch.cat([self._frequent, labels.flatten().cpu()]))

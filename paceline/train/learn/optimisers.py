@@ -1,4 +1,4 @@
-"""The optimisers of a training run: AdamW, or Muon for the matrices with AdamW for the rest, driven by one learning rate."""
+"""The optimisers of a training run, driven by one learning rate: AdamW, or Muon for matrices with AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from paceline.train.config import OptimConfig
 
 WARM_UP_SHARE = 0.04
 LAST_SHARE = 0.05
-"""The cosine ends at this share of the peak."""
+"""Share of the peak learning rate at the end of the cosine."""
 VECTOR_BOOST = 3.0
-"""Norm weights learn this times as fast: they are few."""
+"""Learning rate factor of norm weights, which are few."""
 FINAL_NORM, FINAL_BOOST = "norm.weight", 10.0
-"""This weight, if a network has it, sets the scale of all logits. It begins small, to keep the first loss low, and grows."""
+"""The final norm's weight, which scales all logits, and its learning rate factor; it starts small and must grow."""
 
 
 class Optimisers:
-    """All parameters of a network under one or two optimisers, driven by one learning rate."""
+    """One or two optimisers for all parameters of a network, driven by one learning rate."""
 
     def __init__(self, network: nn.Module, config: OptimConfig) -> None:
         named = list(network.named_parameters())
@@ -43,7 +43,7 @@ class Optimisers:
         self._lr = config.lr
 
     def step(self, lr_share: float) -> float:
-        """One update at this share of the peak learning rate; returns the rate."""
+        """Takes one step at this share of the peak learning rate; returns the rate."""
         for optimiser in self.every:
             for group in optimiser.param_groups:
                 group["lr"] = self._lr * lr_share * group["boost"]
@@ -52,15 +52,15 @@ class Optimisers:
         return self._lr * lr_share
 
     def states(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of all states as (`optimiser.parameter.key`, tensor), by number; the first step makes them."""
+        """Yields (`optimiser.parameter.key`, tensor) of all optimiser states, which exist after the first step."""
         for number, optimiser in enumerate(self.every):
             for index, state in optimiser.state_dict()["state"].items():
                 yield from ((f"{number}.{index}.{key}", tensor) for key, tensor in state.items())
 
     def fill(self, stored: dict[str, Tensor], laid_out: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Restore what `states` gave: moments as `laid_out(parameter, moment)`, on the parameter's device and in its
-        dtype, counts of steps where the optimiser's kernel reads them."""
-        slots = [[(each, group) for group in one.param_groups for each in group["params"]] for one in self.every]
+        """Restores the tensors of `states`: moments through `laid_out(parameter, moment)` in the parameter's dtype, step
+        counts on the device where the optimiser's kernel reads them."""
+        slots = [[(weight, group) for group in one.param_groups for weight in group["params"]] for one in self.every]
         for name, tensor in stored.items():
             number, index, key = name.split(".")
             parameter, group = slots[int(number)][int(index)]
@@ -70,13 +70,13 @@ class Optimisers:
 
 
 def _count(parameter: Tensor, steps: Tensor, group: dict[str, Any]) -> Tensor:
-    """A fused kernel reads the count of steps on the parameter's device, a loop over parameters reads it on the CPU."""
+    """Returns the step count on the parameter's device for a fused kernel, else on the CPU."""
     is_on_device = group.get("fused") or group.get("capturable")
     return steps.to(parameter.device, torch.float32) if is_on_device else steps.cpu()
 
 
 def learning_rate_share(progress: float) -> float:
-    """Share of the peak rate at this share of the run: a linear warm-up, then a cosine down to `LAST_SHARE`."""
+    """Returns the share of the peak rate at this share of the run: a linear warm-up, then a cosine down to `LAST_SHARE`."""
     if progress < WARM_UP_SHARE:
         return max(0.01, progress / WARM_UP_SHARE)
     along = min(1.0, (progress - WARM_UP_SHARE) / (1.0 - WARM_UP_SHARE))

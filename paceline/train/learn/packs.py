@@ -1,8 +1,7 @@
-"""A pack: blocks of one or several documents as tensors, ready for one forward and backward of the network; and the network.
+"""Packs: blocks of one or several documents as tensors, for one forward and backward pass of the network.
 
-Linear layers see all slots of a pack at once; attention knows where documents begin and end. The loop itself knows blocks and
-slots: which document, which anchor, which tokens come behind it. Another kind of drafter (DFlash 2, EAGLE-3) is trained by the
-same loop as soon as one class says for it the five things of `Trainable`.
+Linear layers process all positions of a pack together; attention separates documents. The training loop handles only
+documents, anchors and labels, so it trains any drafting method (DFlash 2, EAGLE-3) that has a `Trainable`.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ Chosen = tuple[int, NDArray[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Inputs and labels of A blocks from some documents, K = block_size - 1 slots each."""
+    """Inputs and labels of A blocks of some documents, with K = block_size - 1 draft positions each."""
 
     layout: Layout
     anchors_A: Tensor
     """Token ids of the anchors."""
     taps_NF: Tensor
-    """Features of all contexts: what the blocks see of each document, up to its last anchor here."""
+    """Features of all contexts: each document's positions before its last anchor in this pack."""
     slots: Slots
     behind_N: Tensor
-    """Token ids behind the contexts' positions: what a drafter is told beside their features that reads embeddings too."""
+    """Token id after each context position, for drafters that also read embeddings."""
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Pack:
-        """The same pack of other tensors: those on another device, for one."""
+        """Returns the pack with `change` applied to every tensor, such as a copy to another device."""
         slots, final = self.slots, self.slots.final_AKD
         return Pack(
-            replace(self.layout, anchors=tuple(change(each) for each in self.layout.anchors)),
+            replace(self.layout, anchors=tuple(map(change, self.layout.anchors))),
             change(self.anchors_A),
             change(self.taps_NF),
             Slots(change(slots.labels_AK), change(slots.valid_AK), None if final is None else change(final)),
@@ -52,7 +51,6 @@ class Pack:
         )
 
     def tensors(self) -> Iterator[Tensor]:
-        """All of them."""
         slots = self.slots
         yield from (*self.layout.anchors, self.anchors_A, self.taps_NF, slots.labels_AK, slots.valid_AK, self.behind_N)
         if slots.final_AKD is not None:
@@ -61,19 +59,18 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """Makes packs from documents and their features."""
+    """Assembles packs from documents and their features."""
 
     block_size: int
     documents: Sequence[Document]
     features: FeatureSource
     device: torch.device | str = "cpu"
     window: int | None = None
-    """Positions before a slot that the network sees at most; None for all."""
+    """Most positions before a draft position that the network attends to; None for all."""
 
     def pack(self, chosen: list[Chosen]) -> Pack:
-        """One pack of these documents and anchors."""
         size, device, anchors = self.block_size, self.device, [anchors_A for _, anchors_A in chosen]
-        labels, valid, taps, finals, tokens, behind, starts = [], [], [], [], [], [], []
+        labels, valid, taps, finals, tokens, next_tokens, starts = [], [], [], [], [], [], []
         for number, anchors_A in chosen:
             document, features = self.documents[number], self.features.of(number)
             labels_AK, valid_AK = labels_of(document, anchors_A, size)
@@ -86,45 +83,45 @@ class Packer:
                 before_AK = np.minimum(anchors_A[:, None] + np.arange(size - 1), len(document) - 1)
                 finals.append(features.final_SD[torch.from_numpy(before_AK)])
             tokens.append(document.tokens[anchors_A])
-            behind.append(document.tokens[context.start + 1 : context.stop + 1])
-        anchors = tuple(torch.from_numpy(each).to(device) for each in anchors)
+            next_tokens.append(document.tokens[context.start + 1 : context.stop + 1])
+        anchors = tuple(torch.from_numpy(anchors_A).to(device) for anchors_A in anchors)
         layout = Layout(tuple(map(len, taps)), anchors, size, tuple(starts) if any(starts) else ())
         slots = Slots(
             torch.from_numpy(np.concatenate(labels)).to(device),
             torch.from_numpy(np.concatenate(valid)).to(device),
             torch.cat(finals).to(device) if finals else None,
         )
-        said, told = (torch.from_numpy(np.concatenate(each)).long().to(device) for each in (tokens, behind))
-        return Pack(layout, said, torch.cat(taps).to(device), slots, told)
+        anchor_ids_A, behind_N = (torch.from_numpy(np.concatenate(ids)).long().to(device) for ids in (tokens, next_tokens))
+        return Pack(layout, anchor_ids_A, torch.cat(taps).to(device), slots, behind_N)
 
 
 def context_of(anchors_A: NDArray[np.int64], window: int | None) -> range:
-    """The positions of a document that blocks with these anchors see, all of which stand before the last anchor."""
+    """Returns the positions of a document that blocks with these anchors attend to, all before the last anchor."""
     return range(0 if window is None else max(0, int(anchors_A.min()) - window + 1), int(anchors_A.max()))
 
 
 @dataclass(frozen=True, slots=True)
 class PackBudget:
-    """How much is computed at once."""
+    """Limits of one pack."""
 
     blocks: int
-    """Blocks of a pack; a single document may have more."""
+    """Blocks of a pack; a single document may exceed it."""
     tokens: int | None = None
-    """Context positions and slots of a pack together. A document that is longer, alone, goes in pieces of fewer blocks: each
-    with all of its context, and no more pairs of slots and positions than a pack of this many tokens can have."""
+    """Context and draft positions of a pack. A longer document is split into packs with fewer blocks and its full context,
+    each with at most as many (query, key) pairs as a pack of this size."""
     block_size: int = 1
     window: int | None = None
-    """As of Packer."""
+    """See Packer."""
 
     def size(self, anchors_A: NDArray[np.int64]) -> int:
-        """Tokens of blocks of one document with these anchors."""
+        """Returns the number of positions of one document's blocks with these anchors."""
         return len(context_of(anchors_A, self.window)) + len(anchors_A) * self.block_size
 
-    def pieces(self, each: Chosen) -> Iterator[Chosen]:
-        """One document's blocks, in as many pieces as it takes; in the order of their anchors where there are several."""
-        number, anchors_A = each
+    def pieces(self, chosen: Chosen) -> Iterator[Chosen]:
+        """Yields one document's blocks in as many parts as needed; if several, ordered by anchor."""
+        number, anchors_A = chosen
         if self.tokens is None or self.size(anchors_A) <= self.tokens:
-            yield each
+            yield chosen
             return
         anchors_A, begin = np.sort(anchors_A), 0
         for end in range(1, len(anchors_A) + 1):
@@ -139,12 +136,12 @@ class PackBudget:
 
 
 def split_into_packs(chosen: list[Chosen], budget: PackBudget | int) -> Iterator[list[Chosen]]:
-    """Groups of whole documents within the budget (a number: of blocks); a longer document is one or several of its own."""
+    """Yields groups of whole documents within the budget (a number: of blocks); a longer document gets its own packs."""
     budget = budget if isinstance(budget, PackBudget) else PackBudget(budget)
     group: list[Chosen] = []
     num_blocks = num_tokens = 0
-    for each in chosen:
-        for piece in budget.pieces(each):
+    for document in chosen:
+        for piece in budget.pieces(document):
             size = budget.size(piece[1])
             is_over = budget.tokens is not None and num_tokens + size > budget.tokens
             if group and (is_over or num_blocks + len(piece[1]) > budget.blocks):
@@ -157,7 +154,7 @@ def split_into_packs(chosen: list[Chosen], budget: PackBudget | int) -> Iterator
 
 
 def heldout_anchors(documents: Sequence[Document], number: int) -> list[Chosen]:
-    """The same evenly spread anchors of every document each time."""
+    """Returns evenly spread anchors of every document, the same in every call."""
     return [
         (index, np.unique(np.linspace(document.answer_start, len(document) - 2, number).astype(np.int64)))
         for index, document in enumerate(documents)
@@ -165,27 +162,25 @@ def heldout_anchors(documents: Sequence[Document], number: int) -> list[Chosen]:
 
 
 class Trainable(Protocol):
-    """A drafter while it learns."""
+    """A drafter in training."""
 
     network: nn.Module
-    """The weights that are trained, float32. Its `state_dict` is what a checkpoint holds."""
+    """The trained weights, float32. Checkpoints hold its `state_dict`."""
     raw: dict[str, Any]
     """config.json of its checkpoints."""
     block_size: int
-    """The anchor and the tokens drafted after it, K = block_size - 1 of them."""
+    """The anchor and K = block_size - 1 draft positions."""
     layers: Iterable[nn.Module]
-    """Modules of `network` that run one after another: each is sharded, or computed again in the backward pass, alone."""
+    """Modules of `network` that run one after another; each is sharded, or recomputed in the backward pass, separately."""
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
-        """Hidden states [A * K, D] from which the target's head predicts the slots, block by block; differentiable.
-
-        embedding_VD: the target's, float32 or less. With `is_autocast` products are made in bfloat16.
-        """
+        """Returns hidden states [A * K, D] from which the target's head predicts the draft positions; differentiable.
+        embedding_VD: the target's, float32 or less. With `is_autocast`, products are computed in bfloat16."""
         ...
 
 
 class DFlashTrainable(Trainable):
-    """DFlash: every block is [anchor, MASK, MASK, ...]; the context enters each layer as keys and values of the taps."""
+    """DFlash: a block is [anchor, MASK, MASK, ...]; each layer reads the context as keys and values computed from the taps."""
 
     def __init__(self, network: DFlashNetwork, raw: dict[str, Any], attention: str = "auto") -> None:
         self.network, self.raw, self.layers = network, raw, network.layers
@@ -194,13 +189,12 @@ class DFlashTrainable(Trainable):
 
     @property
     def context_window(self) -> int | None:
-        """Positions before a slot that any layer sees; None where one of them sees all. A network without this sees all."""
+        """Most positions before a draft position that any layer attends to; None if a layer attends to all."""
         shape = self._config.shape
         windows = [shape.window(index) for index in range(shape.num_layers)]
         return None if None in windows else max(window for window in windows if window is not None)
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
-        """As Trainable.hidden."""
         config = self._config
         tokens_AB = torch.full((len(pack.anchors_A), self.block_size), config.mask_token_id, device=embedding_VD.device)
         tokens_AB[:, 0] = pack.anchors_A
@@ -214,7 +208,7 @@ class DFlashTrainable(Trainable):
 
     @torch.no_grad()
     def right(self, hidden_TD: Tensor, pack: Pack, head: Head, embedding_VD: Tensor) -> Tensor:
-        """Which slots of `hidden`'s blocks draft the target's token, if all before them do; bool [A, K]."""
+        """Returns which draft positions predict the target's token, given that all earlier ones do; bool [A, K]."""
         rows_R, reached_R = head.local(pack.slots.labels_AK.flatten())
         right_R = (head.logits(hidden_TD).argmax(-1) == rows_R) & reached_R
         return right_R.view(pack.slots.valid_AK.shape) & pack.slots.valid_AK

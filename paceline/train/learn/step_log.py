@@ -1,4 +1,4 @@
-"""What a training run writes down of its steps, says of them, and reads back at its end."""
+"""Logs and reports the steps of a training run, and reads the log at its end."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from paceline.train.learn.optimisers import WARM_UP_SHARE, learning_rate_share
 
 SCALARS = ("loss", "objective", "eal", "accuracy", "lr", "grad_norm", "tokens_per_s", "blocks_per_s", "flops_share")
 MUCH_HIGHER = 1.5
-"""Learning rates of which one is this many times the other differ enough to be told."""
+"""Smallest ratio of two learning rates that is worth a note."""
 LINE_EVERY = 25
-"""Steps between lines of news."""
+"""Steps between progress lines."""
 
 
 @contextlib.contextmanager
 def tracked(
     run: RunFolder, trainer: Trainer, progress: Progress, log_to: str = "none"
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function for `Trainer.run` that writes each step down and tells `progress`, and a tracker."""
+    """Yields a function for `Trainer.run` that logs each step, and reports it to `progress` and to a tracker."""
     number = trainer.total_steps - trainer.state.step
     with progress.bar("training", number) as advance, tracker(log_to, run.path) as add_scalars:
 
         def on_step(figures: dict[str, Any]) -> None:
             run.log(**figures)
-            number, looks = figures["step"], {name: figures[name] for name in ("heldout", "ood") if name in figures}
+            number, evaluations = figures["step"], {name: figures[name] for name in ("heldout", "ood") if name in figures}
             text = f"step {number} loss {figures['loss']:.2f} eal {figures['eal']:.2f} {figures['blocks_per_s']:.0f} blocks/s"
-            text += "".join(f" {name} {look['eal']:.2f}" for name, look in looks.items())
+            text += "".join(f" {name} {evaluation['eal']:.2f}" for name, evaluation in evaluations.items())
             if "served" in figures:
                 text += f" served {figures['served']['tokens_per_round']:.2f}"
             advance(text, trainer.share_done)
-            if number % LINE_EVERY == 0 or "heldout" in looks:
+            if number % LINE_EVERY == 0 or "heldout" in evaluations:
                 progress.say(f"{text} ({trainer.share_done:.0%}{time_left(trainer)})")
             scalars = {f"train/{name}": figures.get(name) for name in SCALARS}
-            for name, look in looks.items():
-                scalars |= {f"{name}/{key}": look.get(key) for key in ("loss", "eal", "accuracy")}
+            for name, evaluation in evaluations.items():
+                scalars |= {f"{name}/{key}": evaluation.get(key) for key in ("loss", "eal", "accuracy")}
             scalars["served/tokens_per_round"] = figures.get("served", {}).get("tokens_per_round")
             add_scalars({name: value for name, value in scalars.items() if value is not None}, number)
 
@@ -47,13 +47,13 @@ def tracked(
 
 
 def time_left(trainer: Trainer) -> str:
-    """Of the steps, by those so far: ", 12 min left"."""
+    """Returns the estimated time of the remaining steps, such as ", 12 min left"."""
     done, seconds = trainer.share_done, trainer.state.seconds
     return f", {seconds * (1.0 - done) / done / 60:.0f} min left" if 0 < done < 1 else ""
 
 
 def newest_rates(run: RunFolder, trainer: Trainer) -> dict[str, Any]:
-    """The newest eal and loss: on held-out documents where there are some, else on the documents of the last step."""
+    """Returns the latest eal and loss: on held-out documents if there are any, else on the documents of the last step."""
     name = "heldout" if "heldout" in trainer.heldout else None
     seen = [line.get("heldout") if name else line for line in run.metrics()]
     newest = next((figures for figures in reversed(seen) if figures), {})
@@ -61,7 +61,7 @@ def newest_rates(run: RunFolder, trainer: Trainer) -> dict[str, Any]:
 
 
 def risen_rate(run: RunFolder, trainer: Trainer) -> str | None:
-    """A note where a resumed run goes on at a much higher learning rate than it stopped at: a run that was lengthened."""
+    """Returns a note if a resumed run has a much higher learning rate than before, because it was lengthened."""
     last = next((line["lr"] for line in reversed(run.metrics()) if line.get("lr")), None)
     now = trainer.config.optim.lr * learning_rate_share(trainer.share_done)
     if last is None or trainer.share_done <= WARM_UP_SHARE or now < MUCH_HIGHER * last:

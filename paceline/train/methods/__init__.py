@@ -1,1 +1,1 @@
-"""What is particular to each kind of drafter in training."""
+"""Training code specific to each drafting method."""

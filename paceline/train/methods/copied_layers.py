@@ -1,13 +1,13 @@
-"""A drafter's first layers as copies of the target's, where its layers are Llama's: biases, norms and head sizes as they are.
+"""Initialises a drafter's layers as copies of the target's Llama-like layers, including biases, norms and head sizes.
 
-A draft layer is a Qwen3 layer: biases where the config says `attention_bias`, and RMS norms of each query and key head. Where
-the target has neither norm (Llama, Qwen2), the norm's weight becomes the size that heads have in the target, so that queries
-meet keys about as loudly as there. Where it has biases of queries, keys and values only (Qwen2), that of the output begins as
-zeros: `attention_bias` of a Qwen3 config means all four.
+A draft layer is a Qwen3 layer: with biases if the config has `attention_bias`, and with RMS norms of each query and key head.
+If the target has no such norms (Llama, Qwen2), the norm's weight is set to the size of the target's heads, so that attention
+scores have about the same size. If the target has biases of queries, keys and values only (Qwen2), the output's bias is set to
+zero, since `attention_bias` of a Qwen3 config means all four.
 
 The context enters a draft layer as keys and values of `hidden_norm(fc(taps))`, without the layer's own input norm. So
-`hidden_norm` begins as the mean of the copied input norms, and `fc` as the mean of the taps, each brought to one size first
-(`fuse_taps`): later layers of a language model are many times louder than early ones.
+`hidden_norm` is initialised as the mean of the copied input norms, and `fc` as the mean of the taps, each scaled to the
+same size (`fuse_taps`), since late layers of a language model are much larger than early ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.model.layout import as_ours
 from paceline.train.features.hidden_states import begin_without_mean, train_in_scaled_units
 
 NOISE = 0.1
-"""Share of the random weights that `fc` keeps, so that no two of its rows learn alike."""
+"""Share of the random weights that remains in `fc`, so that its rows learn different things."""
 HEADS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 REMEDY = "start from random layers (--first-layers random)"
@@ -34,42 +34,40 @@ REMEDY = "start from random layers (--first-layers random)"
 
 @torch.no_grad()
 def copy_layers(network: DFlashNetwork, tensors: Iterable[tuple[str, Tensor]], target: Any) -> None:
-    """Fill the draft layers with target layers spread over its depth.
+    """Fills the draft layers with target layers, evenly spread over the target's depth.
 
-    `tensors`: the target's, by their Hugging Face names; `target`: its DecoderConfig, None when it is not known (Transformers
-    models), which then must have the drafter's own heads. What a target layer has not, as an MLP where there are experts, stays
-    random. Raises ConfigError when nothing can be copied.
+    `tensors`: the target's, by their Hugging Face names; `target`: its DecoderConfig, or None if it is unknown
+    (Transformers models); then the target must have the drafter's head sizes. Parts that a target layer does not have, such
+    as an MLP in a layer of experts, stay random. Raises ConfigError if nothing can be copied.
     """
     shape, num_layers = network.config.shape, network.config.num_target_layers
     if num_layers is None:
         raise ConfigError(f"the drafter's config does not say how many layers its target has: {REMEDY}")
-    wanted: dict[int, list[int]] = {}
+    draft_layers: dict[int, list[int]] = {}  # by target layer
     for index in range(shape.num_layers):
-        wanted.setdefault(round((index + 0.5) * num_layers / shape.num_layers - 0.5), []).append(index)
+        draft_layers.setdefault(round((index + 0.5) * num_layers / shape.num_layers - 0.5), []).append(index)
     source = shape
     if isinstance(target, DecoderConfig):
         source, tensors = target, as_ours(target, expected_shapes(target), tensors, "the target")
         if not has_llama_layers(target.family):
             raise ConfigError(f"layers of {target.family} compute otherwise than a draft layer and cannot be copied: {REMEDY}")
-    found: dict[int, dict[str, Tensor]] = {layer: {} for layer in wanted}
+    target_layers: dict[int, dict[str, Tensor]] = {layer: {} for layer in draft_layers}
     for name, tensor in tensors:
         pieces = name.split(".")
-        if name.startswith("model.layers.") and int(pieces[2]) in found:
-            found[int(pieces[2])][".".join(pieces[3:])] = tensor.float()
-    for layer, parts in found.items():
-        taken = _narrowed(_heads_of(parts, source, shape), shape)
-        for index in wanted[layer]:
-            _fill(cast(Any, network.layers)[index], taken, f"layer {layer} of the target")
+        if name.startswith("model.layers.") and int(pieces[2]) in target_layers:
+            target_layers[int(pieces[2])][".".join(pieces[3:])] = tensor.float()
+    for layer, parts in target_layers.items():
+        fitting = _narrowed(_heads_of(parts, source, shape), shape)
+        for index in draft_layers[layer]:
+            _fill(cast(Any, network.layers)[index], fitting, f"layer {layer} of the target")
     norms = [cast(Any, layer).input_layernorm.weight for layer in network.layers]
     network.hidden_norm.weight.copy_(torch.stack(norms).mean(0))
 
 
 @torch.no_grad()
 def fuse_taps(network: DFlashNetwork, scale_F: Tensor) -> None:
-    """`fc` becomes the mean of the taps, each divided by its size, and a little noise. Call it before scaled units are used.
-
-    scale_F: one over each feature's size, as `features.measure_scale` gives it. What comes out has about unit size.
-    """
+    """Sets `fc` to the mean of the taps, each divided by its size, plus a little noise. Call it before using scaled units.
+    scale_F: the inverse of each feature's size, from `measure_scale`. The output has about unit size."""
     size = network.config.shape.hidden_size
     scale_F = scale_F.to(network.fc.weight)
     scale_LD = scale_F.unflatten(0, (-1, size))
@@ -80,7 +78,7 @@ def fuse_taps(network: DFlashNetwork, scale_F: Tensor) -> None:
 
 
 def _heads_of(parts: dict[str, Tensor], source: DecoderConfig, shape: DecoderConfig) -> dict[str, Tensor]:
-    """The first heads only, where the drafter has fewer. Raises ConfigError for heads of another size or grouping."""
+    """Returns the first heads if the drafter has fewer. Raises ConfigError for another head size or group size."""
     same = (source.num_heads, source.num_kv_heads) == (shape.num_heads, shape.num_kv_heads)
     group, own = source.num_heads // source.num_kv_heads, shape.num_heads // shape.num_kv_heads
     if source.head_dim != shape.head_dim or group != own or shape.num_kv_heads > source.num_kv_heads:
@@ -102,23 +100,23 @@ def _heads_of(parts: dict[str, Tensor], source: DecoderConfig, shape: DecoderCon
 
 
 def _narrowed(parts: dict[str, Tensor], shape: DecoderConfig) -> dict[str, Tensor]:
-    """The MLP's loudest neurons, where the drafter's is narrower."""
+    """Returns the MLP neurons with the largest weights if the drafter's MLP is narrower."""
     gate, up, down = (parts.get(f"{name}.weight") for name in MLP)
     if gate is None or up is None or down is None or len(gate) <= shape.intermediate_size:
         return parts
     loudness_I = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
-    kept = loudness_I.topk(shape.intermediate_size).indices.sort().values
-    return parts | {f"{MLP[0]}.weight": gate[kept], f"{MLP[1]}.weight": up[kept], f"{MLP[2]}.weight": down[:, kept]}
+    largest = loudness_I.topk(shape.intermediate_size).indices.sort().values
+    return parts | {f"{MLP[0]}.weight": gate[largest], f"{MLP[1]}.weight": up[largest], f"{MLP[2]}.weight": down[:, largest]}
 
 
 def _fill(layer: Any, parts: dict[str, Tensor], source: str) -> None:
-    """Copy what fits; heads' norms and the output's bias get their first values where the target has none."""
+    """Copies what fits; initialises head norms and output bias that the target does not have."""
     own, num_copied = dict(layer.named_parameters()), 0
     for name, tensor in parts.items():
         if name in own and own[name].shape == tensor.shape:
             own[name].copy_(tensor)
             num_copied += name.endswith("proj.weight")
-        elif name in own and name.startswith("mlp."):  # a wider one: the rest stays random
+        elif name in own and name.startswith("mlp."):  # the draft layer's MLP is wider: the rest stays random
             own[name][: tensor.shape[0], : tensor.shape[1]].copy_(tensor)
     if not num_copied:
         raise ConfigError(f"{source} has nothing that fits a draft layer: {REMEDY}")
@@ -135,8 +133,8 @@ def _fill(layer: Any, parts: dict[str, Tensor], source: str) -> None:
 
 @torch.no_grad()
 def head_size(projection: Any, norm_D: Tensor, head_dim: int) -> float:
-    """Root mean square of a projection's heads when its input is normed: the geometric mean over heads, since one of Qwen2.5's
-    may have biases a hundred times as large as the others'."""
+    """Returns the root mean square of a projection's heads for a normed input: the geometric mean over heads, since one
+    head of Qwen2.5 may have biases a hundred times larger than the others."""
     square_X = (projection.weight * norm_D).square().sum(1)
     if projection.bias is not None:
         square_X = square_X + projection.bias.square()
@@ -144,7 +142,7 @@ def head_size(projection: Any, norm_D: Tensor, head_dim: int) -> float:
 
 
 def settle_units(network: DFlashNetwork, scale_F: Tensor, mean_F: Tensor, *, is_new: bool, is_copied: bool) -> None:
-    """From now on `fc` is trained in scaled units; first weights of a new drafter's."""
+    """Makes `fc` train in scaled units; initialises it for a new drafter."""
     if is_new and is_copied:
         fuse_taps(network, scale_F)
     train_in_scaled_units(network, scale_F)

@@ -1,13 +1,14 @@
-"""How an EAGLE-3 drafter learns: test-time training over the blocks that every drafter learns from.
+"""Training of an EAGLE-3 drafter: test-time training on the same blocks as every other drafter.
 
-A block is an anchor and the K tokens behind it, as elsewhere; its K slots are K steps of one chain. Step 0 reads the features
-of all positions before the anchor, causally; step i is told what step i - 1 found, and the text's own token. It attends to the
-keys of step 0 up to its anchor and to the chain's own keys of steps 1 to i, as drafting does.
+A block is an anchor and the K tokens after it; its K draft positions are K steps of one chain. Step 0 reads the features of
+all positions before the anchor, causally; step i reads the hidden state of step i - 1 and the text's own token. It attends to
+the keys of step 0 up to its anchor, and to the chain's own keys of steps 1 to i, as in drafting.
 
-    loss = sum over steps i of 0.8^i * CE(head of the drafter, token of the text)      (EAGLE-3, arXiv 2503.01840, section 3)
+    loss = sum over steps i of 0.8^i * CE(head of the drafter, token of the text)      (EAGLE-3, arXiv 2503.01840,
+    section 3)
 
-Losses over the target's distribution compare with it restricted to the draft vocabulary. Slots whose token is not in that
-vocabulary teach nothing, and count as missed.
+Losses over the target's distribution restrict it to the draft vocabulary. Positions with a token outside that vocabulary
+have no loss, and count as missed.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from paceline.train.documents.dataset import Corpus
 from paceline.train.features.hidden_states import begin_without_mean, train_in_scaled_units
 from paceline.train.learn.attention import Layout
 from paceline.train.learn.initial_weights import keys_from, most_frequent, own_sizes
-from paceline.train.learn.losses import Head, SlotMetrics, distance, measure, slot_weights
+from paceline.train.learn.losses import Head, SlotMetrics, measure, slot_losses, slot_weights
 from paceline.train.learn.packs import Pack, Trainable
 
 KeyValue = tuple[Tensor, Tensor]
 DECAY = 0.8
-"""Weight of each step over that of the step before it."""
+"""Ratio of each step's loss weight to that of the previous step."""
 
 
 def drafted_ids(shape: DrafterShape, init: Path | None, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor:
-    """The draft vocabulary, ascending: that of `init`, or the most frequent tokens."""
+    """Returns the draft vocabulary, ascending: that of `init`, or the most frequent tokens."""
     if init is not None:
         return read_eagle3(init).ids.sort().values
     chosen = most_frequent(shape.draft_vocab, corpus, target, say)
@@ -51,13 +52,14 @@ def drafted_ids(shape: DrafterShape, init: Path | None, corpus: Corpus, target: 
 def eagle3_for(
     target: Target, shape: DrafterShape, init: Path | None, ids: Tensor, seed: int
 ) -> tuple[dict[str, Any], Eagle3Network]:
-    """config.json and float32 weights to start from; a new drafter's head is the target's. Raises DrafterMismatchError when
-    `init` is of another target."""
+    """Returns config.json and initial weights, float32. Raises DrafterMismatchError if `init` belongs to another target."""
     if init is not None:
-        found = read_eagle3(init)
-        tensors = {name: tensor.float().clone() for name, tensor in found.tensors.items()}
-        tensors["lm_head.weight"] = tensors["lm_head.weight"][found.ids.argsort()]
-        raw = {**found.config.raw, **({} if found.config.tap_layers else _taps(default_taps(target.num_layers)))}
+        drafter = read_eagle3(init)
+        tensors = {name: tensor.float().clone() for name, tensor in drafter.tensors.items()}
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][drafter.ids.argsort()]
+        raw = {**drafter.config.raw}
+        if not drafter.config.tap_layers:
+            raw["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in default_taps(target.num_layers)]
         config = Eagle3Config.from_json(raw)
         network = Eagle3Network.of(config, tensors, init)
     else:
@@ -72,12 +74,8 @@ def eagle3_for(
     return raw, network
 
 
-def _taps(taps: tuple[int, ...]) -> dict[str, Any]:
-    return {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in taps]}
-
-
 def config_for(target: Target, shape: DrafterShape, draft_vocab: int) -> dict[str, Any]:
-    """config.json of a new drafter for this target, SpecForge's style."""
+    """Returns config.json of a new drafter for this target, in SpecForge's format."""
     decoder, keys = getattr(target, "config", None), dict[str, Any]()
     if isinstance(decoder, DecoderConfig):
         keys = keys_from(decoder)
@@ -97,11 +95,9 @@ def config_for(target: Target, shape: DrafterShape, draft_vocab: int) -> dict[st
 
 
 @torch.no_grad()
-def settle_eagle3_units(network: Eagle3Network, scale_F: Tensor, mean_F: Tensor, *, is_new: bool) -> Tensor:
-    """Bring features to one scale while it learns, as `train/features/hidden_states.py` says; the scale that they are
-    to be given in.
-
-    Norms before `fc` want features as they are: a new drafter's norms then have the scale as their first weights."""
+def use_scaled_eagle3_units(network: Eagle3Network, scale_F: Tensor, mean_F: Tensor, *, is_new: bool) -> Tensor:
+    """Makes the network train on features of similar size; returns the scale [F] to multiply features by. Norms before `fc`
+    need unscaled features; a new drafter's norms then get the scale as their initial weights."""
     config = network.config
     if not config.fc_norm and not config.norm_before_fc:
         train_in_scaled_units(network, scale_F)
@@ -114,25 +110,25 @@ def settle_eagle3_units(network: Eagle3Network, scale_F: Tensor, mean_F: Tensor,
             scale_F.chunk(config.num_taps) if config.fc_norm else [scale_F],
             strict=True,
         ):
-            # A norm divides by the size of the whole vector: what stands here takes it to the size of each feature.
+            # A norm divides by the size of the whole vector; this weight multiplies it back and applies each feature's scale.
             norm.weight.copy_(part_F * part_F.reciprocal().square().mean().sqrt())  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         begin_without_mean(network, mean_F)
     return torch.ones_like(scale_F)
 
 
-def teacher_of(target: Target, ids: Tensor) -> Head:
-    """The target's own head over the draft vocabulary."""
+def target_head(target: Target, ids: Tensor) -> Head:
+    """Returns the target's own head over the draft vocabulary."""
     ids = ids.to(target.device)
     return Head(head_weight(target)[ids], columns=ids, target=target.ends)
 
 
 class ChainAttention:
-    """Who sees whom in one pack: `step` 0 is of all context entries, the later ones of one slot of every block."""
+    """Attention of one pack's chains: `step` 0 attends from all context entries, later steps from one position per block."""
 
     def __init__(
         self, shape: DecoderConfig, layout: Layout, dtype: torch.dtype, *, first: int = 1, scores: Scores = PLAIN
     ) -> None:
-        """`layout`: contexts from position 0 on; entry e has rotary position e + `first`: EAGLE-3's is the next token's."""
+        """`layout`: contexts from position 0 on. Entry e has the rotary position e + `first`; for EAGLE-3 the next token's."""
         self._shape, self._layout, self._first, self._scores = shape, layout, first, scores
         device = layout.anchors[0].device
         longest = 2 + max(max(layout.context_lens), 1 + max(int(anchors_A.max()) for anchors_A in layout.anchors))
@@ -142,7 +138,7 @@ class ChainAttention:
         firsts = [sum(layout.context_lens[:number]) for number in range(len(layout.context_lens))]
         own = zip(firsts, layout.anchors, strict=True)
         self.entries_A = torch.cat([first + (anchors_A - 1).clamp(min=0) for first, anchors_A in own])
-        """The context entry that each block's chain begins with: of its anchor."""
+        """The context entry at which each block's chain begins: its anchor's."""
         self.step = 0
         self._context: dict[int, KeyValue] = {}
         self._own: dict[int, list[KeyValue]] = {}
@@ -162,12 +158,12 @@ class ChainAttention:
             query = query_THD[entries if self.step == 0 else blocks]
             last_Q = torch.arange(length, device=anchors_A.device) if self.step == 0 else anchors_A - 1
             own = [] if self.step == 0 else [(key[blocks], value[blocks]) for key, value in self._own[layer]]
-            context = tuple(each[entries] for each in self._context[layer])
+            context = tuple(tensor[entries] for tensor in self._context[layer])
             parts.append(self._attend(query, last_Q, (context[0], context[1]), own, self._shape.window(layer)))
         return torch.cat(parts)
 
     def _attend(self, query_QHD: Tensor, last_Q: Tensor, context: KeyValue, own: list[KeyValue], window: int | None) -> Tensor:
-        """Of queries that see the context up to entry `last_Q`, and a key each of every list in `own`."""
+        """Attends from queries to the context up to entry `last_Q`, and to one key of each list in `own`."""
         group = query_QHD.shape[1] // context[0].shape[1]
         grouped = query_QHD.unflatten(1, (-1, group))  # [Q, kv heads, group, head_dim]
         scores = torch.einsum("qkgd,nkd->kgqn", grouped, context[0]).float()
@@ -188,7 +184,7 @@ class ChainAttention:
 
 
 def _rotated(heads_THD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """As `Rope.rotate`, with a gradient: tables may be of the first numbers of each head only."""
+    """Rotates like `Rope.rotate`, with a gradient. The tables may cover only the first values of each head."""
     size = tables[0].shape[-1]
     if size == heads_THD.shape[-1]:
         return rotate(heads_THD, *tables)
@@ -196,27 +192,39 @@ def _rotated(heads_THD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([rotate(turned, *tables), rest], dim=-1)
 
 
+def chain_hidden(
+    network: Callable[[Tensor, Tensor, ChainAttention], tuple[Tensor, Tensor]],
+    attend: ChainAttention,
+    pack: Pack,
+    states_ND: Tensor,
+    embed: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Runs all steps of a pack's chains, with the text's own tokens; returns the head's inputs [A * K, D]. network:
+    (embedded tokens, states, attention) -> (states for the next step, head's inputs)."""
+    states_TD, normed_TD = network(embed(pack.behind_N), states_ND, attend)
+    states_AD, outputs = states_TD[attend.entries_A], [normed_TD[attend.entries_A]]
+    for attend.step in range(1, pack.slots.labels_AK.shape[1]):
+        tokens_A = pack.slots.labels_AK[:, attend.step - 1].long()
+        states_AD, normed_AD = network(embed(tokens_A), states_AD, attend)
+        outputs.append(normed_AD)
+    return torch.stack([output_AD.float() for output_AD in outputs], dim=1).flatten(0, 1)
+
+
 class Eagle3Trainable(Trainable):
-    """An EAGLE-3 drafter while it learns; its head learns too."""
+    """An EAGLE-3 drafter in training, including its own head."""
 
     def __init__(self, network: Eagle3Network, raw: dict[str, Any], block_size: int) -> None:
-        """`block_size`: the anchor and as many drafts as there are steps."""
+        """`block_size`: 1 + the number of steps."""
         self.network, self.raw, self.layers, self.block_size = network, raw, network.layers, block_size
         self._own = network
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
-        """As Trainable.hidden; the drafter's own head reads them."""
+        """Returns hidden states for the drafter's own head; see Trainable.hidden."""
         attend = ChainAttention(self._own.config.shape, pack.layout, torch.bfloat16 if is_autocast else torch.float32)
         with torch.autocast(embedding_VD.device.type, torch.bfloat16, enabled=is_autocast):
             taps_NF = pack.taps_NF if is_autocast else pack.taps_NF.float()
             features_ND = self._own.features(taps_NF)
-            told_TD, normed_TD = self._own(F.embedding(pack.behind_N, embedding_VD).float(), features_ND, attend)
-            told_AD, found = told_TD[attend.entries_A], [normed_TD[attend.entries_A]]
-            for attend.step in range(1, self.block_size - 1):
-                tokens_A = pack.slots.labels_AK[:, attend.step - 1].long()
-                told_AD, normed_AD = self._own(F.embedding(tokens_A, embedding_VD).float(), told_AD, attend)
-                found.append(normed_AD)
-        return torch.stack([each.float() for each in found], dim=1).flatten(0, 1)
+            return chain_hidden(self._own, attend, pack, features_ND, lambda ids: F.embedding(ids, embedding_VD).float())
 
     def loss(
         self,
@@ -229,7 +237,7 @@ class Eagle3Trainable(Trainable):
         is_autocast: bool,
         is_measured: bool,
     ) -> tuple[Tensor, SlotMetrics]:
-        """Its loss as a share of a step of `num_slots` slots, and metrics. `head`: as `teacher_of`."""
+        """Returns the loss as a share of a step with `num_slots` draft positions, and metrics. `head`: see `target_head`."""
         slots = pack.slots
         per_block = slots.labels_AK.shape[1]
         hidden_TD = self.hidden(pack, embedding_VD, is_autocast)
@@ -239,21 +247,14 @@ class Eagle3Trainable(Trainable):
         with torch.autocast(hidden_TD.device.type, enabled=False):
             logits_RV = F.linear(hidden_TD, self._own.lm_head.weight).float()
             label_R1 = rows_AK.flatten()[:, None]
-            log_probs_RV = torch.log_softmax(logits_RV, dim=-1)
-            ce_AK = -log_probs_RV.gather(1, label_R1).view(learned_AK.shape)
-            each_AK = ce_AK
-            if config.needs_target_probs:
-                assert slots.final_AKD is not None
-                with torch.no_grad():
-                    target_RV = torch.log_softmax(head.target_logits(slots.final_AKD.flatten(0, 1)).float(), dim=-1)
-                each_AK = distance(config.name, log_probs_RV, target_RV).view(learned_AK.shape)
+            ce_AK, loss_AK = slot_losses(logits_RV, label_R1, slots, head, config)
         if config.name == "d-pace":
             weight_AK = slot_weights(config, ce_AK.detach(), learned_AK)
         else:
-            weight_AK = DECAY ** torch.arange(per_block, device=each_AK.device) * learned_AK
+            weight_AK = DECAY ** torch.arange(per_block, device=loss_AK.device) * learned_AK
         metrics = SlotMetrics.zero(per_block)
         if is_measured:
             metrics = measure(logits_RV.detach(), label_R1, learned_AK)
-            metrics.sums_4K[0] = slots.valid_AK.sum(0).cpu()  # a token that the head lacks is missed, not left out
-            metrics.flat[0] = (each_AK.detach() * learned_AK).sum(dtype=torch.float64).cpu()
-        return (each_AK * weight_AK).sum() / num_slots, metrics
+            metrics.sums_4K[0] = slots.valid_AK.sum(0).cpu()  # a token that the head lacks counts as missed
+            metrics.flat[0] = (loss_AK.detach() * learned_AK).sum(dtype=torch.float64).cpu()
+        return (loss_AK * weight_AK).sum() / num_slots, metrics

@@ -1,4 +1,4 @@
-"""Which network a training run begins with, by `DrafterShape.kind`: DFlash and DFlash 2, EAGLE-3, a target's own MTP layer."""
+"""Creates a training run's initial drafter for `DrafterShape.kind`: DFlash, DFlash 2, EAGLE-3, or a target's MTP layer."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from paceline.train.learn.initial_weights import FirstNorm, head_of, init_folder
 from paceline.train.learn.losses import Head
 from paceline.train.learn.packs import Trainable
 from paceline.train.methods.copied_layers import settle_units
-from paceline.train.methods.eagle3 import Eagle3Trainable, drafted_ids, eagle3_for, settle_eagle3_units, teacher_of
+from paceline.train.methods.eagle3 import Eagle3Trainable, drafted_ids, eagle3_for, target_head, use_scaled_eagle3_units
 from paceline.train.methods.mtp import MtpNetwork, MtpTrainable, head_for, mtp_for
 from paceline.train.methods.selector import trainable_of
 from paceline.train.plan.choices import is_trained_already
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A drafter before its first step."""
+class InitialDrafter:
+    """A drafter before its first training step."""
 
     drafter: Trainable
     network: DFlashNetwork | Eagle3Network | MtpNetwork
-    """`drafter.network`, by its own type."""
+    """`drafter.network`, with its specific type."""
     taps: tuple[int, ...]
-    """Target layers whose hidden states it reads."""
+    """Target layers whose hidden states the drafter reads."""
     head: Head
-    """Of the losses."""
-    drafting: Head
-    """What held-out documents are drafted with."""
+    """Head for the losses."""
+    drafting_head: Head
+    """Head for drafting_head held-out documents."""
     is_new: bool
-    """Whether its first weights are made here: no --init, and no layer of the target's own."""
+    """True if its weights are initialised here: no --init, and no layer of the target's own."""
     is_copied: bool
 
     @property
     def first_norm(self) -> FirstNorm | None:
-        """Of a new network the norm before the head, by which its first logits are scaled."""
+        """The norm before the head of a new network, which sets the scale of its first logits."""
         if not self.is_new:
             return None
         if isinstance(self.network, MtpNetwork):
@@ -51,27 +51,25 @@ class Begun:
 
 
 def draft_ids_of(config: TrainConfig, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:
-    """The tokens of a new drafter's draft vocabulary, or of any that has a head of its own; None for all."""
+    """Returns the draft vocabulary of a new drafter, or of any drafter with its own head; None for all tokens."""
     if config.shape.kind == "eagle3":
         return drafted_ids(config.shape, init_folder(config.init, config.target.model), corpus, target, say)
     return most_frequent(config.shape.draft_vocab, corpus, target, say)
 
 
-def begun(config: TrainConfig, target: Target, draft_ids: Tensor | None) -> Begun:
-    """Makes a new drafter, or reads that of `config.init`, on the target's device.
-
-    Raises DrafterMismatchError when `init` is of another target, and what reading it does.
-    """
-    begins = _begun(config, target, draft_ids)
+def initial_drafter(config: TrainConfig, target: Target, draft_ids: Tensor | None) -> InitialDrafter:
+    """Creates a new drafter, or reads that of `config.init`, on the target's device. Raises DrafterMismatchError if `init`
+    belongs to another target, and the errors of reading it."""
+    initial = _built(config, target, draft_ids)
     if config.loop.autocast or target.device.type != "cpu":
-        return begins
-    # A processor without bfloat16 makes products of it out of others, a hundred times slower than in float32.
-    head = begins.head.in_float32()
-    drafting = head if begins.drafting is begins.head else begins.drafting.in_float32()
-    return replace(begins, head=head, drafting=drafting)
+        return initial
+    # A processor without bfloat16 emulates its products, a hundred times slower than in float32.
+    head = initial.head.in_float32()
+    drafting_head = head if initial.drafting_head is initial.head else initial.drafting_head.in_float32()
+    return replace(initial, head=head, drafting_head=drafting_head)
 
 
-def _begun(config: TrainConfig, target: Target, draft_ids: Tensor | None) -> Begun:
+def _built(config: TrainConfig, target: Target, draft_ids: Tensor | None) -> InitialDrafter:
     shape, loop, init = config.shape, config.loop, init_folder(config.init, config.target.model)
     flags = init is None and not is_trained_already(shape), shape.is_copied
     drafter: Trainable
@@ -79,26 +77,26 @@ def _begun(config: TrainConfig, target: Target, draft_ids: Tensor | None) -> Beg
         raw, layer = mtp_for(target, config)
         drafter = MtpTrainable(layer.to(target.device), raw, shape.block_size, target.ends.embedding)
         head = head_for(target)
-        return Begun(drafter, layer, (target.num_layers - 1,), head, head, *flags)
+        return InitialDrafter(drafter, layer, (target.num_layers - 1,), head, head, *flags)
     if shape.kind == "eagle3":
         assert draft_ids is not None
         raw, eagle = eagle3_for(target, shape, init, draft_ids, loop.seed)
-        head = teacher_of(target, draft_ids)
+        head = target_head(target, draft_ids)
         drafter = Eagle3Trainable(eagle.to(target.device), raw, shape.block_size)
-        return Begun(drafter, eagle, eagle.config.tap_layers, head, head, *flags)
+        return InitialDrafter(drafter, eagle, eagle.config.tap_layers, head, head, *flags)
     raw, network = network_for(target, config.target.model, shape, init, loop.seed)
-    drafting = head_of(target, network.config, draft_ids)
-    head = drafting if draft_ids is None or not loop.loss.vocab else head_of(target, network.config, None)
+    drafting_head = head_of(target, network.config, draft_ids)
+    head = drafting_head if draft_ids is None or not loop.loss.vocab else head_of(target, network.config, None)
     drafter = trainable_of(network.to(target.device), raw, loop.attention)
-    return Begun(drafter, network, network.config.target_layer_ids, head, drafting, *flags)
+    return InitialDrafter(drafter, network, network.config.target_layer_ids, head, drafting_head, *flags)
 
 
-def settled(begins: Begun, scale_F: Tensor, mean_F: Tensor) -> Tensor:
-    """Bring features to one scale while it learns (`features/hidden_states.py`); the scale that they are to be given in."""
-    network = begins.network
+def use_scaled_units(initial: InitialDrafter, scale_F: Tensor, mean_F: Tensor) -> Tensor:
+    """Makes the drafter train on features of similar size; returns the scale [F] to multiply features by."""
+    network = initial.network
     if isinstance(network, MtpNetwork):
-        return torch.ones_like(scale_F)  # they are the target's, behind its final norm, and go through a norm first
+        return torch.ones_like(scale_F)  # features come from the target's final norm, and the layer norms them first
     if isinstance(network, Eagle3Network):
-        return settle_eagle3_units(network, scale_F, mean_F, is_new=begins.is_new)
-    settle_units(network, scale_F, mean_F, is_new=begins.is_new, is_copied=begins.is_copied)
+        return use_scaled_eagle3_units(network, scale_F, mean_F, is_new=initial.is_new)
+    settle_units(network, scale_F, mean_F, is_new=initial.is_new, is_copied=initial.is_copied)
     return scale_F

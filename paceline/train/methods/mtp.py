@@ -1,14 +1,16 @@
-"""How a multi-token-prediction layer learns to draft chains: FastMTP (arXiv 2509.18362), over the blocks that every drafter
-learns from.
+"""Training of a multi-token-prediction layer to draft chains: FastMTP (arXiv 2509.18362), on the same blocks as other
+drafters.
 
-A block is an anchor and the K tokens behind it; its K slots are K steps of the one layer. Step 0 reads the target's last hidden
-states of all positions before the anchor, causally, each with the token behind it; step i is told what step i - 1 found, and
-the text's own token. As when drafting, step i attends to the keys of step 0 up to its anchor, and to the chain's own.
+A block is an anchor and the K tokens after it; its K draft positions are K steps of the one layer. Step 0 reads the target's
+last hidden states of all positions before the anchor, causally, each with the next token; step i reads the hidden state of
+step i - 1 and the text's own token. As in drafting, step i attends to the keys of step 0 up to its anchor, and to the chain's
+own.
 
-    loss = sum over steps i of b^i * CE(the target's head of step i, token of the text), b = 0.6       (FastMTP, equation 2)
+    loss = sum over steps i of b^i * CE(the target's head of step i, token of the text), b = 0.6       (FastMTP,
+    equation 2)
 
-FastMTP divides by the sum of b^i, which changes the size of the loss alone. Embedding and head are the target's and stay; the
-layer's weights are those of the target's file, or a copy of its last layer where the file has none.
+FastMTP divides by the sum of b^i, which changes only the size of the loss. Embedding and head are the target's and frozen;
+the layer's weights are those in the target's file, or a copy of its last layer if the file has no mtp layer.
 """
 
 from __future__ import annotations
@@ -36,17 +38,17 @@ from paceline.train.config import TrainConfig
 from paceline.train.learn.initial_weights import init_folder
 from paceline.train.learn.losses import Head
 from paceline.train.learn.packs import Pack, Trainable
-from paceline.train.methods.eagle3 import ChainAttention
+from paceline.train.methods.eagle3 import ChainAttention, chain_hidden
 
 FIRST_DEVIATION = 0.02
 
 
 class MtpNetwork(nn.Module):
-    """The layer with gradients; `state_dict` has the names of `MtpLayer.tensors`. What the decode path computes in
-    `draft/mtp/drafter.py` is written here once more; the test of both is `tests/train/test_mtp_training.py`."""
+    """The layer with gradients; `state_dict` has the names of `MtpLayer.tensors`. `draft/mtp/drafter.py` has the decode
+    path; `tests/train/test_mtp_training.py` compares the two."""
 
     def __init__(self, layer: MtpLayer) -> None:
-        """Copies the weights, as float32. Raises UnsupportedModelError for attention with sinks."""
+        """Copies the weights, as float32. Raises UnsupportedModelError for attention sinks."""
         super().__init__()
         self.config, self.tells_normed = layer.config, layer.tells_normed
         if layer.config.has_sinks:
@@ -58,16 +60,16 @@ class MtpNetwork(nn.Module):
         self._names = frozenset(layer.tensors)
 
     def forward(self, embedded_TD: Tensor, hidden_TD: Tensor, attend: ChainAttention) -> tuple[Tensor, Tensor]:
-        """(what the next step is told, what the head reads), [T, D] each, from embedded tokens and the hidden states of the
-        positions before them: the target's, or what the step before has told."""
+        """Returns (input of the next step, input of the head), [T, D] each, from embedded tokens and the previous
+        positions' hidden states: the target's, or the first output of the previous step."""
         scale = self.config.residual_scale
         both_TX = torch.cat([self._norm("embedding_norm", embedded_TD), self._norm("hidden_norm", hidden_TD)], dim=-1)
         hidden_TD = self._linear("fc", both_TX).float()
         attended_TD = self._attention(self._at("input_norm", hidden_TD), attend)
         hidden_TD = hidden_TD + scale * self._at("attention_out_norm", attended_TD)
         normed_TD = self._at("mlp_norm", hidden_TD)
-        found_TD = self._experts(normed_TD) if self.config.has_experts(0) else self._mlp("mlp", normed_TD)
-        hidden_TD = hidden_TD + scale * self._at("mlp_out_norm", found_TD)
+        mlp_TD = self._experts(normed_TD) if self.config.has_experts(0) else self._mlp("mlp", normed_TD)
+        hidden_TD = hidden_TD + scale * self._at("mlp_out_norm", mlp_TD)
         normed_TD = self._norm("final_norm", hidden_TD)
         return normed_TD if self.tells_normed else hidden_TD, normed_TD
 
@@ -80,7 +82,7 @@ class MtpNetwork(nn.Module):
             query, gate = pairs[:, :, 0].flatten(1), pairs[:, :, 1].flatten(1)
         if shape.qk_norm and shape.is_qk_norm_whole:
             query, key = self._norm("self_attn.q_norm", query), self._norm("self_attn.k_norm", key)
-        query_THD, key_THD, value_THD = (each.unflatten(-1, (-1, shape.head_dim)) for each in (query, key, value))
+        query_THD, key_THD, value_THD = (heads.unflatten(-1, (-1, shape.head_dim)) for heads in (query, key, value))
         if shape.qk_norm and not shape.is_qk_norm_whole:
             query_THD, key_THD = self._norm("self_attn.q_norm", query_THD), self._norm("self_attn.k_norm", key_THD)
         attended_TX = attend(0, query_THD, key_THD, value_THD)
@@ -92,7 +94,7 @@ class MtpNetwork(nn.Module):
         return self._linear(f"{name}.down_proj", both)
 
     def _experts(self, normed_TD: Tensor) -> Tensor:
-        """Every expert runs, also over no token at all: each has a gradient then, as several processes want it."""
+        """Runs every expert, even for zero tokens, so that each has a gradient, which several processes need."""
         shape, probs_TE = self.config, self._linear("mlp.gate", normed_TD).softmax(-1, torch.float32)
         share_TK, chosen_TK = probs_TE.topk(shape.experts_per_token, dim=-1)
         if shape.normed_experts:
@@ -101,8 +103,8 @@ class MtpNetwork(nn.Module):
         summed_TD = torch.zeros(normed_TD.shape, device=normed_TD.device)
         for expert in range(shape.num_experts):
             tokens_S = (chosen_TK == expert).any(1).nonzero()[:, 0]
-            found_SD = self._mlp(f"mlp.experts.{expert}", normed_TD[tokens_S]).float() * share_TE[tokens_S, expert, None]
-            summed_TD = summed_TD.index_add(0, tokens_S, found_SD)
+            expert_SD = self._mlp(f"mlp.experts.{expert}", normed_TD[tokens_S]).float() * share_TE[tokens_S, expert, None]
+            summed_TD = summed_TD.index_add(0, tokens_S, expert_SD)
         if not shape.shared_expert_size:
             return summed_TD
         opened_T1 = torch.sigmoid(self._linear("mlp.shared_expert_gate", normed_TD))
@@ -113,7 +115,7 @@ class MtpNetwork(nn.Module):
         return rms_norm(inputs, weight, self.config.rms_norm_eps)
 
     def _at(self, place: str, inputs: Tensor) -> Tensor:
-        """The norm that stands in this place of the layer, where there is one."""
+        """Applies the norm at this place of the layer, if there is one."""
         name = NORMS[self.config.norms].get(place)
         return inputs if name is None else self._norm(name, inputs)
 
@@ -123,7 +125,7 @@ class MtpNetwork(nn.Module):
 
 
 def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Under a dotted name, in modules of their own."""
+    """Registers a parameter under a dotted name, in nested modules."""
     *owners, own = name.split(".")
     for owner in owners:
         if owner not in module._modules:
@@ -133,44 +135,34 @@ def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 class MtpTrainable(Trainable):
-    """A multi-token-prediction layer while it learns; the target's head reads it."""
+    """A multi-token-prediction layer in training; the target's head reads its output."""
 
     def __init__(self, network: MtpNetwork, raw: dict[str, Any], block_size: int, embedding_scale: float = 1.0) -> None:
-        """`block_size`: the anchor and as many drafts as there are steps; `embedding_scale`: `EndScales.embedding`."""
+        """`block_size`: 1 + the number of steps; `embedding_scale`: `EndScales.embedding`."""
         self.network, self.raw, self.block_size = network, raw, block_size
         self.layers = [module for name, module in network.named_modules() if _is_read_by_each(network.config, name)]
         self._own, self._scale = network, embedding_scale
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
-        """As Trainable.hidden."""
         shape, dtype = self._own.config, torch.bfloat16 if is_autocast else torch.float32
         scores = Scores(shape.attention_scale, shape.attention_cap)
         attend = ChainAttention(shape, pack.layout, dtype, first=0, scores=scores)
         with torch.autocast(embedding_VD.device.type, torch.bfloat16, enabled=is_autocast):
-            told_TD, normed_TD = self._own(self._embedded(pack.behind_N, embedding_VD), pack.taps_NF.float(), attend)
-            told_AD, found = told_TD[attend.entries_A], [normed_TD[attend.entries_A]]
-            for attend.step in range(1, self.block_size - 1):
-                tokens_A = pack.slots.labels_AK[:, attend.step - 1].long()
-                told_AD, normed_AD = self._own(self._embedded(tokens_A, embedding_VD), told_AD, attend)
-                found.append(normed_AD)
-        return torch.stack([each.float() for each in found], dim=1).flatten(0, 1)
-
-    def _embedded(self, tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
-        return F.embedding(tokens_T, embedding_VD).float() * self._scale
+            return chain_hidden(
+                self._own, attend, pack, pack.taps_NF.float(), lambda ids: F.embedding(ids, embedding_VD).float() * self._scale
+            )
 
 
 def _is_read_by_each(shape: DecoderConfig, name: str) -> bool:
-    """Whether this module is a leaf that every token goes through; of experts the first ones stand for those that it gets."""
+    """Returns True for a leaf module that every token passes through, or one of the first `experts_per_token` experts."""
     expert = name.partition("mlp.experts.")[2].partition(".")[0]
     is_leaf = name.endswith(("_proj", "norm", "fc", "gate"))
     return is_leaf and (not expert or int(expert) < shape.experts_per_token)
 
 
 def mtp_for(target: Target, config: TrainConfig) -> tuple[dict[str, Any], MtpNetwork]:
-    """config.json of its folder, and the layer to begin with: that of --init, the target's own, or (`is_copied`) a new one.
-
-    Raises what `find_mtp` does, ConfigError for a target without one, DrafterMismatchError when --init is of another target.
-    """
+    """Returns config.json, and the initial layer: that of --init, the target's own, or (`is_copied`) a new one. Raises like
+    `find_mtp`; ConfigError for a target without such a layer; DrafterMismatchError if --init belongs to another target."""
     init = init_folder(config.init, config.target.model)
     layer = read_mtp(init) if init is not None else _first_layer(config)
     for what, mine, theirs in (
@@ -183,38 +175,35 @@ def mtp_for(target: Target, config: TrainConfig) -> tuple[dict[str, Any], MtpNet
 
 
 def check_mtp(config: TrainConfig) -> None:
-    """Before hours are spent on answers: whether there is a layer to begin with. Raises as `mtp_for`."""
+    """Checks that there is an initial layer, before the answers are generated. Raises the errors of `mtp_for`."""
     if config.shape.kind == "mtp" and config.init is None and config.scale == "default":
         _first_layer(config)
 
 
 def _first_layer(config: TrainConfig) -> MtpLayer:
     path, is_copied = resolve(config.target.model), config.shape.is_copied
-    found = None if is_gguf(path) else find_mtp(path)  # llama.cpp's names of such layers are not read
+    layer = None if is_gguf(path) else find_mtp(path)  # llama.cpp's names of such layers are not read
     where = " that is read from a GGUF file" if is_gguf(path) else ""
     refuse(
         ConfigError,
         (
-            found is None and not is_copied,
+            layer is None and not is_copied,
             f"{config.target.model} holds no multi-token-prediction layer to be trained{where}: begin a new one as a copy of "
             "its last layer (--first-layers copied), or train another kind (--drafter-kind eagle3, or dflash)",
         ),
         (
-            found is not None and is_copied,
+            layer is not None and is_copied,
             f"{config.target.model} has a multi-token-prediction layer of its own: leave --first-layers out, and it is trained",
         ),
     )
-    return found or new_layer(path, config.loop.seed)
+    return layer or new_layer(path, config.loop.seed)
 
 
 @torch.no_grad()
 def new_layer(path: Path, seed: int = 0) -> MtpLayer:
-    """A layer for a target whose folder or GGUF file has none: its last layer of full attention, told the normed embedding and
-    the normed hidden state added up, with the target's own final norm, which `FirstNorm` scales. Its names are those of
-    DeepSeek's layout, or of Qwen's in the families that have it.
-
-    Raises UnsupportedModelError for a target without such a layer.
-    """
+    """Returns a layer for a target without an mtp layer: its last layer of full attention, whose input is the sum of the
+    normed embedding and the normed hidden state, with the target's final norm, which `FirstNorm` scales. Its layout is
+    DeepSeek's, or Qwen's for families with that layout. Raises UnsupportedModelError for a target without such a layer."""
     raw = config_json(path)
     config = decoder_config(raw, path)
     layer = one_layer(config)
@@ -231,7 +220,7 @@ def new_layer(path: Path, seed: int = 0) -> MtpLayer:
     prefix = f"layers.{fits[-1]}."
     expected = {f"model.{prefix}{name}": shape for name, shape in layer_shapes(config, fits[-1]).items()}
     every = load_tensors(path) if is_gguf(path) else load_named(path, lambda name: prefix in name or ".layers." not in name)
-    stored = (each for each in every if prefix in each[0] or each[0].endswith(".norm.weight"))
+    stored = (named for named in every if prefix in named[0] or named[0].endswith(".norm.weight"))
     ours = {**{name: LAYER + name.partition(prefix)[2] for name in expected}, "model.norm.weight": "final_norm.weight"}
     size, generator = config.hidden_size, torch.Generator().manual_seed(seed)
     both = torch.cat([torch.eye(size), torch.eye(size)], dim=1)
@@ -244,5 +233,5 @@ def new_layer(path: Path, seed: int = 0) -> MtpLayer:
 
 
 def head_for(target: Target) -> Head:
-    """The target's own head, with what it does to logits."""
+    """Returns the target's own head, with its logit scale and cap."""
     return Head(head_weight(target), target.ends.logits, target.ends.cap, target=target.ends)

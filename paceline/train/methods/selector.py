@@ -1,15 +1,15 @@
-"""What the selector of a DFlash 2 drafter is taught, beside what train/learn/losses.py teaches the slots.
+"""Training of a DFlash 2 drafter's selector, in addition to the slots' loss of train/learn/losses.py.
 
-Of each slot the selector sees the drafting head's most likely tokens, behind the token that the target said before. Its loss is
-the cross entropy of the target's token among them; a slot whose token is not among them is left out of it, and keeps its place
-in the weights of the others (d-pace). Hidden states and logits are taken as they are: body and convolution learn as they would
-without a selector, which makes what the selector adds a figure of its own.
+At each slot (draft position) the selector scores the drafting head's top tokens, given the target's previous token. Its loss
+is the cross entropy of the target's token among them; a slot whose token is not a candidate has no loss, but counts in the
+weights of the others (d-pace). Hidden states and logits are detached: body and convolution learn as without a selector, so its
+gain is measured separately.
 
-It learns from a sample of a step's blocks (`BlockSample`): its logits are those of the whole draft vocabulary, where the slots'
-own loss has a part of it, and those of all blocks would take a third of a step. Held-out looks see every block.
+It learns from a sample of a step's blocks (`BlockSample`): it needs logits of the whole draft vocabulary, which would take a
+third of a step for all blocks. Held-out evaluations use every block.
 
 Codebooks may be factored (`draft/dflash2/drafter.py`): two small matrices on the target's embedding, the same for every
-token, frequent or not. `materialised` writes them out for a checkpoint that others read.
+token. `materialised` expands them in checkpoints.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from paceline.train.learn.packs import DFlashTrainable, Pack
 
 @dataclass(frozen=True, slots=True)
 class BlockSample:
-    """Which blocks of a step a selector learns from: each with the chance `share`, by a hash of `key` (the step) and of what
-    the block says, so that one process or several, and packs of any size, take the same ones. A sampled block weighs 1 / share:
-    the expected gradient is that of all blocks."""
+    """Selects the blocks of a step that train the selector, each with probability `share`, by a hash of `key` (the step)
+    and of the block's tokens, so that the choice does not depend on packs or processes. A selected block has weight 1 /
+    share, so the expected gradient is that of all blocks."""
 
     share: float = 1.0
     key: str = ""
 
     def of(self, pack: Pack) -> Tensor:
-        """Numbers of a pack's sampled blocks, ascending."""
+        """Returns the indices of a pack's selected blocks, ascending."""
         if self.share >= 1:
             return torch.arange(len(pack.anchors_A), device=pack.anchors_A.device)
-        said_AK = torch.where(pack.slots.valid_AK, pack.slots.labels_AK, -1).long()
-        starts_A = torch.cat(list(pack.layout.anchors)).to(said_AK.device)
-        rows = torch.cat([starts_A[:, None], pack.anchors_A[:, None], said_AK], dim=1).cpu().numpy()
-        taken = [number for number, row in enumerate(rows) if self._takes(row.tobytes())]
-        return torch.tensor(taken, dtype=torch.int64, device=said_AK.device)
+        tokens_AK = torch.where(pack.slots.valid_AK, pack.slots.labels_AK, -1).long()
+        starts_A = torch.cat(list(pack.layout.anchors)).to(tokens_AK.device)
+        rows = torch.cat([starts_A[:, None], pack.anchors_A[:, None], tokens_AK], dim=1).cpu().numpy()
+        sampled = [number for number, row in enumerate(rows) if self._takes(row.tobytes())]
+        return torch.tensor(sampled, dtype=torch.int64, device=tokens_AK.device)
 
     def _takes(self, block: bytes) -> bool:
         digest = hashlib.blake2b(block, digest_size=8, key=self.key.encode()).digest()
         return int.from_bytes(digest, "little") < self.share * 2**64
 
 
-WHOLE = BlockSample()
+ALL_BLOCKS = BlockSample()
 
 
 class DFlash2Trainable(DFlashTrainable):
-    """As DFlashTrainable, with a selector that learns."""
+    """A DFlashTrainable with a trained selector."""
 
     network: DFlash2Network
 
@@ -76,25 +76,23 @@ class DFlash2Trainable(DFlashTrainable):
         *,
         is_measured: bool,
         is_learning: bool,
-        sample: BlockSample = WHOLE,
+        sample: BlockSample = ALL_BLOCKS,
     ) -> tuple[Tensor, SlotMetrics]:
-        """Its loss as a share of a step of `num_slots` slots, and figures of some blocks; without gradients, of all of them.
-
-        head: the drafting head, of all tokens or of the draft vocabulary. Before it is `is_learning` its gradients are zeros.
-        """
+        """Returns the loss as a share of a step with `num_slots` draft positions, and metrics: of all blocks without
+        gradients, else of some. `head`: the drafting head. Without `is_learning`, gradients are zeros."""
         slots, is_training = pack.slots, torch.is_grad_enabled()
-        per_block, sample = slots.labels_AK.shape[1], sample if is_training else WHOLE
+        per_block, sample = slots.labels_AK.shape[1], sample if is_training else ALL_BLOCKS
         metrics, total = SlotMetrics.zero(per_block), torch.zeros((), device=hidden_TD.device)
-        taken_A = sample.of(pack)
-        if is_training and (not is_learning or not len(taken_A)):
-            # Every weight gets a gradient: optimisers and other processes count on it.
-            return sum((each.sum() for each in self.network.candidate_selector.parameters()), total) * 0.0, metrics
+        sampled_A = sample.of(pack)
+        if is_training and (not is_learning or not len(sampled_A)):
+            # Every weight gets a gradient, which optimisers and other processes need.
+            return sum((parameter.sum() for parameter in self.network.candidate_selector.parameters()), total) * 0.0, metrics
         hidden_AKD = hidden_TD.detach().unflatten(0, (-1, per_block))
-        for number, blocks_A in enumerate(taken_A.split(max(1, CHUNK_ROWS // per_block))):
+        for number, blocks_A in enumerate(sampled_A.split(max(1, CHUNK_ROWS // per_block))):
             part = Slots(slots.labels_AK[blocks_A], slots.valid_AK[blocks_A])
             with torch.autocast(hidden_TD.device.type, enabled=False):
-                own = pack.anchors_A[blocks_A], head, embedding_VD, config
-                loss, measured = self._part(hidden_AKD[blocks_A], part, *own)
+                inputs = pack.anchors_A[blocks_A], head, embedding_VD, config
+                loss, measured = self._part(hidden_AKD[blocks_A], part, *inputs)
             total = total + loss
             if is_measured and (not is_training or number == 0):
                 metrics.flat += measured.flat
@@ -103,7 +101,7 @@ class DFlash2Trainable(DFlashTrainable):
     def _part(
         self, hidden_AKD: Tensor, slots: Slots, anchors_A: Tensor, head: Head, embedding_VD: Tensor, config: LossConfig
     ) -> tuple[Tensor, SlotMetrics]:
-        """Loss (a sum) and figures of a few blocks."""
+        """Returns loss (a sum) and metrics of a few blocks."""
         valid_AK = slots.valid_AK
         local_AK, reached_AK = head.local(slots.labels_AK)
         with torch.no_grad():
@@ -111,31 +109,31 @@ class DFlash2Trainable(DFlashTrainable):
             # On CPU twice as fast as logsumexp.
             ce_AK = -torch.log_softmax(logits_AKV, dim=-1).gather(-1, local_AK[..., None])[..., 0]
         scores_AKM, is_gold_AKM = self._scores(hidden_AKD, logits_AKV, slots, anchors_A, head, embedding_VD)
-        found_AK = is_gold_AKM.any(-1) & reached_AK & valid_AK
-        place_AK1 = is_gold_AKM.long().argmax(-1, keepdim=True)
-        own_AK = -torch.log_softmax(scores_AKM, dim=-1).gather(-1, place_AK1)[..., 0]
-        weight_AK = slot_weights(config, ce_AK, valid_AK) * found_AK
-        first_AK = is_gold_AKM[..., 0] & found_AK
-        right_AK = (scores_AKM.argmax(-1) == place_AK1[..., 0]) & found_AK
+        learned_AK = is_gold_AKM.any(-1) & reached_AK & valid_AK
+        gold_AK1 = is_gold_AKM.long().argmax(-1, keepdim=True)
+        own_AK = -torch.log_softmax(scores_AKM, dim=-1).gather(-1, gold_AK1)[..., 0]
+        weight_AK = slot_weights(config, ce_AK, valid_AK) * learned_AK
+        top1_AK = is_gold_AKM[..., 0] & learned_AK
+        right_AK = (scores_AKM.argmax(-1) == gold_AK1[..., 0]) & learned_AK
         metrics = SlotMetrics.zero(valid_AK.shape[1])
-        metrics.told_2[0] = (own_AK.detach() * found_AK).sum(dtype=torch.float64).cpu()
-        metrics.told_2[1] = found_AK.sum().cpu()
-        walked = (valid_AK, first_AK.cumprod(dim=1), right_AK, right_AK.cumprod(dim=1))
-        metrics.walked_4K[:] = torch.stack([each.sum(0).cpu() for each in walked])
+        metrics.selector_2[0] = (own_AK.detach() * learned_AK).sum(dtype=torch.float64).cpu()
+        metrics.selector_2[1] = learned_AK.sum().cpu()
+        sums = (valid_AK, top1_AK.cumprod(dim=1), right_AK, right_AK.cumprod(dim=1))
+        metrics.selector_4K[:] = torch.stack([values_AK.sum(0).cpu() for values_AK in sums])
         return (own_AK * weight_AK).sum(), metrics
 
     def _scores(
         self, hidden_AKD: Tensor, logits_AKV: Tensor, slots: Slots, anchors_A: Tensor, head: Head, embedding_VD: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Scores of each slot's candidates behind the target's own token, and which of them is the target's token."""
-        said_AK = torch.where(slots.valid_AK, slots.labels_AK, 0).long()
-        before_AK = torch.cat([anchors_A[:, None], said_AK[:, :-1]], dim=1)
+        """Returns the scores of each slot's candidates after the target's previous token, and which is the target's token."""
+        tokens_AK = torch.where(slots.valid_AK, slots.labels_AK, 0).long()
+        before_AK = torch.cat([anchors_A[:, None], tokens_AK[:, :-1]], dim=1)
         picks = score(self.network.candidate_selector, hidden_AKD, logits_AKV, anchors_A, head.columns, before_AK, embedding_VD)
         return picks.scores_BKPM[:, :, 0], picks.chosen_BKM == head.local(slots.labels_AK)[0][..., None]
 
     @torch.no_grad()
     def right(self, hidden_TD: Tensor, pack: Pack, head: Head, embedding_VD: Tensor) -> Tensor:
-        """As DFlashTrainable.right; a block whose first slots are right has walked along the target's own tokens."""
+        """Returns which slots select the target's token; earlier slots are given as the target's tokens."""
         slots = pack.slots
         hidden_AKD = hidden_TD.unflatten(0, slots.valid_AK.shape)
         logits_AKV = head.logits(hidden_TD).unflatten(0, slots.valid_AK.shape).float()
@@ -145,5 +143,5 @@ class DFlash2Trainable(DFlashTrainable):
 
 
 def trainable_of(network: DFlashNetwork, raw: dict[str, Any], attention: str = "auto") -> DFlashTrainable:
-    """What the loop needs of a network, by its kind."""
+    """Returns the Trainable of a DFlash or DFlash 2 network."""
     return (DFlash2Trainable if isinstance(network, DFlash2Network) else DFlashTrainable)(network, raw, attention)
