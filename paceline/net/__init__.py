@@ -1,1 +1,1 @@
-"""Requests to HTTP servers, and their metrics."""
+"""HTTP clients, and a reader of Prometheus metrics."""

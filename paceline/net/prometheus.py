@@ -1,11 +1,11 @@
-"""The text of GET /metrics as series, and what they come to: for `server_logs.py` and for the daemon's counters alike.
+"""Parses the text of GET /metrics (Prometheus format) and sums its series by engine.
 
     engines = engines_of(text)                       # {"0": {"vllm:generation_tokens_total": 2900.0, ...}, "1": ...}
-    totals(engines)["vllm:generation_tokens_total"]  # of all engines
+    totals(engines)["vllm:generation_tokens_total"]  # over all engines
 
-vLLM's, SGLang's and paceline's names are kept; llama.cpp's are read under vLLM's. Each engine (`engine` of vLLM,
-`dp_rank` of SGLang) has counters of its own. Ranks of one engine tell the same, and count once; a draft engine's
-series are left out.
+Names of vLLM, SGLang and paceline are unchanged; those of llama.cpp are mapped to vLLM's. Each engine (label `engine` in vLLM,
+`dp_rank` in SGLang) has its own counters. Ranks of one engine report the same values and count once; series of a draft engine
+are skipped.
 """
 
 from __future__ import annotations
@@ -25,98 +25,99 @@ LLAMACPP = {
     "llamacpp:tokens_predicted_total": "vllm:generation_tokens_total",
     "llamacpp:requests_processing": "vllm:num_requests_running",
 }
-"""llama.cpp's names of what vLLM counts; those of speculation differ in their prefix and lack `_total`."""
+"""llama.cpp's metric names -> vLLM's; `_name` maps those of speculation, which lack `_total`."""
 ENGINES = ("engine", "dp_rank")
+"""Labels that number the engines of a server."""
 RANKS = frozenset({"tp_rank", "pp_rank", "ep_rank", "moe_ep_rank", "attn_tp_rank", "attn_cp_rank", "cp_rank", "dcp_rank"})
-"""Labels of processes that compute one engine together."""
+"""Labels that number the processes of one engine."""
 ROLES = ("engine", "engine_type", "engine_role", "role", "worker", "worker_type")
-"""Labels that say what an engine is for."""
+"""Labels whose value may mark a draft engine."""
 MEANS = ("sglang:spec_accept_length", "sglang:spec_accept_rate")
-"""Gauges that are means: of several engines the mean of those that have drafted."""
+"""Gauges that are averaged over the engines that have drafted, not summed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
+    """One sample of /metrics."""
+
     name: str
     labels: dict[str, str]
     value: float
 
 
 def read_series(text: str) -> Iterator[Series]:
-    """Every line that is a finite amount; lines that are none, and amounts below 0, are left out."""
+    """Yield every sample with a finite value of at least 0; other lines are skipped."""
     for line in text.splitlines():
-        found = METRIC.fullmatch(line.strip())
-        if not found or line.startswith("#"):
+        match = METRIC.fullmatch(line.strip())
+        if not match or line.startswith("#"):
             continue
         try:
-            value = float(found[3])
+            value = float(match[3])
         except ValueError:
             continue
         if 0 <= value < float("inf"):
-            yield Series(_name(found[1]), dict(LABEL.findall(found[2] or "")), value)
+            yield Series(_name(match[1]), dict(LABEL.findall(match[2] or "")), value)
 
 
 def _name(name: str) -> str:
-    known = LLAMACPP.get(name)
-    if known is None and name.startswith("llamacpp:spec_decode_"):
-        known = "vllm:" + name.removeprefix("llamacpp:").removesuffix("_total") + "_total"
-    return known or name
+    if name.startswith("llamacpp:spec_decode_"):
+        return "vllm:" + name.removeprefix("llamacpp:").removesuffix("_total") + "_total"
+    return LLAMACPP.get(name, name)
 
 
 def engines_of(text: str, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
-    """Engine -> name -> value, {} of a page without any metric that is known.
+    """Return engine -> metric name -> value; {} for a page without known metrics.
 
-    Series that differ in other labels are summed; with labels `by` also under NAME{VALUE}. Raises ConfigError where
-    the page tells of several models and `model` names none of them."""
-    series = [each for each in read_series(text) if not _is_draft(each)]
-    if not any(each.name.startswith(PREFIXES) or each.name.startswith("paceline:") for each in series):
+    Series that differ in other labels are summed; each label in `by` adds a sum named NAME{VALUE}. Raises ConfigError if the
+    page has metrics of several models and `model` names none."""
+    series = [one for one in read_series(text) if not _is_draft(one)]
+    if not any(one.name.startswith((*PREFIXES, "paceline:")) for one in series):
         return {}
     series = _of_model(series, model)
     values = defaultdict[str, defaultdict[str, float]](lambda: defaultdict(float))
-    for each in _each_rank_once(series):
-        engine = "/".join(each.labels[label] for label in ENGINES if label in each.labels)
-        for name in (each.name, *(f"{each.name}{{{each.labels[label]}}}" for label in by if label in each.labels)):
-            values[engine][name] += each.value
-    return {engine: dict(found) for engine, found in values.items()}
+    for one in _without_ranks(series):
+        engine = "/".join(one.labels[label] for label in ENGINES if label in one.labels)
+        for name in (one.name, *(f"{one.name}{{{one.labels[label]}}}" for label in by if label in one.labels)):
+            values[engine][name] += one.value
+    return {engine: dict(by_name) for engine, by_name in values.items()}
 
 
 def _is_draft(series: Series) -> bool:
-    """True for series of an engine that only drafts."""
+    """Return True for a series of an engine that only drafts."""
     return any("draft" in series.labels.get(label, "").lower() for label in ROLES)
 
 
 def _of_model(series: list[Series], model: str | None) -> list[Series]:
-    names = sorted({each.labels["model_name"] for each in series if "model_name" in each.labels})
+    names = sorted({one.labels["model_name"] for one in series if "model_name" in one.labels})
     if model is not None and model not in names and names:
         raise ConfigError(
-            f"the metrics tell of no model {model!r}, but of {', '.join(names)}: name one of them (FILE:MODEL, or served_name)"
+            f"the metrics have no model {model!r}, only {', '.join(names)}: name one of them (FILE:MODEL, or served_name)"
         )
     if model is None and len(names) > 1:
         raise ConfigError(
-            f"the metrics tell of several models, {', '.join(names)}: name one of them (FILE:MODEL, or served_name)"
+            f"the metrics have several models, {', '.join(names)}: name one of them (FILE:MODEL, or served_name)"
         )
-    return [each for each in series if model is None or each.labels.get("model_name", model) == model]
+    return [one for one in series if model is None or one.labels.get("model_name", model) == model]
 
 
-def _each_rank_once(series: Iterable[Series]) -> Iterator[Series]:
-    """Of series that differ only in the rank the largest."""
-    most: dict[tuple[str, tuple[tuple[str, str], ...]], Series] = {}
-    for each in series:
-        mark = each.name, tuple(sorted((label, value) for label, value in each.labels.items() if label not in RANKS))
-        if mark not in most or most[mark].value < each.value:
-            most[mark] = each
-    yield from most.values()
+def _without_ranks(series: Iterable[Series]) -> Iterable[Series]:
+    """Return one series per engine: the largest of those that differ only in the rank."""
+    largest: dict[tuple[str, frozenset[tuple[str, str]]], Series] = {}
+    for one in series:
+        key = one.name, frozenset((label, value) for label, value in one.labels.items() if label not in RANKS)
+        if key not in largest or largest[key].value < one.value:
+            largest[key] = one
+    return largest.values()
 
 
 def totals(engines: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Name -> value of all engines: sums, but of means the mean of the engines whose value is above 0."""
-    found = defaultdict[str, list[float]](list)
+    """Return metric name -> value over all engines: the sum, or for `MEANS` the mean of values above 0."""
+    by_name = defaultdict[str, list[float]](list)
     for values in engines.values():
         for name, value in values.items():
-            found[name].append(value)
-    return {name: _mean_of(values) if name in MEANS else sum(values) for name, values in found.items()}
+            by_name[name].append(value)
+    return {name: _mean_of(values) if name in MEANS else sum(values) for name, values in by_name.items()}
 
 
 def _mean_of(values: list[float]) -> float:
-    above = [value for value in values if value > 0]
-    return fmean(above) if above else 0.0
+    return fmean([value for value in values if value > 0] or [0.0])

@@ -1,7 +1,7 @@
-"""A client of streaming HTTP APIs that costs next to nothing: it shares the processor with the server that it measures.
+"""An HTTP client for streamed responses that uses little CPU time, because benchmarks run it on the server's machine.
 
-One thread a request. While an answer comes in, its bytes are only kept, each piece with its time; sense is made of them when
-the pass is over. Connections stay open and are used again, as those of other clients are.
+Each request runs in a thread of the caller. Response bytes are only buffered with their arrival times and parsed after the
+run. Connections are kept alive and reused.
 """
 
 from __future__ import annotations
@@ -19,96 +19,119 @@ from urllib.parse import urlsplit
 from paceline.errors import ConfigError, reraised
 
 BOM = b"\xef\xbb\xbf"
-"""A stream of events may begin with it (HTML, 9.2.6)."""
+"""Byte order mark that may begin a stream of server-sent events (HTML standard, 9.2.6)."""
+TOO_LONG = 413
+"""Status of a `Stream` whose body exceeded the caller's limit."""
 
 
 @dataclass(slots=True)
 class Stream:
-    """A response as it came. Times are of time.perf_counter."""
+    """One response with its arrival times, in seconds of time.perf_counter."""
 
     due_s: float
-    """When it should have been sent; with a closed loop, when it was."""
+    """Scheduled send time; equals `sent_s` in a closed loop."""
     sent_s: float = 0.0
+    """Time at which `Client.ask` was called."""
     ended_s: float = 0.0
+    """Time of the last body bytes, or of the failure."""
     status: int = 0
+    """HTTP status; 0 if no response arrived."""
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
-    """Of the body."""
+    """(arrival time, bytes) of each part of the body."""
     failure: str | None = None
-    """What went wrong below HTTP."""
+    """Error message of the connection or of a broken response; None for a complete response of any status."""
     connected_s: float = 0.0
-    """When there was a connection: at once where an open one was used again."""
+    """Time at which the connection was open; close to `sent_s` for a reused one."""
     written_s: float = 0.0
-    """When the whole request had been given to the system."""
+    """Time at which the whole request was handed to the operating system."""
     headers_s: float = 0.0
-    """When the answer's first bytes had come."""
+    """Time at which the response headers had arrived."""
 
     @property
     def body(self) -> bytes:
         return b"".join(piece for _, piece in self.pieces)
 
     def events(self) -> Iterator[tuple[float, bytes]]:
-        """Server-sent events: when each was complete, and its data."""
+        """Parse the body as server-sent events; yields (time at which the event was complete, its data)."""
         rest, is_first = b"", True
-        for when, piece in self.pieces:
+        for arrived_s, piece in self.pieces:
             rest += piece
             if is_first and len(rest) >= len(BOM):
                 rest, is_first = rest.removeprefix(BOM), False
-            *ended, rest = rest.replace(b"\r\n", b"\n").split(b"\n\n")
-            for event in ended:
+            *events, rest = rest.replace(b"\r\n", b"\n").split(b"\n\n")
+            for event in events:
                 lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
                 if data := b"\n".join(lines):
-                    yield when, data
+                    yield arrived_s, data
 
 
 class Client:
-    """HTTP/1.1 to one server, from any number of threads."""
+    """An HTTP/1.1 client of one server. Threads may share it."""
 
     def __init__(
-        self, url: str, key: str | None = None, timeout_s: float = 600.0, option: str = "--url", *, keeps: bool = True
+        self,
+        url: str,
+        key: str | None = None,
+        timeout_s: float = 600.0,
+        option: str = "--url",
+        *,
+        keeps: bool = True,
+        key_name: str = "the API key",
     ) -> None:
-        """`url` with or without /v1; `keeps` connections open and uses them again.
+        """`url` with or without /v1; `keeps` reuses connections. Errors call the address `option` and the key `key_name`.
 
-        Raises ConfigError, which names `option`, when it is none."""
+        Raises ConfigError for an invalid address or key."""
         self._timeout_s, self._keeps = timeout_s, keeps
         with reraised(ConfigError, f"{option} {url!r} is no address", "write it as http://127.0.0.1:8000", ValueError):
             parts = urlsplit(url)
             self._port = parts.port
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+        if parts.username or parts.password:
+            raise ConfigError(f"{option} holds a password: write it as http://127.0.0.1:8000, and give {key_name} instead")
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ConfigError(f"{option} {url!r} is no address of a server: write it as http://127.0.0.1:8000")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._host, self._prefix = parts.hostname, parts.path.rstrip("/").removesuffix("/v1")
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self.has_key = key is not None
-        self._headers = {"User-Agent": "paceline-bench", "Content-Type": "application/json"}
+        self._headers = {"User-Agent": "paceline", "Content-Type": "application/json"}
         if key is not None:
             if not key.isascii() or not key.isprintable():
-                raise ConfigError("the API key must be printable ASCII text: HTTP headers carry nothing else")
+                raise ConfigError(f"{key_name} must be printable ASCII text: HTTP headers carry nothing else")
             self._headers["Authorization"] = f"Bearer {key}"
         self._idle: list[HTTPConnection] = []
-        self._made: list[HTTPConnection] = []
+        self._open: set[HTTPConnection] = set()
 
     def get(self, path: str) -> Stream:
-        """Raises OSError when the server cannot be reached, or answers something that is not HTTP."""
+        """Send a GET request. Raises OSError when the server is unreachable or its response is invalid HTTP."""
         stream = self.ask("GET", path)
         if stream.failure:
             raise ConnectionError(stream.failure)
         return stream
 
     def post(self, path: str, body: bytes, due_s: float | None = None) -> Stream:
-        """Send JSON and wait for the whole answer; what goes wrong is in `Stream.failure`."""
+        """Send JSON and wait for the whole response; `Stream.failure` reports errors."""
         return self.ask("POST", path, body, due_s)
 
     def close(self) -> None:
-        """Hang up; what is under way fails."""
-        for connection in self._made:
-            with contextlib.suppress(OSError, AttributeError):  # there is no socket yet, or none any more
+        """Close all connections; requests in flight fail."""
+        for connection in list(self._open):
+            with contextlib.suppress(OSError, AttributeError):  # it has no socket yet, or no longer
                 connection.sock.shutdown(socket.SHUT_RDWR)
             connection.close()
 
-    def ask(self, method: str, path: str, body: bytes | None = None, due_s: float | None = None) -> Stream:
-        """As `post`, for any method."""
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        due_s: float | None = None,
+        *,
+        most: float = float("inf"),
+    ) -> Stream:
+        """Send a request of any method and wait for the whole response, of at most `most` bytes."""
         sent_s = time.perf_counter()
         stream, connection = Stream(sent_s if due_s is None else due_s, sent_s), self._connection()
+        num_bytes = 0
         try:
             if connection.sock is None:
                 connection.connect()
@@ -122,9 +145,14 @@ class Client:
                 stream.pieces.append((time.perf_counter(), piece))
                 if stream.pieces[-1][0] > sent_s + self._timeout_s:
                     raise TimeoutError
-            if response.length:
-                raise IncompleteRead(b"", response.length)
-            response.close()
+                num_bytes += len(piece)
+                if num_bytes > most:
+                    stream.status, stream.failure = TOO_LONG, f"the answer has more than {most} bytes"
+                    break
+            else:
+                if response.length:
+                    raise IncompleteRead(b"", response.length)
+                response.close()
         except TimeoutError:
             stream.failure = f"no whole answer within {self._timeout_s:g} s"
         except (ConnectionError, IncompleteRead) as error:
@@ -135,28 +163,33 @@ class Client:
             stream.failure = error.strerror or str(error) or type(error).__name__
         stream.ended_s = stream.pieces[-1][0] if stream.pieces and not stream.failure else time.perf_counter()
         if stream.failure or connection.sock is None or not self._keeps:
-            connection.close()
+            self._discard(connection)
         else:
             self._idle.append(connection)
         return stream
 
+    def _discard(self, connection: HTTPConnection) -> None:
+        connection.close()
+        self._open.discard(connection)
+
     def _connection(self) -> HTTPConnection:
+        """Return an idle connection that is still open, or a new one."""
         while self._idle:
             with contextlib.suppress(IndexError):  # another thread took the last one
                 connection = self._idle.pop()
                 if _is_open(connection.sock):
                     return connection
-                connection.close()
+                self._discard(connection)
         if self._ssl:
             connection = HTTPSConnection(self._host, self._port, timeout=self._timeout_s, context=self._ssl)
         else:
             connection = HTTPConnection(self._host, self._port, timeout=self._timeout_s)
-        self._made.append(connection)
+        self._open.add(connection)
         return connection
 
 
 def _is_open(idle: socket.socket) -> bool:
-    """Whether the server has not hung up meanwhile: nothing to read, neither the end nor bytes that nobody asked for."""
+    """Return True if the server has not closed the idle connection: its socket has neither an end nor stray bytes to read."""
     waiting = select.poll()
     waiting.register(idle, select.POLLIN)
     return not waiting.poll(0)
