@@ -30,7 +30,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that `paceline --help` answers at once."""
+    """Import a public name at its first use, so that `paceline --help` is fast."""
     if name not in _LAZY:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     import importlib

@@ -1,4 +1,4 @@
-"""`python -m paceline` is `paceline`."""
+"""Runs the command line as `python -m paceline`."""
 
 from paceline.cli import main
 

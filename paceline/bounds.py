@@ -1,11 +1,11 @@
-"""Which values a setting takes, said at its field; `check` refuses all others.
+"""Declares the valid values of a setting in its type annotation; `check` rejects all others.
 
     max_batch: Count = 8
     max_len: Annotated[int, at_least(2)] | None = None
     rule: Annotated[str, ("auto", "match", "block")] = "auto"           # or Literal["auto", ...]
     shares: tuple[Annotated[float, within("above 0 and at most 1", above=0, most=1)], ...] = (0.5,)
 
-Of a tuple each value must hold; None, which is not given, always does.
+In a tuple every value is checked; None is always valid.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from paceline.errors import ConfigError, PacelineError, SamplingError
 
 @dataclass(frozen=True, slots=True)
 class Must:
-    """A limit of a setting: "max_batch must be at least 1, not 0"."""
+    """One limit of a setting, with its error message: "max_batch must be at least 1, not 0"."""
 
     be: str
-    """What stands behind "must be"."""
+    """Text after "must be" in the error message."""
     holds: Callable[[Any], bool]
+    """Returns True for a valid value."""
 
 
 def within(be: str, *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf, finite: bool = True) -> Must:
-    """A number of this range, and never NaN."""
+    """A number in this range; NaN is never valid."""
     return Must(be, lambda value: least <= value <= most and value > above and (not finite or abs(value) < math.inf))
 
 
 def at_least(least: float) -> Must:
+    """A number of at least `least`; may be infinite."""
     return within(f"at least {least:g}" if least else "0 or more", least=least, finite=False)
 
 
@@ -46,13 +48,13 @@ Share = Annotated[float, within("between 0 and 1", least=0, most=1)]
 
 
 def check(settings: Any, kind: type[PacelineError] = ConfigError) -> None:
-    """Raises `kind` naming the first field of a dataclass that is not what its type says it must be."""
+    """Raises `kind` for the first field of a dataclass whose value is outside the limits of its type."""
     for name, limits in _limits_of(type(settings)).items():
-        value = getattr(settings, name)
-        for each in value if isinstance(value, tuple) else (value,):
-            wrong = next((limit for limit in limits if each is not None and not limit.holds(each)), None)
-            if wrong:
-                error = kind(f"{name} must be {wrong.be}, not {each!r}")
+        field_value = getattr(settings, name)
+        for value in field_value if isinstance(field_value, tuple) else (field_value,):
+            broken = next((limit for limit in limits if value is not None and not limit.holds(value)), None)
+            if broken:
+                error = kind(f"{name} must be {broken.be}, not {value!r}")
                 if isinstance(error, SamplingError):
                     error.field = name
                 raise error
@@ -65,7 +67,7 @@ def _limits_of(owner: type) -> dict[str, list[Must]]:
 
 
 def _limits(hint: Any) -> Iterator[Must]:
-    """Those of a type, and of the types in it."""
+    """Yields the limits of a type annotation, including nested ones."""
     is_choice, parts = get_origin(hint) is Literal, get_args(hint)
     for part in (parts,) if is_choice else parts:
         if isinstance(part, Must):

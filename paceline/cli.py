@@ -1,7 +1,7 @@
-"""The command line: `paceline.cli:main`.
+"""Entry point of the command line: `paceline.cli:main`.
 
-`commands/catalogue.py` lists the commands; files of `commands/` hold a command each, or several that belong together.
-They are imported when one of their commands runs, so that `paceline --help` answers at once.
+`commands/catalogue.py` lists the commands. Modules of `commands/` define one or several related commands and are imported
+when such a command runs, so that `paceline --help` is fast.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from paceline.commands.catalogue import SECTIONS, Entry
 from paceline.errors import PacelineError
 
 MOST_IN_ONE_LIST = 25
-"""More options of a command stand in sections of its help."""
+"""A command with more options than this shows them in sections."""
 FIRST_SECTIONS = ("Model", "Prompts")
-"""Sections that a help begins with, since everybody needs them; the others follow in the order of the parameters."""
-HELP = "Lossless speculative decoding: a small drafter goes ahead, the large model checks; same output, faster."
+"""Sections that come first in a command's help; the others follow in the order of its parameters."""
+HELP = "Lossless speculative decoding: a small drafter proposes tokens, the large model verifies them; same output, faster."
 
 
 class LazyCommands(Mapping[str, Any]):
-    """Commands by name; each is imported when it is first looked up."""
+    """Command name -> command; a command is imported at its first lookup."""
 
     def __init__(self, entries: Mapping[str, Entry], prefix: str = "") -> None:
-        """`prefix` begins the names of the functions: `bench_` for the group `bench`."""
+        """`prefix`: prefix of the functions' names, `bench_` for the group `bench`."""
         self.entries, self.prefix = entries, prefix
         self._built: dict[str, Any] = {}
 
@@ -55,16 +55,15 @@ class LazyCommands(Mapping[str, Any]):
 
 
 class Command(TyperCommand):
-    """A command whose help has its options in sections, where there are too many for one list."""
+    """A command whose help shows its options in sections if there are many."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        shown = [(each, record) for each in self.get_params(ctx) if (record := each.get_help_record(ctx)) is not None]
-        arguments = [record for each, record in shown if each.param_type_name == "argument"]
-        options = [(each, record) for each, record in shown if each.param_type_name != "argument"]
-        sections: dict[str, list[Any]] = {"Arguments": arguments, **{title: [] for title in FIRST_SECTIONS}}
-        for each, record in options:
-            title = getattr(each, "rich_help_panel", None) if len(options) > MOST_IN_ONE_LIST else None
-            sections.setdefault(title or "Options", []).append(record)
+        params = [(param, record) for param in self.get_params(ctx) if (record := param.get_help_record(ctx)) is not None]
+        has_many = sum(param.param_type_name != "argument" for param, _ in params) > MOST_IN_ONE_LIST
+        sections: dict[str, list[Any]] = {title: [] for title in ("Arguments", *FIRST_SECTIONS)}
+        for param, record in params:
+            title = (getattr(param, "rich_help_panel", None) if has_many else None) or "Options"
+            sections.setdefault("Arguments" if param.param_type_name == "argument" else title, []).append(record)
         for title, records in sections.items():
             if records:
                 with formatter.section(title):
@@ -72,12 +71,12 @@ class Command(TyperCommand):
 
 
 def keep_example_lines(text: str) -> str:
-    """A docstring with the marker before its `Examples:` that tells click not to join the lines that follow."""
+    """Return the docstring with click's marker \\b before `Examples:`, so that click does not rewrap the examples."""
     return text.replace("\n\nExamples:\n", "\n\n\b\nExamples:\n")
 
 
 class Group(TyperGroup):
-    """A group whose help prints the catalogue's summaries, in sections, without importing a command."""
+    """A command group whose help lists the catalogue's summaries in sections, without importing the commands."""
 
     sections: Mapping[str, Mapping[str, Entry]]
 
@@ -90,7 +89,7 @@ class Group(TyperGroup):
 
 
 class Root(Group):
-    """`paceline` itself."""
+    """The top-level command group `paceline`."""
 
     def __init__(self, **attrs: Any) -> None:
         super().__init__(**attrs)
@@ -129,12 +128,12 @@ def start(
 
 
 _UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-"""Typer carries its own click since 0.22; its base error has no public name."""
+"""click's base error. Typer has its own copy of click since 0.22 and does not export the class."""
 _MissingParameter = next(kind for kind in typer.BadParameter.__subclasses__() if kind.__name__ == "MissingParameter")
 
 
 def main() -> NoReturn:
-    """Run a command; errors made on purpose are one line and exit code 2, Ctrl-C is 130."""
+    """Run a command. Prints a PacelineError or usage error as one line and exits with code 2; Ctrl-C exits with 130."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -149,9 +148,7 @@ def main() -> NoReturn:
 
 
 def _usage(error: Any) -> str:
-    """Returns the message of a wrong command line.
-
-    Where an argument or an option is missing, it shows the first example of the command's help."""
+    """Returns the message of a usage error; for a missing argument or option, with the first example of the command's help."""
     message, example = error.format_message(), None
     if isinstance(error, _MissingParameter) and error.ctx is not None:
         example = _first_example(error.ctx.command.help or "")
@@ -159,12 +156,13 @@ def _usage(error: Any) -> str:
 
 
 def _first_example(text: str) -> str | None:
-    """The first command line under `Examples:`, its continuation lines joined."""
+    """Return the first command line under `Examples:`, with its continuation lines joined."""
     _, _, examples = text.replace("\\\n", " ").partition("\nExamples:\n")
     return next((" ".join(line.split()) for line in examples.splitlines() if line.strip()), None)
 
 
 def _fail(message: str) -> int:
+    """Print an error as one line, and with --json also as a JSON object; returns the exit code."""
     line = " ".join(message.split())
     print(f"error: {line}", file=sys.stderr)
     if "--json" in sys.argv:

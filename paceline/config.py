@@ -1,4 +1,4 @@
-"""Settings of an engine: frozen, documented field by field, with "auto" settled in one place that says what it chose."""
+"""Engine settings: a frozen, documented dataclass, and `resolve`, which replaces "auto" values."""
 
 from __future__ import annotations
 
@@ -25,70 +25,73 @@ Bytes = Annotated[int, "bytes", at_least(1)]
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How a model is loaded and run. The text under a field is also the help of its option."""
+    """Engine settings: model, drafter, memory and speculation. Each field's docstring is also its option's help text."""
 
     model: str = "smollm2-135m"
     """A built-in name, a folder, a GGUF file, or a hub id."""
     drafter: str = "default"
-    """default (what ships for the model, else ngram), none, ngram, mtp (the model's own layer for it), random-dflash,
+    """default (the drafter shipped for the model, else ngram), none, ngram, mtp (the model's own MTP layer), random-dflash,
     random-eagle3, a folder, or a hub id."""
     dtype: Annotated[str, ("auto", "float32", "bfloat16", "float16")] = "auto"
-    """auto takes bfloat16 where the device multiplies it natively, else float32."""
+    """auto selects bfloat16 if the device has instructions for it, else float32."""
     device: str = "auto"
-    """auto, cpu or cuda; auto takes the GPU when there is one."""
+    """auto, cpu or cuda; auto selects the GPU if there is one."""
     backend: Annotated[str, ("auto", "native", "torch")] = "auto"
-    """native computes a whole pass in one call, on the CPU only; auto takes it where it is built and knows the model."""
+    """native computes a whole forward pass in one C++ call, on the CPU only; auto selects it if it supports the model."""
     isa: Annotated[str, ("auto", *ISAS)] = "auto"
-    """Instruction set of the native pass, for the process; auto takes the best here. In bfloat16 blocks say the same on all."""
+    """Instruction set of the native backend; auto selects the fastest. With bfloat16 blocks, outputs are the same for all."""
     weight_format: Annotated[str, ("auto", "blocks", "dense", "q8_0", "q6_k", "q5_k", "q4_k", "q4_1")] = "auto"
-    """blocks reads the blocks of a quantised GGUF file as they are, where the native pass runs; dense expands them to `dtype`,
-    the same numbers in more bytes; auto takes the faster of the two, but blocks where a dense copy would need half of the
-    memory; the others round larger weights to such blocks: fewer bytes, and another model."""
+    """blocks keeps the blocks of a quantised GGUF file (native backend only); dense expands them to `dtype`: the same values in
+    more memory; auto selects the faster of the two, but blocks if a dense copy would need half of the memory; all others
+    quantise larger weights to this format, which changes the model."""
     weights: Literal["checkpoint", "random"] = "checkpoint"
-    """random builds the architecture without its weights: the right speed, meaningless text."""
+    """random builds the architecture with random weights: realistic speed, meaningless text."""
     max_batch: Count = 8
-    """Requests that decode together: rows of the KV cache."""
+    """Most requests that decode together: rows of the KV cache."""
     max_len: Annotated[int, at_least(2)] | None = None
-    """Tokens of prompt and answer together that a row holds [default: the model's limit, at most 2048]."""
+    """Longest prompt plus answer, in tokens [default: the model's limit, at most 2048]."""
     kv_memory: Bytes | None = None
-    """Most memory for all KV caches together, the drafter's too: 512M, 2G or bytes. Lowers `max_batch` until they fit."""
+    """Most memory for all KV caches, including the drafter's: 512M, 2G or bytes. Lowers `max_batch` until they fit."""
     num_drafted: Whole | None = None
     """Most tokens drafted per round [default: the drafter's own number]."""
     plan: str = "auto"
-    """auto checks in each round the drafts that bring the most tokens per second here, none when none do, and what an n-gram
-    lookup finds where that promises more (unless `num_drafted` is given); fixed:K the drafter's first K in every round, fixed
-    all that it may, tree:N a tree of its N likeliest: nothing then depends on the clock."""
+    """auto verifies in each round the number of drafts with the most tokens per second, possibly none, and prefers n-gram
+    drafts where they promise more (unless `num_drafted` is given); fixed:K verifies the drafter's first K drafts in every
+    round, fixed all of them, tree:N a tree of its N most probable drafts: these do not depend on measured times."""
     objective: Literal["throughput", "latency"] = "throughput"
-    """With plan auto: throughput checks the drafts that bring the most tokens per second of all requests together; latency
-    those that make each request's next tokens come soonest on average, when several run. Neither changes any text."""
+    """With plan auto: throughput maximises the tokens per second of all requests together; latency minimises the mean time to
+    each request's next tokens. Neither changes any text."""
     trees: bool = True
-    """With plan auto, check several continuations together where that brings more; without, one."""
+    """With plan auto: verify a tree of several continuations where that is faster than a chain."""
     rule: Annotated[str, RULES] = "auto"
-    """How sampled drafts are verified: match (certain drafts), rejection or block; auto takes the best that is lossless."""
+    """Verification of drafts for sampled requests: match (deterministic drafts), rejection or block; auto selects the best
+    lossless rule."""
     mocked_tokens_per_round: Annotated[float, within(YIELD, least=1)] | None = None
-    """Accept drafts at this rate, bonus token included, whatever the target says: NOT lossless, for modelling only."""
+    """Accept this many tokens per round on average, bonus token included, regardless of the target's logits: NOT lossless, for
+    performance tests only."""
     mocked_survival: tuple[Share, ...] = ()
-    """The same by a curve: shares of rounds whose first 1, 2, ... drafts stand, drawn for each row and round."""
+    """Mock acceptance by a survival curve: shares of rounds whose first 1, 2, ... drafts are accepted, sampled for each row and
+    round."""
     mocked_marginals: tuple[tuple[float, ...], ...] = ()
-    """The same for trees: by slot and rank, how often this candidate stands where the likeliest tokens before it do
-    (`simulate.marginals.read_marginals`). With plan tree:N a tree of N drafts stands by it, else a chain."""
+    """Mock acceptance of trees: for each draft position and candidate rank, how often this candidate is accepted after the top
+    tokens before it (`simulate.marginals.read_marginals`). Applies to a tree of N drafts with plan tree:N, else to a chain."""
     prefill_chunk: Count = 256
-    """Prompt tokens per step, so that a long prompt does not stall the others."""
+    """Prompt tokens per engine step, so that a long prompt does not delay other requests."""
     threads: Count | None = None
     """CPU threads [default: PyTorch's choice]."""
 
     def __post_init__(self) -> None:
         check(self)
         rises = any(later > sooner for sooner, later in pairwise(self.mocked_survival))
-        mocks = bool(self.mocked_survival), bool(self.mocked_marginals), self.mocked_tokens_per_round is not None
+        mocks = (bool(self.mocked_survival), bool(self.mocked_marginals), self.mocked_tokens_per_round is not None)
         refuse(
             ConfigError,
             (DEVICES.fullmatch(self.device) is None, _unknown_device(self.device)),
-            (rises, "mocked_survival must fall: what stood for two drafts stood for one, as in 0.8, 0.6, 0.4"),
+            (rises, "mocked_survival must fall: a round that accepts two drafts accepts one, as in 0.8, 0.6, 0.4"),
             (sum(mocks) > 1, "mocked_tokens_per_round, mocked_survival and mocked_marginals exclude each other: give one"),
             (
                 self.plan.startswith("tree:") and any(mocks) and not self.mocked_marginals,
-                f"plan {self.plan} needs to know how often other tokens than the likeliest stand: mock it by mocked_marginals",
+                f"plan {self.plan} needs the acceptance of tokens other than the top one: mock it by mocked_marginals",
             ),
         )
         if self.mocked_marginals:
@@ -105,16 +108,16 @@ class EngineConfig:
 
     @property
     def mocked(self) -> float | tuple[float, ...] | Marginals | None:
-        """Tokens a round, a survival curve or marginals where acceptance is mocked; None where it is the target's."""
+        """Mocked acceptance: tokens per round, a survival curve or marginals; None if the target decides."""
         if self.mocked_marginals:
             return Marginals(self.mocked_marginals)
         return self.mocked_tokens_per_round if self.mocked_tokens_per_round is not None else self.mocked_survival or None
 
     @property
     def mocked_as(self) -> str:
-        """For people: what acceptance is mocked; empty where it is not."""
+        """Description of the mocked acceptance for users; empty if acceptance is not mocked."""
         if self.mocked_marginals:
-            firsts = ", ".join(f"{each:.3g}" for each in Marginals(self.mocked_marginals).firsts)
+            firsts = ", ".join(f"{share:.3g}" for share in Marginals(self.mocked_marginals).firsts)
             return f"marginals of {len(self.mocked_marginals)} slots, the likeliest token's {firsts}"
         if self.mocked_survival:
             return "survival " + ", ".join(f"{share:g}" for share in self.mocked_survival)
@@ -122,7 +125,7 @@ class EngineConfig:
 
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:
-        """Build from keyword arguments; an unknown one is refused by name."""
+        """Build from keyword arguments. Raises ConfigError for an unknown name."""
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(settings) - known)
         if unknown:
@@ -136,9 +139,9 @@ def _unknown_device(device: str) -> str:
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
-    """Settle "auto" for device and dtype on this machine; backend and weight_format are settled when the model is loaded.
+    """Replace "auto" for device and dtype; `backend` and `weight_format` are resolved when the model is loaded.
 
-    Raises ConfigError when a named device is not there or not for the named backend.
+    Raises ConfigError if the device is missing, or if the backend does not support it.
     """
     import torch
 
@@ -146,7 +149,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError("device cuda was asked for, but PyTorch sees no GPU: use --device cpu")
+        raise ConfigError("device is cuda, but PyTorch sees no GPU: use --device cpu")
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if _multiplies_bfloat16(device) else "float32"
@@ -156,7 +159,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
 
 
 def _multiplies_bfloat16(device: str) -> bool:
-    """Whether the device has instructions for it: oneDNN alone would also say yes to AVX-512 that has to emulate them."""
+    """Return True if the device has bfloat16 instructions; oneDNN's own check also accepts AVX-512 that emulates them."""
     import torch
 
     if device.startswith("cuda"):
@@ -167,13 +170,14 @@ def _multiplies_bfloat16(device: str) -> bool:
 
 
 def read_api_keys(given: tuple[str, ...], file: Path | None, variable: str = "PACELINE_API_KEY") -> tuple[str, ...]:
-    """Keys `given`, of a file (one a line, # begins a comment) and of the environment. Raises ConfigError."""
-    found: list[str] = []
+    """Return the keys `given`, those in `file` (one per line, # starts a comment) and those in the environment variable
+    `variable` (comma-separated), without duplicates. Raises ConfigError."""
+    more: list[str] = []
     if file is not None:
         unread = f"cannot read the API keys in {file}"
         with reraised(ConfigError, unread, "check the path and its permissions", OSError, UnicodeDecodeError):
             lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-        found = [line for line in lines if line and not line.startswith("#")]
-        refuse(ConfigError, (not found, f"there is no API key in {file}: put one on a line"))
-    found += [key.strip() for key in os.environ.get(variable, "").split(",") if key.strip()]
-    return tuple(dict.fromkeys([*given, *found]))
+        more = [line for line in lines if line and not line.startswith("#")]
+        refuse(ConfigError, (not more, f"there is no API key in {file}: put one on a line"))
+    more += [key.strip() for key in os.environ.get(variable, "").split(",") if key.strip()]
+    return tuple(dict.fromkeys([*given, *more]))

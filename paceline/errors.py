@@ -1,31 +1,31 @@
-"""Every error paceline raises on purpose, in one tree.
+"""Exception classes of paceline, and helpers that raise them.
 
-Each one is also the standard-library error a caller would expect, and its message is one line that says what to do.
-The command line prints that line and exits with code 2; anything else is a bug and keeps its traceback.
+Each class also inherits the standard-library error that a caller would expect. Its message is one line that says what to do.
+The command line prints that line and exits with code 2; any other exception is a bug and keeps its traceback.
 
     PacelineError
     ├── ModelNotFoundError    (FileNotFoundError)  no such folder, file, built-in name or hub id
-    ├── ModelFileError        (ValueError)         truncated, damaged, or not the bytes we expected
-    ├── UnsupportedModelError (ValueError)         an architecture or option we do not implement
-    ├── DownloadError         (ConnectionError)    the network, or the server behind it, did not answer, or refused
-    │   ├── UnreachableError                       it does not answer now, which says nothing about what it would answer
-    │   └── DeployError                            a drafter was not put in, for a reason that says nothing about it
+    ├── ModelFileError        (ValueError)         a truncated, damaged or unexpected model file
+    ├── UnsupportedModelError (ValueError)         an architecture or option that is not implemented
+    ├── DownloadError         (ConnectionError)    a server is unreachable, or rejects the request
+    │   ├── UnreachableError                       a server does not answer now; a later try may succeed
+    │   └── DeployError                            a drafter was not deployed, for a reason that is not its fault
     ├── CacheError            (OSError)            the cache folder cannot be written
-    ├── DrafterMismatchError  (ValueError)         a drafter made for another target
-    ├── ContextLengthError    (ValueError)         prompt and answer do not fit the context
-    ├── MemoryBudgetError     (MemoryError)        memory does not suffice, or its stated budget
-    ├── SamplingError         (ValueError)         impossible sampling values
+    ├── DrafterMismatchError  (ValueError)         a drafter trained for another target
+    ├── ContextLengthError    (ValueError)         prompt and answer exceed the context length
+    ├── MemoryBudgetError     (MemoryError)        too little memory, or too small a memory limit
+    ├── SamplingError         (ValueError)         invalid sampling parameters
     ├── PromptError           (ValueError)         a prompt or prompt file that cannot be read
-    │   └── TemplateError                          no chat template, or one that refuses the messages
+    │   └── TemplateError                          a missing chat template, or one that rejects the messages
     ├── ConfigError           (ValueError)         an unknown or contradictory setting
-    ├── NumericsError         (ArithmeticError)    a model whose numbers are not finite
-    ├── TrainingError         (ArithmeticError)    a loss or gradient that is no number
-    ├── RolloutError          (RuntimeError)       an agent or a judge that fails: nothing to learn from
-    ├── ProcessesError        (RuntimeError)       one of several processes is gone, late, or differs from the others
-    ├── EngineReplacedError   (RuntimeError)       an answer that is lost with its engine, or with its request
-    ├── NativeError           (RuntimeError)       the native library is missing or refused a call
-    ├── SandboxError          (RuntimeError)       code of a stranger cannot be kept apart from this machine
-    └── JudgeError            (RuntimeError)       a judge of answers that is down, or says nothing of use
+    ├── NumericsError         (ArithmeticError)    a model with NaN or infinite values
+    ├── TrainingError         (ArithmeticError)    a loss or gradient that is NaN or infinite
+    ├── RolloutError          (RuntimeError)       an agent or reward that fails, so that there is nothing to train on
+    ├── ProcessesError        (RuntimeError)       one of several processes died, is late, or differs from the others
+    ├── EngineReplacedError   (RuntimeError)       an answer lost because its engine or request was replaced
+    ├── NativeError           (RuntimeError)       the native library is missing or rejected a call
+    ├── SandboxError          (RuntimeError)       untrusted code cannot be isolated
+    └── JudgeError            (RuntimeError)       a judge that is down, or returns no usable verdict
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from collections.abc import Iterator
 
 
 class PacelineError(Exception):
-    """Base of all errors raised on purpose; the message tells the user what to do next."""
+    """Base class of all paceline errors; the message says what to do next."""
 
 
 class ModelNotFoundError(PacelineError, FileNotFoundError): ...
@@ -70,7 +70,7 @@ class MemoryBudgetError(PacelineError, MemoryError): ...
 
 class SamplingError(PacelineError, ValueError):
     def __init__(self, message: str, field: str | None = None) -> None:
-        """`field`: the sampling parameter at fault, where it is one."""
+        """`field`: name of the invalid sampling parameter, if there is one."""
         super().__init__(message)
         self.field = field
 
@@ -80,9 +80,9 @@ class PromptError(PacelineError, ValueError): ...
 
 class TemplateError(PromptError):
     def __init__(self, fault: str, remedy: str = "", way_out: str = "") -> None:
-        """`remedy`: what helps in every front end; `way_out`: what only this one offers (see `way_out`)."""
-        told = " or ".join(each for each in (remedy, way_out) if each)
-        super().__init__(f"{fault}: {told}" if told else fault)
+        """`remedy`: advice for every user interface; `way_out`: advice for this one only (see the function `way_out`)."""
+        advice = " or ".join(filter(None, (remedy, way_out)))
+        super().__init__(f"{fault}: {advice}" if advice else fault)
         self.fault, self.remedy = fault, remedy
 
 
@@ -115,9 +115,9 @@ class JudgeError(PacelineError, RuntimeError): ...
 
 @contextlib.contextmanager
 def reraised(kind: type[PacelineError], what: str, remedy: str, *caught: type[Exception]) -> Iterator[None]:
-    """Other libraries' errors of the types `caught` become "what (their own words): remedy"; ours pass through.
+    """Context manager that converts errors of the types `caught` to `kind`, with the message "what (original message): remedy".
 
-    Where memory does not suffice they become MemoryBudgetError: no file is at fault, and none is to be deleted for it.
+    PacelineErrors pass unchanged. Out-of-memory errors become MemoryBudgetError, so that no file is blamed for them.
     """
     try:
         yield
@@ -130,22 +130,22 @@ def reraised(kind: type[PacelineError], what: str, remedy: str, *caught: type[Ex
 
 
 _NO_MEMORY = ("allocate memory", "out of memory")
-"""In the words of the C library, safetensors ("Cannot allocate memory") and PyTorch ("can't allocate memory")."""
+"""Parts of out-of-memory messages of the C library and safetensors ("Cannot ...") and PyTorch ("can't ...")."""
 
 
 def check_memory(error: Exception) -> None:
-    """Raises MemoryBudgetError where another error came of too little memory."""
+    """Raises MemoryBudgetError if the error was caused by too little memory."""
     words = " ".join(str(error).split())
     if isinstance(error, MemoryBudgetError):
         raise error
-    if isinstance(error, MemoryError) or any(each in words for each in _NO_MEMORY):
+    if isinstance(error, MemoryError) or any(part in words for part in _NO_MEMORY):
         remedy = "end other programs, or raise the limit that is set (ulimit -v, a container's)"
         raise MemoryBudgetError("there is too little memory" + (f" ({words})" if words else "") + f": {remedy}") from error
 
 
 @contextlib.contextmanager
 def way_out(text: str) -> Iterator[None]:
-    """Around a front end's chat prompts: a TemplateError names this way to ask without a template, in place of another."""
+    """Context manager that adds advice to a TemplateError: how this user interface sends prompts without a template."""
     try:
         yield
     except TemplateError as error:
@@ -153,12 +153,12 @@ def way_out(text: str) -> Iterator[None]:
 
 
 TOKEN_PROMPTS = "give the prompts as token ids (prompt_ids)"
-"""The way out where prompts come from files that only a template turns into tokens."""
+"""Advice for prompts from files (see `way_out`)."""
 
 
 @contextlib.contextmanager
 def needing(kind: type[PacelineError], text: str) -> Iterator[None]:
-    """Around imports of what an extra brings: `text` says what for, and how to install it."""
+    """Context manager for imports of optional packages: an ImportError becomes `kind(text)`."""
     try:
         yield
     except ImportError as error:
@@ -166,7 +166,7 @@ def needing(kind: type[PacelineError], text: str) -> Iterator[None]:
 
 
 def refuse(kind: type[PacelineError], *checks: tuple[bool, str]) -> None:
-    """Raises `kind` with the text of the first check that is true."""
+    """Raises `kind` with the text of the first (condition, text) pair whose condition is true."""
     for is_wrong, text in checks:
         if is_wrong:
             raise kind(text)

@@ -1,8 +1,7 @@
-"""What a machine can do: arithmetic and bytes per second, as its maker says or as measured on the one we run on.
+"""Memory bandwidth and arithmetic throughput of a machine, from data sheets or measured on this one.
 
-Decoding reads every weight for each pass, so what a machine reads per second, from memory and caches, over the bytes of the
-weights is the ceiling of plain decoding at batch 1 (`ceiling_tokens_per_s`).
-No torch import at module level: predictions need only the record.
+Decoding reads all weights in every pass, so bandwidth / size of the weights is the upper limit of plain decoding at batch size
+1 (`ceiling_tokens_per_s`). torch is imported inside functions, because predictions need only the dataclass.
 """
 
 from __future__ import annotations
@@ -22,41 +21,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A device and its two ceilings."""
+    """A device with its peak memory bandwidth and arithmetic throughput."""
 
     name: str
     bytes_per_s: float
-    """Read from memory."""
+    """Bandwidth of reads from memory, in bytes per second."""
     flops_per_s: dict[str, float]
-    """Dense matrix products by number format: float4, float8, bfloat16, float32."""
+    """FLOP/s of dense matrix products for each number format: float4, float8, bfloat16, float32."""
     num_threads: int
-    """CPU threads the figures were measured with; 0 for a GPU."""
+    """CPU threads used in the measurement; 0 for a GPU."""
     memory_bytes: int
     link_bytes_per_s: float = 0.0
-    """To another of its kind, one way; 0 when there is none or it is not known."""
+    """One-way bandwidth to another device of this type, in bytes per second; 0 if unknown or without a link."""
     cached_bytes_per_s: dict[str, float] = field(default_factory=dict)
-    """Read again and again, by how many bytes: caches hold a part of them, or all. Measured on CPUs only."""
+    """Buffer size in bytes -> bandwidth of repeated reads, which caches speed up. Measured on CPUs only."""
 
     def read_bytes_per_s(self, num_bytes: int) -> float:
-        """The most it reads per second of so many bytes that every pass reads again."""
+        """Return the bandwidth of repeated reads of a buffer of `num_bytes`, in bytes per second."""
         sizes = [int(size) for size in self.cached_bytes_per_s]
         least = max((size for size in sizes if size <= num_bytes), default=0)
         return max([self.bytes_per_s, *(rate for size, rate in self.cached_bytes_per_s.items() if int(size) >= least)])
 
     def ceiling_tokens_per_s(self, weight_bytes: int) -> float:
-        """Plain decoding of one request cannot be faster: every token reads all weights once."""
+        """Return the upper limit of plain decoding of one request: every token reads all weights once."""
         return self.read_bytes_per_s(weight_bytes) / weight_bytes
 
 
 def device_name(device: str = "cpu") -> str:
-    """Returns the name of a GPU, or of the processor, without measuring it."""
+    """Returns the name of the GPU or CPU."""
     import torch
 
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else cpu_name()
 
 
 def this_machine(device: str = "cpu") -> Machine:
-    """Measure the device in well under a second: the best of a few reads of a large buffer and of matrix products."""
+    """Measure the device in less than a second: the best of a few reads of a large buffer and a few matrix products."""
     import torch
 
     where = torch.device(device)
@@ -75,11 +74,11 @@ def this_machine(device: str = "cpu") -> Machine:
 
 
 _SIZES, _SIZES_GPU = (2**20, 2**22, 2**24, 2**26, 2**28), (2**30,)
-"""Bytes that are read again and again to measure how fast; the last is beyond the caches and keeps the device busy."""
+"""Sizes in bytes of the buffers that are read repeatedly; the last one exceeds the caches."""
 
 
 def _read_bytes_per_s(device: torch.device, sizes: tuple[int, ...]) -> list[float]:
-    """For each size the better of two ways to read it and nothing else: its sum, and a product with a vector."""
+    """Return the read bandwidth for each buffer size: the better of two pure reads, a sum and a product with a vector."""
     buffer, vector = _numbers(sizes[-1] // 4096, 1024, device=device), _numbers(1024, device=device)
     rates = []
     for size in sizes:
@@ -105,18 +104,18 @@ def _matmul_flops_per_s(device: torch.device) -> dict[str, float]:
 
 
 def _numbers(*shape: int, device: torch.device) -> torch.Tensor:
-    """Random numbers on a GPU, which multiplies equal ones faster than it multiplies weights; ones on the CPU."""
+    """Return random numbers on a GPU, which multiplies equal numbers faster than real weights, and ones on the CPU."""
     import torch
 
     return torch.randn(shape, device=device) if device.type == "cuda" else torch.ones(shape, device=device)
 
 
 _QUEUED = 4
-"""Runs between two events of a GPU: the next ones are launched while one runs, so that no wait for the host counts."""
+"""Runs between two GPU events: runs are launched ahead, so that the host's latency does not count."""
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one run, by the GPU's own clock where it is one."""
+    """Return the seconds of one run; on a GPU they are measured with events."""
     import torch
 
     if device.type != "cuda":
@@ -134,7 +133,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _best_s(work: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """The fastest of at least three runs within the budget: other programs only ever slow it down."""
+    """Return the seconds of the fastest of at least three runs within the budget, since other programs only slow a run down."""
     best, began, runs = float("inf"), time.perf_counter(), 0
     while runs < 3 or time.perf_counter() - began < budget_s:
         best = min(best, _seconds(work, device))
@@ -145,13 +144,13 @@ def _best_s(work: Callable[[], object], device: torch.device, budget_s: float) -
 
 
 def processor() -> dict[str, object]:
-    """The processor's name and how many of its cores this process may use, without measuring anything."""
+    """Return the CPU's name and the number of cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"name": cpu_name(), "num_cores": cores}
 
 
 def cpu_name() -> str:
-    """As the system gives it."""
+    """Return the CPU model name reported by the operating system."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -161,7 +160,7 @@ def cpu_name() -> str:
 
 
 def memory_bytes() -> int:
-    """Of the whole machine; 0 where it cannot be asked."""
+    """Return the machine's total memory; 0 if it is unknown."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not a Unix
@@ -169,36 +168,36 @@ def memory_bytes() -> int:
 
 
 def free_bytes() -> int | None:
-    """Memory that can be had without swapping, a container's limit included; None where it cannot be asked."""
-    found: list[int] = []
+    """Return the memory available without swapping, within the container's limit; None if it is unknown."""
+    limits: list[int] = []
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
+        limits.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
     group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, StopIteration, ValueError):  # "max" is no number: there is no limit
+    with contextlib.suppress(OSError, StopIteration, ValueError):  # int("max") fails: there is no limit
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         cached = next(line for line in (group / "memory.stat").read_text().splitlines() if line.startswith("file "))
-        found.append(max(limit - used + int(cached.split()[1]), 0))
-    return min(found, default=None)
+        limits.append(max(limit - used + int(cached.split()[1]), 0))
+    return min(limits, default=None)
 
 
 class BusyClock:
-    """How much of the processors' time others have had since it was made, the hypervisor included (Linux; elsewhere 0)."""
+    """Measures the share of CPU time used by other processes and the hypervisor since its creation (Linux only, else 0)."""
 
     def __init__(self) -> None:
         self._began = self._now()
 
     @staticmethod
     def _now() -> tuple[float, float, float]:
-        """Seconds: on the clock, of all processors at work, of this process."""
+        """Return seconds of (the monotonic clock, busy time of all CPUs, CPU time of this process)."""
         busy = 0.0
         with contextlib.suppress(OSError, ValueError, IndexError):
-            ticks = [int(each) for each in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
+            ticks = [int(count) for count in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
             busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # idle and waiting for a disk left out
         own = os.times()
         return time.monotonic(), busy, own.user + own.system
 
     def others_share(self) -> float:
-        """0 to 1, of all processors."""
+        """Return the other processes' share of the CPU time of all cores, from 0 to 1."""
         wall_s, busy_s, own_s = (now - began for now, began in zip(self._now(), self._began, strict=True))
         return min(1.0, max(0.0, (busy_s - own_s) / (wall_s * (os.cpu_count() or 1)))) if wall_s else 0.0

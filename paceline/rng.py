@@ -1,16 +1,15 @@
-"""Uniform numbers that depend only on (seed, stream, place), never on what else runs.
+"""Counter-based random numbers that depend only on (seed, stream, position), so results are batch-invariant.
 
-A counter-based generator: the number for a place is a hash, so a request gets the same numbers alone, in any batch and
-after any rollback. Streams keep uses apart. Which place to use is part of exactness:
+The number at a position is a hash, so a request gets the same numbers alone, in any batch and after any rollback. Each use
+has its own stream. The key of a stream matters for exactness:
 
-- `RACE` is keyed by the token's absolute position and the token itself: the numbers by which the target's own token is drawn
-  (`model/sampling/race.py`). A drafter may look at them if its drafts are certain (`draft/foresight.py`): which token
-  is drawn does not depend on drafts. `SAMPLE` draws where only one number is needed, and among the tokens that do not
-  race for themselves.
-- `SAMPLE` is keyed by the token's absolute position. A draw at a position whose token was thrown away may be drawn again,
-  because nothing that was kept depended on it.
-- `DRAFT`, `ACCEPT` and `RESIDUAL` are keyed by (anchor position, slot), which no two rounds share: block verification
-  looks at every slot's draw, so a reused one would be biased by what it already decided.
+- `RACE` is keyed by the token's absolute position and the token itself: noise of the exponential race that samples the
+  target's token (`model/sampling/race.py`). Drafters may use it if their drafts are deterministic (`draft/foresight.py`),
+  because the sampled token does not depend on drafts.
+- `SAMPLE` is keyed by the token's absolute position. It samples where one number suffices, and among the tokens that share
+  one race entry (`OTHERS`). After a rollback the same number is used again, because no kept token depended on it.
+- `DRAFT`, `ACCEPT` and `RESIDUAL` are keyed by (anchor position, draft position), which no two rounds share: block verification
+  uses the number of every draft position, so a reused one would be biased by its earlier decision.
 
 Mixing function: splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
 """
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 
 SAMPLE, DRAFT, ACCEPT, RESIDUAL, RACE = range(1, 6)
 OTHERS = (1 << 32) - 1
-"""In the place of a token: all those together that do not race for themselves."""
+"""Token id shared by all tokens without a race entry of their own."""
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -35,30 +34,30 @@ def _mix(state: int) -> int:
 
 
 def uniform(seed: int, stream: int, position: int, slot: int = 0) -> float:
-    """A number in [0, 1) with 53 random bits for this seed, stream, position and slot."""
+    """Return a number in [0, 1) with 53 random bits for this seed, stream, position and draft position (`slot`)."""
     mixed = _mix(_mix(_mix(seed ^ (stream << 56)) ^ position) ^ (slot << 32))
     return (mixed >> 11) * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """The numbers by which the target's own token at a position is drawn."""
+    """Sampling noise of the target's token at one position."""
 
     seed: int
     position: int
-    """Of the token, in prompt + answer."""
+    """Index of the token in prompt + answer."""
 
     def exponentials(self, tokens: Iterable[int]) -> list[float]:
-        """Of each token a number from the exponential distribution with mean 1, above 0."""
+        """Return one exponentially distributed number for each token id (mean 1, above 0)."""
         state = _mix(_mix(self.seed ^ (RACE << 56)) ^ self.position)
         return [-math.log1p(-((_mix(state ^ (token << 32)) >> 11) + 0.5) * 2.0**-53) for token in tokens]
 
     @property
     def of_others(self) -> float:
-        """The number of all those together that have none."""
+        """The exponential number shared by all tokens without a race entry of their own."""
         return self.exponentials([OTHERS])[0]
 
     @property
     def uniform(self) -> float:
-        """Draws among them."""
+        """The uniform number that samples among those tokens."""
         return uniform(self.seed, SAMPLE, self.position)

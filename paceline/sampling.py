@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen, and what is reported of them."""
+"""Sampling parameters of a request, and log-probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Finite = Annotated[float, within("a finite number")]
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What an answer has to be: any JSON object, JSON of the schema `text`, or the regex `text` from end to end."""
+    """A grammar for the answer: any JSON object, JSON of the schema `text`, or a full match of the regex `text`."""
 
     kind: GrammarKind
     text: str = ""
@@ -32,7 +32,7 @@ def _is_word(word: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Raises SamplingError on impossible values."""
+    """Sampling parameters of one request. Raises SamplingError on invalid values."""
 
     temperature: Annotated[float, within("0 (greedy) or more", least=0)] = 0.0
     """0 is greedy: always the most likely token."""
@@ -47,36 +47,37 @@ class SamplingParams:
     presence_penalty: Finite = 0.0
     """Subtract once from the logit of each token already in the answer."""
     frequency_penalty: Finite = 0.0
-    """Subtract for each time the token already stands in the answer."""
+    """Subtract once for each occurrence of the token in the answer."""
     logit_bias: Annotated[dict[int, float], Must("numbers or -inf", _are_biases)] | None = None
     """Added to the logits of these token ids; -inf forbids a token."""
     seed: Annotated[int, within("between 0 and 2**63 - 1", least=0, most=2**63 - 1)] | None = None
-    """The same seed gives the same text, alone or in a batch; without, one is drawn."""
+    """The same seed gives the same text, alone or in a batch; without it, a random seed is used."""
     max_tokens: Count = 128
     """Longest answer, in tokens."""
     stop: tuple[Annotated[str, Must("no empty string", bool)], ...] = ()
     """Strings that end the answer; the text stops before the first one found."""
     stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the answer."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     ignore_eos: bool = False
-    """Go on to `max_tokens` whatever the model says."""
+    """Continue to `max_tokens` after the model's end token."""
     logprobs: Annotated[int, within("between 0 and 100", least=0, most=100)] | None = None
     """Report the chosen token's log-probability and this many alternatives, from the target's unmodified logits."""
     scaled_logprobs: bool = False
-    """Report them of the logits over the temperature instead, as a sampled token was drawn: what a policy's gradient needs."""
+    """Compute log-probabilities after dividing the logits by the temperature, as policy gradients need."""
     max_drafted: Annotated[int, within("0 (plain decoding) or more", least=0)] | None = None
     """Most drafts per round; 0 decodes plainly, None leaves it to the engine."""
     prompt_logprobs: Annotated[int, within("between 0 and 100", least=0, most=100)] | None = None
-    """Report those of the prompt's tokens too, with this many alternatives; the prompt is then read whole."""
+    """Also report log-probabilities of the prompt's tokens, with this many alternatives; disables prefix reuse."""
     min_tokens: Annotated[int, within("0 or more", least=0)] = 0
-    """End tokens cannot come before so many tokens, and stop strings are looked for behind them."""
+    """Shortest answer, in tokens: end tokens and stop strings before it are ignored."""
     bad_words: tuple[Annotated[str, Must("no empty string and not only spaces", _is_word)], ...] = ()
-    """Words that the answer may not hold, in the tokens that encode them at the beginning of a text or after a space."""
+    """Forbidden words, as the tokens that encode them at the beginning of a text or after a space."""
     grammar: GrammarSpec | None = None
-    """Only tokens that lead to such an answer can be chosen; the model's end token ends it, also with ignore_eos."""
+    """Grammar that the answer must follow; the model's end token ends it even with `ignore_eos`."""
     lossy: Lossy | None = None
-    """Let drafts stand that the target alone would refuse: NOT lossless. Its text, "typical:eps=0.09,delta=0.3", will do."""
+    """Rule that accepts drafts which the target would reject: NOT lossless. Also accepts text: "typical:eps=0.09,delta=0.3"."""
 
     def __post_init__(self) -> None:
         if self.lossy is not None:
@@ -106,8 +107,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of a chosen token under the target, and the most likely alternatives, best first."""
+    """Log-probability of a generated token under the target, and the most probable alternatives, best first."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability) of the alternatives."""

@@ -1,4 +1,4 @@
-"""Where a request's time went in the engine. No PyTorch."""
+"""Records how long each phase of a request took in the engine. Imports no PyTorch."""
 
 from __future__ import annotations
 
@@ -7,45 +7,49 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Timings:
-    """In seconds; `token_s` are stamps of each committed token, as `arrival_s` of time.perf_counter. `plain_s` is the part of
-    its `num_plain` rounds in which no row of the batch checked a draft: what plain decoding takes here and now.
+    """Durations and time stamps of one request, in seconds; stamps are of time.perf_counter.
 
-    queue_s, wait_s, prefill_s, draft_s, verify_s, host_s and between_s share out all the time from `arrival_s` to `until_s`.
+    queue_s + wait_s + prefill_s + draft_s + verify_s + host_s + between_s = until_s - arrival_s.
     """
 
     arrival_s: float = 0.0
+    """Stamp: arrival at the engine."""
     queue_s: float = 0.0
-    """Without a row of the cache."""
+    """Duration without a cache row."""
     wait_s: float = 0.0
-    """With a row, while the engine worked for others alone: their prompts, or rounds before its own prompt was read."""
+    """Duration with a row while the engine worked for other requests only: their prefill, or rounds before its own prefill."""
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
     host_s: float = 0.0
-    """Of its rounds what is neither drafting nor verifying: commitment, the drafter's observation, text."""
+    """Duration of its rounds without drafting and verifying: commit, drafter update, detokenisation."""
     between_s: float = 0.0
-    """Between rounds: planning, and whatever the engine's caller does with what a step brought."""
+    """Duration between rounds: planning, and the caller's work with the results of a step."""
     text_s: float = 0.0
-    """Of the host's time the part in which tokens became text."""
+    """Part of `host_s` spent on detokenisation."""
     until_s: float = 0.0
+    """Stamp: end of the time accounted for so far."""
     first_token_s: float = 0.0
+    """Stamp: first token."""
     plain_s: float = 0.0
+    """Duration of its `num_plain` rounds in which no row of the batch verified a draft: the cost of plain decoding."""
     num_plain: int = 0
     token_s: list[float] = field(default_factory=list)
+    """Stamp of each committed token."""
 
     def waited(self, now: float) -> None:
-        """The engine has worked for others up to `now`."""
+        """Count the time up to `now` as work for other requests."""
         self.wait_s += now - self.until_s
         self.until_s = now
 
     def read(self, started: float, now: float) -> None:
-        """From `started` to `now` a chunk of its prompt was run."""
+        """Count `started` to `now` as prefill of its prompt."""
         self.prefill_s += now - started
         self.between_s += started - self.until_s
         self.until_s = now
 
     def decoded(self, draft_s: float, verify_s: float, host_s: float, now: float) -> None:
-        """A round that had these parts is over, and so is what had to be done with its tokens."""
+        """Count a round with these durations, which ended at `now`."""
         self.draft_s += draft_s
         self.verify_s += verify_s
         self.host_s += host_s

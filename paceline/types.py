@@ -1,8 +1,8 @@
-"""The nouns every part shares. Read this file first.
+"""Types shared by all packages. Read this file first.
 
-Shape suffixes: B rows (sequences), K drafted, J = K+1 checked, T tokens of a pass, F tap features, V vocabulary.
-A *row* is a slot of the KV cache; a sequence keeps its row from admission to its end. The last committed token of a
-running sequence (the *anchor*, or bonus token) is not in the target's cache yet: `cached_len == len(tokens) - 1`.
+Shape suffixes: B rows (sequences), K drafted tokens, J = K+1 verified positions, T tokens of a pass, F tap features, V
+vocabulary. A *row* is a slot of the KV cache; a sequence keeps its row from admission to its end. The last committed token of
+a running sequence (the *anchor*, or bonus token) is not in the target's cache yet: `cached_len == len(tokens) - 1`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:  # tensors are only named here, so that `import paceline.types
 FinishReason = Literal["stop", "length", "abort", "error"]
 RowKind = Literal["greedy", "sampled", "seeded", "lossy", "lossy sampled"]
 NONE, LOOKUP = "none", "ngram"
-"""The sources of a round in which a row checked no drafts, or some that were found in the text so far."""
+"""Draft sources: no drafts, and n-gram drafts (prompt lookup)."""
 CANDIDATE = "candidate"
-"""A drafter that is being tried, and is no member of the pool."""
+"""Name of a drafter on trial, outside the pool."""
 
 
 class Constraint(Protocol):
-    """What an answer may still say; the one there is, `engine.grammar.Grammar`, says what each of these does."""
+    """Grammar state of one answer. `engine.grammar.Grammar` implements it and documents the methods."""
 
     @property
     def has_failed(self) -> bool: ...
@@ -46,17 +46,17 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Whose drafts a request should get, of the members of a pool of drafters."""
+    """Selects the drafter of a request from the pool of drafters."""
 
     drafter: str = ""
-    """The member that it asks for; empty: a router's choice, or the pool's first."""
+    """Requested drafter; empty leaves the choice to the router, or takes the pool's first."""
     clusters: tuple[str, ...] = ()
-    """What kind of request it is, for a router: the finest word first."""
+    """Request classes for the router, the most specific first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Whose drafts a row checks in a round, and how many at most."""
+    """A planner's decision for one row and round: the draft source and the most drafts to verify."""
 
     source: str = NONE
     count: int = 0
@@ -64,115 +64,115 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a row could check next."""
+    """Drafts of one source that a row could verify in the next round."""
 
     source: str
-    """Whose drafts: "dflash", "ngram", ..."""
+    """Draft source: "dflash", "ngram", ..."""
     chances: tuple[float, ...]
-    """Chance that each draft stands, given that those before it do; as many as the row may check."""
+    """Probability that each draft is accepted if all drafts before it are; one for each draft that the row may verify."""
     cost_s: float = 0.0
-    """Seconds to make them for this row alone, besides `each_s`; 0 for drafts that are at hand."""
+    """Seconds to compute them for this row alone, without `each_s`; 0 for drafts that are already computed."""
     each_s: float = 0.0
-    """Seconds of every single draft, of a drafter that makes one after another."""
+    """Seconds per draft for a drafter that drafts token by token."""
 
 
 @dataclass(slots=True)
 class Row:
-    """A running sequence as a planner sees it."""
+    """A running sequence as the planner sees it."""
 
     key: int
-    """Tells it from others."""
+    """Unique number of the sequence."""
     kind: RowKind
-    """Drafts of each kind of row stand as often as they do."""
+    """Sampling mode; acceptance statistics are kept for each mode."""
     offers: list[Offer] = field(default_factory=list)
     ask: Callable[[AbstractSet[str]], list[Offer]] | None = None
-    """Makes `offers`, those of the given sources left out: a planner asks when it will look at them."""
+    """Computes `offers` on demand, without the given sources."""
 
     def weigh(self, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """The offers, made now where they are made on demand."""
+        """Return the offers; calls `ask` if it is set."""
         if self.ask:
             self.offers = self.ask(unwanted)
         return self.offers
 
 
 class Round(NamedTuple):
-    """What became of one row's drafts in a round."""
+    """Drafted and accepted tokens of one row in one round."""
 
     num_drafted: int
     num_accepted: int
     source: str = NONE
-    """Whose drafts they were: "dflash", "ngram", ..., or "none" when there were none."""
+    """Draft source: "dflash", "ngram", ..., or "none" for a round without drafts."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request on its way: its tokens, its place in the cache, its counts and its clock."""
+    """State of one request in the engine: tokens, cache row, counters and timings."""
 
     request_id: int
     tokens: list[int]
-    """Prompt, then answer."""
+    """Token ids of the prompt, then of the answer."""
     prompt_len: int
     params: SamplingParams
     row: int = -1
     """Slot in the KV cache; -1 while waiting."""
     cached_len: int = 0
-    """Positions of `tokens` whose keys and values stand in the target's cache."""
+    """Number of `tokens` whose keys and values are in the target's cache."""
     num_reused: int = 0
-    """Prompt positions that were taken over from another sequence rather than computed."""
+    """Prompt positions reused from another sequence's cache (prefix cache hits)."""
     seed: int = 0
     finish_reason: FinishReason | None = None
     stopped_by: str = ""
-    """The stop string that ended the text; a stop that is a special token is the last of `tokens` instead."""
+    """The stop string that ended the text; a stop token is the last of `tokens` instead."""
     counts: Counter[int] = field(default_factory=Counter)
-    """How often each token stands in the answer; kept only when penalties need it."""
+    """Occurrences of each token in the answer; counted only if penalties are on."""
     rounds: list[Round] = field(default_factory=list)
     lossless: bool = True
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of each prompt token but the first, when `params.prompt_logprobs` asks for them."""
+    """Log-probabilities of the prompt tokens except the first; empty unless `params.prompt_logprobs` is set."""
     forbidden: tuple[tuple[int, ...], ...] = ()
-    """Token ids of `params.bad_words`: the last of each may not follow the others."""
+    """Token ids of each of `params.bad_words`: the last id of a word must not follow the others."""
     timings: Timings = field(default_factory=Timings)
     eos_token_ids: tuple[int, ...] = ()
-    """The model's own end tokens, unless the request ignores them, and the request's stop_token_ids."""
+    """Tokens that end the answer: the model's end tokens, unless `params.ignore_eos` is set, and `params.stop_token_ids`."""
     constraint: Constraint | None = None
-    """The state of `params.grammar`, while the request is alive."""
+    """State of `params.grammar` while the request is running."""
     route: Route | None = None
-    """Whose drafts it should get."""
+    """Requested drafter or request class."""
     drafter: str = ""
-    """The member of the pool that it has, from its row on to its end; before, the one it would get."""
+    """Drafter of the request, fixed when it gets a row; before that, the drafter it would get."""
     cluster: str = ""
-    """What a router took it for."""
+    """Request class that the router assigned."""
     error: Exception | None = None
-    """Why the request ended with finish_reason "error"."""
+    """Cause of finish_reason "error"."""
     ledger: Ledger | None = None
-    """What `params.lossy` has cost so far."""
+    """Deviation from the target's distribution so far; only with `params.lossy`."""
 
     def __post_init__(self) -> None:
         self.seed = self.params.seed if self.params.seed is not None else int.from_bytes(os.urandom(7), "little")
 
     @property
     def kind(self) -> RowKind:
-        """How its drafts are made and judged: a seed's text is plain decoding's, whatever is drafted, so that its drafts are
-        certain ones; a sampled request without a seed may have them drawn."""
+        """Sampling mode: "seeded" rows get deterministic drafts, so that their text equals plain decoding's; "sampled" rows (no
+        seed) may get sampled drafts."""
         return "greedy" if self.params.is_greedy else "sampled" if self.params.seed is None else "seeded"
 
     @property
     def planned_kind(self) -> RowKind:
-        """As a planner tells rows apart: drafts that stand by a lossy rule say nothing of those of others."""
+        """`kind`, but with modes of their own for lossy requests, whose acceptance rates must not mix with lossless ones."""
         if self.params.lossy is None:
             return self.kind
         return "lossy" if self.params.is_greedy else "lossy sampled"
 
     def trim(self) -> None:
-        """Forget what is known of tokens that are no longer in the answer."""
+        """Drop log-probabilities and lossy costs of tokens that were cut from the answer."""
         del self.logprobs[self.num_output :]
         if self.ledger:
             self.ledger.keep(self.num_output)
 
     @property
     def shapes_logits(self) -> bool:
-        """True if more than bias and penalties decides which tokens may come next: see `engine.shape`."""
+        """True if `bad_words` or `min_tokens` restrict the next token (see `engine.shape`)."""
         return bool(self.forbidden) or self.num_output < self.params.min_tokens
 
     @property
@@ -185,16 +185,16 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens this sequence may still produce."""
+        """Tokens that this sequence may still generate."""
         return self.params.max_tokens - self.num_output
 
     def most_drafted(self, num_drafted: int) -> int:
-        """Drafts of a round at most, of a drafter that can make `num_drafted`: the last token is always the target's own."""
+        """Return the most drafts for the next round, at most `num_drafted`; the answer's last token is never drafted."""
         most = num_drafted if self.params.max_drafted is None else min(num_drafted, self.params.max_drafted)
         return max(min(most, self.num_remaining - 1), 0)
 
     def accept(self, tokens: list[int]) -> list[int]:
-        """Append tokens up to the first that ends the answer; returns those taken. All but the last stand in the cache."""
+        """Append tokens up to the first that ends the answer; returns the appended ones. All but the last count as cached."""
         for taken, token in enumerate(tokens, start=1):
             if token in self.eos_token_ids:
                 self.finish_reason = "stop"
@@ -217,16 +217,15 @@ class Batch:
 
     sequences: list[Sequence]
     takes_B: list[Take] | None = None
-    """What each row drafts, as a planner chose; None leaves it to the drafter."""
+    """The planner's decision for each row; None leaves it to the drafter."""
     whole_blocks: bool = True
-    """Whether a block drafter drafts its whole block, however few of its slots are asked for, so that drafts do not depend on
-    who else drafts."""
+    """True if block drafters compute their full block width even for fewer drafts, so that drafts are batch-invariant."""
     num_candidates: int = 0
-    """Tokens of each slot that a drafter should name, so that trees can be made of them; 0: none."""
+    """Top tokens that the drafter returns for each draft position, to build trees from; 0 for none."""
     foresees: bool = False
-    """Whether drafters may guess with the numbers that the target's tokens are drawn with (`Rule.draws`)."""
+    """True if drafters may use the target's sampling noise (common random numbers, `Rule.draws`)."""
     tells_said: bool = False
-    """Whether `RoundStats.said_B` is wanted, where candidates are named."""
+    """True to record `RoundStats.said_B` for rows with candidates."""
 
     @property
     def rows(self) -> list[int]:
@@ -237,7 +236,7 @@ class Batch:
         return [seq.cached_len for seq in self.sequences]
 
     def draft_limits_B(self, num_drafted: int) -> list[int]:
-        """No more drafts than were chosen or asked for, nor than the request may still produce besides the bonus token."""
+        """Return the most drafts of each row: the least of `num_drafted`, the planner's count and the request's own limits."""
         counts_B = [num_drafted] * len(self) if self.takes_B is None else [take.count for take in self.takes_B]
         return [min(count, seq.most_drafted(num_drafted)) for seq, count in zip(self.sequences, counts_B, strict=True)]
 
@@ -247,29 +246,30 @@ class Batch:
 
 @dataclass(slots=True)
 class DraftBlock:
-    """What a drafter proposes for one round. Rows may draft fewer than K tokens: the rest of the row is padding."""
+    """The drafts of one round. Rows may draft fewer than K tokens."""
 
     tokens_B: list[list[int]]
-    """Drafted tokens, a list a row; an empty list drafts nothing."""
+    """Drafted token ids of each row; an empty list for a row without drafts."""
     probs_B: list[Tensor | None]
-    """For each row the distribution each draft was sampled from, [len(tokens), V], or None when the drafts are
-    certain (argmax, n-gram): then the proposal is one-hot."""
+    """Distribution that each draft was sampled from, [len(tokens), V] for each row; None for deterministic drafts (argmax,
+    n-gram), whose distribution is one-hot."""
     sure_B: list[list[float] | None] | None = None
-    """For each row the log-probability of the drafter's most likely token at each slot, all known before any token is drawn;
-    None for drafters that cannot say, and for rows that drafted nothing."""
+    """Log-probability of the drafter's top token at each draft position, for each row, computed before any token is sampled;
+    None for drafters without probabilities and rows without drafts."""
     source_s: dict[str, float] = field(default_factory=dict)
-    """Seconds that each source took; empty when that is not known."""
+    """Seconds spent by each draft source; empty if not measured."""
     candidates_B: list[Candidates | None] | None = None
-    """What else is likely at each slot, of rows that may check a tree; None when that was not asked for."""
+    """Top tokens at each draft position of rows that may verify a tree; None unless `Batch.num_candidates` is set."""
     trees_B: list[Tree | None] | None = None
-    """The trees whose tokens `tokens_B` holds; None of a row whose tokens are a chain."""
+    """Draft trees whose tokens are in `tokens_B`; None for a row that drafted a chain."""
 
     @classmethod
     def certain(cls, tokens_B: list[list[int]]) -> DraftBlock:
+        """A block of deterministic drafts."""
         return cls(tokens_B, [None] * len(tokens_B))
 
     def cut(self, widths_B: Iterable[int | Tree]) -> DraftBlock:
-        """The first drafts of each row, or a tree in their place; what drafters said of them stays."""
+        """Return the block with the first n drafts of each row, or with a tree instead; confidence and candidates are kept."""
         widths_B = list(widths_B)
         pairs = zip(self.tokens_B, widths_B, strict=True)
         if all(isinstance(width, int) and len(tokens) <= width for tokens, width in pairs):
@@ -285,40 +285,43 @@ class DraftBlock:
 
 @dataclass(slots=True)
 class Verdict:
-    """Which drafts stand: `num_accepted_B` without the bonus token, which is `next_token_B`."""
+    """Result of verifying one round's drafts."""
 
     num_accepted_B: list[int]
+    """Accepted drafts of each row, without the bonus token."""
     next_token_B: list[int]
+    """Bonus token of each row; -1 for a failed row."""
     lossless: bool
-    """Whether the rule that decided keeps the target's distribution."""
+    """True if the verification rule keeps the target's distribution."""
     kept_B: list[list[int] | None] | None = None
-    """Of each row which drafts stand, root to leaf; None: its first `num_accepted`."""
+    """Indices of each row's accepted drafts in its tree, root to leaf; None for the first `num_accepted` drafts."""
     failed_B: list[str | None] | None = None
-    """Of each row why it cannot go on: then nothing of it stands and its next token is -1. None: all rows are well."""
+    """Error message of each failed row, which accepts nothing; None if no row failed."""
 
 
 @dataclass(slots=True)
 class RoundStats:
-    """One round of one batch. `lossless` is False when a lossy rule or a mocked acceptance made it."""
+    """Statistics of one round of one batch."""
 
     num_drafted_B: list[int]
-    """Drafts that were proposed to be checked, of a tree those of its longest path."""
+    """Proposed drafts of each row; for a tree, those on its longest path."""
     num_accepted_B: list[int]
     lossless: bool
+    """False if a lossy rule or mocked acceptance decided the round."""
     draft_s: float = 0.0
     verify_s: float = 0.0
     host_s: float = 0.0
     source_B: list[str] = field(default_factory=list)
-    """Whose drafts each row checked."""
+    """Draft source of each row."""
     num_checked_B: list[int] = field(default_factory=list)
-    """Drafts in the verify pass: fewer than proposed where a grammar refused some."""
+    """Drafts of each row in the verify pass: fewer than proposed if the grammar rejected some."""
     sure_B: list[list[float] | None] | None = None
-    """As DraftBlock.sure_B, of all that was drafted."""
+    """`DraftBlock.sure_B` of all drafts, before the block was cut."""
     source_s: dict[str, float] = field(default_factory=dict)
-    """As DraftBlock.source_s."""
+    """Seconds spent by each draft source."""
     drafter_B: list[str] = field(default_factory=list)
-    """The member of the pool that each row has."""
+    """Drafter (pool entry) of each row."""
     trees_B: list[Outcome | None] | None = None
-    """What became of the tree of each row, None where it had none; None when no row had one."""
+    """Accepted path of each row's tree; None for rows without a tree, and if no row had one."""
     said_B: list[Said | None] | None = None
-    """What the target said beside the candidates of each row, None where none were named or the rule is not lossless."""
+    """Rank of the target's tokens among each row's candidates; None without candidates or with a lossy rule."""

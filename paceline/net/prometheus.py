@@ -94,9 +94,7 @@ def _of_model(series: list[Series], model: str | None) -> list[Series]:
             f"the metrics have no model {model!r}, only {', '.join(names)}: name one of them (FILE:MODEL, or served_name)"
         )
     if model is None and len(names) > 1:
-        raise ConfigError(
-            f"the metrics have several models, {', '.join(names)}: name one of them (FILE:MODEL, or served_name)"
-        )
+        raise ConfigError(f"the metrics have several models, {', '.join(names)}: name one of them (FILE:MODEL, or served_name)")
     return [one for one in series if model is None or one.labels.get("model_name", model) == model]
 
 
