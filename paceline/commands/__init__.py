@@ -1,1 +1,1 @@
-"""What the commands do once their options are read: answers to stdout, everything about them to stderr."""
+"""Commands of the command line. Results go to stdout, progress and notes to stderr."""

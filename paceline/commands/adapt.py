@@ -1,15 +1,14 @@
-"""`paceline adapt ...`: the options of the library calls of `paceline.loop.adapt`, and what is shown of them."""
+"""Commands of `paceline adapt`: options and output of `paceline.loop.adapt`."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from paceline.commands.options import Changed, Only, Opt, Without, options
-from paceline.commands.shared import Json, TerminalProgress, say, starting
+from paceline.commands.shared import Json, TerminalProgress, finish, say, starting
 from paceline.config import EngineConfig
 from paceline.loop.adapt.config import (
     CandidateConfig,
@@ -21,10 +20,10 @@ from paceline.loop.adapt.config import (
     StoreConfig,
     WatchConfig,
 )
-from paceline.runs.folder import plain, write_whole
+from paceline.runs.folder import write_whole
 
 TO_DO = 3
-"""Exit status of `check` when something is to be done, and of `gate` when it refuses."""
+"""Exit status of `check` if there is something to do, and of `gate` if the drafter does not pass."""
 Target = Annotated[EngineConfig, Only("model", "dtype", "backend", "isa", "weight_format", "device", "threads")]
 SERVERS = Changed(servers=Opt("--server"), patience_s=Opt("--patience"), num_drafted=Opt("--num-speculative-tokens"))
 
@@ -40,18 +39,18 @@ def adapt_replay(config: ReplayConfig, seasonal: PolicyConfig, prices: PriceConf
     """
     from paceline.loop.adapt.traffic.replay import run
 
-    found = run(config, seasonal, prices, TerminalProgress())
+    figures = run(config, seasonal, prices, TerminalProgress())
     if not as_json:
-        for name, value in found.items():
+        for name, value in figures.items():
             say(f"{name.replace('_', ' ')}: {value:.2f}" if isinstance(value, float) else f"{name.replace('_', ' ')}: {value}")
-    return found
+    return figures
 
 
 @options
 def adapt_check(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig, as_json: Json = False) -> None:
     """Decide once, from the latest hour of stored traces.
 
-    Exit status 0: nothing to do, or too little traffic to tell, 3: something to do, 2: an error.
+    Exit status 0: nothing to do, or too little traffic to decide, 3: something to do, 2: an error.
 
     Examples:
       paceline adapt check --traces traces
@@ -71,19 +70,19 @@ def adapt_check(store: StoreConfig, policy: PolicyConfig, prices: PriceConfig, a
             why = f"{number} requests, {'none' if unknown == number else f'{number - unknown}'} with rounds: "
             why += "adapt watch --server reads them from the server's metrics"
         say(f"too little: {why}")
-        _end({"decision": {"action": "too little", "why": why}, "hours": 0, "left_out": dict(left_out)}, as_json, 0)
+        finish({"decision": {"action": "too little", "why": why}, "hours": 0, "left_out": dict(left_out)}, as_json)
         return
     decision = lines[-1].decision
     say(f"{decision.action} {', '.join(decision.clusters)}: {decision.why}".replace(" :", ":"))
     for action, why in decision.declined.items():
         say(f"no {action}: {why}")
     line = {**told(lines[-1]), "hours": len(lines), "left_out": dict(left_out)}
-    _end(line, as_json, 0 if decision.is_idle else TO_DO)
+    finish(line, as_json, 0 if decision.is_idle else TO_DO)
 
 
 @options
 def adapt_gate(
-    drafter: Annotated[Path, typer.Argument(help="Folder of the candidate.")],
+    drafter: Annotated[Path, typer.Argument(help="Folder of the new drafter.")],
     engine: Target,
     store: Annotated[StoreConfig, Only("traces")],
     config: CandidateConfig,
@@ -91,7 +90,7 @@ def adapt_gate(
 ) -> None:
     """Judge whether a drafter may replace the serving one.
 
-    Both are scored on stored requests. Exit status 0: it may, 3: it may not, 2: an error.
+    Both are scored on stored requests. Exit status 0: passed, 3: not passed, 2: an error.
 
     Examples:
       paceline adapt gate runs/mine/drafter --traces traces \\
@@ -107,17 +106,17 @@ def adapt_gate(
             f"{name}: {gain.gain:+.1%} tokens/s [{gain.low:+.1%}, {gain.high:+.1%}], {gain.incumbent:.2f} -> "
             f"{gain.candidate:.2f} tokens a round over {gain.requests} requests"
         )
-    _end(verdict.as_json(), as_json, 0 if verdict.passed else TO_DO)
+    finish(verdict.as_json(), as_json, 0 if verdict.passed else TO_DO)
 
 
 @options
 def adapt_log(
     state: Annotated[Path, typer.Option(help="Folder of the log.")] = Path("runs/adapt"),
-    hours: Annotated[int, typer.Option(help="Only the latest hours.")] = 24,
-    page: Annotated[bool, typer.Option(help="Also write report.html: acceptance by cluster, and decisions on it.")] = False,
+    hours: Annotated[int, typer.Option(help="Show only this many hours, the latest.")] = 24,
+    page: Annotated[bool, typer.Option(help="Also write report.html: acceptance by request class, with decisions.")] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Show what was seen, decided and done, hour by hour.
+    """Show observations, decisions and actions by hour.
 
     Examples:
       paceline adapt log --state runs/adapt --page
@@ -153,8 +152,8 @@ def adapt_watch(
 ) -> dict[str, Any]:
     """Run the daemon that keeps a server's drafters fitted.
 
-    Every hour it decides; it trains, gates, swaps, watches and rolls back. Without --server it only reports its
-    decisions.
+    Every hour it decides whether to act: it trains a drafter, gates it, swaps it in, watches it and rolls it back.
+    Without --server it only reports its decisions.
 
     Examples:
       paceline adapt watch --traces traces --server http://127.0.0.1:8000 \\
@@ -166,14 +165,8 @@ def adapt_watch(
     return {"traces": store.traces, "server": deploy.servers}
 
 
-def _end(line: dict[str, Any], as_json: bool, status: int) -> None:
-    if as_json:
-        print(json.dumps(plain(line)), flush=True)
-    if status:
-        raise typer.Exit(status)
-
-
 def _sentence(line: dict[str, Any]) -> str:
+    """Return a line of the log as text."""
     if "event" in line:
         return f"{line['time']}  {line['event']}: {line.get('why', '')}"
     seen = ", ".join(

@@ -1,7 +1,8 @@
-"""`paceline advise`: is a drafter of your own worth it, from traces, from a running server, or from a model's name alone."""
+"""`paceline advise`: estimates the benefit of training a drafter, from traces, a running server or a model's name."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,27 +29,26 @@ COLUMNS = (
     Column("paid back after", lambda each: _days(each.pays_back_days), align="right"),
 )
 MOST_BYTES = 64 * 2**20
+"""Largest /metrics page that is read."""
 
 
 @options
 def advise(
     costs: Annotated[CostsConfig, Without("toy", "expert_locality", "per_layer", "drafter_params")],
     config: Annotated[AdviceConfig, Changed(streams=Opt("--streams", "--batch"))],
-    traces: Annotated[Path | None, typer.Argument(help="Traces of paceline serve --traces or of paceline record.")] = None,
-    url: Annotated[
-        str | None, typer.Option(help="A running server, whose /metrics are read: paceline, vLLM or SGLang.")
-    ] = None,
+    traces: Annotated[Path | None, typer.Argument(help="Traces from paceline serve --traces or paceline record.")] = None,
+    url: Annotated[str | None, typer.Option(help="A running server (paceline, vLLM or SGLang): reads its /metrics.")] = None,
     served_name: Annotated[
-        str | None, typer.Option(help="With --url: the model that counts, where the metrics tell of several.")
+        str | None, typer.Option(help="With --url: the model to read, if the metrics are of several models.")
     ] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Decide whether a drafter of your own is worth it.
 
-    Says what it would bring, from how many answers, in how many hours, and when it pays. The acceptance length of
-    today comes from traces or from a running server's metrics, else plain decoding is assumed. What more answers
-    would bring comes from measured learning curves, hours from the plan of `paceline train`, speed from `paceline
-    simulate`. No weights and no GPU are needed. The last line is the decision.
+    Estimates the speed-up, the training answers and hours it needs, and when it pays off. The current acceptance length
+    comes from traces or from a running server's metrics; otherwise plain decoding is assumed. The estimates use
+    measured learning curves, the plan of `paceline train` and the predictions of `paceline simulate`. No weights and no
+    GPU are needed. The last line is the decision.
 
     Examples:
       paceline advise --model Qwen3.5-27B --hardware "2x H100" --streams 16
@@ -56,59 +56,47 @@ def advise(
         --price-per-hour 2.5 --traffic application
       paceline advise --url http://127.0.0.1:8000 --model Qwen3-8B --hardware H100
     """
-    from paceline.train.plan.advise import Seen
-    from paceline.train.plan.advise import advise as advised
+    from paceline.train.plan.advise import Seen, seen_in_traces
+    from paceline.train.plan.advise import advise as library
 
     if traces is not None and url is not None:
-        raise ConfigError("traces and --url both say what is served now: leave one out")
-    seen = _traces(traces) if traces is not None else _server(url, served_name) if url is not None else Seen()
-    found = advised(costs, config, seen)
-    _show(found, config, stderr=as_json)
-    return found.as_json()
+        raise ConfigError("traces and --url both give what is served now: leave one out")
+    seen = seen_in_traces(traces) if traces is not None else _server(url, served_name) if url is not None else Seen()
+    advice = library(costs, config, seen)
+    _show(advice, config, stderr=as_json)
+    return advice.as_json()
 
 
 def _days(days: float | None) -> str | None:
     return None if days is None else "under a day" if days < 1 else f"{days:,.0f} days"
 
 
-def _traces(folder: Path) -> Seen:
-    from paceline.train.plan.advise import seen_in_traces
-
-    return seen_in_traces(folder)
-
-
 def _server(url: str, model: str | None) -> Seen:
+    """Return the acceptance that a running server's metrics report. Raises ConfigError."""
     from paceline.net.streaming import Client
     from paceline.simulate.server_logs import parse_server
     from paceline.train.plan.advise import seen_in_server
 
-    client = Client(url, timeout_s=30.0)
-    try:
-        answer = client.get("/metrics")
-    except OSError as error:
-        raise ConfigError(f"--url {url}: {error}: is a server running there?") from error
-    finally:
-        client.close()
+    with contextlib.closing(Client(url, timeout_s=30.0)) as client:
+        answer = client.ask("GET", "/metrics")
+    if answer.failure:
+        raise ConfigError(f"--url {url}: {answer.failure}: is a server running there?")
     if answer.status != 200 or len(answer.body) > MOST_BYTES:
         raise ConfigError(f"--url {url}: GET /metrics answered {answer.status}: start vLLM or SGLang with its metrics on")
     return seen_in_server(parse_server(answer.body.decode("utf-8", errors="replace"), f"{url}/metrics", model), url)
 
 
-def _show(found: Advice, config: AdviceConfig, *, stderr: bool) -> None:
-    now = found.now
+def _show(advice: Advice, config: AdviceConfig, *, stderr: bool) -> None:
+    """Print the table of training sizes, the assumptions and, as the last line, the decision."""
+    now = advice.now
     streams = f"{now['streams']:.0f} stream{'s' if now['streams'] != 1 else ''}"
-    title = f"{found.title}, {streams} of {config.context} tokens; trained on {found.machine}"
-    told = (
+    title = f"{advice.title}, {streams} of {config.context} tokens; trained on {advice.machine}"
+    note = (
         f"now: {now['tokens_per_round']:.2f} tokens a round, {now['tokens_per_s']:,.0f} tokens/s "
-        f"({now['plain_tokens_per_s']:,.0f} plainly); with every draft right {found.ideal_speedup:.2f}x plain decoding"
+        f"({now['plain_tokens_per_s']:,.0f} plainly); with every draft right {advice.ideal_speedup:.2f}x plain decoding"
     )
     columns = COLUMNS if config.price_per_hour else COLUMNS[:6]
-    Table(columns, found.steps, title=title, notes=[told]).show(stderr=stderr)
-    lines = [
-        "What this rests on:",
-        *(f"- {sentence}" for sentence in found.basis),
-        "",
-        *found.sentences[1:],
-        found.sentences[0],
-    ]
+    Table(columns, advice.steps, title=title, notes=[note]).show(stderr=stderr)
+    basis = [f"- {sentence}" for sentence in advice.basis]
+    lines = ["What this rests on:", *basis, "", *advice.sentences[1:], advice.sentences[0]]
     (say if stderr else print)("\n".join(lines))

@@ -1,4 +1,4 @@
-"""`paceline bench decode`, `steps`, `lossy`, `serving` and `latency`: the options of `bench.runs`, `servers`, `latency_run`."""
+"""Commands of `paceline bench`: decode, steps, lossy, serving and latency."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = Changed(
     drafters=Opt(comma=True),
     batches=Opt("--batch"),
     temperatures=Opt("--temperature"),
-    seed=Opt(default=None, help="Base of the requests' seeds; without, each is drawn."),
+    seed=Opt(default=None, help="Seed of the first request; the others count up from it. Without, seeds are random."),
 )
 MOCK_NAMES = Changed(
     tokens_per_round=Opt("--mock-tokens-per-round", default=()),
@@ -38,7 +38,7 @@ MOCK_NAMES = Changed(
     trees=Opt("--mock-trees"),
     marginals=Opt("--mock-marginals"),
 )
-MEASURED = Opt(help="As --drafter of generate; random-dflash drafts as many as are measured.")
+MEASURED = Opt(help="As --drafter of generate; random-dflash takes the draft lengths to measure.")
 NO_MOCK = "does not go with --mock-tokens-per-round and --mock-trees: leave one of them out"
 
 LOAD_NAMES = Changed(
@@ -47,28 +47,28 @@ LOAD_NAMES = Changed(
     num_requests=Opt("--requests"),
     timeout_s=Opt("--timeout"),
 )
-NOT_ASKED = Without(
-    "model", "num_drafted", "plan", "rule", "mocked_tokens_per_round", "mocked_survival", "mocked_marginals", "prefill_chunk"
-)
-
-NO_ENGINE = ("drafter", "max_batch", "kv_memory", "num_drafted", "prefill_chunk", "mocked_survival", "mocked_marginals")
+NO_MOCKS = Without("mocked_tokens_per_round", "mocked_survival", "mocked_marginals")
+NO_SERVER = Without("max_batch", "kv_memory", "prefill_chunk")
+NOT_STARTED = Without("model", "num_drafted", "plan", "rule", "prefill_chunk")
 
 
 @options
 def bench_decode(
-    engine: Annotated[EngineConfig, Without(*NO_ENGINE), MOCK],
+    engine: Annotated[EngineConfig, NO_SERVER, Without("drafter", "num_drafted", "mocked_survival", "mocked_marginals"), MOCK],
     config: Annotated[BenchConfig, NAMES],
     mocked: Annotated[MockConfig, Only("tokens_per_round", "prompt_tokens", "trees", "marginals"), MOCK_NAMES],
     prompts: PromptSource = None,
     limit: Limit = None,
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-decode-<time>].")] = None,
-    save_results: Annotated[Path | None, typer.Option(help="Also write one JSON file of figures and raw runs, here.")] = None,
+    save_results: Annotated[
+        Path | None, typer.Option(help="Also write figures and raw runs to this JSON file or folder.")
+    ] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Measure decoding speed and acceptance.
 
-    Every combination of prompts, drafters, temperatures and batch sizes is measured, against plain decoding in the
-    same process.
+    Measures every combination of prompts, drafters, temperatures and batch sizes, and compares it with plain decoding
+    in the same process.
 
     Examples:
       paceline bench decode --limit 4 --drafters none,ngram --batch 1,4 \\
@@ -78,14 +78,8 @@ def bench_decode(
     from paceline.bench import runs
 
     if mocked.tokens_per_round or mocked.trees:
-        refused = {
-            "prompts": prompts,
-            "limit": limit,
-            "against": config.against,
-            "mock": engine.mocked_tokens_per_round,
-            "save-results": save_results,
-        }
-        for name, value in refused.items():
+        refused = {"prompts": prompts, "limit": limit, "against": config.against, "save-results": save_results}
+        for name, value in {**refused, "mock": engine.mocked_tokens_per_round}.items():
             if value not in (None, ()):
                 raise ConfigError(f"--{name} {NO_MOCK}")
         drafter = next((name for name in config.drafters if name not in ("none", "default")), mocked.drafter)
@@ -103,29 +97,15 @@ def bench_decode(
 
 @options
 def bench_steps(
-    engine: Annotated[
-        EngineConfig,
-        Without(
-            "max_batch",
-            "kv_memory",
-            "num_drafted",
-            "plan",
-            "rule",
-            "mocked_tokens_per_round",
-            "mocked_survival",
-            "mocked_marginals",
-            "prefill_chunk",
-        ),
-        Changed(drafter=MEASURED),
-    ],
+    engine: Annotated[EngineConfig, NO_SERVER, NO_MOCKS, Without("num_drafted", "plan", "rule"), Changed(drafter=MEASURED)],
     config: Annotated[StepsConfig, Changed(batches=Opt("--batch"), max_positions=Opt("--positions"))],
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-steps-<time>].")] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Measure step times for `simulate --calibrate`.
 
-    Times verifying, drafting and the host for each number of rows and positions, in turns. Acceptance is mocked: the
-    text means nothing, the times are those of the engine's own rounds.
+    Measures the time of verification, drafting and the host for each number of rows and positions. Acceptance is
+    mocked: the text is meaningless, but the times are those of real engine rounds.
 
     Examples:
       paceline bench steps --drafter random-dflash --context 256
@@ -138,20 +118,17 @@ def bench_steps(
 
 @options
 def bench_lossy(
-    engine: Annotated[
-        EngineConfig,
-        Without("max_batch", "kv_memory", "prefill_chunk", "mocked_tokens_per_round", "mocked_survival", "mocked_marginals"),
-    ],
+    engine: Annotated[EngineConfig, NO_SERVER, NO_MOCKS],
     config: Annotated[LossyConfig, Changed(tasks=Opt(comma=True))],
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-lossy-<time>].")] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
-    """Measure what lossy rules bring and cost.
+    """Measure the speed-up and the cost of lossy rules.
 
-    Plain decoding, the lossless lane and each setting take turns on tasks with a score. Reports acceptance length,
-    tokens/s, mean total variation and divergence from the model, share of tokens changed and the task's score, with
-    intervals and a Pareto chart. Where the lossless lane dominates, the report says so. Code of HumanEval answers is
-    run, with limits of time and memory.
+    Runs plain decoding, lossless speculation and each lossy setting on tasks with a score. Reports acceptance length,
+    tokens/s, mean total variation and KL divergence from the model, share of changed tokens and the task's score, with
+    confidence intervals and a Pareto chart. The report says if lossless speculation is better in every respect. Code in
+    HumanEval answers is executed, with limits of time and memory.
 
     Examples:
       paceline bench lossy --tasks tickets=heldout.jsonl --limit 20 \\
@@ -167,7 +144,7 @@ def bench_lossy(
 def bench_serving(
     servers: Annotated[ServersConfig, Without("words"), Changed(speculate=Opt(comma=True))],
     config: Annotated[ServingConfig, LOAD_NAMES],
-    engine: Annotated[EngineConfig, NOT_ASKED],
+    engine: Annotated[EngineConfig, NOT_STARTED, NO_MOCKS],
     prompts: PromptSource = None,
     limit: Limit = None,
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-serving-<time>].")] = None,
@@ -175,20 +152,18 @@ def bench_serving(
 ) -> dict[str, Any]:
     """Measure a server under load, with and without drafts.
 
-    Reports first-token, inter-token and inter-chunk times and throughput; the contenders take turns. Without --url a
-    paceline server is started for each contender, all at once, and memory is needed for each; with --url each request
-    names its contender, and other OpenAI-compatible servers are measured as they are. The client keeps bytes and
-    parses them after the pass, but it shares the processor with a server on the same machine: the report says how
-    much of a core it took. Use more prompts than the server has rows, so that its prefix cache does not shorten the
-    first-token time.
+    Reports first-token, inter-token and inter-chunk times and throughput; variants are measured in turns. Without --url
+    a paceline server is started for each variant, all at the same time, and each needs memory; with --url each request
+    names its variant, and other OpenAI-compatible servers are measured without variants. The client parses responses
+    after the run, but still uses CPU time of a server on the same machine: the report shows how much. Use more prompts
+    than the server has rows, so that its prefix cache does not shorten the first-token time.
 
     Examples:
       paceline bench serving --concurrency 1,8 --limit 8 --max-tokens 64
       paceline bench serving --url http://127.0.0.1:8000 --rate 0.5,2,8 --repeat 3
     """
     words = words_of(engine)
-    if servers.url and words:
-        raise ConfigError(f"{_options_in(words)} cannot change a server that runs: leave out either that or --url")
+    _check_unused(words, servers.url)
     if servers.model and not servers.url:
         words += ("--model", servers.model)
     from paceline.bench.serving import servers as library
@@ -200,23 +175,23 @@ def bench_serving(
 def bench_latency(
     arms: Annotated[ArmsConfig, Without("words"), Changed(drafters=Opt(comma=True), urls=Opt("--url"))],
     config: Annotated[LatencyConfig, Changed(timeout_s=Opt("--timeout"))],
-    engine: Annotated[EngineConfig, NOT_ASKED, Without("drafter")],
+    engine: Annotated[EngineConfig, NOT_STARTED, NO_MOCKS, Without("drafter")],
     workloads: Annotated[
         list[str] | None, typer.Option("--workload", help="voice, coding or chat [default: voice, unless there are --prompts].")
     ] = None,
     prompts: Annotated[
-        list[str] | None, typer.Option("--prompts", help="A file of prompts, asked one after the other. May be repeated.")
+        list[str] | None, typer.Option("--prompts", help="A file of prompts, sent one after the other. May be repeated.")
     ] = None,
-    schema: Annotated[Path | None, typer.Option(help="JSON schema that answers to --prompts keep to.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests of each.")] = None,
+    schema: Annotated[Path | None, typer.Option(help="JSON schema that answers to --prompts follow.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests of each workload.")] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-latency-<time>].")] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Measure where a request's milliseconds go.
 
-    Parts are communication, host, prefill, drafting and verifying, as bars that add up. A paceline server is started
-    for each drafter; --url measures running servers. Servers of other engines do not report their parts: their time
-    is one part. Variants take turns, and each request is compared with the first variant's.
+    Splits the latency into communication, host, prefill, drafting and verification, shown as stacked bars. A paceline
+    server is started for each drafter; --url measures running servers. Other engines do not report these parts: their
+    time is one part. Variants are measured in turns, and each request is compared with the first variant's.
 
     Examples:
       paceline bench latency --drafters none,default \\
@@ -227,8 +202,7 @@ def bench_latency(
         --url vllm=http://127.0.0.1:8001 --workload voice
     """
     words = words_of(engine)
-    if not arms.drafters and words:
-        raise ConfigError(f"{_options_in(words)} cannot change a server that runs: leave out either that or --url")
+    _check_unused(words, not arms.drafters)
     if arms.drafters and arms.model:
         words += ("--model", arms.model)
     from paceline.bench.serving import latency_run
@@ -237,18 +211,19 @@ def bench_latency(
     return latency_run.bench_latency(arms, config, workloads or (), prompts or (), schema, limit, out, TerminalProgress())
 
 
-def _options_in(words: Sequence[str]) -> str:
-    return ", ".join(word for word in words if word.startswith("--"))
+def _check_unused(words: Sequence[str], is_running: object) -> None:
+    """Raises ConfigError if options of a server to be started were given for servers that are running."""
+    if is_running and words:
+        options = ", ".join(word for word in words if word.startswith("--"))
+        raise ConfigError(f"{options} cannot change a server that runs: leave out either that or --url")
 
 
 def words_of(engine: EngineConfig) -> tuple[str, ...]:
-    """The settings that are not the default, as options of `paceline serve`."""
-    defaults = EngineConfig()
-    changed = {each.name: getattr(engine, each.name) for each in fields(engine)}
-    changed = {name: value for name, value in changed.items() if value != getattr(defaults, name)}
-    named = [(name.replace("_", "-"), value) for name, value in changed.items()]
-    words = [
-        (f"--{name}" if value else f"--no-{name}",) if isinstance(value, bool) else (f"--{name}", str(value))
-        for name, value in named
-    ]
-    return tuple(word for pair in words for word in pair)
+    """Return the settings that differ from their defaults as command-line words of `paceline serve`."""
+    defaults, words = EngineConfig(), list[str]()
+    for field in fields(engine):
+        name, value = field.name.replace("_", "-"), getattr(engine, field.name)
+        if value == getattr(defaults, field.name):
+            continue
+        words += [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+    return tuple(words)

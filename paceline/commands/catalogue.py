@@ -1,4 +1,4 @@
-"""Every command: its section in `paceline --help`, its name, where it is defined, and its summary.
+"""Table of all commands: section in `paceline --help`, name, module and summary.
 
 `paceline/cli.py` reads this table, so that `--help` imports no command. A test compares each summary with the first
 line of the command's docstring.
@@ -15,7 +15,7 @@ class Entry(NamedTuple):
     module: str
     """The module under `paceline.commands` that defines it; empty for a group."""
     summary: str
-    """One line of at most 58 characters: it must fit beside the longest name in 80 columns."""
+    """One line of at most 58 characters, so that name and summary fit into 80 columns."""
     members: dict[str, Entry] | None = None
     """The commands of a group. A member's function is named `group_member`."""
 
@@ -64,7 +64,7 @@ SECTIONS: dict[str, dict[str, Entry]] = {
             serving="Measure a server under load, with and without drafts.",
             latency="Measure where a request's milliseconds go.",
             steps="Measure step times for `simulate --calibrate`.",
-            lossy="Measure what lossy rules bring and cost.",
+            lossy="Measure the speed-up and the cost of lossy rules.",
         ),
     },
     "Keep it fitted": {
@@ -75,14 +75,14 @@ SECTIONS: dict[str, dict[str, Entry]] = {
             watch="Run the daemon that keeps a server's drafters fitted.",
             check="Decide once, from the latest hour of stored traces.",
             replay="Replay a policy on a virtual clock, without training.",
-            log="Show what was seen, decided and done, hour by hour.",
+            log="Show observations, decisions and actions by hour.",
             gate="Judge whether a drafter may replace the serving one.",
         ),
         "store": _group(
             "store",
             "Keep traffic in one place, for training and evals.",
             add="Add traces and answers to a store, without duplicates.",
-            show="Show what a store holds, and its versions.",
+            show="Show the contents of a store, and its versions.",
             split="Redraw the split between training and evals.",
             label="Attach the scores of an evals run to stored rows.",
             forget="Delete matching rows everywhere, for good.",

@@ -1,4 +1,4 @@
-"""`paceline chat`: a conversation in the terminal, or one turn per line of standard input."""
+"""`paceline chat`: a conversation in the terminal, or one user message per line of standard input."""
 
 from __future__ import annotations
 
@@ -20,19 +20,11 @@ if TYPE_CHECKING:
     from paceline.engine.llm import LLM
 
 HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer, Ctrl-D leaves"
-NOT_ASKED = Without(
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "stop_token_ids",
-    "ignore_eos",
-    "logprobs",
-    "prompt_logprobs",
-    "max_drafted",
-    "grammar",
-    "lossy",
-    "scaled_logprobs",
+NO_OPTIONS = Without(
+    *("presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids", "ignore_eos", "logprobs"),
+    *("prompt_logprobs", "max_drafted", "grammar", "lossy", "scaled_logprobs"),
 )
+"""Sampling parameters that are not options of `chat`."""
 
 
 @options
@@ -41,7 +33,7 @@ def chat(
         EngineConfig,
         Without("max_batch", "prefill_chunk", "weights", "mocked_tokens_per_round", "mocked_survival", "mocked_marginals"),
     ],
-    sampling: Annotated[SamplingParams, NOT_ASKED, Changed(max_tokens=Opt(default=512))],
+    sampling: Annotated[SamplingParams, NO_OPTIONS, Changed(max_tokens=Opt(default=512))],
     name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.")] = None,
     system: System = None,
     as_json: Json = False,
@@ -62,7 +54,7 @@ def chat(
 
 
 def _conversation(llm: LLM, opening: list[dict[str, str]], sampling: SamplingParams) -> list[dict[str, str]]:
-    """All turns until the user leaves; returns the messages."""
+    """Run the conversation until the user leaves; returns its messages."""
     messages = list(opening)
     for line in _lines():
         if line == "/exit":
@@ -75,27 +67,27 @@ def _conversation(llm: LLM, opening: list[dict[str, str]], sampling: SamplingPar
         elif line.startswith("/") and " " not in line:
             say(f"no such command {line}: {HELP}")
         else:
-            messages = _turn(llm, messages, line, sampling)
+            messages = _answered(llm, messages, line, sampling)
     return messages
 
 
-def _turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingParams) -> list[dict[str, str]]:
-    """The conversation with this turn and its answer; as it was when the turn does not fit."""
-    asked = [*messages, {"role": "user", "content": line}]
+def _answered(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingParams) -> list[dict[str, str]]:
+    """Return the conversation with this user message and its answer, or unchanged if it does not fit the context."""
+    question = [*messages, {"role": "user", "content": line}]
     try:
         with (
             named({"max_tokens": "--max-tokens", "max_len": "--max-len"}),
             way_out("continue texts with paceline generate --raw"),
         ):
-            text = _answer(llm, asked, params)
+            text = _answer(llm, question, params)
     except (ContextLengthError, PromptError) as error:
         say(f"error: {error} (/reset forgets the conversation)")
         return messages
-    return [*asked, {"role": "assistant", "content": text}]
+    return [*question, {"role": "assistant", "content": text}]
 
 
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
-    """Stream one answer; after Ctrl-C what was said so far stays said."""
+    """Print one answer as it streams; returns its text, also the part before Ctrl-C."""
     from paceline.engine.completion import GenerationStats
 
     texts, stats = [], None
@@ -114,7 +106,7 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) ->
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Within, the first Ctrl-C only makes the given function true: an answer ends between two rounds. A second one raises."""
+    """Defer the first Ctrl-C: yields a function that returns True after it. A second Ctrl-C raises KeyboardInterrupt."""
     pressed = []
 
     def note(number: int, frame: Any) -> None:
@@ -130,7 +122,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 
 def _lines() -> Iterator[str]:
-    """Turns as they are typed; blank lines are passed over."""
+    """Yield the user's lines; skips blank ones."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):

@@ -1,4 +1,4 @@
-"""`paceline export`: a drafter's folder for other programs. `paceline inspect`: what one is, and why it drafts badly."""
+"""`paceline export` converts a drafter for other programs; `paceline inspect` describes and checks one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from paceline.draft.formats.export import HeadRows
 
 SHOWN = 8
-"""Variations in the table; --json has them all."""
+"""Variations shown in the table; --json lists all."""
 Folder = Annotated[
     str,
     typer.Argument(
         metavar="DRAFTER",
-        help="A drafter's folder or GGUF file, a hub id, a built-in model that has one, or default: that of --model.",
+        help="A drafter's folder or GGUF file, a hub id, a built-in model with a drafter, or default: the drafter of --model.",
     ),
 ]
 
@@ -34,26 +34,27 @@ Folder = Annotated[
 @options
 def export(
     drafter: Folder,
-    out: Annotated[Path, typer.Option(help="A new folder; of gguf a new file.")],
+    out: Annotated[Path, typer.Option(help="A new folder; for gguf a new file.")],
     form: Annotated[
         str,
         typer.Option(
             "--format",
-            help="speculators (vLLM), z-lab (vLLM, SGLang, the authors' package), or gguf (llama.cpp); of an EAGLE-3 "
-            "drafter speculators or specforge; of an MTP layer target: the whole of --model with this layer in its files.",
+            help="For DFlash: speculators (vLLM), z-lab (vLLM, SGLang, the authors' package) or gguf (llama.cpp); for EAGLE-3: "
+            "speculators or specforge; for an MTP layer: target, a copy of --model that contains the layer.",
         ),
     ] = "speculators",
     model: Annotated[
-        str | None, typer.Option(help="The target: its name, its head's rows, and in gguf its tokenizer go into the files.")
+        str | None,
+        typer.Option(help="The target. Its name, its LM head rows and, for gguf, its tokenizer are copied into the files."),
     ] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Convert a drafter for vLLM, SGLang or llama.cpp.
 
     Every paceline command reads these formats directly; export is for other programs. A draft vocabulary is written
-    as vLLM reads it (d2t, t2d, lm_head): the rows of its head are taken from --model, which the format speculators
-    requires; without --model, z-lab's format leaves the head out. The format gguf takes the target's tokenizer from
-    --model, a GGUF file itself. Settings that a format cannot express are reported.
+    as vLLM expects it (d2t, t2d, lm_head). Its LM head rows are copied from --model: the format speculators requires
+    them; z-lab's format omits the head without --model. The format gguf copies the target's tokenizer from --model,
+    which must be a GGUF file. Settings that a format cannot express are reported.
 
     Examples:
       paceline export runs/mine/drafter --format speculators \\
@@ -89,7 +90,7 @@ def export(
 
 
 def _eagle3(folder: Path, form: str, model: str | None, out: Path) -> dict[str, Any]:
-    """An EAGLE-3 drafter in the other of its two styles, or the same."""
+    """Write an EAGLE-3 drafter in the format speculators or specforge."""
     from paceline.draft.eagle3.checkpoint import read_eagle3, write_eagle3
     from paceline.runs.folder import check_new
 
@@ -98,15 +99,15 @@ def _eagle3(folder: Path, form: str, model: str | None, out: Path) -> dict[str, 
             f"an EAGLE-3 drafter has no format {form!r}: give --format speculators (vLLM) or specforge (SGLang, SpecForge)"
         )
     check_new(out)
-    found = read_eagle3(folder)
-    style = "speculators" if "transformer_layer_config" in found.config.raw else "specforge"
-    write_eagle3(out, found, _target(model, needs_head=False)[1] if form == "speculators" else None)
+    checkpoint = read_eagle3(folder)
+    style = "speculators" if "transformer_layer_config" in checkpoint.config.raw else "specforge"
+    write_eagle3(out, checkpoint, _target(model, needs_head=False)[1] if form == "speculators" else None)
     say(f"{folder} ({style}) is in {out}, in {form} format")
     return {"drafter": str(folder), "from": style, "format": form, "out": str(out), "left_out": []}
 
 
 def _into_target(folder: Path, form: str, model: str | None, out: Path) -> dict[str, Any]:
-    """An MTP layer in a copy of its target."""
+    """Write a copy of the target that contains the MTP layer."""
     from paceline.draft.mtp.checkpoint import read_mtp
     from paceline.draft.mtp.stitch import stitch
     from paceline.draft.registry import holds_mtp
@@ -123,7 +124,7 @@ def _into_target(folder: Path, form: str, model: str | None, out: Path) -> dict[
 
 
 def _target(model: str | None, needs_head: bool) -> tuple[HeadRows | None, dict[str, Any]]:
-    """Rows of the target's head, and what the config says of it."""
+    """Return the target's LM head rows (None unless `needs_head`) and its config entry for the speculators format."""
     if model is None:
         return None, {}
     from paceline.draft.formats.export import rows_of
@@ -146,23 +147,21 @@ def _target(model: str | None, needs_head: bool) -> tuple[HeadRows | None, dict[
 def inspect(
     drafter: Folder,
     engine: Annotated[EngineConfig, Only("dtype", "device", "max_len", "threads")],
-    model: Annotated[str | None, typer.Option(help="The target: measures what the drafter brings for it.")] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, max=20, help="Built-in prompts that are answered.")] = 20,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 48,
+    model: Annotated[str | None, typer.Option(help="The target: measures the drafter's acceptance length with it.")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, max=20, help="Number of built-in prompts to answer.")] = 20,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 48,
     vary: Annotated[
         bool | None,
-        typer.Option(
-            "--vary/--no-vary", help="Try each setting as it could have been meant [default: where acceptance is low]."
-        ),
+        typer.Option("--vary/--no-vary", help="Try alternative values of each setting [default: if acceptance is low]."),
     ] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Describe a drafter, and check that it fits a model.
 
-    A drafter that reads the wrong layer, mask token or draft position raises no error: it only drafts badly. With
-    --model twenty prompts are answered, greedy. Below 2.0 tokens a round each setting is tried in the other ways it
-    could have been meant, one at a time, and ranked: layer ids, mask token, rotary style and length, window flags,
-    head, anchor position, norm flags.
+    A drafter with a wrong layer, mask token or draft position raises no error: it only has a low acceptance length. With
+    --model, twenty prompts are answered greedily. If the acceptance length is below 2.0, alternative values of each
+    setting are tried, one at a time, and ranked: layer ids, mask token, rotary style and length, window flags, head,
+    anchor position, norm flags.
 
     Examples:
       paceline inspect runs/mine/drafter --model smollm2-135m
@@ -179,42 +178,42 @@ def inspect(
     stored: StoredDrafter | Eagle3Checkpoint | None = None
     kind = "mtp" if holds_mtp(folder) else "eagle3" if holds_eagle3(folder) else "dflash"
     if holds_mtp(folder):
-        made: Drafter = MtpDrafter.from_folder(folder)
-        facts = described_mtp(made.layer, folder)
+        module: Drafter = MtpDrafter.from_folder(folder)
+        facts = described_mtp(module.layer, folder)
     elif holds_eagle3(folder):
         stored = read_eagle3(folder)
-        made, facts = Eagle3Drafter.from_folder(folder), described_eagle3(stored, folder)
+        module, facts = Eagle3Drafter.from_folder(folder), described_eagle3(stored, folder)
     else:
         stored = read_stored(folder)
-        made, facts = drafter_from(stored), described(stored, folder)
+        module, facts = drafter_from(stored), described(stored, folder)
     for fact in facts:
         print(f"{fact.what:17s} {fact.value}" + (f"  ({fact.meaning})" if fact.meaning else ""))
-    told: dict[str, Any] = {"drafter": str(folder), "kind": kind, "facts": [fact._asdict() for fact in facts]}
-    told |= {"target": model, "fits": None, "tokens_per_round": None, "mismatch": None}
+    line: dict[str, Any] = {"drafter": str(folder), "kind": kind, "facts": [fact._asdict() for fact in facts]}
+    line |= {"target": model, "fits": None, "tokens_per_round": None, "mismatch": None}
     if model is None:
-        return told
-    return told | _measured(
-        made, stored, replace(engine, model=model, drafter="none", max_batch=8), num_prompts, max_tokens, vary
-    )
+        return line
+    engine = replace(engine, model=model, drafter="none", max_batch=8)
+    return line | _measured(module, stored, engine, num_prompts, max_tokens, vary)
 
 
 def _measured(
-    made: Drafter,
+    drafter: Drafter,
     stored: StoredDrafter | Eagle3Checkpoint | None,
     engine: EngineConfig,
     num_prompts: int,
     max_tokens: int,
     vary: bool | None,
 ) -> dict[str, Any]:
-    """What the drafter brings for the target, and if that is little, or if it is asked, what each variation would; of an MTP
-    layer, whose settings are the target's, there are none."""
+    """Measure the drafter's acceptance length with the target and, if it is low or `vary` is set, that of each variation.
+
+    An MTP layer (without `stored`) has no variations, because its settings are the target's."""
     starting(engine.model)
     from paceline.engine.llm import LLM
     from paceline.loop.adapt.servers import mismatch
 
     llm = LLM.of(engine)
     try:
-        llm.use_drafter(made)
+        llm.use_drafter(drafter)
     except DrafterMismatchError as error:
         print(f"{'fits':17s} no  ({error})")
         return {"fits": False, "mismatch": str(error)}
@@ -223,11 +222,11 @@ def _measured(
     requests = mismatch.ask(llm, prompts, max_tokens)
     if not requests:
         raise ConfigError("the target's answers are empty: inspect needs a model that answers the built-in prompts")
-    found = mismatch.measure(llm, llm.drafter, requests)
-    print(f"{'brings':17s} {found:.2f} tokens a round  ({len(requests)} answers, greedy; 1 is plain decoding)")
-    told: dict[str, Any] = {"fits": True, "tokens_per_round": found, "num_prompts": len(requests)}
-    if stored is None or vary is False or (vary is None and found >= mismatch.LOW):
-        return told
+    tokens_per_round = mismatch.measure(llm, llm.drafter, requests)
+    print(f"{'brings':17s} {tokens_per_round:.2f} tokens a round  ({len(requests)} answers, greedy; 1 is plain decoding)")
+    line: dict[str, Any] = {"fits": True, "tokens_per_round": tokens_per_round, "num_prompts": len(requests)}
+    if stored is None or vary is False or (vary is None and tokens_per_round >= mismatch.LOW):
+        return line
     with TerminalProgress().bar("variations", len(list(mismatch.variations(stored, llm.target)))) as advance:
         ranked = mismatch.rank(llm, stored, requests, advance)
     columns = (
@@ -245,4 +244,4 @@ def _measured(
         else "no single setting mends it: the drafter was hardly trained, or for another target or another kind of text"
     )
     print(verdict)
-    return told | {"variations": [asdict(each) for each in ranked], "mismatch": best.kind if best else None}
+    return line | {"variations": [asdict(each) for each in ranked], "mismatch": best.kind if best else None}

@@ -1,6 +1,6 @@
-"""`paceline compare`: record the token times of both ways, or read those of a run; write the page, the picture, the figures.
+"""`paceline compare`: replays one answer without and with drafts as an HTML page and an animated picture.
 
-With --simulate: speed-up over tokens a round, predicted and measured, as a chart."""
+With --simulate: draws a chart of speed-up against acceptance length, predicted and measured."""
 
 from __future__ import annotations
 
@@ -28,28 +28,30 @@ CHART = Changed(
 )
 COSTS = ("hardware", "gpus", "precision", "drafter_cost", "block", "table", "calibration", "overhead_ms", "plain_rate")
 
-NOT_ASKED = Without("max_batch", "mocked_survival", "mocked_marginals", "prefill_chunk", "kv_memory", "rule")
+NO_OPTIONS = Without("max_batch", "mocked_survival", "mocked_marginals", "prefill_chunk", "kv_memory", "rule")
+"""Engine settings that are not options of `compare`."""
 
 
 @options
 def compare(
-    engine: Annotated[EngineConfig, NOT_ASKED, MOCK],
+    engine: Annotated[EngineConfig, NO_OPTIONS, MOCK],
     sampling: Annotated[SamplingParams, Only("temperature", "max_tokens", "seed", "ignore_eos")],
-    prompt: Annotated[str | None, typer.Argument(help="What to ask; - is stdin.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads stdin.")] = None,
     recorded: Annotated[
-        Path | None, typer.Option("--from", metavar="RUN_FOLDER", help="Draw a recorded run again; nothing is asked.")
+        Path | None, typer.Option("--from", metavar="RUN_FOLDER", help="Draw a recorded run again, without a model.")
     ] = None,
-    repeat: Annotated[int, typer.Option(help="Answers each way, in turns; the one of median time is kept.")] = 3,
+    repeat: Annotated[int, typer.Option(help="Answers without and with drafts, in turns; keeps the median time of each.")] = 3,
     raw: Raw = False,
     system: System = None,
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/compare-<time>, or that of --from].")] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also an animated SVG, for a README.")] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write an animated SVG.")] = None,
     svg_speed: Annotated[
         float | None,
-        typer.Option(help="Times as fast as it was, in the SVG: 0.5 is slow motion [default: so that the eye can follow]."),
+        typer.Option(help="Playback speed of the SVG: 1 is real time, 0.5 half as fast [default: slow enough to follow]."),
     ] = None,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="No answers: a chart of speed-up over tokens a round, predicted and measured.")
+        bool,
+        typer.Option("--simulate", help="Draw a chart of speed-up against acceptance length, predicted and measured."),
     ] = False,
     costs: Annotated[CostsConfig, Only(*COSTS)] = CostsConfig(),  # noqa: B008  (frozen)
     chart: Annotated[ChartConfig, CHART] = ChartConfig(),  # noqa: B008  (frozen)
@@ -57,8 +59,8 @@ def compare(
 ) -> dict[str, Any]:
     """Replay one answer without and with drafts, side by side.
 
-    Every token appears at the time it came. The page is one file, compare.html in the run folder; it needs no server
-    and no network. --simulate predicts both columns and their speed instead of decoding.
+    Every token appears at the time it was generated. The page is one file, compare.html in the run folder; it needs no
+    server and no network. --simulate predicts both columns and their speed instead of decoding.
 
     Examples:
       paceline compare "Why is the sky blue?" --max-tokens 96 --svg demo.svg
@@ -103,7 +105,7 @@ def _check_values(svg_speed: float | None, repeat: int) -> None:
 
 
 def _refuse_predicting(chart: ChartConfig, costs: CostsConfig) -> None:
-    """Raises ConfigError when something is told that only a prediction takes."""
+    """Raises ConfigError if an option was given that only --simulate uses."""
     if chart != ChartConfig() or costs != CostsConfig():
         names = [each.name for each in fields(ChartConfig)] + list(COSTS)
         raise ConfigError(f"--{', --'.join(names).replace('_', '-')} go with --simulate")
@@ -112,7 +114,7 @@ def _refuse_predicting(chart: ChartConfig, costs: CostsConfig) -> None:
 def _drawn_again(
     recorded: Path, prompt: str | None, out: Path | None, svg: Path | None, svg_speed: float | None
 ) -> dict[str, Any]:
-    """From the times of an earlier run."""
+    """Draw the page and picture of an earlier run."""
     if prompt is not None:
         raise ConfigError("--from draws what was recorded: leave the prompt out")
     if out is not None:
@@ -126,18 +128,18 @@ def _drawn_again(
 def _simulated(
     engine: EngineConfig, costs: CostsConfig, config: ChartConfig, out: Path | None, svg: Path | None
 ) -> dict[str, Any]:
-    """The chart, unless the columns alone were asked for; and the columns, where they were."""
+    """Draw the predicted columns, if requested, and the chart, unless only columns were requested."""
     if out is not None:
         check_folder(out)
-    is_told = engine.model != EngineConfig().model or not (costs.table or costs.calibration)
-    costs = replace(costs, model=engine.model if is_told else None)
+    has_model = engine.model != EngineConfig().model or not (costs.table or costs.calibration)
+    costs = replace(costs, model=engine.model if has_model else None)
     columns = _columns(costs, config) if config.columns or config.columns_png else {}
     is_chart = not columns or svg or config.png or out or config.results
     return {**(_chart(costs, config, out, svg) if is_chart else {}), **columns}
 
 
 def _columns(costs: CostsConfig, config: ChartConfig) -> dict[str, Any]:
-    """Two columns of text at the predicted rates."""
+    """Draw two columns of text that appear at the predicted speeds."""
     from paceline.bench.pages.predicted import draw_png, predicted
     from paceline.bench.pages.timing import svg
 
@@ -148,12 +150,13 @@ def _columns(costs: CostsConfig, config: ChartConfig) -> dict[str, Any]:
         draw_png(timing, config.columns_png)
     say(timing.verdict)
     say("drawn: " + ", ".join(str(file) for file in (config.columns, config.columns_png) if file))
-    told = {"off": timing.off.figures, "on": timing.on.figures, "columns": config.columns, "columns_png": config.columns_png}
-    return {"predicted": timing.verdict, "lossless": timing.on.lossless, **told}
+    files = {"columns": config.columns, "columns_png": config.columns_png}
+    figures = {"off": timing.off.figures, "on": timing.on.figures}
+    return {"predicted": timing.verdict, "lossless": timing.on.lossless, **figures, **files}
 
 
 def _chart(costs: CostsConfig, config: ChartConfig, out: Path | None, svg: Path | None) -> dict[str, Any]:
-    """Speed-up over tokens a round, in the files that were asked for, else in a run folder."""
+    """Draw speed-up against acceptance length, to the requested files or to a run folder."""
     from paceline.bench.pages.speedup_chart import draw, made
 
     chart, png = made(costs, config), config.png
@@ -169,18 +172,19 @@ def _chart(costs: CostsConfig, config: ChartConfig, out: Path | None, svg: Path 
 
 
 def _draw(run: RunFolder, timing: Timing, picture: Path | None, svg_speed: float | None) -> dict[str, Any]:
+    """Write the page and, if requested, the picture; returns the JSON line."""
     from paceline.bench.pages.timing import page, svg
 
-    made = {"page": run.write("compare.html", page(timing))}
+    files = {"page": run.write("compare.html", page(timing))}
     if picture is not None:
         write_whole(picture, svg(timing, svg_speed))
-        made["svg"] = picture
+        files["svg"] = picture
     off, on = timing.off, timing.on
     say(
         f"off {off.tokens_per_s:.1f} tokens/s, on {on.tokens_per_s:.1f} tokens/s ({on.tokens_per_round:.2f} tokens per round): "
         f"{timing.verdict}"
     )
-    say("open in a browser: " + ", ".join(str(path) for path in made.values()))
+    say("open in a browser: " + ", ".join(str(path) for path in files.values()))
     return {
         "speedup": timing.speedup,
         "doubt": timing.doubt,
@@ -190,5 +194,5 @@ def _draw(run: RunFolder, timing: Timing, picture: Path | None, svg_speed: float
         "lossless": on.lossless,
         "text": on.text,
         "run": run.path,
-        **made,
+        **files,
     }

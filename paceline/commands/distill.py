@@ -1,21 +1,19 @@
-"""`paceline distill`: from a teacher and its answers to a smaller student."""
+"""`paceline distill`: trains a smaller student model on a teacher's answers."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from paceline.commands.options import Changed, Only, Opt, options
-from paceline.commands.shared import Json, TerminalProgress, say, starting
+from paceline.commands.shared import Json, TerminalProgress, finish, say, starting
 from paceline.config import EngineConfig
 from paceline.loop.distill import config as asks
 from paceline.train.config import AnswerConfig, PromptsConfig
 
-TEACHER = Changed(
-    model=Opt("--teacher", "--target", help="The model to be made smaller: built-in name, folder, GGUF file, hub id.")
-)
+TEACHER = Changed(model=Opt("--teacher", "--target", help="The large model: built-in name, folder, GGUF file or hub id."))
 ANSWERS = Only("max_tokens", "max_prompt_tokens", "system", "before")
 PROMPTS = Only("prompts", "limit")
 
@@ -31,15 +29,14 @@ def distill(
     gate: asks.GateConfig,
     files: asks.FilesConfig,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Time a step on the answers that are there, say what the run will take, and stop.")
+        bool, typer.Option("--dry-run", help="Time one training step on existing answers, print the run's costs, and stop.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a smaller model on a larger one's answers.
 
-    The student has fewer layers and is trained on the teacher's answers. The same command resumes a run that was
-    interrupted. Exit status 0: kept; 1: refused for its answers to held-out prompts. Nothing that served before is
-    changed.
+    The student has fewer layers than the teacher. The same command resumes an interrupted run. Exit status 0: passed; 1:
+    rejected because of its answers to held-out prompts. Models in service are not changed.
 
     Examples:
       paceline distill --teacher smollm2-135m --answers runs/answers/answers \\
@@ -51,23 +48,11 @@ def distill(
     if dry_run:
         from paceline.loop.distill.price import price
 
-        found = price(config)
-        say(found.text)
-        _end(found.figures, as_json, 0)
+        costs = price(config)
+        say(costs.text)
+        finish(costs.figures, as_json)
         return
     from paceline.loop.distill import distill as library
 
     result = library(config, progress=TerminalProgress())
-
-    _end(asdict(result), as_json, 0 if result.passed else 1)
-
-
-def _end(line: dict[str, Any], as_json: bool, status: int) -> None:
-    import json
-
-    from paceline.runs.folder import plain
-
-    if as_json:
-        print(json.dumps(plain(line)), flush=True)
-    if status:
-        raise typer.Exit(status)
+    finish(asdict(result), as_json, 0 if result.passed else 1)

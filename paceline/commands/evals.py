@@ -1,51 +1,44 @@
-"""`paceline evals make`, `run` and `compare`: the options of `paceline.loop.evals`, and what is shown of it."""
+"""Commands of `paceline evals`: options and output of `paceline.loop.evals`."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from paceline.commands.options import Changed, Only, Opt, Without, options
-from paceline.commands.shared import Json, TerminalProgress, say, starting
+from paceline.commands.shared import REFUSED, Json, TerminalProgress, finish, say, starting
 from paceline.config import EngineConfig
 from paceline.loop.evals.config import EndpointConfig, EvalSampling, GateConfig, JudgeConfig, MakeConfig, PricesConfig
 from paceline.loop.evals.sandbox.run import Limits
-from paceline.runs.folder import plain
 
-REFUSED = 3
-"""Exit status where a gate refuses."""
 ENGINE = Only("model", "drafter", "dtype", "max_len", "backend", "isa", "weight_format", "device", "threads")
-NAMES = Changed(drafter=Opt(default="none", help="none, default, ngram, a folder or hub id: it must change nothing."))
+NAMES = Changed(drafter=Opt(default="none", help="none, default, ngram, a folder or hub id; must not change any answer."))
 ENDPOINT = Changed(key_file=Opt("--api-key-file"), timeout_s=Opt("--timeout"))
 JUDGE = Changed(url=Opt("--judge"), served_name=Opt("--judge-name"), key_file=Opt("--judge-key-file"))
 LIMITS = Changed(
-    wall_s=Opt("--code-seconds", help="Seconds that code of an answer may run."),
-    memory_bytes=Opt("--code-memory", help="Memory of all its processes together, in bytes."),
+    wall_s=Opt("--code-seconds", help="Time limit for code in an answer, in seconds."),
+    memory_bytes=Opt("--code-memory", help="Memory limit for all processes of this code together, in bytes."),
 )
 
 
 @options
 def evals_make(
-    sources: Annotated[list[str], typer.Argument(help="A store, whose side for evals is taken; or files of questions.")],
+    sources: Annotated[list[str], typer.Argument(help="A store (its evals side is used), or files of questions.")],
     config: Annotated[MakeConfig, Without("sources"), Changed(fields=Opt("--field"))],
     out: Annotated[Path, typer.Option(help="File of the suite.")] = Path("suite.jsonl"),
-    apart_from: Annotated[Path | None, typer.Option(help="A store: leave out cases that it trains on, or nearly so.")] = None,
+    apart_from: Annotated[Path | None, typer.Option(help="A store: leave out cases similar to its training rows.")] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Make a suite of cases from a store or a file.
 
-    Cases are questions whose answers can be checked. In cases from a store the recorded answer is the reference.
+    Cases are questions whose answers can be checked. For cases from a store, the recorded answer is the reference.
 
     Examples:
       paceline evals make store --scorer json --out suite.jsonl
     """
-    from dataclasses import replace
-
     from paceline.data.rows import Dropped
     from paceline.loop.evals.make import make_suite, without_leaks
 
@@ -78,21 +71,20 @@ def evals_run(
     limits: Annotated[Limits, Only("wall_s", "memory_bytes"), LIMITS],
     samples: Annotated[int, typer.Option(help="Answers to each case; its score is their mean.")] = 1,
     limit: Annotated[int | None, typer.Option(help="Only the first cases.")] = None,
-    name: Annotated[
-        str | None, typer.Option(help="What the answers are called in reports [default: model and drafter].")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of this run in reports [default: model and drafter].")] = None,
     check_drafter: Annotated[
-        bool, typer.Option(help="With a drafter, greedy: ask the model alone too; all answers must be the same.")
+        bool, typer.Option(help="With a drafter and greedy decoding: check that the model alone gives the same answers.")
     ] = True,
     unsafe_code: Annotated[
-        bool, typer.Option("--unsafe-code", help="Where there is no sandbox, run code of answers without one. Trust it first.")
+        bool,
+        typer.Option("--unsafe-code", help="Run code in answers without a sandbox if there is none. Only if you trust it."),
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/evals-<time>].")] = None,
     as_json: Json = False,
 ) -> None:
     """Score a model, a model with a drafter, or an endpoint.
 
-    Exit status 0: passed, 3: a gate refuses, 2: an error.
+    Exit status 0: passed, 3: rejected by a gate, 2: an error.
 
     Examples:
       paceline evals run suite.jsonl --model smollm2-135m \\
@@ -103,11 +95,11 @@ def evals_run(
     from paceline.loop.evals.compare import Gate
     from paceline.loop.evals.run import Asked, evaluate
 
-    asked = Asked(
+    request = Asked(
         endpoint, judge, sampling, prices, limits, Gate(**asdict(gate)), samples, limit, name, check_drafter, unsafe_code,
     )  # fmt: skip
-    done = evaluate(suite, engine, asked, out=out, progress=TerminalProgress())
-    _end(done.as_line(), as_json, done.refusals)
+    done = evaluate(suite, engine, request, out=out, progress=TerminalProgress())
+    finish(done.as_line(), as_json, REFUSED if done.refusals else 0)
 
 
 @options
@@ -120,8 +112,8 @@ def evals_compare(
 ) -> None:
     """Compare two runs of one suite, case by case.
 
-    Reports the difference, its interval, and what chance alone produces. Exit status 0: passed, 3: a gate refuses, 2:
-    an error.
+    Reports the difference, its confidence interval, and the difference expected by chance. Exit status 0: passed, 3:
+    rejected by a gate, 2: an error.
 
     Examples:
       paceline evals compare runs/teacher runs/student --margin 0.02
@@ -129,12 +121,6 @@ def evals_compare(
     from paceline.loop.evals.compare import Gate
     from paceline.loop.evals.run import beside
 
-    found, refusals, run = beside(before, after, Gate(**asdict(gate)), out=out, progress=TerminalProgress())
-    _end({**found.as_line(), "passed": not refusals, "refusals": refusals, "run": run.path}, as_json, refusals)
-
-
-def _end(line: dict[str, Any], as_json: bool, refusals: Sequence[str]) -> None:
-    if as_json:
-        print(json.dumps(plain(line)), flush=True)
-    if refusals:
-        raise typer.Exit(REFUSED)
+    comparison, refusals, run = beside(before, after, Gate(**asdict(gate)), out=out, progress=TerminalProgress())
+    line = {**comparison.as_line(), "passed": not refusals, "refusals": refusals, "run": run.path}
+    finish(line, as_json, REFUSED if refusals else 0)

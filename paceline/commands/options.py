@@ -1,24 +1,24 @@
-"""Options of a command from frozen config dataclasses: one option a field, so that each setting is described in one place.
+"""Turns the fields of frozen config dataclasses into command-line options, so that each setting is defined in one place.
 
     @app.command()
     @options
     def generate(prompt: str, engine: EngineConfig, sampling: Annotated[SamplingParams, Only("seed", "top_k")]) -> None:
-        from paceline.engine.llm import LLM  # what is heavy is imported when the command runs
+        from paceline.engine.llm import LLM  # heavy imports run with the command
         llm = LLM.of(engine)
 
-`max_len: int | None = None` becomes `--max-len`: type and default are the field's, the help is the string literal under it.
+`max_len: int | None = None` becomes `--max-len` with the field's type and default; its docstring is the help text.
 
 - `tuple[int, ...]` and `tuple[float, ...]` are written `1,8`; `tuple[str, ...]` and `tuple[Path, ...]` by repeating the option.
-- `Literal["a", "b"]`, or `Annotated[str, ("a", "b")]`, shows the choices. `Annotated[int, "bytes"]` takes `512M`.
-- A bool that is False by default is a flag; else there is also `--no-...`. A field without a default must be given.
+- `Literal["a", "b"]`, or `Annotated[str, ("a", "b")]`, shows the choices. `Annotated[int, "bytes"]` accepts `512M`.
+- A bool that is False by default is a flag; otherwise there is also `--no-...`. A field without a default is required.
 - `Annotated[EngineConfig, Without("prefill_chunk"), Changed(max_len=Opt(default=1024), drafter=Opt("--draft-model", "-d"))]`:
-  fields that are no options keep their defaults; `Opt` gives a field another name, help, default or metavar in this command.
-- Errors name the option: "max_batch must be at least 1" becomes "--max-batch must be at least 1", and "raise max_len", whoever
-  raised it while the command ran, "raise --max-len". The library says the names of its parameters.
-- What a command returns is printed as its one JSON object when it has `as_json: Json` and was given --json.
-- Called with the dataclasses themselves, `generate(prompt="Hi", engine=EngineConfig(), ...)` is the plain function.
+  excluded fields keep their defaults; `Opt` changes a field's name, help, default or metavar in this command.
+- Errors of the library name its parameters; here they are replaced by options: "max_batch must be at least 1" becomes
+  "--max-batch must be at least 1".
+- A command with `as_json: Json` that was given --json prints its return value as one JSON object.
+- A call with dataclass instances, `generate(prompt="Hi", engine=EngineConfig(), ...)`, runs the plain function.
 
-Modules that hold such dataclasses must be quick to import. Fields of other types need a parameter of the command's own.
+Modules that define such dataclasses must be quick to import. Fields of other types need a parameter of the command.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from paceline.hardware import processor
 from paceline.runs.folder import check_file, check_place, plain
 
 IN_A_SENTENCE = r"(?<![\w/.-])[a-z]+_\w+(?![\w/-]|\.\w)"
-"""A field's name, but no part of a path or of another name."""
+"""Matches a field's name in a message, but not in a path or another name."""
 WRITTEN = ("out", "save_results")
-"""Parameters of commands that name a file or a folder to be written."""
+"""Parameters of commands that name a file or folder to be written."""
 SECTIONS = {
     "EngineConfig": "Model",
     "PromptsConfig": "Prompts",
@@ -61,15 +61,16 @@ SECTIONS = {
     "OptimConfig": "Training",
     "CostsConfig": "Machine and costs",
 }
-"""Heading in a command's help of the options that a dataclass gives; those of others stand under Options."""
+"""Dataclass -> heading of its options in a command's help; others are listed under Options."""
 WRITTEN_FILES = ("svg", "png", "columns", "columns_png")
+"""Parameters of commands that name a file to be written."""
 P = ParamSpec("P")
 R = TypeVar("R")
 _hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 
 class Opt:
-    """How a command asks for one field, where the field's own name, docstring and default are not what it needs."""
+    """Overrides the option name, help, default or metavar of one field in a command."""
 
     def __init__(
         self,
@@ -79,39 +80,43 @@ class Opt:
         metavar: str | None = None,
         comma: bool = False,
     ):
-        """`names` as in typer.Option; `comma` writes a tuple of strings as `a,b` in place of repeating the option."""
+        """`names` as in typer.Option; `comma` accepts a tuple of strings as `a,b` instead of a repeated option."""
         self.names, self.help, self.default, self.metavar, self.comma = names, help, default, metavar, comma
 
 
 class Changed:
-    """The named fields are asked for in another way."""
+    """Overrides the options of the named fields."""
 
     def __init__(self, *fields: str, **opts: Opt) -> None:
         self.fields, self.opts = fields, opts
 
 
 class Only(Changed):
-    """Only these fields become options."""
+    """Makes options of these fields only."""
 
 
 class Without(Changed):
-    """These fields become no options."""
+    """Excludes these fields from the options."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
+    """Type of an option's value."""
+
     base: type
     """The type of the value, or of a tuple's items."""
     is_optional: bool = False
     is_tuple: bool = False
     is_size: bool = False
+    """True for a number of bytes, written 512M."""
     choices: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, hint: Any, **known: Any) -> _Kind:
+        """Parse a type annotation. Raises TypeError for one that cannot be an option."""
         origin, parts = get_origin(hint), get_args(hint)
         if origin is Annotated:
-            choices = next((each for each in parts[1:] if isinstance(each, tuple)), ())
+            choices = next((part for part in parts[1:] if isinstance(part, tuple)), ())
             return cls.of(parts[0], **{**known, "is_size": "bytes" in parts[1:], "choices": choices})
         if origin in (Union, UnionType) and len(parts) == 2 and NoneType in parts:
             return cls.of(next(part for part in parts if part is not NoneType), **{**known, "is_optional": True})
@@ -125,17 +130,20 @@ class _Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Option:
+    """One field as an option of a command."""
+
     field: str
     option: str
-    """As it is typed: --max-batch."""
+    """Name on the command line: --max-batch."""
     kind: _Kind
     is_comma: bool
+    """True for a tuple written `a,b`."""
     parameter: inspect.Parameter
-    """For typer: comma-separated values and sizes are still text."""
+    """Parameter for typer, which passes comma-separated values and sizes as text."""
 
     @classmethod
-    def of(cls, owner: type, field: dataclasses.Field[Any], hint: Any, opt: Opt) -> _Asked:
+    def of(cls, owner: type, field: dataclasses.Field[Any], hint: Any, opt: Opt) -> _Option:
         kind = _Kind.of(hint)
         is_comma = kind.is_tuple and (opt.comma or kind.base in (int, float))
         default = field.default if opt.default is dataclasses.MISSING else opt.default
@@ -164,7 +172,7 @@ class _Asked:
         return cls(field.name, option, kind, is_comma, parameter)
 
     def read(self, value: Any) -> Any:
-        """The field's value from what typer read. Raises ConfigError."""
+        """Convert typer's value to the field's value. Raises ConfigError."""
         kind = self.kind
         if kind.is_tuple:
             if value is None:
@@ -176,21 +184,21 @@ class _Asked:
 
 
 def options(command: Callable[P, R]) -> Callable[P, R]:
-    """Make each field of the dataclasses among a command's parameters an option; see the top of this file."""
+    """Decorator that makes an option of each field of a command's dataclass parameters; see the module docstring."""
     hints = get_type_hints(command, include_extras=True)
     flat: list[inspect.Parameter] = []
-    configs: dict[str, tuple[type, list[_Asked]]] = {}
+    configs: dict[str, tuple[type, list[_Option]]] = {}
     for name, parameter in inspect.signature(command).parameters.items():
         hint = hints[name]
         owner, *markers = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         if dataclasses.is_dataclass(owner):
             assert isinstance(owner, type)
-            configs[name] = owner, _asked(owner, markers)
-            flat += [each.parameter for each in configs[name][1]]
+            configs[name] = owner, _options_of(owner, markers)
+            flat += [option.parameter for option in configs[name][1]]
         else:
             flat.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
 
-    defaults = {each.name: each.default for each in flat}
+    defaults = {parameter.name: parameter.default for parameter in flat}
 
     @functools.wraps(command)
     def run(*args: Any, **given: Any) -> Any:
@@ -200,24 +208,24 @@ def options(command: Callable[P, R]) -> Callable[P, R]:
         if args or any(isinstance(given.get(name), owner) for name, (owner, _) in configs.items()):
             line = command(*args, **given)
         else:
-            for name, (owner, asked) in configs.items():
-                given[name] = _build(owner, [(each, given.pop(each.parameter.name)) for each in asked])
-            with named(_names(each for _, asked in configs.values() for each in asked)):
+            for name, (owner, members) in configs.items():
+                given[name] = _build(owner, [(option, given.pop(option.parameter.name)) for option in members])
+            with named(_names(option for _, members in configs.values() for option in members)):
                 line = command(**given)  # pyright: ignore[reportCallIssue]
         if given.get("as_json") and isinstance(line, dict):
             print(json.dumps(plain(line)), flush=True)
         return line
 
     run.fields = {  # pyright: ignore[reportAttributeAccessIssue]
-        each.parameter.name: f"{name}.{each.field}" for name, (_, asked) in configs.items() for each in asked
+        option.parameter.name: f"{name}.{option.field}" for name, (_, members) in configs.items() for option in members
     }
     run.__signature__ = inspect.Signature(flat)  # pyright: ignore[reportAttributeAccessIssue]  # raises on a name taken twice
-    run.__annotations__ = {each.name: each.annotation for each in flat}
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
     return run
 
 
 def _check_written(given: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Check, before the work, that every file or folder that is asked for can be written; say which folders will be made.
+    """Check before the command runs that its output files and folders can be written; prints a note for new folders.
 
     Raises CacheError."""
     for name in (*WRITTEN, *WRITTEN_FILES):
@@ -232,20 +240,26 @@ def _check_written(given: dict[str, Any], defaults: dict[str, Any]) -> None:
 
 
 def _note_threads(threads: int) -> None:
+    """Print a note if there are more threads than cores."""
     cores = processor()["num_cores"]
     if isinstance(cores, int) and threads > cores:
         print(f"note: --threads {threads} is more than the {cores} cores here, which is slower: give {cores}", file=sys.stderr)
 
 
+def given(context: typer.Context, *sources: str) -> list[str]:
+    """Return the parameters whose values come from one of `sources`: COMMANDLINE, or DEFAULT_MAP (a --config file)."""
+    origins = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, origin in origins.items() if origin is not None and origin.name in sources]
+
+
 def typed(command: Callable[..., Any], context: typer.Context) -> set[str]:
-    """The fields that were asked for on the command line of a command of `options`, as parameter.field: shape.num_layers."""
+    """Return the fields set on the command line of a command of `options`, as parameter.field: shape.num_layers."""
     fields: dict[str, str] = command.fields  # pyright: ignore[reportFunctionMemberAccess]
-    told = {name: context.get_parameter_source(name) for name in fields}
-    return {fields[name] for name, source in told.items() if source is not None and source.name == "COMMANDLINE"}
+    return {fields[name] for name in given(context, "COMMANDLINE") if name in fields}
 
 
 def size(option: str, text: str | None) -> int | None:
-    """512M -> 536870912; K, M, G and T are powers of 1024. Raises ConfigError."""
+    """Convert 512M to 536870912; K, M, G and T are powers of 1024. Raises ConfigError."""
     if text is None:
         return None
     number = text.strip().upper().removesuffix("B").removesuffix("I")
@@ -259,7 +273,8 @@ def size(option: str, text: str | None) -> int | None:
     return int(value)
 
 
-def _asked(owner: type, markers: list[Changed]) -> list[_Asked]:
+def _options_of(owner: type, markers: list[Changed]) -> list[_Option]:
+    """Return the options of a dataclass, selected and changed by `markers`."""
     hints = _hints(owner)
     fields = {field.name: field for field in dataclasses.fields(owner) if field.init}
     chosen, opts = list(fields), {}
@@ -270,31 +285,35 @@ def _asked(owner: type, markers: list[Changed]) -> list[_Asked]:
             chosen = list(marker.fields)
         chosen = [name for name in chosen if not (isinstance(marker, Without) and name in marker.fields)]
         opts |= marker.opts
-    return [_Asked.of(owner, fields[name], hints[name], opts[name]) if name in opts else _usual(owner, name) for name in chosen]
+    return [
+        _Option.of(owner, fields[name], hints[name], opts[name]) if name in opts else _usual(owner, name) for name in chosen
+    ]
 
 
 @functools.cache
-def _usual(owner: type, name: str) -> _Asked:
-    """As a field is asked for by most commands that have it."""
-    field = next(each for each in dataclasses.fields(owner) if each.name == name)
-    return _Asked.of(owner, field, _hints(owner)[name], Opt())
+def _usual(owner: type, name: str) -> _Option:
+    """Return the unchanged option of a field."""
+    field = next(field for field in dataclasses.fields(owner) if field.name == name)
+    return _Option.of(owner, field, _hints(owner)[name], Opt())
 
 
-def _build(owner: type, values: list[tuple[_Asked, Any]]) -> Any:
-    """The dataclass; in its error, if it raises one, the first word is a field too."""
-    given = {
-        each.field: each.read(value)
-        for each, value in values
-        if value is not None or each.kind.is_optional or each.kind.is_tuple  # else the field's default
+def _build(owner: type, values: list[tuple[_Option, Any]]) -> Any:
+    """Create the dataclass; errors name the option."""
+    fields = {
+        option.field: option.read(value)
+        for option, value in values
+        if value is not None or option.kind.is_optional or option.kind.is_tuple  # else the field's default
     }
-    with named(_names(each for each, _ in values), r"^\w+|"):
-        return owner(**given)
+    with named(_names(option for option, _ in values), r"^\w+|"):  # its errors begin with the field
+        return owner(**fields)
 
 
 @contextlib.contextmanager
 def named(names: dict[str, str], also: str = "") -> Iterator[None]:
-    """Errors of ours with options in place of fields (`names`: field -> option): of words with an underscore, because "model"
-    may be just a word, and not in a path; `also` is a pattern of more words."""
+    """Replace fields by options (`names`: field -> option) in the messages of PacelineErrors.
+
+    Only words with an underscore outside paths are replaced, because "model" may be an ordinary word; `also` is a pattern of
+    more words to replace."""
     try:
         yield
     except PacelineError as error:
@@ -302,11 +321,12 @@ def named(names: dict[str, str], also: str = "") -> Iterator[None]:
         raise type(error)(text) from error
 
 
-def _names(asked: Iterable[_Asked]) -> dict[str, str]:
-    return {name: each.option for each in asked for name in (each.parameter.name, each.field)}
+def _names(options: Iterable[_Option]) -> dict[str, str]:
+    return {name: option.option for option in options for name in (option.parameter.name, option.field)}
 
 
 def _as_text(kind: _Kind, is_comma: bool, default: Any) -> Any:
+    """Return a field's default as typer shows it."""
     if default is None or (kind.is_tuple and not default):
         return None
     if is_comma:
@@ -326,7 +346,7 @@ def _metavar(kind: _Kind, is_comma: bool) -> str | None:
 
 
 def split(option: str, text: str, base: type) -> list[Any]:
-    """`1,8` -> [1, 8]. Raises ConfigError."""
+    """Convert `1,8` to [1, 8]. Raises ConfigError."""
     try:
         return [base(part.strip()) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -336,9 +356,9 @@ def split(option: str, text: str, base: type) -> list[Any]:
 
 @functools.cache
 def _helps(owner: type) -> dict[str, str]:
-    """Of each field the string literal under it; `max_len` in it becomes --max-len."""
-    names = {each.name for each in dataclasses.fields(owner)}
-    literals = {name: text for each in reversed(owner.__mro__) for name, text in _literals(each).items()}
+    """Return each field's docstring as help text; `max_len` in it becomes --max-len."""
+    names = {field.name for field in dataclasses.fields(owner)}
+    literals = {name: text for base in reversed(owner.__mro__) for name, text in _literals(base).items()}
 
     def option(word: re.Match[str]) -> str:
         return "--" + word[1].replace("_", "-") if word[1] in names else word[1]
@@ -348,13 +368,13 @@ def _helps(owner: type) -> dict[str, str]:
 
 @functools.cache
 def _classes(file: str) -> dict[str, str]:
-    """The source of each class of a file."""
+    """Return the source text of each class in a file."""
     source = Path(file).read_text(encoding="utf-8")
-    return {found[1]: found[0] for found in re.finditer(r"^class (\w+).*\n(?:[ \t].*\n|\n)*", source, re.MULTILINE)}
+    return {match[1]: match[0] for match in re.finditer(r"^class (\w+).*\n(?:[ \t].*\n|\n)*", source, re.MULTILINE)}
 
 
 def _literals(owner: type) -> dict[str, str]:
-    """The string literal under each field of a class, from its source; only what stands before its methods is parsed."""
+    """Return each field's docstring from the class's source; only the part before its methods is parsed."""
     file = getattr(sys.modules[owner.__module__], "__file__", None)
     if file is None or owner is object:  # built in
         return {}

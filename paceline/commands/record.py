@@ -1,4 +1,4 @@
-"""`paceline record`: traces of what another server answers."""
+"""`paceline record`: records traces of another server's answers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from paceline.loop.record.config import RecordConfig
 from paceline.serve.settings import ServeConfig, TraceConfig
 
 NAMES = {"imports": Opt("--import"), "served_names": Opt("--served-name")}
-TRACE_NAMES = {
-    "folder": Opt("--out", help="Folder of the traces."),
-    "max_bytes": Opt("--max-size"),
-    "max_days": Opt("--max-days"),
-}
+TRACE_NAMES = {"folder": Opt("--out", help="Folder of the traces."), "max_bytes": Opt("--max-size")}
 SERVE_NAMES = {
     "port": Opt(default=8001),
     "allowed_hosts": Opt("--allowed-host"),
-    "drain_seconds": Opt(help="Seconds that answers under way may take after SIGTERM."),
+    "drain_seconds": Opt(help="Seconds that running answers may take after SIGTERM."),
 }
 
 
@@ -33,7 +29,7 @@ def record(
 ) -> dict[str, Any]:
     """Record the traffic of an OpenAI-compatible server.
 
-    Records as a proxy in front of the server, or from what the server has logged; the result is data to train on.
+    Records as a proxy in front of the server, or imports the server's logs. The traces are training data.
 
     Examples:
       paceline record --upstream http://localhost:8000 \\
@@ -47,8 +43,8 @@ def record(
     else:
         done = proxy(config, serving, tracing, progress=TerminalProgress())
     lost = ", ".join(f"{number:,} {reason}" for reason, number in sorted(done.dropped.items()))
-    told = f"{done.num_written:,} traces in {done.folder}"
+    summary = f"{done.num_written:,} traces in {done.folder}"
     if prompts := done.num_written - done.num_answers:
-        told += f", {done.num_answers:,} with their answers and {prompts:,} prompts alone"
-    say(told + (f"; left out: {lost}" if lost else ""))
+        summary += f", {done.num_answers:,} with their answers and {prompts:,} prompts alone"
+    say(summary + (f"; left out: {lost}" if lost else ""))
     return asdict(done)

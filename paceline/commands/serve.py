@@ -1,4 +1,4 @@
-"""`paceline serve`: an OpenAI-compatible endpoint for one model."""
+"""`paceline serve`: runs an OpenAI-compatible server for one model."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ TRACE_NAMES = {
 
 
 def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
-    """Values of the file become the options' defaults, so that what stands on the command line wins."""
+    """Use the file's values as the options' defaults, so that the command line overrides them. Raises ConfigError."""
     if path is None:
         return None
     values = read_settings_file(path, "correct it, or leave --config out")
-    known = {str(each.name): each for each in ctx.command.params if each.name != "config"}
+    known = {str(param.name): param for param in ctx.command.params if param.name != "config"}
     settings = dict[str, Any]()
     for key, value in values.items():
         name = str(key).replace("-", "_")
@@ -67,17 +67,18 @@ TAKES: dict[str, tuple[str, tuple[type, ...]]] = {
     "int": ("integer", (int, str)),
     "float": ("float", (int, float, str)),
 }
-"""Types of a file's value by the option's; for any other, text or a number. click says which texts are none."""
+"""Option type -> (its name in errors, accepted YAML types); other options accept text and numbers. click parses the texts."""
 
 
 def _option_value(option: Any, value: Any, where: str) -> Any:
-    """A value of the file as click's option takes it. Raises ConfigError for one of a type that click would convert."""
+    """Return the file's value for a click option, a list if the option may be repeated. Raises ConfigError."""
     if getattr(option, "multiple", False) or option.nargs == -1:
-        return [_single(option, each, where) for each in (value if isinstance(value, list) else [value])]
+        return [_single(option, item, where) for item in (value if isinstance(value, list) else [value])]
     return _single(option, value, where)
 
 
 def _single(option: Any, value: Any, where: str) -> Any:
+    """Check one value. Raises ConfigError for a type that click would silently convert."""
     name = option.bare_type().removeprefix("list[").removesuffix("]")
     kind, taken = TAKES.get(name, ("text", (str, int, float)))
     if isinstance(value, bool) and kind != "boolean":
@@ -101,30 +102,33 @@ def serve(
         typer.Option(callback=_read_config, is_eager=True, help="YAML file of these options; the command line wins."),
     ] = None,
     speculate: Annotated[
-        str, typer.Option(help="auto: draft as many tokens as pay; full: as many as may; off; a number, or tree:N, always.")
+        str,
+        typer.Option(
+            help="auto: draft length by measured speed; full: the drafter's maximum; off: none; a fixed number; or tree:N."
+        ),
     ] = "auto",
     mock: Annotated[
         str | None,
         typer.Option(
             metavar="TOKENS_PER_ROUND|CURVE|MARGINALS|FILE",
-            help="A load test before there is a drafter: keep so many tokens a round (4), or drafts by a survival curve "
-            "(.8,.6,.4, or a file), or by marginals for --speculate tree:N (greedy, or a file), whatever the model says. "
-            "--model may then be a config.json or a name of simulate --list, with random weights. Answers mean nothing: "
-            "lossless is false in each, and in every metric; never with --traces.",
+            help="Mock acceptance for a load test without a trained drafter: a number of tokens per round (4), a survival "
+            "curve (.8,.6,.4, or a file), or marginals for --speculate tree:N (greedy, or a file). --model may then be a "
+            "config.json or a name from simulate --list, with random weights. Answers are meaningless and marked lossless: "
+            "false, as is every metric; cannot be combined with --traces.",
         ),
     ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="File of keys, one a line.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File of API keys, one per line.")] = None,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- OPTIONS]", show_default=False, help="With --engine: that engine's own options."),
+        typer.Argument(metavar="[-- OPTIONS]", show_default=False, help="With --engine: options passed to that engine."),
     ] = None,
     as_json: Json = False,
     context: typer.Context = None,  # pyright: ignore[reportArgumentType]  (typer gives it)
 ) -> dict[str, Any] | int | None:
     """Serve a model over OpenAI's API.
 
-    Chat and text completions, streamed, and a page to try the model at the server's address. With --engine, vLLM or
-    SGLang is started in paceline's place with the drafter; words behind `--` are passed to it.
+    Serves chat and text completions with streaming, and a web page to try the model. With --engine, vLLM or SGLang is
+    started with the drafter instead of paceline's engine; options after `--` are passed to it.
 
     Examples:
       paceline serve --port 8000
@@ -144,20 +148,19 @@ def serve(
         adapts = llm.plan == "auto" and serving.route == "auto" and mock is None
         if drafters and len(drafters) > 1 and serving.route == "auto" and not adapts:
             needed = "--speculate auto, and no --mock" if mock else "--speculate auto"
-            raise ConfigError(f"route auto goes by what rounds have taught: it needs {needed}; or give --route tag")
+            raise ConfigError(f"route auto needs measured rounds: it needs {needed}; or give --route tag")
         starting(llm.model)
         _run(llm, serving, tracing, drafters, Router() if adapts else None)
     return {"model": llm.model, "drafters": named}
 
 
 def _check_mock(serving: ServeConfig, tracing: TraceConfig) -> None:
-    """Raises ConfigError for what must not be made of mocked answers."""
+    """Raises ConfigError if mocked answers would be recorded as training data."""
     refuse(
         ConfigError,
         (
             tracing.folder is not None,
-            "--mock does not go with --traces: nobody would say what a mocked server answers, and a drafter would learn it; "
-            "leave one of them out",
+            "--mock does not go with --traces: a drafter would be trained on meaningless text; leave one of them out",
         ),
         (serving.features, "--mock does not go with --features: nothing is to be learned from it; leave one of them out"),
     )
@@ -166,14 +169,14 @@ def _check_mock(serving: ServeConfig, tracing: TraceConfig) -> None:
 def _mocked(
     engine: EngineConfig, mock: str, named: dict[str, str], speculate: str, scratch: Path
 ) -> tuple[EngineConfig, dict[str, str]]:
-    """Settings and drafters under a mocked acceptance. Says what is mocked."""
+    """Return the engine settings and drafters for mocked acceptance; prints what is mocked."""
     from paceline.serve.worker.mock import mocked_drafter, mocked_engine
 
-    asked = engine.model
+    model = engine.model
     engine = mocked_engine(engine, mock, scratch)
     is_off = speculate in ("off", "0")
     most = 1.0 if is_off or engine.mocked_tokens_per_round == 1 else 2.0
-    named = {label: drafter if is_off else mocked_drafter(drafter, asked, most) for label, drafter in named.items()}
+    named = {label: drafter if is_off else mocked_drafter(drafter, model, most) for label, drafter in named.items()}
     weights = ", random weights" if engine.weights == "random" else ""
     say(f"acceptance is MOCKED: {engine.mocked_as}{weights}; answers mean nothing, lossless is false in each of them")
     return engine, named
@@ -186,7 +189,7 @@ def _run(
     drafters: dict[str, str] | None,
     router: Router | None,
 ) -> None:
-    """Until a signal comes."""
+    """Run the server until a signal arrives."""
     import logging
 
     try:
@@ -225,15 +228,15 @@ def _run(
 
 
 def _with_keys(serving: ServeConfig, api_key_file: Path | None) -> ServeConfig:
-    """And those of file and environment. Raises ConfigError when hidden states would be given to anybody."""
+    """Add the API keys of the file and the environment. Raises ConfigError for --features without an API key."""
     api_keys = read_api_keys(serving.api_keys, api_key_file)
     if serving.features and not api_keys:
-        raise ConfigError("features are for who has a key: set PACELINE_API_KEY, or give --api-key-file")
+        raise ConfigError("features need an API key: set PACELINE_API_KEY, or give --api-key-file")
     return replace(serving, api_keys=api_keys, admin_keys=read_api_keys(serving.admin_keys, None, "PACELINE_ADMIN_KEY"))
 
 
 def warm_up(llm: LLM) -> None:
-    """Before the first request: pages of weights and caches are touched, and the grammar library has read the vocabulary."""
+    """Run two short requests, so that weights and caches are in memory and the grammar library has read the vocabulary."""
     prompt = llm.tokenizer.encode("Hello") or [0]
     llm.generate_ids([prompt], SamplingParams(max_tokens=8, ignore_eos=True))
     if getattr(llm.tokenizer, "backend", None) is not None and llm.tokenizer.eos_token_ids and llm.config.mocked is None:

@@ -1,8 +1,9 @@
-"""What several commands have in common: options, how prompts and grammars are read, lines and progress on stderr."""
+"""Helpers shared by commands: common options, prompts and grammars, progress on stderr, the JSON line."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from paceline.errors import ConfigError, PromptError, refuse, reraised
 from paceline.hub import check_name
 from paceline.lossy import Lossy
 from paceline.report.tables import Progress
+from paceline.runs.folder import plain
 from paceline.types import GrammarSpec, SamplingParams
 
 if TYPE_CHECKING:
@@ -25,20 +27,32 @@ if TYPE_CHECKING:
     from paceline.report.tables import Advance, Table
 
 
+REFUSED = 3
+"""Exit status of a command whose gate does not pass."""
+
+
 def say(text: str) -> None:
+    """Print a line to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
+def finish(line: dict[str, Any], as_json: bool, status: int = 0) -> None:
+    """Print the JSON line, with --json, and exit with `status` unless it is 0."""
+    if as_json:
+        print(json.dumps(plain(line)), flush=True)
+    if status:
+        raise typer.Exit(status)
+
+
 def starting(model: str) -> None:
-    """Show something at once: the imports alone take seconds, reading weights some more. Raises ModelNotFoundError for a name
-    that cannot be a model."""
+    """Print "loading ..." at once, since imports and weights take seconds. Raises ModelNotFoundError for an invalid name."""
     check_name(model)
     if sys.stderr.isatty():
         say(f"loading {model}")
 
 
 def introduce(llm: LLM) -> str:
-    """What "auto" and "default" came to, and the memory taken."""
+    """Return a description of the loaded model: the values chosen for "auto" and "default", and the memory used."""
     from paceline.model.backends import form_of
     from paceline.report.pages import render
 
@@ -46,24 +60,24 @@ def introduce(llm: LLM) -> str:
 
 
 class MinuteLines:
-    """Where no terminal is: a line a minute of how far something is, and how long it still takes."""
+    """Progress without a terminal: prints one line per minute with the share done and the time left."""
 
     EVERY_S = 60.0
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done = what, total, 0
-        self._began = self._told = time.monotonic()
+        self._began = self._printed = time.monotonic()
         self._first = 0.0
 
     def advance(self, text: str, share: float | None = None) -> None:
-        """One more is done, or this share of the whole where items do not end it."""
+        """Count one item; `share` is the share done, if it is not the number of items / total."""
         self._done += 1
         if self._done == 1 and share is not None:
             self._first = share  # an earlier run may have done a part
         now = time.monotonic()
-        if now - self._told < self.EVERY_S:
+        if now - self._printed < self.EVERY_S:
             return
-        self._told = now
+        self._printed = now
         done = f"{self._done} of {self._total} ({self._done / max(1, self._total):.0%})" if share is None else f"{share:.0%}"
         if share is None:
             share = self._done / max(1, self._total)
@@ -73,7 +87,7 @@ class MinuteLines:
 
 
 class TerminalProgress(Progress):
-    """Writes to stderr what a library call tells of its progress."""
+    """Prints the progress of a library call to stderr."""
 
     def say(self, text: str) -> None:
         say(text)
@@ -106,14 +120,14 @@ class TerminalProgress(Progress):
 
 
 Json = Annotated[bool, typer.Option("--json", help="Last line of stdout is one JSON object; everything else goes to stderr.")]
-Raw = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Continue the text without the chat template.")]
 System = Annotated[str | None, typer.Option(help="System message.")]
 PromptSource = Annotated[str | None, typer.Option(help="JSON lines, Parquet or data set id [default: a small built-in set].")]
 JsonSchema = Annotated[
     str | None,
-    typer.Option(metavar="FILE|TEXT", help="The answer is JSON of this schema; {} for any object. Needs paceline[serve]."),
+    typer.Option(metavar="FILE|TEXT", help="JSON schema of the answer; {} for any object. Needs paceline[serve]."),
 ]
-Regex = Annotated[str | None, typer.Option(help="The answer matches this from end to end. Needs paceline[serve].")]
+Regex = Annotated[str | None, typer.Option(help="Regular expression that the whole answer matches. Needs paceline[serve].")]
 Limit = Annotated[int | None, typer.Option(help="Only the first prompts.")]
 MOCK = Changed(mocked_tokens_per_round=Opt("--mock", metavar="TOKENS_PER_ROUND"))
 
@@ -122,17 +136,17 @@ LossyRule = Annotated[
     str | None,
     typer.Option(
         metavar="RULE:VALUES",
-        help="NOT lossless: let drafts stand that the model alone would refuse, by typical:eps=0.09,delta=0.3, "
+        help="NOT lossless: accept drafts that the model would reject, by typical:eps=0.09,delta=0.3, "
         "relaxed:n=10,delta=0.6, threshold:single=0.4, lenience:0.5 or mixture:0.8 (docs/explanation/lossless.md).",
     ),
 ]
 MaxTV = Annotated[
-    float | None, typer.Option(help="With --lossy: most mean total variation; beyond it drafts are verified losslessly.")
+    float | None, typer.Option(help="With --lossy: limit of the mean total variation; at the limit, verification is lossless.")
 ]
 
 
 def lossy_of(text: str | None, max_tv: float | None) -> Lossy | None:
-    """Raises ConfigError or SamplingError on a rule that is none, and on a budget without a rule."""
+    """Return the lossy rule of --lossy and --max-tv. Raises SamplingError (invalid rule), ConfigError (--max-tv alone)."""
     if text is None:
         refuse(ConfigError, (max_tv is not None, "--max-tv is the budget of a lossy rule: give --lossy too, or leave it out"))
         return None
@@ -141,8 +155,9 @@ def lossy_of(text: str | None, max_tv: float | None) -> Lossy | None:
 
 
 def load(engine: EngineConfig, word: str | None = None, **more: Any) -> LLM:
-    """For one answer at a time; the model may be named by a word in place of --model. Says what was loaded. Raises ConfigError
-    for a mocked acceptance of more tokens than a round has."""
+    """Load the model for one answer at a time, and print what was loaded; `word` names the model unless --model does.
+
+    Raises ConfigError if more tokens per round are mocked than the drafter drafts."""
     named = replace(engine, model=word if word and not is_named(engine) else engine.model, max_batch=1)
     starting(named.model)
     from paceline.engine.llm import LLM
@@ -157,11 +172,12 @@ def load(engine: EngineConfig, word: str | None = None, **more: Any) -> LLM:
 
 
 def is_named(engine: EngineConfig) -> bool:
+    """Return True if --model differs from the default."""
     return engine.model != EngineConfig().model
 
 
 def prompt_of(word: str | None, example: str) -> str:
-    """A prompt as it was typed, or stdin for `-`. Raises PromptError when there is none; `example` shows how to give one."""
+    """Return the prompt from the command line, or stdin for `-`. Raises PromptError if it is missing; `example` shows usage."""
     if word is None:
         raise PromptError(f'there is no prompt: give one, as in {example} "Why is the sky blue?", or - for stdin')
     if word == "-":
@@ -170,20 +186,20 @@ def prompt_of(word: str | None, example: str) -> str:
 
 
 def not_empty(prompt: str) -> str:
-    """Raises PromptError for a prompt without a letter."""
+    """Return the prompt. Raises PromptError if it is blank."""
     if not prompt.strip():
         raise PromptError("the prompt is empty: give some text")
     return prompt
 
 
 def check_template(raw: bool, system: str | None) -> None:
-    """Raises ConfigError: a system message has no place in raw text."""
+    """Raises ConfigError for a system message in raw text."""
     if raw and system:
         raise ConfigError("--system needs the chat template: leave --raw out")
 
 
 def grammar_of(json_schema: str | None, regex: str | None) -> GrammarSpec | None:
-    """What --json-schema (a file, or the schema itself) or --regex asks for."""
+    """Return the grammar of --json-schema (a file, or the schema itself) or --regex. Raises ConfigError."""
     if json_schema and regex:
         raise ConfigError("--json-schema and --regex exclude each other: leave one out")
     if regex:
@@ -199,6 +215,7 @@ def grammar_of(json_schema: str | None, regex: str | None) -> GrammarSpec | None
 
 
 def note_without_effect(sampling: SamplingParams) -> None:
+    """Print a note for sampling options that have no effect at temperature 0."""
     for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         if sampling.is_greedy and getattr(sampling, name) != off:
             say(f"note: --{name.replace('_', '-')} has no effect at temperature 0")

@@ -1,4 +1,4 @@
-"""Predictions: `paceline simulate` and its fits to measured steps, `simulate-serving` with its report, and `calculator`."""
+"""`paceline simulate`, `simulate-serving` and `calculator`: predictions of speed-up, and fits to measured step times."""
 
 from __future__ import annotations
 
@@ -26,14 +26,7 @@ if TYPE_CHECKING:
 
 BAR_WIDTH = 32
 LEAST_SHARE = 0.005
-"""Smaller parts of a round's time are left out of the table."""
-Calibrate = Annotated[
-    list[Path] | None,
-    typer.Option(metavar="FOLDER", help="Fit the roofline to the step times of a bench steps run; repeatable."),
-]
-Flags = Annotated[bool, typer.Option("--flags", help="Also print the server flags: paceline, vLLM, SGLang.")]
-Out = Annotated[Path | None, typer.Option(help="With --calibrate: folder of its files [default: that of the step times].")]
-List = Annotated[bool, typer.Option("--list", help="List models and machines.")]
+"""Parts of a round's time below this share are not shown."""
 PRICE_COLUMNS = (
     Column("rows", lambda each: each.rows, align="right"),
     Column("", lambda each: each.name),
@@ -84,19 +77,22 @@ def simulate(
     costs: CostsConfig,
     config: PredictConfig,
     price: PriceConfig,
-    calibrate: Calibrate = None,
-    flags: Flags = False,
-    out: Out = None,
-    list_known: List = False,
+    calibrate: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="Fit the roofline model to the step times of a bench steps run; repeatable."),
+    ] = None,
+    flags: Annotated[bool, typer.Option("--flags", help="Also print flags for paceline, vLLM and SGLang servers.")] = False,
+    out: Annotated[Path | None, typer.Option(help="With --calibrate: output folder [default: that of the step times].")] = None,
+    list_known: Annotated[bool, typer.Option("--list", help="List models and machines.")] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Predict the speed-up of speculation before training.
 
-    Prints the best draft length, the speed-up, and where the time goes. A round drafts g tokens and verifies g + 1
-    positions in one target pass; it yields N(g) tokens, more the more drafts are accepted: speed-up(g) = N(g) / (pass
-    of g + 1 positions / plain pass + drafting / plain pass). A dense model at a small batch verifies drafts almost
-    for nothing. A mixture of experts does not: at batches of 4 to 8 each draft brings new experts to read. Neither a
-    GPU nor weights are needed; each prediction prints its limits. docs/explanation/prediction.md has the formulas.
+    Prints the best draft length, the speed-up, and the time of each part of a round. A round drafts g tokens, verifies
+    g + 1 positions in one target pass and yields N(g) tokens: speed-up(g) = N(g) / (pass of g + 1 positions / plain pass
+    + drafting / plain pass). A dense model at a small batch size verifies drafts at almost no cost. A mixture of experts
+    does not: at batch sizes of 4 to 8 each draft activates more experts, whose weights must be read. Needs no GPU and no
+    weights; each prediction prints its limits. docs/explanation/prediction.md has the formulas.
 
     Examples:
       paceline simulate --model DeepSeek-V4-Pro --hardware B200 \\
@@ -133,16 +129,16 @@ def simulate(
 
 
 def _price(answer: Answer, config: PredictConfig, price: PriceConfig, *, stderr: bool) -> dict[str, Any]:
-    """A line for each batch, plain and with drafts, and what one more token a round is worth."""
+    """Print the costs at each batch size, without and with drafts, and the value of one more token per round."""
     from paceline.simulate.server.price import priced
 
-    found = priced(answer.setup.costs, answer.acceptance, config, price)
-    Table(PRICE_COLUMNS, found.rows, title=found.title, notes=found.sentences, width=140).show(stderr=stderr)
-    return asdict(found)
+    prices = priced(answer.setup.costs, answer.acceptance, config, price)
+    Table(PRICE_COLUMNS, prices.rows, title=prices.title, notes=prices.sentences, width=140).show(stderr=stderr)
+    return asdict(prices)
 
 
 def _show(answer: Answer, *, stderr: bool) -> None:
-    """A line for each batch; of a single one also the curve as bars, and what more acceptance would bring."""
+    """Print a row for each batch size; for a single one also speed-up by draft length and the effect of more acceptance."""
     columns = [
         Column("batch", lambda each: each.batch),
         Column("best draft", lambda each: each.best_draft_length),
@@ -155,24 +151,24 @@ def _show(answer: Answer, *, stderr: bool) -> None:
     Table(columns, answer.predictions, title=answer.setup.title, notes=_overhead_notes(answer)).show(stderr=stderr)
     if len(answer.predictions) > 1:
         return
-    found = answer.predictions[0]
+    (prediction,) = answer.predictions
     changes = [
         f"acceptance {100 * change.points:+3.0f} points: {change.speedup:.2f}x ({change.gain:+.1%}), "
         f"best draft {change.best_draft_length}"
-        for change in found.sensitivity
+        for change in prediction.sensitivity
     ]
-    expected = [1.0, *answer.acceptance.survival(len(found.curve) - 1)]
+    expected = [1.0, *answer.acceptance.survival(len(prediction.curve) - 1)]
     columns = [
         Column("draft", lambda point: point[0]),
         Column("tokens/round", lambda point: sum(expected[: point[0] + 1]), "{:.2f}"),
         Column("speed-up", lambda point: point[1], "{:.2f}x"),
-        Column("", lambda point: _bar(found, *point), is_spare=True),
+        Column("", lambda point: _bar(prediction, *point), is_spare=True),
     ]
-    Table(columns, found.curve, notes=changes).show(stderr=stderr)
+    Table(columns, prediction.curve, notes=changes).show(stderr=stderr)
 
 
 def _show_trees(answer: Answer, *, stderr: bool) -> None:
-    """Of each batch the best chain, the trees that were asked for, and the best one."""
+    """Print the best chain, the requested trees and the best tree for each batch size."""
     rows: list[tuple[int, str, Any, float]] = []
     for chain, trees in zip(answer.predictions, answer.trees, strict=True):
         rows.append((chain.batch, f"chain of {chain.best_draft_length}", chain, 1.0))
@@ -186,11 +182,11 @@ def _show_trees(answer: Answer, *, stderr: bool) -> None:
         Column("tokens/s", lambda row: row[2].tokens_per_s, "{:,.0f}"),
         Column("over the chain", lambda row: row[3], "{:.2f}x"),
     ]
-    Table(columns, rows, title="Trees beside the best chain").show(stderr=stderr)
+    Table(columns, rows, title="Trees compared with the best chain").show(stderr=stderr)
 
 
 def _overhead_notes(answer: Answer) -> list[str]:
-    """What is added to each round, and the speed-ups without it."""
+    """Return a note on the overhead added to each round, with the speed-ups without it."""
     overhead = answer.setup.overhead
     if overhead is None:
         return []
@@ -201,24 +197,26 @@ def _overhead_notes(answer: Answer) -> list[str]:
     return [f"overhead: {1e3 * overhead.seconds:.2f} ms of each round, {overhead.source}; the best without it: {speedups}"]
 
 
-def _parts(found: Prediction) -> str:
-    return ", ".join(f"{part} {share:.0%}" for part, share in found.time_split.items() if share >= LEAST_SHARE)
+def _parts(prediction: Prediction) -> str:
+    return ", ".join(f"{part} {share:.0%}" for part, share in prediction.time_split.items() if share >= LEAST_SHARE)
 
 
-def _bar(found: Prediction, length: int, speedup: float) -> str:
-    bar = block() * round(BAR_WIDTH * speedup / found.speedup)
-    return bar + ("  best" if length == found.best_draft_length else "")
+def _bar(prediction: Prediction, length: int, speedup: float) -> str:
+    bar = block() * round(BAR_WIDTH * speedup / prediction.speedup)
+    return bar + ("  best" if length == prediction.best_draft_length else "")
 
 
 def print_notes(setup: Setup, *, stderr: bool) -> None:
+    """Print a prediction's assumptions, warnings and first limits."""
     lines = [*filter(None, [setup.assumed]), *(f"warning: {warning}" for warning in setup.warnings)]
-    lines += ["Limits:", *(f"- {sentence}" for sentence in setup.limits[:2])]  # the same after each answer: more is not read
+    lines += ["Limits:", *(f"- {sentence}" for sentence in setup.limits[:2])]  # the same after each answer: two are enough
     if left := setup.limits[2:]:
         lines.append(f"- {len(left)} more: with --json under limits; docs/explanation/prediction.md, What is left out")
     (say if stderr else print)("\n".join(lines))
 
 
 def _list_known(as_json: bool) -> dict[str, Any]:
+    """Print the catalogue's models and machines, unless `as_json`; returns them as the JSON line."""
     from paceline.simulate.costs import catalogue
 
     known, shapes = catalogue.entries(), catalogue.all_shapes()
@@ -233,15 +231,15 @@ def _list_known(as_json: bool) -> dict[str, Any]:
 
 
 def _fit_and_report(config: CostsConfig, paths: list[Path], out: Path | None, as_json: bool) -> dict[str, Any]:
-    """Write calibration.json, calibration.md and calibration.svg beside the step times, or into `out`."""
+    """Write calibration.json, calibration.md and calibration.svg to `out`, or to the folder of the step times."""
     from paceline.report.pages import render
     from paceline.simulate.costs.calibrate import calibrate, measured_rounds, reached
 
     fitted = calibrate(config, paths)
     folder = out or (paths[0] if paths[0].is_dir() else paths[0].parent)
     bandwidth, arithmetic = reached(fitted.costs, measured_rounds(fitted.steps)[0].context)
-    said = {"calibration": fitted.calibration, "report": fitted, "bandwidth": bandwidth, "arithmetic": arithmetic}
-    file, text = folder / "calibration.json", render("calibration.md", **said)
+    values = {"calibration": fitted.calibration, "report": fitted, "bandwidth": bandwidth, "arithmetic": arithmetic}
+    file, text = folder / "calibration.json", render("calibration.md", **values)
     write_whole(file, json.dumps(plain(fitted.as_json()), indent=1) + "\n")
     write_whole(folder / "calibration.md", text)
     _draw_fit(folder / "calibration.svg", fitted)
@@ -251,7 +249,7 @@ def _fit_and_report(config: CostsConfig, paths: list[Path], out: Path | None, as
 
 
 def _draw_fit(file: Path, fitted: Fitted) -> None:
-    """Measured rounds as points joined by lines, predicted ones dashed; a notice when matplotlib is missing."""
+    """Draw round times: measured as lines, predicted as faint lines; prints a notice if matplotlib is missing."""
     from paceline.report.pages import Series, curves
     from paceline.simulate.costs.calibrate import measured_rounds
 
@@ -278,14 +276,14 @@ def simulate_serving(
         Changed(table=Opt("--steps", "--table")),
     ],
     config: Annotated[ServingConfig, Changed(policy=Opt(comma=True), against=Opt(metavar="RUN_FOLDER"))],
-    out: Annotated[Path | None, typer.Option(help="Also write figures, a report and charts into this run folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write figures, a report and charts to this run folder.")] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Predict a server's latency and throughput under load.
 
-    Prints first-token time, inter-token time, throughput and queue by load and draft length. Requests arrive at
-    random times, are prefilled in chunks and decode together, as in the engine; a round takes the time of a table of
-    measured steps or of the roofline, and drafts are accepted as the acceptance curve says. No model is loaded.
+    Prints first-token time, inter-token time, throughput and queue length by load and draft length. Simulated requests
+    arrive at random times, are prefilled in chunks and decode together, as in the engine. Step times come from a table
+    of measured steps or from the roofline model, acceptance from the acceptance curve. No model is loaded.
 
     Examples:
       paceline simulate-serving --steps runs/steps --rate 0.5,1,2 \\
@@ -301,7 +299,7 @@ def simulate_serving(
         say(
             f"{sum(each.has_throughput for each in answer.compared)} of {len(answer.compared)} loads within "
             f"{THROUGHPUT_WITHIN:.0%} of the measured throughput, {answer.num_within} of them also {FIRST_TOKEN_WITHIN:.0%} "
-            f"of the median time to the first token; drafts stood as {'told' if config.acceptance else 'the run recorded'}: "
+            f"of the median time to the first token; acceptance {'as given' if config.acceptance else 'as in the run'}: "
             + (", ".join(f"{share:.2f}" for share in answer.survival) or "nothing was drafted")
         )
     print_notes(answer.setup, stderr=as_json)
@@ -317,7 +315,7 @@ def simulate_serving(
 
 
 def _figures_table(answer: ServerAnswer) -> Table:
-    """A line for each simulated load, or for each that was compared with a measurement."""
+    """Return a table with a row for each simulated load, or for each comparison with a measured load."""
     title = f"{answer.setup.title}, {answer.server.max_rows} rows"
     columns, rows = (COMPARED_COLUMNS, answer.compared) if answer.compared else (LOAD_COLUMNS, answer.loads)
     return Table(columns, rows, title=title, width=180)
@@ -332,7 +330,7 @@ def _tone(answer: ServerAnswer) -> Tone:
 
 
 def _write_report(run: RunFolder, answer: ServerAnswer) -> str | None:
-    """report.md and report.html; returns a notice when the page had to be left out."""
+    """Write report.md and report.html; returns a notice if the page could not be written."""
     from paceline.report.pages import LOAD_PLOTS, LoadPlot, load_plots, render, write_load_report
 
     plots = (*LOAD_PLOTS, LoadPlot("Requests without a row", "mean", lambda each: each.mean_queue))
@@ -351,34 +349,34 @@ def _write_report(run: RunFolder, answer: ServerAnswer) -> str | None:
     )
 
 
-def _compared_plots(found: list[Compared]) -> list[Plot]:
-    """Simulated over measured, with the line where they are the same."""
+def _compared_plots(compared: list[Compared]) -> list[Plot]:
+    """Draw simulated against measured values, with the diagonal."""
     from paceline.report.pages import Series, curves
 
-    rates = [(each.measured_tokens_per_s, each.simulated_tokens_per_s) for each in found]
-    firsts = [(1e3 * each.measured_first_token_s, 1e3 * each.simulated_first_token_s) for each in found]
-    made = []
+    rates = [(each.measured_tokens_per_s, each.simulated_tokens_per_s) for each in compared]
+    firsts = [(1e3 * each.measured_first_token_s, 1e3 * each.simulated_first_token_s) for each in compared]
+    plots = []
     for title, unit, pairs in (("Output", "tokens/s", rates), ("Time to the first token, p50", "ms", firsts)):
         points, most = sorted(pairs), max(map(max, pairs))
         series = [
             Series("simulated", [x for x, _ in points], [y for _, y in points]),
             Series("as measured", [0.0, most], [0.0, most], 5, True),
         ]
-        made.append(curves(title, series, xlabel=f"measured {unit}", ylabel=f"simulated {unit}", ylim=(0, None)))
-    return made
+        plots.append(curves(title, series, xlabel=f"measured {unit}", ylabel=f"simulated {unit}", ylim=(0, None)))
+    return plots
 
 
 @options
 def calculator(
-    out: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("calculator.html"),
-    open_it: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
-    this_machine: Annotated[bool, typer.Option("--this-machine", help="Also offer the machine at hand, measured.")] = False,
+    out: Annotated[Path, typer.Option(help="File of the page.")] = Path("calculator.html"),
+    open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    this_machine: Annotated[bool, typer.Option("--this-machine", help="Also measure and include this machine.")] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Write the predictions as one interactive HTML page.
 
-    The page shows the predictions of `paceline simulate` with sliders and charts. It opens from disk, needs no server
-    and no network, and can be hosted as it is. docs/explanation/prediction.md describes it.
+    The page shows the predictions of `paceline simulate` with sliders and charts. It is a single file that needs no
+    server and no network. docs/explanation/prediction.md describes it.
 
     Examples:
       paceline calculator --out calculator.html --open

@@ -1,4 +1,4 @@
-"""`paceline serve --engine vllm|sglang`: which options of `serve` another engine takes, and how they are told to it."""
+"""`paceline serve --engine vllm|sglang`: checks the options and starts another engine with them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import typer
 
+from paceline.commands.options import given
 from paceline.commands.shared import say
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, refuse
@@ -16,25 +17,22 @@ TAKEN = (
     *("config", "model", "drafter", "num_drafted", "dtype", "max_batch", "max_len", "host", "port"),
     *("served_name", "api_key", "api_key_file", "words"),
 )
-"""Options that are told to another engine, or read here for it."""
+"""Options that apply to other engines too."""
 OTHERS = ("engine_command", "ready_minutes", "check", "expected", "strict")
-"""Options that only another engine has."""
+"""Options that apply to other engines only."""
 
 
-def given(context: typer.Context | None) -> list[str]:
-    """Options from the command line or the --config file, by parameter; none where the function was called as such."""
-    if context is None:
-        return []
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return [name for name, source in sources.items() if source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")]
+def _given(context: typer.Context | None) -> list[str]:
+    """Return the options set on the command line or in the --config file; none for a call as a plain function."""
+    return [] if context is None else given(context, "COMMANDLINE", "DEFAULT_MAP")
 
 
 def check_own(words: Sequence[str], context: typer.Context | None) -> None:
-    """Raises ConfigError for what our own engine knows nothing of."""
+    """Raises ConfigError for options that paceline's own engine does not have."""
     refuse(
         ConfigError, (bool(words), f"what is {' '.join(words)!r}? Options behind -- are another engine's: give --engine too")
     )
-    for name in given(context):
+    for name in _given(context):
         if name in OTHERS:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is for another engine: give --engine vllm or sglang, or leave it out"
@@ -44,8 +42,8 @@ def check_own(words: Sequence[str], context: typer.Context | None) -> None:
 def serve_with_other(
     engine: EngineConfig, serving: ServeConfig, other: OtherEngineConfig, words: tuple[str, ...], context: typer.Context | None
 ) -> int:
-    """Until it ends. Raises ConfigError for options that it would not hear of."""
-    options = given(context)
+    """Run the other engine until it ends; returns its exit status. Raises ConfigError for options that it does not have."""
+    options = _given(context)
     for name in options:
         if name not in (*TAKEN, *OTHERS, "engine"):
             option = f"--{name.replace('_', '-')}"
@@ -57,7 +55,7 @@ def serve_with_other(
         ConfigError,
         (len(drafters) > 1, f"{other.engine} has one drafter: give --drafter once"),
         (len(serving.api_keys) > 1, f"{other.engine} has one API key: give one"),
-        (serving.port == 0, f"{other.engine} wants a port: give --port"),
+        (serving.port == 0, f"{other.engine} needs a port: give --port"),
     )
     from paceline.loop.adapt.servers.vllm_sglang.drafter_folder import Start
     from paceline.loop.adapt.servers.vllm_sglang.start import serve_with

@@ -1,8 +1,8 @@
-"""`paceline store ...`: the options of `paceline.loop.store`, and what is shown of it."""
+"""Commands of `paceline store`: options and output of `paceline.loop.store`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,14 +19,18 @@ Folder = Annotated[Path, typer.Argument(metavar="STORE", help="Folder of the sto
 @options
 def store_add(
     store: Folder,
-    sources: Annotated[list[Path], typer.Argument(help="Folders of traces or of regenerate, or Parquet files of these.")],
+    sources: Annotated[
+        list[Path], typer.Argument(help="Folders of traces or of regenerate's answers, or their Parquet files.")
+    ],
     config: Annotated[SplitConfig, Changed(split_seed=Opt("--seed"))],
-    model: Annotated[str | None, typer.Option(help="Whose tokens these are; needed once, for a new store.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model whose tokenizer was used; required for a new store only.")
+    ] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Add traces and answers to a store, without duplicates.
 
-    Each conversation goes to one side: training, or evals.
+    Each conversation is assigned to one side: training or evals.
 
     Examples:
       paceline store add store traces --model smollm2-135m
@@ -34,25 +38,25 @@ def store_add(
     from paceline.loop.store.folder import Store
 
     if (store / "store.json").is_file():
-        found = Store.open(store)
-        if model is not None and model != found.model:
-            raise ConfigError(f"{store} holds tokens of {found.model}, not of {model}: make another store for them")
-        if config not in (SplitConfig(), found.split):
+        opened = Store.open(store)
+        if model is not None and model != opened.model:
+            raise ConfigError(f"{store} holds tokens of {opened.model}, not of {model}: make another store for them")
+        if config not in (SplitConfig(), opened.split):
             raise ConfigError(f"{store} is split in another way: leave these options out, or split it again with store split")
     elif model is None:
         raise ConfigError(f"{store} is new: say whose tokens it holds with --model")
     else:
-        found = Store.create(store, model, config)
-    line = found.add(sources, progress=TerminalProgress())
+        opened = Store.create(store, model, config)
+    line = opened.add(sources, progress=TerminalProgress())
     say(f"card: {store / 'card.md'}")
     return line
 
 
 @options
 def store_show(store: Folder, as_json: Json = False) -> dict[str, Any]:
-    """Show what a store holds, and its versions.
+    """Show the contents of a store, and its versions.
 
-    Prints how much there is, of whom, from where, and what was left out.
+    Prints the numbers of rows by model, source and side, and what was left out.
 
     Examples:
       paceline store show store
@@ -60,11 +64,11 @@ def store_show(store: Folder, as_json: Json = False) -> dict[str, Any]:
     from paceline.loop.store.card import card_of, write_card
     from paceline.loop.store.folder import Store
 
-    found = Store.open(store)
-    write_card(found)
+    opened = Store.open(store)
+    write_card(opened)
     if not as_json:
         print((store / "card.md").read_text(encoding="utf-8"), end="")
-    return card_of(found)
+    return card_of(opened)
 
 
 @options
@@ -75,17 +79,15 @@ def store_split(
 ) -> dict[str, Any]:
     """Redraw the split between training and evals.
 
-    Models that were trained before may have seen what is kept for evals afterwards.
+    Models trained on an earlier split may have seen rows that are then on the evals side.
 
     Examples:
       paceline store split store --evals-share 0.2
     """
-    from dataclasses import replace
-
     from paceline.loop.store.folder import Store
 
-    found = Store.open(store)
-    line = found.resplit(replace(config, max_overlap=found.split.max_overlap))
+    opened = Store.open(store)
+    line = opened.resplit(replace(config, max_overlap=opened.split.max_overlap))
     rows = line["rows"]
     say(f"version {line['version']}: {rows['train']} rows to train on, {rows['evals']} for evals")
     say("note: models and drafters that were trained on an earlier version may have seen rows that are now for evals")
@@ -95,7 +97,7 @@ def store_split(
 @options
 def store_label(
     store: Folder,
-    run: Annotated[Path, typer.Argument(help="Run folder of evals run, on a suite that was made from this store.")],
+    run: Annotated[Path, typer.Argument(help="Run folder of evals run, for a suite made from this store.")],
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Attach the scores of an evals run to stored rows.
@@ -106,12 +108,12 @@ def store_label(
     from paceline.loop.evals.scores import read_scores
     from paceline.loop.store.folder import Store
 
-    scores, found = read_scores(run), Store.open(store)
+    scores = read_scores(run)
     labels = [
         {"digest": case.id, "suite": scores.suite, "who": scores.name, "scorer": case.kind, "score": case.score}
         for case in scores.cases
     ]
-    number = found.label(labels)
+    number = Store.open(store).label(labels)
     say(f"{number} of {len(labels)} scores are of rows of this store")
     return {"labels": number, "of": len(labels)}
 
@@ -119,15 +121,15 @@ def store_label(
 @options
 def store_forget(
     store: Folder,
-    match: Annotated[str, typer.Option(help="Regular expression: every conversation that has it is deleted, whole.")],
+    match: Annotated[str, typer.Option(help="Regular expression: deletes every conversation that contains a match.")],
     sources: Annotated[
-        bool, typer.Option("--sources", help="Also delete such rows from the files that the store was made of.")
+        bool, typer.Option("--sources", help="Also delete matching rows from the files that were added to the store.")
     ] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Delete matching rows everywhere, for good.
 
-    Rows are deleted from shards, labels, and suites that were made from the store, and are refused when they are
+    Deletes rows from the dataset, its labels, and suites made from the store. The same rows are rejected if they are
     added again.
 
     Examples:

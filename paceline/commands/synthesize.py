@@ -1,4 +1,4 @@
-"""`paceline synthesize`: training data for an application before it has traffic."""
+"""`paceline synthesize`: generates training data for an application without traffic."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def synthesize(
 ) -> dict[str, Any]:
     """Make training data for an application without traffic.
 
-    The target answers public prompts, or prompts of its own, in the application's output format.
+    The target answers public prompts, or prompts that it generates, in the application's output format.
 
     Examples:
       paceline synthesize --schema ticket.json --system "Answer each ticket." \\
@@ -33,5 +33,5 @@ def synthesize(
     from paceline.loop.synthesize.run import run
 
     answering = replace(answering, grammar=grammar_of(schema, regex))
-    asked_for = replace(config, target=target, asked=asked, answering=answering)
-    return asdict(run(asked_for, TerminalProgress()))
+    config = replace(config, target=target, asked=asked, answering=answering)
+    return asdict(run(config, TerminalProgress()))

@@ -1,4 +1,4 @@
-"""`paceline train` and `paceline regenerate`: the options of these calls of `paceline.train`, and what is shown of the runs."""
+"""`paceline train` and `paceline regenerate`: options and output of `paceline.train`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from paceline.train.run_file import config_of, overlaid, read_run_file
 Target = Annotated[
     EngineConfig,
     Only("model", "dtype", "backend", "isa", "weight_format", "device", "threads"),
-    Changed(model=Opt("--target", help="The model to be sped up: built-in name, folder, GGUF file or hub id.")),
+    Changed(model=Opt("--target", help="The target model: built-in name, folder, GGUF file or hub id.")),
 ]
 GIVEN = ("system", "before", "tools", "variables", "grammar")
-"""What an application gives with every prompt: `train` reads answers that were given it."""
+"""Answer settings of an application that are not options of `train`, which reads answers made with them."""
 ANSWERS = {"temperatures": Opt("--temperature"), "variables": Opt("--template-variable")}
 SHAPE = {
     "num_layers": Opt("--layers"),
@@ -54,20 +54,20 @@ def train(
     loss: Annotated[asks.LossConfig, Without("alpha"), LOSS],
     optim: Annotated[asks.OptimConfig, Only("name", "lr"), Changed(name=Opt("--optimiser"))],
     run_file: Annotated[
-        Path | None, typer.Option("--config", help="A run.yaml, as every run leaves one. What is typed wins over it.")
+        Path | None, typer.Option("--config", help="A run.yaml, as written by every run. The command line overrides it.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say the plan and stop: no weight is loaded.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; loads no weights.")] = False,
     device_name: Annotated[
-        str | None, typer.Option(help="With --dry-run: plan for another machine, as '8x H100' [default: this one].")
+        str | None, typer.Option(help="With --dry-run: plan for another machine, such as '8x H100' [default: this one].")
     ] = None,
     as_json: Json = False,
     context: typer.Context = None,  # pyright: ignore[reportArgumentType]  (typer gives it)
 ) -> dict[str, Any] | None:
     """Train a drafter for a model from prompts or traffic.
 
-    The target answers the prompts, and its hidden states teach a DFlash drafter. The plan is printed first; settings
-    that are not given are chosen for this target, data and machine. The same command resumes a run that was
-    interrupted.
+    The target answers the prompts, and a DFlash drafter is trained on its hidden states. The plan is printed first;
+    settings that are not given are chosen for this target, data and machine. The same command resumes an interrupted
+    run.
 
     Examples:
       paceline train --target path/to/model --prompts questions.jsonl \\
@@ -106,8 +106,8 @@ def train(
 
 
 def kept_files(run: Path) -> list[str]:
-    """A sentence on the files that only a run that goes on needs, with their size; none where there are none."""
-    names = [each.name for each in sorted(run.iterdir()) if each.is_dir() and each.name.startswith(("checkpoints", "features"))]
+    """Return a sentence on the files needed only to resume the run, with their size, or an empty list."""
+    names = [path.name for path in sorted(run.iterdir()) if path.is_dir() and path.name.startswith(("checkpoints", "features"))]
     size = sum(file.stat().st_size for name in names for file in (run / name).rglob("*") if file.is_file())
     if not size:
         return []
@@ -118,7 +118,7 @@ def kept_files(run: Path) -> list[str]:
 
 
 def _dry_run(config: asks.TrainConfig, device_name: str | None) -> dict[str, Any]:
-    """Say the plan; into the run's folder too, where one was named."""
+    """Print the plan; also writes it to the run folder, if one is given."""
     from paceline.train.plan.training_plan import make_plan
 
     if config.is_given("out"):
@@ -131,11 +131,11 @@ def _dry_run(config: asks.TrainConfig, device_name: str | None) -> dict[str, Any
 
 
 PARTS = {"loss": "loop.loss", "optim": "loop.optim"}
-"""Where parameters of the command stand in its config."""
+"""Parameter of the command -> its path in TrainConfig, where they differ."""
 
 
 def _merged(config: asks.TrainConfig, run_file: Path | None, names: set[str]) -> asks.TrainConfig:
-    """What was typed over what the file says. Raises ConfigError."""
+    """Return the run file's settings, overridden by the command line's. Raises ConfigError."""
     parted = [name.partition(".") for name in names]
     typed_names = {f"{PARTS.get(part, part)}.{field}".removeprefix("config.") for part, _, field in parted}
     if "loop.seed" in typed_names:
@@ -157,7 +157,7 @@ def regenerate(
 ) -> dict[str, Any] | None:
     """Have the target answer prompts: the data to train on.
 
-    Prompts are answered in batches. Without --prompts the target writes some itself.
+    Prompts are answered in batches. Without --prompts, the target generates the prompts.
 
     Examples:
       paceline regenerate --prompts questions.jsonl --out runs/answers

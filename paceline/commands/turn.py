@@ -1,38 +1,38 @@
-"""`paceline turn`: one turn of the flywheel, its price beforehand, and its ledger."""
+"""`paceline turn`: runs one iteration of the flywheel, estimates its cost, or shows the cost/quality report."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from paceline.commands.options import options
-from paceline.commands.shared import Json, TerminalProgress, say
+from paceline.commands.shared import REFUSED, Json, TerminalProgress, finish, say
 from paceline.errors import ConfigError
-
-REFUSED = 3
-"""Exit status where a gate refuses, as of `paceline evals`."""
 
 
 @options
 def turn(
     config: Annotated[
-        Path, typer.Option("--config", help="The flywheel: model, what it answered, and what is to be made of it.")
+        Path, typer.Option("--config", help="YAML file of the flywheel: the model, its answers, and the models to build.")
     ],
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Say what the turn will take, by stage: minutes, tokens, disk, money. Write nothing."),
+        typer.Option("--dry-run", help="Print each stage's minutes, tokens, disk space and money, and stop. Writes nothing."),
     ] = False,
-    show_ledger: Annotated[bool, typer.Option("--ledger", help="Show what every turn so far brought, and stop.")] = False,
+    show_ledger: Annotated[
+        bool, typer.Option("--ledger", help="Show cost and quality of all iterations so far, and stop.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run the whole loop: evals, drafter, smaller model.
 
-    What a model answered becomes evals, a drafter, a smaller model with a drafter of its own, and the next model to
-    serve. The same command continues where it stopped; after a finished turn it starts the next from what serves
-    then. Exit status 0: passed, 3: a gate refuses the student, and what served before still serves, 2: an error.
+    Builds evals, a drafter, and a smaller model with its own drafter from a model's recorded answers; a gate decides
+    which model to serve next. The same command resumes an interrupted iteration; after a finished one it starts the
+    next, with the model that then serves. Exit status 0: passed, 3: the gate rejects the smaller model and the earlier
+    model stays in service, 2: an error.
 
     Examples:
       paceline turn --config flywheel.yaml --dry-run
@@ -41,35 +41,24 @@ def turn(
 
     if dry_run and show_ledger:
         raise ConfigError("--dry-run and --ledger exclude each other: leave one out")
-    asked, progress = read_config(config), TerminalProgress()
+    flywheel, progress = read_config(config), TerminalProgress()
     if show_ledger:
         from paceline.loop.flywheel import ledger
 
-        lines = ledger.read(asked.out)
+        lines = ledger.read(flywheel.out)
         if lines and not as_json:
             ledger.table(lines).show(stderr=False)
         elif not lines:
-            say(f"{asked.out} has no ledger yet: run paceline turn --config {config}")
-        _end({"ledger": lines}, as_json)
+            say(f"{flywheel.out} has no ledger yet: run paceline turn --config {config}")
+        finish({"ledger": lines}, as_json)
     elif dry_run:
         from paceline.loop.flywheel import price
 
-        found = price(asked, progress=progress)
-        progress.table(found.table())
-        _end(found.as_json(), as_json)
+        costs = price(flywheel, progress=progress)
+        progress.table(costs.table())
+        finish(costs.as_json(), as_json)
     else:
         from paceline.loop.flywheel import turn as library
 
-        result = library(asked, progress=progress)
-        _end(asdict(result), as_json, 0 if result.passed else REFUSED)
-
-
-def _end(line: dict[str, Any], as_json: bool, status: int = 0) -> None:
-    import json
-
-    from paceline.runs.folder import plain
-
-    if as_json:
-        print(json.dumps(plain(line)), flush=True)
-    if status:
-        raise typer.Exit(status)
+        result = library(flywheel, progress=progress)
+        finish(asdict(result), as_json, 0 if result.passed else REFUSED)

@@ -233,7 +233,7 @@ def refused(*words: str) -> str:
     [
         (
             ("--mock", "4", "--traces", "traces"),
-            "--mock does not go with --traces: nobody would say what a mocked server answers",
+            "--mock does not go with --traces: a drafter would be trained on meaningless text",
         ),
         (("--mock", "4", "--features"), "--mock does not go with --features"),
         (("--mock", "4", "--drafter", "ngram"), "--drafter ngram does not draft in every round"),

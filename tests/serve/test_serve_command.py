@@ -189,7 +189,7 @@ def test_what_cannot_start_says_why_in_one_line(call: Call, tmp_path: Path) -> N
             (("--route", "random"), "--route must be auto, tag or header:NAME"),
             (("--drafter", "a=ngram", "--drafter", "b=ngram", "--speculate", "4"), "it needs --speculate auto"),
             (("--admin-key", "ü"), "an admin key must be ASCII text"),
-            (("--features",), "features are for who has a key: set PACELINE_API_KEY"),
+            (("--features",), "features need an API key: set PACELINE_API_KEY"),
         ):
             done = call("serve", "--port", "0", *words)
             lines = [line for line in done.stderr.splitlines() if not line.startswith("listening")]

@@ -176,6 +176,8 @@ def test_the_command(steps: CostsConfig) -> None:
     words: list[Any] = ["simulate", "--table", str(steps.table), "--tree", "8,32", "--marginals", "sampled"]
     shown = CliRunner().invoke(app, words)
     assert shown.exit_code == 0, shown.output
-    assert "Trees beside the best chain" in shown.stdout and "tree of 32" in shown.stdout and ", the best" in shown.stdout
+    assert (
+        "Trees compared with the best chain" in shown.stdout and "tree of 32" in shown.stdout and ", the best" in shown.stdout
+    )
     told = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout.splitlines()[-1])
     assert [each["nodes"] for each in told["trees"][0]["points"]] == [8, 32]
