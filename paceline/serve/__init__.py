@@ -1,1 +1,1 @@
-"""The engine on a port: an OpenAI-compatible endpoint."""
+"""OpenAI-compatible HTTP server."""

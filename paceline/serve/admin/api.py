@@ -1,5 +1,6 @@
-"""The admin API: the drafters of the pool, listed, loaded, drained and unloaded while the server answers, and the clusters that
-are pinned to one of them. `serve/http/security.py` says who may use it."""
+"""Admin API: lists, loads, drains and unloads drafters of the running server, and pins request classes to a drafter.
+
+`serve/http/security.py` controls access."""
 
 from __future__ import annotations
 
@@ -15,28 +16,29 @@ PATH, CLUSTERS = "/admin/drafters", "/admin/clusters"
 
 
 def add_admin(app: FastAPI, worker: EngineWorker) -> None:
+    """Add the admin endpoints to the application."""
     drafters = Drafters(worker)
 
-    @app.get(PATH, summary="Drafters, and what is known of each kind of request", tags=["admin"])
+    @app.get(PATH, summary="Drafters, and statistics of each request class", tags=["admin"])
     async def show() -> Response:
         return json_response({"drafters": await drafters.table(), "clusters": await drafters.clusters()})
 
-    @app.post(f"{PATH}/{{name}}", summary="Load a drafter under this name, or another in its place", tags=["admin"])
+    @app.post(f"{PATH}/{{name}}", summary="Load a drafter under this name, or replace it", tags=["admin"])
     async def load(name: str, body: LoadRequest) -> Response:
         return json_response(await drafters.load(name, body.drafter))
 
-    @app.post(f"{PATH}/{{name}}/drain", summary="Give it to no new request", tags=["admin"])
+    @app.post(f"{PATH}/{{name}}/drain", summary="Give the drafter no new requests", tags=["admin"])
     async def drain(name: str) -> Response:
         return json_response(await drafters.drain(name))
 
-    @app.delete(f"{PATH}/{{name}}", summary="Forget a drafter that no request has any more", tags=["admin"])
+    @app.delete(f"{PATH}/{{name}}", summary="Unload a drafter that no request uses", tags=["admin"])
     async def unload(name: str) -> Response:
         return json_response({"drafters": await drafters.unload(name)})
 
-    @app.post(f"{CLUSTERS}/{{cluster}}", summary="Give requests of this kind one member, without a choice", tags=["admin"])
+    @app.post(f"{CLUSTERS}/{{cluster}}", summary="Pin a request class to one drafter", tags=["admin"])
     async def pin(cluster: str, body: LoadRequest) -> Response:
         return json_response(await drafters.pin(cluster, body.drafter))
 
-    @app.delete(f"{CLUSTERS}/{{cluster}}", summary="Choose a member for requests of this kind again", tags=["admin"])
+    @app.delete(f"{CLUSTERS}/{{cluster}}", summary="Unpin a request class: route its requests again", tags=["admin"])
     async def release(cluster: str) -> Response:
         return json_response(await drafters.pin(cluster, None))

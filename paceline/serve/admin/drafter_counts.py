@@ -1,6 +1,6 @@
-"""Rounds and requests by drafter and by kind of request, for Prometheus and the admin API.
+"""Counts rounds and requests by drafter and request class, for Prometheus and the admin API.
 
-No series is labelled by what a client sends: kinds of requests stand in digests, and both are bounded in number.
+Labels never contain text from clients: request classes are digests, and the numbers of drafters and classes are bounded.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from paceline.plan.clusters import OTHER, label
 from paceline.types import CANDIDATE, RoundStats, Sequence
 
 MOST_NAMES, MOST_PAIRS = 32, 1024
-"""Drafters, and pairs of drafter and kind of request, that are told apart while the server runs; the rest counts as OTHER."""
+"""Most drafters, and pairs of drafter and request class, with counters of their own; the rest counts as OTHER."""
 Labels = tuple[str, ...]
 
 
 class DrafterCounts:
-    """Rounds, seconds and requests of one server, by drafter. One thread counts; any thread may read."""
+    """Counts rounds, seconds and requests of each drafter. One thread writes; any thread may read."""
 
     def __init__(self) -> None:
         self.rounds: dict[str, dict[tuple[int, int], int]] = {}
-        """Drafter -> (drafted, accepted) -> rounds of single requests."""
+        """Drafter -> (drafted, accepted) -> rounds; a round counts once per request in the batch."""
         self.seconds: dict[str, float] = {}
-        """Drafter -> time of its rounds, request by request."""
+        """Drafter -> seconds of its rounds, summed over requests."""
         self.requests: Counter[Labels] = Counter()
-        """(drafter, cluster) -> requests that came to their end."""
+        """(drafter, request class) -> finished requests."""
 
     def round(self, stats: RoundStats) -> None:
+        """Count one round of the batch."""
         spent = stats.draft_s + stats.verify_s + stats.host_s
         for name, num_drafted, num_accepted in zip(stats.drafter_B, stats.num_drafted_B, stats.num_accepted_B, strict=False):
             rounds = self.rounds.get(name)
@@ -45,48 +46,49 @@ class DrafterCounts:
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
 
     def finished(self, sequence: Sequence) -> None:
+        """Count a finished request."""
         if sequence.drafter and not sequence.ledger:
             key = sequence.drafter, label(sequence.cluster or OTHER)
             self.requests[key if key in self.requests or len(self.requests) < MOST_PAIRS else (OTHER, OTHER)] += 1
 
     def totals(self, name: str) -> tuple[int, int, float]:
-        """Rounds, tokens and seconds of a drafter's requests."""
+        """Return (rounds, tokens, seconds) of a drafter's requests."""
         rounds = self.rounds.get(name, {}).copy()
         num_rounds = sum(rounds.values())
-        return num_rounds, num_rounds + sum(kept * count for (_, kept), count in rounds.items()), self.seconds.get(name, 0.0)
+        num_accepted = sum(accepted * count for (_, accepted), count in rounds.items())
+        return num_rounds, num_rounds + num_accepted, self.seconds.get(name, 0.0)
 
     def collect(self, model: str, engine: Any) -> Iterator[Metric]:
-        """For a scrape; `engine` is the one that stepped last, for what it is doing right now."""
+        """Yield the metrics for a scrape; gauges are read from `engine`, the one that stepped last."""
         names = list(self.rounds)
         totals = {name: self.totals(name) for name in names}
         firsts, survived = {}, {}
         for name in names:
             rounds = self.rounds[name].copy()
             firsts[name,] = sum(count for (drafted, _), count in rounds.items() if drafted)
-            for place in range(max((kept for _, kept in rounds), default=0)):
-                survived[name, str(place)] = sum(count for (_, kept), count in rounds.items() if kept > place)
-        told: list[tuple[str, str, Labels, Mapping[Labels, float]]] = [
-            ("rounds", "Rounds, request by request", (), {(name,): each[0] for name, each in totals.items()}),
-            ("tokens", "Tokens of those rounds", (), {(name,): each[1] for name, each in totals.items()}),
-            ("seconds", "Time of those rounds", (), {(name,): each[2] for name, each in totals.items()}),
-            ("drafts", "Those of the rounds that had drafts", (), firsts),
-            ("survived", "Rounds whose drafts stood up to this place, from 0", ("position",), survived),
-            ("requests", "Requests that ended", ("cluster",), self.requests.copy()),
+            for place in range(max((accepted for _, accepted in rounds), default=0)):
+                survived[name, str(place)] = sum(count for (_, accepted), count in rounds.items() if accepted > place)
+        counters: list[tuple[str, str, Labels, Mapping[Labels, float]]] = [
+            ("rounds", "Rounds, one per request in the batch", (), {(name,): total[0] for name, total in totals.items()}),
+            ("tokens", "Tokens of these rounds", (), {(name,): total[1] for name, total in totals.items()}),
+            ("seconds", "Seconds of these rounds", (), {(name,): total[2] for name, total in totals.items()}),
+            ("drafts", "Rounds with drafts", (), firsts),
+            ("survived", "Rounds whose drafts were accepted up to this position, from 0", ("position",), survived),
+            ("requests", "Finished requests", ("cluster",), self.requests.copy()),
         ]
-        for name, doc, labels, values in told:
+        for name, doc, labels, values in counters:
             yield _family(CounterMetricFamily, model, name, doc, labels, values)
         pool, router = getattr(engine, "pool", None), getattr(engine, "router", None)
         if pool is not None:
             members = list(pool.members.values())
             rows = {(member.name,): pool.num_rows(member) for member in members}
-            yield _family(GaugeMetricFamily, model, "rows", "Requests that have it now", (), rows)
-            memory = {(each.name,): each.drafter.weight_bytes + each.drafter.cache_bytes(pool.target) for each in members}
-            yield _family(GaugeMetricFamily, model, "memory_bytes", "Weights and cache", (), memory)
+            yield _family(GaugeMetricFamily, model, "rows", "Running requests of the drafter", (), rows)
+            memory = {(one.name,): one.drafter.weight_bytes + one.drafter.cache_bytes(pool.target) for one in members}
+            yield _family(GaugeMetricFamily, model, "memory_bytes", "Memory of weights and cache", (), memory)
         clusters = router.clusters.copy() if router is not None else {}
-        gains = {(name, label(key)): arm.gain for key, each in clusters.items() for name, arm in each.arms.copy().items()}
-        yield _family(
-            GaugeMetricFamily, model, "gain", "Tokens/s over plain decoding's, as routing has it", ("cluster",), gains
-        )
+        gains = {(name, label(key)): arm.gain for key, one in clusters.items() for name, arm in one.arms.copy().items()}
+        doc = "Tokens/s relative to plain decoding, estimated by the router"
+        yield _family(GaugeMetricFamily, model, "gain", doc, ("cluster",), gains)
 
 
 def _family(kind: Any, model: str, name: str, doc: str, labels: Iterable[str], values: Mapping[Labels, float]) -> Metric:

@@ -1,8 +1,8 @@
-"""What a server counts, for Prometheus: vLLM's names where vLLM has one, `paceline:*` for the rest.
+"""Prometheus metrics of the server, under vLLM's names where vLLM has the metric, else `paceline:*`.
 
-The engine's thread calls `step`, `chunk` and `finished`; these add to plain numbers, a few microseconds a step, and take no
-lock. Only a scrape (`render`) turns them into prometheus-client's families: totals, histograms by bucket, and what the engine
-is doing right now. No series is labelled by what a client sends: tags stand in the traces (`serve/admin/traces.py`).
+The engine's thread calls `step`, `chunk` and `finished`, which add to plain numbers without a lock, in a few microseconds per
+step. Only a scrape (`render`) converts them to prometheus-client's metric families. Labels never contain text from clients;
+tags are recorded in the traces (`serve/admin/traces.py`).
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from paceline.types import LOOKUP, NONE, FinishReason, RoundStats, Sequence
 if TYPE_CHECKING:  # pyarrow is only needed where traces are
     from paceline.serve.admin.traces import TraceWriter
 
-TOLD: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-TOTALS, TIMES, BOUNDS = TOLD["totals"], TOLD["times"], TOLD["bounds"]
+TEXTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+"""Names, descriptions and bucket bounds of the metrics."""
+TOTALS, TIMES, BOUNDS = TEXTS["totals"], TEXTS["times"], TEXTS["bounds"]
 MOST_DRAFTED = 16
-"""Wider drafts share the last bucket; their tokens count all the same."""
+"""Draft lengths above this share the last bucket."""
 
 
 class _Histogram:
-    """Counts by bucket; one writer."""
+    """Counts and sum of a histogram, for one writing thread."""
 
     def __init__(self, bounds: list[float]) -> None:
         self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
@@ -49,37 +50,35 @@ class _Histogram:
 
 
 class Metrics(Collector):
-    """Counts for one model, told by the worker what it does. One thread calls everything but `refused` and `render`, which any
-    thread may."""
+    """Metrics of one model. One thread calls all methods except `refused` and `render`, which are thread-safe."""
 
     def __init__(self, model: str, traces: TraceWriter | None = None, *, lossless: bool = True) -> None:
-        """`model` is the label model_name; `traces` is offered each request that ends, and its own counts are shown too. Every
-        series of what is not `lossless` has a label that says so."""
+        """`model` is the label model_name. `traces` gets every finished request, and its counters are reported too. Without
+        `lossless`, every series has the label lossless="false"."""
         self.lossless = lossless
         self.registry = CollectorRegistry()
         self.totals = SimpleNamespace(**{name: 0 for names in TOTALS.values() for name in names})
         self.ended: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
         self.engine: Engine | None = None
-        """The one that stepped last, for the gauges."""
+        """The engine that stepped last, read for the gauges."""
         self.rounds: dict[tuple[int, int], int] = {}
-        """(drafted, accepted) -> rounds of single requests. All figures of speculation follow from it; none of a lossy rule is
-        in it."""
+        """(drafted, accepted) -> rounds, one per request in the batch, without lossy requests. All acceptance metrics are
+        computed from it."""
         self.step_times: dict[tuple[str, int], tuple[int, float]] = {}
-        """(kind, size) -> how often, and seconds in all: "verify" by positions of the target's pass, "draft" by drafts of the
-        longest row times the rows that drafted, "prefill" by tokens of the chunk, "step" (all of it, of size 1)."""
+        """(phase, size) -> (count, total seconds). Size is the positions of the target's pass for "verify", the longest draft
+        times the drafting rows for "draft", the tokens of the chunk for "prefill", and 1 for "step", the whole step."""
         self.drafters = DrafterCounts()
         self._refusals: Counter[str] = Counter()
         self._model, self._traces = model, traces
-        self._times = {name: _Histogram(BOUNDS[told["bounds"]]) for name, told in TIMES.items()}
+        self._times = {name: _Histogram(BOUNDS[entry["bounds"]]) for name, entry in TIMES.items()}
         self._open: dict[Sequence, float] = {}
-        """When the latest tokens of each request under way came."""
+        """Running request -> time of its latest tokens (time.perf_counter)."""
         self._lock = threading.Lock()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
     def step(self, engine: Engine, seconds: float) -> None:
-        """An engine step, with what lay between it and the one before, took `seconds`; to be called before its chunks are
-        reported."""
+        """Count an engine step of `seconds`, including the time since the previous step. Call it before `chunk`."""
         self.engine, totals, (num_read, read_s) = engine, self.totals, engine.read
         totals.steps += 1
         totals.prefill_seconds += read_s
@@ -103,13 +102,13 @@ class Metrics(Collector):
             self.drafters.round(stats)
         totals.host_seconds += host_s
 
-    def _time(self, kind: str, size: int, seconds: float) -> None:
+    def _time(self, phase: str, size: int, seconds: float) -> None:
         if size:
-            count, before_s = self.step_times.get((kind, size), (0, 0.0))
-            self.step_times[kind, size] = count + 1, before_s + seconds
+            count, before_s = self.step_times.get((phase, size), (0, 0.0))
+            self.step_times[phase, size] = count + 1, before_s + seconds
 
     def chunk(self, sequence: Sequence, num_tokens: int, now: float) -> None:
-        """A request gained tokens at `now` (perf_counter)."""
+        """Count new tokens of a request, generated at `now` (time.perf_counter)."""
         self.totals.generation_tokens += num_tokens
         last_at = self._open.get(sequence)
         if last_at is None:
@@ -117,14 +116,14 @@ class Metrics(Collector):
             self.totals.prefix_cache_queries += sequence.prompt_len
             self.totals.prefix_cache_hits += sequence.num_reused
             self._times["time_to_first_token"].observe(now - sequence.timings.arrival_s)
-        elif now != last_at:  # a first token and the round behind it leave in one step
+        elif now != last_at:  # the first token and the tokens of the next round may come in one step
             self._times["inter_token_latency"].observe(now - last_at)
         self._open[sequence] = now
 
     def finished(self, sequence: Sequence, outcome: FinishReason, tag: str | None = None) -> None:
-        """Every request that ever had a chunk ends here. `tag` labels nothing: clients choose it.
+        """Count a finished request; every request with a chunk must be reported. `tag` goes to the traces only.
 
-        Times of whole requests are those of answers that came to their end, not of those broken off.
+        Durations of whole requests exclude aborted and failed ones.
         """
         self._open.pop(sequence, None)
         self.ended[outcome] += 1
@@ -151,33 +150,35 @@ class Metrics(Collector):
         totals.lossy_total_variation += spent.tv
 
     def refused(self, reason: str) -> None:
-        """A request was turned away before it reached the engine; `reason` is one of the server's own few words."""
+        """Count a request rejected before it reached the engine; `reason` is one of a few fixed codes."""
         with self._lock:
             self._refusals[reason] += 1
 
     def crashed(self) -> None:
+        """Count a restart of the engine and forget its running requests."""
         self.totals.worker_restarts += 1
         self.engine = None
         self._open.clear()
 
     def render(self) -> tuple[bytes, str]:
-        """Body and content type of /metrics."""
+        """Return body and content type of /metrics."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
-    # A scrape, from any thread
+    # The methods below run during a scrape, in any thread.
 
     def collect(self) -> Iterator[Metric]:
+        """Yield all metric families, for prometheus-client."""
         for family in self._families():
             if not self.lossless:
-                family.samples = [each._replace(labels={**each.labels, "lossless": "false"}) for each in family.samples]
+                family.samples = [one._replace(labels={**one.labels, "lossless": "false"}) for one in family.samples]
             yield family
 
     def _families(self) -> Iterator[Metric]:
-        yield self._family("paceline:lossless", TOLD["lossless"], float(self.lossless), kind=GaugeMetricFamily)
+        yield self._family("paceline:lossless", TEXTS["lossless"], float(self.lossless), kind=GaugeMetricFamily)
         for prefix, totals in TOTALS.items():
             for name, doc in totals.items():
                 yield self._family(f"{prefix}:{name}", doc, getattr(self.totals, name))
-        yield self._family("vllm:request_success", "Requests by how they ended", self.ended, "finished_reason")
+        yield self._family("vllm:request_success", "Finished requests by reason", self.ended, "finished_reason")
         for name, times in self._times.items():
             yield self._histogram(f"vllm:{name}_seconds", TIMES[name]["doc"], times.bounds, [*times.counts], times.sum)
         yield from self._speculation()
@@ -185,13 +186,13 @@ class Metrics(Collector):
         yield from self.drafters.collect(self._model, self.engine)
         with self._lock:
             refusals = dict(self._refusals)
-        yield self._family("paceline:refused", "Requests turned away", refusals, "reason")
+        yield self._family("paceline:refused", "Rejected requests", refusals, "reason")
         written, dropped = (self._traces.written, dict(self._traces.dropped)) if self._traces else (0, {})
         yield self._family("paceline:traces_written", "Traces on disk", written)
         yield self._family("paceline:traces_dropped", "Traces lost", dropped, "reason")
 
     def _speculation(self) -> Iterator[Metric]:
-        rounds = self.rounds.copy()  # one call, so that the engine's thread cannot come between
+        rounds = self.rounds.copy()  # atomic, since the engine's thread goes on writing
         drafted, accepted = Counter[int](), Counter[int]()
         for (num_drafted, num_accepted), count in rounds.items():
             drafted[num_drafted] += count
@@ -200,12 +201,12 @@ class Metrics(Collector):
         depth = max(MOST_DRAFTED, *drafted, 0)
         places = {str(place): sum(accepted[number] for number in accepted if number > place) for place in range(depth)}
         name = "vllm:spec_decode_num"
-        yield self._family(f"{name}_drafts", "Rounds with drafts, request by request", drafted.total() - drafted[0])
+        yield self._family(f"{name}_drafts", "Rounds with drafts, one per request", drafted.total() - drafted[0])
         yield self._family(f"{name}_draft_tokens", "Drafted tokens", _sum(drafted))
-        yield self._family(f"{name}_accepted_tokens", "Drafted tokens that stood", _sum(accepted))
-        yield self._family(f"{name}_accepted_tokens_per_pos", "Those by place in the draft", places, "position")
-        yield self._counted("paceline:draft_width", "Drafted tokens of a round, request by request", 0, drafted)
-        yield self._counted("paceline:tokens_per_round", "Tokens a round brought, request by request", 1, tokens)
+        yield self._family(f"{name}_accepted_tokens", "Accepted draft tokens", _sum(accepted))
+        yield self._family(f"{name}_accepted_tokens_per_pos", "Accepted tokens by draft position", places, "position")
+        yield self._counted("paceline:draft_width", "Drafted tokens per round and request", 0, drafted)
+        yield self._counted("paceline:tokens_per_round", "Tokens per round and request, with the bonus token", 1, tokens)
 
     def _now(self) -> Iterator[Metric]:
         engine, num_running, num_waiting, usage = self.engine, 0, 0, 0.0
@@ -213,7 +214,7 @@ class Metrics(Collector):
             cache, requests = engine.target.cache, engine.scheduler
             num_running, num_waiting = len(requests.running) + len(requests.prefilling), len(requests.waiting)
             usage = sum(cache.lengths) / (cache.num_rows * cache.max_len)
-        for (name, doc), value in zip(TOLD["now"].items(), (num_running, num_waiting, usage), strict=True):
+        for (name, doc), value in zip(TEXTS["now"].items(), (num_running, num_waiting, usage), strict=True):
             yield self._family(f"vllm:{name}", doc, value, kind=GaugeMetricFamily)
 
     def _family(
@@ -224,28 +225,28 @@ class Metrics(Collector):
         label: str | None = None,
         kind: type[CounterMetricFamily | GaugeMetricFamily] = CounterMetricFamily,
     ) -> Metric:
-        """One number, or one for each value of `label`."""
+        """Return a metric with one value, or with one for each value of `label`."""
         family = kind(name, doc, labels=["model_name", label] if label else ["model_name"])
         for key, value in values.items() if isinstance(values, Mapping) else [(None, values)]:
             family.add_metric([self._model, key] if key is not None else [self._model], value)
         return family
 
     def _histogram(self, name: str, doc: str, bounds: Iterable[float], counts: list[int], total: float) -> Metric:
-        """`counts`: one number a bound, and one of what is above them all."""
+        """Return a histogram; `counts` has one number per bound and one for values above all bounds."""
         family = HistogramMetricFamily(name, doc, labels=["model_name"])
         names = [*map(str, bounds), "+Inf"]
         family.add_metric([self._model], list(zip(names, accumulate(counts), strict=True)), total)
         return family
 
     def _counted(self, name: str, doc: str, first: int, values: Counter[int]) -> Metric:
-        """A histogram of whole numbers, a bucket each."""
+        """Return a histogram of integers with one bucket for each."""
         bounds = range(first, first + MOST_DRAFTED + 1)
         counts = [values[bound] for bound in bounds]
         return self._histogram(name, doc, map(float, bounds), [*counts, values.total() - sum(counts)], _sum(values))
 
 
 def _num_slots(stats: RoundStats) -> int:
-    """Drafts that were computed, not looked up: of the longest row, for each row that drafted."""
+    """Return the draft positions a drafter computed: the longest row's times the drafting rows, without n-gram drafts."""
     sure_B = stats.sure_B or [None] * len(stats.source_B)
     computed = zip(stats.num_drafted_B, stats.source_B, sure_B, strict=False)
     slots = [len(sure) if sure else count for count, source, sure in computed if sure or source not in (NONE, LOOKUP)]

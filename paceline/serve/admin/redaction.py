@@ -1,8 +1,8 @@
-"""What must not be kept, taken out of text and tokens.
+"""Removes text that matches patterns from traces before they are written.
 
-What the patterns match never reaches the disk, and what is kept is still sound to learn from. A drafter learns what its target
-says after exactly these tokens. So a redacted answer is not patched but ends before the first match, and when the prompt itself
-is redacted the answer, which was given to something else, is left out whole.
+The rest must still be valid training data: a drafter learns the target's output after exactly these tokens. So an answer is cut
+before its first match, not patched, and if the prompt is redacted, the whole answer is dropped, because it was generated for
+another prompt.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from paceline.model.text.tokenizer import Tokenizer
 
 PLACEHOLDER = "[redacted]"
 Redacted = tuple[list[int], list[int]]
-"""A trace's tokens of prompt and answer without what was matched."""
+"""(prompt token ids, answer token ids) of a trace after redaction."""
 
 
 class Redactor:
-    """Takes what any of the patterns matches out of text and tokens.
+    """Redacts matches of regular expressions in text and tokens.
 
-    Raises ConfigError on a pattern that is no regular expression, or that matches nothing at all or the placeholder.
+    Raises ConfigError for an invalid pattern, and for one that matches the empty string or the placeholder.
     """
 
     def __init__(self, patterns: Iterable[str], tokenizer: Tokenizer) -> None:
@@ -39,28 +39,28 @@ class Redactor:
             self._patterns.append(compiled)
 
     def text(self, text: str) -> str:
-        """The text with a placeholder for every match."""
+        """Return the text with every match replaced by the placeholder."""
         for pattern in self._patterns:
             text = pattern.sub(PLACEHOLDER, text)
         return text
 
     def value(self, value: Any) -> Any:
-        """The same with every text in it redacted: stop strings, a grammar."""
+        """Return a JSON value with every string in it redacted."""
         if isinstance(value, dict):
-            return {key: self.value(each) for key, each in value.items()}
+            return {key: self.value(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.value(each) for each in value]
+            return [self.value(item) for item in value]
         return self.text(value) if isinstance(value, str) else value
 
     def tokens(self, prompt_ids: list[int], answer_ids: list[int]) -> Redacted | None:
-        """The same lists when nothing matches; None when a match remains in what could be kept: then keep nothing."""
+        """Redact a trace's tokens; returns None if a match remains, so that the trace must be dropped."""
         if self._is_clean(prompt_ids, answer_ids):
             return prompt_ids, answer_ids
         redacted = self._cut(prompt_ids, answer_ids)
         return redacted if self._is_clean(*redacted) else None
 
     def _is_clean(self, prompt_ids: list[int], answer_ids: list[int]) -> bool:
-        """With special tokens and without, together and apart: a reader may decode either way."""
+        """Return True if nothing matches, with or without special tokens, in prompt and answer joined or separate."""
         parts = [prompt_ids + answer_ids, prompt_ids, answer_ids] if answer_ids else [prompt_ids]
         texts = [self._tokenizer.decode(ids, skip) for ids in parts for skip in (True, False)]
         return not any(pattern.search(text) for text in texts for pattern in self._patterns)
@@ -71,42 +71,42 @@ class Redactor:
         matches = _merged(match.span() for pattern in self._patterns for match in pattern.finditer(text))
         places = [_tokens_of(span, ends) for span in matches]
         if not places:
-            return prompt_ids, answer_ids  # it matches only where special tokens are left out
+            return prompt_ids, answer_ids  # it matches only without special tokens
         if places[0][0] >= border:
             return prompt_ids, ids[border : places[0][0]]
-        kept, at = list[int](), 0
+        redacted, at = list[int](), 0
         for begin, end in _merged(place for place in places if place[0] < border):
             first, last = ends[begin], ends[end]
             middle = text[first:last]
             for start, stop in reversed(matches):
                 if start < last and stop > first:
                     middle = middle[: start - first] + PLACEHOLDER + middle[stop - first :]
-            kept += ids[at:begin] + self._tokenizer.encode(middle, add_special_tokens=False)
+            redacted += ids[at:begin] + self._tokenizer.encode(middle, add_special_tokens=False)
             at = end
-        return kept + ids[at:border], []
+        return redacted + ids[at:border], []
 
     def _ends(self, ids: list[int]) -> tuple[str, list[int]]:
-        """The text, special tokens spelled out, and where in it each token begins; one place more for the end."""
+        """Return the text with special tokens, and the character offset of each token and of the end."""
         stream = self._tokenizer.stream(False)
         pieces = [stream.push([token]) for token in ids]
         pieces.append(stream.flush())
         ends = [0, *accumulate(map(len, pieces))]
-        ends[-2:] = [ends[-1]]  # what the flush gave belongs to the last token
+        ends[-2:] = [ends[-1]]  # the flushed text belongs to the last token
         return "".join(pieces), ends
 
 
 def _tokens_of(span: tuple[int, int], ends: list[int]) -> tuple[int, int]:
-    """The tokens [begin, end) that may hold a part of the text's span.
+    """Return the range [begin, end) of tokens that may contain a part of the text's span.
 
-    `ends[t]` is how much text was final before token t. Tokens that made nothing final wait for their character's rest, so
-    they belong to what came next.
+    `ends[t]` is the number of characters that are final before token t. A token that ends within a character adds none and
+    belongs to the next text.
     """
     begun = ends[bisect_right(ends, span[0]) - 1]
     return bisect_left(ends, begun), bisect_left(ends, span[1])
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted, and those that overlap as one."""
+    """Return the non-empty spans sorted, with overlapping ones merged."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
         if begin >= end:

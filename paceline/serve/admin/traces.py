@@ -1,16 +1,15 @@
-"""Traces: what was asked and answered, token by token, as Parquet that `paceline train` reads as it is.
+"""Writes traces (token ids of prompts and answers) as Parquet files that `paceline train` reads.
 
     traces/traces-20261103T101112-5f0c22d1-00000.parquet     columns: SCHEMA; one row per answer
 
-    paceline train --init default --answers traces     learn from the answers themselves
-    paceline train --init default --prompts traces     ask the target the same prompts again, and learn from that
+    paceline train --init default --answers traces     train on the recorded answers
+    paceline train --init default --prompts traces     let the target answer the recorded prompts again, and train on that
 
-A `Trace` is an answer, whoever gave it: the server's engine (`offer`), or another server whose answers `paceline record` sees.
-`put` costs the caller microseconds: it drops a reference into a bounded queue, or counts a loss when that is full. A thread of
-the writer's own makes the traces, redacts (`redaction.py`) and writes. A disk that refuses loses traces, never requests. No
-API key and no address of a client ever comes here. The first columns are those of `data/answers.py`; neither part imports the
-other, a test compares. An answer that is not known token by token is left out: what remains is one more prompt for
-`paceline train --prompts`, which asks the target anew, and no answer for `--answers`.
+A `Trace` is one answer of the server's engine (`offer`), or of another server that `paceline record` observes. `put` takes
+microseconds: it puts a reference into a bounded queue, or counts a loss if the queue is full. A background thread builds the
+traces, redacts them (`redaction.py`) and writes them. Disk errors lose traces, never requests. API keys and client addresses
+are never recorded. The first columns are those of `data/answers.py`; a test compares them, because neither module imports the
+other. If an answer's token ids are unknown, only its prompt is recorded, which is usable with `--prompts`, not with `--answers`.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ SCHEMA = pa.schema(
         ("answer_ids", _IDS),
         ("finish_reason", _TEXT),
         ("text", _TEXT),
-        # what regenerated answers do not have
+        # columns that regenerated answers do not have
         ("model", _TEXT),
         ("tag", _TEXT),
         ("ended", pa.timestamp("ms", "UTC")),
@@ -71,48 +70,51 @@ SCHEMA = pa.schema(
         *((f"{name}_s", _SECONDS) for name in TIMES),
     ]
 )
-"""`sampling` is JSON of the parameters that differ from their defaults; `drafted` and `accepted` are by round, whole even where
-redaction cut the answer; times are seconds, `first_token_s` and `total_s` from arrival. What is not known is null: of another
-server's answers the rounds and most times, and the temperature where the client left it to the server."""
+"""`sampling` is JSON of the parameters that differ from their defaults. `drafted` and `accepted` list all rounds, even if
+redaction cut the answer. Times are in seconds, `first_token_s` and `total_s` since arrival. Unknown values are null: for other
+servers the rounds, most times, and the temperature if the client did not set it."""
 SOURCE = "traces"
-OURS = re.compile(r"traces-\d{8}T\d{6}-[0-9a-f]{8}-\d{5,}\.parquet(\.[0-9a-f]{16}\.part)?")
-"""Names of shards, and of what a killed writer left of one: other files in the folder are somebody's own."""
+SHARD = re.compile(r"traces-\d{8}T\d{6}-[0-9a-f]{8}-\d{5,}\.parquet(\.[0-9a-f]{16}\.part)?")
+"""File names of shards, and of parts left by killed writers; other files in the folder are never deleted."""
 log = logging.getLogger("paceline.serve")
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One answer to one prompt. None is what nobody knows."""
+    """One answer to one prompt. None marks unknown values."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
-    """None of them when they are not known."""
+    """Token ids of the answer; empty if they are unknown."""
     finish_reason: str
     ended: float | None
-    """Seconds since 1970."""
+    """End of the answer, in seconds since 1970."""
     temperature: float | None
     sampling: dict[str, Any]
-    """As of `given`."""
+    """Sampling parameters that differ from their defaults (`given`)."""
     eos_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     tag: str | None = None
     model: str | None = None
-    """The name that the writer was given, if None."""
+    """Model name; None for the writer's."""
     drafted: list[int] | None = None
+    """Drafted tokens of each round."""
     accepted: list[int] | None = None
+    """Accepted drafts of each round."""
     num_reused: int | None = None
+    """Prompt tokens reused from the prefix cache."""
     drafter: str | None = None
-    """The member of the pool that drafted."""
+    """Name of the drafter in the pool."""
     cluster: str | None = None
-    """As of `clusters.label`."""
+    """Digest of the request class (`clusters.label`)."""
     seconds: dict[str, float | None] = field(default_factory=dict)
-    """By the names of TIMES."""
+    """Durations by the names of TIMES."""
     mark: str | None = None
-    """The end of its key, by which it is known when it is read again; None: one that nothing else has."""
+    """Last part of the trace's key, the same if the trace is imported again; None for a unique one."""
 
 
 class Lost(Exception):
-    """Raised while a trace is made that cannot be kept; counted under the reason."""
+    """Raised while building a trace that cannot be recorded; the writer counts it under `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -120,13 +122,13 @@ class Lost(Exception):
 
 
 Maker = Callable[[], Iterable[Trace]]
-"""Makes traces, in the writer's thread."""
+"""Function that builds traces, called in the writer's thread."""
 
 
 class TraceWriter:
-    """Writes shards of traces into a folder, from a thread of its own that ends with `close`.
+    """Writes traces to Parquet files in a folder, from a background thread that ends with `close`.
 
-    The folder may be used by several writers, and by readers, at the same time.
+    Several writers and readers may use the folder at the same time.
     """
 
     def __init__(
@@ -138,14 +140,14 @@ class TraceWriter:
         rows_per_file: int = 512,
         flush_s: float = 30.0,
     ) -> None:
-        """Writes when `begin` has been called. A folder that cannot be written only costs traces."""
+        """Call `begin` to start writing. If the folder cannot be written, traces are lost and counted."""
         assert config.folder is not None
         self.folder = config.folder
         self.written = self.num_answers = 0
-        """Traces in files, and those of them that have their answer: others are a prompt alone."""
+        """Traces written, and the number of them with an answer."""
         self.dropped = {"queue": 0, "disk": 0, "redaction": 0, "error": 0, "lossy": 0}
-        """Traces lost, by what lost them: a full queue, a disk that refused, a match that could not be taken out, an error, a
-        lossy rule; and the reasons of `Lost`."""
+        """Reason -> lost traces: full queue, disk error, a match that could not be redacted, an exception, a lossy rule, and
+        the reasons of `Lost`."""
         self._config, self._model = config, model
         self._rows_per_file, self._flush_s = rows_per_file, flush_s
         self._random = random.Random()
@@ -157,7 +159,7 @@ class TraceWriter:
         self._thread: threading.Thread | None = None
 
     def begin(self, tokenizer: Tokenizer) -> None:
-        """Start writing, once. Raises ConfigError on patterns that cannot be used."""
+        """Start the background thread; later calls do nothing. Raises ConfigError for invalid redaction patterns."""
         if self._thread is None:
             self._tokenizer = tokenizer
             self._redactor = Redactor(self._config.redact, tokenizer) if self._config.redact else None
@@ -165,10 +167,10 @@ class TraceWriter:
             self._thread.start()
 
     def offer(self, sequence: Sequence, outcome: str, tag: str | None = None) -> None:
-        """Trace a finished request, whose sequence changes no more; never waits, never raises.
+        """Record a finished request. Never waits, never raises.
 
-        Requests with mocked acceptance are left out: nobody would say such a text. So are those of lossy rules, and counted: a
-        drafter would learn from them what it drafted itself.
+        Skips requests with mocked acceptance, whose text is meaningless, and counts those with a lossy rule as lost: they would
+        train a drafter on its own drafts.
         """
         if sequence.ledger:
             self.lose("lossy")
@@ -177,8 +179,9 @@ class TraceWriter:
             self.put(lambda: [_served(sequence, outcome, tag, ended, total_s)])
 
     def put(self, maker: Maker, *, wait: bool = False, is_full: bool = False) -> bool:
-        """Keep what `maker` makes, if it is in the sample; without `wait` it is lost when the queue is full, or has no room for
-        its bytes (`is_full`). Returns whether it was taken. Never raises."""
+        """Queue `maker`, if it is sampled; returns True if it was queued. Never raises.
+
+        It is lost if the queue is full, unless `wait`, or if the caller's byte limit is reached (`is_full`)."""
         if self._random.random() >= self._config.sample:
             return False
         try:
@@ -191,16 +194,16 @@ class TraceWriter:
         return True
 
     def lose(self, reason: str) -> None:
-        """Count a trace that is lost."""
+        """Count a lost trace."""
         if reason == "queue" and not self.dropped.get(reason):
             log.warning("traces are lost: answers come faster than they can be read")
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Write what is queued and end the thread; gives up after `timeout_s` on a disk that hangs."""
+        """Write the queued traces and end the thread; stops waiting after `timeout_s`."""
         self._is_closing = True
         with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(None)  # wakes it; a full queue does, too
+            self._queue.put_nowait(None)  # wakes the thread, as a full queue does
         if self._thread:
             self._thread.join(timeout_s)
 
@@ -217,7 +220,7 @@ class TraceWriter:
         self._flush(rows)
 
     def _rows(self, maker: Maker) -> list[dict[str, Any]]:
-        """What can be kept, as rows; the rest is counted."""
+        """Build rows of the traces that can be recorded; counts the others as lost."""
         rows: list[dict[str, Any]] = []
         try:
             for trace in maker():
@@ -227,13 +230,13 @@ class TraceWriter:
                     self.lose("redaction")
         except Lost as lost:
             self.lose(lost.reason)
-        except Exception:  # whatever is odd about one request must not end the tracing of all others
+        except Exception:  # one broken trace must not end the recording of all others
             log.exception("a trace is lost")
             self.lose("error")
         return rows
 
     def _row(self, trace: Trace) -> dict[str, Any] | None:
-        """None when what should be redacted cannot be taken out."""
+        """Build one row; returns None if it cannot be redacted."""
         prompt_ids, answer_ids, outcome = trace.prompt_ids, trace.answer_ids, trace.finish_reason
         tag, sampling = trace.tag, trace.sampling
         if redactor := self._redactor:
@@ -247,7 +250,7 @@ class TraceWriter:
         is_ended = bool(answer_ids) and answer_ids[-1] in trace.eos_token_ids
         temperature = "unknown" if trace.temperature is None else f"{trace.temperature:g}"
         return {
-            # Up to the @ it names the prompt: what is asked twice is held out twice, or not at all.
+            # The part before the @ identifies the prompt, so that repeated prompts are on the same side of a held-out split.
             "key": f"{SOURCE}/{digest(prompt_ids)}@{temperature}#{trace.mark or f'{self._run_id}-{self._num_rows}'}",
             "source": SOURCE,
             "turn": 0,
@@ -265,12 +268,12 @@ class TraceWriter:
             "accepted": trace.accepted,
             "num_reused": trace.num_reused,
             "drafter": trace.drafter,
-            "cluster": trace.cluster if tag == trace.tag else None,  # a digest tells of a tag, too
+            "cluster": trace.cluster if tag == trace.tag else None,  # the digest would identify a redacted tag
             **{f"{name}_s": trace.seconds.get(name) for name in TIMES},
         }
 
     def _flush(self, rows: list[dict[str, Any]]) -> None:
-        """Write one shard, whole or not at all, and keep to the limits. What cannot be written is counted, not kept."""
+        """Write one shard atomically, then delete old ones. Rows that cannot be written are counted as lost."""
         try:
             if rows:
                 self._write(rows)
@@ -297,7 +300,7 @@ class TraceWriter:
         table, rows = self._table(rows)
         if not rows:
             return
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what users said is for the owner alone
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # users' texts are private
         with (
             whole_file(path, "free space, or make it writable", mode=0o600) as scratch,
             scratch.open("wb") as file,
@@ -308,33 +311,32 @@ class TraceWriter:
         self.num_answers += sum(len(row["answer_ids"]) > 0 for row in rows)
 
     def _table(self, rows: list[dict[str, Any]]) -> tuple[pa.Table, list[dict[str, Any]]]:
-        """The rows as a table, and those that are in it: one that no column holds must not take the others with it."""
-        odd = (pa.ArrowException, OverflowError, TypeError, ValueError)
-        with contextlib.suppress(*odd):
+        """Return the rows as a table, and the rows in it; rows that do not fit the schema are counted as lost."""
+        unfit = (pa.ArrowException, OverflowError, TypeError, ValueError)
+        with contextlib.suppress(*unfit):
             return pa.Table.from_pylist(rows, SCHEMA), rows
-        kept: list[dict[str, Any]] = []
+        valid: list[dict[str, Any]] = []
         for row in rows:
             try:
                 pa.Table.from_pylist([row], SCHEMA)
-                kept.append(row)
-            except odd as error:
+                valid.append(row)
+            except unfit as error:
                 log.warning("a trace is lost, as it fits no column: %s", " ".join(str(error).split()))
                 self.lose("error")
-        return pa.Table.from_pylist(kept, SCHEMA), kept
+        return pa.Table.from_pylist(valid, SCHEMA), valid
 
     def _prune(self) -> None:
-        """Delete the oldest shards, and what killed writers left, until age and size are within their limits.
+        """Delete the oldest shards and parts until age and total size are within their limits.
 
-        A shard that cannot be deleted keeps no other from it; the first such OSError is raised at the end."""
-        ours = (path for path in self.folder.glob("traces-*") if OURS.fullmatch(path.name))
-        found = sorted(filter(None, map(_aged, ours)))
-        num_bytes, oldest = sum(size for _, _, size in found), time.time() - 86400 * self._config.max_days
+        Continues after a file that cannot be deleted, and raises the first such OSError at the end."""
+        shards = sorted(filter(None, (_aged(path) for path in self.folder.glob("traces-*") if SHARD.fullmatch(path.name))))
+        num_bytes, oldest = sum(size for _, _, size in shards), time.time() - 86400 * self._config.max_days
         refusals = list[OSError]()
-        for changed, path, size in found:
+        for changed, path, size in shards:
             if num_bytes <= self._config.max_bytes and changed >= oldest:
                 break
             try:
-                path.unlink(missing_ok=True)  # another writer may have just deleted it
+                path.unlink(missing_ok=True)  # another writer may have deleted it
                 num_bytes -= size
             except OSError as error:
                 refusals.append(error)
@@ -343,7 +345,7 @@ class TraceWriter:
 
 
 def _served(seq: Sequence, outcome: str, tag: str | None, ended: float, total_s: float) -> Trace:
-    """A request that the engine answered."""
+    """Return the trace of a request that the engine answered."""
     times = seq.timings
     seconds: dict[str, float | None] = {name: getattr(times, f"{name}_s") for name in TIMES if name != "total"}
     seconds |= {"first_token": times.first_token_s - times.arrival_s if times.first_token_s else None, "total": total_s}
@@ -357,8 +359,8 @@ def _served(seq: Sequence, outcome: str, tag: str | None, ended: float, total_s:
         eos_token_ids=tuple(seq.eos_token_ids),
         seed=seq.seed,
         tag=tag,
-        drafted=[one[0] for one in seq.rounds],
-        accepted=[one[1] for one in seq.rounds],
+        drafted=[each.num_drafted for each in seq.rounds],
+        accepted=[each.num_accepted for each in seq.rounds],
         num_reused=seq.num_reused,
         drafter=seq.drafter or None,
         cluster=label(seq.cluster) if seq.cluster else None,
@@ -367,7 +369,7 @@ def _served(seq: Sequence, outcome: str, tag: str | None, ended: float, total_s:
 
 
 def given(params: SamplingParams) -> dict[str, Any]:
-    """What differs from the defaults; -inf of a bias as JSON's readers take it."""
+    """Return the parameters that differ from their defaults; biases become strings, because JSON has no -inf."""
     defaults = asdict(SamplingParams())
     values = {name: value for name, value in asdict(params).items() if value != defaults[name]}
     if bias := values.get("logit_bias"):
@@ -376,7 +378,7 @@ def given(params: SamplingParams) -> dict[str, Any]:
 
 
 def _aged(path: Path) -> tuple[float, Path, int] | None:
-    """(last change, path, bytes); None for a folder, or when another writer has just deleted it."""
+    """Return (modification time, path, bytes); None for a folder or a deleted file."""
     try:
         stat = path.lstat()
     except FileNotFoundError:

@@ -1,1 +1,1 @@
-"""The APIs of Anthropic (Messages) and OpenAI (Responses), as chats."""
+"""Anthropic's Messages API and OpenAI's Responses API, translated to chat completions."""

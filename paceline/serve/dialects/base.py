@@ -1,6 +1,7 @@
-"""Chats in the words of other APIs: their requests become a ChatRequest, and an answer's chunks become their events.
+"""Base of the API translations: a request becomes a ChatRequest, and the chunks of its answer become the API's events.
 
-`messages.py` and `message_replies.py` are Anthropic's Messages, `responses.py` and `response_replies.py` OpenAI's Responses.
+`messages.py` and `message_replies.py` implement Anthropic's Messages, `responses.py` and `response_replies.py` OpenAI's
+Responses.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from paceline.serve.requests.protocol import ChatRequest, Closed
 from paceline.serve.worker.ticket import Ticket
 
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-"""Fields of every translated chat: its chunks are what answers are made of, whole ones too."""
+"""Fields of every translated chat: non-streamed answers are also built from its chunks."""
 
 
 @dataclass(slots=True)
 class Part:
-    """A text or a call of an answer."""
+    """One text or tool call of an answer."""
 
     call: dict[str, Any] | None = None
     """The call's id, name and arguments; None for a text."""
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Makes ids of its own."""
+    """Unique part of the ids in the API's events."""
 
 
 class Translated(Exchange):
-    """A chat's answer in the form of another API: parts one after the other, each opened, grown and closed.
+    """A chat's answer in the form of another API: a sequence of parts, each opened, grown and closed.
 
-    Whole answers are put together from the same events as streams.
+    Non-streamed answers are built from the same events as streams.
     """
 
     end = b""
@@ -57,16 +58,16 @@ class Translated(Exchange):
         self.parts: list[Part] = []
         self.finish_reason: str | None = None
         self.usage: dict[str, Any] = {}
-        """The chat's, when the answer is complete."""
+        """Token usage of the chat, set when the answer is complete."""
         self._is_begun = self._is_open = False
 
     @property
     def marks(self) -> dict[str, Any]:
-        """Fields of every object and event of an answer that is not lossless."""
+        """Extra fields of all objects and events: lossless, if it is false."""
         return {name: self._head[name] for name in ("lossless",) if name in self._head}
 
     async def whole(self) -> dict[str, Any]:
-        """The finished answer as one object."""
+        """Return the finished answer as one object."""
         await self.begin()
         try:
             async for chunks in self.chunks():
@@ -78,14 +79,15 @@ class Translated(Exchange):
             self.close()
 
     def written(self, chunk: dict[str, Any]) -> bytes:
-        """A chunk of the chat as events of this API."""
+        """Return a chunk of the chat as server-sent events of this API."""
         return b"".join(map(self.sent, self._events(chunk)))
 
     def sent(self, event: dict[str, Any]) -> bytes:
-        """An event, named by its type."""
+        """Return one server-sent event, named by its type."""
         return sse(event | self.marks, event["type"])
 
     def _events(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the API's events for a chunk of the chat."""
         if not self._is_begun:
             self._is_begun = True
             yield from self.begun()
@@ -119,48 +121,47 @@ class Translated(Exchange):
 
     @abstractmethod
     def body(self) -> dict[str, Any]:
-        """The answer so far as one object."""
+        """Return the answer so far as one object."""
 
     @abstractmethod
     def begun(self) -> Iterator[dict[str, Any]]:
-        """Events before the first part."""
+        """Yield the events before the first part."""
 
     @abstractmethod
     def opened(self, part: Part) -> Iterator[dict[str, Any]]:
-        """Events at the beginning of a part, the last one of `parts`."""
+        """Yield the events that open a part, the last one of `parts`."""
 
     @abstractmethod
     def grown(self, part: Part, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Events of more of its text, or of its call's arguments."""
+        """Yield the events for new text of a part, or for its call's arguments."""
 
     @abstractmethod
     def closed(self, part: Part) -> Iterator[dict[str, Any]]:
-        """Events at the end of a part."""
+        """Yield the events that close a part."""
 
     @abstractmethod
     def finished(self) -> Iterator[dict[str, Any]]:
-        """Events after the last part."""
+        """Yield the events after the last part."""
 
 
 @contextlib.contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Has what refuses the chat speak of the client's own fields: field of the chat -> field of the request."""
+    """Context manager that replaces fields of the chat by the client's fields (`names`: chat -> client) in ApiErrors."""
     try:
         yield
     except ApiError as error:
-        own = [
-            name for name in names if (error.param or "") == name or (error.param or "").startswith((f"{name}.", f"{name}["))
-        ]
+        param = error.param or ""
+        own = [name for name in names if param == name or param.startswith((f"{name}.", f"{name}["))]
         if not own:
             raise
         name = max(own, key=len)
-        param = names[name] + str(error.param).removeprefix(name)
+        param = names[name] + param.removeprefix(name)
         message = error.message.replace(name, names[name])
         raise ApiError(error.status, message, param=param, code=error.code, headers=error.headers) from error
 
 
 def check_keys(part: Closed, kind: str, keys: set[str], where: str, optional: tuple[str, ...] = ()) -> None:
-    """Raises RequestRefused unless a part of this type has just the fields that it needs."""
+    """Raises RequestRefused unless a part of this type has exactly the fields `keys`; `optional` ones may be missing."""
     given = {name for name in part.model_fields_set if getattr(part, name) is not None} - {"type"}
     for name in sorted(keys - given - {*optional}):
         raise RequestRefused(f"{where}.{name}: a part of type {kind} needs it", param=f"{where}.{name}")

@@ -1,6 +1,6 @@
-"""What becomes of every request field of Anthropic's Messages and OpenAI's Responses that this server has no model of.
+"""Unsupported request fields of Anthropic's Messages and OpenAI's Responses: which are ignored, which are rejected.
 
-As `fields.py` has it for chats; docs/reference/http-api.md lists them.
+`requests/fields.py` has the same tables for chats; docs/reference/http-api.md lists the fields.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NO_OTHERS = Refused("there is one model here", NONE_OF_IT)
 CACHE = "prefixes are always reused"
 
 MESSAGES_UNUSED: dict[str, str] = {
-    "billing_policy": "nobody is billed",
+    "billing_policy": "this server bills no requests",
     "cache_control": CACHE,
     "diagnostics": "a cache of Anthropic's is meant",
     "metadata": "answers are not stored",
@@ -25,7 +25,7 @@ MESSAGES_UNUSED: dict[str, str] = {
     "user_profile_id": "no user is known here",
     "workspace_id": "no user is known here",
 }
-"""Name -> why it changes nothing."""
+"""Ignored field -> reason."""
 MESSAGES_REFUSED: dict[str, Refused] = {
     "compaction": NOTHING_CUT,
     "container": SERVER_TOOLS,
@@ -34,11 +34,11 @@ MESSAGES_REFUSED: dict[str, Refused] = {
     ),
     "fallback_credit_token": NO_OTHERS,
     "fallbacks": NO_OTHERS,
-    "inference_geo": Refused("this server computes where it stands"),
+    "inference_geo": Refused("this server cannot choose a location"),
     "mcp_servers": SERVER_TOOLS,
     "thread": STATELESS,
 }
-"""Name -> what to do instead."""
+"""Rejected field -> what to do instead."""
 COUNT_REFUSED = MESSAGES_REFUSED | {
     name: Refused("only /v1/messages has it")
     for name in ("max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k")

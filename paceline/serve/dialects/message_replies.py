@@ -1,4 +1,4 @@
-"""Answers in the form of Anthropic's Messages API: one object, or the events of its streams."""
+"""Answers in the format of Anthropic's Messages API, as one object or as stream events."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from paceline.serve.http.failures import ApiError
 from paceline.serve.replies.events import sse
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-"""Finish reason of a chat -> stop reason."""
+"""Finish reason of a chat -> stop reason of a message."""
 
 
 class MessageExchange(Translated):
-    """One request and its answer."""
+    """A Messages request and its answer."""
 
     def body(self) -> dict[str, Any]:
         return self._message() | {
@@ -58,13 +58,13 @@ class MessageExchange(Translated):
         return {"stop_reason": "stop_sequence" if stop else REASONS.get(self.finish_reason or ""), "stop_sequence": stop}
 
     def _stop_sequence(self) -> str | None:
-        """The text that ended the answer; a special token is the answer's last one."""
+        """Return the stop string, or the text of the stop token, that ended the answer."""
         (seq,) = self._sequences
         last = self._replies[0].token_text(seq.tokens[-1])
         return seq.stopped_by or (last if last in seq.params.stop else None)
 
     def _counts(self) -> dict[str, int]:
-        """Anthropic counts the cached tokens of a prompt apart from its others."""
+        """Return the token usage; Anthropic's input_tokens exclude cached tokens."""
         cached = self.usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": self.usage["prompt_tokens"] - cached,
@@ -75,7 +75,7 @@ class MessageExchange(Translated):
 
 
 def _block(part: Part, *, is_whole: bool) -> dict[str, Any]:
-    """A content block; without `is_whole` as it is before it has grown."""
+    """Return a content block; without `is_whole`, an empty one for the event that opens it."""
     if part.call is None:
         return {"type": "text", "text": part.text if is_whole else ""}
     arguments = json.loads(part.call["arguments"]) if is_whole else {}

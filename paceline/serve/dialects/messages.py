@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: its requests, which become chats. `message_replies.py` has the answers."""
+"""Anthropic's Messages API: endpoints, and translation of requests to chats. `message_replies.py` translates the answers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ KEYS = {
 }
 """Type of a content block -> its fields."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-"""Type of a tool choice -> a chat's."""
+"""Type of a tool choice -> tool choice of a chat."""
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": "output_config.effort"}
 """Field of a chat -> field of a request, where they differ."""
 
 
 class TextBlock(Closed):
+    """A text block."""
+
     unused: ClassVar[dict[str, str]] = fields.MESSAGES_NESTED_UNUSED["content"]
 
     type: Literal["text"] = "text"
@@ -39,25 +41,25 @@ class TextBlock(Closed):
 
 
 class ContentBlock(Closed):
-    """A text, an assistant's call (tool_use) or thinking, or a call's result (tool_result)."""
+    """A text, a tool call (tool_use), thinking, or the result of a call (tool_result)."""
 
     unused: ClassVar[dict[str, str]] = fields.MESSAGES_NESTED_UNUSED["content"]
 
     type: Literal["text", "thinking", "tool_use", "tool_result"]
     text: str | None = None
     thinking: str | None = None
-    id: str | None = Field(None, description="Of a tool_use: what its result names.")
-    name: str | None = Field(None, description="Of a tool_use: the tool.")
-    input: dict[str, Any] | None = Field(None, description="Of a tool_use: its arguments.")
-    tool_use_id: str | None = Field(None, description="Of a tool_result: the call.")
-    content: str | list[TextBlock] | None = Field(None, description="Of a tool_result: text.")
+    id: str | None = Field(None, description="tool_use: id of the call.")
+    name: str | None = Field(None, description="tool_use: name of the tool.")
+    input: dict[str, Any] | None = Field(None, description="tool_use: arguments.")
+    tool_use_id: str | None = Field(None, description="tool_result: id of the call.")
+    content: str | list[TextBlock] | None = Field(None, description="tool_result: text.")
 
 
 class MessageTurn(Closed):
     """One message of a conversation."""
 
-    role: Literal["user", "assistant", "system"] = Field(description="Who speaks.")
-    content: str | list[ContentBlock] = Field(description="What was said: text, or blocks.")
+    role: Literal["user", "assistant", "system"] = Field(description="Author of the message.")
+    content: str | list[ContentBlock] = Field(description="Text, or content blocks.")
 
 
 class MessageTool(Closed):
@@ -68,29 +70,31 @@ class MessageTool(Closed):
 
     type: Literal["custom"] | None = Field(None, description="This server runs no tools of its own.")
     name: str = Field(min_length=1, max_length=256)
-    description: str | None = Field(None, description="What the tool is for, in words for the model.")
+    description: str | None = Field(None, description="Purpose of the tool, for the model.")
     input_schema: dict[str, Any] = Field(description="JSON schema of its arguments.")
-    strict: Flag | None = Field(None, description="In the prompt only: a forced call always keeps to its schema.")
+    strict: Flag | None = Field(None, description="Passed to the prompt only: a forced call always follows its schema.")
 
 
 class MessageToolChoice(Closed):
-    """auto, any (some call), tool (the one of this name) or none."""
+    """auto, any (at least one call), tool (this tool) or none."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = Field(None, description="Of type tool.")
+    name: str | None = Field(None, description="tool: name of the tool.")
     disable_parallel_tool_use: Flag | None = Field(None, description="true: an answer has at most one call.")
 
 
 class MessageFormat(Closed):
+    """A JSON schema for the answer."""
+
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema", description="What the answer has to be.")
+    schema_: dict[str, Any] = Field(alias="schema", description="JSON schema of the answer.")
 
 
 class OutputConfig(Closed):
-    """How the answer is to be."""
+    """Format of the answer, and reasoning effort."""
 
-    effort: str | None = Field(None, description="For the chat template, which must read reasoning_effort.")
-    format: MessageFormat | None = Field(None, description="The answer keeps to this JSON schema.")
+    effort: str | None = Field(None, description="Passed to the chat template, which must use reasoning_effort.")
+    format: MessageFormat | None = Field(None, description="JSON schema of the answer.")
 
 
 class Thinking(Closed):
@@ -102,17 +106,17 @@ class Thinking(Closed):
 
 
 class CountTokensRequest(Closed):
-    """What becomes a prompt."""
+    """A conversation whose prompt tokens are counted."""
 
     refused: ClassVar[dict[str, Refused]] = fields.COUNT_REFUSED
     unused: ClassVar[dict[str, str]] = fields.MESSAGES_UNUSED
     nested: ClassVar[dict[str, dict[str, Refused]]] = fields.MESSAGES_NESTED_REFUSED
 
-    model: str | None = Field(None, description="The model's name, as of /v1/models; there is only one.")
+    model: str | None = Field(None, description="Model name as in /v1/models; there is only one.")
     messages: list[MessageTurn] = Field(
-        min_length=1, description="The conversation; an answer goes on with a last assistant's."
+        min_length=1, description="The conversation; a last message of the assistant is continued."
     )
-    system: str | list[TextBlock] | None = Field(None, description="What the model is told before the conversation.")
+    system: str | list[TextBlock] | None = Field(None, description="System prompt.")
     tools: list[MessageTool] | None = Field(None, description="Functions that the model may call.")
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
@@ -120,14 +124,16 @@ class CountTokensRequest(Closed):
 
 
 class MessagesRequest(CountTokensRequest):
+    """A conversation to answer."""
+
     refused: ClassVar[dict[str, Refused]] = fields.MESSAGES_REFUSED
 
     max_tokens: Int = Field(ge=1, description="Longest answer, in tokens.")
     stop_sequences: Annotated[list[str], Field(max_length=16)] | None = Field(None, description="Texts that end the answer.")
-    stream: Flag | None = Field(False, description="Send the answer as it grows, as server-sent events.")
-    temperature: Float | None = Field(None, ge=0, le=2, description="1.0 when left out; 0 is greedy.")
-    top_p: Float | None = Field(None, ge=0, le=1, description="Keep the most likely tokens that together reach this.")
-    top_k: Int | None = Field(None, ge=-1, description="Keep so many of the most likely tokens; 0 and -1 keep all.")
+    stream: Flag | None = Field(False, description="Stream the answer as server-sent events.")
+    temperature: Float | None = Field(None, ge=0, le=2, description="Default 1.0; 0 is greedy.")
+    top_p: Float | None = Field(None, ge=0, le=1, description="Keep the most probable tokens with this total probability.")
+    top_k: Int | None = Field(None, ge=-1, description="Keep this many of the most probable tokens; 0 and -1 keep all.")
 
 
 class CountTokensAnswer(BaseModel):
@@ -136,18 +142,18 @@ class CountTokensAnswer(BaseModel):
 
 class AnthropicErrorBody(BaseModel):
     type: str
-    message: str = Field(description="Names the field that is at fault.")
+    message: str = Field(description="Error message; names the invalid field.")
 
 
 class AnthropicError(BaseModel):
-    """Every error has this shape."""
+    """Format of every error."""
 
     type: Literal["error"] = "error"
     error: AnthropicErrorBody
 
 
 def add_messages(app: FastAPI, worker: EngineWorker) -> None:
-    """Add `/v1/messages` and `/v1/messages/count_tokens` to the application; `worker` answers them."""
+    """Add `/v1/messages` and `/v1/messages/count_tokens` to the application."""
     failures: dict[int | str, dict[str, Any]] = {
         status: {"model": AnthropicError} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503, 504)
     }
@@ -173,15 +179,15 @@ def add_messages(app: FastAPI, worker: EngineWorker) -> None:
 
 
 def chat_of(body: CountTokensRequest) -> tuple[ChatRequest, dict[str, str]]:
-    """The chat that a request means, and the client's names of its fields. Raises RequestRefused."""
-    said = [("system", {"role": "system", "content": _text(body.system)})] if body.system else []
+    """Return the chat for a request, and a map from its fields to the client's. Raises RequestRefused."""
+    messages = [("system", {"role": "system", "content": _text(body.system)})] if body.system else []
     for place, turn in enumerate(body.messages):
-        said += _messages(turn, f"messages[{place}]")
-    names = NAMES | {f"messages[{place}]": origin for place, (origin, _) in enumerate(said)}
+        messages += _messages(turn, f"messages[{place}]")
+    names = NAMES | {f"messages[{place}]": origin for place, (origin, _) in enumerate(messages)}
     choice, config = body.tool_choice, body.output_config or OutputConfig.model_validate({})
     same = {"model", "max_tokens", "temperature", "top_p", "top_k"} & body.model_fields_set
-    chat = {name: getattr(body, name) for name in same} | STREAM | {"messages": [message for _, message in said]}
-    last = said[-1][1]
+    chat = {name: getattr(body, name) for name in same} | STREAM | {"messages": [message for _, message in messages]}
+    last = messages[-1][1]
     if last["role"] == "assistant":
         if not last["content"] or "tool_calls" in last:
             where = f"messages[{len(body.messages) - 1}]"
@@ -203,13 +209,13 @@ def chat_of(body: CountTokensRequest) -> tuple[ChatRequest, dict[str, str]]:
 
 
 def _text(content: str | list[TextBlock] | None) -> str:
-    """Blocks are joined by line breaks, as the parts of a chat's contents are."""
+    """Return the text; blocks are joined by line breaks, like content parts of a chat."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
 
 
 def _function(tool: MessageTool) -> dict[str, Any]:
-    told = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
-    return {name: value for name, value in told.items() if value is not None}
+    values = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _chosen(choice: MessageToolChoice) -> dict[str, Any]:
@@ -219,10 +225,10 @@ def _chosen(choice: MessageToolChoice) -> dict[str, Any]:
 
 
 def _messages(turn: MessageTurn, where: str) -> list[tuple[str, dict[str, Any]]]:
-    """A turn as messages of a chat, each with where it comes from: a result of a call is a message of its own."""
+    """Return a message as (field of the client, message of a chat) pairs: each tool result becomes its own message."""
     if isinstance(turn.content, str):
         return [(where, {"role": turn.role, "content": turn.content})]
-    said: list[tuple[str, dict[str, Any]]] = []
+    messages: list[tuple[str, dict[str, Any]]] = []
     texts: list[str] = []
     more: dict[str, Any] = {}
     for place, block in enumerate(turn.content):
@@ -230,9 +236,9 @@ def _messages(turn: MessageTurn, where: str) -> list[tuple[str, dict[str, Any]]]
         check_keys(block, block.type, KEYS[block.type], at, optional=("content",))
         if block.type == "tool_result" and turn.role == "user":
             if texts:
-                said.append((where, {"role": "user", "content": "\n".join(texts)}))
+                messages.append((where, {"role": "user", "content": "\n".join(texts)}))
                 texts = []
-            said.append((at, {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}))
+            messages.append((at, {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}))
         elif block.type == "text":
             texts.append(block.text or "")
         elif block.type == "tool_use" and turn.role == "assistant":
@@ -242,6 +248,6 @@ def _messages(turn: MessageTurn, where: str) -> list[tuple[str, dict[str, Any]]]
             more["reasoning_content"] = "\n".join(filter(None, (more.get("reasoning_content"), block.thinking)))
         else:
             raise RequestRefused(f"{at}: a {block.type} is no part of a message of the {turn.role}", param=at)
-    if texts or more or not said:
-        said.append((where, {"role": turn.role, "content": "\n".join(texts)} | more))
-    return said
+    if texts or more or not messages:
+        messages.append((where, {"role": turn.role, "content": "\n".join(texts)} | more))
+    return messages

@@ -1,4 +1,4 @@
-"""Answers in the form of OpenAI's Responses API: one object, or the events of its streams."""
+"""Answers in the format of OpenAI's Responses API, as one object or as stream events."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from paceline.serve.http.failures import ApiError
 
 
 class ResponseExchange(Translated):
-    """One request and its answer."""
+    """A Responses request and its answer."""
 
-    def __init__(self, *arguments: Any, asked: Any, **options: Any) -> None:
-        """`asked` is the ResponsesRequest, whose module imports this one."""
-        super().__init__(*arguments, is_stream=bool(asked.stream), **options)
-        self._asked = asked
+    def __init__(self, *arguments: Any, body: Any, **options: Any) -> None:
+        """`body` is the ResponsesRequest (not named in the type, because its module imports this one)."""
+        super().__init__(*arguments, is_stream=bool(body.stream), **options)
+        self._body = body
         self._num_events = 0
         self._error: dict[str, Any] | None = None
 
@@ -80,9 +80,9 @@ class ResponseExchange(Translated):
         return place if part.call else place | {"content_index": 0}
 
     def _response(self) -> dict[str, Any]:
-        """All but the output."""
-        asked, status = self._asked, self._status
-        plain = asked.model_dump(mode="json", by_alias=True, exclude_none=True)
+        """Return the response object without its output."""
+        request, status = self._body, self._status
+        plain = request.model_dump(mode="json", by_alias=True, exclude_none=True)
         return {
             "id": f"resp_{self.key}",
             "object": "response",
@@ -90,19 +90,19 @@ class ResponseExchange(Translated):
             "status": status,
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
             "metadata": {},
             "model": self.name,
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
+            "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
             "store": False,
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "temperature": 1.0 if request.temperature is None else request.temperature,
             "text": plain.get("text") or {"format": {"type": "text"}},
             "tool_choice": plain.get("tool_choice") or "auto",
             "tools": [{"parameters": None, "strict": None} | tool for tool in plain.get("tools", [])],
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "usage": self._counts(),
         } | self.marks
@@ -128,7 +128,7 @@ def _text(part: Part) -> dict[str, Any]:
 
 
 def _item(part: Part, status: str) -> dict[str, Any]:
-    """An item of the output."""
+    """Return a part as an item of the response's output."""
     known = {"id": _item_id(part), "status": "incomplete" if status == "failed" else status}
     if part.call is None:
         return {"type": "message", "role": "assistant", "content": [_text(part)], **known}

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: its requests, which become chats. `response_replies.py` has the answers."""
+"""OpenAI's Responses API: endpoint, and translation of requests to chats. `response_replies.py` translates the answers."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ NAMES = {
 
 
 class ResponsePart(Closed):
-    """A text of an item."""
+    """One text of an item."""
 
     unused: ClassVar[dict[str, str]] = fields.RESPONSES_NESTED_UNUSED["content"]
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"]
     text: str | None = None
-    refusal: str | None = Field(None, description="Of a part of type refusal.")
+    refusal: str | None = Field(None, description="refusal: text of the refusal.")
 
 
 class ResponseItem(Closed):
-    """A message, an assistant's reasoning or call, or a call's output."""
+    """A message, reasoning, a function call, or the output of a call."""
 
     unused: ClassVar[dict[str, str]] = fields.RESPONSES_NESTED_UNUSED["input"]
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    role: Literal["user", "assistant", "system", "developer"] | None = Field(None, description="Of a message: who speaks.")
-    content: str | list[ResponsePart] | None = Field(None, description="Of a message or of reasoning.")
-    call_id: str | None = Field(None, description="Names a call, and the call of an output.")
-    name: str | None = Field(None, description="Of a function_call.")
-    arguments: str | None = Field(None, description="Of a function_call: the text of a JSON object.")
-    output: str | list[ResponsePart] | None = Field(None, description="Of a function_call_output.")
-    summary: list[ResponsePart] | None = Field(None, description="Of reasoning: read where it has no content.")
+    role: Literal["user", "assistant", "system", "developer"] | None = Field(None, description="message: its author.")
+    content: str | list[ResponsePart] | None = Field(None, description="message, reasoning: text.")
+    call_id: str | None = Field(None, description="function_call, function_call_output: id of the call.")
+    name: str | None = Field(None, description="function_call: name of the function.")
+    arguments: str | None = Field(None, description="function_call: a JSON object, as text.")
+    output: str | list[ResponsePart] | None = Field(None, description="function_call_output: text.")
+    summary: list[ResponsePart] | None = Field(None, description="reasoning: used if it has no content.")
 
 
 class ResponseTool(Closed):
@@ -67,31 +67,31 @@ class ResponseTool(Closed):
 
     type: Literal["function"] = Field(description="This server runs no tools of its own.")
     name: str = Field(min_length=1, max_length=256)
-    description: str | None = Field(None, description="What the function is for, in words for the model.")
+    description: str | None = Field(None, description="Purpose of the function, for the model.")
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments.")
-    strict: Flag | None = Field(None, description="In the prompt only: a forced call always keeps to its schema.")
+    strict: Flag | None = Field(None, description="Passed to the prompt only: a forced call always follows its schema.")
 
 
 class ResponseToolChoice(Closed):
-    """The one function that the answer must call."""
+    """The function that the answer must call."""
 
     type: Literal["function"] = "function"
     name: str
 
 
 class TextFormat(Closed):
-    """text; json_object; or json_schema, of `schema`."""
+    """text, json_object, or json_schema (with `schema`)."""
 
     unused: ClassVar[dict[str, str]] = fields.RESPONSES_NESTED_UNUSED["format"]
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = Field(None, description="Not read.")
-    schema_: dict[str, Any] | None = Field(None, alias="schema", description="What the answer has to be.")
-    strict: Flag | None = Field(None, description="Not read: an answer always keeps to its schema.")
+    name: str | None = Field(None, description="Ignored.")
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="JSON schema of the answer.")
+    strict: Flag | None = Field(None, description="Ignored: an answer always follows its schema.")
 
 
 class TextConfig(Closed):
-    """How the text is to be."""
+    """Format of the text."""
 
     refused: ClassVar[dict[str, Refused]] = fields.RESPONSES_NESTED_REFUSED["text"]
 
@@ -99,33 +99,35 @@ class TextConfig(Closed):
 
 
 class Reasoning(Closed):
-    """How much the model reasons."""
+    """Reasoning effort."""
 
     refused: ClassVar[dict[str, Refused]] = fields.RESPONSES_NESTED_REFUSED["reasoning"]
     unused: ClassVar[dict[str, str]] = fields.RESPONSES_NESTED_UNUSED["reasoning"]
 
-    effort: str | None = Field(None, description="For the chat template, which must read reasoning_effort.")
+    effort: str | None = Field(None, description="Passed to the chat template, which must use reasoning_effort.")
 
 
 class ResponseStreamOptions(Closed):
-    """Nothing that this server could change."""
+    """Accepted for compatibility; has no effect."""
 
     unused: ClassVar[dict[str, str]] = fields.RESPONSES_NESTED_UNUSED["stream_options"]
 
 
 class ResponsesRequest(Closed):
+    """A conversation to answer."""
+
     refused: ClassVar[dict[str, Refused]] = fields.RESPONSES_REFUSED
     unused: ClassVar[dict[str, str]] = fields.RESPONSES_UNUSED
     nested: ClassVar[dict[str, dict[str, Refused]]] = fields.RESPONSES_NESTED_REFUSED
 
-    model: str | None = Field(None, description="The model's name, as of /v1/models; there is only one.")
+    model: str | None = Field(None, description="Model name as in /v1/models; there is only one.")
     input: str | list[ResponseItem] = Field(min_length=1, description="A question, or the conversation so far.")
-    instructions: str | None = Field(None, description="What the model is told before the conversation.")
+    instructions: str | None = Field(None, description="System prompt.")
     max_output_tokens: Int | None = Field(None, ge=1, description="Longest answer, in tokens.")
-    stream: Flag | None = Field(False, description="Send the answer as it grows, as server-sent events.")
+    stream: Flag | None = Field(False, description="Stream the answer as server-sent events.")
     stream_options: ResponseStreamOptions | None = None
-    temperature: Float | None = Field(None, ge=0, le=2, description="1.0 when left out; 0 is greedy.")
-    top_p: Float | None = Field(None, ge=0, le=1, description="Keep the most likely tokens that together reach this.")
+    temperature: Float | None = Field(None, ge=0, le=2, description="Default 1.0; 0 is greedy.")
+    top_p: Float | None = Field(None, ge=0, le=1, description="Keep the most probable tokens with this total probability.")
     include: (
         list[
             Literal[
@@ -140,31 +142,31 @@ class ResponsesRequest(Closed):
             ]
         ]
         | None
-    ) = Field(None, description="message.output_text.logprobs; answers here have nothing of the others.")
-    top_logprobs: Int | None = Field(None, ge=0, le=20, description="So many other tokens beside each log-probability.")
+    ) = Field(None, description="message.output_text.logprobs adds log-probabilities; the others have no effect.")
+    top_logprobs: Int | None = Field(None, ge=0, le=20, description="Number of alternatives for each token's log-probability.")
     tools: list[ResponseTool] | None = Field(None, description="Functions that the model may call.")
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
-    """auto lets the model decide; required, or a function by name, makes the answer a call."""
+    """auto lets the model decide; required, or a function's name, forces a call."""
     parallel_tool_calls: Flag | None = Field(True, description="false: an answer has at most one call.")
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
 
 
 def add_responses(app: FastAPI, worker: EngineWorker) -> None:
-    """Adds the endpoint to the application."""
+    """Add `/v1/responses` to the application."""
 
     @app.post("/v1/responses", summary="Answer a conversation", tags=["OpenAI"])
     async def responses(body: ResponsesRequest, http: Request, tag: Tag = None, drafter: Drafter = None) -> Response:
         chat, names = chat_of(body)
         with renamed(names):
-            return await answer_chat(chat, http, tag, worker, partial(ResponseExchange, asked=body), drafter)
+            return await answer_chat(chat, http, tag, worker, partial(ResponseExchange, body=body), drafter)
 
 
 def chat_of(body: ResponsesRequest) -> tuple[ChatRequest, dict[str, str]]:
-    """The chat that a request means, and the client's names of its fields. Raises RequestRefused."""
-    said, names = _messages(body)
+    """Return the chat for a request, and a map from its fields to the client's. Raises RequestRefused."""
+    messages, names = _messages(body)
     same = {"model", "temperature", "top_p", "parallel_tool_calls"} & body.model_fields_set
-    chat = {name: getattr(body, name) for name in same} | STREAM | {"messages": said, "max_tokens": body.max_output_tokens}
+    chat = {name: getattr(body, name) for name in same} | STREAM | {"messages": messages, "max_tokens": body.max_output_tokens}
     chat["logprobs"] = LOGPROBS in (body.include or ())
     if body.top_logprobs is not None and not chat["logprobs"]:
         raise RequestRefused(f'top_logprobs needs include: ["{LOGPROBS}"]', param="top_logprobs")
@@ -184,12 +186,12 @@ def chat_of(body: ResponsesRequest) -> tuple[ChatRequest, dict[str, str]]:
 
 
 def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The conversation as messages of a chat, and the items that they come from.
+    """Return the conversation as messages of a chat, and a map from fields of the chat to the client's.
 
-    Reasoning, text and calls that follow one another are one message of the assistant, as they were one answer.
+    Consecutive reasoning, text and calls become one message of the assistant, because they were one answer.
     """
-    said: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    names = NAMES | ({"messages[0]": "instructions"} if said else {})
+    messages: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    names = NAMES | ({"messages[0]": "instructions"} if messages else {})
     items = (
         [ResponseItem.model_validate({"role": "user", "content": body.input})] if isinstance(body.input, str) else body.input
     )
@@ -197,26 +199,26 @@ def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, s
         where = "input" if isinstance(body.input, str) else f"input[{place}]"
         check_keys(item, item.type, KEYS[item.type], where, optional=("summary", "content") if item.type == "reasoning" else ())
         if item.type == "function_call_output":
-            said.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output, f"{where}.output")})
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output, f"{where}.output")})
         elif item.type == "message" and item.role != "assistant":
-            said.append({"role": item.role, "content": _text(item.content, f"{where}.content")})
+            messages.append({"role": item.role, "content": _text(item.content, f"{where}.content")})
         else:
-            if not said or said[-1]["role"] != "assistant" or _begins(item, said[-1]):
-                said.append({"role": "assistant", "content": ""})
-            _add(said[-1], item, where)
+            if not messages or messages[-1]["role"] != "assistant" or _begins(item, messages[-1]):
+                messages.append({"role": "assistant", "content": ""})
+            _add(messages[-1], item, where)
             if item.type == "function_call":
-                names[f"messages[{len(said) - 1}].tool_calls[{len(said[-1]['tool_calls']) - 1}].function"] = where
-        names.setdefault(f"messages[{len(said) - 1}]", where)
-    return said, names
+                names[f"messages[{len(messages) - 1}].tool_calls[{len(messages[-1]['tool_calls']) - 1}].function"] = where
+        names.setdefault(f"messages[{len(messages) - 1}]", where)
+    return messages, names
 
 
 def _begins(item: ResponseItem, message: dict[str, Any]) -> bool:
-    """True if an item of the assistant's cannot be a part of its latest message, which has reasoning, text, then calls."""
+    """Return True if the item starts a new message: within one, reasoning comes before text, and text before calls."""
     return item.type != "function_call" and bool(message["content"] or "tool_calls" in message)
 
 
 def _add(message: dict[str, Any], item: ResponseItem, where: str) -> None:
-    """Add an item of the assistant's to its message."""
+    """Add the assistant's item to its message."""
     if item.type == "function_call":
         call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
         message.setdefault("tool_calls", []).append(call)
@@ -229,7 +231,7 @@ def _add(message: dict[str, Any], item: ResponseItem, where: str) -> None:
 
 
 def _text(content: str | list[ResponsePart] | None, where: str) -> str:
-    """Parts are joined by line breaks, as those of a chat's contents are."""
+    """Return the text; parts are joined by line breaks, like content parts of a chat."""
     if content is None or isinstance(content, str):
         return content or ""
     for place, part in enumerate(content):

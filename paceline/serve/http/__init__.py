@@ -1,1 +1,1 @@
-"""The web application."""
+"""Web application, access control and error responses."""

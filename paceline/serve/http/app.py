@@ -1,4 +1,4 @@
-"""The web application: OpenAI's endpoints over one EngineWorker."""
+"""The web application: HTTP endpoints backed by one EngineWorker."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ PAGES = {"/": FOLDER / "index.html", "/docs": API_PAGE, "/page/look.css": LOOK}
 PAGES |= {f"/page/{part.relative_to(FOLDER).as_posix()}": part for part in FOLDER.rglob("*.*") if part.suffix in MEDIA}
 PAGE_HEADERS = {
     "cache-control": "no-cache",
-    "content-security-policy": "frame-ancestors 'none'",  # each page's own policy stands in the page
+    "content-security-policy": "frame-ancestors 'none'",  # the rest of the policy is in each page
     "x-content-type-options": "nosniff",
 }
 
 
 def create_app(worker: EngineWorker) -> FastAPI:
-    """The application. The worker is started and drained by whoever runs it (`serve/run.py`)."""
+    """Create the application; the caller (`serve/run.py`) starts and drains the worker."""
     config = worker.config
     middleware = [Middleware(Gate, config=config, refused=worker.metrics.refused)]
     if config.cors_origins:
-        # Outermost: a browser asks first, without the key.
+        # It must be the outermost, because a browser's preflight request has no key.
         cors = Middleware(
             CORSMiddleware, allow_origins=list(config.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
         )
@@ -67,7 +67,7 @@ def create_app(worker: EngineWorker) -> FastAPI:
         version=paceline.__version__,
         summary="An OpenAI-compatible endpoint with lossless speculative decoding.",
         middleware=middleware,
-        docs_url=None,  # FastAPI's loads scripts from elsewhere
+        docs_url=None,  # FastAPI's page loads scripts from other sites
         redoc_url=None,
         responses={status: {"model": ErrorAnswer} for status in (400, 401, 403, 404, 408, 409, 413, 421, 429, 500, 503, 504)},
     )
@@ -89,7 +89,7 @@ def _add_failures(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client is gone
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -100,8 +100,8 @@ def _add_failures(app: FastAPI) -> None:
     async def http(request: Request, error: HTTPException) -> Response:
         messages = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not for {request.url.path}"}
         message, code = messages.get(error.status_code, str(error.detail)), "not_found" if error.status_code == 404 else None
-        told = ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
-        return error_response(told, request.url.path)
+        own = ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
+        return error_response(own, request.url.path)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
@@ -109,30 +109,30 @@ def _add_failures(app: FastAPI) -> None:
 
 
 def _add_system(app: FastAPI, worker: EngineWorker) -> None:
-    @app.get("/health", summary="The process lives", tags=["system"])
+    @app.get("/health", summary="Liveness: the process runs", tags=["system"])
     async def health() -> Response:
         if worker.state == "failed":
             raise ApiError.known("failed")
         return json_response({"status": "ok"})
 
-    @app.get("/ready", summary="Requests are taken", tags=["system"])
+    @app.get("/ready", summary="Readiness: the server accepts requests", tags=["system"])
     async def ready() -> Response:
         worker.serving()
         return json_response({"status": worker.state})
 
-    @app.get("/version", summary="The version of paceline", tags=["system"])
+    @app.get("/version", summary="Version of paceline", tags=["system"])
     async def version() -> Response:
         return json_response({"version": paceline.__version__})
 
-    @app.get("/metrics", summary="Figures for Prometheus", tags=["system"])
+    @app.get("/metrics", summary="Prometheus metrics", tags=["system"])
     async def show_metrics() -> Response:
         body, content_type = worker.metrics.render()
         return Response(body, headers={"content-type": content_type})
 
-    @app.get("/steps", summary="Seconds of the parts of the engine's steps, by size", tags=["system"])
+    @app.get("/steps", summary="Time of each phase of the engine's steps, by size", tags=["system"])
     async def steps() -> Response:
-        told = [[*key, *spent] for key, spent in worker.metrics.step_times.copy().items()]
-        return json_response({"steps": told} | ({} if worker.metrics.lossless else {"lossless": False}))
+        rows = [[*key, *spent] for key, spent in worker.metrics.step_times.copy().items()]
+        return json_response({"steps": rows} | ({} if worker.metrics.lossless else {"lossless": False}))
 
     for path, file in PAGES.items():
         app.add_route(path, partial(_show, file), include_in_schema=False)
@@ -143,26 +143,24 @@ async def _show(file: Path, request: Request) -> Response:
 
 
 def _add_tokens(app: FastAPI, worker: EngineWorker) -> None:
-    @app.get("/v1/models", summary="The models that answer here, and their drafters", tags=["OpenAI"])
+    @app.get("/v1/models", summary="Served model names and drafters", tags=["OpenAI"])
     async def models() -> Response:
         return json_response({"object": "list", "data": [_described(name, worker) for name in names_of(worker)]})
 
-    @app.get("/v1/models/{name:path}", summary="One of them", tags=["OpenAI"])
+    @app.get("/v1/models/{name:path}", summary="One model name and its drafters", tags=["OpenAI"])
     async def model(name: str) -> Response:
         return json_response(_described(check_model(name, worker)[0], worker))
 
-    @app.post("/tokenize", summary="The tokens of a text", tags=["tokens"], response_model=TokenizeAnswer)
+    @app.post("/tokenize", summary="Encode a text or conversation", tags=["tokens"], response_model=TokenizeAnswer)
     async def tokenize(body: TokenizeRequest) -> Response:
         _, model = check_model(body.model, worker)
-        if (body.prompt is None) == (body.messages is None):
-            raise RequestRefused("give either prompt or messages", param="prompt")
         tokens = await asyncio.to_thread(tokenize_ids, body, model)
-        told: dict[str, object] = {"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens}
+        answer: dict[str, object] = {"count": len(tokens), "max_model_len": model.max_len, "tokens": tokens}
         if body.return_token_strs:
-            told["token_strs"] = [model.tokenizer.decode([token], skip_special=False) for token in tokens]
-        return json_response(told)
+            answer["token_strs"] = [model.tokenizer.decode([token], skip_special=False) for token in tokens]
+        return json_response(answer)
 
-    @app.post("/detokenize", summary="The text of tokens", tags=["tokens"], response_model=DetokenizeAnswer)
+    @app.post("/detokenize", summary="Decode token ids", tags=["tokens"], response_model=DetokenizeAnswer)
     async def detokenize(body: DetokenizeRequest) -> Response:
         _, model = check_model(body.model, worker)
         ids = check_ids(body.tokens, model, "tokens")
@@ -170,11 +168,12 @@ def _add_tokens(app: FastAPI, worker: EngineWorker) -> None:
 
 
 def _described(name: str, worker: EngineWorker) -> dict[str, object]:
+    """Return OpenAI's model object with the context length and the drafters."""
     model = worker.serving()
-    told = {"id": name, "object": "model", "created": 0, "owned_by": "paceline"}
+    entry = {"id": name, "object": "model", "created": 0, "owned_by": "paceline"}
     mocked = {"lossless": False, "mocked": model.mocked} if model.mocked else {}
     drafters = {"drafters": model.drafters} if len(model.drafters) > 1 else {}
-    return told | {"max_model_len": model.max_len, "drafter": model.drafter} | drafters | mocked
+    return entry | {"max_model_len": model.max_len, "drafter": model.drafter} | drafters | mocked
 
 
 def _add_answers(app: FastAPI, worker: EngineWorker) -> None:
@@ -195,7 +194,7 @@ def _add_answers(app: FastAPI, worker: EngineWorker) -> None:
         answering = Exchange("text_completion", "cmpl", name, body, ticket, [*replies], num_prompts, model.lossless)
         return await respond(http, answering)
 
-    @app.post("/v1/embeddings", summary="Refused: this server generates text", tags=["OpenAI"], status_code=400)
+    @app.post("/v1/embeddings", summary="Not supported: this server only generates text", tags=["OpenAI"], status_code=400)
     async def embeddings() -> Response:
         message = "this server has no embeddings: it generates text, at /v1/chat/completions and /v1/completions"
         raise RequestRefused(message, code="unsupported_endpoint")

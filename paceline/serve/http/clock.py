@@ -1,9 +1,9 @@
-"""Where the time of one HTTP request goes in this server, from its arrival to its last token: the answer's `timings`.
+"""Measures the phases of one HTTP request in the server, from its arrival to its last token: the answer's `timings`.
 
-    body = {..., "return_timings": true}      # the answer's last chunk, or its body, then has `timings`, in seconds
+    body = {..., "return_timings": true}      # adds `timings`, in seconds, to the answer or to its last chunk
 
-All durations are of `time.perf_counter`, which never goes back, and they follow one another: together they are `total_s`. A
-client that measures its own durations needs no clock in common with the server: what it saw, less `total_s`, is communication.
+Durations are measured with `time.perf_counter` and add up to `total_s`. A client needs no common clock with the server: its own
+measured latency minus `total_s` is the time of communication.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from starlette.types import Scope
 from paceline.types import Sequence
 
 ARRIVED = "paceline.arrived_s"
-"""Key of a request's scope: when its body had arrived whole."""
+"""Key in the ASGI scope: time at which the request's body had arrived completely."""
 BEFORE = ("parse", "dispatch", "template", "tokenizer", "grammar")
-"""What is done before a request is handed to the engine: JSON and its checks; the way to another thread and back; the chat
-template; the tokenizer; the grammar's compilation."""
+"""Phases before a request is passed to the engine: JSON parsing and validation, switching threads, chat template, tokenizer,
+grammar compilation."""
 
 
 class Clock:
-    """Follows one request through its handler; each mark ends a part and begins the next."""
+    """Measures the phases of one request; each `mark` ends a phase and starts the next."""
 
     def __init__(self, scope: Scope | None = None) -> None:
         now = time.perf_counter()
@@ -36,30 +36,28 @@ class Clock:
         self.mark("parse")
 
     def mark(self, part: str) -> None:
-        """What was done since the last mark was `part`."""
+        """Add the time since the last mark to phase `part`."""
         now = time.perf_counter()
         self._parts[part] += now - self._last_s
         self._last_s = now
 
     def answered(self) -> None:
-        """The answer begins: its first byte is about to leave, and may be read before this thread goes on after sending it."""
+        """Record the time of the first byte. Call it before sending, because the client may read the byte at once."""
         self._first_byte_s = time.perf_counter() - self.arrived_s
 
     def timings(self, sequences: Iterable[Sequence]) -> dict[str, float]:
-        """Seconds of each part, for the answer that ended last. `other_s` is what no part explains.
+        """Return the seconds of each phase for the answer that ended last; `other_s` is the unexplained rest.
 
-        `queue_s`: for a row of the cache, and while the engine worked for others; `engine_s`: planning, bookkeeping and
-        hand-over between its passes; `text_s`: tokens to text; `send_s`: from the end of the last round to the chunk that
-        carries this.
+        `queue_s`: waiting for a cache row or for other requests' work; `engine_s`: planning, bookkeeping and hand-over between
+        passes; `text_s`: detokenisation; `send_s`: from the end of the last round to the chunk with these timings.
         """
         seq = max(sequences, key=lambda each: each.timings.until_s)
         spent, total_s = seq.timings, time.perf_counter() - self.arrived_s
-        told: dict[str, Any] = {f"{part}_s": self._parts[part] for part in BEFORE}
-        told["queue_s"] = max(spent.arrival_s - self._last_s, 0.0) + spent.queue_s + spent.wait_s
-        told["prefill_s"] = spent.prefill_s
-        told["draft_s"], told["verify_s"] = spent.draft_s, spent.verify_s
-        told["engine_s"] = max(spent.host_s + spent.between_s - spent.text_s, 0.0)
-        told["text_s"] = spent.text_s
-        told["send_s"] = self.arrived_s + total_s - spent.until_s if spent.until_s else 0.0  # another engine may not tell
-        told["other_s"] = total_s - sum(told.values())
-        return {**told, "first_byte_s": total_s if self._first_byte_s is None else self._first_byte_s, "total_s": total_s}
+        phases: dict[str, Any] = {f"{part}_s": self._parts[part] for part in BEFORE}
+        phases["queue_s"] = max(spent.arrival_s - self._last_s, 0.0) + spent.queue_s + spent.wait_s
+        phases |= {"prefill_s": spent.prefill_s, "draft_s": spent.draft_s, "verify_s": spent.verify_s}
+        phases["engine_s"] = max(spent.host_s + spent.between_s - spent.text_s, 0.0)
+        phases["text_s"] = spent.text_s
+        phases["send_s"] = self.arrived_s + total_s - spent.until_s if spent.until_s else 0.0  # 0 for engines without stamps
+        phases["other_s"] = total_s - sum(phases.values())
+        return {**phases, "first_byte_s": total_s if self._first_byte_s is None else self._first_byte_s, "total_s": total_s}

@@ -1,7 +1,7 @@
-"""What a client is told when a request fails: OpenAI's shape, no paths, no traceback.
+"""Error responses in OpenAI's or Anthropic's format, without paths and tracebacks.
 
-`ApiError.known` makes those of failures.json, by their code; `RequestRefused` is a request that is itself at fault: status 400
-and invalid_value, context_length_exceeded, ...
+`ApiError.known` creates the errors of failures.json by their code; `RequestRefused` is an invalid request: status 400 and
+invalid_value, context_length_exceeded, ...
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from fastapi.responses import Response
 from paceline.errors import ContextLengthError, PacelineError, TemplateError
 
 FAILURES: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-
-
 ANTHROPIC = "/v1/messages"
-"""Where the paths of Anthropic's API begin."""
+"""Path prefix of Anthropic's API."""
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -28,11 +26,11 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Status -> type of Anthropic's error object."""
+"""Status -> type in Anthropic's error object."""
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An error response."""
 
     def __init__(
         self,
@@ -48,26 +46,26 @@ class ApiError(Exception):
 
     @classmethod
     def known(cls, code: str, **values: Any) -> ApiError:
-        """One of failures.json, its {names} filled in."""
-        told = FAILURES[code]
-        headers = {name: text.format(**values) for name, text in told.get("headers", {}).items()}
-        return cls(told["status"], told["message"].format(**values), code=told.get("code", code), headers=headers)
+        """Return an error of failures.json, formatted with `values`."""
+        entry = FAILURES[code]
+        headers = {name: text.format(**values) for name, text in entry.get("headers", {}).items()}
+        return cls(entry["status"], entry["message"].format(**values), code=entry.get("code", code), headers=headers)
 
     @classmethod
     def failed(cls, error: Exception | None) -> ApiError:
-        """A fault that ends one request and no other. Exceptions not our own may tell more than a client should know."""
+        """Return the error for one failed request; hides messages of foreign exceptions, which may contain private data."""
         return cls(500, str(error), code="request_failed") if isinstance(error, PacelineError) else cls.known("request_failed")
 
     @property
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """Error object in OpenAI's format."""
         other = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, other)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def anthropic_body(self) -> dict[str, Any]:
-        """Anthropic's error object: its message names the field, and begins as clients expect it of a long prompt."""
+        """Error object in Anthropic's format; clients recognise too long prompts by the beginning of the message."""
         message = self.message
         if self.param and self.param not in message:
             message = f"{self.param}: {message}"
@@ -78,14 +76,14 @@ class ApiError(Exception):
 
 
 class RequestRefused(ApiError):
-    """The request asks for something impossible, or for something that this server does not do."""
+    """An invalid request, or one that this server does not support."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value", status: int = 400) -> None:
         super().__init__(status, message, param=param, code=code)
 
     @classmethod
     def of(cls, error: PacelineError, param: str | None = None) -> RequestRefused:
-        """A request that the tokenizer, the template or the engine refused; `param` where the error names no field."""
+        """Convert an error of the tokenizer, template or engine; `param` is used if the error names no field."""
         is_length, text = isinstance(error, ContextLengthError), str(error)
         param = getattr(error, "field", None) or param
         if isinstance(error, TemplateError):
@@ -94,12 +92,12 @@ class RequestRefused(ApiError):
 
 
 def dump(value: Any) -> bytes:
-    """JSON as UTF-8; half surrogates, which no encoding has, stay escapes."""
+    """Return compact JSON as UTF-8; lone surrogates stay escaped."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "backslashreplace")
 
 
 def compact(value: Any) -> str:
-    """JSON as text. Raises RequestRefused when it is nested beyond reason."""
+    """Return JSON as text. Raises RequestRefused if it is nested too deeply."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
@@ -111,6 +109,6 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 def error_response(error: ApiError, path: str = "") -> Response:
-    """The response to a request of this path, in the form of its API."""
+    """Return the error response in the format of the API that `path` belongs to."""
     body = error.anthropic_body if path.startswith(ANTHROPIC) else error.body
     return json_response(body, error.status, error.headers)

@@ -1,12 +1,12 @@
-"""Hidden states for training, over HTTP: what vLLM's hidden-state connector writes into files, for targets vLLM does not run.
+"""HTTP endpoint for hidden states, used to train drafters for a remote target (like vLLM's hidden-state connector).
 
     GET  /v1/features    {"model", "num_layers", "hidden_size", "dtype", "max_tokens", "max_bytes"}
     POST /v1/features    {"token_ids": [...], "layers": [1, 9, 17], "final": false} -> safetensors:
                          hidden_states [T, L, D], token_ids [T], and with `final` final [T, D]
 
-`layers` count from 0, the first layer's output, in the order in which they are wanted. The states are those that drafting sees:
-the last layer's, and `final`, come after the final norm. Only with --features, and only for who has an API key. A document is
-computed between two steps of the engine: a server that answers people too makes them wait for it.
+`layers` are numbered from 0 (the first layer's output), in any order. The states are those that drafters see: the last layer's
+and `final` are taken after the final norm. The endpoint requires --features and an API key. A document is computed between two
+engine steps, so it delays other requests.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ BUSY_SECONDS = 2
 
 
 class FeaturesRequest(Closed):
-    """Whose hidden states, and of which layers."""
+    """A document and the layers whose hidden states are returned."""
 
-    token_ids: list[int] = Field(min_length=1, description="A document, as it stands: nothing is added.")
-    layers: list[int] = Field(min_length=1, max_length=64, description="Layers, from 0; each once.")
-    final: bool = Field(False, description="The final normed hidden states, too.")
+    token_ids: list[int] = Field(min_length=1, description="Token ids of a document; no special tokens are added.")
+    layers: list[int] = Field(min_length=1, max_length=64, description="Layer numbers, from 0, without duplicates.")
+    final: bool = Field(False, description="Also return the hidden states after the final norm.")
 
 
 def add_features(app: FastAPI, worker: EngineWorker[Any]) -> None:
-    """Nothing, unless the server was started with --features."""
+    """Add the endpoint, if the server was started with --features."""
     config = worker.config
     if not config.features:
         return
 
-    @app.get(PATH, summary="Which hidden states there are", tags=["training"])
+    @app.get(PATH, summary="Shape and limits of the hidden states", tags=["training"])
     async def describe() -> Response:
         name, (num_layers, hidden_size, dtype) = worker.serving().name, await worker.call(_shape)
-        told = {"model": name, "num_layers": num_layers, "hidden_size": hidden_size, "dtype": dtype}
-        return json_response(told | {"max_tokens": worker.serving().max_len, "max_bytes": config.features_bytes})
+        shape = {"model": name, "num_layers": num_layers, "hidden_size": hidden_size, "dtype": dtype}
+        return json_response(shape | {"max_tokens": worker.serving().max_len, "max_bytes": config.features_bytes})
 
     @app.post(PATH, summary="Hidden states of a document, as safetensors", tags=["training"])
     async def features(body: FeaturesRequest) -> Response:
@@ -64,12 +64,13 @@ def add_features(app: FastAPI, worker: EngineWorker[Any]) -> None:
 
 
 def _shape(llm: Any) -> tuple[int, int, str]:
+    """Return (number of layers, hidden size, dtype)."""
     target: Target = llm.engine.target
     return target.num_layers, target.hidden_size, str(target.dtype).removeprefix("torch.")
 
 
 def _check(body: FeaturesRequest, max_len: int, vocab_size: int, num_layers: int) -> None:
-    """Raises RequestRefused."""
+    """Raises RequestRefused for too many or invalid token ids, and for invalid layers."""
     if len(body.token_ids) > max_len:
         message = f"{len(body.token_ids)} tokens are more than the {max_len} that this server holds"
         raise RequestRefused(message, param="token_ids", code="context_length_exceeded")
@@ -80,7 +81,7 @@ def _check(body: FeaturesRequest, max_len: int, vocab_size: int, num_layers: int
 
 
 def _compute(llm: Any, body: FeaturesRequest) -> bytes:
-    """In the engine's thread: the engine finds taps and cache as they were."""
+    """Compute the hidden states in the engine's thread and return them as safetensors; restores taps and cache."""
     target: Target = llm.engine.target
     row, before = target.cache.allocate(), target.tap_layers
     if row is None:
@@ -101,13 +102,13 @@ def _compute(llm: Any, body: FeaturesRequest) -> bytes:
     }
     if body.final:
         slot = len(body.layers) if more else body.layers.index(last)
-        # Of one layer `contiguous` gives a view, and safetensors saves no tensors that share memory.
+        # With one layer, `contiguous` returns a view, and safetensors rejects tensors that share memory.
         tensors["final"] = states_TLD[:, slot].clone(memory_format=torch.contiguous_format)
     return save(tensors)
 
 
 def _run(target: Target, row: int, tokens: list[int]) -> Tensor:
-    """Taps [T, F], on the CPU."""
+    """Return the tap features [T, F] of a document, on the CPU."""
     parts: list[Tensor] = []
     for start in range(0, len(tokens), POSITIONS_PER_PASS):
         piece = tokens[start : start + POSITIONS_PER_PASS]

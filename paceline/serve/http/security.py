@@ -1,6 +1,7 @@
-"""Who may call, by which name, and how much they may send: before anything of a request is parsed.
+"""Access control before a request is parsed: host names, API keys, and the size of the body.
 
-Names, since a page of another site whose name was pointed at this address (DNS rebinding) would count as this server's own.
+Host names are checked against DNS rebinding: a web page whose host name was redirected to this address would otherwise count as
+the server's own.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from paceline.serve.http.failures import ApiError, RequestRefused, error_respons
 from paceline.serve.settings import ServeConfig
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"})
-"""Need no key: probes, scrapers and the page, which asks for the key itself; as little do its parts, under /page/."""
+"""Paths without a key: probes, metrics and the web page, which asks the user for the key; /page/ needs none either."""
 ADMIN = "/admin/"
-"""Paths of their own key, for who runs the server."""
+"""Path prefix that requires the admin key."""
 FORWARDED = ("origin", "forwarded", "via", "x-forwarded-for", "x-real-ip")
-"""Headers of a request that was not made by a program on this machine."""
+"""Headers of requests that come from a web page or through a proxy."""
 DISCARD_BYTES = 64 * 2**20
-"""How much of a refused request's body is read and thrown away before its connection is closed."""
+"""Most bytes of a rejected request's body that are read before the connection is closed."""
 DISCARD_PAUSE_S = 2.0
-"""A client that sends nothing for so long has seen that it was refused."""
+"""Seconds without data after which a rejected client's body counts as ended."""
 
 
 class Gate:
-    """Lets a request through when its host and key are right and its body arrives whole, in time and within the limit."""
+    """ASGI middleware that passes a request on if host and key are valid and its body arrives in time and within the limit."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig, refused: Callable[[str], None]) -> None:
         self._app, self._config, self._refused = app, config, refused
@@ -50,7 +51,7 @@ class Gate:
         try:
             headers = Headers(scope=scope)
             if "transfer-encoding" in headers and "content-length" in headers:
-                # A proxy before this server may see the body end elsewhere and take its rest for a request of its own.
+                # Request smuggling: a proxy may see another end of the body and take the rest for a new request.
                 message = "a request has either Content-Length or Transfer-Encoding: leave one out"
                 raise RequestRefused(message, code="invalid_http")
             self._check_host(headers)
@@ -75,7 +76,7 @@ class Gate:
             raise ApiError.known("host_not_allowed", name=name[:100])
 
     def _check_admin(self, scope: Scope, headers: Headers) -> None:
-        """Who has the admin key; without one, who is on this machine, which no page of a browser and no proxy is."""
+        """Check the admin key; without one, accept only direct requests from this machine (no web page, no proxy)."""
         if self._admin_digests:
             self._check_key(headers, self._admin_digests, "invalid_admin_key")
             return
@@ -85,8 +86,8 @@ class Gate:
             raise ApiError.known("admin_closed")
 
     def _check_key(self, headers: Headers, digests: list[bytes], code: str, bare: str | None = None) -> None:
-        """Compares with every key, each in the same time, so that nothing is learned from how long it took. A `bare` key,
-        as Anthropic's clients send it, takes the place of a missing Authorization."""
+        """Compare the key with all valid keys in constant time. `bare` is the x-api-key header of Anthropic's clients, used if
+        Authorization is missing. Raises ApiError."""
         default = "" if bare is None else f"Bearer {bare}"
         scheme, _, key = headers.get("authorization", default).partition(" ")
         given = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
@@ -96,7 +97,7 @@ class Gate:
 
 
 class Body:
-    """A request's body as it arrives: read whole within its limits, or discarded after an answer that did not wait for it."""
+    """A request's body: read completely within the limits, or discarded after an early error response."""
 
     def __init__(self, receive: Receive, config: ServeConfig) -> None:
         self._receive, self._config = receive, config
@@ -105,9 +106,9 @@ class Body:
         self._is_whole = self._is_replayed = False
 
     async def read(self, length: str) -> None:
-        """Read it; `length` is the header's.
+        """Read the body; `length` is the Content-Length header.
 
-        Raises ApiError when it is too long or too slow, ClientDisconnect when the client left.
+        Raises ApiError if it is too long or too slow, ClientDisconnect if the client disconnects.
         """
         most = self._config.max_body_bytes
         if not length.isdecimal() or int(length[:19]) > most:
@@ -122,8 +123,9 @@ class Body:
             raise ApiError.known("body_timeout", seconds=self._config.body_seconds) from None
 
     async def discard(self) -> None:
-        """Take the rest and forget it: a client that is still sending reads no answer, and a connection that is closed under it
-        is reset. Ends after `DISCARD_BYTES`, when nothing has come for `DISCARD_PAUSE_S`, and when the body is overdue."""
+        """Read and drop the rest of the body, because a client that is still sending would not read the response.
+
+        Stops after `DISCARD_BYTES`, after `DISCARD_PAUSE_S` without data, and at the body's deadline."""
         num_bytes = 0
         with contextlib.suppress(TimeoutError, ClientDisconnect):
             async with asyncio.timeout_at(self._due):
@@ -131,13 +133,14 @@ class Body:
                     num_bytes += len(await asyncio.wait_for(self._next(), DISCARD_PAUSE_S))
 
     async def replay(self) -> Message:
-        """A `receive` that gives the body once, then whatever follows: the client's leaving."""
+        """ASGI `receive` for the application: returns the whole body first, then later messages (http.disconnect)."""
         if self._is_replayed:
             return await self._receive()
         self._is_replayed = True
         return {"type": "http.request", "body": bytes(self._data), "more_body": False}
 
     async def _next(self) -> bytes:
+        """Return the next chunk. Raises ClientDisconnect."""
         message = await self._receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
@@ -146,7 +149,7 @@ class Body:
 
 
 async def _refuse(error: ApiError, path: str, body: Body, send: Send) -> None:
-    """The whole answer at once; the connection is closed when the client has sent what it had to send."""
+    """Send the error response, discard the rest of the body, then close the connection."""
     response = error_response(error, path)
     response.headers["connection"] = "close"
     await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
@@ -156,7 +159,7 @@ async def _refuse(error: ApiError, path: str, body: Body, send: Send) -> None:
 
 
 def allowed_hosts(config: ServeConfig) -> frozenset[str] | None:
-    """The names that may stand in a request's Host header, without ports; None for any."""
+    """Return the host names that are valid in a Host header, without ports; None if all are."""
     names = config.allowed_hosts
     if not names and _is_loopback(config.host):
         names = (config.host, "localhost", "127.0.0.1", "::1")
@@ -164,7 +167,7 @@ def allowed_hosts(config: ServeConfig) -> frozenset[str] | None:
 
 
 def host_name(host: str) -> str:
-    """A Host header without its port, in lower case; IPv6 addresses without brackets."""
+    """Return a Host header in lower case, without its port; IPv6 addresses without brackets."""
     host = host.strip().lower()
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0] if host.count(":") == 1 else host
     return name.rstrip(".")

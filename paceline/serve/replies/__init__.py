@@ -1,1 +1,1 @@
-"""From the engine's events to the bodies and streams that clients read."""
+"""Converts the engine's events to response bodies and streams."""

@@ -1,4 +1,4 @@
-"""Answers to choices in OpenAI's words, of chats and of legacy completions."""
+"""Choices of chat completions and text completions in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ChatReply(Reply):
 
 
 class TextReply(Reply):
-    """One choice of a completion."""
+    """One choice of a text completion."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, request: CompletionRequest, echo: str) -> None:
         super().__init__(index, tokenizer, request, has_logprobs=request.logprobs is not None)
@@ -74,7 +74,7 @@ class TextReply(Reply):
         self._scores_prompt = bool(request.echo and request.logprobs is not None)
 
     def take(self, event: Event) -> None:
-        if self._scores_prompt:  # all of them are known when the first token comes
+        if self._scores_prompt:  # the prompt's log-probabilities are complete when the first token arrives
             first, *_ = event.chunk.sequence.tokens
             self._logprobs += [TokenLogprob(first, math.nan), *event.chunk.sequence.prompt_logprobs]
             self._scores_prompt = False
@@ -87,7 +87,7 @@ class TextReply(Reply):
         return {"text": echo + text}
 
     def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """The first token of a prompt has no log-probability: its place holds null."""
+        """Return OpenAI's logprobs object of text completions; a prompt's first token has no log-probability, so null."""
         *offsets, self._offset = accumulate((len(self.token_text(each.token_id)) for each in logprobs), initial=self._offset)
         is_first = [math.isnan(each.logprob) for each in logprobs]
         tops = [{self._name(token): finite(value) for token, value in each.top} for each in logprobs]
@@ -99,6 +99,6 @@ class TextReply(Reply):
         }
 
     def _name(self, token: int) -> str:
-        """A token's text, or its bytes where it is a piece of a character: such pieces look alike as text."""
+        """Return the token's text, or its bytes if it is a part of a character."""
         text = self.token_text(token)
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.tokenizer.token_bytes(token)) if "\ufffd" in text else text

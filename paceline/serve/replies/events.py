@@ -1,6 +1,6 @@
-"""From the worker's events to what a client reads: one JSON object, or server-sent events as the tokens come.
+"""Converts the worker's events to responses: one JSON object, or a stream of server-sent events.
 
-An `Exchange` holds one API request: its ticket and a `Reply` for each answer, which speaks the words of its endpoint.
+An `Exchange` is one API request: its ticket, and for each answer a `Reply` in the format of its endpoint.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from paceline.types import Round, Sequence, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0
-"""What OpenAI writes for a token that cannot be; JSON has no infinity."""
+"""Replaces -inf, which JSON does not have, as in OpenAI's API."""
 T = TypeVar("T")
 log = logging.getLogger("paceline.serve")
 
 
 class Reply(ABC):
-    """One answer as it grows: events are taken, and what they brought is shown as a choice, piece by piece or all at once."""
+    """One answer: `take` adds events, `choice` returns their text as a choice, for each chunk or for the whole answer."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, request: Sampling, *, has_logprobs: bool) -> None:
         self.index, self.tokenizer = index, tokenizer
@@ -44,12 +44,12 @@ class Reply(ABC):
         self._text = ""
         self._logprobs: list[TokenLogprob] = []
         self.pieces: list[dict[str, Any]] = []
-        """Text and origin of each token that was not sent yet, when these are asked for."""
+        """Unsent tokens as {"text", "drafted"}, for requests with `paceline_timings`."""
         self._has_logprobs, self._has_ids = has_logprobs, bool(request.return_token_ids)
         self._ids: list[int] = []
-        """Tokens that were not sent yet."""
+        """Unsent token ids."""
         self.prompt_ids: list[int] | None = None
-        """The prompt's tokens, until they are sent."""
+        """Token ids of the prompt; None once they are sent."""
         self.num_output = 0
         """Tokens of the answer so far."""
         self._detokenizer: IncrementalDetokenizer | None = None
@@ -71,19 +71,19 @@ class Reply(ABC):
             self.pieces += [{"text": text, "drafted": place < event.num_accepted} for place, text in enumerate(texts)]
 
     def choice(self, *, is_stream: bool) -> dict[str, Any] | None:
-        """What came since the last call, in the words of the endpoint; None when there is nothing to show yet."""
+        """Return the text since the last call as a choice of the endpoint; None if there is nothing to send yet."""
         text, self._text = self._text, ""
         choice = self._shown(text, is_stream)
         if choice is None:
             return None
         logprobs, self._logprobs = self._logprobs, []
-        told = self._shown_logprobs(logprobs) if self._has_logprobs else None
-        shown = {"index": self.index, **choice, "logprobs": told, "finish_reason": self._reason()}
+        shown = self._shown_logprobs(logprobs) if self._has_logprobs else None
+        choice = {"index": self.index, **choice, "logprobs": shown, "finish_reason": self._reason()}
         if not self._has_ids:
-            return shown
+            return choice
         prompt, self.prompt_ids = self.prompt_ids, None
         ids, self._ids = self._ids, []
-        return shown | {"token_ids": ids} | ({} if prompt is None else {"prompt_token_ids": prompt})
+        return choice | {"token_ids": ids} | ({} if prompt is None else {"prompt_token_ids": prompt})
 
     def token_text(self, token: int) -> str:
         return self.tokenizer.decode([token], skip_special=False)
@@ -93,17 +93,18 @@ class Reply(ABC):
 
     @abstractmethod
     def _shown(self, text: str, is_stream: bool) -> dict[str, Any] | None:
-        """The part of a choice that holds its text; None when there is nothing to show yet."""
+        """Return the part of a choice with its text; None if there is nothing to send yet."""
 
     @abstractmethod
-    def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]: ...
+    def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        """Return log-probabilities in the endpoint's format."""
 
 
 class Exchange:
     """One API request and its answers."""
 
     end = DONE
-    """What follows the last event of a stream."""
+    """Bytes after the last event of a stream."""
 
     def __init__(
         self,
@@ -116,7 +117,8 @@ class Exchange:
         num_prompts: int = 1,
         lossless: bool = True,
     ) -> None:
-        """`kind` is the object's type in OpenAI's words, `prefix` begins its id. What is not `lossless` says so."""
+        """`kind` is the type of OpenAI's response object, `prefix` the prefix of its id. Without `lossless`, responses are
+        marked lossless: false."""
         self._ticket, self._replies, self._request = ticket, replies, request
         self.is_stream = bool(request.stream)
         self._with_each = bool(request.stream_options and request.stream_options.continuous_usage_stats)
@@ -133,39 +135,39 @@ class Exchange:
         return self._ticket.jobs[0].clock
 
     def close(self) -> None:
-        """Abort what is unfinished."""
+        """Abort unfinished answers."""
         self._ticket.close()
 
     async def begin(self) -> None:
-        """Wait for the first tokens, so that what is wrong with a request becomes the status of its response."""
+        """Wait for the first tokens, so that an error before them becomes the status of the response."""
         self._first = await self._ticket.read()
         self._clock.answered()
 
     async def whole(self) -> dict[str, Any]:
-        """The finished answers as one object."""
+        """Return the finished answers as one object."""
         try:
             while events := await self._ticket.read():
                 for event in events:
                     self._replies[event.index].take(event)
             body = self._head | {"choices": [reply.choice(is_stream=False) for reply in self._replies], "usage": self._usage()}
-            if prices := [_price(seq) for seq in self._sequences if seq.ledger]:
-                body["lossy"] = prices[0] if len(prices) == 1 else prices
+            if costs := [_lossy_cost(seq) for seq in self._sequences if seq.ledger]:
+                body["lossy"] = costs[0] if len(costs) == 1 else costs
             if self._request.return_metrics:
                 body["metrics"] = self._metrics()
             if self._request.return_timings:
                 body["timings"] = self._clock.timings(self._sequences)
             if self._request.paceline_timings:
-                told = [
+                timings = [
                     {"drafted": Rounds.counted(seq.rounds).num_accepted, "tokens": seq.num_output} | _timings(seq)
                     for seq in self._sequences
                 ]
-                body["paceline"] = told[0] if len(told) == 1 else told
+                body["paceline"] = timings[0] if len(timings) == 1 else timings
             return body
         finally:
             self.close()
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Server-sent events, several in one piece when they came together."""
+        """Yield server-sent events; events that arrived together are joined."""
         try:
             async for chunks in self.chunks():
                 if piece := b"".join(map(self.written, chunks)):
@@ -181,7 +183,7 @@ class Exchange:
             yield self.end
 
     async def chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
-        """The chunks of a stream, those together that came together."""
+        """Yield lists of a stream's chunks, one list for each batch of events."""
         options = self._request.stream_options
         with_usage = bool(options and options.include_usage)
         head = self._head | {"object": self._head["object"] + (".chunk" if self._head["object"] == "chat.completion" else "")}
@@ -193,23 +195,24 @@ class Exchange:
             yield [head | {"choices": []} | more]
 
     def written(self, chunk: dict[str, Any]) -> bytes:
-        """A chunk as server-sent events."""
+        """Return a chunk as server-sent events."""
         return sse(chunk)
 
     def failed(self, error: ApiError) -> bytes:
-        """The last event of a stream that an error ends."""
+        """Return the last event of a stream that ended with an error."""
         return sse(error.body)
 
     def _last(self, with_usage: bool) -> dict[str, Any]:
-        """What was asked for beside the answer."""
-        told = {"usage": self._usage()} if with_usage else {}
+        """Return the fields of the last chunk: usage, metrics and timings, if they were requested."""
+        extras = {"usage": self._usage()} if with_usage else {}
         if self._request.return_metrics:
-            told["metrics"] = self._metrics()
+            extras["metrics"] = self._metrics()
         if self._request.return_timings and self._sequences:
-            told["timings"] = self._clock.timings(self._sequences)
-        return told
+            extras["timings"] = self._clock.timings(self._sequences)
+        return extras
 
     def _chunk(self, head: dict[str, Any], event: Event, with_usage: bool) -> dict[str, Any] | None:
+        """Return the chunk for an event; None if there is nothing to send yet."""
         reply = self._replies[event.index]
         reply.take(event)
         choice = reply.choice(is_stream=True)
@@ -221,11 +224,11 @@ class Exchange:
         elif with_usage:
             chunk["usage"] = None
         if reply.sequence and reply.sequence.ledger:
-            chunk["lossy"] = _price(reply.sequence)
+            chunk["lossy"] = _lossy_cost(reply.sequence)
         if self._request.paceline_timings:
             pieces, reply.pieces = reply.pieces, []
-            told = {"drafted": sum(piece["drafted"] for piece in pieces), "tokens": pieces}
-            chunk["paceline"] = told | (_timings(reply.sequence) if reply.sequence else {})
+            tokens = {"drafted": sum(piece["drafted"] for piece in pieces), "tokens": pieces}
+            chunk["paceline"] = tokens | (_timings(reply.sequence) if reply.sequence else {})
         return chunk
 
     @property
@@ -237,13 +240,13 @@ class Exchange:
         return [each for seq in self._sequences for each in seq.rounds]
 
     def _num_tokens(self) -> dict[str, int]:
-        """Tokens so far. The prompt counts once, however many answers it got."""
+        """Return the numbers of tokens so far; each prompt counts once, even with several answers."""
         num_prompt = sum(len(job.prompt_ids) for job in self._ticket.jobs[:: self._num_each])
         num_output = sum(reply.num_output for reply in self._replies)
         return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens of the whole request, and which of them were cached or drafted."""
+        """Return OpenAI's usage object of the whole request, with cached and drafted tokens."""
         firsts = self._sequences[:: self._num_each]
         rounds = Rounds.counted(self._rounds)
         drafted = {
@@ -257,7 +260,7 @@ class Exchange:
         }
 
     def _metrics(self) -> dict[str, Any]:
-        """vLLM's block of speculation figures, over all answers of the request."""
+        """Return vLLM's speculation metrics over all answers of the request."""
         rounds = Rounds.counted(self._rounds)
         drafted = [each.num_drafted for each in self._rounds if each.num_drafted]
         figures = {
@@ -275,7 +278,7 @@ class Exchange:
 
 
 def _timings(seq: Sequence) -> dict[str, Any]:
-    """Where an answer's time went. Seconds; `first_token_s` counts from the request's arrival at the engine."""
+    """Return the durations of an answer's phases in seconds; `first_token_s` is measured from arrival at the engine."""
     stats, total_s = GenerationStats.of(seq), max(seq.timings.token_s, default=seq.timings.arrival_s) - seq.timings.arrival_s
     shown = ("queue_s", "prefill_s", "draft_s", "verify_s", "host_s", "plain_s", "num_plain")
     return {
@@ -289,10 +292,10 @@ def _timings(seq: Sequence) -> dict[str, Any]:
     }
 
 
-def _price(seq: Sequence) -> dict[str, Any] | None:
-    """What the lossy rule of an answer cost."""
-    price = GenerationStats.of(seq).lossy
-    return asdict(price) if price else None
+def _lossy_cost(seq: Sequence) -> dict[str, Any] | None:
+    """Return the cost of an answer's lossy rule."""
+    cost = GenerationStats.of(seq).lossy
+    return asdict(cost) if cost else None
 
 
 def finite(logprob: float) -> float:
@@ -300,12 +303,12 @@ def finite(logprob: float) -> float:
 
 
 def sse(value: dict[str, Any], name: str = "") -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event with this JSON value and event name."""
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + dump(value) + b"\n\n"
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`; it is cancelled and ClientDisconnect raised when the client hangs up first."""
+    """Return the result of `work`. If the client disconnects first, cancels `work` and raises ClientDisconnect."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_hung_up(receive))
     try:
@@ -314,18 +317,19 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
             return task.result()
         raise ClientDisconnect
     finally:
-        for each in (task, watch):
-            each.cancel()
+        task.cancel()
+        watch.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
 async def _hung_up(receive: Receive) -> None:
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events that ends when the client hangs up."""
+    """A response of server-sent events that aborts its request when the client disconnects."""
 
     def __init__(self, exchange: Exchange) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}

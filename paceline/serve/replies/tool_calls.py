@@ -1,7 +1,7 @@
-"""Tool calls out of answers: read as JSON, arguments in the model's own spelling, however the text was cut into pieces.
+"""Parses tool calls in answers, streamed or complete; arguments keep the model's own JSON text.
 
 `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` is a call anywhere in an answer; several objects in one tag
-are several calls. Without tags calls count where they are the whole answer, bare or in one Markdown fence.
+are several calls. Calls without tags are recognised if they are the whole answer, bare or in one Markdown fence.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ class Call:
     arguments: str
 
     def as_json(self) -> dict[str, Any]:
+        """Return OpenAI's tool call object with a new id."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def read_call(text: str, names: set[str]) -> Call | None:
-    """A call of one of these tools, if the JSON object is one. Arguments keep their own text."""
+    """Parse a JSON object as a call of one of the tools `names`; returns None if it is something else."""
     try:
         spans = _members(text.strip(SPACE))
         name = json.loads(spans.get("name", "null"))
@@ -52,8 +53,8 @@ def read_call(text: str, names: set[str]) -> Call | None:
 
 
 def _members(text: str) -> dict[str, str]:
-    """The members of a JSON object as their own text. Raises ValueError, and RecursionError on deep nesting."""
-    parsed_object(text)  # from here on it is known to be well-formed
+    """Return key -> source text of the value in a JSON object. Raises ValueError, or RecursionError on deep nesting."""
+    parsed_object(text)  # raises if it is not well-formed
     decoder, place, members = json.JSONDecoder(), _skip(text, 1), dict[str, str]()
     while text[place] != "}":
         key, place = decoder.raw_decode(text, place)
@@ -72,18 +73,18 @@ def _skip(text: str, place: int) -> int:
 
 
 class ObjectScan:
-    """Looks for the end of the object that opens at `begin`, in a text that grows; reads every character once."""
+    """Finds the end of the JSON object that starts at `begin` in a growing text; reads every character once."""
 
     def __init__(self, begin: int) -> None:
         self._place, self._depth, self._is_string = begin, 0, False
 
     def end(self, text: str) -> int | None:
-        """Where its braces close, or None while they have not. `text` is the one given before, and more."""
+        """Return the offset after the closing brace, or None if it has not arrived. `text` extends the previous one."""
         while mark := (IN_STRING if self._is_string else QUOTE_OR_BRACE).search(text, self._place):
             self._place = mark.end()
             if mark[0] == "\\":
                 if self._place == len(text):
-                    self._place -= 1  # what is escaped is still to come
+                    self._place -= 1  # the escaped character has not arrived
                     return None
                 self._place += 1
             elif mark[0] == '"':
@@ -98,17 +99,17 @@ class ObjectScan:
 
 @dataclass(slots=True)
 class _Objects:
-    """Calls in a row, as far as they can be read."""
+    """Consecutive calls at one place in a text."""
 
     calls: list[Call]
     end: int
-    """Where what follows them begins, white space left out."""
+    """Offset after the calls and white space."""
     is_open: bool
-    """True if more text may still add to them."""
+    """True if more text may add calls."""
     is_wrong: bool = False
-    """True if one of the objects is no call."""
+    """True if an object is not a call."""
     is_inside: bool = False
-    """True if the text ends within an object, which begins at `end`."""
+    """True if the text ends within an object that starts at `end`."""
 
 
 def _read_objects(text: str, place: int, names: set[str]) -> _Objects:
@@ -130,22 +131,22 @@ def _read_objects(text: str, place: int, names: set[str]) -> _Objects:
 
 
 class CallParser:
-    """Divides an answer, as it grows, into text for people and calls, the same ones however the text is cut.
+    """Splits a streamed answer into text and calls; the result does not depend on how the answer is split into chunks.
 
-    Text that may become a call waits. White space before a call, and behind the last one, is left out.
+    Text that may become a call is held back. White space before a call and after the last one is dropped.
     """
 
     def __init__(self, names: Iterable[str], *, is_whole: bool = False, most: int | None = None) -> None:
-        """`is_whole`: the answer is one bare call, or text. Calls beyond the first `most` are left out."""
+        """`is_whole`: the whole answer is one bare call, or text. Calls after the first `most` are dropped."""
         self._names = set(names)
         self._held, self._is_whole, self._most = "", is_whole, most
         self._num_calls = 0
         self._scan: ObjectScan | None = None
-        """Of the object that the held text ends within: before its end nothing is decided."""
+        """Scan of the unfinished object at the end of the held text."""
         self._is_start, self._has_text = True, False
 
     def push(self, text: str) -> tuple[str, list[Call]]:
-        """Add text; returns what is now text, and the calls that are now complete."""
+        """Add text; returns (text to send, complete calls)."""
         self._held += text
         if self._is_whole or (self._scan and self._scan.end(self._held) is None):
             return "", []
@@ -154,7 +155,7 @@ class CallParser:
         return ("", []) if self._is_start else self._read(is_end=False)
 
     def finish(self) -> tuple[str, list[Call]]:
-        """No more text: what waited is a call, or text after all."""
+        """End the answer; returns (text to send, complete calls) of the held text."""
         if self._is_whole or self._is_start:
             calls = self._whole(is_end=True)
             if calls:
@@ -166,12 +167,13 @@ class CallParser:
         return self._read(is_end=True)
 
     def _counted(self, calls: list[Call]) -> list[Call]:
+        """Count calls; returns those within the limit."""
         left = len(calls) if self._most is None else max(self._most - self._num_calls, 0)
         self._num_calls += len(calls)
         return calls[:left]
 
     def _whole(self, *, is_end: bool) -> list[Call] | None:
-        """The calls that are the whole answer, an empty list while it may be calls; None when it is something else."""
+        """Return the calls if they are the whole answer; an empty list while that is possible, else None."""
         text = self._held.strip(SPACE) if is_end else self._held.lstrip(SPACE)
         fence = FENCE.match(text)
         if fence is None and text.startswith("`"):
@@ -190,6 +192,7 @@ class CallParser:
         return None
 
     def _read(self, *, is_end: bool) -> tuple[str, list[Call]]:
+        """Return text and tagged calls of the held text; keeps what is undecided."""
         shown, calls = "", list[Call]()
         while True:
             if self._num_calls and not self._has_text:
@@ -220,6 +223,6 @@ class CallParser:
             self._has_text |= bool(shown)
 
     def _num_safe(self) -> int:
-        """Characters that are surely text: not the beginning of a tag, nor white space that may stand before one."""
+        """Return the number of held characters that are text: neither a partial tag nor white space that may precede one."""
         size = len(self._held) - num_undecided(self._held, (OPEN,))
         return len(self._held[:size].rstrip(SPACE))
