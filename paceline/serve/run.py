@@ -1,11 +1,11 @@
-"""Run the server: one process, the engine in its own thread, a clean end on SIGTERM or Ctrl-C.
+"""Runs the server: one process, with the engine in its own thread and a graceful shutdown on SIGTERM or Ctrl-C.
 
-The port answers at once (/health); /ready says when the model is loaded. The first signal drains: nothing new is taken, answers
-under way are finished. A second one ends at once.
+The port answers at once (/health); /ready reports when the model is loaded. The first signal drains the server: it rejects new
+requests and finishes running ones. A second signal ends it at once.
 
-A connection is uvicorn's, which in addition waits for no one for ever and speaks of errors as the API does. A request line and
-its headers must have arrived, and what is written must be read, within some seconds each; bodies have their own limit in
-`security.py`. Whoever is slower is hung up on, and the answer it asked for is aborted.
+`Connection` adds timeouts and JSON errors to uvicorn's connections: request line and headers must arrive, and response data
+must be read, within some seconds each (`security.py` limits bodies). Connections of slower clients are closed and their
+answers aborted.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from paceline.serve.settings import ServeConfig
 from paceline.serve.worker.worker import EngineWorker, M
 
 SWITCH_SECONDS = 0.0005
-"""How long the event loop may keep the interpreter while the engine waits for it; the usual 5 ms would be felt in a round."""
+"""Switch interval of Python's threads: the default of 5 ms would delay the engine's rounds when the event loop is busy."""
 CLOSE_SECONDS = 5
 BEGINNING = b"HTTP/1.1 "
-"""How every answer begins."""
+"""First bytes of every response."""
 PROBE_SECONDS = 0.1
 
 
 class Probing:
-    """The transport of a client that sends nothing more. Has it left for good, or does it wait for its answer?
+    """Transport that detects whether a client that has closed its sending side has also stopped reading.
 
-    Only writing tells: the system of a client that has left refuses what is written, and asyncio then reports the connection
-    as lost. So the answer's beginning, the same for all, is written ahead byte by byte, at intervals that double.
+    Only a write can detect this: the operating system of a client that is gone rejects the data, and asyncio reports a lost
+    connection. So the first bytes, the same for all responses, are written early, one by one, at doubling intervals.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -51,7 +51,7 @@ class Probing:
         self._probe()
 
     def write(self, data: bytes) -> None:
-        """What has been written ahead is left out of the first piece."""
+        """Write response data without the bytes that were already written as probes."""
         if self._timer:
             self._timer.cancel()
         self._transport.write(data[self._num_ahead :])
@@ -73,7 +73,7 @@ class Probing:
 
 
 class Connection(H11Protocol):
-    """Hangs up on peers that are slow. `transport.abort` makes the application see that the client has left."""
+    """An HTTP connection that closes slow clients; `transport.abort` signals the disconnect to the application."""
 
     def __init__(self, limits: ServeConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -97,7 +97,7 @@ class Connection(H11Protocol):
         self._watch_headers()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends nothing more, but may wait for the answer to what it has sent whole: True keeps the connection."""
+        """Return True, which keeps the connection open, if the client may still wait for the response to a complete request."""
         self._has_ended = True
         if not self._is_answering or self.cycle.more_body:
             return False
@@ -115,7 +115,8 @@ class Connection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _watch_headers(self) -> None:
-        """The clock runs from the connection, or the first byte of a later request, to the end of its headers."""
+        """Start or stop the header timeout, which runs from the connection (or a later request's first byte) to the headers'
+        end."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             if self._headers_due:
                 self._headers_due.cancel()
@@ -150,7 +151,7 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but a signal first drains the worker."""
+    """A uvicorn server that drains the worker on the first signal."""
 
     def __init__(self, config: uvicorn.Config, worker: EngineWorker) -> None:
         super().__init__(config)
@@ -165,7 +166,7 @@ class Server(uvicorn.Server):
             asyncio.get_running_loop().call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
-        """Finish what is under way, then exit."""
+        """Finish running requests, then exit."""
         if self._draining is None:
             self._draining = asyncio.get_running_loop().create_task(self._drain())
 
@@ -175,11 +176,11 @@ class Server(uvicorn.Server):
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """A bound socket. Raises ConfigError when the address is taken or none of ours."""
+    """Return a bound socket. Raises ConfigError if the address is in use or not available."""
     where, remedy = f"{config.host}:{config.port}", "choose another --host or --port"
     with reraised(ConfigError, f"cannot listen on {where}", remedy, OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)  # asyncio sends small pieces at once only where the protocol is named
+        bound = socket.socket(family, kind, protocol)  # asyncio sets TCP_NODELAY only if the protocol is given
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
@@ -192,7 +193,7 @@ def listen(config: ServeConfig) -> socket.socket:
 def settings_of(
     app: ASGIApp, config: ServeConfig, *, close_seconds: float = CLOSE_SECONDS, dated: bool = True
 ) -> uvicorn.Config:
-    """How an application is served; `dated` answers say when they were made."""
+    """Return the uvicorn settings of an application; `dated` adds a Date header to responses."""
     return uvicorn.Config(
         app,
         host=config.host,
@@ -210,12 +211,12 @@ def settings_of(
 
 
 def make_server(worker: EngineWorker) -> Server:
-    """The server, not yet running."""
+    """Create the server without starting it."""
     return Server(settings_of(create_app(worker), worker.config), worker)
 
 
 def run(worker: EngineWorker[M], *, say: Callable[[str], None], introduce: Callable[[M], str]) -> None:
-    """Serve until a signal comes. Raises what kept the model from loading, or the engine from coming back."""
+    """Serve until a signal arrives. Raises the error that prevented loading the model or restarting the engine."""
 
     async def serve(bound: socket.socket) -> None:
         server = make_server(worker)
@@ -238,6 +239,7 @@ def run(worker: EngineWorker[M], *, say: Callable[[str], None], introduce: Calla
 async def _greet(
     worker: EngineWorker[M], bound: socket.socket, say: Callable[[str], None], introduce: Callable[[M], str]
 ) -> None:
+    """Print the address and, once the model is loaded, its description and an example request."""
     host, port = bound.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     say(f"listening on {address}, loading the model")
@@ -250,7 +252,7 @@ async def _greet(
 
 
 async def _supervise(server: Server, worker: EngineWorker) -> None:
-    """A server without an engine ends, for whoever supervises it to start again."""
+    """End the server when its engine has failed for good, so that a supervisor can restart the process."""
     while worker.state != "failed":
         await asyncio.sleep(0.2)
     server.should_exit = True

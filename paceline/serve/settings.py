@@ -1,4 +1,4 @@
-"""Settings of the server: frozen, documented field by field."""
+"""Server settings: frozen, documented dataclasses."""
 
 from __future__ import annotations
 
@@ -16,71 +16,72 @@ from paceline.plan.clusters import OTHER
 from paceline.types import CANDIDATE, LOOKUP, NONE
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}", re.ASCII)
-"""What a drafter of a pool may be called."""
+"""Valid names of drafters."""
 TAKEN = (NONE, LOOKUP, OTHER, CANDIDATE, LOSSY)
-"""Names that mean something else where drafters are counted."""
+"""Reserved names, which have another meaning in statistics."""
 MOST_DRAFTERS = 8
-"""Members of a pool: each takes memory, and each cluster of requests tries them all."""
+"""Most drafters of a pool: each needs memory, and each request class tries all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """Where the server listens, whom it lets in, and what it takes at most. Raises ConfigError on impossible values."""
+    """Address, access control and limits of the server. Raises ConfigError on invalid values."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every interface."""
     port: Annotated[int, within("between 0 and 65535", least=0, most=65535)] = 8000
-    """Port; 0 takes a free one."""
+    """Port; 0 selects a free one."""
     drafters: tuple[str, ...] = ("default",)
-    """default (what ships for the model, else ngram), none, ngram, mtp (the model's own layer for it), random-dflash, a folder,
-    or a hub id. Several as NAME=DRAFTER: each request gets one of them, by --route, or none."""
+    """default (the drafter shipped for the model, else ngram), none, ngram, mtp (the model's own MTP layer), random-dflash, a
+    folder, or a hub id. Several as NAME=DRAFTER: each request gets one of them, by --route, or none."""
     route: str = "auto"
-    """Which of several drafters: auto, the one that brings most tokens per second to requests of a kind (by tag, else by
-    language, template, tools and form of the answer; each is tried on 2 requests of every kind, while in doubt on at most 6
-    more a drafter, and later at most 2% of the requests go to those that look slower); tag or header:NAME, the one that the
-    request's tag or header names."""
+    """Selects one of several drafters. auto: the drafter with the most tokens per second for the request's class (by tag, else
+    by language, template, tools and answer format; each drafter is tried on 2 requests of a class, on at most 6 more if the
+    result is uncertain, and later at most 2% of the requests go to drafters that seem slower); tag or header:NAME: the drafter
+    named by the request's tag or header."""
     admin_keys: tuple[str, ...] = ()
-    """Key that opens /admin; without any, only this machine may use it, and only where there are no API keys.
-    PACELINE_ADMIN_KEY too."""
+    """Key for /admin. Without a key, /admin is open to this machine only, and closed if there are API keys. Also read from
+    PACELINE_ADMIN_KEY."""
     api_keys: tuple[str, ...] = ()
-    """Key that opens the API; without any, all who reach the port may use it. PACELINE_API_KEY too."""
+    """Key for the API. Without a key, the API is open to all who reach the port. Also read from PACELINE_API_KEY."""
     cors_origins: tuple[str, ...] = ()
     """Origin whose web pages may call the API from a browser."""
     allowed_hosts: tuple[str, ...] = ()
-    """Name clients may call the server by, * for any [default: on a loopback address its names, else any]."""
+    """Host name by which clients may address the server, * for any [default: loopback names on a loopback address, else
+    any]."""
     served_names: tuple[str, ...] = ()
-    """What clients call the model [default: its own name]."""
+    """Model name for clients [default: the model's own name]."""
     max_body_bytes: Bytes = 4 * 2**20
     """Longest request body: 512K, 4M or bytes."""
     body_seconds: Positive = 30.0
-    """A body must have arrived by then."""
+    """Time limit for receiving a request body, in seconds."""
     header_seconds: Positive = 15.0
-    """So must a request's headers, from the connection or its first byte on."""
+    """Time limit for receiving a request's headers, in seconds, from the connection or the request's first byte."""
     write_seconds: Positive = 60.0
-    """A client that takes nothing of what is written for so long is hung up on."""
+    """Seconds without reading after which a client is disconnected."""
     max_prompt_tokens: Count | None = None
-    """Longest prompt, in tokens [default: what the cache holds]."""
+    """Longest prompt, in tokens [default: the size of a cache row]."""
     default_max_tokens: Count = 1024
-    """Longest chat answer when the request sets no limit, and the context leaves room for it."""
+    """Longest chat answer, in tokens, if the request sets no limit and the context has room for it."""
     max_n: Count = 8
     """Most answers to one prompt."""
     max_queue: Whole = 256
-    """Most answers waiting for a row; what comes then gets status 429."""
+    """Most answers waiting for a cache row; further requests get status 429."""
     deadline: Amount = 600.0
-    """Seconds in which a request must be finished; 0 is no limit."""
+    """Time limit for a request, in seconds; 0 disables it."""
     drain_seconds: Amount = 30.0
-    """Seconds that answers under way may take after SIGTERM."""
+    """Seconds that running answers may take after SIGTERM."""
     allow_lossy: bool = False
-    """Let requests ask for lossy rules, which change what the model says (docs/explanation/lossless.md). Their answers say
-    lossless: false and are never kept as traces."""
+    """Allow requests with lossy rules, which change the model's output (docs/explanation/lossless.md). Their answers are marked
+    lossless: false and never recorded as traces."""
     max_tv: Share | None = None
-    """Most mean total variation of a lossy answer, at each of its tokens; beyond it drafts are verified losslessly."""
+    """Limit of the mean total variation of a lossy answer; at the limit, verification is lossless."""
     features: bool = False
-    """Give hidden states to trainers (/v1/features, train --features-from). Needs an API key."""
+    """Serve hidden states for training (/v1/features, train --features-from). Needs an API key."""
     features_bytes: Bytes = 2**30
-    """Longest answer with hidden states."""
+    """Largest response with hidden states."""
     stream_interval_ms: Annotated[float, within("between 0 and 1000", least=0, most=1000)] = 16.0
-    """How long a token may wait for the next round's, to be sent together; 0 sends each round's at once."""
+    """Longest time that streamed tokens wait to be sent with the next round's, in milliseconds; 0 sends every round at once."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -102,18 +103,18 @@ class ServeConfig:
         self.named_drafters()
 
     def named_drafters(self) -> dict[str, str]:
-        """Name -> drafter, in their order; the name of a single one that has none is empty. Raises ConfigError."""
+        """Return name -> drafter in the given order; a single drafter may have the name "". Raises ConfigError."""
         return named_drafters(self.drafters)
 
 
-def named_drafters(given: Sequence[str]) -> dict[str, str]:
-    """NAME=DRAFTER by name. Raises ConfigError on a name that is none, that is taken, or that is missing where it is needed."""
+def named_drafters(drafters: Sequence[str]) -> dict[str, str]:
+    """Parse NAME=DRAFTER. Raises ConfigError for invalid, reserved, repeated or missing names."""
     named: dict[str, str] = {}
-    for each in given or ("none",):
-        name, _, drafter = each.partition("=")
+    for text in drafters or ("none",):
+        name, _, drafter = text.partition("=")
         if not drafter or "/" in name:
-            name, drafter = "", each
-            refuse(ConfigError, (len(given) > 1, f"drafter {each!r} needs a name beside others: write it as NAME={each}"))
+            name, drafter = "", text
+            refuse(ConfigError, (len(drafters) > 1, f"drafter {text!r} is one of several and needs a name: NAME={text}"))
         else:
             check_name(name)
         refuse(ConfigError, (name in named, f"two drafters are called {name!r}: give each a name of its own"))
@@ -123,7 +124,7 @@ def named_drafters(given: Sequence[str]) -> dict[str, str]:
 
 
 def check_name(name: str) -> None:
-    """Raises ConfigError when no drafter of a pool may be called so."""
+    """Raises ConfigError for an invalid name of a drafter."""
     if not NAME.fullmatch(name) or name.lower() in TAKEN:
         raise ConfigError(
             f"a drafter cannot be called {name!r:.80}: take up to 32 letters, digits and dots, not {', '.join(TAKEN)}"
@@ -132,18 +133,18 @@ def check_name(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
-    """Which traces of requests are kept, and how long. Raises ConfigError on impossible values."""
+    """Recording of traces. Raises ConfigError on invalid values."""
 
     folder: Path | None = None
-    """Keep traces of requests in this folder, for training [default: none]."""
+    """Record traces of requests in this folder, for training [default: none]."""
     sample: Annotated[float, within("a share, above 0 and at most 1", above=0, most=1)] = 1.0
-    """Share of requests that are traced."""
+    """Share of requests that are recorded."""
     redact: tuple[str, ...] = ()
-    """Regex whose matches are taken out of traces."""
+    """Regular expression whose matches are removed from traces."""
     max_bytes: Bytes = 2**30
-    """Most disk space of all traces; the oldest go."""
+    """Most disk space of all traces; the oldest are deleted."""
     max_days: Positive = 30.0
-    """Older traces go."""
+    """Delete traces older than this many days."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -152,15 +153,14 @@ class TraceConfig:
 
 
 def speculation(text: str, num_drafted: int | None, drafter: str) -> dict[str, object]:
-    """`--speculate` as settings of the engine: auto; full; off; a number, drafted in every round; or tree:N. Raises
-    ConfigError."""
+    """Convert `--speculate` (auto, full, off, a number of drafts, or tree:N) to engine settings. Raises ConfigError."""
     if text in ("auto", "full"):
         return {"plan": "auto" if text == "auto" else "fixed", "num_drafted": num_drafted, "drafter": drafter}
     if text in ("off", "0"):
         return {"plan": "auto", "num_drafted": None, "drafter": "none"}
     if text.isdecimal() and text.isascii():
         if num_drafted is not None:
-            raise ConfigError("--num-drafted and --speculate N both say how much to draft: leave one out")
+            raise ConfigError("--num-drafted and --speculate N both set the number of drafts: leave one out")
         return {"plan": "fixed", "num_drafted": int(text), "drafter": drafter}
     if text.startswith("tree:"):
         return {"plan": text, "num_drafted": num_drafted, "drafter": drafter}

@@ -222,7 +222,7 @@ def test_names_that_cannot_be_and_too_many_are_refused(live: Live) -> None:
     status, body = load(live, "last", "ngram")
     assert status == 503 and "the most there may be" in body["error"]["message"]
     assert load(live, "more2", "ngram")[0] == 200
-    assert load(live, "more3", "none")[1]["error"]["message"] == "none is a member always: give a drafter"
+    assert load(live, "more3", "none")[1]["error"]["message"] == "none is always available: give a drafter"
     assert live.post(f"{PATH}/x", {})[0] == 400
 
 

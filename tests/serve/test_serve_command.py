@@ -184,7 +184,7 @@ def test_what_cannot_start_says_why_in_one_line(call: Call, tmp_path: Path) -> N
             (("--api-key-file", str(tmp_path / "none")), "cannot read the API keys"),
             (("--trace-sample", "0.5"), "--traces must be given"),
             (("--max-body", "big"), "--max-body"),
-            (("--drafter", "ngram", "--drafter", "none"), "'ngram' needs a name beside others"),
+            (("--drafter", "ngram", "--drafter", "none"), "'ngram' is one of several and needs a name"),
             (("--drafter", "none=ngram"), "cannot be called 'none'"),
             (("--route", "random"), "--route must be auto, tag or header:NAME"),
             (("--drafter", "a=ngram", "--drafter", "b=ngram", "--speculate", "4"), "it needs --speculate auto"),

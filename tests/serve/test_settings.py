@@ -28,7 +28,7 @@ def test_names_of_drafters(given: tuple[str, ...], named: dict[str, str]) -> Non
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (("default", "a=ngram"), "'default' needs a name beside others"),
+        (("default", "a=ngram"), "'default' is one of several and needs a name"),
         (("a=default", "a=ngram"), "two drafters are called 'a'"),
         (("none=default",), "cannot be called 'none'"),
         (("NONE=default",), "cannot be called 'NONE'"),

@@ -9,7 +9,7 @@ A `Trace` is one answer of the server's engine (`offer`), or of another server t
 microseconds: it puts a reference into a bounded queue, or counts a loss if the queue is full. A background thread builds the
 traces, redacts them (`redaction.py`) and writes them. Disk errors lose traces, never requests. API keys and client addresses
 are never recorded. The first columns are those of `data/answers.py`; a test compares them, because neither module imports the
-other. If an answer's token ids are unknown, only its prompt is recorded, which is usable with `--prompts`, not with `--answers`.
+other. If an answer's token ids are unknown, only its prompt is recorded, for use with `--prompts`, not with `--answers`.
 """
 
 from __future__ import annotations

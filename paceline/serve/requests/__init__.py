@@ -1,1 +1,1 @@
-"""From a request's body to jobs for the engine."""
+"""Request models, and conversion of requests to jobs for the engine."""

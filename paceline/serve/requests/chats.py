@@ -1,7 +1,6 @@
-"""The one way of a request through the server: model, jobs, grammar, ticket, response.
+"""Answers chats of every API: checks the model, creates jobs, compiles grammars, submits them and builds the response.
 
-Every endpoint of chats comes here: OpenAI's own, and those whose requests are translated into a ChatRequest
-(`serve/dialects/base.py`).
+Other APIs are translated to ChatRequests (`serve/dialects/base.py`).
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ Tag = Annotated[
     str | None,
     Header(
         alias="x-paceline-tag",
-        description="What kind of request it is: kept with its trace, and chooses among several drafters.",
+        description="Class of the request: recorded in its trace, and used to choose among several drafters.",
     ),
 ]
 Drafter = Annotated[
     str | None,
-    Header(alias=DRAFTER, description="Whose drafts are checked: a drafter's name, as of /v1/models, or none."),
+    Header(alias=DRAFTER, description="Drafter of the request: a name listed in /v1/models, or none."),
 ]
 
 
 def names_of(worker: EngineWorker) -> tuple[str, ...]:
-    """Names that clients may call the model by; without its folder's path."""
+    """Return the model names that clients may use; by default the last part of its path."""
     return worker.config.served_names or (Path(worker.serving().name).name,)
 
 
 def check_model(name: str | None, worker: EngineWorker) -> tuple[str, ModelInfo]:
-    """The served name that a request means, and the model. Raises ApiError."""
+    """Return the served name of the requested model, and the model. Raises ApiError."""
     names = names_of(worker)
     if name is not None and name not in names:
         message = f"there is no model {name!r:.100} here: this server has {', '.join(names)}"
@@ -63,7 +62,7 @@ async def answer_chat(
     exchange: Callable[..., Exchange],
     drafter: str | None = None,
 ) -> Response:
-    """Answers a chat. `exchange` is called with the model's name, the body, its ticket and its replies."""
+    """Answer a chat; `exchange` creates the Exchange from model name, body, ticket and replies."""
     name, model = check_model(body.model, worker)
     clock = Clock(http.scope)
     jobs = await asyncio.to_thread(chat_jobs, body, model, worker.config, clock)
@@ -81,19 +80,19 @@ def asked_route(
     worker: EngineWorker,
     model: ModelInfo,
 ) -> Route | None:
-    """The route of a request: the drafter that a header names, or as the server is set up. Raises RequestRefused."""
-    asked = drafter and drafter.strip()
-    return chosen_route(asked, model.drafters) if asked else route_of(worker.config.route, body, http.headers, tag)
+    """Return the route of a request: the drafter named in the header, or by the server's `route`. Raises RequestRefused."""
+    name = drafter and drafter.strip()
+    return chosen_route(name, model.drafters) if name else route_of(worker.config.route, body, http.headers, tag)
 
 
 async def count_chat(body: ChatRequest, worker: EngineWorker) -> int:
-    """Tokens of a chat's prompt."""
+    """Return the number of tokens of a chat's prompt."""
     _, model = check_model(body.model, worker)
     return len(await asyncio.to_thread(chat_ids, body, model))
 
 
 async def compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[Job]:
-    """The jobs with their grammars compiled."""
+    """Return the jobs with compiled grammars."""
     clock.mark("dispatch")
     jobs = await worker.compiled(jobs)
     clock.mark("grammar")
@@ -101,7 +100,7 @@ async def compiled(jobs: list[Job], worker: EngineWorker, clock: Clock) -> list[
 
 
 async def respond(http: Request, exchange: Exchange) -> Response:
-    """Answer at once or as it grows; what the client does not wait for is aborted."""
+    """Return the response, complete or streamed; aborts the request if the client disconnects."""
     try:
         if not exchange.is_stream:
             return json_response(await unless_gone(http.receive, exchange.whole()))

@@ -1,7 +1,4 @@
-"""Chat and legacy completions: requests to jobs.
-
-Their fields become the engine's SamplingParams: defaults of OpenAI, limits of this server, grammars.
-"""
+"""Converts chat and text completion requests to jobs: SamplingParams with OpenAI's defaults and this server's limits."""
 
 from __future__ import annotations
 
@@ -22,13 +19,13 @@ from paceline.serve.worker.ticket import Job
 from paceline.types import GrammarSpec, SamplingParams
 
 MAX_TOKENS = 16
-"""Of a legacy completion that says nothing: OpenAI's default."""
+"""Default of a text completion, as in OpenAI's API."""
 MIN_TEMPERATURE = 1e-4
-"""Below this sampling is greedy but for rounding."""
+"""Temperatures below this are treated as greedy, which they are up to rounding."""
 MAX_STOP_CHARACTERS = 1024
 SAME = {"top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
 SAME |= {"stop_token_ids", "ignore_eos", "skip_special_tokens"}
-"""Fields that mean the same in SamplingParams, whose defaults hold where they are left out."""
+"""Fields passed to SamplingParams unchanged; missing ones get its defaults."""
 LOSSY_IS_OFF = (
     "lossy rules change what the model says, and this server does not allow them: leave lossy out, or let its owner "
     "start it with --allow-lossy"
@@ -37,8 +34,9 @@ TOKEN_KEY = re.compile("0|[1-9][0-9]{0,18}", re.ASCII)
 
 
 def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock: Clock | None = None) -> list[Job]:
-    """A conversation as jobs; renders and encodes, so it belongs in a thread; `clock` is told what that takes. Raises
-    RequestRefused."""
+    """Return the jobs of a conversation; `clock` measures rendering and encoding. Run it in a thread, since it is slow.
+
+    Raises RequestRefused."""
     clock = clock or Clock()
     clock.mark("dispatch")
     if request.top_logprobs is not None and not request.logprobs:
@@ -64,7 +62,7 @@ def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock
 def completion_jobs(
     request: CompletionRequest, model: ModelInfo, config: ServeConfig, clock: Clock | None = None
 ) -> tuple[list[Job], list[str]]:
-    """Jobs, prompt after prompt, and with `echo` the text to put before each answer. Belongs in a thread.
+    """Return the jobs, prompt after prompt, and the text that `echo` puts before each answer. Run it in a thread.
 
     Raises RequestRefused.
     """
@@ -101,10 +99,10 @@ def jobs_of(
     logprobs: int | None,
     grammar: tuple[str, GrammarSpec] | None,
 ) -> list[Job]:
-    """`n` jobs for each prompt, prompt after prompt. Without `max_tokens` an answer has `config.default_max_tokens`, or what is
-    left of the context.
+    """Return `n` jobs for each prompt, prompt after prompt. Without `max_tokens` the limit is `config.default_max_tokens` or
+    the rest of the context.
 
-    Raises RequestRefused on values that are impossible or beyond this server's limits.
+    Raises RequestRefused for values that are invalid or beyond this server's limits.
     """
     field, spec = grammar or (None, None)
     if spec is not None and model.mocked:
@@ -146,7 +144,7 @@ def jobs_of(
 
 
 def params_of(request: Sampling, vocab_size: int, logprobs: int | None, grammar: GrammarSpec | None) -> SamplingParams:
-    """How the request wants its tokens chosen. Raises RequestRefused on impossible values."""
+    """Return the request's sampling parameters. Raises RequestRefused for invalid values."""
     temperature = 1.0 if request.temperature is None else request.temperature
     is_greedy = temperature < MIN_TEMPERATURE or request.top_p == 0  # top_p always keeps the most likely token
     try:
@@ -170,7 +168,7 @@ def params_of(request: Sampling, vocab_size: int, logprobs: int | None, grammar:
 def _lossy(rule: str | dict[str, str | float] | None) -> Lossy | None:
     try:
         return None if rule is None else Lossy.of(rule)
-    except PacelineError as error:  # which names the rule's own values
+    except PacelineError as error:  # it names the values of the rule
         raise RequestRefused(str(error), param="lossy") from error
 
 
@@ -183,7 +181,7 @@ def _texts(field: str, texts: list[str] | None) -> tuple[str, ...]:
 
 
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
-    """Keys must be plain decimal numbers: Python's int() would also take " 5", "+5", "1_0" and digits of other scripts."""
+    """Parse the token ids. Keys must be plain decimal numbers: int() would also accept " 5", "+5", "1_0" and other digits."""
     wrong = next((token for token in bias or {} if not TOKEN_KEY.fullmatch(token)), None)
     if wrong is not None:
         message = f'logit_bias names tokens by their number, as in {{"42": -1}}: {wrong!r:.40} is none'

@@ -1,7 +1,7 @@
-"""What becomes of every request field of OpenAI's, vLLM's and llama.cpp's servers that this server has no model of.
+"""Unsupported request fields of OpenAI's, vLLM's and llama.cpp's servers: which are ignored, which are rejected.
 
-A field of `protocol.py`'s models is held. `UNUSED` ones are accepted and change nothing: docs/reference/http-api.md lists them.
-`REFUSED` ones get a 400 that names them, unless their value asks for what happens anyway; so do all other names.
+`protocol.py` defines the supported fields. Fields in `UNUSED` are ignored (docs/reference/http-api.md lists them). Fields in
+`REFUSED` and unknown fields get status 400, unless their value requests the default behaviour.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from paceline.data.messages import UNUSED_CALL_KEYS, UNUSED_CALLED_KEYS, UNUSED_
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A field that this server does not hold."""
+    """An unsupported field."""
 
     advice: str
     neutral: tuple[Any, ...] = ()
-    """Values that ask for what happens anyway."""
+    """Values that request the default behaviour, and so are accepted."""
 
     def holds(self, value: Any) -> bool:
-        return any(type(value) is type(each) and value == each for each in self.neutral)
+        """Return True if `value` is neutral."""
+        return any(type(value) is type(one) and value == one for one in self.neutral)
 
 
 OFF = (False,)
@@ -68,7 +69,7 @@ UNUSED: dict[str, str] = {
     "user": "no user is known here",
     "xtc_threshold": "only with xtc_probability",
 }
-"""Name -> why it changes nothing."""
+"""Ignored field -> reason."""
 
 REFUSED: dict[str, Refused] = {
     # OpenAI
@@ -149,10 +150,10 @@ REFUSED: dict[str, Refused] = {
     "verbose": Refused("use return_metrics and return_timings", OFF),
     "xtc_probability": NO_SAMPLER,
 }
-"""Name -> what to do instead."""
+"""Rejected field -> what to do instead."""
 
 CHAT_REFUSED = REFUSED | {"echo": Refused("use continue_final_message", OFF)}
-"""Of /v1/chat/completions; echo is held at /v1/completions."""
+"""Rejected fields of /v1/chat/completions."""
 TEXT_REFUSED = REFUSED | {
     name: Refused("only chats have it: use /v1/chat/completions", neutral)
     for name, neutral in {"messages": ([],), "tools": ([],), "tool_choice": ("none", "auto"), "top_logprobs": ()}.items()
@@ -172,7 +173,7 @@ NESTED_REFUSED: dict[str, dict[str, Refused]] = {
     "function": {"defer_loading": ALL_TOOLS},
     "tools": {"defer_loading": ALL_TOOLS},
 }
-"""Object of a request -> its fields that are refused."""
+"""Object in a request -> its rejected fields."""
 NESTED_UNUSED: dict[str, dict[str, str]] = {
     "messages": UNUSED_KEYS,
     "content": UNUSED_PART_KEYS,
@@ -182,11 +183,11 @@ NESTED_UNUSED: dict[str, dict[str, str]] = {
     "json_schema": {"description": "for people"},
     "tools": {"cache_control": "prefixes are always reused"},
 }
-"""Object of a request -> its fields that change nothing, and why."""
+"""Object in a request -> its ignored fields, with reasons."""
 
 
 def is_left_out(name: str, value: Any, refused: Mapping[str, Refused], unused: Mapping[str, str]) -> bool:
-    """True if an unknown field changes nothing: null, unused, or of a value that asks for what happens anyway."""
+    """Return True if an unsupported field has no effect: its value is null or neutral, or the field is ignored."""
     return value is None or name in unused or (name in refused and refused[name].holds(value))
 
 
@@ -194,19 +195,19 @@ def why_refused(
     path: Sequence[str],
     refused: Mapping[str, Refused],
     known: Iterable[str],
-    elsewhere: Iterable[str] = (),
+    endpoints: Iterable[str] = (),
     nested: Mapping[str, Mapping[str, Refused]] = NESTED_REFUSED,
 ) -> str:
-    """What a 400 says of a field that is not held.
+    """Return the error message for an unsupported field.
 
-    `path` are the names that lead to it, `refused` the endpoint's own table, `nested` those of its objects, `known` the names
-    that may have been meant, `elsewhere` the endpoints that hold it.
+    `path`: names of the enclosing objects and the field; `refused`: table of the endpoint; `nested`: tables of its objects;
+    `known`: names for suggestions; `endpoints`: endpoints that support the field.
     """
     *parents, name = path
     table = nested.get(parents[-1], {}) if parents else refused
     if name in table:
         return f"this server does not hold it: {table[name].advice}"
-    if paths := " and ".join(elsewhere):
+    if paths := " and ".join(endpoints):
         return f"no such field here, only at {paths}: leave it out"
-    near = difflib.get_close_matches(name, [each for each in known if each != name], 2, 0.6)
+    near = difflib.get_close_matches(name, [other for other in known if other != name], 2, 0.6)
     return "no such field" + (f": did you mean {' or '.join(near)}?" if near else ": leave it out")

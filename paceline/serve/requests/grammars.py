@@ -1,4 +1,4 @@
-"""What an answer has to be: the grammar that a request asks for, in OpenAI's, vLLM's or our own words."""
+"""Reads the grammar for an answer from request fields of OpenAI, vLLM and paceline."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ GRAMMAR_FIELDS = ("response_format", "structured_outputs", "guided_json", "guide
 
 
 def grammar_of(request: Sampling) -> tuple[str, GrammarSpec] | None:
-    """The field that says what the answer has to be, and what it says. Raises RequestRefused when there are two such fields, or
-    one is incomplete."""
+    """Return the field with the grammar and the grammar, or None. Raises RequestRefused for two such fields or an incomplete
+    one."""
     specs = {
         "response_format": _format(request.response_format),
         "structured_outputs": _structured(request.structured_outputs),
@@ -43,14 +43,14 @@ def _choice(choices: list[str]) -> GrammarSpec:
     return GrammarSpec("regex", "|".join(META.sub(r"\\\g<0>", choice) for choice in choices))
 
 
-def _structured(asked: StructuredOutputs | None) -> GrammarSpec | None:
-    if asked is None:
+def _structured(outputs: StructuredOutputs | None) -> GrammarSpec | None:
+    if outputs is None:
         return None
     specs = [
-        None if asked.json_ is None else _schema(asked.json_),
-        None if asked.regex is None else GrammarSpec("regex", asked.regex),
-        None if asked.choice is None else _choice(asked.choice),
-        GrammarSpec("json_object") if asked.json_object else None,
+        None if outputs.json_ is None else _schema(outputs.json_),
+        None if outputs.regex is None else GrammarSpec("regex", outputs.regex),
+        None if outputs.choice is None else _choice(outputs.choice),
+        GrammarSpec("json_object") if outputs.json_object else None,
     ]
     given = [spec for spec in specs if spec]
     if len(given) != 1:

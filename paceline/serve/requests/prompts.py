@@ -1,6 +1,6 @@
-"""Prompts of requests as token ids: conversations through `model.chat`, texts and ids as they are.
+"""Encodes the prompts of requests: conversations with the chat template, texts, and token ids.
 
-Renders and encodes, so it belongs in a thread. Everything here raises RequestRefused.
+Rendering and encoding are slow: run these functions in a thread. All of them raise RequestRefused.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from paceline.serve.requests.tools import plain_tools, text_of, tools_of
 from paceline.serve.worker.engine import ModelInfo
 
 MAX_TOKEN_CHARACTERS = 64
-"""No prompt's tokens have so many characters on average: what is longer is refused without being encoded."""
+"""Upper bound of the mean characters per token: a prompt above it is rejected without being encoded."""
 TEMPLATE_FIELDS = ("reasoning_effort", "documents")
-"""Fields of a chat that only its template can hold."""
+"""Fields of a chat that are passed to the chat template, which must use them."""
 CHAT_ONLY = (
     "tools",
     "tool_choice",
@@ -30,27 +30,27 @@ CHAT_ONLY = (
     "add_generation_prompt",
     "continue_final_message",
 )
-"""Fields of /tokenize that go with messages."""
+"""Fields of /tokenize that are valid only with messages."""
 
 
 def chat_ids(request: ChatRequest, model: ModelInfo, clock: Clock | None = None) -> list[int]:
-    """Token ids of a chat request; `clock` is told what the parts take."""
+    """Return the token ids of a chat request's prompt; `clock` measures the template and the tokenizer."""
     check_characters(_texts(request), model, "messages")
     return encode_request(request, model.tokenizer, clock)
 
 
 def _texts(request: ChatRequest) -> Iterator[str]:
-    """All that goes into the prompt, about as long as it is there."""
+    """Yield all texts of the prompt, with about their rendered lengths."""
     for place, message in enumerate(request.messages):
         yield text_of(message, f"messages[{place}]")
         sent = message.as_sent()
         yield from (text for name in ("reasoning_content", "reasoning", "refusal") if isinstance(text := sent.get(name), str))
         yield from (compact(sent[name]) for name in ("tool_calls", "function_call") if sent.get(name))
-    yield from (compact(each) for each in (plain_tools(tools_of(request)), request.documents) if each)
+    yield from (compact(value) for value in (plain_tools(tools_of(request)), request.documents) if value)
 
 
 def encode_request(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, clock: Clock | None = None) -> list[int]:
-    """Token ids of a request's conversation, with all that its fields give to the template."""
+    """Return the token ids of a request's conversation, with the tools and variables of its fields."""
     variables = dict(request.chat_template_kwargs or {})
     for name in TEMPLATE_FIELDS:
         value = getattr(request, name)
@@ -63,7 +63,7 @@ def encode_request(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer,
 
 
 def turn_options(request: ChatRequest | TokenizeRequest) -> dict[str, bool]:
-    """How the rendered conversation ends."""
+    """Return the template options for the end of the rendered conversation."""
     if request.continue_final_message and request.add_generation_prompt:
         message = "continue_final_message goes on with the last message, add_generation_prompt opens a new one: choose"
         raise RequestRefused(message, param="continue_final_message")
@@ -81,8 +81,9 @@ def encode_chat(
     clock: Clock | None = None,
     **options: bool,
 ) -> list[int]:
-    """Token ids of a conversation as `model.chat` makes them, with its options; `clock` is told how long the template
-    took, and the tokenizer. Raises RequestRefused on malformed messages, or when the template refuses."""
+    """Return the token ids of a conversation (`options` as in `chat_text`); `clock` measures the template and the tokenizer.
+
+    Raises RequestRefused for malformed messages, or if the template rejects them."""
     clock = clock or Clock()
     try:
         plain = [message.as_sent() for message in messages]
@@ -96,7 +97,7 @@ def encode_chat(
 
 
 def tokenize_ids(request: TokenizeRequest, model: ModelInfo) -> list[int]:
-    """Token ids as the endpoints of answers make them."""
+    """Return the token ids for /tokenize, encoded like the prompts of answers."""
     if (request.prompt is None) == (request.messages is None):
         raise RequestRefused("give either prompt or messages", param="prompt")
     if request.messages is None:
@@ -110,7 +111,7 @@ def tokenize_ids(request: TokenizeRequest, model: ModelInfo) -> list[int]:
 
 
 def completion_ids(request: CompletionRequest, model: ModelInfo) -> list[list[int]]:
-    """Token ids of each prompt. Raises RequestRefused when there is none, or when one is empty, too long or no text."""
+    """Return the token ids of each prompt. Raises RequestRefused for missing, empty, too long or invalid prompts."""
     prompt, with_special = request.prompt, request.add_special_tokens is not False
     is_one = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))
     prompts, encoded = cast("list[str | list[int]]", [prompt] if is_one else prompt), list[list[int]]()
@@ -124,7 +125,7 @@ def completion_ids(request: CompletionRequest, model: ModelInfo) -> list[list[in
 
 
 def encode_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a raw prompt. Raises RequestRefused when the tokenizer refuses."""
+    """Return the token ids of a raw prompt. Raises RequestRefused if the tokenizer rejects it."""
     try:
         return tokenizer.encode(text, add_special_tokens)
     except PacelineError as error:
@@ -132,7 +133,7 @@ def encode_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool = True
 
 
 def check_ids(ids: list[int], model: ModelInfo, field: str) -> list[int]:
-    """The ids of this field. Raises RequestRefused on a token that the model does not have."""
+    """Return the ids. Raises RequestRefused for a token outside the vocabulary."""
     wrong = next((token for token in ids if not 0 <= token < model.vocab_size), None)
     if wrong is not None:
         raise RequestRefused(f"token {wrong} is outside the model's vocabulary of {model.vocab_size}", param=field)
@@ -140,7 +141,7 @@ def check_ids(ids: list[int], model: ModelInfo, field: str) -> list[int]:
 
 
 def check_characters(texts: Iterable[str], model: ModelInfo, field: str) -> None:
-    """Refuse what cannot fit before time is spent on it. Raises RequestRefused."""
+    """Raises RequestRefused for texts that cannot fit the context, before they are encoded."""
     num_characters = sum(map(len, texts))
     if num_characters > MAX_TOKEN_CHARACTERS * model.max_len:
         message = f"the prompt has {num_characters:,} characters, far more than {model.max_len} tokens hold: shorten it"

@@ -1,4 +1,4 @@
-"""From an API request to its route: which drafter it names, or what kind of request it is."""
+"""Determines the route of a request: the drafter that it names, or its request class."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from paceline.serve.requests.tools import text_of
 from paceline.types import NONE, Route
 
 LONGEST = 4 * max(TEMPLATE, LOOKED_AT)
-"""Characters of a message's beginning and end that are looked at."""
+"""Characters at a message's beginning and end that are used for classification."""
 AUTO, TAG = "auto", "tag"
 DRAFTER = "x-paceline-drafter"
-"""Header that names a drafter, whatever `ServeConfig.route` is."""
+"""Header that names a drafter; it overrides `ServeConfig.route`."""
 
 
 def chosen_route(name: str, drafters: Sequence[str]) -> Route:
-    """Return the route of a request whose header DRAFTER is `name`. Raises RequestRefused if there is none of this name."""
+    """Return the route of a request whose header DRAFTER is `name`. Raises RequestRefused for an unknown drafter."""
     if name not in (*drafters, NONE):
         message = f"there is no drafter {name!r:.100} here: {DRAFTER} names one of {', '.join([*drafters, NONE])}"
         raise RequestRefused(message, param=DRAFTER, code="drafter_not_found")
@@ -26,7 +26,7 @@ def chosen_route(name: str, drafters: Sequence[str]) -> Route:
 
 
 def route_of(how: str, body: ChatRequest | CompletionRequest, headers: Mapping[str, str], tag: str | None) -> Route | None:
-    """`how` is `ServeConfig.route`. None when the request names no drafter and should: it gets the first."""
+    """Return the route by `how` (`ServeConfig.route`); None, which selects the first drafter, if tag or header is missing."""
     if how != AUTO:
         name = tag if how == TAG else headers.get(how.partition(":")[2])
         return Route(name.strip()) if name else None
@@ -39,6 +39,7 @@ def route_of(how: str, body: ChatRequest | CompletionRequest, headers: Mapping[s
 
 
 def _texts(body: ChatRequest | CompletionRequest) -> list[tuple[str, str]]:
+    """Return (role, text) of each message, or of the first prompt; long texts are shortened."""
     if isinstance(body, ChatRequest):
         return [(message.role, _ends(text_of(message))) for message in body.messages]
     first = body.prompt if isinstance(body.prompt, str) else body.prompt[0] if body.prompt else ""

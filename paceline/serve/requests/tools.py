@@ -1,4 +1,4 @@
-"""The tools of a request, and the schema of a call that it demands. `replies/tool_calls.py` reads calls out of answers."""
+"""Tools of a request, and the JSON schema of a forced call. `replies/tool_calls.py` parses calls in answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.serve.requests.protocol import ChatRequest, ChosenTool, Message, T
 
 
 def tools_of(request: ChatRequest | TokenizeRequest) -> list[Tool]:
-    """The tools that this answer may call. Raises RequestRefused when the choice names none of them."""
+    """Return the tools that the answer may call. Raises RequestRefused if tool_choice names an unknown tool."""
     tools, choice = request.tools or [], request.tool_choice
     if isinstance(choice, ChosenTool) and choice.function.name not in {tool.function.name for tool in tools}:
         raise RequestRefused(f"tool_choice names {choice.function.name!r}, which is not among the tools", param="tool_choice")
@@ -23,7 +23,7 @@ def tools_of(request: ChatRequest | TokenizeRequest) -> list[Tool]:
 
 
 def forced_schema(request: ChatRequest) -> str | None:
-    """JSON schema of the one call that the answer must be, or None when it may also be text."""
+    """Return the JSON schema of a forced call, or None if the answer may be text."""
     choice = request.tool_choice
     if choice is None or choice in ("none", "auto"):
         return None
@@ -37,12 +37,12 @@ def forced_schema(request: ChatRequest) -> str | None:
 
 
 def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Tools as they were sent."""
+    """Return the tools as JSON, as the client sent them."""
     return [tool.model_dump(exclude_unset=True) for tool in tools]
 
 
 def text_of(message: Message, field: str = "messages") -> str:
-    """A message's text; `field` is where it stands. Raises RequestRefused on parts that are no text."""
+    """Return a message's text; errors name `field`. Raises RequestRefused for parts without text."""
     try:
         return content_text(message.content, f"{field}.content")
     except MessageError as error:

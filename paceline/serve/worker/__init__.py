@@ -1,1 +1,1 @@
-"""The thread that owns the engine."""
+"""The engine's thread, and the queues between it and the event loop."""

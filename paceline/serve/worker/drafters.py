@@ -1,7 +1,7 @@
-"""Drafters that come and go while the server answers: read and bound in a thread, tried on a request of their own, put in
-between two rounds.
+"""Loads and unloads drafters while the server answers.
 
-A drafter that is refused has changed nothing. Requests that run keep the drafter they began with, whatever is done here.
+A drafter is read in a thread, tested on a trial request, and swapped in between two rounds. A rejected drafter changes nothing.
+Running requests keep their drafter.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -21,65 +22,46 @@ from paceline.plan.clusters import label
 from paceline.serve.http.failures import ApiError, RequestRefused
 from paceline.serve.settings import MOST_DRAFTERS, check_name
 from paceline.serve.worker.engine import ModelInfo
+from paceline.serve.worker.inbox import complete
 from paceline.serve.worker.worker import EngineWorker
 from paceline.types import CANDIDATE, NONE, SamplingParams
 
 TRY_SECONDS = 60.0
-"""How long the trial of a drafter may take, the wait for a row included."""
+"""Time limit of a drafter's trial request, including its wait for a row."""
 TRY_TEXT = "The quick brown fox jumps over the lazy dog. The quick brown fox"
 TRY_PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
 async def _in_thread(function: Callable[[], Any]) -> Any:
-    """Call it in a thread of its own, which does not hold up the end of this process: a slow disk may take minutes."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():  # nobody waits any more
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    def run() -> None:
-        result: Any = None
-        error: BaseException | None = None
-        try:
-            result = function()
-        except Exception as raised:  # noqa: BLE001  (the waiting coroutine raises it)
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, name="paceline-drafter", daemon=True).start()
-    return await future
+    """Call `function` in a daemon thread, which does not delay the end of the process: a slow disk may take minutes."""
+    future: Future[Any] = Future()
+    threading.Thread(target=complete, args=(future, function), name="paceline-drafter", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 class Drafters:
-    """What the admin API does. Belongs to the event loop."""
+    """Operations of the admin API, for the event loop."""
 
     def __init__(self, worker: EngineWorker[Any]) -> None:
         self._worker = worker
         self._busy: dict[str, str] = {}
-        """Name -> state of those that are no members yet."""
+        """Name -> state of drafters that are being loaded."""
         self._since: dict[str, tuple[int, int, float]] = {}
-        """Name -> what was counted under it before its drafter came."""
+        """Name -> (rounds, tokens, seconds) counted under this name before the current drafter was loaded."""
 
     async def table(self) -> list[dict[str, Any]]:
-        """A row for each drafter: name, drafter, state, rows, tokens_per_round, tokens_per_s, memory_bytes."""
+        """Return a row for each drafter: name, drafter, state, rows, tokens_per_round, tokens_per_s, memory_bytes."""
         members = await self._call(_rows)
         empty = {"drafter": "", "rows": 0, "memory_bytes": 0}
         shown = members + [{"name": name, "state": state, **empty} for name, state in self._busy.items()]
         return [row | self._figures(row["name"]) for row in shown]
 
     async def clusters(self) -> list[dict[str, Any]]:
-        """What the router knows of each kind of request; empty without a router."""
+        """Return the router's statistics of each request class; empty without a router."""
         return await self._call(_clusters)
 
     async def load(self, name: str, drafter: str) -> dict[str, Any]:
-        """Make a drafter a member, in the place of any other of this name; returns its row. Raises ApiError."""
+        """Load a drafter into the pool, replacing any other of this name; returns its row. Raises ApiError."""
         with _refusing():
             check_name(name)
         if self._busy:
@@ -92,24 +74,24 @@ class Drafters:
                 model, names = await self._call(lambda model: (model, list(model.engine.pool.members)))
                 if name not in names and len(names) >= MOST_DRAFTERS:
                     raise ApiError.known("too_many_drafters", number=len(names))
-                made = await _in_thread(partial(_read, model, drafter))
-                if not made.is_at_hand:
-                    await self._try(made, model.target.vocab_size)
+                loaded = await _in_thread(partial(_read, model, drafter))
+                if not loaded.is_at_hand:
+                    await self._try(loaded, model.target.vocab_size)
                 del model
-                await self._worker.call(lambda model: model.put_drafter(name, made))
+                await self._worker.call(lambda model: model.put_drafter(name, loaded))
                 self._since[name] = self._counted(name)
         finally:
             del self._busy[name]
         return await self._changed(name)
 
     async def drain(self, name: str) -> dict[str, Any]:
-        """Give it to no new request; returns its row. Raises ApiError."""
+        """Give the drafter no new requests; returns its row. Raises ApiError."""
         with _refusing(404):
             await self._call(lambda model: model.drain_drafter(name))
         return await self._changed(name)
 
     async def unload(self, name: str) -> list[dict[str, Any]]:
-        """Forget a drafter that no request has any more; returns the rows of the others. Raises ApiError."""
+        """Unload a drafter without running requests; returns the rows of the others. Raises ApiError."""
 
         def remove(model: Any) -> int:
             pool = model.engine.pool
@@ -120,14 +102,14 @@ class Drafters:
 
         with _refusing(404):
             if num_rows := await self._call(remove):
-                made = f"{num_rows} answer{' is' if num_rows == 1 else 's are'}"
-                message = f"{made} still made with drafter {name!r}: drain it, and wait until it has no rows"
+                answers = f"{num_rows} answer{' is' if num_rows == 1 else 's are'}"
+                message = f"{answers} still made with drafter {name!r}: drain it, and wait until it has no rows"
                 raise RequestRefused(message, code="drafter_busy", status=409)
         self._worker.info = await self._worker.call(ModelInfo.of)
         return await self.table()
 
     async def pin(self, cluster: str, name: str | None) -> dict[str, Any]:
-        """Give requests of a cluster this member, or a chosen one again; returns the cluster's row. Raises ApiError."""
+        """Pin a request class to a drafter, or unpin it (None); returns the class's row. Raises ApiError."""
 
         def pin(model: Any) -> None:
             if name not in (None, NONE):
@@ -145,7 +127,7 @@ class Drafters:
         return next(row for row in await self.table() if row["name"] == name)
 
     async def _call(self, function: Any) -> Any:
-        """As EngineWorker.call. Raises ApiError when requests are not taken now, or the engine has no pool."""
+        """Call `function` in the engine's thread. Raises ApiError if the server is not ready or has no pool of drafters."""
         self._worker.serving()
 
         def checked(model: Any) -> Any:
@@ -156,8 +138,9 @@ class Drafters:
         return await self._worker.call(checked)
 
     async def _try(self, drafter: Any, vocab_size: int) -> None:
-        """Have it draft after a short text, among the requests that run. Raises what the drafter raised. Keeps no
-        engine alive: one that crashes meanwhile must leave the memory."""
+        """Run a trial request with the drafter among the running requests. Raises the drafter's error.
+
+        Holds only a weak reference to the engine, so that a crashed one can be freed."""
         trial = Probation(drafter, vocab_size)
 
         def begin(model: Any) -> tuple[weakref.ref[Any], int]:
@@ -165,7 +148,7 @@ class Drafters:
             return weakref.ref(model.engine), model.engine.add(prompt, TRY_PARAMS, guest=trial)
 
         def end(model: Any) -> None:
-            if engine() is model.engine:  # a new engine's numbers may begin anew
+            if engine() is model.engine:  # a new engine may reuse request ids
                 model.engine.abort(request_id)
 
         engine, request_id = await self._worker.call(begin)
@@ -180,6 +163,7 @@ class Drafters:
         return self._worker.metrics.drafters.totals(name)
 
     def _figures(self, name: str) -> dict[str, float | None]:
+        """Return acceptance length and tokens/s since the drafter was loaded."""
         num_rounds, num_tokens, seconds = (
             now - before for now, before in zip(self._counted(name), self._since.get(name, (0, 0, 0.0)), strict=True)
         )
@@ -190,16 +174,16 @@ class Drafters:
 
 
 def _read(model: Any, name: str) -> Any:
-    """A drafter that is ready to be put in. Raises what making and binding it raises; MemoryBudgetError without memory."""
+    """Load a drafter and bind it to the target. Raises PacelineError, MemoryBudgetError if there is too little memory."""
     try:
         drafter = model.make_drafter(name, num_drafted=model.config.num_drafted)
         drafter.keep_weights()
     except PacelineError:
         raise
-    except Exception as error:  # whatever a folder holds, it is a reason to refuse it
+    except Exception as error:  # any error while reading a folder rejects the drafter
         raise ConfigError(f"drafter {name!r} cannot be read: {type(error).__name__} {error}") from error
     if drafter.name == NONE:
-        raise ConfigError("none is a member always: give a drafter")
+        raise ConfigError("none is always available: give a drafter")
     cache_bytes, free, budget = drafter.cache_bytes(model.target), free_bytes(), model.config.kv_memory
     needed = cache_bytes + 2 * drafter.weight_bytes
     if free is not None and needed > free:
@@ -244,16 +228,12 @@ def _clusters(model: Any) -> list[dict[str, Any]]:
     ]
 
 
-class _refusing:
-    """Errors of ours become the client's. One of memory says nothing about the drafter, and has a code of its own."""
-
-    def __init__(self, status: int = 400) -> None:
-        self._status = status
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, MemoryBudgetError):
-            raise ApiError.known("no_memory", reason=error) from error
-        if isinstance(error, PacelineError):
-            raise RequestRefused(str(error), code="drafter_refused", status=self._status) from error
+@contextlib.contextmanager
+def _refusing(status: int = 400) -> Iterator[None]:
+    """Convert PacelineErrors to ApiErrors. Too little memory has its own code, because it is not the drafter's fault."""
+    try:
+        yield
+    except MemoryBudgetError as error:
+        raise ApiError.known("no_memory", reason=error) from error
+    except PacelineError as error:
+        raise RequestRefused(str(error), code="drafter_refused", status=status) from error

@@ -1,6 +1,6 @@
-"""What the server needs of a model and its engine: `paceline.LLM` is one, and another may stand in its place.
+"""Interface between the server and a model with its engine; `paceline.LLM` implements it, other engines can too.
 
-Everything belongs to the engine's thread, but for `compile` of its grammars.
+All methods are called in the engine's thread, except `compile` of the grammars.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ if TYPE_CHECKING:
 
 
 class Cache(Protocol):
-    """Rows of `max_len` positions each; `lengths` says how many of them are in use."""
+    """A KV cache of `num_rows` rows with `max_len` positions each."""
 
     num_rows: int
     max_len: int
     lengths: list[int]
+    """Positions in use in each row."""
 
 
 class Target(Protocol):
+    """The target model."""
+
     vocab_size: int
 
     @property
@@ -33,25 +36,33 @@ class Target(Protocol):
 
 
 class Requests(Protocol):
-    """Those in the engine: without a row of the cache, with a part of their prompt read, with an answer under way."""
+    """Requests in the engine, by state."""
 
     @property
-    def waiting(self) -> Collection[Sequence]: ...
+    def waiting(self) -> Collection[Sequence]:
+        """Requests without a cache row."""
+        ...
 
     @property
-    def prefilling(self) -> Collection[Sequence]: ...
+    def prefilling(self) -> Collection[Sequence]:
+        """Requests whose prompt is not complete in the cache."""
+        ...
 
     @property
-    def running(self) -> Collection[Sequence]: ...
+    def running(self) -> Collection[Sequence]:
+        """Decoding requests."""
+        ...
 
 
 class Engine(Protocol):
+    """An engine."""
+
     rounds: list[RoundStats]
-    """The rounds of the latest step: at most one."""
+    """Rounds of the latest step: at most one."""
     read: tuple[int, float]
-    """Prompt tokens that the latest step read, and the seconds that took; 0 of both where an engine cannot tell."""
+    """Prompt tokens prefilled by the latest step, and the seconds spent on them; (0, 0.0) if unknown."""
     grammars: Any
-    """Its `compile` is `ModelInfo.compile`. An engine that takes another's place is given its grammars."""
+    """Grammar compiler, whose `compile` becomes `ModelInfo.compile`. A restarted engine takes over the previous one's."""
 
     @property
     def scheduler(self) -> Requests: ...
@@ -63,20 +74,21 @@ class Engine(Protocol):
     def has_work(self) -> bool: ...
 
     def add(self, prompt_ids: list[int], params: SamplingParams, constraint: Constraint | None, route: Route | None, /) -> int:
-        """Queue a request; returns its id. `route` says whose drafts it should get, where there are several drafters. Raises
-        PacelineError on bad input, and then nothing has changed."""
+        """Queue a request; returns its id. `route` selects one of several drafters.
+
+        Raises PacelineError on invalid input, without side effects."""
         ...
 
     def abort(self, request_id: int) -> Sequence | None:
-        """Drop a request; returns its sequence, or None when it is done or unknown."""
+        """Drop a request; returns its sequence, or None if it is finished or unknown."""
 
     def step(self) -> list[Chunk]:
-        """What each request gained. One that fails alone gets a chunk with finish_reason "error" and has its `sequence.error`;
-        an exception means that the engine is lost."""
+        """Run one step; returns the new tokens of each request. A failed request gets a chunk with finish_reason "error" and
+        `sequence.error`; an exception means that the engine is unusable."""
         ...
 
     def check_integrity(self) -> None:
-        """Raises when the engine is harmed."""
+        """Raises if the engine's state is corrupt."""
 
 
 class Model(Protocol):
@@ -90,39 +102,39 @@ class Model(Protocol):
 
     @property
     def drafter(self) -> Any:
-        """What requests get that ask for none."""
+        """Default drafter of requests."""
 
     @property
     def members(self) -> Mapping[str, Any]:
-        """What requests may get, by name: records of a `drafter`, and whether it `is_open` to new ones."""
+        """Pool of drafters: name -> entry with its `drafter`, and `is_open` if new requests may use it."""
         ...
 
     def use_members(self, members: Any, /) -> None:
-        """Draft with these from now on, `members` of another engine, which failed."""
+        """Use the drafters of another, failed engine (its `members`)."""
 
     def renew(self) -> None:
-        """After a crash: the same weights and drafters, an empty cache, a new engine."""
+        """Create a new engine with an empty cache after a crash; keeps weights and drafters."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the event loop may know of the model; holds none of its memory."""
+    """Properties of the model for the event loop; keeps no weights or cache in memory."""
 
     name: str
     tokenizer: Tokenizer
     max_len: int
-    """Tokens of prompt and answer together."""
+    """Context length: most tokens of prompt and answer together."""
     num_rows: int
-    """Answers made at once."""
+    """Cache rows: most answers that are generated together."""
     vocab_size: int
     drafter: str
-    """Whose drafts a new answer may get."""
+    """Names of all drafters, joined by commas."""
     compile: Callable[[GrammarSpec], Constraint]
-    """Fresh state for one answer, from any thread. Raises SamplingError on a grammar that cannot be followed."""
+    """Compiles a grammar to the initial state for one answer; thread-safe. Raises SamplingError for unsupported grammars."""
     mocked: str = ""
-    """What acceptance is mocked, for people; empty where answers are the model's own."""
+    """Description of the mocked acceptance; empty if acceptance is not mocked."""
     drafters: tuple[str, ...] = ()
-    """Names of the drafters that a request may choose from, the default first; without "none"."""
+    """Drafters that new requests may choose, the default first; without "none"."""
 
     @property
     def lossless(self) -> bool:

@@ -1,6 +1,6 @@
-"""Commands for the engine's thread: requests to add or drop, functions to run there. `ticket.Outbox` is the way out.
+"""Queue of commands for the engine's thread: requests to add or drop, and functions to run. `ticket.Outbox` is its opposite.
 
-A caller of `call` gets its result or an error in any case, also when the thread ends before it comes to it.
+A caller of `call` always gets a result or an error, even if the thread ends first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Command = Callable[[], None]
 
 
 class Inbox:
-    """First in, first out. Any thread puts commands in, one thread takes them out until it calls `close`."""
+    """FIFO queue: any thread posts commands, one thread takes them until it calls `close`."""
 
     def __init__(self) -> None:
         self._commands: deque[Command] = deque()
@@ -32,18 +32,18 @@ class Inbox:
         return len(self._commands)
 
     def post(self, command: Command) -> None:
-        """Queue a command; once the inbox is closed it is dropped."""
+        """Queue a command; a closed inbox drops it."""
         with self._condition:
             if self._closed is None:
                 self._commands.append(command)
                 self._condition.notify()
 
     def post_first(self, command: Command) -> None:
-        """Queue a command before all others. For the thread that takes them out."""
+        """Queue a command before all others. Only for the thread that takes commands."""
         self._commands.appendleft(command)
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Queue a function; the future gets its result or exception, or an ApiError once the inbox is closed."""
+        """Queue a function; the future gets its result or exception, or an ApiError if the inbox is closed."""
         future: Future[Any] = Future()
         with self._condition:
             if self._closed is not None:
@@ -51,18 +51,18 @@ class Inbox:
                 return future
             self._calls.add(future)
             future.add_done_callback(self._calls.discard)  # first: once queued it may be done, and `close` called
-            self._commands.append(partial(_answer, future, function))
+            self._commands.append(partial(complete, future, function))
             self._condition.notify()
         return future
 
     def stop(self) -> None:
-        """Have `wait` return False once nothing is queued."""
+        """Make `wait` return False when the queue is empty."""
         with self._condition:
             self.is_stopping = True
             self._condition.notify()
 
     def wait(self) -> bool:
-        """Sleep until a command is queued; False when there is none and `stop` was called."""
+        """Sleep until a command is queued; returns False if the queue is empty and `stop` was called."""
         with self._condition:
             while not self._commands:
                 if self.is_stopping:
@@ -71,11 +71,11 @@ class Inbox:
         return True
 
     def take(self) -> Command:
-        """The oldest command. Raises IndexError when there is none."""
+        """Return the oldest command. Raises IndexError if the queue is empty."""
         return self._commands.popleft()
 
     def close(self, code: str) -> None:
-        """Fail every call without a result, and every later one, with this error of failures.json."""
+        """Fail all pending and later calls with this error of failures.json."""
         with self._condition:
             self._closed = code
             self._commands.clear()
@@ -84,7 +84,8 @@ class Inbox:
                 future.set_exception(ApiError.known(code))
 
 
-def _answer(future: Future[Any], function: Callable[[], Any]) -> None:
+def complete(future: Future[Any], function: Callable[[], Any]) -> None:
+    """Set the future's result or exception to that of `function()`, unless the future is cancelled."""
     if not future.set_running_or_notify_cancel():
         return
     try:

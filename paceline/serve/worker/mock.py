@@ -1,9 +1,9 @@
-"""`serve --mock`: the production server under a load that no drafter exists for yet.
+"""`serve --mock`: load tests of the server with mocked acceptance, before a drafter is trained.
 
     engine = mocked_engine(EngineConfig(model="Qwen3-0.6B"), "survival:.77,.57,.42", scratch)
 
-What acceptance is mocked, and models of which there is a config and no weights: those get random ones. Everything else is the
-server's own: HTTP, queue, tokenizer, prefill, drafting, verify pass, cache, detokenising. No answer is lossless.
+Models with a config but without weights get random weights. Everything else is real: HTTP, queue, tokenizer, prefill, drafting,
+verification, cache, detokenisation. No answer is lossless.
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ REMEDY = (
     "whatever --acceptance of simulate reads; for trees marginals: greedy, sampled, or a JSON file that has some"
 )
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-
-
 Mock = float | tuple[float, ...] | Marginals
+"""Mocked acceptance: tokens per round, a survival curve, or marginals."""
 
 
 def read_mock(text: str) -> Mock:
-    """Tokens a round, a survival curve or marginals, of what a person wrote. Raises ConfigError.
+    """Parse --mock. Raises ConfigError.
 
-    A number below 1 is none; a curve is written .8,.6,.4 (survival:.8,.6,.4 too), or read from a file: a JSON list, an object
-    with a list "survival", or a run, a trace or a log as `paceline simulate --acceptance` takes them. Marginals are those built
-    in, or a file: a JSON list of lists, or an object with "marginals".
+    Tokens per round must be 1 or more. A survival curve is written .8,.6,.4 or survival:.8,.6,.4, or read from a file: a JSON
+    list, an object with a list "survival", or a run, trace or log that `paceline simulate --acceptance` accepts. Marginals are
+    built-in ones, or a JSON file with a list of lists or an object with "marginals".
     """
     path = Path(text).expanduser()
     if text in built_in():
@@ -60,34 +59,39 @@ def read_mock(text: str) -> Mock:
 
 
 def _curve_of(path: Path) -> tuple[float, ...] | Marginals:
+    """Read a survival curve or marginals from a file. Raises ConfigError."""
     if path.suffix == ".json":
-        told = read_json(path, REMEDY)
-        is_nested = isinstance(told, list) and bool(told) and all(isinstance(own, list) for own in told)
-        if is_nested or (isinstance(told, dict) and "marginals" in told):
-            return marginals_in(told, f"--mock {path}")
-        shares = told.get("survival") if isinstance(told, dict) else told
+        content = read_json(path, REMEDY)
+        is_nested = isinstance(content, list) and bool(content) and all(isinstance(row, list) for row in content)
+        if is_nested or (isinstance(content, dict) and "marginals" in content):
+            return marginals_in(content, f"--mock {path}")
+        shares = content.get("survival") if isinstance(content, dict) else content
         if isinstance(shares, list):
             with reraised(ConfigError, f"--mock {path} holds no curve of numbers", REMEDY, TypeError, ValueError):
                 return _checked([float(share) for share in shares])
-    found = read_acceptance(path)
-    return tuple(found.survival(found.depth or 1))
+    acceptance = read_acceptance(path)
+    return tuple(acceptance.survival(acceptance.depth or 1))
 
 
 def _checked(shares: list[float]) -> tuple[float, ...]:
-    """Raises ConfigError for what is empty, rises, or lies outside 0 to 1."""
+    """Return the curve. Raises ConfigError if it is empty, rises, or leaves the range 0 to 1."""
     if not shares or not all(0 <= later <= sooner <= 1 for sooner, later in pairwise((1.0, *shares))):  # also NaN
         raise ConfigError(f"--mock: a survival curve has shares that fall, between 1 and 0, not {shares}: {REMEDY}")
     return tuple(shares)
 
 
 def mocked_engine(engine: EngineConfig, mock: str, scratch: Path) -> EngineConfig:
-    """The settings with this acceptance. Where there is only a config the weights are random, and a file or a catalogue's entry
-    becomes a folder in `scratch`, called as the model. Raises ConfigError, ModelNotFoundError or UnsupportedModelError."""
-    kept, path = read_mock(mock), Path(engine.model).expanduser()
-    mocked: dict[str, Any] = {"mocked_survival": kept} if isinstance(kept, tuple) else {"mocked_tokens_per_round": kept}
-    if isinstance(kept, Marginals):
-        mocked = {"mocked_marginals": kept.chances_KM}
-    engine = replace(engine, **mocked)
+    """Return the engine settings with mocked acceptance, and with random weights if the model has only a config.
+
+    A config file or catalogue entry is written to a folder in `scratch` named after the model. Raises ConfigError,
+    ModelNotFoundError or UnsupportedModelError."""
+    acceptance, path = read_mock(mock), Path(engine.model).expanduser()
+    if isinstance(acceptance, Marginals):
+        engine = replace(engine, mocked_marginals=acceptance.chances_KM)
+    elif isinstance(acceptance, tuple):
+        engine = replace(engine, mocked_survival=acceptance)
+    else:
+        engine = replace(engine, mocked_tokens_per_round=acceptance)
     if path.is_dir():
         has_weights = any(True for pattern in WEIGHTS for _ in path.glob(pattern))
         return engine if has_weights else replace(engine, weights="random")
@@ -103,8 +107,8 @@ def mocked_engine(engine: EngineConfig, mock: str, scratch: Path) -> EngineConfi
 
 
 def _with_config(engine: EngineConfig, config: dict[str, Any], folder: Path) -> EngineConfig:
-    """The catalogue leaves `architectures` out; without it only Transformers would know the model."""
-    by_family = {told["family"]: architecture for architecture, told in FAMILIES.items()}
+    """Write the config to `folder`, with `architectures`, which the catalogue omits; returns settings for random weights."""
+    by_family = {entry["family"]: architecture for architecture, entry in FAMILIES.items()}
     if "architectures" not in config and config.get("model_type") in by_family:
         config = {"architectures": [by_family[config["model_type"]]], **config}
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,13 +116,12 @@ def _with_config(engine: EngineConfig, config: dict[str, Any], folder: Path) -> 
     return replace(engine, model=str(folder), weights="random")
 
 
-def mocked_drafter(name: str, model: str, most_kept: float) -> str:
-    """The drafter `name` of a mocked server. "default" is what ships for the model, if that is on this machine, else
-    random weights of a block drafter's size: the right cost. Raises ConfigError for one that does not draft in every
-    round."""
+def mocked_drafter(name: str, model: str, most_accepted: float) -> str:
+    """Return the drafter for a mocked server: for "default", the model's shipped drafter if it is installed, else
+    random-dflash, which costs as much. Raises ConfigError for a drafter that does not draft in every round."""
     if name == "default":
         return name if shipped.local(model) else "random-dflash"
-    if name == LOOKUP or (name == NONE and most_kept > 1):
+    if name == LOOKUP or (name == NONE and most_accepted > 1):
         raise ConfigError(
             f"--drafter {name} does not draft in every round, so nothing could be kept as --mock says: leave --drafter out, or "
             "give a checkpoint or random-dflash"
@@ -126,12 +129,12 @@ def mocked_drafter(name: str, model: str, most_kept: float) -> str:
     return name
 
 
-def check_yield(kept: Mock, num_drafted: int) -> None:
-    """Raises ConfigError when a drafter of so many drafts cannot bring what is mocked."""
-    kept = kept.survival if isinstance(kept, Marginals) else kept
-    most = len(kept) + 1 if isinstance(kept, tuple) else kept
+def check_yield(mock: Mock, num_drafted: int) -> None:
+    """Raises ConfigError if `num_drafted` drafts per round are too few for the mocked acceptance."""
+    mock = mock.survival if isinstance(mock, Marginals) else mock
+    most = len(mock) + 1 if isinstance(mock, tuple) else mock
     if most > num_drafted + 1:
-        what = f"a curve of {most - 1} drafts" if isinstance(kept, tuple) else f"{kept:g} tokens a round"
+        what = f"a curve of {most - 1} drafts" if isinstance(mock, tuple) else f"{mock:g} tokens a round"
         raise ConfigError(
             f"--mock asks for {what}, and the drafter drafts {num_drafted}: ask for less, or raise --num-drafted and the block"
         )

@@ -1,4 +1,4 @@
-"""One API request on its way through the worker: its jobs, the events that come back and how."""
+"""State of one API request in the worker: its jobs and events, and the queue of events to the event loop."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One answer to be made."""
+    """One answer to generate."""
 
     prompt_ids: list[int]
     params: SamplingParams
     constraint: Constraint | None = None
-    """The grammar of `params`, compiled where nobody waits for it."""
+    """Compiled grammar of `params`."""
     grammar_field: str | None = None
-    """The request's field that the grammar comes from."""
+    """Request field with the grammar, for errors."""
     clock: Clock = field(default_factory=Clock)
-    """Has followed the API request so far; the same for all its jobs."""
+    """Clock of the API request, shared by its jobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one step added to one answer."""
+    """New tokens of one answer from one step."""
 
     index: int
-    """Which of the ticket's jobs."""
+    """Index of the job in its ticket."""
     chunk: Chunk
-    """Its `sequence` is the engine's own: to be read only when `finish_reason` is set."""
+    """New text and tokens. Read `chunk.sequence`, which the engine modifies, only after `finish_reason` is set."""
     num_accepted: int
-    """How many of the tokens, the first ones, are drafts that stood."""
+    """Number of accepted drafts, which are the first of the tokens."""
     logprobs: list[TokenLogprob]
 
 
 class Ticket:
-    """The answers to one API request as they grow. Read by one task of the event loop, which closes it in any case."""
+    """The answers to one API request. One task of the event loop reads it and must close it."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class Ticket:
         self.jobs, self.tag, self.route, self.deadline = jobs, tag, route, deadline
         self.num_left = len(jobs)
         self.request_ids: list[int] = []
-        """The engine's ids; for the engine's thread only."""
+        """Request ids in the engine; for the engine's thread only."""
         self._abort = abort
         self._events: list[Event] = []
         self._error: Exception | None = None
         self._arrived = asyncio.Event()
 
     async def read(self) -> list[Event]:
-        """All that is new, at least one event; an empty list at the end. Raises what ended the request."""
+        """Wait for new events and return them; an empty list after the last one. Raises the error that ended the request."""
         while not self._events:
             if self._error:
                 raise self._error
@@ -75,17 +75,18 @@ class Ticket:
         return events
 
     def close(self) -> None:
-        """Nobody reads any more: what is unfinished is aborted, its rows are free before the next step."""
+        """Abort unfinished answers; their cache rows are free before the next step."""
         if self.num_left:
             self._abort(self)
 
     def put(self, event: Event) -> None:
+        """Add an event for `read`."""
         self.num_left -= event.chunk.finish_reason is not None
         self._events.append(event)
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:
-        """End it; events that came before are still read."""
+        """End the request with an error, after the events so far."""
         self.num_left, self._error = 0, error
         self._arrived.set()
 
@@ -94,20 +95,20 @@ Addressed = tuple[Ticket, Event | Exception]
 
 
 class Outbox:
-    """What the engine's thread has for the event loop, several rounds' together: to wake the loop costs time on its cores.
+    """Passes events from the engine's thread to the event loop, batching several rounds, since waking the loop costs CPU time.
 
-    A first token, an end and an error go at once. What lies between goes when waiting for another round would make it later
-    than the interval, so that rounds which take longer than that are handed over one by one.
+    First tokens, ends and errors are delivered at once. Other events are delivered when waiting for the next round would exceed
+    the interval, so slow rounds are delivered one by one.
     """
 
     def __init__(self, deliver: Callable[[list[Addressed]], None], interval_s: float) -> None:
-        """`deliver` gets events in their order; `interval_s` 0 holds nothing back."""
+        """`deliver` gets the events in order; `interval_s` 0 delivers every round at once."""
         self._deliver, self._interval_s = deliver, interval_s
         self._held: list[Addressed] = []
         self._oldest_s = 0.0
 
     def put(self, events: list[Addressed], now: float, step_s: float, *, is_urgent: bool) -> None:
-        """Events of a step that ended at `now` and took `step_s`, as the next one may."""
+        """Add the events of a step that ended at `now` and took `step_s`, the estimated time of the next step."""
         if not self._held:
             self._oldest_s = now
         self._held += events
@@ -115,12 +116,12 @@ class Outbox:
             self.flush()
 
     def send(self, events: list[Addressed]) -> None:
-        """At once, after what is held."""
+        """Deliver all held events and these at once."""
         self._held += events
         self.flush()
 
     def flush(self) -> None:
-        """Hand over what is held."""
+        """Deliver all held events."""
         if self._held:
             events, self._held = self._held, []
             self._deliver(events)

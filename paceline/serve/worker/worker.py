@@ -1,9 +1,9 @@
-"""One thread owns the engine; the event loop hands it requests and gets their answers.
+"""Runs the engine in its own thread and connects it to the event loop.
 
-Requests go in as commands through a queue, answers come back as one call of the event loop per engine step. Neither side
-waits for the other: the engine sleeps only when it has nothing to do. A request that fails alone gets an error of its own. An
-exception out of a step ends every answer that has begun as engine_crashed; the engine is then built anew, with the drafter
-that it had, and goes on with the requests that wait.
+Requests are passed as commands through a queue (`Inbox`); events of several steps are batched into one call of the event loop
+(`Outbox`). Neither side waits for the other: the engine sleeps only without work. A failed request gets its own error. An
+exception of a step ends all running answers with engine_crashed; the engine is then rebuilt with the same drafters, and
+continues with the waiting requests.
 """
 
 from __future__ import annotations
@@ -37,32 +37,34 @@ M = TypeVar("M", bound=Model)
 
 State = Literal["loading", "ready", "restarting", "draining", "stopped", "failed"]
 COMPILERS = 2
-"""Grammars that are compiled at once: a large one takes seconds, which neither the engine nor other requests wait for."""
+"""Threads that compile grammars; a large grammar takes seconds, which must not delay other requests."""
 MAX_TAG = 128
-"""Characters of a request's tag that are kept."""
+"""Longest tag; longer ones are cut."""
 MAX_LOADS = 3
-"""Tries to build an engine after a crash before the worker gives up."""
+"""Tries to rebuild the engine after a crash before the worker gives up."""
 STEADY_SECONDS = 10.0
-"""Weights that served for so long are used again after a crash; of an engine that fails sooner nothing is kept."""
+"""An engine that crashes after more seconds than this is rebuilt with the loaded weights; otherwise the model is reloaded."""
 log = logging.getLogger("paceline.serve")
 
 
 def _marks(model: Model) -> dict[str, Any]:
-    """Equal as long as the model's drafters are the same."""
+    """Return a value that is equal as long as the model's drafters are the same."""
     return {name: (weakref.ref(member.drafter), member.is_open) for name, member in model.members.items()}
 
 
 @dataclass(slots=True)
 class _Live:
-    """A request inside the engine, and what of it was handed over."""
+    """A request in the engine."""
 
     ticket: Ticket
     index: int
+    """Index of its job in the ticket."""
     num_tokens: int = 0
+    """Tokens delivered so far."""
 
 
 class EngineWorker(Generic[M]):
-    """The engine's thread and the way in and out of it. All public methods belong to the event loop."""
+    """The engine's thread and its queues. Public methods must be called from the event loop."""
 
     def __init__(
         self,
@@ -72,8 +74,8 @@ class EngineWorker(Generic[M]):
         *,
         warm_up: Callable[[M], None] | None = None,
     ) -> None:
-        """`factory` loads the model, in the engine's thread, at the start and when its engine fails soon after; `warm_up` is
-        called with each engine before its first request."""
+        """`factory` loads the model in the engine's thread, at the start and after an early crash; `warm_up` is called with
+        each new engine before its first request."""
         self.config, self.metrics = config, metrics
         self.state: State = "loading"
         self.info: ModelInfo | None = None
@@ -82,48 +84,49 @@ class EngineWorker(Generic[M]):
         self._compiling = ThreadPoolExecutor(COMPILERS, "paceline-grammar")
         self._open: set[Ticket] = set()
         self._idle = asyncio.Event()
-        self._settled = asyncio.Event()
+        self._has_started = asyncio.Event()
+        """Set when the model is loaded, or failed to load."""
         self._mean_s = 1.0
         self._model: M | None = None
-        """For the engine's thread only, as all below."""
+        """For the engine's thread only, like all attributes below."""
         self._own_members: Any = None
-        """Which drafters the model was loaded with; keeps none of them in memory."""
+        """Marks of the drafters that the model was loaded with; holds weak references only."""
         self._grammars: Any = None
         self._inbox = Inbox()
-        self._outbox = Outbox(partial(self._tell, self._deliver), 1e-3 * config.stream_interval_ms)
+        self._outbox = Outbox(partial(self._on_loop, self._deliver), 1e-3 * config.stream_interval_ms)
         self._live: dict[int, _Live] = {}
-        """By the engine's id, the one with the earliest deadline first: all requests get the same time."""
+        """Request id -> request, ordered by deadline, because all requests have the same time limit."""
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
 
-    # The event loop's side
+    # Methods for the event loop
 
     def start(self) -> None:
-        """Begin to load the engine; returns at once."""
+        """Start the thread, which loads the model; returns at once."""
         self._loop = asyncio.get_running_loop()
         self._idle.set()
         self._thread.start()
 
     async def loaded(self) -> None:
-        """Wait for the model. Raises what kept it from loading."""
-        await self._settled.wait()
+        """Wait until the model is loaded. Raises the error that prevented it."""
+        await self._has_started.wait()
         if self.failure:
             raise self.failure
         if self.info is None:
             raise ApiError.known("stopped")
 
     def serving(self) -> ModelInfo:
-        """The model. Raises ApiError unless requests are taken now."""
+        """Return the model. Raises ApiError unless the server accepts requests."""
         if self.state not in ("ready", "restarting") or self.info is None:
             raise ApiError.known(self.state)
         return self.info
 
     @property
     def num_open(self) -> int:
-        """Answers that wait or are under way."""
+        """Waiting and running answers."""
         return sum(ticket.num_left for ticket in self._open)
 
     async def compiled(self, jobs: list[Job]) -> list[Job]:
-        """The jobs of one API request with their grammar, if they have one. Raises RequestRefused when it is none."""
+        """Return the jobs of one API request with compiled grammars. Raises RequestRefused for an invalid grammar."""
         spec = jobs[0].params.grammar
         if spec is None:
             return jobs
@@ -136,7 +139,7 @@ class EngineWorker(Generic[M]):
         return [replace(job, constraint=grammar) for job, grammar in zip(jobs, grammars, strict=True)]
 
     def submit(self, jobs: list[Job], tag: str | None = None, route: Route | None = None) -> Ticket:
-        """Queue the jobs of one API request, all or none; `route` says whose drafts they get. Raises ApiError."""
+        """Queue the jobs of one API request, all or none; `route` selects the drafter. Raises ApiError."""
         num_rows, num_open = self.serving().num_rows, self.num_open
         if num_open + len(jobs) > num_rows + self.config.max_queue:
             self.metrics.refused("queue_full")
@@ -149,13 +152,13 @@ class EngineWorker(Generic[M]):
         return ticket
 
     def abort(self, ticket: Ticket) -> None:
-        """Drop what is unfinished of a ticket."""
+        """Abort the unfinished answers of a ticket."""
         self._inbox.post(partial(self._drop, ticket, ApiError.known("aborted")))
 
     async def call(self, function: Callable[[M], Any]) -> Any:
-        """Run a function in the engine's thread between two steps; returns its result, raises its exception.
+        """Run a function in the engine's thread between two steps; returns its result or raises its exception.
 
-        Raises ApiError when the thread ends before it comes to it."""
+        Raises ApiError if the thread ends first."""
 
         def run() -> Any:
             assert self._model is not None
@@ -164,7 +167,7 @@ class EngineWorker(Generic[M]):
         return await asyncio.wrap_future(self._inbox.call(run))
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new, let what is in flight finish for at most this long, abort the rest, end the thread."""
+        """Reject new requests, let running ones finish for at most `seconds`, abort the rest, and end the thread."""
         if self.state != "failed":
             self.state = "draining"
         try:
@@ -202,7 +205,7 @@ class EngineWorker(Generic[M]):
         if not self._open:
             self._idle.set()
 
-    def _settle(self, state: State, info: ModelInfo | None = None, failure: Exception | None = None) -> None:
+    def _set_state(self, state: State, info: ModelInfo | None = None, failure: Exception | None = None) -> None:
         self.info, self.failure = info or self.info, failure
         if self.state in ("loading", "ready", "restarting"):
             self.state = state
@@ -211,12 +214,12 @@ class EngineWorker(Generic[M]):
             for ticket in list(self._open):
                 self._fail(ticket, ApiError.known("failed"))
         if state != "restarting":
-            self._settled.set()
+            self._has_started.set()
 
-    # The thread's side
+    # Methods for the engine's thread
 
     def _run(self) -> None:
-        """Whatever ends the thread, nobody is left waiting for it."""
+        """Main function of the thread. However it ends, pending calls fail and waiting tasks wake up."""
         failure: Exception | None = None
         try:
             failure = self._serve_on()
@@ -226,12 +229,12 @@ class EngineWorker(Generic[M]):
         finally:
             self._inbox.close("failed" if failure else "stopped")
             if failure:
-                self._tell(self._settle, "failed", None, failure)
+                self._on_loop(self._set_state, "failed", None, failure)
             else:
-                self._tell(self._settled.set)
+                self._on_loop(self._has_started.set)
 
     def _serve_on(self) -> Exception | None:
-        """Load and serve, again after each crash, until the inbox is stopped; returns what keeps it from going on."""
+        """Load the model and serve, again after each crash, until the inbox is stopped; returns the error that ended it."""
         steady: M | None = None
         swapped: Any = None
         failures = 0
@@ -244,11 +247,11 @@ class EngineWorker(Generic[M]):
                     return error
                 log.exception("the engine cannot be built anew, try %d of %d", failures, MAX_LOADS)
                 if failures == MAX_LOADS - 1:
-                    swapped = None  # the last try is made with the drafter from the start
+                    swapped = None  # the last try uses the original drafters
                 time.sleep(0.2 * failures)
                 continue
             steady, failures, self._model = None, 0, model
-            self._tell(self._settle, "ready", ModelInfo.of(model))
+            self._on_loop(self._set_state, "ready", ModelInfo.of(model))
             began = time.monotonic()
             try:
                 self._serve(model)
@@ -264,7 +267,8 @@ class EngineWorker(Generic[M]):
         return None
 
     def _load(self, steady: M | None, swapped: Any) -> M:
-        """A model that is ready to serve: `steady` with a new engine, else a new one, with the drafters that were put in."""
+        """Return a model that is ready to serve: `steady` with a new engine, or a newly loaded one with the drafters
+        `swapped`."""
         if steady:
             steady.renew()
         model = steady or self._factory()
@@ -276,10 +280,11 @@ class EngineWorker(Generic[M]):
         if self._warm_up:
             self._warm_up(model)
         gc.collect()
-        gc.freeze()  # a full collection would walk through all that was imported, in the middle of a step
+        gc.freeze()  # so that no full collection traverses all imported objects during a step
         return model
 
     def _serve(self, model: M) -> None:
+        """Run commands and engine steps until the inbox is stopped."""
         engine, resumed = model.engine, time.perf_counter()
         while True:
             if not self._inbox and not engine.has_work:
@@ -311,6 +316,7 @@ class EngineWorker(Generic[M]):
         return self._model.engine
 
     def _add(self, ticket: Ticket) -> None:
+        """Add a ticket's jobs to the engine; if one is rejected, drop all of them."""
         try:
             for index, job in enumerate(ticket.jobs):
                 request_id = self._engine.add(job.prompt_ids, job.params, job.constraint, ticket.route)
@@ -322,12 +328,12 @@ class EngineWorker(Generic[M]):
         except Exception:
             log.exception("a request could not be queued")
             self._drop(ticket, ApiError.known("request_failed"))
-            self._engine.check_integrity()  # an engine that was harmed is built anew
+            self._engine.check_integrity()  # raises for a corrupt engine, which is then rebuilt
 
     def _drop(self, ticket: Ticket, error: Exception) -> None:
-        """End what is unfinished of a ticket; nothing when all of it is done."""
+        """Abort a ticket's unfinished answers with an error."""
         for request_id in ticket.request_ids:
-            if (live := self._live.get(request_id)) and live.ticket is ticket:  # a new engine's numbers may begin anew
+            if (live := self._live.get(request_id)) and live.ticket is ticket:  # a new engine may reuse request ids
                 del self._live[request_id]
                 seq = self._engine.abort(request_id)
                 if seq is not None:
@@ -335,9 +341,10 @@ class EngineWorker(Generic[M]):
         self._outbox.send([(ticket, error)])
 
     def _hand_over(self, chunks: list[Chunk], now: float, step_s: float, *, is_prefilling: bool) -> None:
+        """Pass a step's new tokens to the event loop and count them."""
         events: list[Addressed] = []
         failed: list[tuple[Ticket, Exception]] = []
-        is_urgent = is_prefilling  # the next step may take far longer
+        is_urgent = is_prefilling  # a prefill step may take far longer than this one
         for chunk in chunks:
             seq, num_tokens, reason = chunk.sequence, len(chunk.token_ids), chunk.finish_reason
             live = self._live.get(seq.request_id)
@@ -347,7 +354,7 @@ class EngineWorker(Generic[M]):
                 log.error("a request failed: %s", seq.error)
                 failed.append((live.ticket, ApiError.failed(seq.error)))
                 continue
-            # The first chunk is the prompt's own token, whatever the round behind it has already brought to the sequence.
+            # The first chunk is the token after the prompt, even if the next round has already extended the sequence.
             is_first, before = not live.num_tokens, live.num_tokens
             num_accepted = min(seq.rounds[-1].num_accepted, num_tokens) if seq.rounds and not is_first else 0
             live.num_tokens = before + num_tokens
@@ -358,7 +365,7 @@ class EngineWorker(Generic[M]):
         for chunk in chunks:
             seq = chunk.sequence
             if (live := self._live.get(seq.request_id)) is None:
-                continue  # no client's
+                continue  # a trial request
             if chunk.finish_reason != "error":
                 self._watch(self.metrics.chunk, seq, len(chunk.token_ids), now)
             if chunk.finish_reason is not None:
@@ -368,7 +375,7 @@ class EngineWorker(Generic[M]):
             self._drop(ticket, error)
 
     def _crash(self, model: M) -> None:
-        """What had begun is lost; requests of which nothing had begun go to the next engine, in their order."""
+        """Fail all requests that have started; queue those that have not for the next engine, in order."""
         requests = model.engine.scheduler
         waiting = {seq.request_id for seq in requests.waiting}
         tickets = list(dict.fromkeys(live.ticket for live in self._live.values()))
@@ -381,17 +388,17 @@ class EngineWorker(Generic[M]):
             ticket.request_ids.clear()
             self._inbox.post_first(partial(self._add, ticket))
         self._watch(self.metrics.crashed)
-        self._tell(self._settle, "restarting")
+        self._on_loop(self._set_state, "restarting")
         self._outbox.send([(ticket, ApiError.known("engine_crashed")) for ticket in tickets if ticket not in kept])
 
     def _watch(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Counting may fail without harm to the requests."""
+        """Call a method of the metrics; errors are only logged."""
         try:
             call(*arguments)
         except Exception:
             log.exception("the metrics failed")
 
-    def _tell(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Call on the event loop; nothing when it has ended."""
+    def _on_loop(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call a function on the event loop, unless the loop is closed."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *arguments)
