@@ -92,12 +92,10 @@ class Builtin:
         return path.is_file() and path.stat().st_size == self.gguf_bytes
 
 
-def _read_builtins() -> dict[str, Builtin]:
-    table = json.loads(Path(__file__).with_name("builtins.json").read_text(encoding="utf-8"))
-    return {row["name"]: Builtin(**{**row, "pieces": tuple(Piece(**piece) for piece in row["pieces"])}) for row in table}
-
-
-BUILTINS = _read_builtins()
+BUILTINS = {
+    row["name"]: Builtin(**{**row, "pieces": tuple(Piece(**piece) for piece in row["pieces"])})
+    for row in json.loads(Path(__file__).with_name("builtins.json").read_text(encoding="utf-8"))
+}
 
 
 def resolve(name_or_path: str) -> Path:
@@ -143,13 +141,10 @@ def _home() -> Path:
 
 def _hub_folder(repo_id: str) -> Path:
     """Download a repository's safetensors, configs and tokenizer (never pickles or code) to the Hugging Face cache."""
-    import huggingface_hub
-    from huggingface_hub import errors
+    from huggingface_hub import errors, snapshot_download
 
     try:
-        return Path(
-            huggingface_hub.snapshot_download(repo_id, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED))
-        )
+        return Path(snapshot_download(repo_id, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED)))
     except errors.GatedRepoError as error:
         raise DownloadError(f"{repo_id} asks for permission: accept its terms on the hub, then run `hf auth login`") from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:

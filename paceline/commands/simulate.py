@@ -191,8 +191,8 @@ def _overhead_notes(answer: Answer) -> list[str]:
     if overhead is None:
         return []
     speedups = ", ".join(
-        f"{speedup:.2f}x ({length} drafts)" + (f" at batch {found.batch}" if len(answer.predictions) > 1 else "")
-        for found, (length, speedup) in zip(answer.predictions, answer.without, strict=True)
+        f"{speedup:.2f}x ({length} drafts)" + (f" at batch {prediction.batch}" if len(answer.predictions) > 1 else "")
+        for prediction, (length, speedup) in zip(answer.predictions, answer.without, strict=True)
     )
     return [f"overhead: {1e3 * overhead.seconds:.2f} ms of each round, {overhead.source}; the best without it: {speedups}"]
 

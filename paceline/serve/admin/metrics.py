@@ -23,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from paceline.lossy import LOSSY, Ledger
+from paceline.lossy import LOSSY
 from paceline.serve.admin.drafter_counts import DrafterCounts
 from paceline.serve.worker.engine import Engine
 from paceline.types import LOOKUP, NONE, FinishReason, RoundStats, Sequence
@@ -129,7 +129,11 @@ class Metrics(Collector):
         self.ended[outcome] += 1
         self.drafters.finished(sequence)
         if sequence.ledger:
-            self._lossy(sequence, sequence.ledger)
+            totals, spent = self.totals, sequence.ledger.spent
+            totals.lossy_requests += 1
+            totals.lossy_tokens += sequence.num_output
+            totals.lossy_tokens_changed += spent.num_changed
+            totals.lossy_total_variation += spent.tv
         if outcome in ("stop", "length"):
             seen, times, now = self._times, sequence.timings, time.perf_counter()
             seen["e2e_request_latency"].observe(now - times.arrival_s)
@@ -141,13 +145,6 @@ class Metrics(Collector):
                 seen["request_time_per_output_token"].observe(mean_s)
         if self._traces:
             self._traces.offer(sequence, outcome, tag)
-
-    def _lossy(self, sequence: Sequence, ledger: Ledger) -> None:
-        totals, spent = self.totals, ledger.spent
-        totals.lossy_requests += 1
-        totals.lossy_tokens += sequence.num_output
-        totals.lossy_tokens_changed += spent.num_changed
-        totals.lossy_total_variation += spent.tv
 
     def refused(self, reason: str) -> None:
         """Count a request rejected before it reached the engine; `reason` is one of a few fixed codes."""

@@ -32,8 +32,6 @@ NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", "r
 
 
 class TextBlock(Closed):
-    """A text block."""
-
     unused: ClassVar[dict[str, str]] = fields.MESSAGES_NESTED_UNUSED["content"]
 
     type: Literal["text"] = "text"
@@ -84,8 +82,6 @@ class MessageToolChoice(Closed):
 
 
 class MessageFormat(Closed):
-    """A JSON schema for the answer."""
-
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema", description="JSON schema of the answer.")
 
@@ -124,8 +120,6 @@ class CountTokensRequest(Closed):
 
 
 class MessagesRequest(CountTokensRequest):
-    """A conversation to answer."""
-
     refused: ClassVar[dict[str, Refused]] = fields.MESSAGES_REFUSED
 
     max_tokens: Int = Field(ge=1, description="Longest answer, in tokens.")

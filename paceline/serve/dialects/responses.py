@@ -114,8 +114,6 @@ class ResponseStreamOptions(Closed):
 
 
 class ResponsesRequest(Closed):
-    """A conversation to answer."""
-
     refused: ClassVar[dict[str, Refused]] = fields.RESPONSES_REFUSED
     unused: ClassVar[dict[str, str]] = fields.RESPONSES_UNUSED
     nested: ClassVar[dict[str, dict[str, Refused]]] = fields.RESPONSES_NESTED_REFUSED

@@ -44,8 +44,6 @@ class Closed(BaseModel):
 
 
 class StreamOptions(Closed):
-    """Options of a stream."""
-
     unused: ClassVar[dict[str, str]] = fields.NESTED_UNUSED["stream_options"]
 
     include_usage: Flag | None = Field(False, description="Send token counts in an additional last chunk.")
@@ -53,8 +51,6 @@ class StreamOptions(Closed):
 
 
 class JsonSchema(Closed):
-    """A JSON schema for the answer."""
-
     unused: ClassVar[dict[str, str]] = fields.NESTED_UNUSED["json_schema"]
 
     name: str = Field("answer", description="Ignored.")
@@ -83,8 +79,6 @@ class StructuredOutputs(Closed):
 
 
 class Function(Closed):
-    """A function that the model may call."""
-
     refused: ClassVar[dict[str, Refused]] = fields.NESTED_REFUSED["function"]
 
     name: str = Field(min_length=1, max_length=256)
@@ -94,8 +88,6 @@ class Function(Closed):
 
 
 class CalledFunction(Closed):
-    """Name and arguments of a call."""
-
     unused: ClassVar[dict[str, str]] = fields.NESTED_UNUSED["tool_calls.function"]
 
     name: str
@@ -103,8 +95,6 @@ class CalledFunction(Closed):
 
 
 class Tool(Closed):
-    """A tool; only functions are supported."""
-
     refused: ClassVar[dict[str, Refused]] = fields.NESTED_REFUSED["tools"]
     unused: ClassVar[dict[str, str]] = fields.NESTED_UNUSED["tools"]
 
@@ -113,8 +103,6 @@ class Tool(Closed):
 
 
 class ChosenFunction(Closed):
-    """Name of the function that the answer must call."""
-
     name: str
 
 
@@ -126,8 +114,6 @@ class ChosenTool(Closed):
 
 
 class ContentPart(Closed):
-    """One text of a message."""
-
     unused: ClassVar[dict[str, str]] = fields.NESTED_UNUSED["content"]
 
     type: str = Field(description="text, input_text, output_text or refusal; other types are not supported.")
@@ -136,8 +122,6 @@ class ContentPart(Closed):
 
 
 class ToolCall(Closed):
-    """A tool call in a message of the assistant."""
-
     unused: ClassVar[dict[str, str]] = fields.NESTED_UNUSED["tool_calls"]
 
     id: str | None = None
@@ -225,8 +209,6 @@ class Sampling(Closed):
 
 
 class ChatRequest(Sampling):
-    """A chat completion request."""
-
     refused: ClassVar[dict[str, Refused]] = fields.CHAT_REFUSED
 
     messages: list[Message] = Field(min_length=1, description="The conversation so far, the question last.")
@@ -246,8 +228,6 @@ class ChatRequest(Sampling):
 
 
 class CompletionRequest(Sampling):
-    """A text completion request."""
-
     refused: ClassVar[dict[str, Refused]] = fields.TEXT_REFUSED
 
     prompt: str | list[str] | list[Int] | list[list[Int]] = Field(description="A text or its token ids, or several of them.")
@@ -279,8 +259,6 @@ class TokenizeRequest(Closed):
 
 
 class TokenizeAnswer(BaseModel):
-    """Token ids of a text or conversation."""
-
     count: int
     max_model_len: int = Field(description="Context length: most tokens of prompt and answer together.")
     tokens: list[int]
@@ -288,27 +266,19 @@ class TokenizeAnswer(BaseModel):
 
 
 class DetokenizeRequest(Closed):
-    """Token ids to decode."""
-
     model: str | None = Field(None, description="Model name as in /v1/models.")
     tokens: list[Int] = Field(description="Token ids, as returned by /tokenize.")
 
 
 class DetokenizeAnswer(BaseModel):
-    """Text of token ids."""
-
     prompt: str
 
 
 class LoadRequest(Closed):
-    """A drafter to load."""
-
     drafter: str = Field(min_length=1, max_length=4096, description="A folder on the server, a hub id, or a drafter's name.")
 
 
 class ErrorBody(BaseModel):
-    """Details of an error."""
-
     message: str
     type: str
     param: str | None

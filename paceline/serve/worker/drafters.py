@@ -79,7 +79,7 @@ class Drafters:
                     await self._try(loaded, model.target.vocab_size)
                 del model
                 await self._worker.call(lambda model: model.put_drafter(name, loaded))
-                self._since[name] = self._counted(name)
+                self._since[name] = self._worker.metrics.drafters.totals(name)
         finally:
             del self._busy[name]
         return await self._changed(name)
@@ -159,14 +159,10 @@ class Drafters:
         finally:
             await self._worker.call(end)
 
-    def _counted(self, name: str) -> tuple[int, int, float]:
-        return self._worker.metrics.drafters.totals(name)
-
     def _figures(self, name: str) -> dict[str, float | None]:
         """Return acceptance length and tokens/s since the drafter was loaded."""
-        num_rounds, num_tokens, seconds = (
-            now - before for now, before in zip(self._counted(name), self._since.get(name, (0, 0, 0.0)), strict=True)
-        )
+        totals, before = self._worker.metrics.drafters.totals(name), self._since.get(name, (0, 0, 0.0))
+        num_rounds, num_tokens, seconds = (now - then for now, then in zip(totals, before, strict=True))
         return {
             "tokens_per_round": num_tokens / num_rounds if num_rounds else None,
             "tokens_per_s": num_tokens / seconds if seconds else None,

@@ -27,8 +27,6 @@ class Cache(Protocol):
 
 
 class Target(Protocol):
-    """The target model."""
-
     vocab_size: int
 
     @property
@@ -36,27 +34,19 @@ class Target(Protocol):
 
 
 class Requests(Protocol):
-    """Requests in the engine, by state."""
+    """Requests in the engine: `waiting` without a cache row, `prefilling` with an incomplete prompt, `running` ones decode."""
 
     @property
-    def waiting(self) -> Collection[Sequence]:
-        """Requests without a cache row."""
-        ...
+    def waiting(self) -> Collection[Sequence]: ...
 
     @property
-    def prefilling(self) -> Collection[Sequence]:
-        """Requests whose prompt is not complete in the cache."""
-        ...
+    def prefilling(self) -> Collection[Sequence]: ...
 
     @property
-    def running(self) -> Collection[Sequence]:
-        """Decoding requests."""
-        ...
+    def running(self) -> Collection[Sequence]: ...
 
 
 class Engine(Protocol):
-    """An engine."""
-
     rounds: list[RoundStats]
     """Rounds of the latest step: at most one."""
     read: tuple[int, float]

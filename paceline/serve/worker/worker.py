@@ -58,7 +58,6 @@ class _Live:
 
     ticket: Ticket
     index: int
-    """Index of its job in the ticket."""
     num_tokens: int = 0
     """Tokens delivered so far."""
 
@@ -156,9 +155,7 @@ class EngineWorker(Generic[M]):
         self._inbox.post(partial(self._drop, ticket, ApiError.known("aborted")))
 
     async def call(self, function: Callable[[M], Any]) -> Any:
-        """Run a function in the engine's thread between two steps; returns its result or raises its exception.
-
-        Raises ApiError if the thread ends first."""
+        """Run a function in the engine's thread between two steps. Raises its error, or ApiError if the thread ends first."""
 
         def run() -> Any:
             assert self._model is not None
@@ -267,8 +264,7 @@ class EngineWorker(Generic[M]):
         return None
 
     def _load(self, steady: M | None, swapped: Any) -> M:
-        """Return a model that is ready to serve: `steady` with a new engine, or a newly loaded one with the drafters
-        `swapped`."""
+        """Return a warm model: `steady` with a new engine, or a newly loaded one with the drafters `swapped`."""
         if steady:
             steady.renew()
         model = steady or self._factory()
@@ -379,17 +375,17 @@ class EngineWorker(Generic[M]):
         requests = model.engine.scheduler
         waiting = {seq.request_id for seq in requests.waiting}
         tickets = list(dict.fromkeys(live.ticket for live in self._live.values()))
-        kept = [ticket for ticket in tickets if ticket.num_left == len(ticket.jobs) and waiting.issuperset(ticket.request_ids)]
+        unstarted = [each for each in tickets if each.num_left == len(each.jobs) and waiting.issuperset(each.request_ids)]
         for seq in (*requests.waiting, *requests.prefilling, *requests.running):
-            if (live := self._live.get(seq.request_id)) and live.ticket not in kept:
+            if (live := self._live.get(seq.request_id)) and live.ticket not in unstarted:
                 self._watch(self.metrics.finished, seq, "error", live.ticket.tag)
         self._live.clear()
-        for ticket in reversed(kept):
+        for ticket in reversed(unstarted):
             ticket.request_ids.clear()
             self._inbox.post_first(partial(self._add, ticket))
         self._watch(self.metrics.crashed)
         self._on_loop(self._set_state, "restarting")
-        self._outbox.send([(ticket, ApiError.known("engine_crashed")) for ticket in tickets if ticket not in kept])
+        self._outbox.send([(ticket, ApiError.known("engine_crashed")) for ticket in tickets if ticket not in unstarted])
 
     def _watch(self, call: Callable[..., None], *arguments: Any) -> None:
         """Call a method of the metrics; errors are only logged."""
