@@ -83,8 +83,8 @@ def export(
     left_out = write(
         stored, form, out, head_rows=rows, verifier=verifier, target=target if target and is_gguf(target) else None
     )
-    for each in left_out:
-        say(f"left out: {each}")
+    for setting in left_out:
+        say(f"left out: {setting}")
     say(f"{folder} ({stored.form}) is in {out}, in {form} format")
     return {"drafter": str(folder), "from": stored.form, "format": form, "out": str(out), "left_out": left_out}
 
@@ -244,4 +244,4 @@ def _measured(
         else "no single setting mends it: the drafter was hardly trained, or for another target or another kind of text"
     )
     print(verdict)
-    return line | {"variations": [asdict(each) for each in ranked], "mismatch": best.kind if best else None}
+    return line | {"variations": [asdict(variation) for variation in ranked], "mismatch": best.kind if best else None}

@@ -107,7 +107,7 @@ def _check_values(svg_speed: float | None, repeat: int) -> None:
 def _refuse_predicting(chart: ChartConfig, costs: CostsConfig) -> None:
     """Raises ConfigError if an option was given that only --simulate uses."""
     if chart != ChartConfig() or costs != CostsConfig():
-        names = [each.name for each in fields(ChartConfig)] + list(COSTS)
+        names = [field.name for field in fields(ChartConfig)] + list(COSTS)
         raise ConfigError(f"--{', --'.join(names).replace('_', '-')} go with --simulate")
 
 

@@ -172,7 +172,7 @@ def _show_trees(answer: Answer, *, stderr: bool) -> None:
     rows: list[tuple[int, str, Any, float]] = []
     for chain, trees in zip(answer.predictions, answer.trees, strict=True):
         rows.append((chain.batch, f"chain of {chain.best_draft_length}", chain, 1.0))
-        rows += [(chain.batch, f"tree of {each.nodes}", each, each.over_chain) for each in trees.points]
+        rows += [(chain.batch, f"tree of {point.nodes}", point, point.over_chain) for point in trees.points]
         rows.append((chain.batch, f"tree of {trees.best_nodes}, the best", trees.best, trees.best.over_chain))
     columns = [
         Column("batch", lambda row: row[0]),
@@ -254,11 +254,11 @@ def _draw_fit(file: Path, fitted: Fitted) -> None:
     from paceline.simulate.costs.calibrate import measured_rounds
 
     rounds, series = measured_rounds(fitted.steps), []
-    for color, batch in enumerate(sorted({each.batch for each in rounds})):
-        own = sorted((each for each in rounds if each.batch == batch), key=lambda each: each.width)
-        widths = [each.width for each in own]
-        predicted = [1e3 * fitted.costs.round_s(batch, round(each.width) - 1, each.context) for each in own]
-        series.append(Series(f"batch {batch:g}", widths, [1e3 * each.seconds for each in own], color))
+    for color, batch in enumerate(sorted({one.batch for one in rounds})):
+        own = sorted((one for one in rounds if one.batch == batch), key=lambda one: one.width)
+        widths = [one.width for one in own]
+        predicted = [1e3 * fitted.costs.round_s(batch, round(one.width) - 1, one.context) for one in own]
+        series.append(Series(f"batch {batch:g}", widths, [1e3 * one.seconds for one in own], color))
         series.append(Series(f"predicted {batch:g}", widths, predicted, color, is_faint=True))
     try:
         _, drawn = curves("Rounds, measured and predicted", series, xlabel="positions of a row", ylabel="ms", ylim=(0, None))
@@ -297,7 +297,7 @@ def simulate_serving(
     _figures_table(answer).show(stderr=as_json)
     if config.against:
         say(
-            f"{sum(each.has_throughput for each in answer.compared)} of {len(answer.compared)} loads within "
+            f"{sum(load.has_throughput for load in answer.compared)} of {len(answer.compared)} loads within "
             f"{THROUGHPUT_WITHIN:.0%} of the measured throughput, {answer.num_within} of them also {FIRST_TOKEN_WITHIN:.0%} "
             f"of the median time to the first token; acceptance {'as given' if config.acceptance else 'as in the run'}: "
             + (", ".join(f"{share:.2f}" for share in answer.survival) or "nothing was drafted")
@@ -324,8 +324,8 @@ def _figures_table(answer: ServerAnswer) -> Table:
 def _tone(answer: ServerAnswer) -> Tone:
     if answer.compared:
         return "" if answer.num_within == len(answer.compared) else "cost"
-    plain = {each.load: each.total.mean for each in answer.loads if each.policy == "off"}
-    drafted = [(plain.get(each.load), each.total.mean) for each in answer.loads if each.policy != "off"]
+    plain = {one.load: one.total.mean for one in answer.loads if one.policy == "off"}
+    drafted = [(plain.get(one.load), one.total.mean) for one in answer.loads if one.policy != "off"]
     return tone_of([off / on for off, on in drafted if off and on], LOAD_GAIN)
 
 
@@ -334,7 +334,7 @@ def _write_report(run: RunFolder, answer: ServerAnswer) -> str | None:
     from paceline.report.pages import LOAD_PLOTS, LoadPlot, load_plots, render, write_load_report
 
     plots = (*LOAD_PLOTS, LoadPlot("Requests without a row", "mean", lambda each: each.mean_queue))
-    by_load = [(each.rate, each.concurrency, each.policy, each) for each in answer.loads]
+    by_load = [(one.rate, one.concurrency, one.policy, one) for one in answer.loads]
     return write_load_report(
         run,
         lambda: _compared_plots(answer.compared) if answer.compared else load_plots(plots, by_load),
@@ -353,8 +353,8 @@ def _compared_plots(compared: list[Compared]) -> list[Plot]:
     """Draw simulated against measured values, with the diagonal."""
     from paceline.report.pages import Series, curves
 
-    rates = [(each.measured_tokens_per_s, each.simulated_tokens_per_s) for each in compared]
-    firsts = [(1e3 * each.measured_first_token_s, 1e3 * each.simulated_first_token_s) for each in compared]
+    rates = [(load.measured_tokens_per_s, load.simulated_tokens_per_s) for load in compared]
+    firsts = [(1e3 * load.measured_first_token_s, 1e3 * load.simulated_first_token_s) for load in compared]
     plots = []
     for title, unit, pairs in (("Output", "tokens/s", rates), ("Time to the first token, p50", "ms", firsts)):
         points, most = sorted(pairs), max(map(max, pairs))

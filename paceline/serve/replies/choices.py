@@ -52,8 +52,8 @@ class ChatReply(Reply):
 
     def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         shown = [
-            self._token(each.token_id, each.logprob) | {"top_logprobs": [self._token(*pair) for pair in each.top]}
-            for each in logprobs
+            self._token(token.token_id, token.logprob) | {"top_logprobs": [self._token(*pair) for pair in token.top]}
+            for token in logprobs
         ]
         return {"content": shown, "refusal": None}
 
@@ -88,12 +88,12 @@ class TextReply(Reply):
 
     def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         """Return OpenAI's logprobs object of text completions; a prompt's first token has no log-probability, so null."""
-        *offsets, self._offset = accumulate((len(self.token_text(each.token_id)) for each in logprobs), initial=self._offset)
-        is_first = [math.isnan(each.logprob) for each in logprobs]
-        tops = [{self._name(token): finite(value) for token, value in each.top} for each in logprobs]
+        *offsets, self._offset = accumulate((len(self.token_text(one.token_id)) for one in logprobs), initial=self._offset)
+        is_first = [math.isnan(one.logprob) for one in logprobs]
+        tops = [{self._name(token): finite(value) for token, value in one.top} for one in logprobs]
         return {
-            "tokens": [self._name(each.token_id) for each in logprobs],
-            "token_logprobs": [None if first else finite(each.logprob) for each, first in zip(logprobs, is_first, strict=True)],
+            "tokens": [self._name(one.token_id) for one in logprobs],
+            "token_logprobs": [None if first else finite(one.logprob) for one, first in zip(logprobs, is_first, strict=True)],
             "top_logprobs": [None if first else top for top, first in zip(tops, is_first, strict=True)],
             "text_offset": offsets,
         }

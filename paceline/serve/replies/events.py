@@ -237,7 +237,7 @@ class Exchange:
 
     @property
     def _rounds(self) -> list[Round]:
-        return [each for seq in self._sequences for each in seq.rounds]
+        return [one for seq in self._sequences for one in seq.rounds]
 
     def _num_tokens(self) -> dict[str, int]:
         """Return the numbers of tokens so far; each prompt counts once, even with several answers."""
@@ -262,7 +262,7 @@ class Exchange:
     def _metrics(self) -> dict[str, Any]:
         """Return vLLM's speculation metrics over all answers of the request."""
         rounds = Rounds.counted(self._rounds)
-        drafted = [each.num_drafted for each in self._rounds if each.num_drafted]
+        drafted = [one.num_drafted for one in self._rounds if one.num_drafted]
         figures = {
             "mean_acceptance_length": rounds.tokens_per_round,
             "draft_acceptance_rate": rounds.acceptance_rate,
@@ -272,7 +272,7 @@ class Exchange:
             "num_draft_tokens": rounds.num_drafted,
             "num_spec_tokens": max(drafted, default=0),
             "drafter": ", ".join(sorted({seq.drafter for seq in self._sequences})),
-            "rounds_by_source": {source: asdict(each) for source, each in Rounds.by_source(self._rounds).items()},
+            "rounds_by_source": {source: asdict(rounds_of) for source, rounds_of in Rounds.by_source(self._rounds).items()},
         }
         return {"speculative_decoding": figures}
 

@@ -41,7 +41,7 @@ def chat_jobs(request: ChatRequest, model: ModelInfo, config: ServeConfig, clock
     clock.mark("dispatch")
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestRefused("top_logprobs needs logprobs: true", param="top_logprobs")
-    longest = {each for each in (request.max_completion_tokens, request.max_tokens) if each is not None}
+    longest = {limit for limit in (request.max_completion_tokens, request.max_tokens) if limit is not None}
     if len(longest) > 1:
         message = "max_completion_tokens and max_tokens differ: leave max_tokens, the older name, out"
         raise RequestRefused(message, param="max_tokens")

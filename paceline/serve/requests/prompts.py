@@ -115,9 +115,9 @@ def completion_ids(request: CompletionRequest, model: ModelInfo) -> list[list[in
     prompt, with_special = request.prompt, request.add_special_tokens is not False
     is_one = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))
     prompts, encoded = cast("list[str | list[int]]", [prompt] if is_one else prompt), list[list[int]]()
-    for each in prompts:
-        check_characters([each] if isinstance(each, str) else [], model, "prompt")
-        ids = encode_text(each, model.tokenizer, with_special) if isinstance(each, str) else each
+    for text_or_ids in prompts:
+        check_characters([text_or_ids] if isinstance(text_or_ids, str) else [], model, "prompt")
+        ids = encode_text(text_or_ids, model.tokenizer, with_special) if isinstance(text_or_ids, str) else text_or_ids
         encoded.append(check_ids(ids, model, "prompt"))
     if not encoded or not all(encoded):
         raise RequestRefused("the prompt is empty: give some text", param="prompt")

@@ -375,7 +375,7 @@ class EngineWorker(Generic[M]):
         requests = model.engine.scheduler
         waiting = {seq.request_id for seq in requests.waiting}
         tickets = list(dict.fromkeys(live.ticket for live in self._live.values()))
-        unstarted = [each for each in tickets if each.num_left == len(each.jobs) and waiting.issuperset(each.request_ids)]
+        unstarted = [one for one in tickets if one.num_left == len(one.jobs) and waiting.issuperset(one.request_ids)]
         for seq in (*requests.waiting, *requests.prefilling, *requests.running):
             if (live := self._live.get(seq.request_id)) and live.ticket not in unstarted:
                 self._watch(self.metrics.finished, seq, "error", live.ticket.tag)
