@@ -50,8 +50,7 @@ def compare(
         typer.Option(help="Playback speed of the SVG: 1 is real time, 0.5 half as fast [default: slow enough to follow]."),
     ] = None,
     simulate: Annotated[
-        bool,
-        typer.Option("--simulate", help="Draw a chart of speed-up against acceptance length, predicted and measured."),
+        bool, typer.Option("--simulate", help="Chart speed-up against acceptance length, predicted and measured.")
     ] = False,
     costs: Annotated[CostsConfig, Only(*COSTS)] = CostsConfig(),  # noqa: B008  (frozen)
     chart: Annotated[ChartConfig, CHART] = ChartConfig(),  # noqa: B008  (frozen)

@@ -63,13 +63,9 @@ def generate(
     regex: Regex = None,
     lossy: LossyRule = None,
     max_tv: MaxTV = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Also run plain decoding in this process; show both speeds.")
-    ] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Also run plain decoding; show both speeds.")] = False,
     against: Annotated[str | None, typer.Option(help="transformers: also run its generate on the same prompt.")] = None,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Also show accepted drafts by round, and the time of each phase.")
-    ] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Also show accepted drafts by round, and phase times.")] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Answer one prompt and report speed and acceptance.

@@ -102,10 +102,7 @@ def serve(
         typer.Option(callback=_read_config, is_eager=True, help="YAML file of these options; the command line wins."),
     ] = None,
     speculate: Annotated[
-        str,
-        typer.Option(
-            help="auto: draft length by measured speed; full: the drafter's maximum; off: none; a fixed number; or tree:N."
-        ),
+        str, typer.Option(help="Draft length: auto (by measured speed), full (drafter's maximum), off, a number, or tree:N.")
     ] = "auto",
     mock: Annotated[
         str | None,

@@ -154,7 +154,7 @@ def test_options_from_a_file(call: Call, tmp_path: Path) -> None:
         ("api-key: [a, 'ü']\n", "ASCII"),
         ("speed: 3\n", "'speed', which is no option"),
         ("drafter: none=ngram\n", "cannot be called 'none'"),
-        ("drafter: [a=ngram, b]\n", "'b' needs a name"),
+        ("drafter: [a=ngram, b]\n", "'b' is one of several and needs a name"),
         ("[1", "cannot be read"),
         ("3", "holds no settings by name"),
         ("port: 8000\nport: 8001\n", "line 2: port stands twice, first in line 1"),
