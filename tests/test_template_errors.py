@@ -57,6 +57,6 @@ def test_each_front_end_names_its_own_way_out(name: str, template: str | None) -
 def test_chat_names_the_command_that_continues_texts(capsys: pytest.CaptureFixture[str]) -> None:
     llm = fake_llm(tokenizer=ByteTokenizer())
     llm.tokenizer.chat_template = None
-    assert chat._turn(llm, [], "hi", SamplingParams(max_tokens=2)) == []
+    assert chat._answered(llm, [], "hi", SamplingParams(max_tokens=2)) == []
     told = "no chat template: choose a model that has one or continue texts with paceline generate --raw"
     assert told in capsys.readouterr().err

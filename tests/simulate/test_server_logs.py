@@ -130,7 +130,7 @@ def test_of_several_models_one_must_be_named(tmp_path: Path) -> None:
         read_server(page)
     assert read_server(tmp_path / "page.txt:m").tokens_per_round == 2.9
     assert parse_acceptance(f"{page}:m") == parse_acceptance("survival:.9,.6,.4")
-    with pytest.raises(ConfigError, match="no model 'x', but of adapter, m"):
+    with pytest.raises(ConfigError, match="no model 'x', only adapter, m"):
         read_server(tmp_path / "page.txt:x")
 
 
