@@ -328,7 +328,7 @@ def test_one_that_drafts_badly_is_stopped(target: Path, drafter: Path) -> None:
         (("--", "--tp", "8"), "Options behind -- are another engine's"),
         (("--engine", "vllm", "--speculate", "full"), "--speculate is our own engine's"),
         (("--engine", "vllm", "--drafter", "a=x", "--drafter", "b=y"), "one drafter"),
-        (("--engine", "vllm", "--port", "0"), "wants a port"),
+        (("--engine", "vllm", "--port", "0"), "needs a port"),
         (("--engine", "llama"), "--engine must be one of"),
     ],
 )
