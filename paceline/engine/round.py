@@ -25,7 +25,7 @@ from paceline.lossy import LOSSY
 from paceline.model.sampling.logits import logprobs_of, penalise, target_probs
 from paceline.model.sampling.race import race
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
-from paceline.plan.trees import Candidates, Outcome, Said, Tree, said_of
+from paceline.plan.trees import Candidates, Outcome, Said, Tree, target_ranks
 from paceline.types import NONE, Batch, DraftBlock, RoundStats, Sequence, Take, Verdict
 from paceline.verify.rules import RULES, CheckedRow, RowVerdict, Rule, Uniforms, match_prefix
 
@@ -116,7 +116,7 @@ def _said(batch: Batch, proposed: DraftBlock, num_committed_B: list[int]) -> lis
         return None
     rows = zip(batch.sequences, proposed.candidates_B, num_committed_B, strict=True)
     return [
-        said_of(candidates, seq.tokens[-count:]) if candidates and count and not seq.params.lossy else None
+        target_ranks(candidates, seq.tokens[-count:]) if candidates and count and not seq.params.lossy else None
         for seq, candidates, count in rows
     ]
 

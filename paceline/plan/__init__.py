@@ -1,1 +1,1 @@
-"""What a step does next: how much of a prompt is read, and which drafts are checked. No PyTorch: the simulator plans too."""
+"""Plans engine steps: how much of a prompt to prefill, and which drafts to verify. Used by the engine and the simulator."""

@@ -1,6 +1,7 @@
-"""Chances that drafts are accepted, by source, place and confidence, as a planner (`planner.py`) learns them.
+"""Estimates of the chance that a draft is accepted, by source, draft position and confidence. Imports no PyTorch.
 
-No PyTorch."""
+A planner (`planner.py`) updates them after each round. A drafter's confidence at a draft position (slot) is the
+log-probability of its top token there."""
 
 from __future__ import annotations
 
@@ -12,23 +13,25 @@ from dataclasses import dataclass
 from paceline.plan.trees import Outcome
 
 PRIORS = {"greedy": 0.75, "sampled": 0.5, "seeded": 0.5, "lossy": 0.75, "lossy sampled": 0.5}
-"""Chance that the first draft of a row of each kind stands, of which nothing is known."""
+"""Initial acceptance chance of the first draft, by the kind of row."""
 _PRIOR_WEIGHT = 4.0
-"""Tries that the prior of a place counts for; behind the first place the prior is the chance of the place before."""
+"""Weight of a slot's prior, in tries. The prior of a later slot is the estimate of the slot before it."""
 _KEEP = 0.98
-"""Share of a place's tries that is kept after each round: the latest 50 count."""
-_SURE_EDGES = tuple(math.log(share) for share in (0.05, 0.12, 0.22, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.985))
-"""Bounds of the classes of how sure a drafter is: log-probability of its best token."""
-_SIBLING_WEIGHT = 4.0  # of what a drafter itself says of tokens that are not its likeliest, in tokens
+"""Factor applied to a slot's older counts after each round: about the latest 50 tries count."""
+_CONFIDENCE_EDGES = tuple(math.log(share) for share in (0.05, 0.12, 0.22, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.985))
+"""Bounds of the confidence buckets, as log-probabilities."""
+_SIBLING_WEIGHT = 4.0
+"""Weight, in tokens, of the drafter's own probabilities for tokens other than its top one."""
 _WATCH_KEEP, _SURPRISE, _DOUBT = 0.9, 4.0, 0.2
-"""The latest 10 rounds are watched; when they are _SURPRISE standard deviations off, _DOUBT of older tries is kept."""
-_CLASS_WEIGHT, _CELL_WEIGHT, _SURE_KEEP = 4.0, 12.0, 0.995
-"""Weights of a place's average in a class of confidence, and of the class at one place; share of old tries kept."""
+"""If the latest 10 or so rounds deviate by more than _SURPRISE standard deviations, older counts are scaled by _DOUBT."""
+_BUCKET_WEIGHT, _CELL_WEIGHT, _BUCKET_KEEP = 4.0, 12.0, 0.995
+"""Weight of a slot's average in the estimate of a confidence bucket; weight of that in the estimate of the bucket at one
+slot; factor applied to older counts of both."""
 
 
 @dataclass(slots=True)
 class Ratio:
-    """Ratio of two sums, older parts counting less: drafts accepted over drafts tried, tokens over seconds."""
+    """Ratio of two exponentially discounted sums, such as drafts accepted over drafts tried, or tokens over seconds."""
 
     over: float = 0.0
     under: float = 0.0
@@ -37,104 +40,113 @@ class Ratio:
         self.over, self.under = keep * self.over + over, keep * self.under + under
 
     def near(self, prior: float, weight: float) -> float:
-        """Returns the ratio as if `prior` had been seen before, with this weight."""
+        """Returns the ratio smoothed towards `prior`, which counts as `weight` in the denominator."""
         return (weight * prior + self.over) / (weight + self.under)
 
 
 class Chances:
-    """Chances that the drafts of one source stand, each given that those before it do."""
+    """Acceptance chances of one source's drafts; each is conditional on all earlier drafts being accepted."""
 
-    def __init__(self, num_places: int, prior: float) -> None:
+    def __init__(self, num_slots: int, prior: float) -> None:
         self._prior = prior
-        self._tallies = [Ratio() for _ in range(num_places)]
-        self.places = [prior] * num_places
-        """By place in the draft, whatever the drafter thought of it."""
-        self._classes: dict[int, Ratio] = {}
+        self._tallies = [Ratio() for _ in range(num_slots)]
+        self.average = [prior] * num_slots
+        """Acceptance chance by slot, over all confidences."""
+        self._buckets: dict[int, Ratio] = {}
+        """Accepted over tried, by confidence bucket."""
         self._cells: dict[tuple[int, int], Ratio] = {}
-        self._sibling_truth, self._siblings = Ratio(), 1.0  # those that stood over those expected to
-        self._off = self._variance = 0.0
-        """Drafts that stood in recent rounds beyond those that were expected to, and the variance of that."""
+        """Accepted over tried, by slot and confidence bucket."""
+        self._sibling_truth = Ratio()
+        """Siblings accepted over those expected to be, by the drafter's own probabilities."""
+        self._sibling_factor = 1.0
+        self._excess = self._variance = 0.0
+        """Accepted drafts of recent rounds beyond the expected number, and the variance of that."""
 
-    def reach(self, num_places: int) -> None:
-        """Add places up to this number; until something is known of them they are as good as the last one before."""
-        more = num_places - len(self.places)
+    def extend(self, num_slots: int) -> None:
+        """Add slots up to `num_slots`, which start with the chance of the last one before them."""
+        more = num_slots - len(self.average)
         self._tallies += [Ratio() for _ in range(more)]
-        self.places += self.places[-1:] * more
+        self.average += self.average[-1:] * more
 
-    def of(self, sure: Sequence[float]) -> list[float]:
-        """By place, given the log-probability of the drafter's best token at each."""
-        return [self._chance(place, bisect_left(_SURE_EDGES, each)) for place, each in enumerate(sure)]
+    def of(self, confidence: Sequence[float]) -> list[float]:
+        """Returns the chance at each slot, given the drafter's confidence there."""
+        return [self._chance(slot, _bucket_of(logprob)) for slot, logprob in enumerate(confidence)]
 
-    def _chance(self, place: int, kind: int) -> float:
-        of_class = self._classes.get(kind)
-        chance = of_class.near(self.places[place], _CLASS_WEIGHT) if of_class else self.places[place]
-        cell = self._cells.get((place, kind))
+    def _chance(self, slot: int, bucket: int) -> float:
+        ratio = self._buckets.get(bucket)
+        chance = ratio.near(self.average[slot], _BUCKET_WEIGHT) if ratio else self.average[slot]
+        cell = self._cells.get((slot, bucket))
         return cell.near(chance, _CELL_WEIGHT) if cell else chance
 
-    def of_candidates(self, place: int, logprobs: Sequence[float]) -> list[float]:
-        """By rank, given the log-probabilities of a drafter's likeliest tokens at a place; they do not rise."""
-        chances = [self._chance(place, bisect_left(_SURE_EDGES, logprobs[0]))]
+    def of_candidates(self, slot: int, logprobs: Sequence[float]) -> list[float]:
+        """Returns the chances of a slot's top tokens, non-increasing, given their log-probabilities in the drafter."""
+        chances = [self._chance(slot, _bucket_of(logprobs[0]))]
         left = 1.0 - chances[0]
         for logprob in logprobs[1:]:
-            chances.append(max(min(math.exp(logprob) * self._siblings, chances[-1], left), 0.0))
+            chances.append(max(min(math.exp(logprob) * self._sibling_factor, chances[-1], left), 0.0))
             left -= chances[-1]
         return chances
 
-    def record_tree(self, outcome: Outcome, sure: Sequence[float] | None) -> None:
-        """Counts one row's tree of a round, as `record` does a chain."""
-        self.record(len(outcome.tree.spine), outcome.spine_kept, sure)
+    def record_tree(self, outcome: Outcome, confidence: Sequence[float] | None) -> None:
+        """Update the estimates with one row's tree: its path of top tokens counts as a chain."""
+        self.record(len(outcome.tree.spine), outcome.spine_accepted, confidence)
         siblings = outcome.siblings()
         expected = sum(math.exp(logprob) for logprob, _ in siblings)
-        self._sibling_truth.add(sum(stood for _, stood in siblings), expected, _SURE_KEEP)
-        self._siblings = self._sibling_truth.near(1.0, _SIBLING_WEIGHT)
+        self._sibling_truth.add(sum(is_accepted for _, is_accepted in siblings), expected, _BUCKET_KEEP)
+        self._sibling_factor = self._sibling_truth.near(1.0, _SIBLING_WEIGHT)
 
-    def record(self, num_checked: int, num_kept: int, sure: Sequence[float] | None = None) -> None:
-        """One row's drafts of a round: the first `num_checked` were checked, the first `num_kept` stood.
+    def record(self, num_checked: int, num_accepted: int, confidence: Sequence[float] | None = None) -> None:
+        """Update the estimates with one row's drafts: the first `num_checked` were verified, the first `num_accepted` accepted.
 
-        A slot that was drafted but not checked counts as what its sureness promised: what is checked is what was
-        likely to stand, and would make the place look better than it is.
+        A slot that was drafted but not verified counts with the chance that its confidence promised. Without that the
+        estimates would be biased upwards, because only promising drafts are verified.
         """
-        chances = self.of(sure[: len(self.places)]) if sure is not None else []
-        self._watch((chances or self.places)[:num_checked], num_kept)
-        reached = min(num_kept + 1, num_checked, len(self.places))
-        for tally in self._tallies[reached:]:
-            tally.add(0.0, 0.0, _KEEP)  # a place that is no longer reached becomes as good as the one before it
-        for place in range(reached):
-            stood = float(place < num_kept)
-            self._tallies[place].add(stood, 1.0, _KEEP)
-            if place < len(chances) and sure is not None:
-                kind = bisect_left(_SURE_EDGES, sure[place])
-                self._classes.setdefault(kind, Ratio()).add(stood, 1.0, _SURE_KEEP)
-                self._cells.setdefault((place, kind), Ratio()).add(stood, 1.0, _SURE_KEEP)
-        if num_kept == num_checked:
-            for place in range(num_checked, len(chances)):
-                self._tallies[place].add(chances[place], 1.0, 1.0)
+        chances = self.of(confidence[: len(self.average)]) if confidence is not None else []
+        self._detect_shift((chances or self.average)[:num_checked], num_accepted)
+        num_tried = min(num_accepted + 1, num_checked, len(self.average))
+        for tally in self._tallies[num_tried:]:
+            tally.add(0.0, 0.0, _KEEP)  # a slot that is no longer reached drifts towards the one before it
+        for slot in range(num_tried):
+            accepted = float(slot < num_accepted)
+            self._tallies[slot].add(accepted, 1.0, _KEEP)
+            if slot < len(chances) and confidence is not None:
+                bucket = _bucket_of(confidence[slot])
+                self._buckets.setdefault(bucket, Ratio()).add(accepted, 1.0, _BUCKET_KEEP)
+                self._cells.setdefault((slot, bucket), Ratio()).add(accepted, 1.0, _BUCKET_KEEP)
+        if num_accepted == num_checked:
+            for slot in range(num_checked, len(chances)):
+                self._tallies[slot].add(chances[slot], 1.0, 1.0)
         chance = self._prior
-        for place, tally in enumerate(self._tallies):
-            chance = self.places[place] = tally.near(chance, _PRIOR_WEIGHT)
+        for slot, tally in enumerate(self._tallies):
+            chance = self.average[slot] = tally.near(chance, _PRIOR_WEIGHT)
 
-    def _watch(self, chances: Sequence[float], num_kept: int) -> None:
-        """Forget faster when rounds come out as they hardly could: another text, or another drafter's weights."""
+    def _detect_shift(self, chances: Sequence[float], num_accepted: int) -> None:
+        """Discount all counts if recent outcomes are statistically implausible: the text or the drafter's weights changed."""
         gain, expected, squares = 1.0, 0.0, 0.0
-        for place, chance in enumerate(chances):
+        for slot, chance in enumerate(chances):
             gain *= chance
             expected += gain
-            squares += (2 * place + 1) * gain
-        self._off = _WATCH_KEEP * self._off + num_kept - expected
+            squares += (2 * slot + 1) * gain
+        self._excess = _WATCH_KEEP * self._excess + num_accepted - expected
         self._variance = _WATCH_KEEP**2 * self._variance + squares - expected**2
-        if abs(self._off) > _SURPRISE * math.sqrt(self._variance + 1.0):
-            for tally in (*self._tallies, *self._classes.values(), *self._cells.values()):
+        if abs(self._excess) > _SURPRISE * math.sqrt(self._variance + 1.0):
+            for tally in (*self._tallies, *self._buckets.values(), *self._cells.values()):
                 tally.add(0.0, 0.0, _DOUBT)
-            self._off = self._variance = 0.0
+            self._excess = self._variance = 0.0
+
+
+def _bucket_of(logprob: float) -> int:
+    """Returns the confidence bucket of a log-probability."""
+    return bisect_left(_CONFIDENCE_EDGES, logprob)
 
 
 @dataclass(slots=True)
-class Truth(Ratio):
-    """Calibration of the chances that a source states itself: drafts accepted over drafts expected to be."""
+class Calibration(Ratio):
+    """Correction of chances that a source states itself: drafts accepted over drafts expected to be accepted."""
 
     over: float = 4.0
     under: float = 4.0
 
-    def right(self, chances: tuple[float, ...]) -> tuple[float, ...]:
+    def apply(self, chances: tuple[float, ...]) -> tuple[float, ...]:
         factor = self.near(1.0, 4.0)
         return tuple(min(chance * factor, 0.99) for chance in chances)

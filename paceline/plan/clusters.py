@@ -1,7 +1,8 @@
-"""What kind of request it is, in words that tell nothing of its text: clusters, by which drafters are chosen and counted.
+"""Request clusters: classes of similar requests, for which a router chooses drafters. Imports no PyTorch.
 
-A request's tag is its cluster. Without one it is taken for what its text looks like: script and language, and digests of the
-template (its system prompt, or how a raw text begins), of the tools, and of the form that the answer must have. No PyTorch.
+A request's tag is its cluster. Without a tag, the cluster is derived from the language or script, and from digests of the
+template (the system prompt, or how a raw text begins), the tools and the schema of the answer. No name of a cluster reveals the
+request's text.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from collections.abc import Sequence
 from itertools import islice
 
 MOST_CLUSTERS = 32
-"""Clusters at a time, besides the one of all other requests."""
+"""Maximum number of clusters, not counting OTHER."""
 OTHER, RAW = "other", "raw"
 SEEN = 3
-"""Requests of a kind before it is a cluster of its own: texts that come once never are."""
+"""Requests of a class before it becomes a cluster; classes of unique texts never become one."""
 MOST_SEEN = 1024
-"""Kinds that are counted and are no clusters yet."""
+"""Maximum number of classes that are counted but not clusters yet."""
 IDLE = 4096
-"""A cluster that none of so many requests was of gives way to another."""
+"""A full table evicts a cluster that none of the latest 4096 requests belonged to."""
 TEMPLATE, BEGINNING, LOOKED_AT = 256, 64, 1000
-"""Characters of a system prompt, of a raw text's beginning, and of what language is guessed from."""
+"""Characters used of a system prompt, of a raw text's beginning, and of the text whose language is detected."""
 
 _WORDS = {
     "en": "the of and to is in that it for you with are",
@@ -40,35 +41,35 @@ _LANGUAGES = {name: frozenset(words.split()) for name, words in _WORDS.items()}
 def clusters_of(
     texts: Sequence[tuple[str, str]], *, tag: str | None = None, schema: str = "", tools: str = ""
 ) -> tuple[str, ...]:
-    """Words for a request of these (role, text) messages, or of one text of the role RAW, the finest first; `schema` and
-    `tools` as text of any form."""
+    """Returns the classes of a request, the most specific first. `texts`: its (role, text) messages, or one text with the role
+    RAW; `schema` and `tools`: any text form."""
     if tag:
         return (f"tag:{tag}",)
     system = "".join(text for role, text in texts if role in ("system", "developer"))
     others = [text for role, text in texts if role not in ("system", "developer", "assistant")]
     template = system[:TEMPLATE] or "".join(text[:BEGINNING] for role, text in texts[:1] if role == RAW)
-    asked = [language(" ".join(others)[-LOOKED_AT:])]
-    asked += [f"{letter}{digest(text)}" for letter, text in (("f", schema), ("t", tools)) if text]
-    coarse = "-".join(asked)
+    parts = [language(" ".join(others)[-LOOKED_AT:])]
+    parts += [f"{letter}{digest(text)}" for letter, text in (("f", schema), ("t", tools)) if text]
+    coarse = "-".join(parts)
     return (f"{coarse}-p{digest(re.sub('[0-9]+', '0', template))}", coarse) if template else (coarse,)
 
 
 def digest(text: str) -> str:
-    """Six letters that stand for a text."""
+    """Returns six hexadecimal digits that identify a text."""
     return hashlib.blake2b(text.encode(errors="replace"), digest_size=3).hexdigest()
 
 
 def label(cluster: str) -> str:
-    """The cluster's name where anyone may read it: clients choose tags, so a digest stands for one."""
+    """Returns the cluster's public name: a tag, which clients choose, is replaced by its digest."""
     return f"tag-{digest(cluster[4:])}" if cluster.startswith("tag:") else cluster
 
 
 def language(text: str) -> str:
-    """A language by its commonest words, else the script that most letters are of, else "symbols"."""
+    """Returns the language with the most of its common words, else the script of most letters, else "symbols"."""
     words = Counter(re.findall(r"[^\W\d_]+", text.lower()))
-    found = {name: sum(words[word] for word in common) for name, common in _LANGUAGES.items()}
-    best = max(found, key=found.__getitem__)
-    if found[best] >= max(2, words.total() // 12):
+    hits = {name: sum(words[word] for word in common) for name, common in _LANGUAGES.items()}
+    best = max(hits, key=hits.__getitem__)
+    if hits[best] >= max(2, words.total() // 12):
         return best
     letters = (character for character in text if character.isalpha())
     scripts = Counter(unicodedata.name(letter, "other").split(" ")[0].lower() for letter in islice(letters, 200))
@@ -76,37 +77,38 @@ def language(text: str) -> str:
 
 
 class Clusters:
-    """Which kinds of requests are told apart: those that came more than once, a bounded number of them."""
+    """Assigns requests to a bounded set of clusters. A class becomes a cluster with its third request."""
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}
-        """Cluster -> the number of the latest request that was of it."""
+        """Cluster -> number of its latest request."""
         self._seen: OrderedDict[str, int] = OrderedDict()
-        """Kind -> how many requests were of it."""
+        """Class that is not a cluster -> number of its requests so far."""
         self._num_requests = 0
-        self.left: str | None = None
-        """The one that gave way to the latest new one, if one had to."""
+        self.evicted: str | None = None
+        """The cluster that the latest call of `of` evicted, if any."""
 
-    def of(self, kinds: Sequence[str]) -> str:
-        """The cluster of a request: the finest of its kinds that is one, or becomes one now, else OTHER."""
-        self._num_requests, self.left = self._num_requests + 1, None
-        for kind in kinds:
-            if kind in self._known or self._joins(kind):
-                self._known[kind] = self._num_requests
-                return kind
+    def of(self, classes: Sequence[str]) -> str:
+        """Returns a request's cluster: the first of its classes that is a cluster, or becomes one now, else OTHER."""
+        self._num_requests, self.evicted = self._num_requests + 1, None
+        for name in classes:
+            if name in self._known or self._joins(name):
+                self._known[name] = self._num_requests
+                return name
         return OTHER
 
-    def _joins(self, kind: str) -> bool:
-        count = self._seen.pop(kind, 0) + 1
+    def _joins(self, name: str) -> bool:
+        """Counts one request of a class; True if the class becomes a cluster."""
+        count = self._seen.pop(name, 0) + 1
         if count >= SEEN:
             if len(self._known) < MOST_CLUSTERS:
                 return True
             oldest = min(self._known, key=self._known.__getitem__)
             if self._num_requests - self._known[oldest] > IDLE:
-                self.left = oldest
+                self.evicted = oldest
                 del self._known[oldest]
                 return True
-        self._seen[kind] = count
+        self._seen[name] = count
         if len(self._seen) > MOST_SEEN:
             self._seen.popitem(last=False)
         return False

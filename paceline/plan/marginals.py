@@ -1,15 +1,16 @@
-"""How often a block drafter's candidates stand, by slot and rank, and what trees of n drafts keep by it. No PyTorch.
+"""Acceptance chances of a block drafter's candidates by slot and rank (marginals), and the acceptance length of trees of n
+drafts that they predict. Imports no PyTorch.
 
-    tally.add(said_of(candidates, tokens))               # of each round: what the target said beside what was likely
+    tally.add(target_ranks(candidates, tokens))          # after each round: ranks of the target's tokens among the candidates
     marginals = Marginals.of(tally)
-    marginals.expected(32)[32].tokens                    # tokens a round of the best trees of 32 drafts
+    marginals.expected(32)[32].tokens                    # acceptance length of the best trees of 32 drafts
 
-A marginal is counted over the rounds in which the likeliest token stood at every slot before: then it is known what the
-target says at the slot, whatever was checked, a chain or a tree. Trees differ from round to round, because a drafter is
-surer of some slots than of others, and that is where much of what they keep comes from. Here its probability of a
-slot's likeliest token is Beta distributed around the marginal, as in `simulate/server/server.py`, and what it leaves
-falls to the other ranks in proportion. Candidates are taken to stand behind a sibling as often as behind the likeliest
-token; `tests/simulate/test_tree_prediction.py` has how near that comes to what trees kept.
+A marginal is counted over the rounds in which the top candidate was right at every earlier slot: in those the target's token at
+the slot is known, whatever was verified, a chain or a tree. Trees differ between rounds because a drafter's confidence varies
+by slot, and much of their acceptance comes from that. Here the drafter's probability of a slot's top token is Beta distributed
+around the marginal, as in `simulate/server/server.py`, and the other ranks share the rest in proportion. Candidates after a
+sibling are assumed to be accepted as often as those after the top token; `tests/simulate/test_tree_prediction.py` compares the
+predictions with measured trees.
 """
 
 from __future__ import annotations
@@ -27,31 +28,31 @@ from paceline.plan.trees import NONE_OF_THEM, Candidates, Said, Weigh, grow
 from paceline.types import Row
 
 SURENESS = 1.5
-"""Sum of both parameters of the Beta distribution of a drafter's probabilities: small when it is sure or knows that it is not.
-Of the shipped drafter on 12 GSM8K questions: slots of a mean of 0.80 had a variance of 0.06."""
+"""Concentration (sum of both parameters) of the Beta distribution of a drafter's probabilities; small if its confidence varies
+much. The shipped drafter on 12 GSM8K questions: slots with a mean of 0.80 had a variance of 0.06."""
 DRAWS, _FINER = 1000, 4
-"""Rounds over which trees are averaged; draws among which the evenly spread ones of a slot are chosen, for each of them."""
+"""Rounds over which trees are averaged; random numbers drawn for each of them, of which evenly spread ones are used."""
 _PRIOR = 20.0
-"""Tries of a slot for which counts: the chance of the slot before, and the shares that other ranks have over all slots."""
+"""Weight, in tries of a slot, of its prior: the chance of the slot before it, and the average shares of the other ranks."""
 _LEAST = 1e-4
 Chances = tuple[tuple[float, ...], ...]
-"""By slot and rank: the chance that this candidate stands where the likeliest tokens of all slots before it do."""
+"""By slot and rank: the chance that this candidate is the target's token if the top candidate is at every earlier slot."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of many rounds."""
+    """Counts over many rounds."""
 
     tried: list[int] = field(default_factory=list)
-    """By slot: rounds in which it is known what the target said there, the likeliest tokens before it standing."""
+    """By slot: rounds in which the target's token is known and the top candidate was right at every earlier slot."""
     stood: list[list[int]] = field(default_factory=list)
-    """By slot and rank: how many of them said this candidate."""
+    """By slot and rank: how many of those rounds had this candidate as the target's token."""
 
-    def add(self, said: Said) -> None:
-        for slot in range(said.num_first):
+    def add(self, ranks: Said) -> None:
+        for slot in range(ranks.num_first):
             self._count(slot, 0)
-        if said.rank is not None:
-            self._count(said.num_first, said.rank)
+        if ranks.rank is not None:
+            self._count(ranks.num_first, ranks.rank)
 
     def _count(self, slot: int, rank: int) -> None:
         if slot == len(self.tried):
@@ -64,9 +65,9 @@ class Tally:
             own[rank] += 1
 
     @classmethod
-    def of(cls, told: Any) -> Tally:
-        """From {"tried": [...], "stood": [[...], ...]}. Raises ConfigError for what is none."""
-        tried, stood = (told.get("tried"), told.get("stood")) if isinstance(told, dict) else (None, None)
+    def of(cls, counts: Any) -> Tally:
+        """Reads {"tried": [...], "stood": [[...], ...]}. Raises ConfigError if these are not valid counts."""
+        tried, stood = (counts.get("tried"), counts.get("stood")) if isinstance(counts, dict) else (None, None)
         if (
             not (isinstance(tried, list) and isinstance(stood, list) and tried and len(stood) == len(tried))
             or not all(map(_are_counts, [tried, *stood]))
@@ -88,21 +89,21 @@ def _are_counts(values: Any) -> bool:
 
 
 class Expected(NamedTuple):
-    """What a round that checks a given number of drafts keeps on average."""
+    """Averages over rounds with a given number of drafts."""
 
     tokens: float
-    """The bonus token included."""
+    """Acceptance length: tokens per round, including the bonus token."""
     depth: float
-    """Drafts of the longest path."""
+    """Drafts on the longest path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marginals:
-    """Raises ConfigError for chances that are none."""
+    """Acceptance chances of candidates by slot and rank. Raises ConfigError for invalid chances."""
 
     chances_KM: Chances
     num_rounds: int = 0
-    """Over which they were counted; 0 of those that somebody set."""
+    """Rounds that were counted; 0 for chances that were set by hand."""
 
     def __post_init__(self) -> None:
         for slot, own in enumerate(self.chances_KM, start=1):
@@ -115,31 +116,32 @@ class Marginals:
 
     @classmethod
     def of(cls, tally: Tally) -> Marginals:
-        """Slots that few rounds reached lean on the slot before, and on the shares of ranks over all slots."""
+        """Estimates the chances; slots that few rounds reached are smoothed towards the slot before and the average ranks."""
         left = sum(tally.tried) - sum(own[0] for own in tally.stood if own)
         sums = [sum(counts) for counts in itertools.zip_longest(*(own[1:] for own in tally.stood), fillvalue=0)]
         shares = [each / left if left else 0.0 for each in sums]
-        before, found = None, list[tuple[float, ...]]()
+        before, chances_KM = None, list[tuple[float, ...]]()
         for tried, stood in zip(tally.tried, tally.stood, strict=True):
             first = (stood[0] if stood else 0) / tried if before is None and tried else before or 0.0
             prior = [first, *(share * (1 - first) for share in shares)]
             counts = [*stood, *[0] * (len(prior) - len(stood))]
-            found.append(tuple((n + _PRIOR * chance) / (tried + _PRIOR) for n, chance in zip(counts, prior, strict=True)))
-            before = found[-1][0]
-        return cls(tuple(found), tally.num_rounds)
+            chances = tuple((n + _PRIOR * chance) / (tried + _PRIOR) for n, chance in zip(counts, prior, strict=True))
+            chances_KM.append(chances)
+            before = chances[0]
+        return cls(tuple(chances_KM), tally.num_rounds)
 
     @property
     def firsts(self) -> list[float]:
-        """Chance of each slot's likeliest token: that of a chain's drafts."""
+        """Chance of each slot's top token, which is the draft of a chain."""
         return [own[0] for own in self.chances_KM]
 
     @property
     def survival(self) -> tuple[float, ...]:
-        """Share of rounds in which the likeliest tokens of the first slots all stand."""
+        """Share of rounds in which the top tokens of the first i slots are all accepted, for i = 1 .. K."""
         return tuple(itertools.accumulate(self.firsts, operator.mul))
 
     def with_firsts(self, firsts: Sequence[float]) -> Marginals:
-        """These chances of the likeliest tokens, one for each slot; other ranks share what they leave as they do here."""
+        """Returns marginals with these chances of each slot's top token; other ranks keep their average shares of the rest."""
         left = sum(1 - first for first in self.firsts)
         ranks = itertools.zip_longest(*(own[1:] for own in self.chances_KM), fillvalue=0.0)
         shares = [sum(each) / left if left else 0.0 for each in ranks]
@@ -149,22 +151,22 @@ class Marginals:
         return Marginals(self.chances_KM[:count], self.num_rounds)
 
     def drawn(self, luck: random.Random) -> Weigh:
-        """Chances of one round, of a drafter that is surer of some slots than of others; none beyond the last slot."""
-        return self._weigh([_sure(luck, own[0]) for own in self.chances_KM])
+        """Draws the chances of one round, in which the drafter's confidence varies by slot; 0 beyond the last slot."""
+        return self._weigh([_confidence(luck, own[0]) for own in self.chances_KM])
 
-    def _weigh(self, sure_K: Sequence[float]) -> Weigh:
-        """`sure_K`: the chance of each slot's likeliest token in this round."""
-        rows = [_round_of(own, sure) for own, sure in zip(self.chances_KM, sure_K, strict=True)]
-        return lambda slot, logprobs: rows[slot][: len(logprobs)] if slot < len(rows) else [0.0]
+    def _weigh(self, confidence_K: Sequence[float]) -> Weigh:
+        """`confidence_K`: the chance of each slot's top token in this round."""
+        chances = [_rescaled(own, first) for own, first in zip(self.chances_KM, confidence_K, strict=True)]
+        return lambda slot, logprobs: chances[slot][: len(logprobs)] if slot < len(chances) else [0.0]
 
     def expected(self, most: int, seed: int = 0) -> list[Expected]:
-        """Of rounds with 0, 1, ... `most` drafts: tokens and depth of the best trees, on average over DRAWS rounds."""
+        """Returns the averages for 0, 1, ... `most` drafts in the best trees, over DRAWS random rounds."""
         luck, sums, depths = random.Random(seed), [0.0] * (most + 1), [0] * (most + 1)
-        sure_KD = [_evenly(luck, own[0]) for own in self.chances_KM]
+        confidence_KD = [_spread_evenly(luck, own[0]) for own in self.chances_KM]
         named = [list(range(len(own))) for own in self.chances_KM]
         candidates = Candidates(named, [[0.0] * len(own) for own in named], most)
-        for sure_K in zip(*sure_KD, strict=True):
-            tree = grow(candidates, self._weigh(sure_K), most)
+        for confidence_K in zip(*confidence_KD, strict=True):
+            tree = grow(candidates, self._weigh(confidence_K), most)
             gains = [*tree.gains, *[0.0] * (most - len(tree.gains))]
             longest = [*itertools.accumulate(tree.depths, max, initial=0)]
             longest += [longest[-1]] * (most + 1 - len(longest))
@@ -173,54 +175,54 @@ class Marginals:
         return [Expected(1 + tokens / DRAWS, depth / DRAWS) for tokens, depth in zip(sums, depths, strict=True)]
 
 
-def _round_of(chances: Sequence[float], sure: float) -> list[float]:
-    """A slot's chances, falling, where its likeliest token has the chance `sure`."""
+def _rescaled(chances: Sequence[float], first: float) -> list[float]:
+    """Returns a slot's chances, non-increasing, if its top token has the chance `first`."""
     left = 1 - chances[0]
-    scale = (1 - sure) / left if left else 0.0
-    return [*itertools.accumulate((sure, *(chance * scale for chance in chances[1:])), min)]
+    scale = (1 - first) / left if left else 0.0
+    return [*itertools.accumulate((first, *(chance * scale for chance in chances[1:])), min)]
 
 
-def _sure(luck: random.Random, chance: float) -> float:
+def _confidence(luck: random.Random, chance: float) -> float:
     chance = min(max(chance, _LEAST), 1 - _LEAST)
     return luck.betavariate(SURENESS * chance, SURENESS * (1 - chance))
 
 
-def _evenly(luck: random.Random, chance: float) -> list[float]:
-    """DRAWS of `_sure` that are spread as evenly as its distribution is, in any order."""
-    spread = sorted(_sure(luck, chance) for _ in range(DRAWS * _FINER))[_FINER // 2 :: _FINER]
+def _spread_evenly(luck: random.Random, chance: float) -> list[float]:
+    """Returns DRAWS values of `_confidence` at evenly spread quantiles, in random order."""
+    spread = sorted(_confidence(luck, chance) for _ in range(DRAWS * _FINER))[_FINER // 2 :: _FINER]
     luck.shuffle(spread)
     return spread
 
 
 @dataclass(slots=True)
 class MockedPlanner(FixedPlanner):
-    """Trees of `num_nodes` drafts by marginals in place of what the drafter says, for a mocked acceptance."""
+    """Plans trees of `num_nodes` drafts by given marginals, not by the drafter's probabilities: for a mocked acceptance."""
 
     marginals: Marginals | None = None
 
     def weigh(self, row: Row, candidates: Candidates) -> Weigh:
-        """Drawn for each row and round, by the request's number and the room that its row has left."""
+        """Draws the chances for each row and round, seeded by the request's key and the free positions of its row."""
         assert self.marginals is not None
         return self.marginals.drawn(random.Random(f"{row.key} {candidates.most}"))
 
 
 def path_that_stands(parents: Sequence[int], gains: Sequence[float], lucks: Sequence[float]) -> list[int]:
-    """Nodes of a tree that stand by lot, root to leaf: behind what stands, each child with its own chance, one of them at most.
+    """Draws the accepted nodes of a tree, root to leaf: at most one child after each accepted node, each with its own chance.
 
-    `gains` as Tree.gains; `lucks` in [0, 1), one for each slot. On average as many stand as `gains` sum up to.
+    `gains` as in `Tree.gains`; `lucks`: a random number in [0, 1) for each slot. The expected number of nodes is sum(gains).
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         children.setdefault(parent, []).append(node)
-    kept, gain = list[int](), 1.0
+    accepted, gain = list[int](), 1.0
     for luck in lucks:
         left = luck * gain
-        for child in children.get(kept[-1] if kept else -1, ()):
+        for child in children.get(accepted[-1] if accepted else -1, ()):
             if left < gains[child]:
-                kept.append(child)
+                accepted.append(child)
                 gain = gains[child]
                 break
             left -= gains[child]
         else:
             break
-    return kept
+    return accepted

@@ -1,4 +1,4 @@
-"""How a round's positions are shared out among its rows: the drafts that bring the most tokens over their time. No PyTorch."""
+"""Allocates a round's positions to the drafts that add the most tokens over their time. Imports no PyTorch."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from paceline.plan.trees import MOST_NODES, Growing
 from paceline.types import Offer, Row, Take
 
 Objective = Literal["throughput", "latency"]
-"""Most tokens per second of all rows together, or the least mean time per token over the rows."""
+"""Maximise the tokens per second of all rows together, or minimise the mean time per token over the rows."""
 
 FIRST_NODES = 24
-"""Nodes that a tree has at first; it grows on where so many are worth checking."""
+"""Initial number of tree nodes; a tree grows further if more than half of them are worth verifying."""
 TREE_S, TREE_EVERY, TREE_WEIGHT = 2e-4, 16, 0.05
-"""Seconds that a row's candidates and tree take of the host; rounds without trees until they are tried again; weight of the
-latest tree in what they are worth."""
+"""Host seconds of one row's candidates and tree; rounds without trees until they are tried again; weight of the latest tree in
+the running average of their worth."""
 LEAST_GAIN = 0.01
-"""Chance to stand of a draft that is looked at: to weigh those behind it takes longer than they are worth."""
+"""Minimum chance of a draft to be accepted; later ones are not considered, because that takes longer than they are worth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """The offer that the row at `place` of the plan would take; `lift`: tokens that it brings beyond what its average chances
-    say, because its drafts are cut where the drafter is unsure."""
+    """The offer that one row would take."""
 
-    place: int
+    index: int
+    """Index of the row in the plan."""
     offer: Offer
     lift: float = 0.0
+    """Tokens expected beyond those by average chances, because drafts of low confidence are cut."""
     gains: list[float] | None = None
-    """Of a tree's nodes, falling; None: those of the offer's chances."""
+    """Gains of a tree's nodes, non-increasing; None: a chain, with the offer's chances."""
 
 
 def gains_of(chances: Sequence[float]) -> list[float]:
-    """Chance that each draft is kept, falling."""
+    """Returns the chance of each draft that it and all earlier ones are accepted: its gain, in tokens."""
     kept, gains = 1.0, []
     for chance in chances:
         kept *= chance
@@ -46,7 +47,7 @@ def gains_of(chances: Sequence[float]) -> list[float]:
 
 
 def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[float], each_s: float = 0.0) -> float:
-    """Most tokens over the time of checking that drafts with these gains bring to a round in which nobody else has any."""
+    """Returns the largest surplus, in tokens, of verifying the first of these drafts over its time, if no other row drafts."""
     best, expected, plain_s = 0.0, 0.0, costs.pass_s(num_rows)
     for count, gain in enumerate(gains, start=1):
         expected += gain
@@ -55,37 +56,38 @@ def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[fl
 
 
 def spared_by(row: Row, take: Take) -> float:
-    """1 - 1 / E of a row that takes these drafts, as it was offered them; 0 of one that takes none."""
+    """Returns 1 - 1 / E for a row that expects E tokens with these drafts; 0 without drafts (see `share_out`)."""
     offer = next((offer for offer in row.offers if offer.source == take.source), None) if take.count else None
     return 1 - 1 / (1 + sum(gains_of(offer.chances[: take.count]))) if offer else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """What a row's drafter has drafted, before it is known how much of it is checked."""
+    """A row's drafts, before it is decided how many are verified."""
 
-    place: int
+    index: int
+    """Index of the row in the plan."""
     offer: Offer
     average: list[float]
-    """Chance that each draft stands, as such drafts do on average."""
+    """Gain of each draft, averaged over all confidences."""
     growing: Growing | None
-    """The tree that it can be; None: a chain."""
+    """The tree of these drafts; None: a chain."""
 
     @property
     def gains(self) -> list[float]:
-        """Chance that each draft stands, falling; of a tree that has not grown yet, none."""
+        """Gain of each draft, non-increasing; empty for a tree that has not grown yet."""
         return self.growing.tree.gains if self.growing else gains_of(self.offer.chances)
 
     def want(self, most: int) -> Want:
-        """With a tree of at most so many nodes."""
+        """Returns the request with its tree grown to at most `most` nodes."""
         if self.growing:
             self.growing.to(most)
-        return Want(self.place, self.offer, gains=self.gains)
+        return Want(self.index, self.offer, gains=self.gains)
 
 
 def grown(drafted: Sequence[Drafted], share: Callable[[list[Want]], list[int]]) -> list[int]:
-    """What `share` gives each row, of trees that grow while more than half of one would be checked: most of what could be in a
-    tree is worth no position, and takes as long to weigh as to check."""
+    """Returns the number of drafts of each row, as `share` allocates them; trees grow while more than half of one would be
+    verified. Most possible nodes are not worth a position, and considering one takes as long as verifying it."""
     limit = FIRST_NODES
     while True:
         counts = share([each.want(limit) for each in drafted])
@@ -99,54 +101,60 @@ def grown(drafted: Sequence[Drafted], share: Callable[[list[Want]], list[int]]) 
 
 
 class TreeWorth:
-    """Whether trees are worth asking for. Naming candidates and growing trees takes the host's time, also where a chain comes
-    of it, as where a position costs much: then they are asked for once in TREE_EVERY rounds, to notice another time."""
+    """Decides whether drafters return candidates and trees are grown. Both take host time even if a chain results, as where a
+    position is expensive; in that case trees are tried only once in TREE_EVERY rounds."""
 
     def __init__(self) -> None:
         self._worth = 0.0
-        """Tokens that a tree brings beyond the best chain, less those of its time, of late."""
+        """Running average of a tree's tokens beyond those of the best chain, less those of its time."""
         self._num_without = 0
 
     @property
-    def is_asked(self) -> bool:
-        """For the next round."""
+    def is_due(self) -> bool:
+        """True if the next round uses trees."""
         return self._worth >= 0.0 or self._num_without >= TREE_EVERY
 
     def record(self, gains: Sequence[float], rate: float) -> None:
-        """A round is planned: `gains`, for each of its trees, is the tree's surplus less that of the chain, in tokens; empty in
-        a round without. `rate`: tokens per second."""
+        """Record a planned round. `gains`: surplus of each tree over the chain's, in tokens; `rate`: tokens per second."""
         self._num_without = 0 if gains else self._num_without + 1
         for gain in gains:
             self._worth += TREE_WEIGHT * (gain - rate * TREE_S - self._worth)
 
 
 class _Drafting:
-    """Seconds that drafting takes for the drafts that are looked at so far."""
+    """Seconds of drafting for the drafts counted so far."""
 
     def __init__(self, costs: RoundCosts, wants: Sequence[Want]) -> None:
         self._costs, self._wants = costs, wants
         self._counts = [0] * len(wants)
         self._rows: dict[str, int] = {}
         self._longest: dict[str, int] = {}
-        self._spent_s = 0.0
+        self._seconds = 0.0
 
-    def with_one_more(self, index: int) -> float:
-        """The want at `index` has one more draft checked."""
-        offer = self._wants[index].offer
-        self._counts[index] += 1
-        count = self._counts[index]
+    def with_one_more(self, want: int) -> float:
+        """Returns the seconds with one more draft of the want with this index."""
+        offer = self._wants[want].offer
+        self._counts[want] += 1
+        count = self._counts[want]
         if offer.cost_s and (count == 1 or offer.each_s):
             self._rows[offer.source] = self._rows.get(offer.source, 0) + (count == 1)
             self._longest[offer.source] = max(self._longest.get(offer.source, 1), count) if offer.each_s else 1
             drafting = self._rows.items()
-            self._spent_s = sum(self._costs.drafting_s(source, rows) * self._longest[source] for source, rows in drafting)
-        return self._spent_s
+            self._seconds = sum(self._costs.drafting_s(source, rows) * self._longest[source] for source, rows in drafting)
+        return self._seconds
 
 
-def _gains(want: Want) -> list[float]:
-    """Tokens that each of its drafts is expected to add."""
-    kept = gains_of(want.offer.chances) if want.gains is None else want.gains
-    return [gain + (want.lift if slot == 0 else 0.0) for slot, gain in enumerate(kept)]
+def _steps(wants: Sequence[Want], sooner: bool) -> list[tuple[float, int]]:
+    """Returns (value, index of the want) of each draft, largest value first: its gain, or for `sooner` what it takes off the
+    row's 1 / E."""
+    steps: list[tuple[float, int]] = []
+    for index, want in enumerate(wants):
+        expected = 1.0
+        for slot, gain in enumerate(gains_of(want.offer.chances) if want.gains is None else want.gains):
+            gain += want.lift if slot == 0 else 0.0
+            steps.append((1 / expected - 1 / (expected + gain) if sooner else gain, index))
+            expected += gain
+    return sorted(steps, reverse=True)
 
 
 def share_out(
@@ -160,59 +168,30 @@ def share_out(
     spared: float = 0.0,
     sooner: bool = False,
 ) -> list[int]:
-    """How many drafts of each want to check together: gains in falling order, as long as the surplus of all grows.
+    """Returns how many drafts of each want to verify: the most valuable first, as many as give the best round.
 
-    `num_fixed` drafts are checked anyway. The round takes `most_s` at most. `sooner` asks `share_sooner`, which alone needs
-    `spared`.
+    `num_fixed` further drafts are verified in any case. `most_s` limits the round's seconds. Drafts must improve the round by
+    `margin`, relative to one without drafts. The best round has the largest surplus of tokens over `rate` * its extra seconds.
+
+    With `sooner` (the objective "latency") it has the least mean time per token over the rows. A row that expects E tokens per
+    round has one every (round time / E) seconds, so round time * sum of 1 / E is minimised. Each further draft of a row reduces
+    its 1 / E by less, independently of other rows. Rows without drafts, and those about to join, count with E = 1; `spared` is
+    the sum of 1 - 1 / E over rows that are not among the wants. A plan with a smaller value than plain decoding also has more
+    tokens per second, because the mean of E is at least its harmonic mean.
     """
-    if sooner:
-        return share_sooner(costs, num_rows, wants, most_s, num_fixed, margin, spared)
-    gains = sorted(((gain, index) for index, want in enumerate(wants) for gain in _gains(want)), reverse=True)
-    base = num_rows + num_fixed
-    base_s, drafting, expected = costs.pass_s(base), _Drafting(costs, wants), 0.0
-    best, best_count = margin * num_rows, 0
-    for count, (gain, index) in enumerate(gains, start=1):
-        expected += gain
+    steps, drafting, base = _steps(wants, sooner), _Drafting(costs, wants), num_rows + num_fixed
+    base_s, total = costs.pass_s(base), 0.0
+    best = -base_s * (num_rows - spared) * (1 - margin) if sooner else margin * num_rows
+    best_count = 0
+    for count, (value, index) in enumerate(steps, start=1):
+        total += value
         round_s = costs.pass_s(base + count) + drafting.with_one_more(index)
         if round_s > most_s:
             break
-        if (surplus := expected - rate * (round_s - base_s)) > best:
-            best, best_count = surplus, count
-    return [sum(index == place for _, index in gains[:best_count]) for place in range(len(wants))]
-
-
-def share_sooner(
-    costs: RoundCosts,
-    num_rows: int,
-    wants: list[Want],
-    most_s: float,
-    num_fixed: int = 0,
-    margin: float = 0.0,
-    spared: float = 0.0,
-) -> list[int]:
-    """As `share_out`, for the objective latency: what makes the mean time per token over the rows least.
-
-    A row that expects E tokens of a round has one each round / E seconds, so what is made least is round time * sum of 1 / E. A
-    further draft of a row lessens its 1 / E by less and less, whoever else drafts: so those that lessen it most come first.
-    Rows that check nothing, and those about to join, count with E = 1. `spared`: sum of 1 - 1 / E over rows that are not among
-    the wants. A plan that makes this less than without drafts has more tokens per second than without, too: the mean of E is at
-    least the harmonic one.
-    """
-    steps: list[tuple[float, int]] = []
-    for index, want in enumerate(wants):
-        expected = 1.0
-        for gain in _gains(want):
-            steps.append((1 / expected - 1 / (expected + gain), index))
-            expected += gain
-    steps.sort(reverse=True)
-    base, rounds_per_token = num_rows + num_fixed, num_rows - spared
-    drafting, best_count = _Drafting(costs, wants), 0
-    least = costs.pass_s(base) * rounds_per_token * (1 - margin)
-    for count, (step, index) in enumerate(steps, start=1):
-        rounds_per_token -= step
-        round_s = costs.pass_s(base + count) + drafting.with_one_more(index)
-        if round_s > most_s:
-            break
-        if (waited := round_s * rounds_per_token) < least:
-            least, best_count = waited, count
-    return [sum(index == place for _, index in steps[:best_count]) for place in range(len(wants))]
+        score = -round_s * (num_rows - spared - total) if sooner else total - rate * (round_s - base_s)
+        if score > best:
+            best, best_count = score, count
+    counts = [0] * len(wants)
+    for _, index in steps[:best_count]:
+        counts[index] += 1
+    return counts

@@ -73,5 +73,5 @@ def test_the_cluster_that_nobody_asks_for_gives_way() -> None:
     for number in range(IDLE + MOST_CLUSTERS * SEEN + 1):
         clusters.of((f"kind{1 + number % (MOST_CLUSTERS - 1)}",))
     assert [clusters.of(("new",)) for _ in range(SEEN)][-1] == "new"
-    assert clusters.left == "kind0"
-    assert clusters.of(("kind0",)) == OTHER and clusters.left is None
+    assert clusters.evicted == "kind0"
+    assert clusters.of(("kind0",)) == OTHER and clusters.evicted is None

@@ -20,7 +20,7 @@ from paceline.errors import ConfigError
 from paceline.plan import marginals as module
 from paceline.plan.marginals import Marginals, MockedPlanner, Tally, path_that_stands
 from paceline.plan.planner import AdaptivePlanner, FixedPlanner
-from paceline.plan.trees import NONE_OF_THEM, Candidates, Said, grow, said_of
+from paceline.plan.trees import NONE_OF_THEM, Candidates, Said, grow, target_ranks
 from paceline.types import SamplingParams, Sequence
 from paceline.verify.rules import MOCKED, mocked
 
@@ -29,17 +29,17 @@ THREE = Marginals(((0.7, 0.12, 0.05), (0.6, 0.2, 0.05), (0.65, 0.1, 0.05)))
 
 def test_what_a_round_says_beside_the_candidates() -> None:
     candidates = Candidates([[5, 6, 7], [8, 9, 3], [4, 2, 1]], [[0.0] * 3] * 3)
-    assert said_of(candidates, [6]) == Said(0, 1)
-    assert said_of(candidates, [5, 3]) == Said(1, 2)
-    assert said_of(candidates, [5, 8, 99]) == Said(2, NONE_OF_THEM)
-    assert said_of(candidates, [5, 8]) == Said(2, None), "the answer ended"
-    assert said_of(candidates, [5, 8, 4, 77]) == Said(3, None), "the whole block stood"
-    assert said_of(Candidates([], []), [5]) == Said(0, None)
+    assert target_ranks(candidates, [6]) == Said(0, 1)
+    assert target_ranks(candidates, [5, 3]) == Said(1, 2)
+    assert target_ranks(candidates, [5, 8, 99]) == Said(2, NONE_OF_THEM)
+    assert target_ranks(candidates, [5, 8]) == Said(2, None), "the answer ended"
+    assert target_ranks(candidates, [5, 8, 4, 77]) == Said(3, None), "the whole block stood"
+    assert target_ranks(Candidates([], []), [5]) == Said(0, None)
 
 
 def test_candidates_that_depend_on_the_token_before() -> None:
     candidates = Candidates([[1, 2], [0, 0]], [[0.0] * 2] * 2, behind=lambda slot, before: ([10 * before, 7], [0.0, -1.0]))
-    assert said_of(candidates, [1, 10, 5]) == Said(2, None) and said_of(candidates, [1, 7]) == Said(1, 1)
+    assert target_ranks(candidates, [1, 10, 5]) == Said(2, None) and target_ranks(candidates, [1, 7]) == Said(1, 1)
 
 
 def test_counts_become_chances() -> None:

@@ -13,7 +13,8 @@ from simulated_rounds import FLAT, STEEP, Machine, UnsteadyMachine, counts, row,
 from paceline.errors import ConfigError
 from paceline.plan.chances import Chances
 from paceline.plan.chunks import LEAST_CHUNK, ChunkSizes
-from paceline.plan.costs import PLAIN_EVERY, TRIAL_SHARE, PassCosts, RoundCosts, RoundRecord
+from paceline.plan.costs import PassCosts, RoundCosts
+from paceline.plan.history import PLAIN_EVERY, TRIAL_SHARE, Pauses, Trials
 from paceline.plan.planner import AdaptivePlanner, FixedPlanner, Offer, Row, fixed_planner
 from paceline.plan.trees import Candidates, Tree
 from paceline.types import Take
@@ -189,7 +190,7 @@ class TestAsking:
 
     def test_what_disappointed_is_not_asked_for_while_it_pauses(self) -> None:
         planner = AdaptivePlanner(FLAT)
-        planner._kinds["greedy"]._pauses["ngram"] = 3, 64
+        planner._histories["greedy"].pauses._pauses["ngram"] = 3, 64
         asked = []
         for _ in range(4):
             plan = planner.next([Row(0, "greedy", ask=lambda unwanted: asked.append("ngram" not in unwanted) or [])])
@@ -235,7 +236,7 @@ class TestSureness:
 
     def test_where_nothing_is_known_a_place_has_its_average(self) -> None:
         chances = Chances(3, 0.5)
-        assert chances.of([-1.0, -2.0, -0.1]) == chances.places == [0.5] * 3
+        assert chances.of([-1.0, -2.0, -0.1]) == chances.average == [0.5] * 3
 
     def test_places_that_were_left_out_count_as_what_was_promised(self) -> None:
         """Else only slots that looked good would be known, and all would seem good."""
@@ -247,7 +248,7 @@ class TestSureness:
             blind.record(0, 0)
             for each in (honest, blind):
                 each.record(1, 0, [math.log(0.1)])
-        assert honest.places[1] < blind.places[1]
+        assert honest.average[1] < blind.average[1]
 
     def test_rows_of_which_nothing_is_known_keep_what_was_planned(self) -> None:
         planner = AdaptivePlanner(FLAT)
@@ -342,33 +343,33 @@ class TestUnsteady:
 
     def test_a_new_drafter_begins_without_a_pause(self) -> None:
         planner = AdaptivePlanner(self.PASSES)
-        record = planner._kinds["greedy"]
+        pauses = planner._histories["greedy"].pauses
         for _ in range(3):
-            record.compare(1, 1, 20.0, {"dflash"})
-            record.compare(1, 1, 6.0, set())
-        assert record.paused() == {"dflash"}
+            pauses.record(1, 1, 20.0, {"dflash"})
+            pauses.record(1, 1, 6.0, set())
+        assert pauses.next() == {"dflash"}
         planner.forget("dflash")
-        assert not record.paused()
+        assert not pauses.next()
 
     def test_only_the_source_that_disappointed_pauses(self) -> None:
-        record = AdaptivePlanner(self.PASSES)._kinds["greedy"]
+        pauses = Pauses()
         for _ in range(3):
-            record.compare(2, 2, 20.0, {"dflash"})
-            record.compare(2, 2, 6.0, set())
-            record.compare(2, 8, 8.0, {"ngram"})
-            record.compare(2, 2, 6.0, set())
-            record.compare(2, 2, 60.0, {"ngram", "dflash"})
-            record.compare(2, 2, 6.0, set())
-        assert record.paused() == {"dflash"}
+            pauses.record(2, 2, 20.0, {"dflash"})
+            pauses.record(2, 2, 6.0, set())
+            pauses.record(2, 8, 8.0, {"ngram"})
+            pauses.record(2, 2, 6.0, set())
+            pauses.record(2, 2, 60.0, {"ngram", "dflash"})
+            pauses.record(2, 2, 6.0, set())
+        assert pauses.next() == {"dflash"}
 
     def test_members_of_a_pool_that_disappointed_together_pause_together(self) -> None:
-        record = AdaptivePlanner(self.PASSES)._kinds["greedy"]
+        pauses = Pauses()
         for _ in range(3):
-            record.compare(2, 2, 20.0, {"general", "tickets"})
-            record.compare(2, 2, 6.0, set())
-        assert record.paused() == {"general", "tickets"}
-        record.forget("tickets")
-        assert record.paused() == {"general"} and not record._gains
+            pauses.record(2, 2, 20.0, {"general", "tickets"})
+            pauses.record(2, 2, 6.0, set())
+        assert pauses.next() == {"general", "tickets"}
+        pauses.forget("tickets")
+        assert pauses.next() == {"general"} and not pauses._gains
 
 
 class TestTrials:
@@ -376,25 +377,24 @@ class TestTrials:
     def test_a_request_that_begins_may_try_its_drafter(self, begins: bool) -> None:
         """What the rounds before it saved for that is added to the allowance, no more than one trial takes."""
         planner = AdaptivePlanner(FLAT)
-        kind = planner._kinds["greedy"]
-        kind.trial_s, kind.wanted_s = -1000.0, 2.0
+        trials = planner._histories["greedy"].trials
+        trials.budget_s, trials.wanted_s = -1000.0, 2.0
         before = []
         for key in [0] * 500 + [int(begins)]:
-            before.append(kind.trial_s)
+            before.append(trials.budget_s)
             plan = planner.next([Row(key, "greedy", row(planner).offers)])
             plan.drafts, plan.is_trial = [Take()], False
             planner.learn(plan, stats(plan, [0], 1.0))
-        assert kind.trial_s - before[-1] == pytest.approx(TRIAL_SHARE + begins * 2.0)
+        assert trials.budget_s - before[-1] == pytest.approx(TRIAL_SHARE + begins * 2.0)
 
     @pytest.mark.parametrize(("num_tokens", "is_free"), [(1, False), (2, False), (3, True), (4, True)])
     def test_one_that_paid_for_itself_takes_nothing_of_the_allowance(self, num_tokens: int, is_free: bool) -> None:
         """A trial of 2.5 plain rounds: two tokens do not pay for it, three do."""
-        record = RoundRecord(RoundCosts(PassCosts(((1, 1.0), (8, 1.0)))))
-        before = record.trial_s
-        record.record(1, num_tokens, 2.5, is_trial=True)
-        assert (record.trial_s == before) == is_free
+        trials = Trials(before := 2.0)
+        trials.record(1, num_tokens, 2.5, plain_s=1.0, is_trial=True)
+        assert (trials.budget_s == before) == is_free
         if not is_free:
-            assert record.trial_s == pytest.approx(before - (1.5 if num_tokens == 1 else 0.5))
+            assert trials.budget_s == pytest.approx(before - (1.5 if num_tokens == 1 else 0.5))
 
 
 @pytest.mark.parametrize(("sibling", "pays"), [(0.4, True), (1e-6, False)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from functools import partial
 
 import pytest
 from doubles import ByteTokenizer, FakeTarget, ScriptedDrafter
@@ -16,7 +17,7 @@ from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.plan.costs import PassCosts, RoundCosts
 from paceline.plan.planner import AdaptivePlanner, Offer, Row
-from paceline.plan.shares import Want, gains_of, share_sooner
+from paceline.plan.shares import Want, gains_of, share_out
 from paceline.types import SamplingParams
 
 RISING = PassCosts(((2, 1.0), (3, 1.08), (18, 2.28)))
@@ -39,7 +40,7 @@ def test_the_least_mean_time_per_token_by_trying_all(seed: int) -> None:
     costs = PassCosts(list(zip([1, *sizes], points, strict=True)))
     chances = [tuple(source.uniform(0.2, 0.98) for _ in range(4)) for _ in range(source.randint(1, num_rows))]
     wants = [Want(place, Offer("ngram", each)) for place, each in enumerate(chances)]
-    found = share_sooner(RoundCosts(costs), num_rows, wants, math.inf)
+    found = share_out(RoundCosts(costs), 0.0, num_rows, wants, math.inf, sooner=True)
     each_way = itertools.product(*(range(len(gains_of(each)) + 1) for each in chances))
     best = min(per_token(costs, chances, taken, num_rows) for taken in each_way)
     assert per_token(costs, chances, tuple(found), num_rows) == pytest.approx(best)
@@ -75,15 +76,16 @@ def test_never_fewer_tokens_per_second_than_plain_decoding(seed: int) -> None:
     costs = PassCosts([(size, size ** source.uniform(0.1, 0.9)) for size in range(1, 40)])
     chances = [tuple(source.uniform(0.0, 0.98) for _ in range(8)) for _ in range(4)]
     wants = [Want(place, Offer("ngram", each)) for place, each in enumerate(chances)]
-    taken = share_sooner(RoundCosts(costs), 4, wants, math.inf)
+    taken = share_out(RoundCosts(costs), 0.0, 4, wants, math.inf, sooner=True)
     tokens = 4 + sum(sum(gains_of(each)[:count]) for each, count in zip(chances, taken, strict=True))
     assert tokens / costs.seconds(4 + sum(taken)) >= 4 / costs.seconds(4) - 1e-9
 
 
 def test_a_round_beside_a_prompt_keeps_to_its_time_and_fixed_drafts_count() -> None:
     costs, wants = RoundCosts(RISING), [Want(0, Offer("ngram", (0.95,) * 8))]
-    assert share_sooner(costs, 2, wants, most_s=1.1) == [1]
-    lone, spared = share_sooner(costs, 2, wants, math.inf)[0], share_sooner(costs, 2, wants, math.inf, 1, spared=0.6)[0]
+    share = partial(share_out, costs, 0.0, 2, wants, sooner=True)
+    assert share(most_s=1.1) == [1]
+    lone, spared = share(most_s=math.inf)[0], share(most_s=math.inf, num_fixed=1, spared=0.6)[0]
     assert spared > lone  # the other row has 2.5 tokens a round by now: it loses less by waiting
 
 

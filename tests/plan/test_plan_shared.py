@@ -64,11 +64,11 @@ def test_a_request_that_may_check_more_drafts_keeps_what_was_learned() -> None:
 
 def test_places_that_are_reached_later_learn_as_the_first_ones_do() -> None:
     long, grown = Chances(5, 0.5), Chances(1, 0.5)
-    grown.reach(5)
+    grown.extend(5)
     for _ in range(20):
         for each in (long, grown):
             each.record(5, 3, [-0.3] * 5)
-    assert grown.places == long.places and grown.of([-0.3] * 5) == long.of([-0.3] * 5)
+    assert grown.average == long.average and grown.of([-0.3] * 5) == long.of([-0.3] * 5)
 
 
 def taught(*sources: str, has_trees: bool = False, is_told: bool = True) -> AdaptivePlanner:

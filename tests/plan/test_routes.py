@@ -124,7 +124,7 @@ def test_a_member_that_brings_nothing_does_not_keep_a_better_one_away() -> None:
     for key in range(100, 112):
         member, cluster = router.choose(key, ("all",), ["useless", "good", "none"])
         router.clusters[cluster].add(member, 64, 64.0 if member == "useless" else 40.0)
-        router._stays.clear()
+        router._sessions.clear()
         router.begin()
         given.append(member)
     assert "good" in given and given[-1] == "good"
@@ -240,7 +240,7 @@ def test_time_of_two_drafters_in_one_round_is_learned_by_each() -> None:
     for _ in range(10):
         rows = [Row(number, "greedy", [Offer(source, (0.5,) * 4, 1e-9)]) for number, source in enumerate("ab")]
         planner.learn(Plan(0, rows, [Take("a", 4), Take("b", 4)], 2), stats)
-    costs = planner._kinds["greedy"].costs
+    costs = planner._histories["greedy"].costs
     assert costs.drafting_s("a", 1) * costs.slowness == pytest.approx(0.5)
     assert costs.drafting_s("b", 1) * costs.slowness == pytest.approx(3.0)
 

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.plan.chances import Chances
 from paceline.plan.shares import FIRST_NODES, TREE_EVERY, Drafted, TreeWorth, Want, grown
-from paceline.plan.trees import LEAST_GAIN, MOST_NODES, Candidates, Growing, Outcome, Tree, as_told, grow
+from paceline.plan.trees import LEAST_GAIN, MOST_NODES, Candidates, Growing, Outcome, Tree, drafter_probs, grow
 from paceline.types import Offer
 
 
@@ -40,7 +40,7 @@ def test_the_nodes_are_the_likeliest_of_all_paths(seed: int) -> None:
     every = [path for depth in range(1, 5) for path in itertools.product(range(3), repeat=depth)]
     best = sorted((product(chances_KM, path) for path in every), reverse=True)
     for most in (1, 2, 7, 30):
-        tree = grow(candidates_of(chances_KM), as_told, most)
+        tree = grow(candidates_of(chances_KM), drafter_probs, most)
         expected = [gain for gain in best[:most] if gain >= LEAST_GAIN]
         assert tree.gains == pytest.approx(expected)
         assert [product(chances_KM, path) for path in paths_of(tree)] == pytest.approx(tree.gains)
@@ -51,16 +51,16 @@ def test_the_nodes_are_the_likeliest_of_all_paths(seed: int) -> None:
 
 def test_one_candidate_a_slot_is_a_chain() -> None:
     chances_KM = [[0.9], [0.8], [0.7]]
-    tree = grow(candidates_of(chances_KM), as_told, 10)
+    tree = grow(candidates_of(chances_KM), drafter_probs, 10)
     assert tree.parents == [-1, 0, 1] and tree.spine == [0, 1, 2] and tree.depth == 3
     assert tree.gains == pytest.approx([0.9, 0.72, 0.504])
 
 
 def test_room_in_the_cache_and_an_empty_block_bound_a_tree() -> None:
     chances_KM = [[0.5, 0.4], [0.5, 0.4]]
-    assert len(grow(candidates_of(chances_KM, most=3), as_told, 10).tokens) == 3
-    assert grow(candidates_of(chances_KM, most=0), as_told, 10).tokens == []
-    assert grow(candidates_of([]), as_told, 10).depth == 0
+    assert len(grow(candidates_of(chances_KM, most=3), drafter_probs, 10).tokens) == 3
+    assert grow(candidates_of(chances_KM, most=0), drafter_probs, 10).tokens == []
+    assert grow(candidates_of([]), drafter_probs, 10).depth == 0
 
 
 def test_an_outcome_tells_the_spine_from_its_siblings() -> None:
@@ -70,9 +70,9 @@ def test_an_outcome_tells_the_spine_from_its_siblings() -> None:
     tree = Tree([5, 6, 7, 7, 8], [-1, -1, 0, 1, 2], [0, 1, 0, 0, 1], [0.5, 0.3, 0.3, 0.2, 0.1], logprobs)
     assert tree.depths == [1, 1, 2, 2, 3] and tree.spine == [0, 2]
     along = Outcome(tree, [0, 2, 4])
-    assert along.spine_kept == 2 and along.siblings() == [(-1.5, False), (-1.7, True)]
+    assert along.spine_accepted == 2 and along.siblings() == [(-1.5, False), (-1.7, True)]
     beside = Outcome(tree, [1, 3])
-    assert beside.spine_kept == 0 and beside.siblings() == [(-1.5, True)]
+    assert beside.spine_accepted == 0 and beside.siblings() == [(-1.5, True)]
     assert Outcome(tree, []).siblings() == [(-1.5, False)]
 
 
@@ -81,7 +81,7 @@ def test_siblings_are_believed_as_often_as_they_stood() -> None:
     the first one leaves."""
     chances, source = Chances(1, 0.5), random.Random(1)
     logprobs_KM = [[-0.7, -2.3, -3.0]]  # 0.5, 0.1, 0.05
-    tree = grow(Candidates([[1, 2, 3]], logprobs_KM), as_told, 3)
+    tree = grow(Candidates([[1, 2, 3]], logprobs_KM), drafter_probs, 3)
     for _ in range(3000):
         drawn = source.random()
         kept = [0] if drawn < 0.5 else [1] if drawn < 0.7 else [2] if drawn < 0.8 else []
@@ -103,7 +103,7 @@ def test_candidates_may_depend_on_the_branch() -> None:
         return [likely[0], 33], [math.log(likely[1]), math.log(0.05)]
 
     logprobs = [math.log(0.6), math.log(0.3)]
-    tree = grow(Candidates([[1, 2], [11, 33]], [logprobs, [0.0, 0.0]], behind=behind), as_told, 4)
+    tree = grow(Candidates([[1, 2], [11, 33]], [logprobs, [0.0, 0.0]], behind=behind), drafter_probs, 4)
     assert [tree.tokens[node] for node in range(4)] == [1, 11, 2, 22]
     assert tree.parents == [-1, 0, -1, 2]
     assert tree.gains == pytest.approx([0.6, 0.54, 0.3, 0.24])
@@ -113,9 +113,9 @@ def test_candidates_may_depend_on_the_branch() -> None:
 def test_a_tree_that_grows_in_steps_is_the_tree_grown_at_once(seed: int) -> None:
     source = random.Random(seed)
     chances_KM = [sorted((source.random() for _ in range(4)), reverse=True) for _ in range(5)]
-    growing = Growing(candidates_of(chances_KM), as_told)
+    growing = Growing(candidates_of(chances_KM), drafter_probs)
     for most in (3, 3, 10, 40):
-        assert growing.to(most) == grow(candidates_of(chances_KM), as_told, most)
+        assert growing.to(most) == grow(candidates_of(chances_KM), drafter_probs, most)
     assert not growing.is_whole
     assert len(growing.to(1000).tokens) == 64 and growing.is_whole, "as many as the cache has room for"
 
@@ -123,7 +123,7 @@ def test_a_tree_that_grows_in_steps_is_the_tree_grown_at_once(seed: int) -> None
 def test_only_trees_that_are_wanted_grow() -> None:
     flat = [[0.45] * 3] * 6  # over 300 nodes that are likely enough
     drafted = [
-        Drafted(place, Offer("block", (0.45,) * 6), [], Growing(candidates_of(flat, 200), as_told)) for place in range(2)
+        Drafted(place, Offer("block", (0.45,) * 6), [], Growing(candidates_of(flat, 200), drafter_probs)) for place in range(2)
     ]
     asked: list[list[int]] = []
 
@@ -136,7 +136,7 @@ def test_only_trees_that_are_wanted_grow() -> None:
         "60 of 96 are more than half"
     )
     asked.clear()
-    small = [Drafted(0, Offer("block", (0.33,)), [], Growing(candidates_of(flat, 200), as_told))]
+    small = [Drafted(0, Offer("block", (0.33,)), [], Growing(candidates_of(flat, 200), drafter_probs))]
     assert grown(small, lambda wants: [len(wants[0].gains or ()) // 2]) == [FIRST_NODES // 2]
     assert grown([Drafted(0, Offer("chain", (0.9, 0.8)), [], None)], lambda wants: [len(wants[0].gains or ())]) == [2]
 
@@ -145,18 +145,18 @@ def test_trees_are_asked_for_where_they_bring_more_than_their_time() -> None:
     """At 400 tokens a second a row's tree takes 0.08 tokens of time."""
     worth = TreeWorth()
     for _ in range(50):
-        assert worth.is_asked, "nothing is known yet, or they pay"
+        assert worth.is_due, "nothing is known yet, or they pay"
         worth.record([0.1, 0.2], rate=400)
     for _ in range(50):
         worth.record([0.0], rate=400)
-    assert not worth.is_asked
+    assert not worth.is_due
     asked = []
     for _ in range(4 * (TREE_EVERY + 1)):
-        asked.append(worth.is_asked)
+        asked.append(worth.is_due)
         worth.record([0.0] if asked[-1] else [], rate=400)
     assert sum(asked) == 4, "now and then they are tried"
-    while not worth.is_asked:
+    while not worth.is_due:
         worth.record([], rate=400)
     for _ in range(40):
         worth.record([0.5], rate=400)
-    assert worth.is_asked, "a machine, or a text, where they pay"
+    assert worth.is_due, "a machine, or a text, where they pay"
