@@ -1,6 +1,6 @@
-"""The library calls behind `paceline simulate` and `paceline simulate-serving`: a question in, figures and their limits out.
+"""The library calls behind `paceline simulate` and `paceline simulate-serving`.
 
-Names, files and machines become the costs of a round (`set_up`), with the limits and warnings that go with them.
+`set_up` turns names, files and machines into the costs of a round, with the limits and warnings that apply to them.
 
 found = predict_all(CostsConfig(model="Qwen3-8B", hardware="H100"), PredictConfig(batch=(1, 8), acceptance="0.8,0.75"))
 found.predictions[0].best_draft_length
@@ -49,14 +49,14 @@ from paceline.simulate.trees import BEST, TreePrediction, acceptance_of, expecte
 
 MAX_ROWS, MAX_DRAFT = 8, 16
 SHARES = (0.3, 0.6, 0.8, 0.95, 1.2)
-"""The rates of open loops when no load is given, as shares of what plain decoding can finish."""
+"""Default rates of open loops, as shares of the capacity of plain decoding."""
 DEFAULT_MODEL = "smollm2-135m"
 THIS = "this"
 
 
 @dataclass(slots=True)
 class Setup:
-    """The costs of a round, and what a reader must know about them."""
+    """The costs of a round, with their limits and warnings."""
 
     costs: StepCosts
     title: str
@@ -67,14 +67,14 @@ class Setup:
     limits: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     overhead: Overhead | None = None
-    """What `costs` hold beyond those of the source, in every round."""
+    """Overhead that is included in every round of `costs`."""
     bare: StepCosts | None = None
-    """Without the overhead, where there is one."""
+    """The costs without the overhead; None without an overhead."""
     assumed: str = ""
-    """As of `assumed.assumed`."""
+    """The sentence of `assumed.assumed`."""
 
     def ignore(self, config: CostsConfig, *names: str) -> Setup:
-        """Warn of options that were given and have no effect."""
+        """Add a warning for those of these options that were given, because they have no effect."""
         given = [f"--{name.replace('_', '-')}" for name in names if getattr(config, name) is not None]
         if given:
             self.warnings.append(f"{', '.join(given)} has no effect here: the {self.kind} model knows better")
@@ -82,7 +82,7 @@ class Setup:
 
 
 def set_up(config: CostsConfig, loads: Sequence[Load]) -> Setup:
-    """`loads` decide on warnings, the first one's context on the overhead of a plain rate. Raises what reading raises."""
+    """Resolves the costs and adds the overhead, at the first load's context. `loads` decide on warnings. Raises PacelineError."""
     setup = _source(config, loads)
     overhead = overhead_of(setup.costs, loads[0].context, config.overhead_ms, config.plain_rate, config.server_log)
     if overhead:
@@ -139,8 +139,8 @@ def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:
 
 
 def deployment_of(config: CostsConfig, known: Precisions, measured: Machine | None = None, locality: float = 0.0) -> Deployment:
-    """A model on the machine asked for, else the one `measured`, in the precisions asked for, else those that are known; with
-    the `locality` of its experts that was measured, unless another is asked for."""
+    """Returns the deployment: the requested machine, or else the `measured` one; the requested precisions, or else the `known`
+    ones; the requested expert locality, or else the measured `locality`."""
     number, name = counted(config.hardware)
     if number > 1 and config.gpus not in (1, number):
         raise ConfigError(f"--hardware {config.hardware!r} and --gpus {config.gpus} are two numbers: leave one out")
@@ -151,7 +151,7 @@ def deployment_of(config: CostsConfig, known: Precisions, measured: Machine | No
 
 
 def counted(hardware: str | None) -> tuple[int, str | None]:
-    """ "2x H100" -> (2, "H100"); one where no number is told. Raises ConfigError for a number below 1."""
+    """ "2x H100" -> (2, "H100"), "H100" -> (1, "H100"). Raises ConfigError for a number below 1."""
     found = re.fullmatch(r"\s*(\d+)\s*[x×*]\s*(.*\S)\s*", hardware or "", re.IGNORECASE)
     if not found:
         return 1, hardware
@@ -172,8 +172,8 @@ def _fraction(config: CostsConfig) -> FractionDrafter:
 
 
 def machine_named(name: str | None) -> Machine:
-    """A known machine by its name, in any case and with or without spaces; None and "this": the GPU at hand, else the CPU,
-    measured. Raises ConfigError with the names."""
+    """Returns a known machine by its name, ignoring case and spaces; None and "this" measure this machine's GPU, or else its
+    CPU. Raises ConfigError, which lists the names."""
     wanted = (name or THIS).strip().lower().replace("-", " ").replace("_", " ")
     if wanted in (THIS, "this machine", "cpu"):
         return this_machine(resolve(EngineConfig(device="cpu" if wanted == "cpu" else "auto")).device)
@@ -192,20 +192,20 @@ def _title(shape: ModelShape, deployment: Deployment) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Predictions, one for each batch, with everything a reader must know about them."""
+    """Predictions for each batch, with their limits and warnings."""
 
     setup: Setup
     acceptance: Acceptance
     predictions: list[Prediction]
     flags: dict[str, str]
-    """Server -> command line for the first batch."""
+    """Server -> command line that serves the first batch's prediction."""
     without: list[tuple[int, float]] = field(default_factory=list)
-    """(best draft length, speed-up) of each batch without the overhead; empty where there is none."""
+    """(best draft length, speed-up) for each batch without the overhead; empty without an overhead."""
     trees: list[TreePrediction] = field(default_factory=list)
-    """Of each batch, where trees were asked for."""
+    """Tree predictions for each batch, if requested."""
 
     def as_json(self) -> dict[str, Any]:
-        """The first batch's prediction on top, all of a sweep below."""
+        """JSON output: the first batch's prediction at the top level, all batches under "sweep"."""
         deployment = self.setup.deployment
         return {
             **asdict(self.predictions[0]),
@@ -224,7 +224,7 @@ class Answer:
         }
 
     def _overhead(self) -> dict[str, Any] | None:
-        """Its milliseconds, and the first batch without it."""
+        """Milliseconds of the overhead, and the first batch's prediction without it."""
         if self.setup.overhead is None:
             return None
         length, speedup = self.without[0]
@@ -233,7 +233,7 @@ class Answer:
 
 
 def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
-    """Predict each batch. Raises PacelineError."""
+    """Predicts each batch. Raises PacelineError."""
     marginals = read_marginals(config.marginals or "greedy") if config.tree else None
     acceptance = acceptance_of(marginals) if marginals and not config.acceptance else None
     max_draft = min(config.max_draft, acceptance.depth) if acceptance else config.max_draft
@@ -257,7 +257,7 @@ def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
 def _trees(
     costs: CostsConfig, config: PredictConfig, setup: Setup, marginals: Marginals, loads: list[Load], chains: list[Prediction]
 ) -> list[TreePrediction]:
-    """Of each load; says in the limits what they take for granted."""
+    """Predicts trees for each load; adds the assumptions to the limits."""
     sizes, num_slots = parse_sizes(config.tree or BEST), loads[0].max_draft
     if config.acceptance:
         num_slots = min(num_slots, costs.block or num_slots)
@@ -286,19 +286,19 @@ def _serving(costs: CostsConfig, config: PredictConfig, setup: Setup, prediction
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """A simulated server's figures: one for each load and policy, or for each load and contender of a replayed run."""
+    """Results of a simulated server: one for each load and policy, or for each load and setting of a replayed run."""
 
     setup: Setup
     server: ServerShape
     survival: Survival
-    """How drafts stood in the simulation."""
+    """The survival curve of the simulation."""
     loads: list[LoadFigures] = field(default_factory=list)
     compared: list[Compared] = field(default_factory=list)
-    """Filled instead of `loads` when a run was replayed."""
+    """Results of a replayed run, instead of `loads`."""
 
     @property
     def num_within(self) -> int:
-        """Comparisons that count as predicted."""
+        """Number of comparisons within the error limits."""
         return sum(each.is_within for each in self.compared)
 
     def as_json(self, config: ServingConfig) -> dict[str, Any]:
@@ -320,7 +320,7 @@ class ServerAnswer:
 
 
 def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
-    """Simulate each load under each policy, or replay the run `config.against`. Raises PacelineError."""
+    """Simulates each load under each policy, or replays the run `config.against`. Raises PacelineError."""
     passes = read_passes(config.against) if config.against else []
     jobs = [job for each in passes for job in each.jobs]
     if not passes:

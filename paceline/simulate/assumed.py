@@ -1,4 +1,4 @@
-"""What predictions take for granted when nothing is said, the same for every command; and which of it a command changed.
+"""Default assumptions of predictions, the same for every command.
 
 CONTEXT, STREAMS, ACCEPTANCE         # the defaults of `simulate`, `simulate-serving`, `advise` and `train --dry-run`
 assumed(context=320, streams=8)      # "assumed: 320 tokens of context (...), ..."
@@ -11,7 +11,7 @@ CONTEXT = 4096
 STREAMS = 1
 """Sequences that decode together."""
 ACCEPTANCE = "0.8"
-"""Chance of a draft to be accepted when those before it are."""
+"""Chance of a draft to be accepted if all earlier ones are."""
 
 
 def assumed(context: float = CONTEXT, streams: str | int = STREAMS, acceptance: str = ACCEPTANCE) -> str:

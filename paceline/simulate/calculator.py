@@ -1,7 +1,7 @@
-"""The calculator page: one HTML file with formulas, catalogue and machines in it, that needs no server and no network.
+"""The calculator page: one self-contained HTML file with formulas, catalogue and machines, which works offline.
 
 `page/` holds its parts: JavaScript modules that are joined into one script, a style sheet, and uPlot for the charts (vendor/).
-The catalogue travels as JSON; the content security policy names the hashes of script and style and lets nothing be loaded.
+The catalogue is embedded as JSON. The content security policy lists the hashes of script and style and forbids all loading.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PURE = (
     "argument.js",
     "watch.js",
 )
-"""Run anywhere; the rest needs a page. Each needs only those before it."""
+"""Modules that also run without a page. Each module needs only earlier ones."""
 SCRIPTS = (
     *PURE,
     "marks.js",
@@ -61,7 +61,7 @@ IMPORT = re.compile(r"^import [^;]+;\n", re.MULTILINE)
 
 
 def page(this_machine: Machine | None = None) -> str:
-    """The whole page; `this_machine` is offered beside the known ones."""
+    """Returns the whole page; `this_machine` is listed in addition to the known machines."""
     script, style = _read(CHARTS) + joined(), _read("vendor/uPlot.min.css") + look() + _read("calculator.css")
     parts = {
         "SCRIPT-HASH": hash_of(script),
@@ -76,13 +76,13 @@ def page(this_machine: Machine | None = None) -> str:
 
 
 def joined(names: Sequence[str] = SCRIPTS) -> str:
-    """Modules of the page as one, behind the JSON files that they import."""
+    """Returns modules of the page joined into one script, after the JSON tables that they import."""
     tables = f"const CONFIG_KEYS = {embedded(catalogue.KEYS)}, FLAGS = {embedded(FLAGS)};\n"
     return tables + "".join(IMPORT.sub("", _read(name)) for name in names)
 
 
 def data(this_machine: Machine | None = None) -> dict[str, Any]:
-    """What the formulas are fed with: the package's own tables. A machine's "option" is its name on the command line."""
+    """Returns the page's data: the package's own tables. A machine's "option" is its name on the command line."""
     machines = {name: {**asdict(machine), "option": name} for name, machine in catalogue.machines().items()}
     if this_machine is not None:
         machines["this machine"] = {**asdict(this_machine), "option": "this"}
@@ -102,7 +102,7 @@ def data(this_machine: Machine | None = None) -> dict[str, Any]:
 
 
 def measured() -> dict[str, dict[str, Any]]:
-    """The points that the page has with it: name -> label, note and points as `bench.speedup_chart` reads them of a run."""
+    """Returns the measured points of the page: name -> label, note and points in the form that `bench.speedup_chart` reads."""
     told = landmarks.TOLD["systems"][0]
     kept = [each for each in told["points"] if "tokens_per_round" in each]
     published = [_point("mocked", each["tokens_per_round"], each["rate"] / told["plain_rate"], True) for each in kept]
@@ -127,7 +127,7 @@ def _point(label: str, tokens_per_round: float, speedup: float, is_mocked: bool)
 
 
 def passage() -> list[str]:
-    """The text of the two columns in pieces of about a token's length; no model wrote it."""
+    """Returns the text of the two animated columns in pieces of about one token; no model generated it."""
     return PIECE.findall(_read("passage.txt").strip())
 
 
@@ -151,13 +151,13 @@ def _short(number: float) -> str:
 
 
 def embedded(value: Any) -> str:
-    """JSON that no HTML parser can mistake for markup."""
+    """Returns JSON in which HTML markup is escaped."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def hash_of(text: str) -> str:
-    """As a content security policy wants it."""
+    """Returns the hash of a script or style for a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

@@ -1,4 +1,4 @@
-"""What `paceline simulate`, `simulate-serving` and `advise` are asked; the docstring of a field is its option's help."""
+"""Settings of `paceline simulate`, `simulate-serving` and `advise`; the docstring of a field is its option's help."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ DraftLength = Annotated[int, within("between 0 and 1024", least=0, most=1024)]
 
 @dataclass(frozen=True, slots=True)
 class CostsConfig:
-    """Where step times come from: a model on a machine, measured steps, a calibration, or nowhere. Raises ConfigError."""
+    """Source of step times: a model on a machine, measured steps, a calibration, or the toy model. Raises ConfigError."""
 
     model: str | None = None
-    """A name of --list, a config.json, a folder with one, or a GGUF file [default: smollm2-135m]."""
+    """A model name from --list, a config.json, a folder with one, or a GGUF file [default: smollm2-135m]."""
     hardware: str | None = None
-    """A name of --list, or several of them as 2x H100; this measures the machine at hand [default: this]."""
+    """A machine name from --list, or several machines as 2x H100; "this" measures this machine [default: this]."""
     gpus: Count = 1
-    """Tensor parallel over so many of them."""
+    """Number of GPUs (tensor parallel)."""
     precision: str | None = None
     """bf16, fp8, ... for weights and experts, or by part: weights=fp8,experts=fp4,attention=bf16,kv=fp8."""
     expert_locality: Share | None = None
-    """0: every position draws its experts anew; 1: a sequence's positions share them; 0.255: measured [default: 0; of a
-    calibration what was counted in the passes it was fitted to]."""
+    """0: each position selects its experts independently; 1: all positions of a sequence share them; 0.255: measured [default:
+    0; with a calibration, the value counted in the passes that it was fitted to]."""
     per_layer: bool = False
-    """Take attention's limits by kind of layer, not over all."""
+    """Take the larger of attention's arithmetic and reading for each kind of layer, not over all layers."""
     drafter_cost: Annotated[float, within("0 or more of a target pass, such as 0.1", least=0)] | None = None
     """A drafter pass, as a share of a plain target pass at the same batch [default: 0.1]."""
     drafter_params: Annotated[float, within("above 0, such as 0.98e9", above=0)] | None = None
-    """Parameters of the drafter, such as 0.98e9: its own roofline, not a share."""
+    """Parameters of the drafter, such as 0.98e9: its cost comes from its own roofline, not from a share."""
     block: Count | None = None
-    """Drafts of one drafter pass (DFlash: 16); without, a pass drafts one token (MTP, EAGLE)."""
+    """Drafts of one drafter pass (DFlash: 16); without it, a pass drafts one token (MTP, EAGLE)."""
     toy: bool = False
-    """Drafting and verifying cost nothing: what acceptance alone would bring."""
+    """Drafting and verifying cost nothing: the effect of acceptance alone."""
     table: Path | None = None
-    """Measured step times (steps.json of bench steps, or its run folder) in place of the roofline."""
+    """Measured step times (steps.json of bench steps, or its run folder), used instead of the roofline."""
     calibration: Path | None = None
-    """A calibration.json: the roofline as it was fitted to a machine."""
+    """A calibration.json: the roofline fitted to measured step times of a machine."""
     overhead_ms: Annotated[float, within("0 or more milliseconds", least=0)] | None = None
-    """Milliseconds of every round beyond these costs: launches, scheduling, the host."""
+    """Milliseconds of every round in addition to these costs: launches, scheduling, the host."""
     plain_rate: Rate | None = None
-    """Measured tokens/s of one stream that decodes alone and plainly: solves for the overhead of every round."""
+    """Measured tokens/s of plain decoding with one stream; the overhead of every round is derived from it."""
     server_log: Path | None = None
-    """A log of vLLM or SGLang under a steady load, or the text of its /metrics: the overhead is fitted to its rounds."""
+    """A log of vLLM or SGLang under a steady load, or the text of its /metrics; the overhead is fitted to its rounds."""
 
     def __post_init__(self) -> None:
         num_sources = sum((self.toy, self.table is not None, self.calibration is not None))
@@ -65,27 +65,27 @@ class CostsConfig:
 
 @dataclass(frozen=True, slots=True)
 class PredictConfig:
-    """What is to be predicted. Raises ConfigError."""
+    """Settings of a prediction. Raises ConfigError."""
 
     batch: tuple[Count, ...] = (1,)
-    """Sequences that decode together; several, comma-separated, make a sweep."""
+    """Batch size; several, comma-separated, make a sweep."""
     context: Count = CONTEXT
     """Tokens in each sequence's cache."""
     acceptance: str | None = None
-    """One chance (0.8), a chance for each place (0.8,0.75,0.7), survival:.77,.57,.42, histogram:20,10,5, or a bench
-    decode run, its results.json, a trace, or a log or the metrics of vLLM, SGLang or llama.cpp (FILE:MODEL where
-    they tell of several models) [default: 0.8, with --tree that of the marginals]."""
+    """One chance (0.8), a chance for each draft position (0.8,0.75,0.7), survival:.77,.57,.42, histogram:20,10,5, or a bench
+    decode run, its results.json, a trace, or a log or the metrics of vLLM, SGLang or llama.cpp (FILE:MODEL if they cover
+    several models) [default: 0.8, with --tree that of the marginals]."""
     max_draft: DraftLength = 16
     """Longest draft considered."""
     tree: str | None = None
-    """Also trees of so many drafts beside chains: 32, or 8,16,32; the best size is always told, best tells it alone."""
+    """Also predict trees of this many drafts: 32, or 8,16,32; the best size is always reported, and best reports only that."""
     marginals: str | None = None
-    """With --tree, how often the second, third, ... likeliest token of a slot stands: greedy or sampled, measured
-    on GSM8K, or a bench decode run with --plan tree:32 [default: greedy]."""
+    """With --tree, acceptance by rank of a slot's candidates: greedy or sampled, measured on GSM8K, or a bench decode run with
+    --plan tree:32 [default: greedy]."""
     method: str | None = None
-    """For the flags: dflash, mtp, eagle3, draft-model, ngram [default: dflash with --block, else mtp]."""
+    """Method in the server command lines: dflash, mtp, eagle3, draft-model, ngram [default: dflash with --block, else mtp]."""
     drafter: str | None = None
-    """For the flags: the drafter's folder or hub id."""
+    """Drafter in the server command lines: a folder or hub id."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -97,37 +97,39 @@ class PredictConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServingConfig:
-    """Which server is to be simulated, and under which load. Raises ConfigError."""
+    """Settings of the simulated server and its load. Raises ConfigError."""
 
     max_draft: Count | None = None
-    """Most drafts of a round [default: what was measured or recorded, else 16]."""
+    """Maximum drafts of a round [default: the measured or recorded number, else 16]."""
     acceptance: str | None = None
-    """As of simulate: 0.8, survival:.77,.57, a bench decode run [default: 0.8, or that of --against]."""
+    """Acceptance, as in simulate: 0.8, survival:.77,.57, a bench decode run [default: 0.8, or that of --against]."""
     rate: tuple[Rate, ...] = ()
-    """Open loops: requests a second at random times [default: 0.3 to 1.2 of what plain decoding can finish]."""
+    """Open loops: requests per second at random times [default: 0.3 to 1.2 of the capacity of plain decoding]."""
     concurrency: tuple[Count, ...] = ()
     """Closed loops: requests in flight, comma-separated."""
     requests: Count = 400
-    """Requests of each load."""
+    """Number of requests of each load."""
     prompt_tokens: str = "256"
-    """Of each request: 256, 64-512 (equally likely), or lognormal:MEDIAN,SIGMA."""
+    """Prompt tokens of each request: 256, 64-512 (equally likely), or lognormal:MEDIAN,SIGMA."""
     answer_tokens: str = "128"
-    """Of each request, as `prompt_tokens`."""
+    """Answer tokens of each request, in the same forms."""
     policy: tuple[str, ...] = ("off", "best", "adaptive")
-    """Draft lengths compared: off, best (for the batch), adaptive (learned), numbers, or tree:N with --marginals."""
+    """Draft lengths to compare: off, best (for the batch size), adaptive (the engine's planner), numbers, or tree:N with
+    --marginals."""
     marginals: str | None = None
-    """Of a block drafter: with adaptive, trees too where they pay; as of simulate: greedy, sampled or a run. Then
-    they are also the acceptance of chains."""
+    """Marginals of a block drafter, as in simulate: greedy, sampled or a run. With them, adaptive also uses trees, and chains
+    have their acceptance."""
     max_rows: Count | None = None
-    """Requests that decode together [default: 8, or as many as the server of --against had]."""
+    """Maximum batch size [default: 8, or that of the server of --against]."""
     prefill_chunk: Whole = 256
-    """Prompt tokens of a step at most; 0 prefills a prompt at once."""
+    """Maximum prompt tokens of a step; 0 prefills a prompt in one step."""
     request_overhead: Annotated[float, within("between 0 and 3600", least=0, most=3600)] = 0.005
-    """Seconds of a request outside the engine, before its first token; 0.005 is our server on two cores."""
+    """Seconds of a request outside the engine, before its first token; 0.005 is paceline's server on two cores."""
     seed: int = 0
-    """Of arrivals, lengths and acceptance."""
+    """Random seed of arrivals, lengths and acceptance."""
     against: Path | None = None
-    """Replay a bench serving run instead, with its own step times unless others are given: simulated beside measured."""
+    """Replay a bench serving run instead, with its own step times unless others are given; prints simulated and measured
+    figures."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -139,22 +141,22 @@ class ServingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ChartConfig:
-    """A chart of speed-up over tokens a round, of `paceline compare`. Raises ConfigError."""
+    """Settings of the chart of speed-up over acceptance length, of `paceline compare`. Raises ConfigError."""
 
     results: tuple[Path, ...] = ()
-    """With --simulate: points of a bench decode run, mocked or real."""
+    """With --simulate: bench decode runs, mocked or real, whose points are drawn."""
     batch: Count = 1
-    """With --simulate: sequences that decode together."""
+    """With --simulate: batch size."""
     context: Count = 512
-    """With --simulate: tokens in the cache of each."""
+    """With --simulate: tokens in each sequence's cache."""
     png: Path | None = None
     """With --simulate: also a PNG."""
     columns: Path | None = None
-    """With --simulate: two columns of text that fill at the predicted rates, plain and best, an animated SVG."""
+    """With --simulate: an animated SVG of two text columns that fill at the predicted rates, plain and best."""
     columns_png: Path | None = None
-    """With --simulate: how these columns stand at the end, as a PNG."""
+    """With --simulate: the final state of these columns, as a PNG."""
     acceptance: str = "0.8"
-    """With --columns: what stands, as of `paceline simulate`."""
+    """With --columns: acceptance, as in `paceline simulate`."""
     max_draft: DraftLength = 16
     """With --columns: longest draft considered."""
 
@@ -164,20 +166,20 @@ class ChartConfig:
 
 @dataclass(frozen=True, slots=True)
 class PriceConfig:
-    """What a machine costs, and how fast answers must come. Raises ConfigError."""
+    """Price of a machine and required response times. Raises ConfigError."""
 
     price_per_hour: Positive | None = None
-    """Price of an hour of the machine, all its GPUs together: prints requests/s and the price of 1,000 answers."""
+    """Price per hour of the machine with all its GPUs; prints requests/s and the price of 1,000 answers."""
     slo: str | None = None
-    """How fast answers must come, such as p90-total=2s or p99-first-token=500ms,p50-inter-token=20ms."""
+    """Required response times, such as p90-total=2s or p99-first-token=500ms,p50-inter-token=20ms."""
     prompt_tokens: str | None = None
-    """Of each request, as of simulate-serving [default: the context less half an answer]."""
+    """Prompt tokens of each request, as in simulate-serving [default: the context less half an answer]."""
     answer_tokens: str = "256"
-    """Of each request, as `prompt_tokens`."""
+    """Answer tokens of each request, in the same forms."""
     requests: Count = 200
-    """Requests that are simulated at each rate."""
+    """Number of simulated requests at each rate."""
     seed: int = 0
-    """Of arrivals, lengths and acceptance."""
+    """Random seed of arrivals, lengths and acceptance."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -189,26 +191,26 @@ class PriceConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdviceConfig:
-    """The traffic, and what machines cost. Raises ConfigError."""
+    """Traffic, and prices of machines. Raises ConfigError."""
 
     streams: Count | None = None
-    """Requests that decode together [default: as many as the server of --url runs, else 1]."""
+    """Requests that decode together [default: the number that the server of --url runs, else 1]."""
     context: Count = CONTEXT
     """Tokens in the cache of each."""
     traffic: Annotated[str, ("mixed", "application")] = "mixed"
-    """What is asked: anything, or one application's requests under its own prompt or schema."""
+    """Kind of traffic: mixed, or one application's requests with its own prompt or schema."""
     answers: Count | None = None
-    """Answers there are to learn from [default: counted in the traces]."""
+    """Answers available for training [default: counted in the traces]."""
     answer_tokens: Count | None = None
-    """Tokens of an answer, on average [default: as in the traces, else 256]."""
+    """Mean tokens of an answer [default: as in the traces, else 256]."""
     train_on: str | None = None
-    """Machine of the training, as 8x H100 [default: that of --hardware]."""
+    """Machine for training, such as 8x H100 [default: that of --hardware]."""
     price_per_hour: Positive | None = None
-    """Price of an hour of the serving machine, all its GPUs together."""
+    """Price per hour of the serving machine with all its GPUs."""
     train_price_per_hour: Positive | None = None
-    """Price of an hour of the training machine [default: by the number of GPUs, as the serving one]."""
+    """Price per hour of the training machine [default: that of the serving machine, scaled by the number of GPUs]."""
     busy_hours: Rate = 24.0
-    """Hours of a day at this load."""
+    """Hours per day at this load."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -1,4 +1,4 @@
-"""What JSON files hold, with errors that say what to do, and checks of the numbers in them."""
+"""Reads JSON files, with errors that say what to do, and checks the numbers in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 def read_json(
     file: Path, remedy: str, missing: type[PacelineError] = ConfigError, damaged: type[PacelineError] = ConfigError
 ) -> Any:
-    """What a JSON file holds. Raises `missing` when it cannot be read and `damaged` when it is no JSON, both with `remedy`."""
+    """Reads a JSON file. Raises `missing` if it cannot be read and `damaged` if it is not JSON, both with `remedy`."""
     if not file.exists():
         raise missing(f"there is no {file}: {remedy}")
     unreadable = reraised(missing, f"cannot read {file}", "check its permissions", OSError)
@@ -25,7 +25,7 @@ def read_json(
 
 
 def read_objects(file: Path, remedy: str) -> list[dict[str, Any]]:
-    """The objects of a JSON file: one, a list of them, or one a line. Raises ConfigError with `remedy`."""
+    """Reads the objects of a JSON file: a single one, a list, or one per line. Raises ConfigError with `remedy`."""
     with reraised(ConfigError, f"cannot read {file}", remedy, OSError, UnicodeDecodeError):
         text = file.read_text(encoding="utf-8")
     try:
@@ -38,12 +38,12 @@ def read_objects(file: Path, remedy: str) -> list[dict[str, Any]]:
 
 
 def is_amount(value: Any) -> bool:
-    """Whether it is a finite number of 0 or more."""
+    """True for a finite number of 0 or more."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
 def check_amounts(record: Any) -> None:
-    """Raises ValueError for a field that should be a number of 0 or more and is not."""
+    """Raises ValueError if a number field of a dataclass is not a number of 0 or more."""
     for field in fields(record):
         value = getattr(record, field.name)
         if field.type in ("int", "float") and not is_amount(value):
@@ -51,7 +51,7 @@ def check_amounts(record: Any) -> None:
 
 
 def record_of(kind: type[T], told: Any) -> T:
-    """A dataclass from a JSON object that must have all of its numbers. Raises ValueError."""
+    """Builds a dataclass from a JSON object that must contain all of its number fields. Raises ValueError."""
     values = told if isinstance(told, dict) else {}
     record = kind(**{field.name: values.get(field.name) for field in fields(kind)})  # pyright: ignore[reportArgumentType]
     check_amounts(record)

@@ -16,11 +16,11 @@ METHODS, PLACEHOLDER = FLAGS["methods"], FLAGS["placeholder"]
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What is to be served."""
+    """A model and drafter to serve."""
 
     model: str
     method: str = "dflash"
-    """How drafts are made: one of METHODS."""
+    """Drafting method: one of METHODS."""
     drafter: str = PLACEHOLDER
     """Folder or hub id of the drafter."""
     num_drafted: int = 0
@@ -28,7 +28,7 @@ class Serving:
     num_gpus: int = 1
     has_8bit_cache: bool = False
     has_decoder: bool = True
-    """Whether paceline's own decoder runs the model."""
+    """True if paceline's own decoder runs the model."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -36,9 +36,9 @@ class Serving:
 
 
 def server_flags(serving: Serving) -> dict[str, str]:
-    """The command line of each server that realises a prediction; with 0 drafts they decode plainly.
+    """Returns the command line of each server that realises a prediction; with 0 drafts, plain decoding.
 
-    Block sizes count the anchor: drafts + 1. What paceline does not serve becomes a remark in place of a command.
+    Block sizes count the anchor: drafts + 1. If paceline cannot serve the setting, its entry is a remark instead of a command.
     """
     method, drafts = METHODS[serving.method], serving.num_drafted
     checkpoint = {"model": serving.drafter} if method["model"] else {}

@@ -1,11 +1,11 @@
-"""Published systems beside what the roofline predicts of them, without and with an overhead fitted to the plain rate alone.
+"""Compares published systems with the roofline's predictions, without and with an overhead fitted to the plain rate alone.
 
     for row in served():
-        row.published, row.without.speedup, row.within.speedup, row.error_with
+        row.published, row.without, row.within, row.error_with
 
-`landmarks.json` has what was published, where, and what had to be assumed; `python docs/make_landmarks.py` writes the tables
-into docs/explanation/landmarks.md. No number of a point enters its own prediction: an overhead comes from a system's plain
-rate of one stream, and drafter costs, chances and contexts are the published walk-through's.
+`landmarks.json` has the published figures, their sources and the assumptions; `python docs/make_landmarks.py` writes the tables
+into docs/explanation/landmarks.md. A point's own figures are not used in its prediction: the overhead comes from the system's
+plain rate of one stream; drafter costs, chances and contexts are those of the published walk-through.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from paceline.simulate.speedup import Load, best, constant, curve, from_survival
 
 TOLD: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 COST, MOST = 0.10, 16
-"""A drafter pass as a share of a plain pass, and the longest draft: the walk-through's."""
+"""Cost of a drafter pass as a share of a plain pass, and maximum draft length, in the walk-through."""
 WAYS = {"token by token": (0.75, None), "in blocks": (0.89, 16)}
-"""Chance of a draft, and drafts of one pass: the walk-through's two drafters."""
+"""(acceptance chance of a draft, drafts per pass) of the walk-through's two drafters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One published rate of a system. Rates in tokens/s of one stream; speed-ups over plain decoding, all streams counted."""
+    """One published rate of a system, in tokens/s of one stream. Speed-ups are over plain decoding and count all streams."""
 
     system: str
     setting: str
     tokens_per_round: float
     is_assumed: bool
-    """The tokens a round are those of an assumed chance, not published ones."""
+    """True if the tokens per round follow from an assumed chance and were not published."""
     rate: float
     published: float
-    """Speed-up."""
+    """Published speed-up."""
     without: float
-    """Predicted speed-up of the roofline alone."""
+    """Predicted speed-up by the roofline alone."""
     within: float
-    """The same with the overhead."""
+    """Predicted speed-up with the overhead."""
     overhead_ms: float
     needed: float
-    """Tokens a round that bring the published speed-up, the overhead counted."""
+    """Tokens per round that would give the published speed-up with the overhead."""
 
     @property
     def error_without(self) -> float:
@@ -59,7 +59,7 @@ class Served:
 
 
 def served() -> Iterator[Served]:
-    """Every published rate, system by system."""
+    """Yields every published rate, system by system."""
     for system in TOLD["systems"]:
         costs = _costs_of(system)
         added_s = overhead_s(costs, Load(1, system["context"]), system["plain_rate"])
@@ -95,7 +95,7 @@ def _point(system: dict[str, Any], point: dict[str, Any], costs: RooflineCosts, 
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """One speed-up of the published walk-through, which counts no overhead."""
+    """One speed-up of the published walk-through, which ignores overheads."""
 
     model: str
     way: str
@@ -104,7 +104,7 @@ class Walked:
     predicted: float
     best_draft_length: int
     said: str
-    """In the essay's words, where it says so."""
+    """Quotation from the essay, if any."""
 
     @property
     def error(self) -> float:
@@ -112,7 +112,7 @@ class Walked:
 
 
 def walked() -> Iterator[Walked]:
-    """Both tables of the walk-through."""
+    """Yields the rows of both tables of the walk-through."""
     told = TOLD["walkthrough"]
     for model, ways in told["models"].items():
         shape = catalogue.find(model)
@@ -128,7 +128,7 @@ def walked() -> Iterator[Walked]:
 
 @dataclass(frozen=True, slots=True)
 class BestLengths:
-    """Best draft lengths of one drafter, by streams."""
+    """Best draft lengths of one drafter, by number of streams."""
 
     drafter: str
     streams: list[int]
@@ -141,7 +141,7 @@ class BestLengths:
 
 
 def best_lengths() -> Iterator[BestLengths]:
-    """From measured survival and each drafter's own roofline."""
+    """Computes best lengths from measured survival and each drafter's own roofline."""
     told = TOLD["best_lengths"]
     shape, machine = catalogue.find(told["model"]), catalogue.machines()["B200"]
     deployment = Deployment(machine, shape.precisions)
@@ -156,7 +156,8 @@ def best_lengths() -> Iterator[BestLengths]:
 
 
 def experts() -> list[tuple[int, float, float, float]]:
-    """(positions, measured, uniform, with the measured locality) distinct experts of a layer."""
+    """Returns (positions, measured, predicted uniform, predicted with the measured locality) numbers of distinct experts in a
+    layer."""
     told = TOLD["experts"]
     return [
         (positions, measured, distinct_experts(256, 8, 1, positions), distinct_experts(256, 8, 1, positions, MEASURED_LOCALITY))

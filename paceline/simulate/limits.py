@@ -1,4 +1,4 @@
-"""What a prediction takes for granted, in sentences for people: printed with every result."""
+"""Limits and warnings of a prediction, as sentences: printed with every result."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from paceline.simulate.costs.shapes import ModelShape, arithmetic
 from paceline.simulate.speedup import Acceptance, Load
 
 TEXTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-"""The sentences; the page fills in the same ones."""
+"""Sentence templates, shared with the page."""
 
 DEFAULT_COST = 0.1
-"""Of a drafter's pass, as a share of a target pass, where nothing is said."""
+"""Default cost of a drafter pass, as a share of a target pass."""
 LOOKUPS = ("ngram",)
-"""Methods that run no model."""
+"""Methods that do not run a model."""
 
 
 def cost_by_method(costs: CostsConfig, method: str | None) -> tuple[CostsConfig, list[str]]:
-    """What drafting costs by the method's name, where nothing else says it, and the limit that says so."""
+    """Returns the costs with the drafter cost of a method, unless another option sets it, and the limits that explain it."""
     is_said = costs.drafter_cost is not None or costs.drafter_params is not None
     if method is None or is_said or costs.toy or costs.table is not None or costs.calibration is not None:
         return costs, []
@@ -40,7 +40,7 @@ def cost_by_method(costs: CostsConfig, method: str | None) -> tuple[CostsConfig,
 
 
 def roofline_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
-    """Of a shape on a machine."""
+    """Limits of a roofline prediction for a shape on a machine."""
     limits: list[str] = list(TEXTS["roofline"])
     if shape.experts and deployment.expert_locality == 0:
         limits.append(TEXTS["uniform_experts"].format(locality=f"--expert-locality {MEASURED_LOCALITY}"))
@@ -56,7 +56,7 @@ def roofline_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
 
 
 def _rate_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
-    """Formats that the machine multiplies in a wider one."""
+    """Limits for formats that the machine computes in a wider format."""
     parts = {"weights": deployment.precisions.weights, "attention": deployment.precisions.attention}
     if shape.experts:
         parts["experts"] = deployment.precisions.experts
@@ -69,7 +69,7 @@ def _rate_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
 
 
 def acceptance_limits(acceptance: Acceptance, load: Load) -> list[str]:
-    """Of what is known of the drafts."""
+    """Limits of the acceptance data."""
     if acceptance.kind == "constant":
         return [TEXTS["constant"]]
     limits = []
@@ -81,7 +81,8 @@ def acceptance_limits(acceptance: Acceptance, load: Load) -> list[str]:
 
 
 def load_warnings(shape: ModelShape, deployment: Deployment, loads: Sequence[Load]) -> list[str]:
-    """Of the smallest load that does not fit, since larger ones do not either, and of a context that is too long."""
+    """Warnings for the smallest load that does not fit in memory (larger ones do not either), and for a context that is too
+    long."""
     needs = [(memory_need(shape, deployment, each.batch, each.context), each) for each in loads]
     needs.sort(key=lambda pair: pair[1].batch)
     too_large = [memory_warning(need, load, deployment, shape) for need, load in needs if not need.fits][:1]
@@ -89,7 +90,7 @@ def load_warnings(shape: ModelShape, deployment: Deployment, loads: Sequence[Loa
 
 
 def memory_warning(need: MemoryNeed, load: Load, deployment: Deployment, shape: ModelShape | None = None) -> str | None:
-    """A sentence when weights and caches do not fit, with a number of GPUs that the shape's heads can be shared out to."""
+    """Returns a warning if weights and caches do not fit, with a number of GPUs that the heads can be divided among."""
     if need.fits:
         return None
     weights, cache, memory = need.weight_bytes, need.cache_bytes, need.memory_bytes

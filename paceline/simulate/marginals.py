@@ -1,7 +1,7 @@
-"""Where marginals come from: built in, or counted by `paceline bench decode --plan tree:32`.
+"""Reads marginals: built in, or counted by `paceline bench decode --plan tree:32`.
 
-read_marginals("greedy")                 # or sampled: `marginals.json`, of the drafter that ships for smollm2-135m
-read_marginals("runs/bench-decode-1")    # of the setting with the most rounds, or runs/bench-decode-1:default's
+read_marginals("greedy")                 # or sampled: `marginals.json`, measured with the drafter shipped for smollm2-135m
+read_marginals("runs/bench-decode-1")    # the setting with the most rounds; runs/bench-decode-1:default picks a drafter
 read_marginals("mine.json")              # {"marginals": {"tried": [...], "stood": [[...], ...]}} or [[0.7, 0.1], ...]
 """
 
@@ -23,12 +23,12 @@ REMEDY = (
 
 
 def built_in() -> dict[str, dict[str, Any]]:
-    """What was measured, by name: "about", "tried" and "stood"."""
+    """Returns the built-in counts by name: "about", "tried" and "stood"."""
     return read_json(BUILT_IN, "install paceline again")
 
 
 def read_marginals(text: str) -> Marginals:
-    """Raises ConfigError for what is neither."""
+    """Reads built-in marginals by name, or those of a run or file. Raises ConfigError."""
     if text in (known := built_in()):
         return Marginals.of(Tally.of(known[text]))
     path, _, drafter = text.rpartition(":") if not os.path.exists(text) and ":" in text else (text, "", "")
@@ -39,7 +39,7 @@ def read_marginals(text: str) -> Marginals:
 
 
 def marginals_in(told: Any, name: str, drafter: str = "") -> Marginals:
-    """Of a file's content; `name` is for errors. Raises ConfigError."""
+    """Returns the marginals in a file's content; `name` is used in errors. Raises ConfigError."""
     if isinstance(told, dict) and isinstance(told.get("results"), list):
         return Marginals.of(Tally.of(_of_run(told["results"], name, drafter)))
     found = told.get("marginals") if isinstance(told, dict) else told

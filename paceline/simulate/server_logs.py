@@ -1,8 +1,8 @@
-"""What other servers' logs and metrics tell of their rounds: how many requests ran, tokens per second, tokens a round.
+"""Reads logs and metrics of other servers: running requests, tokens per second, tokens per round.
 
-    seen = read_server(Path("vllm.log"))        # or SGLang's log, or what GET /metrics of either, or of paceline, answered
-    seen.samples[0].round_s                     # seconds of a round of so many requests
-    seen.survival                               # share of rounds whose first i drafts stood, where it is told
+    seen = read_server(Path("vllm.log"))        # or SGLang's log, or the GET /metrics of either, or of paceline
+    seen.samples[0].round_s                     # seconds of a round with this many requests
+    seen.survival                               # share of rounds whose first i drafts were accepted, if reported
 
 Lines that are read:
 
@@ -11,9 +11,9 @@ Lines that are read:
     SGLang   Decode batch, #running-req: 8, #token: 34816, ..., accept len: 3.20, accept rate: 0.55, ...,
              gen throughput (token/s): 456.7, #queue-req: 0
 
-A line tells of an interval; only intervals at whose beginning and end the same number of requests ran, with next to no
-prompt between, count as rounds. Of metrics (llama.cpp's too), counters since the start are averaged, and the number
-that runs is that of the moment.
+Each line covers an interval. Only intervals with the same number of running requests at their beginning and end, and almost no
+prompt tokens, count as rounds. Counters of metrics (llama.cpp's too) are averaged since the start; the number of running
+requests is the present one.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ SGLANG_TOKENS = re.compile(r"#(?:full )?token: (\d+)")
 SGLANG_LENGTH = re.compile(rf"accept len: {NUMBER}")
 SGLANG_SHARE = re.compile(rf"accept rate: {NUMBER}")
 FEW_PROMPTS = 0.1
-"""Prompt tokens of an interval that counts as decoding alone, at most, as a share of what was generated."""
+"""Maximum prompt tokens of an interval that counts as decoding alone, as a share of generated tokens."""
 LEAST_RATE = 0.02
-"""SGLang rounds its accept rate to two places: from a smaller one nothing follows for the number of drafts."""
+"""SGLang rounds its accept rate to two digits; below this rate the number of drafts cannot be derived from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One interval of decoding, or the mean of all of them."""
+    """One interval of decoding, or the mean over all intervals."""
 
     running: int
     """Requests that decoded together."""
     tokens_per_s: float
-    """Of all of them."""
+    """Tokens per second of all these requests together."""
     tokens_per_round: float = 1.0
     num_drafted: int = 0
-    """Drafts of each request in each round."""
+    """Drafts per request and round."""
     context: float | None = None
-    """Tokens in the cache of each, where it is told."""
+    """Tokens in the cache of each request, if reported."""
 
     @property
     def round_s(self) -> float:
@@ -68,31 +68,31 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Everything that was told."""
+    """Everything that a server's log or metrics report."""
 
     server: str
     """vLLM, SGLang, llama.cpp or paceline."""
     samples: list[Sample]
     tokens_per_round: float | None
-    """Mean of all rounds with drafts; None where nothing was drafted."""
+    """Mean over rounds with drafts; None if nothing was drafted."""
     survival: tuple[float, ...] = ()
-    """Share of rounds whose first i drafts all stood, where it is told."""
+    """Share of rounds whose first i drafts were all accepted, if reported."""
     tokens: float = 0.0
-    """Generated since the start, where it is told."""
+    """Tokens generated since the start, if reported."""
     answers: float = 0.0
-    """Finished since the start, where it is told."""
+    """Answers finished since the start, if reported."""
     num_drafted: int = 0
-    """Drafts of a round on average, where it is told."""
+    """Mean drafts per round, if reported."""
 
 
 def is_server_text(text: str) -> bool:
-    """Whether it begins like a log or metrics that `parse_server` reads."""
+    """True for the beginning of a log or of metrics that `parse_server` reads."""
     return any(mark in text for mark in (*PREFIXES, "Avg generation throughput:", "Decode batch"))
 
 
 def read_server(file: Path, model: str | None = None) -> Seen:
-    """A log, or the text of GET /metrics, of several models that of `model`, or of FILE:MODEL. Raises ConfigError when
-    there is no such file, or nothing in it that is known."""
+    """Reads a log, or the text of GET /metrics; with several models, that of `model` or of FILE:MODEL. Raises ConfigError if
+    the file does not exist or has no known line."""
     path, sign, named = str(file).rpartition(":")
     if sign and not file.exists():
         file, model = Path(path), named
@@ -104,8 +104,8 @@ def read_server(file: Path, model: str | None = None) -> Seen:
 
 
 def parse_server(text: str, name: str = "the text", model: str | None = None) -> Seen:
-    """Of metrics those of `model`, where they tell of several. Raises ConfigError when nothing in it is known, or
-    when several models are and none is named."""
+    """Parses a log or metrics; of metrics with several models, those of `model`. Raises ConfigError if it has no known line, or
+    if several models are present and none is selected."""
     lines = text.splitlines()
     if any(line.startswith(PREFIXES) for line in lines):
         return _metrics(text, name, model)
@@ -130,7 +130,7 @@ class _Interval:
 
 
 def _vllm(lines: list[str], name: str) -> Seen:
-    """Statistics lines, each with the line about drafts that follows it; engines of their own."""
+    """Parses statistics lines, each with the line about drafts that follows it, for each engine."""
     engines: dict[str, list[_Interval]] = defaultdict(list)
     last: _Interval | None = None
     for line in lines:
@@ -156,7 +156,7 @@ def _vllm(lines: list[str], name: str) -> Seen:
 
 
 def _sglang(lines: list[str], name: str) -> Seen:
-    """Decode lines of each rank; one after a prompt of its rank is left out, since that prompt took part of the interval."""
+    """Parses decode lines of each rank; skips the first one after a prefill of its rank, which took part of the interval."""
     before: dict[str, int] = {}
     samples, lengths = [], []
     for line in lines:
@@ -191,7 +191,7 @@ def _seen(server: str, samples: list[Sample], survival: tuple[float, ...], mean:
 
 
 def _weighed(curves: list[tuple[float, ...]], weights: list[float]) -> tuple[float, ...]:
-    """The mean of survival curves, each as often as it had rounds; never rising, as rounding may have it."""
+    """Returns the mean of survival curves, weighted by rounds and made non-increasing (logged values are rounded)."""
     whole, found, most = sum(weights), list[float](), 1.0
     for place in range(max(map(len, curves), default=0) if whole else 0):
         pairs = zip(curves, weights, strict=True)
@@ -201,7 +201,7 @@ def _weighed(curves: list[tuple[float, ...]], weights: list[float]) -> tuple[flo
 
 
 def _metrics(text: str, name: str, model: str | None) -> Seen:
-    """The counters of GET /metrics, of all engines."""
+    """Parses the counters of GET /metrics, summed over all engines."""
     per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     values = totals(engines_of(text, model, ("position",)))
     by_place = {
@@ -239,6 +239,6 @@ def _vllm_like(text: str, values: dict[str, float]) -> str:
 
 
 def _mean(values: dict[str, float], metric: str) -> float | None:
-    """Of a histogram."""
+    """Returns the mean of a histogram metric."""
     count = values.get(metric + "_count", 0.0)
     return values.get(metric + "_sum", 0.0) / count if count else None

@@ -1,15 +1,16 @@
-"""The prediction: how many drafts stand, and what follows: speed-up by draft length, tokens per second, where time goes.
+"""Predicts speed-up by draft length, tokens per second and the time split of a round, from acceptance and costs.
 
 speedup(g) = N(g) * round(0) / round(g), where round(g) = target pass of g + 1 positions + drafting of g + host; speedup(0) = 1.
-With no host time this is N(g) / [T(B, g+1, S) / T(B, 1, S) + D(g)]. N(g) comes from one chance, a chance for each place, or
-what a run recorded:
+With no host time this is N(g) / [T(B, g+1, S) / T(B, 1, S) + D(g)]. N(g) comes from one chance, a chance for each draft
+position, or a recorded run:
 
-    0.8                      one chance          0.8,0.75,0.7            a chance for each place, given that the earlier stood
+    0.8                      one chance          0.8,0.75,0.7            a chance for each position, given that earlier ones are
+                                                                         accepted
     survival:.77,.57,.42     shares of rounds    histogram:20,10,5,2     counts of rounds with 0, 1, 2, ... accepted drafts
     runs/bench-decode-x      a bench run's results (or results.json), a trace in JSON lines or Parquet
     vllm.log                 a log of vLLM or SGLang, or the text of GET /metrics (`server_logs.py`)
 
-Of a bench run the setting with the most accepted drafts counts, unless `name:` picks a drafter: runs/x:default.
+A bench run counts with its setting with the most accepted drafts; runs/x:default selects a drafter.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from paceline.simulate.files import is_amount, read_objects
 from paceline.simulate.server_logs import is_server_text, read_server
 
 HEAD_BYTES = 1 << 20
-"""A server's log says within so many bytes whose it is."""
+"""Bytes at the beginning of a file that are searched for a server's known lines."""
 DELTAS = (-0.1, -0.05, -0.01, 0.01, 0.05, 0.1)
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Chances by place; deeper drafts than were given have the last one's. Raises ConfigError outside 0..1."""
+    """Acceptance chances by draft position; deeper drafts than given have the last one. Raises ConfigError outside 0..1."""
 
     conditional: tuple[float, ...]
-    """conditional[i - 1]: the chance that draft i stands, given that those before it do."""
+    """conditional[i - 1]: chance that draft i is accepted if all earlier ones are."""
     kind: Literal["constant", "conditional", "survival", "histogram"] = "conditional"
     """The form in which it was given."""
     num_rounds: int = 0
-    """Number of recorded rounds; 0 when it was not recorded."""
+    """Number of recorded rounds; 0 if it was not recorded."""
 
     def __post_init__(self) -> None:
         if not self.conditional:
@@ -56,25 +57,25 @@ class Acceptance:
 
     @property
     def depth(self) -> int:
-        """Number of drafts whose chance was given; 0 for a constant, which holds for every draft."""
+        """Number of drafts with a given chance; 0 for a constant, which holds for every draft."""
         return 0 if self.kind == "constant" else len(self.conditional)
 
     def at(self, place: int) -> float:
-        """Chance of draft `place`, counted from 1, given that those before it stand."""
+        """Chance that draft `place`, counted from 1, is accepted if all earlier ones are."""
         return self.conditional[min(place, len(self.conditional)) - 1]
 
     def survival(self, num_drafted: int) -> list[float]:
-        """Share of rounds whose first i drafts all stand, for i = 1..num_drafted."""
+        """Share of rounds whose first i drafts are all accepted, for i = 1..num_drafted."""
         return list(itertools.accumulate(map(self.at, range(1, num_drafted + 1)), operator.mul))
 
 
 def tokens_per_round(acceptance: Acceptance, num_drafted: int) -> float:
-    """N(g) = 1 + sum over i <= g of survival_i: the bonus token included; (1 - p^(g+1)) / (1 - p) for one chance p."""
+    """Returns N(g) = 1 + sum over i <= g of survival_i, including the bonus token; (1 - p^(g+1)) / (1 - p) for one chance p."""
     return 1.0 + sum(acceptance.survival(num_drafted))
 
 
 def shifted(acceptance: Acceptance, points: float) -> Acceptance:
-    """Every chance higher by `points` (0.01 is one point), kept within 0 and 1."""
+    """Returns the acceptance with every chance raised by `points` (0.01 is one point), clipped to 0..1."""
     return replace(acceptance, conditional=tuple(min(max(chance + points, 0.0), 1.0) for chance in acceptance.conditional))
 
 
@@ -83,7 +84,8 @@ def constant(chance: float) -> Acceptance:
 
 
 def chance_for(wanted: float, num_drafted: int) -> float:
-    """The one chance with which so many drafts bring `wanted` tokens a round. Raises ConfigError outside 1..num_drafted + 1."""
+    """Returns the constant chance at which `num_drafted` drafts give `wanted` tokens per round. Raises ConfigError outside
+    1..num_drafted + 1."""
     if not 1 <= wanted <= num_drafted + 1:
         raise ConfigError(f"{num_drafted} drafts bring between 1 and {num_drafted + 1} tokens a round, never {wanted:g}")
     low, high = 0.0, 1.0
@@ -94,7 +96,7 @@ def chance_for(wanted: float, num_drafted: int) -> float:
 
 
 def from_survival(shares: Sequence[float]) -> Acceptance:
-    """Raises ConfigError when the curve rises: what stood for i + 1 drafts stood for i."""
+    """Builds the acceptance from a survival curve. Raises ConfigError if the curve rises."""
     before, chances = 1.0, []
     for place, share in enumerate(shares, start=1):
         if not 0 <= share <= before:
@@ -108,10 +110,10 @@ def from_survival(shares: Sequence[float]) -> Acceptance:
 
 
 def from_histogram(counts: Sequence[float]) -> Acceptance:
-    """`counts[n]`: rounds in which exactly n drafts stood, as bench results and traces record them.
+    """Builds the acceptance from `counts[n]`, the rounds with exactly n accepted drafts, as in bench results and traces.
 
-    Rounds that drafted fewer tokens than the longest count as if they had drafted as many, so the tail is a little low.
-    Raises ConfigError without rounds or without drafts.
+    Shorter rounds count as if they had drafted the maximum, so the chances of late drafts are slightly too low. Raises
+    ConfigError without rounds or without drafts.
     """
     if not all(map(is_amount, counts)) or len(counts) < 2 or sum(counts) == 0:
         raise ConfigError("the histogram needs counts of rounds with 0, 1, 2, ... accepted drafts, at least two of them")
@@ -122,7 +124,8 @@ def from_histogram(counts: Sequence[float]) -> Acceptance:
 
 
 def from_rounds(rounds: Iterable[tuple[int, int]]) -> Acceptance:
-    """From (drafted, accepted) of each round: the chance of a draft is counted over the rounds that drafted that far."""
+    """Builds the acceptance from (drafted, accepted) of each round; each draft's chance is counted over rounds that drafted
+    that far."""
     pairs = [(drafted, accepted) for drafted, accepted in rounds if drafted > 0]
     if not pairs:
         raise ConfigError("no round drafted anything: record a run with a drafter")
@@ -139,7 +142,7 @@ WRITTEN = {"survival": from_survival, "conditional": lambda chances: Acceptance(
 
 
 def parse_acceptance(text: str) -> Acceptance:
-    """As a person writes it. Raises ConfigError that says how."""
+    """Parses the forms of the module's docstring. Raises ConfigError, which shows how to write it."""
     kind, colon, rest = text.partition(":")
     if colon and kind.strip().lower() in WRITTEN:
         return WRITTEN[kind.strip().lower()](_numbers(rest, text))
@@ -161,7 +164,7 @@ def _numbers(text: str, whole: str) -> list[float]:
 
 
 def read_acceptance(path: Path, drafter: str = "") -> Acceptance:
-    """The histogram of a bench run or of a trace. Raises ConfigError when there is none in it."""
+    """Reads the acceptance of a bench run, a trace or a server's log. Raises ConfigError for any other file."""
     file = path / "results.json" if path.is_dir() else path
     if _is_servers(file):
         return _of_server(file, drafter or None)
@@ -178,7 +181,7 @@ def read_acceptance(path: Path, drafter: str = "") -> Acceptance:
 
 
 def _is_servers(file: Path) -> bool:
-    """Whether it is another server's log or metrics."""
+    """True for another server's log or metrics."""
     if file.suffix in (".parquet", ".json", ".jsonl") or not file.is_file():
         return False
     with reraised(ConfigError, f"cannot read {file}", "check its permissions", OSError), file.open("rb") as opened:
@@ -186,7 +189,8 @@ def _is_servers(file: Path) -> bool:
 
 
 def _of_server(file: Path, model: str | None) -> Acceptance:
-    """Its survival curve, else one chance that gives its mean tokens a round. Raises ConfigError when it drafted nothing."""
+    """Reads a server's survival curve, or else the constant chance that gives its mean tokens per round. Raises ConfigError if
+    it drafted nothing."""
     seen = read_server(file, model)
     if seen.survival:
         return from_survival(seen.survival)
@@ -220,12 +224,12 @@ def _pairs(drafted: Any, accepted: Any) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Sequences on a machine, and how far drafts may go. Raises ConfigError on impossible values."""
+    """A batch of sequences and the maximum draft length. Raises ConfigError for impossible values."""
 
     batch: Count = 1
     """Sequences that decode together."""
     context: Count = 4096
-    """Tokens in the cache of each."""
+    """Tokens in each sequence's cache."""
     max_draft: DraftLength = 16
     """Longest draft considered."""
 
@@ -238,11 +242,11 @@ class Change:
     """The best speed-up with another acceptance."""
 
     points: float
-    """Added to every chance; 0.01 is one point."""
+    """Added to every acceptance chance; 0.01 is one point."""
     best_draft_length: int
     speedup: float
     gain: float
-    """Speed-up over the one predicted now, as a share of it."""
+    """Relative change of the predicted speed-up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,29 +259,29 @@ class Prediction:
     curve: list[tuple[int, float]]
     """(drafts, speed-up), from 0 drafts on."""
     tokens_per_round: float
-    """At the best length, the bonus token included."""
+    """Tokens per round at the best length, including the bonus token."""
     tokens_per_s: float | None
-    """All sequences together, at the best length; None where times have no unit."""
+    """Tokens per second of all sequences together at the best length; None if times have no unit."""
     plain_tokens_per_s: float | None
     round_s: float
     plain_round_s: float
     time_split: dict[str, float]
-    """Shares of a round at the best length, by part: they add up to 1."""
+    """Share of each part in a round at the best length; they add up to 1."""
     sensitivity: list[Change]
 
 
 def curve(round_s: Sequence[float], acceptance: Acceptance) -> list[tuple[int, float]]:
-    """(drafts, tokens per second over plain decoding's), from 0 drafts on; `round_s[g]`: seconds of a round with g drafts."""
+    """Returns (drafts, speed-up) from 0 drafts on; `round_s[g]`: seconds of a round with g drafts."""
     return [(length, tokens_per_round(acceptance, length) * round_s[0] / spent) for length, spent in enumerate(round_s)]
 
 
 def best(points: list[tuple[int, float]]) -> tuple[int, float]:
-    """The shortest draft of the highest speed-up."""
+    """Returns the point with the highest speed-up; of equals the shortest draft."""
     return max(points, key=lambda point: (point[1], -point[0]))
 
 
 def predict(costs: StepCosts, acceptance: Acceptance, load: Load, has_unit: bool = True) -> Prediction:
-    """Everything about one load. `has_unit`: whether costs are seconds; the toy model's are not."""
+    """Predicts one load. `has_unit`: True if costs are in seconds; those of the toy model are not."""
     round_s = [costs.round_s(load.batch, length, load.context) for length in range(load.max_draft + 1)]
     points = curve(round_s, acceptance)
     length, highest = best(points)

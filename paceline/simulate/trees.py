@@ -1,8 +1,8 @@
-"""Trees beside chains: what a round keeps that checks a tree of n drafts, by measured marginals, and what follows at its cost.
+"""Predicts the speed-up of draft trees from measured marginals.
 
 speed-up(tree of n) = E[tokens of n] * round(0) / round(tree of n), where round(tree of n) = target pass of n + 1 positions +
-drafting + host. A block drafter's pass tells of all slots at once and costs the same for any tree; one that drafts token by
-token is taken to draft as many passes as the tree is deep. E[tokens of n] is `Marginals.expected`.
+drafting + host. A block drafter's pass covers all slots and costs the same for any tree; a drafter that drafts token by token
+is assumed to need as many passes as the tree is deep. E[tokens of n] is `Marginals.expected`.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ BEST = "best"
 
 @dataclass(frozen=True, slots=True)
 class TreePoint:
-    """A tree of so many drafts in every round of every sequence."""
+    """Prediction for a tree of `nodes` drafts in every round of every sequence."""
 
     nodes: int
     tokens_per_round: float
     speedup: float
     tokens_per_s: float | None
-    """All sequences together; None where times have no unit."""
+    """Tokens per second of all sequences together; None if times have no unit."""
     round_s: float
     over_chain: float
-    """Tokens per second over those of the best chain."""
+    """Tokens per second relative to the best chain."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreePrediction:
-    """Trees of one load, beside the best chain of the same marginals."""
+    """Predictions of trees for one load, compared with the best chain of the same marginals."""
 
     batch: int
     best_nodes: int
-    """The smallest tree of the highest speed-up, of up to MOST_NODES drafts; 0: plain decoding is faster than any."""
+    """The smallest tree with the highest speed-up, of up to MOST_NODES drafts; 0: plain decoding is faster than any tree."""
     best: TreePoint
     points: list[TreePoint]
-    """Those that were asked for."""
+    """Predictions for the requested sizes."""
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -59,18 +59,18 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def acceptance_of(marginals: Marginals) -> Acceptance:
-    """That of a chain of the likeliest tokens."""
+    """Returns the acceptance of a chain of top tokens."""
     kind = "histogram" if marginals.num_rounds else "conditional"
     return Acceptance(tuple(marginals.firsts), kind, marginals.num_rounds)
 
 
 def told_firsts(marginals: Marginals, acceptance: Acceptance, num_slots: int) -> Marginals:
-    """With chances of the likeliest tokens that were told: the marginals say only how the others share what is left."""
+    """Returns marginals with the given acceptance of the top tokens; the other ranks keep their shares of the rest."""
     return marginals.with_firsts([acceptance.at(place) for place in range(1, num_slots + 1)]) if num_slots else marginals
 
 
 def expected_of(marginals: Marginals, num_slots: int) -> list[Expected]:
-    """Of trees of 0 .. MOST_NODES drafts over the first slots."""
+    """Returns the averages of trees with 0 .. MOST_NODES drafts over the first slots."""
     if not num_slots:
         return [Expected(1.0, 0.0)] * (MOST_NODES + 1)
     return marginals.first_slots(num_slots).expected(MOST_NODES)
@@ -79,7 +79,7 @@ def expected_of(marginals: Marginals, num_slots: int) -> list[Expected]:
 def predict_trees(
     costs: StepCosts, expected: Sequence[Expected], load: Load, chain: Prediction, sizes: Sequence[int], has_unit: bool = True
 ) -> TreePrediction:
-    """`expected` as `expected_of`; `chain`: the prediction of the same load."""
+    """Predicts one load. `expected`: from `expected_of`; `chain`: the prediction of the same load."""
 
     def point(nodes: int) -> TreePoint:
         tokens, depth = expected[nodes]

@@ -1,1 +1,1 @@
-"""Seconds of a round, from a model's shape and a machine's figures."""
+"""Computes the seconds of a round from a model's shape and a machine's figures."""

@@ -1,10 +1,10 @@
-"""Fit the roofline's factors and overheads to measured step times, and measure how well it predicts sizes that were left out.
+"""Fits the roofline's factors and overheads to measured step times, and measures the prediction error on held-out sizes.
 
     paceline bench steps --drafter random-dflash --out runs/steps
     paceline simulate --calibrate runs/steps            ->  runs/steps/calibration.json
 
-For a given ratio of reading to computing the fit is linear: least squares without negative terms. The ratio is searched.
-Errors are shares of each time, so that small passes weigh as much as large ones.
+For a given ratio of reading to computing the fit is linear: non-negative least squares. The ratio is searched. Errors are
+relative, so that small passes weigh as much as large ones.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from paceline.simulate.costs.rounds import Calibration, DraftFit, PassFit, Roofl
 from paceline.simulate.costs.shapes import FORMATS, ModelShape, Precisions
 
 HELD_OUT = 3
-"""One size of so many is left out of the fit."""
+"""Every third size is held out of the fit."""
 FEWEST = 6
-"""Sizes that a fit needs at least."""
+"""Minimum number of sizes for a fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Observation:
 
     batch: float
     width: float
-    """Positions of a pass, or drafts."""
+    """Positions per row of a pass, or drafts per row."""
     context: float
     seconds: float
 
@@ -51,22 +51,22 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The measurements of one or several steps.json."""
+    """Measurements of one or several steps.json."""
 
     verify: list[Observation]
     draft: list[Observation]
     rounds: list[Observation]
-    """Whole rounds of (batch, positions), where they were measured."""
+    """Whole rounds of (batch, positions), if measured."""
     host_s: float
     model: str = ""
     drafter: str = ""
     experts: tuple[tuple[float, float, float], ...] = ()
-    """Of a mixture of experts: (batch, positions, experts of a layer that such a pass read)."""
+    """(batch, positions, distinct experts of a layer that the pass read), for a mixture of experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """A size that was left out of the fit; tokens per second go with 1 / seconds."""
+    """Measured and predicted seconds of a held-out size."""
 
     batch: float
     positions: float
@@ -75,13 +75,13 @@ class HeldOut:
 
     @property
     def error(self) -> float:
-        """Of predicted tokens per second, as a share of the measured."""
+        """Relative error of the predicted tokens per second."""
         return self.measured_s / self.predicted_s - 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A calibration, what it was fitted to, and how well sizes are predicted that were left out of the fit."""
+    """A calibration, its measurements, and its errors on held-out sizes."""
 
     steps: Steps
     calibration: Calibration
@@ -90,7 +90,7 @@ class Fitted:
 
     @property
     def mean_error(self) -> float:
-        """Mean of the errors without their signs."""
+        """Mean absolute relative error."""
         return statistics.fmean(abs(point.error) for point in self.held_out)
 
     @property
@@ -104,7 +104,7 @@ class Fitted:
 
 
 def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
-    """Fit to the step times of runs of `paceline bench steps`. Raises PacelineError."""
+    """Fits to the step times of runs of `paceline bench steps`. Raises PacelineError."""
     files = [read_steps(path) for path in paths]
     steps, shape = steps_of(files), _measured_shape(config, files[0])
     known, measured = precisions_of(files[0], shape.precisions), machine_of(files[0])
@@ -113,9 +113,10 @@ def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
 
 
 def locality_of(steps: Steps, shape: ModelShape) -> float:
-    """The expert locality that fits the counted experts best, as shares of each count; 0 where none were counted.
+    """Returns the expert locality that best fits the counted experts (relative errors); 0 without counts.
 
-    Positions of random weights share more than those of text: what was measured is fitted with what was read.
+    Positions of random weights share more experts than those of text, so measured times are fitted with the experts actually
+    read.
     """
     experts = shape.experts
     if not experts or not steps.experts:
@@ -130,7 +131,7 @@ def locality_of(steps: Steps, shape: ModelShape) -> float:
 
 
 def _measured_shape(config: CostsConfig, steps: dict[str, Any]) -> ModelShape:
-    """--model, else the config that was measured, else the measured model's name."""
+    """Returns the shape of --model, or else of the measured config, or else of the measured model's name."""
     if config.model:
         return catalogue.find(config.model)
     if isinstance(steps.get("config"), dict):
@@ -141,7 +142,7 @@ def _measured_shape(config: CostsConfig, steps: dict[str, Any]) -> ModelShape:
 
 
 def steps_of(files: Sequence[dict[str, Any]]) -> Steps:
-    """Raises ConfigError for values that are no times, and when there are too few of them to fit."""
+    """Combines the measurements of several files. Raises ConfigError for invalid times, and if there are too few to fit."""
     for steps in files:
         table_of(steps)  # refuses values that are no times
         if steps.get("rounds"):
@@ -162,14 +163,15 @@ def steps_of(files: Sequence[dict[str, Any]]) -> Steps:
 
 
 def machine_of(steps: dict[str, Any]) -> Machine | None:
-    """The machine that a steps.json was measured on, where the file tells."""
+    """Returns the machine that a steps.json was measured on; None if it is not recorded."""
     told = steps.get("machine")
     known = set(Machine.__dataclass_fields__)
     return Machine(**told) if isinstance(told, dict) and {*told, "cached_bytes_per_s"} == known else None
 
 
 def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
-    """Those that were measured: weights as stored (a GGUF file's blocks by their first kind), the rest in the run's dtype."""
+    """Returns the measured precisions: weights as stored (for a GGUF file, its first block format), the rest in the run's
+    dtype."""
     dtype, stored = str(steps.get("dtype", "")), str(steps.get("weight_format", "")).partition("+")[0].lower()
     rest = dtype if dtype in FORMATS else known.kv
     weights = stored if stored in FORMATS else rest
@@ -177,13 +179,14 @@ def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
 
 
 def fitted(steps: Steps, shape: ModelShape, deployment: Deployment) -> Fitted:
-    """Fit to all sizes, and to two of three to predict the third. Raises ConfigError when nothing is left to predict."""
+    """Fits to all sizes; separately fits to two of three sizes to predict the third. Raises ConfigError without a held-out
+    size."""
     calibration = fit(steps, shape, deployment)
     return Fitted(steps, calibration, calibration.costs(shape, deployment), predicted(steps, shape, deployment))
 
 
 def fit(steps: Steps, shape: ModelShape, deployment: Deployment) -> Calibration:
-    """All terms, from all sizes."""
+    """Fits all terms to all sizes."""
     draft = fit_draft(steps.draft) if steps.draft else None
     verify = fit_pass(steps.verify, shape, deployment)
     where = (deployment.machine, deployment.precisions, deployment.expert_locality)
@@ -191,7 +194,7 @@ def fit(steps: Steps, shape: ModelShape, deployment: Deployment) -> Calibration:
 
 
 def fit_pass(times: list[Observation], shape: ModelShape, deployment: Deployment) -> PassFit:
-    """The ratio of the factors by search, the rest by least squares."""
+    """Fits a target pass: the ratio of the factors by search, the rest by least squares."""
     parts = [_part_seconds(each, shape, deployment) for each in times]
     others = np.array([[1.0, each.batch * each.width, each.batch * each.context] for each in times])
 
@@ -205,15 +208,16 @@ def fit_pass(times: list[Observation], shape: ModelShape, deployment: Deployment
 
 
 def _part_seconds(each: Observation, shape: ModelShape, deployment: Deployment) -> list[tuple[float, float]]:
-    """Reading and arithmetic of each part at the machine's full rates."""
+    """Returns (seconds of reading, seconds of arithmetic) of each part at the machine's full rates."""
     return [deployment.seconds(work) for work in works_of(shape, deployment, each.batch, each.width, each.context)]
 
 
 def reached(costs: RooflineCosts, context: float) -> tuple[float, float]:
-    """Share of the machine's bandwidth in a pass of one position, and of its arithmetic from a pass of 64 to one of 128.
+    """Returns the share of the machine's bandwidth reached by a pass of one position, and of its arithmetic between passes of
+    64 and 128 positions.
 
-    What a pass costs whatever its size lowers the first share, what each position costs lowers the second. The fitted factors
-    alone say little, since sizes of one model seldom tell such overheads from slower reading or computing.
+    Fixed costs of a pass lower the first share, costs per position the second. The fitted factors alone are ambiguous, since
+    sizes of one model seldom separate such overheads from slower reading or computing.
     """
 
     def at(positions: float) -> tuple[float, float, float]:
@@ -226,7 +230,7 @@ def reached(costs: RooflineCosts, context: float) -> tuple[float, float]:
 
 
 def fit_draft(times: list[Observation]) -> DraftFit:
-    """As a block drafter or as one that drafts token by token, whichever fits better."""
+    """Fits a block drafter and one that drafts token by token; returns the better fit."""
     fits = [_fit_draft(times, is_block) for is_block in (True, False)]
     return min(fits, key=lambda found: found[0])[1]
 
@@ -246,7 +250,7 @@ def _fit_draft(times: list[Observation], is_block: bool) -> tuple[float, DraftFi
 
 
 def _relative(columns: np.ndarray, times: list[Observation]) -> tuple[float, np.ndarray]:
-    """Mean squared error as a share of each time, and the solution."""
+    """Returns the mean squared relative error, and the solution."""
     seconds = np.array([each.seconds for each in times])
     weighed = columns / seconds[:, None]
     solution = nnls(weighed, np.ones(len(times)))
@@ -254,9 +258,9 @@ def _relative(columns: np.ndarray, times: list[Observation]) -> tuple[float, np.
 
 
 def nnls(columns: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The x >= 0 that makes |columns @ x - wanted| least. `columns` [n, k] with a small k, `wanted` [n]; returns [k].
+    """Returns the x >= 0 that minimises |columns @ x - wanted|. `columns`: [n, k] with a small k; `wanted`: [n]; returns [k].
 
-    It is the best of all sets of columns whose own least squares have no negative term (Lawson and Hanson, "Solving Least
+    It is the best over all subsets of columns whose own least squares have no negative term (Lawson and Hanson, "Solving Least
     Squares Problems", 1974, chapter 23). Columns are scaled to unit length first, so that seconds and counts weigh alike.
     """
     lengths = np.linalg.norm(columns, axis=0)
@@ -274,7 +278,7 @@ def nnls(columns: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def _searched(solve: Callable[[float], tuple[float, np.ndarray]]) -> float:
-    """The value of least error over twelve powers of ten: a grid, then ever finer around the best of it."""
+    """Returns the value with the smallest error over twelve powers of ten: a grid, then finer grids around the best value."""
     low, high, count = -6.0, 6.0, 121
     best = 0.0
     for _ in range(8):
@@ -286,7 +290,7 @@ def _searched(solve: Callable[[float], tuple[float, np.ndarray]]) -> float:
 
 
 def predicted(steps: Steps, shape: ModelShape, deployment: Deployment) -> list[HeldOut]:
-    """Fit to two sizes of three, predict the third: whole rounds of the widths that were drafted, else passes."""
+    """Fits to two of three sizes and predicts the third: whole rounds of the widths that were drafted, else passes."""
     held = held_out_sizes(steps)
     kept = replace(
         steps,
@@ -305,7 +309,7 @@ def predicted(steps: Steps, shape: ModelShape, deployment: Deployment) -> list[H
 
 
 def held_out_sizes(steps: Steps) -> set[tuple[float, float]]:
-    """One of three (batch, positions), spread over both; the smallest and the largest of all are kept."""
+    """Returns every third (batch, positions), spread over both; never the smallest or the largest."""
     batches = sorted({each.batch for each in steps.verify})
     held = set()
     for number, batch in enumerate(batches):
@@ -315,7 +319,7 @@ def held_out_sizes(steps: Steps) -> set[tuple[float, float]]:
 
 
 def measured_rounds(steps: Steps) -> list[Observation]:
-    """Rounds of plain decoding and of every width that was drafted."""
+    """Returns rounds of plain decoding and of every width that was drafted."""
     drafts = {(each.batch, each.width + 1, each.context): each.seconds for each in steps.draft}
     rounds = steps.rounds or [
         replace(each, seconds=each.seconds + drafts.get((*each.size, each.context), 0.0) + steps.host_s)

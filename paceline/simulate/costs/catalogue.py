@@ -1,11 +1,11 @@
-"""Known machines (machines.json), and targets: JSON files in `catalogue/`, one for each family; or any config.json by its path.
+"""Catalogue of machines (machines.json) and models: JSON files in `catalogue/`, one per family; reads any config.json too.
 
 An entry holds "config" (the keys of its Hugging Face config.json), "shape" (the fields of `shapes.ModelShape`), or
-"unavailable", the reason why nothing can be predicted of it.
+"unavailable", the reason why it cannot be predicted.
 
-`shape_of` reads a config.json: parameters counted from matrix sizes, the attention of each layer. Dense, GQA, MLA, sliding
-windows, sparse and compressed MLA (DeepSeek V3.2, V4), mixtures of experts, gated delta-net hybrids (Qwen3-Next, Qwen3.5).
-Norms, biases, vision towers and extra prediction layers are left out: they are thousandths.
+`shape_of` reads a config.json: it counts parameters from matrix sizes and finds the attention of each layer. Dense, GQA, MLA,
+sliding windows, sparse and compressed MLA (DeepSeek V3.2, V4), mixtures of experts, gated delta-net hybrids (Qwen3-Next,
+Qwen3.5). Norms, biases, vision towers and extra prediction layers are ignored: they are about a thousandth of the parameters.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from paceline.simulate.files import read_json
 
 HERE = Path(__file__).parent
 KEYS: dict[str, Any] = json.loads((HERE / "config_keys.json").read_text(encoding="utf-8"))
-"""What a config.json calls its keys, families and kinds of layers; the file says what each table is. The page reads it too."""
+"""Names of keys, families and layer types in config.json files; the file explains each table. The page reads it too."""
 _FAMILIES = json.loads((HERE.parents[1] / "model" / "config" / "families.json").read_text(encoding="utf-8"))["families"]
 DECODED = frozenset(each["family"] for each in _FAMILIES.values())
 """Values of a config's model_type that paceline's own decoder runs."""
 
 
 def entries() -> dict[str, dict[str, Any]]:
-    """Name -> entry, family by family; each with its "source" and its "hub" id, which may be None."""
+    """Returns name -> entry, by family; each has its "source" and its "hub" id, which may be None."""
     found: dict[str, dict[str, Any]] = {}
     for file in sorted((HERE / "catalogue").glob("*.json")):
         family = json.loads(file.read_text(encoding="utf-8"))
@@ -47,14 +47,14 @@ def entries() -> dict[str, dict[str, Any]]:
 
 
 def machines() -> dict[str, Machine]:
-    """Known machines by their names; the file says where the figures are from."""
+    """Returns the known machines by name; the file has the sources of the figures."""
     known = json.loads((HERE / "machines.json").read_text(encoding="utf-8"))["machines"]
     return {told["name"]: Machine(**told) for told in known}
 
 
 def machine(name: str) -> Machine | None:
-    """The known machine of this name, in any case and with or without spaces, hyphens and the maker's name; or the only one
-    that begins with it. None if there is none."""
+    """Returns the machine of this name, ignoring case, spaces, hyphens and the maker's name, or the only one whose first word
+    is `name`; None without a match."""
     known, wanted = machines(), re.sub(r"[\s_-]", "", name).lower()
     names = {each.replace(" ", "").lower(): each for each in known}
     names |= {each.removeprefix("apple"): full for each, full in names.items()}
@@ -64,12 +64,12 @@ def machine(name: str) -> Machine | None:
 
 
 def all_shapes() -> dict[str, ModelShape]:
-    """Every target that can be predicted, by its name."""
+    """Returns every model that can be predicted, by name."""
     return {name: shape_of_entry(entry) for name, entry in entries().items() if "unavailable" not in entry}
 
 
 def shape_of_entry(entry: dict[str, Any]) -> ModelShape:
-    """Raises UnsupportedModelError with the entry's own reason when its size is not public."""
+    """Returns an entry's shape. Raises UnsupportedModelError with the entry's reason if its size is not public."""
     if "unavailable" in entry:
         raise UnsupportedModelError(f"{entry['name']}: {entry['unavailable']}")
     if "shape" in entry:
@@ -79,10 +79,10 @@ def shape_of_entry(entry: dict[str, Any]) -> ModelShape:
 
 
 def find(model: str) -> ModelShape:
-    """A catalogue name (case and the owner of a hub id aside), a config.json, a folder with one, a shape's JSON, or a GGUF
-    file, whose header tells its sizes.
+    """Finds a model's shape: by a catalogue name (ignoring case and the owner of a hub id), a config.json, a folder with one, a
+    shape's JSON, or a GGUF file's header.
 
-    Raises ModelNotFoundError with the nearest names, UnsupportedModelError when what is found cannot be read.
+    Raises ModelNotFoundError with the nearest names, UnsupportedModelError if the file cannot be read.
     """
     path, is_folder = Path(model).expanduser(), os.path.isdir(Path(model).expanduser())
     if path.suffix == ".json" or is_folder:
@@ -93,7 +93,7 @@ def find(model: str) -> ModelShape:
 
 
 def config_of(model: str) -> dict[str, Any]:
-    """The config.json of a catalogue name, as far as the catalogue has it. Raises as `find`."""
+    """Returns the config.json of a catalogue name, with the keys that the catalogue has. Raises the errors of `find`."""
     entry = _entry(model)
     if "config" not in entry:
         reason = entry.get("unavailable", "the catalogue knows its size and not its config.json")
@@ -114,13 +114,13 @@ def _entry(model: str) -> dict[str, Any]:
 
 
 def has_decoder(model: str) -> bool:
-    """Whether paceline's own decoder runs this model of the catalogue; True for a name that the catalogue does not know."""
+    """True if paceline's own decoder runs this model, or if the catalogue does not have it."""
     entry = entries().get(model)
     return entry is None or entry.get("config", {}).get("model_type") in DECODED
 
 
 def served_name(model: str) -> str:
-    """What a server is told to load: the hub id of a catalogue name, anything else as it is."""
+    """Returns the model name for a server: the hub id of a catalogue name; other names unchanged."""
     entry = entries().get(model)
     return str(entry["hub"]) if entry and entry["hub"] else model
 
@@ -136,7 +136,7 @@ def _from_file(file: Path) -> ModelShape:
 
 
 def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelShape:
-    """Read a config. Raises UnsupportedModelError naming what is missing or not known."""
+    """Reads a config.json. Raises UnsupportedModelError, which names the missing or unknown key."""
     read = ConfigReader(config)
     layers, hidden, vocab = range(read.whole("num_hidden_layers")), read.whole("hidden_size"), read.whole("vocab_size")
     found = [attention_of(read, layer) for layer in layers]
@@ -158,7 +158,7 @@ def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelS
 
 
 def _from_gguf(file: Path) -> ModelShape:
-    """Weights have the format that is nearest to the file's mean bytes of a weight."""
+    """Reads a GGUF header; weights get the format with the nearest mean bytes per weight."""
     if not file.is_file():
         raise ModelNotFoundError(f"there is no file {file}: check the path")
     config, num_bytes = read_header(file)
@@ -168,9 +168,9 @@ def _from_gguf(file: Path) -> ModelShape:
 
 
 class ConfigReader:
-    """The keys of a config.json under their many names; of the language model's part where there are several.
+    """Reads keys of a config.json under their various names, from the language model's part if there are several.
 
-    Raises UnsupportedModelError, which names a key that is missing or no number.
+    Raises UnsupportedModelError, which names a key that is missing or not a number.
     """
 
     def __init__(self, whole_config: dict[str, Any]) -> None:
@@ -195,7 +195,7 @@ class ConfigReader:
         return bool(self.config.get(name))
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """A whole number of 0 or more; a key that is null counts as missing."""
+        """Returns a whole number of 0 or more; a null key counts as missing."""
         keys = (name, *KEYS["other_names"].get(name, ()))
         value = next((self.config[key] for key in keys if self.config.get(key) is not None), None)
         if value is None:
@@ -219,7 +219,7 @@ class ConfigReader:
 
     @property
     def is_tied(self) -> bool:
-        """The default of a few families is tied, others' is not."""
+        """True if the embedding and the head are one tensor; the default depends on the family."""
         value = self.config.get("tie_word_embeddings", self.whole_config.get("tie_word_embeddings"))
         return self.family.startswith(tuple(KEYS["tied"])) if value is None else bool(value)
 
@@ -232,7 +232,8 @@ class ConfigReader:
         return self.whole(next(filter(self.has, KEYS["per_token"]), KEYS["per_token"][0]))
 
     def layer_kind(self, layer: int) -> str:
-        """Without layer types: Gemma 3 slides but for each sixth, others by their patterns, Mistral and its kin all or none."""
+        """Returns a layer's type. Without "layer_types": Gemma 3 uses sliding windows in all but every sixth layer, other
+        families follow their patterns, Mistral and similar ones have all layers alike."""
         kinds = self.config.get("layer_types")
         if isinstance(kinds, list) and len(kinds) > layer:
             kind, known = str(kinds[layer]), KEYS["layer_kinds"]
@@ -250,7 +251,7 @@ class ConfigReader:
         return "sliding_attention" if slides else "full_attention"
 
     def compress_ratio(self, layer: int) -> int:
-        """DeepSeek V4's, of a layer."""
+        """Returns a layer's compression ratio (DeepSeek V4)."""
         values, num_layers = self.config.get("compress_ratios"), self.whole("num_hidden_layers")
         if not isinstance(values, list) or len(values) < num_layers or not all(isinstance(value, int) for value in values):
             raise UnsupportedModelError(
@@ -259,7 +260,7 @@ class ConfigReader:
         return values[layer]
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether a layer's feed-forward part is a mixture of experts."""
+        """True if a layer's feed-forward part is a mixture of experts."""
         if not self.num_experts or layer < self.whole("first_k_dense_replace", 0):
             return False
         if layer in (self.config.get("mlp_only_layers") or ()):
@@ -269,9 +270,10 @@ class ConfigReader:
 
     @property
     def precisions(self) -> Precisions:
-        """From the stored dtype and the quantisation; attention and cache stay at 16 bits unless a server is told otherwise.
+        """Precisions from the stored dtype and the quantisation; attention and cache are 16-bit unless a server option changes
+        that.
 
-        Experts may be stored otherwise than the rest: MXFP4 of gpt-oss, fp4 of DeepSeek V4.
+        Experts may have another format than the rest: MXFP4 in gpt-oss, fp4 in DeepSeek V4.
         """
         told = self.whole_config.get("quantization_config") or self.config.get("quantization_config")
         told = told if isinstance(told, dict) else {}
@@ -289,7 +291,7 @@ class ConfigReader:
 
 
 def attention_of(read: ConfigReader, layer: int) -> tuple[Attention, int]:
-    """The attention of one layer, as a group of one, and the parameters of its matrices."""
+    """Returns one layer's attention, as a group of one layer, and the parameters of its matrices."""
     kind = read.layer_kind(layer)
     if kind == "linear_attention":
         return _linear(read)
@@ -306,7 +308,7 @@ def attention_of(read: ConfigReader, layer: int) -> tuple[Attention, int]:
 
 
 def _linear(read: ConfigReader) -> tuple[Attention, int]:
-    """Gated delta net: a key x value matrix for each value head and the last inputs of the convolution, in 16 bits."""
+    """Gated delta net: the state is a key x value matrix per value head and the convolution's last inputs, in 16 bits."""
     key_dim, heads = read.whole("linear_key_head_dim"), read.whole("linear_num_value_heads")
     keys, values = read.whole("linear_num_key_heads") * key_dim, heads * read.whole("linear_value_head_dim")
     convolution = (2 * keys + values) * read.whole("linear_conv_kernel_dim")
@@ -315,7 +317,7 @@ def _linear(read: ConfigReader) -> tuple[Attention, int]:
 
 
 def _latent(read: ConfigReader) -> tuple[Attention, int]:
-    """MLA; with an indexer (DeepSeek V3.2) it reads the positions that this chooses."""
+    """MLA; with an indexer (DeepSeek V3.2) it reads only the positions that the indexer selects."""
     hidden, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
     latent, rope = read.whole("kv_lora_rank"), read.whole("qk_rope_head_dim")
     plain, value = read.whole("qk_nope_head_dim"), read.whole("v_head_dim")
@@ -332,9 +334,9 @@ def _latent(read: ConfigReader) -> tuple[Attention, int]:
 
 
 def _compressed(read: ConfigReader, layer: int) -> tuple[Attention, int]:
-    """DeepSeek V4: a window, and behind it one entry for `ratio` positions; ratio 4 chooses among them, 128 reads all.
+    """DeepSeek V4: a window, and before it one entry per `ratio` positions; ratio 4 selects among them, 128 reads all.
 
-    Low-rank queries and grouped low-rank output, one key that is the value too, the compressor, the indexer.
+    Low-rank queries and grouped low-rank output, one key that is also the value, the compressor, the indexer.
     """
     ratio, width = read.compress_ratio(layer), read.head_dim
     hidden, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
@@ -358,14 +360,14 @@ def _indexer(read: ConfigReader) -> dict[str, int]:
 
 
 def feed_forward_parameters(read: ConfigReader, layer: int) -> int:
-    """One layer's dense feed-forward part, or the router of its experts."""
+    """Returns the parameters of one layer's dense feed-forward part, or of its experts' router."""
     if not read.is_sparse(layer):
         return 3 * read.whole("hidden_size") * read.whole("intermediate_size")
     return read.whole("hidden_size") * (read.num_experts + read.has("shared_expert_intermediate_size"))
 
 
 def experts_of(read: ConfigReader) -> Experts | None:
-    """Over all sparse layers; None for a dense model."""
+    """Returns the experts summed over all sparse layers; None for a dense model."""
     layers = sum(read.is_sparse(layer) for layer in range(read.whole("num_hidden_layers")))
     if not layers:
         return None

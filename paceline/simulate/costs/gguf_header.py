@@ -1,4 +1,4 @@
-"""The sizes of a model in a GGUF file, from its header alone: what a config.json says, and how many bytes a weight takes.
+"""Reads a model's sizes from the header of a GGUF file: the keys of a config.json, and the mean bytes per weight.
 
 `model/gguf/container.py` reads such files to run them, with NumPy and the `gguf` package; predictions need neither.
 """
@@ -21,7 +21,7 @@ BLOCKS = {
     0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84), 11: (256, 110),
     12: (256, 144), 13: (256, 176), 14: (256, 210), 20: (32, 18), 23: (256, 136), 30: (1, 2), 39: (32, 17),
 }  # fmt: skip
-"""Of a tensor type values and bytes of a block: F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, BF16,
+"""Tensor type -> (values, bytes) of a block: F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, BF16,
 MXFP4."""
 SIZES = {
     "num_hidden_layers": "block_count", "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
@@ -31,13 +31,13 @@ SIZES = {
     "sliding_window": "attention.sliding_window",
 }  # fmt: skip
 FAMILIES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
-"""llama.cpp's names of families that Transformers calls otherwise."""
+"""llama.cpp's names of families that differ from those in Transformers."""
 PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf", re.IGNORECASE)
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], float]:
-    """(what its config.json would say, mean bytes of a weight), of a model in parts those of all. Raises
-    UnsupportedModelError where it is no whole GGUF file, or not a model that is known."""
+    """Returns (the keys of its config.json, mean bytes per weight); reads all parts of a split model. Raises
+    UnsupportedModelError if the file is not a complete GGUF file of a known model."""
     damaged = (OSError, ValueError, KeyError, TypeError, struct.error)
     with reraised(UnsupportedModelError, f"{file} is no GGUF file that can be read", "fetch it again", *damaged):
         named = PART.fullmatch(file.name)
@@ -67,13 +67,13 @@ def _mean_bytes(tensors: dict[str, tuple[tuple[int, ...], int]]) -> float:
 
 
 class _Header:
-    """Reads a header from front to back. Raises ValueError or struct.error where it is none."""
+    """Reads a header sequentially. Raises ValueError or struct.error for invalid data."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 0
 
     def read(self) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int]]]:
-        """(numbers and texts by key, (sizes, type) by tensor, the innermost size first)."""
+        """Returns (metadata by key, without arrays; (sizes, type) by tensor, innermost size first)."""
         magic, version, num_tensors, num_keys = self._take("4sIQQ")
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError("it does not begin as one")

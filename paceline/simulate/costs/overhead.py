@@ -1,11 +1,11 @@
-"""What a round takes beyond what is predicted: launches, scheduling, sampling, synchronisation. One number for every round.
+"""Overhead of a round in addition to its predicted cost: launches, scheduling, sampling, synchronisation. One constant.
 
     added_s = overhead_s(costs, Load(1, 4096), plain_rate=75.0)
     costs = with_overhead(costs, added_s)
 
-It is given, or solved for from one measured rate of plain decoding and nothing else, so that predictions with it can be
-compared with measured speed-ups; or fitted to the rounds that a server's log tells of. It enters as `StepCosts.host_s`: the
-formulas of `speedup.py` stay as they are.
+It is given, or computed from one measured rate of plain decoding alone, so that predictions with it can be compared with
+measured speed-ups, or fitted to the rounds in a server's log. It enters as `StepCosts.host_s`; the formulas of `speedup.py`
+stay the same.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from paceline.simulate.speedup import Load
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """What is added to every round."""
+    """Seconds added to every round, and their source."""
 
     seconds: float
     source: str
-    """Where it is from, for people."""
+    """Description of the source, for people."""
 
 
 def overhead_s(costs: StepCosts, load: Load, plain_rate: float) -> float:
-    """Seconds to add to a round of `costs` so that plain decoding of `load` gives each stream `plain_rate` tokens a second.
+    """Returns the seconds to add to a round of `costs` so that plain decoding of `load` gives each stream `plain_rate`
+    tokens/s.
 
-    A plain step of all `load.batch` streams gives each of them one token: 1 / plain_rate - round(0). Raises ConfigError when
+    A plain step of all `load.batch` streams gives each of them one token: 1 / plain_rate - round(0). Raises ConfigError if
     plain_rate is not above 0, or faster than `costs` allow without any overhead.
     """
     if not 0 < plain_rate < float("inf"):
@@ -49,7 +50,7 @@ def overhead_s(costs: StepCosts, load: Load, plain_rate: float) -> float:
 
 
 def with_overhead(costs: StepCosts, added_s: float) -> StepCosts:
-    """The same costs, each round `added_s` seconds longer. Raises ConfigError for costs that are no seconds."""
+    """Returns the costs with each round `added_s` seconds longer. Raises ConfigError for costs that are not in seconds."""
     if not isinstance(costs, RooflineCosts | MeasuredCosts):
         raise ConfigError("an overhead needs costs in seconds, the toy model has none: leave --toy or the overhead out")
     return replace(costs, host_s=costs.host_s + added_s)
@@ -58,7 +59,8 @@ def with_overhead(costs: StepCosts, added_s: float) -> StepCosts:
 def overhead_of(
     costs: StepCosts, context: int, overhead_ms: float | None, plain_rate: float | None, server_log: Path | None
 ) -> Overhead | None:
-    """As it was asked for, at most one of the three; `plain_rate`: one stream that decodes alone. Raises ConfigError."""
+    """Returns the requested overhead; at most one of the three is given. `plain_rate`: tokens/s of one stream alone. Raises
+    ConfigError."""
     if overhead_ms is not None:
         return Overhead(overhead_ms / 1e3, "as given")
     if server_log is not None:
@@ -69,9 +71,9 @@ def overhead_of(
 
 
 def fitted(costs: StepCosts, context: int, seen: Seen, name: str) -> Overhead:
-    """The median of what a server's rounds took beyond `costs`; `context` where the server does not tell its own.
+    """Returns the median of a server's round times minus `costs`. `context`: used if the log does not report its own.
 
-    Raises ConfigError when no round is known, or when the rounds were faster than `costs`.
+    Raises ConfigError if no round is known, or if the rounds were faster than `costs`.
     """
     if not seen.samples:
         raise ConfigError(f"{name} tells of tokens a round but of no round's time: give a log of a steady load")

@@ -1,8 +1,8 @@
-"""The roofline: seconds of one target pass, each part the larger of its arithmetic and its memory traffic; and what fits.
+"""The roofline model: seconds of one target pass, where each part takes the larger of its arithmetic and its memory traffic.
 
 Formulas: the project's performance model (docs/explanation/prediction.md), after Finn's "economics of speculative decoding" and
-Modal's spec-dec roofline. Units: seconds, bytes, FLOP. B sequences, q positions of each (drafts + 1), S tokens of
-context, t = B*q.
+Modal's spec-dec roofline. Units: seconds, bytes, FLOP. B sequences, q positions of each (drafts + 1), S tokens of context, t =
+B*q.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from paceline.simulate.costs.shapes import Attention, ModelShape, Precisions, ar
 
 COLLECTIVE_LATENCY_S = 5e-6
 MEASURED_LOCALITY = 0.255
-"""Fits the distinct experts measured for 1 to 16 consecutive positions (8 of 256 each) within 2%."""
+"""Expert locality that fits the distinct experts measured for 1 to 16 consecutive positions (8 of 256 each) within 2%."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Arithmetic and memory traffic of a part of a pass."""
+    """Arithmetic (FLOP) and memory traffic (bytes) of one part of a pass."""
 
     part: str
     flops: float
     num_bytes: float
     number_format: str
-    """Decides the arithmetic rate."""
+    """Number format, which determines the arithmetic rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Where and how a target runs. Raises ConfigError on impossible values."""
+    """Machine, precisions and parallelism of a target. Raises ConfigError for impossible values."""
 
     machine: Machine
     precisions: Precisions
     num_gpus: Count = 1
-    """Tensor parallel: arithmetic and bandwidth add up, each layer pays two all-reduces."""
+    """Number of tensor-parallel GPUs: arithmetic and bandwidth add up, each layer needs two all-reduces."""
     expert_locality: Share = 0.0
-    """0: every position draws its experts anew; 1: the positions of a sequence share theirs."""
+    """0: each position selects its experts independently; 1: all positions of a sequence share them."""
     per_layer: bool = False
-    """Whether attention takes the larger of arithmetic and reading for each kind of layer, not over all layers at once."""
+    """True to take the larger of attention's arithmetic and reading for each kind of layer, not over all layers together."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -57,18 +57,18 @@ class Deployment:
         return self.machine.bytes_per_s * self.num_gpus
 
     def seconds(self, work: Work) -> tuple[float, float]:
-        """Of reading and of arithmetic, at full rates."""
+        """Returns (seconds of reading, seconds of arithmetic) at full rates."""
         return work.num_bytes / self.bytes_per_s, work.flops / self.flops_per_s(work.number_format)
 
 
 def distinct_experts(num_routed: int, per_token: int, batch: float, positions: float, locality: float = 0.0) -> float:
-    """Expected routed experts that a pass reads, of a layer: E * (1 - (1 - k/E)^(B * q^(1 - locality)))."""
+    """Returns the expected distinct routed experts that a pass reads in a layer: E * (1 - (1 - k/E)^(B * q^(1 - locality)))."""
     tokens = batch * positions ** (1.0 - locality)
     return num_routed * (1.0 - (1.0 - per_token / num_routed) ** tokens)
 
 
 def attended(group: Attention, context: float) -> float:
-    """Cache entries that one query reads in one layer."""
+    """Returns the cache entries that one query reads in one layer."""
     if group.kind == "linear":
         return 0.0
     if group.ratio is None:
@@ -78,7 +78,8 @@ def attended(group: Attention, context: float) -> float:
 
 
 def attention_work(group: Attention, precisions: Precisions, batch: float, positions: float, context: float) -> Work:
-    """All layers of a group, all sequences: a cache is read once for each, not once for each of its positions."""
+    """Returns attention's work over all layers of a group and all sequences: a cache is read once per sequence, not once per
+    position."""
     times, seen = batch * group.layers, attended(group, context)
     if group.kind == "linear":
         return Work("attention", 0.0, times * group.state_bytes, precisions.attention)
@@ -88,7 +89,7 @@ def attention_work(group: Attention, precisions: Precisions, batch: float, posit
 
 
 def indexer_work(group: Attention, precisions: Precisions, batch: float, positions: float, context: float) -> Work:
-    """The indexer's scores over the whole compressed history."""
+    """Returns the work of the indexer's scores over the whole compressed history."""
     times, ratio = batch * group.layers, group.ratio or 1
     flops = times * 2.0 * group.indexer_heads * group.indexer_dim * (context // ratio) * positions
     read = times * (context / ratio) * group.indexer_dim * num_bytes(precisions.indexer)
@@ -96,7 +97,8 @@ def indexer_work(group: Attention, precisions: Precisions, batch: float, positio
 
 
 def works_of(shape: ModelShape, deployment: Deployment, batch: float, positions: float, context: float) -> list[Work]:
-    """Everything a pass has to do. Attention and indexer are one work each over all layers, or one for each group of layers."""
+    """Returns all work of a pass. Attention and indexer are one work each over all layers, or with `per_layer` one per group of
+    layers."""
     precisions, tokens = deployment.precisions, batch * positions
     works = [Work("projections", 2.0 * shape.dense * tokens, shape.dense * num_bytes(precisions.weights), precisions.weights)]
     if experts := shape.experts:
@@ -115,7 +117,7 @@ def works_of(shape: ModelShape, deployment: Deployment, batch: float, positions:
 
 
 def collective_seconds(shape: ModelShape, deployment: Deployment, tokens: float) -> float:
-    """Two ring all-reduces of 16-bit activations a layer; 0 on one GPU."""
+    """Returns the seconds of two ring all-reduces of 16-bit activations per layer; 0 on one GPU."""
     num_gpus = deployment.num_gpus
     if num_gpus == 1:
         return 0.0
@@ -132,7 +134,7 @@ def pass_seconds(
     reading: float = 1.0,
     computing: float = 1.0,
 ) -> dict[str, float]:
-    """Seconds of one pass by part: projections, experts, attention, collectives.
+    """Returns the seconds of one pass by part: projections, experts, attention, collectives.
 
     `reading` and `computing` are factors on the seconds of reading and of arithmetic at the machine's full rates.
     """
@@ -145,13 +147,13 @@ def pass_seconds(
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes asked for and bytes there are."""
+    """Required and available memory, in bytes."""
 
     weight_bytes: float
     cache_bytes: float
-    """Of all sequences."""
+    """Cache of all sequences."""
     memory_bytes: float
-    """Of all GPUs; 0 when not known."""
+    """Memory of all GPUs; 0 if unknown."""
 
     @property
     def fits(self) -> bool:
@@ -159,7 +161,7 @@ class MemoryNeed:
 
 
 def memory_need(shape: ModelShape, deployment: Deployment, batch: int, context: int) -> MemoryNeed:
-    """Of weights and caches. Activations, the drafter and what an engine keeps free are not counted."""
+    """Returns the memory of weights and caches. Activations, the drafter and the engine's reserve are not counted."""
     precisions = deployment.precisions
     weights = (shape.dense + shape.embedding) * num_bytes(precisions.weights)
     weights += shape.experts.resident * num_bytes(precisions.experts) if shape.experts else 0.0
@@ -168,7 +170,8 @@ def memory_need(shape: ModelShape, deployment: Deployment, batch: int, context: 
 
 
 def kept_bytes(group: Attention, precisions: Precisions, context: int) -> float:
-    """What one sequence keeps in one layer: a window keeps its own length, a compressed history one entry for `ratio`."""
+    """Returns the cache bytes of one sequence in one layer: a window keeps its own length, a compressed history one entry per
+    `ratio` positions."""
     if group.kind == "linear":
         return group.state_bytes
     entry_bytes = group.entry_values * num_bytes(precisions.kv)
@@ -181,14 +184,14 @@ def kept_bytes(group: Attention, precisions: Precisions, context: int) -> float:
 
 
 def shares_evenly(shape: ModelShape) -> list[int]:
-    """Returns the numbers of GPUs that all heads can be shared out to, as vLLM and SGLang ask: query heads are a multiple of
-    it, key heads a multiple or a divisor. Empty for a shape whose heads are not known."""
+    """Returns the numbers of GPUs that all heads can be divided among, by the rules of vLLM and SGLang: query heads are a
+    multiple of it, key heads a multiple or a divisor. Empty if the heads are unknown."""
     most = max((group.heads for group in shape.attention), default=0)
     return [number for number in range(1, most + 1) if all(_is_even(group, number) for group in shape.attention)]
 
 
 def check_shares(shape: ModelShape, num_gpus: int) -> None:
-    """Raises ConfigError for a number of GPUs that is not in `shares_evenly`."""
+    """Raises ConfigError if `num_gpus` is not in `shares_evenly`."""
     fitting = shares_evenly(shape)
     if fitting and num_gpus not in fitting:
         group = next(each for each in shape.attention if not _is_even(each, num_gpus))

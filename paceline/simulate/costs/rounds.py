@@ -1,4 +1,4 @@
-"""Seconds of the parts of a round: of a toy, of a roofline, calibrated or not, or of a table of measured times.
+"""Sources of round costs, in seconds: a toy model, a roofline (calibrated or not), or a table of measured times.
 
 A round of B sequences that draft g tokens each takes `verify_s(B, g + 1, S) + draft_s(B, g, S) + host_s`. A calibrated roofline
 was fitted to a machine by `calibrate.py`, whose file `paceline simulate --calibration FILE` reads:
@@ -13,9 +13,9 @@ A table holds the step times of a machine, from `paceline bench steps` or any fi
     {"verify": [[batch, positions, seconds], ...], "draft": [[batch, num_drafted, seconds], ...], "host_s": 0.0004,
      "prefill": [[tokens, seconds], ...]}
 
-Between measured points times lie on straight lines, and they never fall when there is more to do: where a larger pass was
-faster, another program had slowed the smaller one down. Beyond the widest point they go on as steeply as between the last two;
-a batch larger than any measured counts as wider passes of as many positions.
+Times are interpolated linearly between measured points and never decrease with size: if a larger pass was faster, another
+program had slowed the smaller one down. Beyond the widest point they are extrapolated from the last two; a batch larger than
+any measured one counts as a wider pass with as many positions.
 """
 
 from __future__ import annotations
@@ -38,61 +38,61 @@ from paceline.simulate.files import check_amounts, is_amount, read_json, record_
 
 @dataclass(frozen=True, slots=True)
 class FractionDrafter:
-    """A drafter pass takes `fraction` of a plain target pass at the same batch."""
+    """Drafter cost: a pass takes `fraction` of a plain target pass at the same batch."""
 
     fraction: float
     block: int | None = None
-    """Drafts of one drafter pass (DFlash); None drafts one token a pass (MTP, EAGLE, a small model)."""
+    """Drafts of one drafter pass (DFlash); None: one token per pass (MTP, EAGLE, a small model)."""
 
     def draft_s(self, num_drafted: int, batch: float, plain_s: float) -> float:
-        """Seconds of drafting for `batch` sequences; `plain_s`: a target pass of one position for each of them."""
+        """Returns the seconds of drafting for `batch` sequences. `plain_s`: a target pass of one position for each of them."""
         return self.fraction * plain_s * _passes(num_drafted, self.block)
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeDrafter:
-    """A drafter's own roofline: each of its passes takes the larger of its arithmetic and its reading.
+    """Drafter cost by its own roofline: each pass takes the larger of its arithmetic and its reading.
 
     t_mtp(g, B) = g * max(2*P*B/R, b*P/BW);   t_dflash(B) = max(2*P*B*D/R, b*P/BW) with D positions a block.
     """
 
     dense: float
-    """Parameters that every pass reads, the head included."""
+    """Parameters that every pass reads, including the head."""
     flops_per_s: float
     bytes_per_s: float
     num_bytes: float = 2.0
-    """Of one parameter."""
+    """Bytes of one parameter."""
     block: int | None = None
-    """Drafts of one drafter pass; None drafts one token a pass."""
+    """Drafts of one drafter pass; None: one token per pass."""
 
     def draft_s(self, num_drafted: int, batch: float, plain_s: float = 0.0) -> float:
-        """As FractionDrafter's; `plain_s` does not matter."""
+        """Returns the seconds of drafting for `batch` sequences; `plain_s` is ignored."""
         computing = 2.0 * self.dense * batch * (self.block or 1) / self.flops_per_s
         return _passes(num_drafted, self.block) * max(computing, self.num_bytes * self.dense / self.bytes_per_s)
 
 
 def _passes(num_drafted: int, block: int | None) -> int:
-    """Drafter passes of a round."""
+    """Returns the drafter passes of a round."""
     return num_drafted if block is None else math.ceil(num_drafted / block)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftFit:
-    """Seconds of drafting that were fitted to measured ones (`calibrate.py`)."""
+    """Drafter cost fitted to measured times (`calibrate.py`)."""
 
     fixed_s: float = 0.0
-    """For each drafter pass."""
+    """Seconds of each drafter pass."""
     position_s: float = 0.0
-    """For each position of a drafter pass; of a pass of fewer positions than `floor`, for `floor` positions."""
+    """Seconds of each position of a drafter pass; a pass has at least `floor` positions."""
     floor: float = 0.0
-    """Positions below which a pass costs no less."""
+    """Minimum positions of a pass for its cost."""
     row_s: float = 0.0
-    """For each row of the batch."""
+    """Seconds of each row of the batch."""
     is_block: bool = True
     """True: one pass makes all drafts of a row; False: one pass for each draft."""
 
     def draft_s(self, num_drafted: int, batch: float, plain_s: float = 0.0) -> float:
-        """As FractionDrafter's; `plain_s` does not matter."""
+        """Returns the seconds of drafting for `batch` sequences; `plain_s` is ignored."""
         if num_drafted == 0:
             return 0.0
         passes, positions = (1, batch * (num_drafted + 1)) if self.is_block else (num_drafted, batch)
@@ -101,18 +101,18 @@ class DraftFit:
 
 @dataclass(frozen=True, slots=True)
 class PassFit:
-    """Factors and overheads of a target pass that were fitted to measured ones (`calibrate.py`)."""
+    """Factors and overheads of a target pass, fitted to measured times (`calibrate.py`)."""
 
     reading: float = 1.0
-    """Factor on the seconds of reading at full bandwidth; 1 / reading is the share of bandwidth reached."""
+    """Factor on the seconds of reading at full bandwidth; its reciprocal is the share of bandwidth reached."""
     computing: float = 1.0
-    """Factor on the seconds of arithmetic at full rate; 1 / computing is the share reached."""
+    """Factor on the seconds of arithmetic at full rate; its reciprocal is the share reached."""
     fixed_s: float = 0.0
-    """For each pass, whatever its size."""
+    """Seconds of each pass, whatever its size."""
     token_s: float = 0.0
-    """For each position of each row."""
+    """Seconds of each position of each row."""
     cached_token_s: float = 0.0
-    """For each token in the cache of each row."""
+    """Seconds of each token in the cache of each row."""
 
 
 DrafterCost = FractionDrafter | ShapeDrafter | DraftFit
@@ -120,41 +120,42 @@ NO_COST = FractionDrafter(0.0)
 
 
 class StepCosts:
-    """Seconds of a round's parts. A source of costs gives `split`, and `draft_s` and `host_s` unless they are 0."""
+    """Base class: seconds of a round's parts. Subclasses define `split`, and `draft_s` and `host_s` unless they are 0."""
 
     __slots__ = ()
     host_s: float = 0.0
-    """Of a round outside target and drafter."""
+    """Seconds of a round outside target and drafter."""
     prefill_adapts: bool = False
-    """Whether the engine that was measured shortens the chunks of a prompt beside running requests."""
+    """True if the measured engine shortens prefill chunks while requests are running."""
 
     @property
     def max_draft(self) -> int | None:
-        """Most drafts of a round that were measured; None when only plain passes were, or nothing."""
+        """Maximum measured drafts of a round; None if only plain passes were measured, or nothing."""
         return None
 
     def split(self, batch: float, positions: float, context: float) -> dict[str, float]:
-        """Seconds of one target pass by part: `positions` of each sequence, `context` tokens in the cache of each."""
+        """Returns the seconds of one target pass by part: `positions` of each sequence, `context` tokens in each sequence's
+        cache."""
         raise NotImplementedError
 
     def verify_s(self, batch: float, positions: float, context: float) -> float:
         return sum(self.split(batch, positions, context).values())
 
     def draft_s(self, batch: float, num_drafted: int, context: float) -> float:
-        """Seconds of drafting so many tokens for each sequence."""
+        """Returns the seconds of drafting `num_drafted` tokens for each sequence."""
         return 0.0
 
     def round_s(self, batch: float, num_drafted: int, context: float) -> float:
-        """Seconds of a round in which every sequence drafts `num_drafted` tokens."""
+        """Returns the seconds of a round in which every sequence drafts `num_drafted` tokens."""
         return self.verify_s(batch, num_drafted + 1, context) + self.draft_s(batch, num_drafted, context) + self.host_s
 
     def prefill_s(self, tokens: int, context: int) -> float:
-        """Seconds of a chunk of one prompt, `context` tokens being in the cache after it."""
+        """Returns the seconds of a prefill chunk; `context` tokens are in the cache after it."""
         return self.verify_s(1, tokens, context)
 
 
 class ToyCosts(StepCosts):
-    """Drafting and verifying cost nothing: the speed-up is the number of tokens per round."""
+    """Toy costs: drafting and verifying cost nothing, so that the speed-up is the number of tokens per round."""
 
     def split(self, batch: float, positions: float, context: float) -> dict[str, float]:
         return {"target": 1.0}
@@ -162,14 +163,14 @@ class ToyCosts(StepCosts):
 
 @dataclass(frozen=True, slots=True)
 class RooflineCosts(StepCosts):
-    """`roofline.pass_seconds` of a target, and a drafter beside it."""
+    """Costs from the roofline of a target and a drafter's cost."""
 
     shape: ModelShape
     deployment: Deployment
     drafter: DrafterCost = NO_COST
     host_s: float = 0.0
     fit: PassFit | None = None
-    """As the machine was measured to reach; None: its full rates."""
+    """Fitted factors of the machine; None: its full rates."""
 
     def draft_s(self, batch: float, num_drafted: int, context: float) -> float:
         plain_s = self.verify_s(batch, 1, context) if isinstance(self.drafter, FractionDrafter) else 0.0
@@ -186,11 +187,11 @@ class RooflineCosts(StepCosts):
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The fitted numbers, and the model and machine that were measured."""
+    """Fitted parameters, and the model and machine that were measured."""
 
     verify: PassFit
     draft: DraftFit | None
-    """None when no drafter was measured."""
+    """None if no drafter was measured."""
     host_s: float
     """Seconds of a round outside target and drafter."""
     model: str = ""
@@ -198,10 +199,10 @@ class Calibration:
     machine: Machine | None = None
     precisions: Precisions | None = None
     expert_locality: float = 0.0
-    """How much the positions of a sequence shared their experts in the passes it was fitted to."""
+    """Expert locality in the passes it was fitted to."""
 
     def costs(self, shape: ModelShape, deployment: Deployment, drafter: DrafterCost = NO_COST) -> RooflineCosts:
-        """For the model it was fitted to, or for others as an estimate; `drafter` where none was measured."""
+        """Returns costs of the calibrated model, or an estimate for another; `drafter` is used if none was measured."""
         return RooflineCosts(shape, deployment, self.draft or drafter, self.host_s, self.verify)
 
     def as_json(self) -> dict[str, Any]:
@@ -209,7 +210,7 @@ class Calibration:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """A file of `Calibration.as_json`, or the folder with its calibration.json. Raises ConfigError."""
+    """Reads a file of `Calibration.as_json`, or a folder with a calibration.json. Raises ConfigError."""
     file = path / "calibration.json" if path.is_dir() else path
     told = read_json(file, "paceline simulate --calibrate makes one")
     if not isinstance(told, dict) or told.get("kind") != "paceline calibration":
@@ -231,14 +232,14 @@ def read_calibration(path: Path) -> Calibration:
 
 @dataclass(frozen=True, slots=True)
 class TimeTable:
-    """Seconds over (batch, width), known on a grid that need not be full."""
+    """Seconds by (batch, width), on a grid that may have gaps."""
 
     rows: tuple[tuple[float, tuple[tuple[float, float], ...]], ...]
-    """(batch, ((width, seconds), ...)): both ascending, seconds not falling along a row."""
+    """(batch, ((width, seconds), ...)): both ascending, seconds non-decreasing in a row."""
 
     @classmethod
     def of(cls, points: Sequence[Sequence[float]], what: str = "verify") -> TimeTable:
-        """Raises ConfigError for points that are no [batch, width, seconds]."""
+        """Builds a table. Raises ConfigError for points that are not [batch, width, seconds]."""
         best: dict[float, dict[float, float]] = {}
         for batch, width, seconds in cls.points(points, what):
             row = best.setdefault(batch, {})
@@ -249,7 +250,7 @@ class TimeTable:
 
     @staticmethod
     def points(points: Sequence[Sequence[float]], what: str) -> list[tuple[float, float, float]]:
-        """As numbers. Raises ConfigError as `of`."""
+        """Converts points to numbers. Raises the error of `of`."""
         found = []
         for point in points:
             is_point = isinstance(point, list | tuple) and len(point) == 3
@@ -259,7 +260,7 @@ class TimeTable:
         return found
 
     def seconds(self, batch: float, width: float) -> float:
-        """Linear in both; more never takes less."""
+        """Interpolates linearly in both; larger sizes never take less."""
         most, row = self.rows[-1]
         if batch > most:
             more = batch / most
@@ -279,18 +280,18 @@ class TimeTable:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts(StepCosts):
-    """A machine's measured steps for one model and drafter, whatever the context."""
+    """Measured step times of one machine, model and drafter; independent of the context."""
 
     verify: TimeTable
     draft: TimeTable | None
-    """None when no drafter was measured: then `drafter` says what it costs."""
+    """None if no drafter was measured; `drafter` is its cost then."""
     prefill: TimeTable
-    """A chunk of one prompt, by its tokens."""
+    """Seconds of a prefill chunk by its tokens; batch is 1."""
     host_s: float = 0.0
     context: float = 0.0
-    """Tokens in the cache of each sequence while it was measured; 0 when not told."""
+    """Tokens in each sequence's cache during the measurement; 0 if unknown."""
     title: str = ""
-    """Model and machine, for people."""
+    """Description of model and machine, for people."""
     prefill_adapts: bool = False
     drafter: FractionDrafter = NO_COST
 
@@ -312,12 +313,12 @@ class MeasuredCosts(StepCosts):
 
 
 def read_table(path: Path) -> MeasuredCosts:
-    """A steps.json, the folder it is in, or a file of the form above. Raises ConfigError."""
+    """Reads a steps.json, its folder, or a file of the form above. Raises ConfigError."""
     return table_of(read_steps(path), str(path))
 
 
 def read_steps(path: Path) -> dict[str, Any]:
-    """The JSON object of a table. Raises ConfigError when there is none."""
+    """Reads a table's JSON object. Raises ConfigError for any other content."""
     file = path / "steps.json" if path.is_dir() else path
     steps = read_json(file, "paceline bench steps --out FOLDER makes one")
     if isinstance(steps, list):
@@ -328,7 +329,7 @@ def read_steps(path: Path) -> dict[str, Any]:
 
 
 def table_of(steps: dict[str, Any], title: str = "") -> MeasuredCosts:
-    """Raises ConfigError for values that are no times."""
+    """Builds costs from a table's JSON object. Raises ConfigError for invalid times."""
     draft = steps.get("draft") or []
     host_s, context = steps.get("host_s", 0.0), steps.get("context", 0)
     if not (is_amount(host_s) and is_amount(context)):
@@ -348,9 +349,10 @@ def table_of(steps: dict[str, Any], title: str = "") -> MeasuredCosts:
 
 
 def _prefill(steps: dict[str, Any]) -> list[list[float]]:
-    """[1, tokens, seconds] of chunks: as measured, else from target passes, whose time depends on their tokens alone.
+    """Returns [1, tokens, seconds] of chunks: as measured, or else from target passes by their number of tokens.
 
-    A straight line through the larger half of the passes goes on beyond them: the last two alone may have any slope.
+    Beyond the passes it follows a regression line of the larger half of them: the slope between the last two alone is
+    unreliable.
     """
     measured = steps.get("prefill") or []
     if not isinstance(measured, list):
@@ -369,13 +371,13 @@ def _prefill(steps: dict[str, Any]) -> list[list[float]]:
 
 
 def _rising(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """From the right: a smaller pass never takes more than a larger one."""
+    """Makes times non-decreasing, from the right: a smaller pass never takes longer than a larger one."""
     widths, times = zip(*reversed(points), strict=True)
     return tuple(zip(widths, itertools.accumulate(times, min), strict=True))[::-1]
 
 
 def _line(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Straight lines through the points; flat before the first, as steep as the last two after the last."""
+    """Interpolates linearly; constant before the first point, and with the slope of the last two after the last."""
     if at <= points[0][0] or len(points) == 1:
         return points[0][1]
     right = min(bisect_left([place for place, _ in points], at), len(points) - 1)

@@ -1,4 +1,4 @@
-"""What a target costs, as numbers: parameters by part, attention by kind of layer, the number format of each.
+"""Shape of a target model: parameters by part, attention by kind of layer, and the number format of each.
 
 Shapes come from the catalogue or from any Hugging Face config.json (`catalogue.py`).
 """
@@ -19,12 +19,12 @@ PARTS = ("weights", "experts", "attention", "kv", "indexer")
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of weights, activations or cache entries."""
+    """A number format of weights, activations or cache entries."""
 
     num_bytes: float
-    """Of one value, its share of the scales included."""
+    """Bytes of one value, including its share of the scales."""
     computes_as: tuple[str, ...]
-    """Rates of `hardware.Machine.flops_per_s` that may multiply it, the fastest first."""
+    """Keys of `hardware.Machine.flops_per_s` that can compute with it, the fastest first."""
 
 
 _TOLD = json.loads((Path(__file__).parent / "formats.json").read_text(encoding="utf-8"))
@@ -33,7 +33,7 @@ SHORT: dict[str, str] = _TOLD["short"]
 
 
 def format_named(name: str) -> str:
-    """The format's full name, from it or from a short one (bf16, fp8, mxfp4). Raises ConfigError."""
+    """Returns a format's full name; also accepts a short name (bf16, fp8, mxfp4). Raises ConfigError."""
     full = SHORT.get(name.strip().lower(), name.strip().lower())
     if full not in FORMATS:
         raise ConfigError(f"precision {name!r} is not known: choose from {', '.join(FORMATS)}")
@@ -45,7 +45,7 @@ def num_bytes(name: str) -> float:
 
 
 def arithmetic(name: str, flops_per_s: dict[str, float]) -> str:
-    """The rate that multiplies this format on a machine. Raises ConfigError when it has none that could."""
+    """Returns the arithmetic rate that a machine uses for a format. Raises ConfigError if it has no suitable rate."""
     for rate in FORMATS[name].computes_as:
         if flops_per_s.get(rate):
             return rate
@@ -56,21 +56,22 @@ def arithmetic(name: str, flops_per_s: dict[str, float]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Precisions:
-    """The number format of each part."""
+    """Number format of each part."""
 
     weights: str = "bfloat16"
-    """Projections, head and everything else that is no expert."""
+    """Format of projections, head and everything except experts."""
     experts: str = "bfloat16"
     attention: str = "bfloat16"
-    """Arithmetic over the cache."""
+    """Format of attention's arithmetic."""
     kv: str = "bfloat16"
-    """What the cache holds."""
+    """Format of cache entries."""
     indexer: str = "float8"
-    """The small attention that chooses what a sparse one reads: arithmetic and cache."""
+    """Format of the indexer, which selects the positions that sparse attention reads: arithmetic and cache."""
 
 
 def with_precisions(known: Precisions, text: str | None) -> Precisions:
-    """`known`, changed by "fp8" (weights and experts) or by parts: "weights=fp8,experts=fp4,kv=fp8". Raises ConfigError."""
+    """Returns `known` changed by "fp8" (weights and experts) or by parts: "weights=fp8,experts=fp4,kv=fp8". Raises
+    ConfigError."""
     changed: dict[str, str] = {}
     for word in (text or "").split(","):
         part, equals, name = word.partition("=")
@@ -99,63 +100,63 @@ class Attention:
     latent: int = 0
     """mla: width of the compressed key and value."""
     rope: int = 0
-    """mla: width of the part that carries positions."""
+    """mla: width of the rotary part."""
     window: int | None = None
-    """Positions seen at most; None sees all. With `ratio`: the positions seen uncompressed."""
+    """Maximum positions that are read; None: all. With `ratio`: the positions that are read uncompressed."""
     ratio: int | None = None
-    """mla: positions that one history entry stands for."""
+    """mla: positions per compressed history entry."""
     topk: int | None = None
-    """mla: history entries read at most, chosen by the indexer; None reads all."""
+    """mla: maximum history entries that are read, selected by the indexer; None: all."""
     indexer_heads: int = 0
     indexer_dim: int = 0
     state_bytes: float = 0.0
-    """linear: the state of one sequence in one layer, read and rewritten in place of a cache."""
+    """linear: bytes of one sequence's state in one layer, read and rewritten; replaces the cache."""
 
     @property
     def entry_values(self) -> int:
-        """Values that a cache entry holds."""
+        """Values per cache entry."""
         return self.latent + self.rope if self.kind == "mla" else 2 * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Mixture-of-experts parameters, summed over all layers; the same routing in each is assumed."""
+    """Mixture-of-experts parameters, summed over all layers; assumes the same routing in each."""
 
     num_routed: int
     per_token: int
     active: float
-    """Parameters a token is multiplied with: `per_token` routed experts and the shared ones."""
+    """Parameters used per token: `per_token` routed experts and the shared ones."""
     resident: float
     """Parameters in memory: all routed experts and the shared ones."""
 
     @property
     def each(self) -> float:
-        """One routed expert over all layers."""
+        """Parameters of one routed expert over all layers."""
         return (self.resident - self.active) / (self.num_routed - self.per_token)
 
     @property
     def shared(self) -> float:
-        """Experts that every token takes, over all layers."""
+        """Parameters of the shared experts over all layers."""
         return self.active - self.per_token * self.each
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A target."""
+    """Shape of a target model."""
 
     name: str
     num_layers: int
     hidden_size: int
     dense: float
-    """Parameters outside the experts that every token is multiplied with, the head included."""
+    """Parameters outside the experts that are used for every token, including the head."""
     attention: tuple[Attention, ...]
     precisions: Precisions
     experts: Experts | None = None
     embedding: float = 0.0
-    """Parameters only looked up, a row for each token; 0 when the head is the same table."""
+    """Parameters of the embedding table; 0 if it is shared with the head."""
     vocab_size: int = 0
     max_context: int = 0
-    """Tokens; 0 when not known."""
+    """Maximum context in tokens; 0 if unknown."""
     source: str = ""
     note: str = ""
 
@@ -165,12 +166,12 @@ class ModelShape:
 
     @property
     def num_active(self) -> float:
-        """Parameters a token is multiplied with."""
+        """Parameters used per token."""
         return self.dense + (self.experts.active if self.experts else 0.0)
 
 
 def _check(shape: ModelShape) -> None:
-    """Raises ValueError for sizes that are none."""
+    """Raises ValueError for invalid sizes."""
     for record in (shape, *shape.attention, *([shape.experts] if shape.experts else [])):
         check_amounts(record)
     experts = shape.experts
@@ -184,7 +185,7 @@ def _check(shape: ModelShape) -> None:
 
 
 def from_json(entry: dict[str, Any]) -> ModelShape:
-    """The reverse of `asdict`. Raises UnsupportedModelError for an entry with unknown or missing fields."""
+    """Builds a shape from JSON, the reverse of `asdict`. Raises UnsupportedModelError for unknown or missing fields."""
     what, remedy = (
         f"{entry.get('name', 'a shape')}: the entry cannot be read",
         "see docs/explanation/prediction.md for its fields",

@@ -1,1 +1,1 @@
-"""A simulated server under load."""
+"""Simulates a server under load."""

@@ -1,4 +1,4 @@
-"""What becomes of a simulated row's drafts in a round: drawn from a survival curve, or, for trees, from marginals."""
+"""Draws the outcome of a simulated row's drafts: from a survival curve, or, for trees, from marginals."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from paceline.plan.marginals import SURENESS, Marginals
 from paceline.plan.trees import NONE_OF_THEM, Candidates, Outcome, Tree
 
 Survival = tuple[float, ...]
-"""survival[i]: share of rounds whose first i + 1 drafts would all stand; one for each draft that may be made, 0 beyond."""
+"""survival[i]: share of rounds whose first i + 1 drafts would all be accepted, one entry for each draft; 0 beyond the end."""
 
 
 def num_accepted(survival: Survival, luck: float, num_drafted: int) -> int:
-    """Of a round's drafts those that stand; `luck` in [0, 1) decides, and more drafts never make fewer stand."""
+    """Returns the number of accepted drafts of a round. `luck` in [0, 1) decides; more drafts never have fewer accepted."""
     return sum(luck < share for share in survival[:num_drafted])
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """One row's drafts of a round."""
+    """One row's drafts in a round."""
 
     num_right: int
-    """How many would stand if all were checked."""
+    """Number of drafts that would be accepted if all were verified."""
     sure: list[float] | None = None
-    """As DraftBlock.sure_B: the log-probability of the drafter's best token at each slot."""
+    """The log-probability of the drafter's top token at each slot; see `DraftBlock.sure_B`."""
     candidates: Candidates | None = None
-    """What a tree may be made of; tokens are ranks."""
+    """Candidates for a tree; tokens are ranks."""
     ranks: tuple[int, ...] = ()
-    """Which candidate of each slot is the target's token, NONE_OF_THEM where none is."""
+    """Rank of the target's token at each slot; NONE_OF_THEM if it is not a candidate."""
 
     def checked(self, width: int | Tree) -> tuple[int, Outcome | None]:
-        """How many drafts stand if the first `width`, or a tree, are checked; and what became of the tree."""
+        """Returns the number of accepted drafts if the first `width`, or a tree, are verified, and the outcome of the tree."""
         if isinstance(width, int):
             return min(self.num_right, width), None
         children, kept = width.children(), list[int]()
@@ -46,8 +46,9 @@ class Drafted:
 
 
 def drafted(survival: Survival, luck: random.Random, count: int, says_sure: bool) -> Drafted:
-    """A draw of so many drafts. A drafter that says how sure it is of a slot is right as often as it says, and the survival
-    curve is what its rounds come to: its probabilities are Beta distributed around the curve's chances."""
+    """Draws the outcome of `count` drafts. With a confidence, each draft is right with the probability that the drafter states;
+    these probabilities are Beta distributed around the chances of the survival curve, so that rounds have this curve on
+    average."""
     if not says_sure or not count:
         return Drafted(num_accepted(survival, luck.random(), count) if count else 0)
     sure, num_right, is_right, before = [], 0, True, 1.0
@@ -62,7 +63,8 @@ def drafted(survival: Survival, luck: random.Random, count: int, says_sure: bool
 
 
 def drafted_candidates(marginals: Marginals, luck: random.Random, count: int, num_candidates: int) -> Drafted:
-    """A draw of so many slots with their likeliest tokens. A drafter is right as often as it says, whatever stands before."""
+    """Draws the outcome of `count` slots with their top tokens; each is right with its stated probability, whatever precedes
+    it."""
     weigh, named = marginals.drawn(luck), range(num_candidates)
     count = min(count, len(marginals.chances_KM))
     chances_KM = [weigh(slot, [0.0] * num_candidates) for slot in range(count)]

@@ -1,11 +1,10 @@
-"""A simulated server under load: requests that come, and its times to the first token, between tokens and of answers;
-throughput, queue, use.
+"""Load on a simulated server: arrivals of requests, and the resulting latencies, throughput, queue and utilisation.
 
     jobs = workload(400, parse_lengths("--prompt-tokens", "64-512"), parse_lengths("--answer-tokens", "128"), seed=0)
     rows = sweep(Case(jobs, costs, ServerShape(), survival), policies=("off", "best"), rates=(0.5, 1, 2))
 
-Open loops send at random times (Poisson), whether earlier requests are answered or not; closed loops keep a number in flight.
-The figures are those of `paceline bench serving`, so that the two can be compared. The same seed gives the same requests.
+Open loops send requests at random times (Poisson), whether earlier ones are answered or not; closed loops keep a number in
+flight. The figures are those of `paceline bench serving`, so that both can be compared. The same seed gives the same requests.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from paceline.report.statistics import Spread
 from paceline.simulate.server.server import Case, Job, Outcome, SimulatedRequest
 
 LONGEST = 1_000_000
-"""Tokens of a prompt or an answer at most."""
+"""Maximum tokens of a prompt or an answer."""
 Lengths = Callable[[random.Random], int]
 """Draws a number of tokens."""
 
 
 def parse_lengths(option: str, text: str) -> Lengths:
-    """128, 64-512 (each equally likely) or lognormal:MEDIAN,SIGMA (of the logarithm). Raises ConfigError."""
+    """Parses 128, 64-512 (each equally likely) or lognormal:MEDIAN,SIGMA (sigma of the logarithm). Raises ConfigError."""
     kind, _, values = text.strip().rpartition(":")
     try:
         if kind == "lognormal":
@@ -48,25 +47,25 @@ def parse_lengths(option: str, text: str) -> Lengths:
 
 
 def poisson(rate: float, number: int, seed: int) -> list[float]:
-    """Arrival times of a Poisson process of `rate` per second, the very ones that `paceline bench serving` sends at."""
+    """Returns arrival times of a Poisson process with `rate` per second, the same that `paceline bench serving` uses."""
     source = random.Random(seed)
     return list(itertools.accumulate(source.expovariate(rate) for _ in range(number)))
 
 
 def workload(number: int, prompt: Lengths, answer: Lengths, seed: int) -> list[Job]:
-    """Requests that are all there at time 0; `arriving` spreads them. The same seed gives the same lengths at every load."""
+    """Returns requests that all arrive at time 0; `arriving` spreads them. A seed gives the same lengths at every load."""
     source = random.Random(f"lengths {seed}")
     return [Job(0.0, prompt(source), answer(source)) for _ in range(number)]
 
 
 def arriving(jobs: Sequence[Job], times: Sequence[float]) -> list[Job]:
-    """The same requests at these times."""
+    """Returns the same requests with these arrival times."""
     return [replace(job, arrives_at=time) for job, time in zip(jobs, times, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """How requests come: so many a second in an open loop, or so many in flight in a closed one."""
+    """Arrival of requests: a rate per second (open loop), or a number in flight (closed loop)."""
 
     rate: float | None = None
     concurrency: int | None = None
@@ -77,37 +76,37 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """One load under one policy. Times in seconds."""
+    """Results for one load under one policy. Times in seconds."""
 
     policy: str
     rate: float | None
-    """Requests per second of an open loop."""
+    """Requests per second of an open loop; None for a closed one."""
     concurrency: int | None
-    """Requests in flight of a closed loop."""
+    """Requests in flight of a closed loop; None for an open one."""
     num_requests: int
     tokens_per_s: float
-    """Output tokens over the time from the beginning to the last token."""
+    """Output tokens over the seconds from the start to the last token."""
     requests_per_s: float
     first_token: Spread
     inter_token: Spread
-    """Of each answer's mean time between tokens after the first."""
+    """Each answer's mean time between tokens after the first."""
     total: Spread
     """From a request's arrival to its last token."""
     wait: Spread
     """From a request's arrival until it has a row."""
     utilisation: float
-    """Share of the time in which the server worked."""
+    """Share of the time in which the server was busy."""
     mean_rows: float
-    """Rows of a round, weighted by its time."""
+    """Mean number of rows, weighted by the rounds' durations."""
     mean_queue: float
     """Requests without a row, averaged over time."""
     max_queue: int
     tokens_per_round: float
     drafted_per_round: float
     capacity_per_s: float
-    """Requests per second that the server finishes when one is always waiting."""
+    """Capacity: requests per second that the server finishes if one is always waiting."""
     is_saturated: bool
-    """More requests come than the server can finish, so the queue and the waiting times grow for as long as that lasts."""
+    """True if requests arrive faster than the capacity, so that queue and waiting times keep growing."""
 
     @property
     def load(self) -> str:
@@ -117,7 +116,7 @@ class LoadFigures:
 def figures_of(
     outcome: Outcome, policy: str, capacity_per_s: float, rate: float | None = None, concurrency: int | None = None
 ) -> LoadFigures:
-    """The figures of one simulation."""
+    """Computes the results of one simulation."""
     requests, wall_s = outcome.requests, outcome.wall_s
     num_rounds = sum(each.num_rounds for each in requests)
     return LoadFigures(
@@ -143,20 +142,20 @@ def figures_of(
 
 
 def share(amount: float, of: float) -> float:
-    """amount / of; 0 when there is nothing to divide by."""
+    """Returns amount / of; 0 if `of` is 0."""
     return amount / of if of > 0 else 0.0
 
 
 def _longest_queue(requests: Sequence[SimulatedRequest]) -> int:
-    """Most requests that waited for a row at once; at equal times those that get their row count as gone."""
+    """Returns the maximum number of requests waiting for a row; at equal times, those admitted no longer count."""
     waited = [each for each in requests if each.wait_s > 0]
     events = sorted([(each.arrived_at, 1) for each in waited] + [(each.admitted_at, -1) for each in waited])
     return max(itertools.accumulate(change for _, change in events), default=0)
 
 
 def capacity(case: Case, policy: str) -> float:
-    """Requests per second while one is always waiting: all come at the beginning, and the time after the last one has its row
-    is left out."""
+    """Returns the capacity in requests per second: all requests arrive at the start, and the time after the last one is
+    admitted is left out."""
     outcome = case.run(policy, [replace(job, arrives_at=0.0) for job in case.jobs])
     full_s = max((each.admitted_at for each in outcome.requests), default=0.0)
     made = sum(count for each in outcome.requests for when, count in each.chunks if when <= full_s)
@@ -168,7 +167,7 @@ def capacity(case: Case, policy: str) -> float:
 def sweep(
     case: Case, policies: Sequence[str], rates: Sequence[float] = (), concurrencies: Sequence[int] = ()
 ) -> list[LoadFigures]:
-    """Every policy at every load, the same requests each time. Raises ConfigError."""
+    """Simulates every policy at every load, with the same requests each time. Raises ConfigError."""
     if not case.jobs or not policies or not (rates or concurrencies):
         raise ConfigError("nothing to simulate: give at least one request, one policy, and one --rate or --concurrency")
     most = {policy: capacity(case, policy) for policy in policies}

@@ -1,12 +1,11 @@
-"""What answers cost: the most requests a second that a machine serves as fast as is asked for, and the price of 1,000 answers.
+"""Price of answers: the maximum request rate at which a machine meets the response times, and the price of 1,000 answers.
 
-    found = priced(costs, acceptance, PredictConfig(batch=(8,)), PriceConfig(price_per_hour=2.5, slo="p90-total=2s"))
-    found.rows[0].per_thousand
+    result = priced(costs, acceptance, PredictConfig(batch=(8,)), PriceConfig(price_per_hour=2.5, slo="p90-total=2s"))
+    result.rows[0].per_thousand
 
-Each rate is simulated as by `paceline simulate-serving`: requests at random times, a queue, prefill in chunks, rounds of all
-rows. The most requests a second at which the times asked for hold is found by halving; without any it is what the server can
-finish when one is always waiting. Three times over: plainly, with the best draft length for the rows that run, and the same
-with one token more a round.
+Each rate is simulated like `paceline simulate-serving`: requests at random times, a queue, chunked prefill, rounds of all rows.
+The maximum rate that meets the response times is found by bisection; without response times it is the server's capacity. There
+are three variants: plain decoding, the best draft length for the running rows, and the latter with one more token per round.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from paceline.simulate.server.server import Case, ServerShape
 from paceline.simulate.speedup import Acceptance, tokens_per_round
 
 MEASURES = {"total": "total", "first-token": "first_token", "inter-token": "inter_token"}
-"""As they are asked for -> the field of LoadFigures."""
+"""Name in --slo -> field of LoadFigures."""
 LIMIT = re.compile(r"(mean|p50|p90|p99)-(total|first-token|inter-token)=([0-9.]+)(ms|s)")
 LEAST, HALVINGS = 0.01, 9
-"""The smallest rate that is tried, as a share of what the server can finish; each halving doubles the precision."""
+"""Smallest rate that is tried, as a share of the capacity; number of bisection steps."""
 CHUNK = 2048
-"""Prompt tokens of a step at most, as vLLM and SGLang have it by default."""
+"""Maximum prompt tokens of a step, the default of vLLM and SGLang."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A time that must hold: a percentile (or the mean) of all requests."""
+    """A response-time limit: for a percentile (or the mean) of all requests."""
 
     percentile: str
     measure: str
@@ -48,7 +47,7 @@ class Limit:
 
 
 def parse_slo(text: str | None) -> list[Limit]:
-    """p90-total=2s, or several with commas. Raises ConfigError."""
+    """Parses limits such as p90-total=2s, comma-separated. Raises ConfigError."""
     limits = []
     for part in (text or "").split(","):
         if not part.strip():
@@ -67,16 +66,16 @@ def parse_slo(text: str | None) -> list[Limit]:
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """The most that a server of so many rows serves. Times are those at that rate."""
+    """Maximum load of a server with `rows` rows, under one variant. Times are those at that rate."""
 
     rows: int
     name: str
     """plain, with drafts, or one more token."""
     requests_per_s: float
-    """0 when the times asked for cannot be met by a single request either."""
+    """Maximum request rate; 0 if not even a single request meets the limits."""
     tokens_per_s: float
     per_thousand: float | None
-    """Price of 1,000 answers; None without a price, or when nothing can be served in time."""
+    """Price of 1,000 answers; None without a price, or if the limits cannot be met."""
     tokens_per_round: float
     first_token: Spread
     inter_token: Spread
@@ -85,7 +84,7 @@ class Priced:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Three lines for each number of rows, and what follows."""
+    """Results of the three variants for each number of rows, and sentences that summarise them."""
 
     title: str
     rows: list[Priced]
@@ -93,7 +92,7 @@ class Prices:
 
 
 def priced(costs: StepCosts, acceptance: Acceptance, config: PredictConfig, price: PriceConfig) -> Prices:
-    """Raises ConfigError for a limit, lengths or costs that are none."""
+    """Simulates the three variants for each batch size. Raises ConfigError for invalid limits, lengths or costs."""
     limits = parse_slo(price.slo)
     if isinstance(costs, ToyCosts):
         raise ConfigError("a price needs costs in seconds, the toy model has none: leave --toy out")
@@ -122,8 +121,8 @@ def priced(costs: StepCosts, acceptance: Acceptance, config: PredictConfig, pric
 
 
 def one_more(acceptance: Acceptance, num_drafted: int) -> Acceptance:
-    """The drafts that fail fail less often, all by the same share, so that a round of so many drafts keeps one token more; at
-    most all of them."""
+    """Returns the acceptance with all failure chances reduced by the same factor, so that `num_drafted` drafts give one more
+    token per round, or all of them."""
     wanted = min(tokens_per_round(acceptance, num_drafted) + 1, num_drafted + 1.0)
     chances = [acceptance.at(place) for place in range(1, max(num_drafted, 1) + 1)]
 
@@ -138,7 +137,7 @@ def one_more(acceptance: Acceptance, num_drafted: int) -> Acceptance:
 
 
 def _most(case: Case, policy: str, name: str, limits: Sequence[Limit], price: PriceConfig) -> Priced:
-    """By halving the logarithm of the rate; the same requests and arrivals at every rate, closer together."""
+    """Finds the maximum rate by bisection of its logarithm; all rates use the same requests and arrivals, scaled in time."""
     most = capacity(case, policy)
 
     def at(rate: float) -> LoadFigures:

@@ -1,11 +1,11 @@
-"""A run of `paceline bench serving` replayed in the simulator: the same arrivals, prompts and answers; how far is it off?
+"""Replays a run of `paceline bench serving` in the simulator and reports the prediction error.
 
     passes = read_passes(Path("runs/bench-serving-..."))
     rows = compare(passes, costs, ServerShape(), survival)
 
-Taken from the run: when requests were due (open loops) or how many were in flight (closed ones), prompt tokens that had to be
-computed, answer tokens, how many drafts stood, and, unless `costs` come from elsewhere, what a pass of each size took
-(`own_costs`). Predicted: what each step does, how many there are, and so every time that a client sees.
+Taken from the run: when requests were due (open loops) or how many were in flight (closed loops), prompt tokens to compute,
+answer tokens, acceptance, and, unless `costs` are given, the duration of a pass of each size (`own_costs`). Predicted: the
+content and number of steps, and so all times that a client observes.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ from paceline.simulate.server.server import Case, Job, Lookups, Outcome, ServerS
 from paceline.types import LOOKUP, NONE
 
 THROUGHPUT_WITHIN, FIRST_TOKEN_WITHIN = 0.10, 0.30
-"""Relative errors of tokens per second and of the median time to the first token that count as predicted."""
+"""Maximum relative errors of tokens per second and of the median time to the first token for a correct prediction."""
 NEEDED = ("repetition", "due_s", "first_s", "num_prompt", "num_reused", "num_tokens", "wall_s")
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One pass of the run: the requests of one load to one contender, once."""
+    """One pass of the run: one repetition of one load with one setting."""
 
     speculate: str
     load: Arrivals
     jobs: list[Job]
-    """In the order they were sent, without those that failed."""
+    """Requests in the order they were sent, without failed ones."""
     wall_s: float
     first_token_s: list[float]
-    """Time to the first token of each job."""
+    """Seconds to the first token of each job."""
     rounds: Rounds
-    """Of all jobs."""
+    """Rounds of all jobs."""
     own: Rounds
-    """Those with the drafter's own drafts; all where the run does not tell the source."""
+    """Rounds with the drafter's own drafts; all rounds if the run does not record sources."""
     found: Rounds = field(default_factory=Rounds)
-    """Those with drafts found in the text so far, beside a drafter."""
+    """Rounds with prompt lookup drafts, in addition to a drafter."""
     steps: list[tuple[str, float, float, float]] = field(default_factory=list)
-    """(kind, size, how often, seconds in all), as of serve's Metrics.step_times; empty where the run does not tell."""
+    """(kind, size, count, total seconds) of the steps, as in serve's Metrics.step_times; empty if the run does not record
+    them."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -63,12 +64,12 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A load and contender, simulated and measured: medians over repetitions, first tokens over all their answers."""
+    """Simulated and measured figures of one load and setting: medians over repetitions; first tokens over all answers."""
 
     load: str
     speculate: str
     policy: str
-    """The simulator's, in place of the server's."""
+    """The simulator's policy for this setting."""
     num_requests: int
     measured_tokens_per_s: float
     simulated_tokens_per_s: float
@@ -78,7 +79,7 @@ class Compared:
     simulated_tokens_per_round: float
     measured_tokens_per_s_range: tuple[float, float]
     errors: list[float]
-    """Of tokens per second, repetition by repetition: 0.1 when the simulator says 10% more than was measured."""
+    """Relative error of tokens per second in each repetition: 0.1 if the simulator predicts 10% more than measured."""
 
     @property
     def throughput_error(self) -> float:
@@ -98,7 +99,7 @@ class Compared:
 
 
 def read_passes(folder: Path) -> list[Recorded]:
-    """The passes of a run folder, in the order they ran. Raises ConfigError when it holds none that can be replayed."""
+    """Reads the passes of a run folder in the order they ran. Raises ConfigError without a pass to replay."""
     file = folder / "metrics.jsonl"
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in read_objects(file, "--against takes the folder of a run of paceline bench serving"):
@@ -145,7 +146,7 @@ def _steps(told: list[Any]) -> list[tuple[str, float, float, float]]:
 
 
 def _rounds(told: dict[str, Any]) -> Rounds:
-    """From num_rounds, num_drafted and accepted_histogram, each of which may be missing. Raises ConfigError."""
+    """Reads num_rounds, num_drafted and accepted_histogram, each of which may be missing. Raises ConfigError."""
     num_rounds, num_drafted = told.get("num_rounds") or 0, told.get("num_drafted") or 0
     histogram = told.get("accepted_histogram") or []
     if not isinstance(histogram, list) or not all(map(is_amount, (num_rounds, num_drafted, *histogram))):
@@ -154,8 +155,8 @@ def _rounds(told: dict[str, Any]) -> Rounds:
 
 
 def _sources(line: dict[str, Any]) -> tuple[Rounds, Rounds]:
-    """Rounds with the drafter's own drafts, those of lookups only where lookups are the drafter; and those with drafts found in
-    the text so far. All are the drafter's where the run does not tell. Raises ConfigError.
+    """Returns the rounds with the drafter's own drafts (prompt lookup only if that is the drafter), and those with prompt
+    lookup drafts. Without recorded sources all rounds are the drafter's. Raises ConfigError.
 
     "rounds_by_source": {"dflash": {"num_rounds": 3, "num_drafted": 45, "accepted_histogram": [1, 0, 2]}, "ngram": ...}
     """
@@ -168,7 +169,7 @@ def _sources(line: dict[str, Any]) -> tuple[Rounds, Rounds]:
 
 
 def rows_of(folder: Path) -> int | None:
-    """--max-batch of the servers that the run started; None where it does not say."""
+    """Returns --max-batch of the run's servers; None if it is not recorded."""
     try:
         words = json.loads((folder / "config.json").read_text(encoding="utf-8"))["server"]
         return int(words[words.index("--max-batch") + 1])
@@ -177,12 +178,12 @@ def rows_of(folder: Path) -> int | None:
 
 
 def recorded_survival(passes: Sequence[Recorded]) -> Survival:
-    """The drafter's survival curve in the pass whose rounds drafted most; () when it drafted nothing.
+    """Returns the drafter's survival curve from the load and setting with the most drafts per round; () if nothing was drafted.
 
-    Where the run tells the source of each round's drafts, lookups and rounds without drafts do not count. The curve is exact
-    where every round drafted the same number of tokens. Where the server chose the number, it is not known for a single round:
-    places up to the average number are taken as always drafted, and those beyond it to stand as often as these on average. A
-    run with the contender `full` knows all of them.
+    Rounds with prompt lookup drafts or without drafts do not count if the run records sources. The curve is exact if every
+    round had the same number of drafts. If the server chose the number, that of a single round is unknown: positions up to the
+    mean number are assumed to be always drafted, and later ones to have the mean chance of these. A run with the setting `full`
+    knows all of them.
     """
     drafting = [each for each in passes if each.own.num_drafted and sum(each.own.accepted_histogram)]
     if not drafting:
@@ -192,8 +193,8 @@ def recorded_survival(passes: Sequence[Recorded]) -> Survival:
 
 
 def recorded_lookups(passes: Sequence[Recorded]) -> Lookups | None:
-    """What was found in the text so far in the load whose rounds checked most of it; None where nothing was, or where lookups
-    are the drafter. What the server found and did not check is not known."""
+    """Returns the prompt lookup drafts of the load with the largest share of them; None without such drafts, or if prompt
+    lookup is the drafter. Lookup drafts that the server did not verify are not recorded."""
     groups: dict[tuple[Arrivals, str], list[Recorded]] = {}
     for each in passes:
         if each.found.num_drafted and each.found != each.own:
@@ -207,7 +208,7 @@ def recorded_lookups(passes: Sequence[Recorded]) -> Lookups | None:
 
 
 def _survival(rounds: Rounds) -> Survival:
-    """As `recorded_survival` has it."""
+    """Returns the survival curve of these rounds; see `recorded_survival`."""
     histogram, always = rounds.accepted_histogram, max(round(rounds.drafted_per_round), 1)
     chances: list[float] = []
     for place in range(1, max(len(histogram), always + 1)):
@@ -217,7 +218,7 @@ def _survival(rounds: Rounds) -> Survival:
 
 
 def policy_for(speculate: str, most: int) -> str:
-    """The simulator's policy for a contender of the benchmark."""
+    """Returns the simulator's policy for a `speculate` setting of the benchmark."""
     if speculate == "auto":
         return "adaptive" if most else "off"
     wanted = most if speculate == "full" else int(speculate) if speculate.isdecimal() else 0
@@ -225,8 +226,8 @@ def policy_for(speculate: str, most: int) -> str:
 
 
 def own_costs(passes: Sequence[Recorded]) -> list[MeasuredCosts]:
-    """What the server's steps took in each of the run's passes: the mean of each size over the whole run, at the pace of the
-    pass, so that its own steps take as long as they did all together. Raises ConfigError when the run does not tell."""
+    """Returns the step times of each pass: the mean of each size over the whole run, scaled to the speed of the pass, so that
+    the pass's own steps have their measured total. Raises ConfigError if the run does not record step times."""
     if not all(each.steps for each in passes):
         raise ConfigError("the run does not tell what its steps took: run paceline bench serving again, or give --steps")
     told = [step for each in passes for step in each.steps]
@@ -251,8 +252,8 @@ def own_costs(passes: Sequence[Recorded]) -> list[MeasuredCosts]:
 
 
 def _rising(told: list[tuple[float, float, float]]) -> dict[float, float]:
-    """Size -> mean seconds, from (size, how often, seconds in all). A larger pass takes no less than a smaller one: where it
-    did, both take their mean (isotonic regression), so that the sum over all stays."""
+    """Returns size -> mean seconds, from (size, count, total seconds), non-decreasing: sizes that violate this are averaged
+    (isotonic regression), which keeps the total."""
     blocks: list[tuple[float, float, list[float]]] = []
     for size, same in itertools.groupby(sorted(told), key=operator.itemgetter(0)):
         (_, counts, spent), sizes = zip(*same, strict=True), [size]
@@ -267,9 +268,9 @@ def _rising(told: list[tuple[float, float, float]]) -> dict[float, float]:
 def compare(
     passes: Sequence[Recorded], costs: StepCosts | None, server: ServerShape, survival: Survival, *, seed: int = 0
 ) -> list[Compared]:
-    """One line for each load and contender; `costs` None: each pass has its own. Raises ConfigError.
+    """Simulates each load and setting; with `costs` None, each pass has its own. Raises ConfigError.
 
-    The passes are simulated in the order they ran, and what a contender's planner learned in one it knows in the next.
+    Passes run in their recorded order, and a setting's planner keeps its estimates from one to the next.
     """
     lookups, planners = recorded_lookups(passes), dict[str, Planner]()
     groups: dict[tuple[Arrivals, str], list[tuple[Recorded, Outcome]]] = {}
@@ -282,7 +283,7 @@ def compare(
 
 
 def _compared(group: list[tuple[Recorded, Outcome]], policy: str) -> Compared:
-    """The repetitions of one load and contender."""
+    """Compares the repetitions of one load and setting."""
     recorded = [each for each, _ in group]
     requests = [request for _, outcome in group for request in outcome.requests]
     num_rounds = sum(each.num_rounds for each in requests)

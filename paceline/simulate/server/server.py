@@ -1,16 +1,15 @@
-"""A simulated server: requests come, wait, are prefilled, decode together in rounds, and leave. No model, no torch, seeded.
+"""Simulates a server: requests arrive, wait, are prefilled, decode together in rounds, and leave. No model, no torch, seeded.
 
     outcome = Case(jobs, costs, ServerShape(max_rows=8), survival).run("best")
 
-The steps are those of `engine/scheduler.py` and `engine/engine.py`: each does at most one prefill chunk and one decode round
-over all rows, in which a prompt that was just finished takes part. What a step made is handed out at its end; a request that
-comes during a step waits for the next. A round takes `verify_s + draft_s + host_s`; how many of its drafts stand is drawn from
-a survival curve.
+The steps are those of `engine/scheduler.py` and `engine/engine.py`: each has at most one prefill chunk and one decode round
+over all rows, including one whose prompt was just finished. A step's tokens are sent at its end; a request that arrives during
+a step waits for the next one. A round takes `verify_s + draft_s + host_s`; its accepted drafts are drawn from a survival curve.
 
-What is drafted decides a planner, mostly the engine's own (`paceline/plan/planner.py`): off, a number of drafts and
-adaptive are `serve --speculate`'s off, N and auto. best knows acceptance and costs and takes the number with the
-highest goodput for the rows that run, `sum of E[tokens | g] / round_s(rows, g)` (Finn, adaptive-speculation, 2026):
-what a table for each batch size can reach.
+A planner decides what is drafted, usually the engine's own (`paceline/plan/planner.py`): the policies off, a number of drafts
+and adaptive are `serve --speculate`'s off, N and auto. The policy best knows acceptance and costs and takes the number with the
+highest goodput for the running rows, `sum of E[tokens | g] / round_s(rows, g)` (Finn, adaptive-speculation, 2026): the optimum
+of a table by batch size.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from paceline.simulate.server.drafts import Drafted, Survival, drafted, drafted_
 from paceline.types import LOOKUP, RoundStats, RowKind, Take
 
 SOURCE = "drafter"
-"""Whose drafts a simulated row checks, unless they were found in the text so far (LOOKUP), which takes no time."""
+"""Source of a simulated row's drafts, except for prompt lookup drafts (LOOKUP), which take no time."""
 MEASURED = tuple(1 << power for power in range(11))
-"""Positions of the passes whose time an adaptive planner is told, as an engine measures them at its start."""
+"""Positions of the passes whose times an adaptive planner gets; an engine measures the same ones at its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,89 +42,89 @@ class Job:
     """One request."""
 
     arrives_at: float
-    """Seconds after the beginning. A closed loop ignores it: it sends when an earlier answer is done."""
+    """Arrival in seconds after the start. A closed loop ignores it and sends a request when an earlier answer is done."""
     prompt_tokens: int
-    """Prompt tokens that have to be computed; those found in a prefix cache are not."""
+    """Prompt tokens to compute, without those in a prefix cache."""
     answer_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Lookups:
-    """Drafts found in the text so far, beside the drafter's own."""
+    """Prompt lookup drafts, in addition to the drafter's own."""
 
     share: float
-    """Of a row's rounds those in which something is found."""
+    """Share of a row's rounds that have a lookup draft."""
     survival: Survival
 
     @property
     def chance(self) -> float:
-        """The average chance that a looked-up draft is accepted when all drafts before it were."""
+        """Mean chance that a lookup draft is accepted if all earlier ones are."""
         return sum(self.survival) / (1 + sum(self.survival[:-1]))
 
 
 @dataclass(frozen=True, slots=True)
 class ServerShape:
-    """The limits of a server."""
+    """Limits of a server."""
 
     max_rows: int = 8
     """Requests that decode together."""
     prefill_chunk: int | None = 256
-    """Prompt tokens of a step at most; None prefills a prompt at once."""
+    """Maximum prompt tokens of a step; None prefills a prompt in one step."""
     request_s: float = 0.0
     """Seconds of a request outside the engine before its first token: HTTP, tokenizing. They delay no other request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Everything of a simulation but its load and its policy."""
+    """Inputs of a simulation, except for its load and its policy."""
 
     jobs: Sequence[Job]
     costs: StepCosts
     server: ServerShape
     survival: Survival
-    """As long as the most drafts of a round."""
+    """Survival curve; its length is the maximum number of drafts of a round."""
     seed: int = 0
     lookups: Lookups | None = None
-    """Of the policy adaptive, as a server has them."""
+    """Prompt lookup drafts, used only by the policy adaptive, as in a server."""
     marginals: Marginals | None = None
-    """Of a block drafter whose drafts may be checked as trees, by the policies adaptive and tree:N; in place of the curve."""
+    """Marginals of a block drafter, used instead of the curve by the policies adaptive and tree:N, which may verify trees."""
 
     @property
     def context(self) -> float:
-        """Tokens of a row on average: its prompt and half its answer."""
+        """Mean tokens in a row's cache: its prompt and half its answer."""
         return statistics.fmean(job.prompt_tokens + job.answer_tokens / 2 for job in self.jobs)
 
     def run(self, policy: str, jobs: Sequence[Job] | None = None, concurrency: int | None = None) -> Outcome:
-        """One simulation, under a fresh policy of this name. Raises ConfigError."""
+        """Runs one simulation with a new planner. Raises ConfigError."""
         return Simulation(self, self.planner(policy), self.jobs if jobs is None else jobs, concurrency).run()
 
     def planner(self, policy: str) -> Planner:
-        """A fresh one. Raises ConfigError."""
+        """Returns a new planner for a policy. Raises ConfigError."""
         chunk = self.server.prefill_chunk or max((job.prompt_tokens for job in self.jobs), default=1)
         return make_planner(policy, self.survival, self.costs, self.context, chunk, self.marginals is not None)
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """A request on its way through the server. Moments (`_at`) are seconds since the beginning."""
+    """A request in the simulated server. Times ending in `_at` are seconds since the start."""
 
     job: Job
     arrived_at: float
     luck: random.Random = field(repr=False)
-    """Decides how many drafts stand, independently of the other requests."""
+    """Random numbers that decide acceptance, independent of other requests."""
     admitted_at: float = 0.0
-    """When it got a row."""
+    """Time at which it got a row."""
     first_token_at: float = 0.0
     finished_at: float = 0.0
     num_prefilled: int = 0
     num_tokens: int = 0
     chunks: list[tuple[float, int]] = field(default_factory=list)
-    """(moment, number of tokens) of each time that tokens were handed out."""
+    """(time, number of tokens) of each delivery."""
     num_rounds: int = 0
     num_drafted_total: int = 0
-    """Drafts of all its rounds."""
+    """Drafts in all its rounds."""
     num_accepted_total: int = 0
-    """Drafts that stood, of all its rounds."""
+    """Accepted drafts in all its rounds."""
 
     @property
     def wait_s(self) -> float:
@@ -149,11 +148,11 @@ class SimulatedRequest:
 
     @property
     def num_left(self) -> int:
-        """Tokens that the answer lacks."""
+        """Tokens still to generate."""
         return self.job.answer_tokens - self.num_tokens
 
     def add_tokens(self, count: int, now: float) -> None:
-        """Hand out `count` tokens, not beyond the answer's end."""
+        """Deliver `count` tokens, but at most the rest of the answer."""
         count = min(count, self.num_left)
         self.num_tokens += count
         self.first_token_at = self.first_token_at if self.chunks else now
@@ -163,20 +162,20 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All requests after a simulation, and how the server spent its time."""
+    """Result of a simulation: all requests, and the server's time."""
 
     requests: list[SimulatedRequest]
     """In the order of the jobs."""
     busy_s: float
-    """Seconds in which the server worked."""
+    """Seconds in which the server was busy."""
     prefill_s: float
     """Seconds of prefill chunks."""
     row_seconds: float
-    """Seconds of each round times its rows, summed."""
+    """Sum over rounds of seconds times rows."""
 
     @property
     def wall_s(self) -> float:
-        """From time 0 to the last token."""
+        """Seconds from the start to the last token."""
         return max((each.finished_at for each in self.requests), default=0.0)
 
     @property
@@ -185,10 +184,11 @@ class Outcome:
 
 
 class Simulation:
-    """The clock, the queue and the rows of a server that serves all jobs."""
+    """Clock, queue and rows of a server that serves all jobs."""
 
     def __init__(self, case: Case, planner: Planner, jobs: Sequence[Job], concurrency: int | None = None) -> None:
-        """`concurrency` keeps so many jobs in flight, whatever their arrival times. Raises ConfigError on impossible input."""
+        """`concurrency`: number of jobs kept in flight, whatever their arrival times. Raises ConfigError for impossible
+        input."""
         if any(not 0 <= job.arrives_at < math.inf or job.prompt_tokens < 1 or job.answer_tokens < 1 for job in jobs):
             raise ConfigError("every request needs an arrival time of 0 or later, and at least one token of prompt and answer")
         self._costs, self._server, self._planner, self._survival = case.costs, case.server, planner, case.survival
@@ -257,7 +257,7 @@ class Simulation:
         return Row(id(each), "greedy", offers)
 
     def _prefill(self, num_tokens: int) -> SimulatedRequest | None:
-        """One chunk of the prompt that waits longest; returns the request if this was its last chunk."""
+        """Prefills one chunk of the first prompt in the queue; returns the request if it was the last chunk."""
         if not self._prefilling:
             return None
         each = self._prefilling[0]
@@ -270,7 +270,8 @@ class Simulation:
         return self._prefilling.popleft() if each.num_prefilled == each.job.prompt_tokens else None
 
     def _round(self, rows: list[SimulatedRequest], plan: Plan) -> list[tuple[SimulatedRequest, int]]:
-        """One decode round; returns the tokens of each row. The first token of a row that joins is not in `num_tokens` yet."""
+        """Runs one decode round; returns the tokens of each row. The first token of a row that joins is not in `num_tokens`
+        yet."""
         says_sure = not plan.whole_blocks and self._is_block
         asks = self._planner.num_candidates if self._is_block else 0
         drafts = [self._drafted(each, take, says_sure, asks) for each, take in zip(rows, plan.drafts, strict=True)]
@@ -306,15 +307,15 @@ class Simulation:
 
 @dataclass(slots=True)
 class BestPlanner(FixedPlanner):
-    """As many drafts for every row as bring the most tokens a second, acceptance and costs being known."""
+    """Plans the number of drafts with the most tokens per second, from known acceptance and costs; the same for every row."""
 
     survival: Survival = ()
     round_s: Callable[[int, int], float] = field(default=lambda rows, count: 1.0)
-    """By rows and drafts of each."""
+    """(rows, drafts per row) -> seconds of a round."""
     _known: dict[int, int] = field(default_factory=dict)
 
     def choose(self, num_rows: int) -> int:
-        """Drafts of each row in a round of so many rows; the smallest of equally good numbers."""
+        """Returns the drafts per row in a round of `num_rows` rows; the smallest of equally good numbers."""
         if num_rows not in self._known:
             expected = list(itertools.accumulate((1.0, *self.survival)))
             gains = [tokens / self.round_s(num_rows, count) for count, tokens in enumerate(expected)]
@@ -326,7 +327,7 @@ class BestPlanner(FixedPlanner):
 
 
 class OffPlanner(AdaptivePlanner):
-    """No drafts; chunks as the engine's planner has them."""
+    """Plans no drafts, and the same chunks as the engine's planner."""
 
     def offer(self, source: str, kind: RowKind, most: int, *, is_stepwise: bool = False) -> Offer:
         return Offer(source, ())
@@ -335,9 +336,9 @@ class OffPlanner(AdaptivePlanner):
 def make_planner(
     name: str, survival: Survival, costs: StepCosts, context: float, most_chunk: int, grows_trees: bool = False
 ) -> Planner:
-    """A fresh planner, which has seen nothing yet, for off, best, adaptive, a number of drafts or tree:N. Raises ConfigError.
+    """Returns a new planner for off, best, adaptive, a number of drafts or tree:N. Raises ConfigError.
 
-    `context`: tokens of a row on average, at which costs are told. `grows_trees`: whether it is known what trees are made of.
+    `context`: mean tokens in a row's cache, at which costs are taken. `grows_trees`: True if marginals are known.
     """
     if name == "off":
         return OffPlanner(PassCosts([(1, 1.0)]), most_chunk=most_chunk, adapts_chunks=costs.prefill_adapts)
