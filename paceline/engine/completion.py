@@ -11,18 +11,18 @@ from paceline.types import FinishReason, Sequence, Timings, TokenLogprob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationStats(Rounds):
-    """Figures of one answer. `lossless` is False when a lossy rule or a mocked acceptance made it."""
+    """Statistics of one answer. `lossless` is False if a lossy rule or a mocked acceptance produced it."""
 
     num_prompt_tokens: int
     num_output_tokens: int
     lossless: bool
     timings: Timings
     lossy: Price | None = None
-    """Cost of the lossy rule, where the request had one."""
+    """Cost of the request's lossy rule; None without one."""
 
     @property
     def total_s(self) -> float:
-        """From admission to the last token, prefill included."""
+        """Seconds from admission to the last token, including prefill."""
         last = self.timings.token_s[-1] if self.timings.token_s else self.timings.arrival_s
         return last - self.timings.arrival_s - self.timings.queue_s
 
@@ -63,4 +63,4 @@ class Completion:
     logprobs: list[TokenLogprob]
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprob]
-    """Scores of each prompt token but the first, when `SamplingParams.prompt_logprobs` is set; else empty."""
+    """Log-probabilities of each prompt token except the first, if `SamplingParams.prompt_logprobs` is set; else empty."""

@@ -1,13 +1,13 @@
-"""Whole rounds on the device: draft, verify, accept, commit and inject as one recorded region, read once.
+"""Whole rounds on the device: draft, verify, accept, commit and inject as one recorded region, with one read by the host.
 
-Lengths, anchors and settings of all rows lie on the device. A round drafts a block, verifies it, counts the drafts that
-stand, moves each row's length and anchor, and injects the features of all its positions into the drafter's cache: those
-behind the accepted ones are dead, as they are in the target's cache. The host reads one small tensor, waiting once. A
-round without drafts is plain decoding.
+Lengths, anchors and settings of all rows are stored on the device. A round drafts a block, verifies it, counts the accepted
+drafts, updates each row's length and anchor, and writes the features of all its positions into the drafter's cache; those after
+the accepted ones are unused, as in the target's cache. The host waits once and reads one small tensor. A round without drafts
+is plain decoding.
 
-A round qualifies if all its rows do: greedy or drawn by temperature, min-p, top-k and top-p, with drafts of one DFlash
-drafter or none. Otherwise the whole batch takes `round.decode_round`. A row whose draw needs the whole distribution is
-drawn by the host from the same pass. Drafts are not cut by how sure their drafter is: a planner's count is checked whole.
+A round qualifies if all its rows do: greedy, or sampled by temperature, min-p, top-k and top-p, with drafts of one DFlash
+drafter or none. Otherwise the whole batch takes `round.decode_round`. If sampling a row needs the whole distribution, the host
+samples it from the same pass. Drafts are not cut by confidence: the planner's number of drafts is verified.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from paceline.types import NONE, Batch, DraftBlock, RoundStats, Sequence, Take, 
 from paceline.verify.rules import Uniforms
 
 EVERYWHERE = False
-"""Whether engines make device rounds also where nothing is replayed: tests set it."""
+"""True if engines compute device rounds also without recording; set by tests."""
 ROUNDS = "device"
-"""Name under which `DeviceRounds.counts` has rounds on the device."""
+"""Key of device rounds in `DeviceRounds.counts`."""
 
 
 class Form(NamedTuple):
-    """Kind of a recorded round, besides its shape."""
+    """Type of a recorded round, in addition to its shape."""
 
     is_drawn: bool
-    """Whether some rows are drawn: then all positions race."""
+    """True if some rows are sampled; then every position runs the exponential race."""
     is_mocked: bool
-    """Whether a table says how many drafts stand (`verify.rules.mocked`)."""
+    """True if a table gives the number of accepted drafts (`verify.rules.mocked`)."""
     drafter: DFlashDrafter | None = None
 
     @property
@@ -58,18 +58,18 @@ class Form(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """One row of a round as the device computed it."""
+    """Result of one row of a device round."""
 
     num_accepted: int
     bonus: int
-    """FAILED or WHOLE where there is none."""
+    """The bonus token; FAILED or WHOLE without one."""
     drafts: list[int]
-    """Drafts that were checked."""
-    sure: list[float]
+    """Verified drafts."""
+    confidence: list[float]
 
 
 class StaticRound(Region):
-    """Rounds of the cache rows 0..B-1 with up to K drafts each."""
+    """Recorded rounds of the cache rows 0..B-1 with up to K drafts each."""
 
     kind = "round"
 
@@ -87,7 +87,7 @@ class StaticRound(Region):
         self._out = torch.zeros(num_rows, 3 + 2 * self._num_drafted, dtype=torch.float64, device=device)
         is_cuda = device.type == "cuda"
         self.read_out = torch.zeros_like(self._out, device="cpu").pin_memory() if is_cuda else torch.zeros_like(self._out)
-        """Copy of the outcome in memory that the host reads."""
+        """Copy of the result in host memory: per row the accepted drafts, bonus token, width, drafts and confidences."""
         self.marks = Marks(device, 3)
 
     @property
@@ -99,10 +99,10 @@ class StaticRound(Region):
         return [self.read_out]
 
     def compute(self) -> None:
-        """One round of all rows that are live: moves their state, fills both caches and `read_out`."""
+        """Compute one round of all live rows: updates their state, fills both caches and `read_out`."""
         state, slot_K = self._rows.first(self._num_rows), self._slot_J[1:] - 1
         self.marks.set(0)
-        tokens_BJ, sure_BK, width_B = self._draft(state.is_live_B)
+        tokens_BJ, confidence_BK, width_B = self._draft(state.is_live_B)
         self.marks.set(1)
         counts_B = (width_B + 1) * state.is_live_B
         self.target_pass.compute_of(tokens_BJ, state.length_B, counts_B)
@@ -117,12 +117,12 @@ class StaticRound(Region):
             write_behind(self._form.path, self._writer, state.length_B, counts_B, self.target_pass.taps_TF)
         state.move(accepted_B, bonus_B)
         heads = torch.stack([accepted_B, bonus_B, width_B], 1).double()
-        self._out.copy_(torch.cat([heads, tokens_BJ[:, 1:].double(), sure_BK], 1))
+        self._out.copy_(torch.cat([heads, tokens_BJ[:, 1:].double(), confidence_BK], 1))
         self.read_out.copy_(self._out, non_blocking=True)
         self.marks.set(2)
 
     def _draft(self, is_live_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Anchors and drafts [B, J], how sure each draft is [B, K], and how many of a row's drafts are checked."""
+        """Returns anchors and drafts [B, J], their confidence [B, K], and the number of verified drafts of each row [B]."""
         state, num_drafted = self._rows.first(self._num_rows), self._num_drafted
         width_B = state.width_B.clamp(max=num_drafted)
         anchors_B1 = state.anchor_B[:, None]
@@ -130,7 +130,7 @@ class StaticRound(Region):
             return anchors_B1, torch.zeros(self._num_rows, 0, dtype=torch.float64, device=width_B.device), width_B
         drafter = self._form.drafter
         best_BK2, logits_BKV = self._block.conclude(state.anchor_B, state.length_B, is_live_B * drafter.block_size)
-        best_BK, sure_BK = best_BK2[:, :num_drafted].unbind(-1)
+        best_BK, confidence_BK = best_BK2[:, :num_drafted].unbind(-1)
         drafts_BK = best_BK.long()
         if self._draft_ids is not None:
             drafts_BK = torch.where(drafts_BK < 0, drafts_BK, self._draft_ids[drafts_BK.clamp(min=0)])
@@ -138,16 +138,16 @@ class StaticRound(Region):
             foresight, config = drafter.config.foresight, drafter.config
             position_BK = state.length_B[:, None] + self._slot_J[1:]
             logits_BKV = scale_logits(logits_BKV[:, :num_drafted], config)
-            given = foresight.scale, foresight.spread, self._draft_ids
-            own_BK, own_sure_BK = foreseen(logits_BKV, state.draws, position_BK, *given)
+            settings = foresight.scale, foresight.spread, self._draft_ids
+            own_BK, own_confidence_BK = foreseen(logits_BKV, state.draws, position_BK, *settings)
             is_greedy_B1 = state.draws.is_greedy_B[:, None]
             drafts_BK = torch.where(is_greedy_B1, drafts_BK, own_BK)
-            sure_BK = torch.where(is_greedy_B1, sure_BK, own_sure_BK)
+            confidence_BK = torch.where(is_greedy_B1, confidence_BK, own_confidence_BK)
         width_B = torch.minimum(width_B, (drafts_BK >= 0).cumprod(1).sum(1))
-        return torch.cat([anchors_B1, drafts_BK.clamp(min=0)], 1), sure_BK, width_B
+        return torch.cat([anchors_B1, drafts_BK.clamp(min=0)], 1), confidence_BK, width_B
 
     def _best(self, length_B: Tensor) -> Tensor:
-        """The target's own token at each position [B, J]; FAILED or WHOLE where there is none."""
+        """Returns the target's own token at each position [B, J]; FAILED or WHOLE without one."""
         logits_BJV = self.target_pass.logits_TV.unflatten(0, (self._num_rows, -1))
         largest_BJ, best_BJ = logits_BJV.max(-1)  # NaN is the largest, of equals the first
         best_BJ = best_BJ.masked_fill(~largest_BJ.isfinite(), FAILED)
@@ -158,7 +158,7 @@ class StaticRound(Region):
         return torch.where(draws.is_greedy_B[:, None], best_BJ, drawn_BJ)
 
     def outcomes(self, rows: list[int]) -> list[Outcome]:
-        """Outcomes of the latest round, one for each of `rows`. Waits until the device has computed it."""
+        """Returns the results of the latest round for these rows; waits until the device has computed it."""
         if self.read_out.device != self._out.device:
             done = torch.cuda.Event()
             done.record()
@@ -176,25 +176,25 @@ class StaticRound(Region):
         return self._form.drafter
 
     def logits_JV(self, row: int, count: int) -> Tensor:
-        """The target's logits of a row of the latest round at its first positions."""
+        """Returns the target's logits of a row of the latest round at its first `count` positions, [count, V]."""
         return self.target_pass.logits_TV.unflatten(0, (self._num_rows, -1))[row, :count]
 
 
 class DeviceRounds:
-    """The device rounds of one engine."""
+    """Computes device rounds for one engine."""
 
     def __init__(self, target: GraphDecoder, pool: Pool, judge: RuleJudge) -> None:
         assert target.recorder is not None
         self._target, self._pool, self._judge, self._recorder = target, pool, judge, target.recorder
         self.counts = Counter[str]()
-        """Rounds by what made them: ROUNDS, or the reason why a round did not qualify. "whole distribution" counts rows
-        of device rounds whose token the host drew."""
+        """Number of rounds: ROUNDS counts device rounds, the reasons count rounds that did not qualify. "whole distribution"
+        counts rows of device rounds that the host sampled."""
 
     @classmethod
     def of(cls, target: Target, pool: Pool, judge: RuleJudge, wanted: bool | None) -> DeviceRounds | None:
-        """Device rounds of an engine, if they are `wanted`; None: where the device replays passes.
+        """Returns an engine's device rounds if `wanted`; None: if the device replays recorded passes.
 
-        Raises ConfigError where they are wanted and cannot be.
+        Raises ConfigError if they are wanted and not possible.
         """
         can = isinstance(target, GraphDecoder) and can_record(target.config)
         if wanted and not can:
@@ -207,7 +207,7 @@ class DeviceRounds:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record the rounds of the pool's drafters, greedy and drawn, if shapes are not recorded at their first use."""
+        """Record the rounds of the pool's drafters, greedy and sampled, unless shapes are recorded at their first use."""
         if self._recorder.records_late:
             return
         paths = [each for each in self._pool.drafters if isinstance(each, DFlashDrafter) and each.round_path]
@@ -228,11 +228,12 @@ class DeviceRounds:
         return target.rounds["rows"]
 
     def _recordings(self, form: Form) -> Recordings[StaticRound]:
-        """Rounds of this form with the present taps; they live as long as the drafter's path, or the target's cache."""
+        """Returns the recordings of this form with the present tap layers; they live as long as the drafter's path, or the
+        target's cache."""
         target, rows = self._target, self._rows
-        kept = form.path.rounds if form.path else target.rounds
+        recordings = form.path.rounds if form.path else target.rounds
         key = form.is_drawn, form.is_mocked, target.tap_layers
-        if key not in kept:
+        if key not in recordings:
 
             def make(num_rows: int, count: int) -> StaticRound:
                 rows.clear()  # a recording runs the round, which changes nothing while all rows are idle
@@ -242,8 +243,8 @@ class DeviceRounds:
             if form.drafter:
                 every = pass_grid(target.cache.num_rows, 1 + form.drafter.num_drafted).sizes[1]
                 counts = [count for count in every if count > 1]
-            kept[key] = Recordings(self._recorder, StaticRound.kind, Grid(row_sizes(target.cache.num_rows), counts), make)
-        return kept[key]
+            recordings[key] = Recordings(self._recorder, StaticRound.kind, Grid(row_sizes(target.cache.num_rows), counts), make)
+        return recordings[key]
 
     def __call__(self, batch: Batch) -> RoundStats | None:
         """Compute one round as `decode_round` does, without narrowing.
@@ -279,7 +280,7 @@ class DeviceRounds:
         return self._conclude(batch, region, drafter, outcomes, (draft_s, verify_s, whole_s))
 
     def _qualified(self, batch: Batch) -> tuple[DFlashDrafter | None, str]:
-        """The drafter of all rows that draft, and why the batch does not qualify; empty if it does."""
+        """Returns the drafter of all rows that draft, and the reason why the batch does not qualify, or ""."""
         rule, drafters = self._judge.rule, list[Any]()
         if type(self._judge) is not RuleJudge:
             return None, "judge"
@@ -308,7 +309,7 @@ class DeviceRounds:
         return drafter, "" if size <= self._target.counts[-1] else "width"
 
     def _seconds(self, region: StaticRound, whole_s: float) -> tuple[float, float]:
-        """Seconds of drafting, and of the rest of the round, on the device."""
+        """Returns the device seconds of drafting, and of the rest of the round."""
         if spans := region.marks.seconds():
             return spans[0], spans[1]
         own = region.drafter.weight_bytes if region.drafter else 0
@@ -323,7 +324,7 @@ class DeviceRounds:
         outcomes: list[Outcome],
         seconds: tuple[float, float, float],
     ) -> RoundStats:
-        """Commit what the device has computed, and tell the drafters."""
+        """Commit the device's result, and pass the accepted positions to the drafters."""
         began, firsts = time.perf_counter(), batch.cached_len_B
         draft = DraftBlock.certain([outcome.drafts for outcome in outcomes])
         verdict = self._verdict(batch, region, outcomes)
@@ -340,7 +341,7 @@ class DeviceRounds:
             self._pool.observe(observed)
         draft_s, verify_s, whole_s = seconds
         takes_B, width_B = batch.takes_B or [Take(NONE)] * len(batch), [len(outcome.drafts) for outcome in outcomes]
-        sure_B = [outcome.sure or None for outcome in outcomes]
+        confidence_B = [outcome.confidence or None for outcome in outcomes]
         return RoundStats(
             num_drafted_B=width_B,
             num_accepted_B=[max(count - 1, 0) for count in num_committed_B],
@@ -350,13 +351,14 @@ class DeviceRounds:
             host_s=max(whole_s - draft_s - verify_s, 0.0) + time.perf_counter() - began,
             source_B=[take.source if width else NONE for take, width in zip(takes_B, width_B, strict=True)],
             num_checked_B=width_B,
-            sure_B=None if batch.whole_blocks else sure_B,
+            sure_B=None if batch.whole_blocks else confidence_B,
             source_s={drafter.name: draft_s} if drafter else {},
             drafter_B=[LOSSY if seq.params.lossy else seq.drafter for seq in batch.sequences],
         )
 
     def _verdict(self, batch: Batch, region: StaticRound, outcomes: list[Outcome]) -> Verdict:
-        """The device's own, but for tokens that need the whole distribution; and moves what is known of the rows."""
+        """Returns the device's verdict, with tokens that need the whole distribution sampled here; updates the host's row
+        values."""
         next_B, failed_B = list[int](), list[str | None]()
         accepted_B = [outcome.num_accepted for outcome in outcomes]
         for seq, outcome in zip(batch.sequences, outcomes, strict=True):
@@ -373,7 +375,7 @@ class DeviceRounds:
 
 
 def _draw(seq: Sequence, slot: int, logits_V: Tensor) -> int:
-    """The target's own token at a slot, drawn on the host; FAILED where there is no distribution."""
+    """Returns the target's own token at a slot, sampled on the host; FAILED without a distribution."""
     try:
         return race_on_host(logits_V, seq.params, Uniforms.of(seq).noise(slot))
     except NumericsError:

@@ -1,4 +1,4 @@
-"""The state of cache rows on the device, for `device_round.py`, what the host knows of it, and times within a region."""
+"""State of cache rows on the device, for `device_round.py`, the host's copy of it, and timing marks within a region."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from paceline.verify.rules import Rule, Uniforms
 
 
 class RowValues(NamedTuple):
-    """One row: integers, then what is float64 on the device. All zeros: idle."""
+    """State of one row: integers, then values that are float64 on the device. All zeros: idle."""
 
     length: int = 0
     anchor: int = 0
     left: int = 0
-    """Tokens that the request may still produce; 0: idle."""
+    """Tokens that the request may still generate; 0: idle."""
     most: int = 0
-    """Drafts of a round at most."""
+    """Maximum drafts of a round."""
     seed: int = 0
     top_k: int = 0
     inverse_temperature: float = 0.0
-    """0: greedy."""
+    """1 / temperature; 0: greedy."""
     min_p: float = 0.0
     top_p: float = 0.0
 
@@ -41,12 +41,12 @@ class RowValues(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Drafts that the next round checks."""
+        """Drafts that the next round verifies."""
         return max(min(self.most, self.left - 1), 0)
 
     @property
     def decisive(self) -> tuple[float, ...]:
-        """What the next round depends on."""
+        """The values that affect the next round; empty for an idle row."""
         return (*self._replace(most=self.width),) if self.left > 0 else ()
 
 
@@ -55,7 +55,7 @@ _NUM_INTS = 6
 
 @dataclass(slots=True)
 class RowState:
-    """Views [B] of the first rows' values."""
+    """Views [B] of the values of the first rows."""
 
     length_B: Tensor
     anchor_B: Tensor
@@ -72,7 +72,7 @@ class RowState:
         return torch.minimum(self.most_B, self.left_B - 1).clamp(min=0)
 
     def move(self, accepted_B: Tensor, bonus_B: Tensor) -> None:
-        """Commit these drafts and this token of each live row; a row whose token is none is idle from now on."""
+        """Commit the accepted drafts and the bonus token of each live row; a row with a negative token becomes idle."""
         is_sound_B = bonus_B >= 0
         gained_B = (accepted_B + 1) * (self.is_live_B & is_sound_B)
         self.anchor_B.copy_(torch.where(gained_B > 0, bonus_B, self.anchor_B))
@@ -81,33 +81,33 @@ class RowState:
 
 
 class DeviceRows:
-    """The values of all rows of a cache, on its device. They are copied there where they are not what the latest round
-    left: a row that joined, left, drafts another number of tokens, or was cut short."""
+    """Values of all rows of a cache, on its device. The host copies them only if they differ from the result of the latest
+    round: a row joined, left, drafts another number of tokens, or was cut short."""
 
     def __init__(self, num_rows: int, max_len: int, device: torch.device) -> None:
         self._max_len, is_cuda = max_len, device.type == "cuda"
         shape = len(RowValues._fields), num_rows
         self.values = torch.zeros(shape, dtype=torch.int64, device=device)
-        """Values [9, R]; those behind the integers are bits of float64."""
+        """Values [9, R], int64; rows after the first six hold the bits of float64."""
         self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
         self._known = [RowValues()] * num_rows
         self._survivors_RS: Tensor | None = None
         self._mocked: dict[int, tuple[Rule, Sequence]] = {}
 
     def first(self, num_rows: int) -> RowState:
-        """Those of the first rows."""
+        """Returns views of the first rows."""
         ints, floats = self.values[:_NUM_INTS, :num_rows], self.values[_NUM_INTS:, :num_rows].view(torch.float64)
         length_B, anchor_B, left_B, most_B, seed_B, top_k_B = ints.unbind()
         return RowState(length_B, anchor_B, left_B, most_B, Draws(seed_B, top_k_B, *floats.unbind()))
 
     def clear(self) -> None:
-        """All rows are idle from now on."""
+        """Make all rows idle."""
         self.values.zero_()
         self._known = [RowValues()] * len(self._known)
 
     def set(self, sequences: list[Sequence], most_B: list[int]) -> None:
-        """The next round is one of these rows, with so many drafts at most; all others are idle. Copies at most once,
-        without waiting: the host waits for every round before it copies again."""
+        """Prepare the next round: these rows with at most `most_B` drafts, all others idle. Copies at most once and does not
+        wait: the host waits for every round before it copies again."""
         wanted = [RowValues()] * len(self._known)
         for seq, most in zip(sequences, most_B, strict=True):
             wanted[seq.row] = RowValues.of(seq, most)
@@ -121,7 +121,7 @@ class DeviceRows:
         self._known = wanted
 
     def moved(self, row: int, num_accepted: int, bonus: int) -> None:
-        """A round has ended so on the device."""
+        """Update the host's copy with a row's result on the device."""
         known = self._known[row]
         if bonus < 0:
             self._known[row] = known._replace(left=0)
@@ -130,7 +130,7 @@ class DeviceRows:
         self._known[row] = known._replace(length=known.length + gained, anchor=bonus, left=known.left - gained)
 
     def mock(self, rule: Rule, sequences: list[Sequence]) -> None:
-        """From now on `survivors` is what the rule says of these requests."""
+        """Fill the table of `survivors` from the rule, for these requests."""
         assert rule.survives is not None
         if self._survivors_RS is None:
             self._survivors_RS = torch.zeros(len(self._known), self._max_len, dtype=torch.int64, device=self.values.device)
@@ -142,13 +142,13 @@ class DeviceRows:
             self._mocked[seq.row] = rule, seq
 
     def survivors(self, length_B: Tensor) -> Tensor:
-        """How many drafts stand behind these lengths, of mocked rows: as many as there may be, if they are checked."""
+        """Returns the accepted drafts of mocked rows with these lengths [B], not limited by the verified ones."""
         assert self._survivors_RS is not None
         return self._survivors_RS[: len(length_B)].gather(1, length_B.clamp(max=self._max_len - 1)[:, None])[:, 0]
 
 
 class Marks:
-    """Moments within a region: by events that its graph records on CUDA, elsewhere by the host's clock."""
+    """Times within a region: by events in the CUDA graph, on other devices by the host's clock."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._times = [0.0] * count
@@ -157,14 +157,15 @@ class Marks:
         self._events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(events)]
 
     def set(self, index: int) -> None:
-        """The region has come so far."""
+        """Record the time of this mark."""
         if self._events:
             self._events[index].record()
         elif not self._is_cuda:
             self._times[index] = time.perf_counter()
 
     def seconds(self) -> list[float] | None:
-        """Between the marks of the latest run, which has ended; None where the device cannot tell."""
+        """Returns the seconds between marks of the latest run, which must have ended; None if the device cannot measure
+        them."""
         if self._is_cuda:
             pairs = zip(self._events, self._events[1:], strict=False)
             return [1e-3 * first.elapsed_time(last) for first, last in pairs] or None
@@ -173,7 +174,7 @@ class Marks:
 
 @functools.cache
 def can_time_graphs(device: torch.device) -> bool:
-    """Whether events that a graph records can be timed, which a tiny graph shows."""
+    """True if events in a CUDA graph can be timed; tests it with a tiny graph."""
     try:
         first, last = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
         number, graph = torch.zeros(1, device=device), torch.cuda.CUDAGraph()

@@ -1,6 +1,6 @@
-"""The engine: add requests at any time, call `step` while there is work, read what each step committed.
+"""The engine: add requests at any time, call `step` while there is work, read the tokens that each step committed.
 
-`generate` and the server consume the same steps. Not thread-safe: one thread owns an engine.
+`generate` and the server use the same steps. Not thread-safe: one thread owns an engine.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from paceline.verify.rules import MOCKED
 
 @dataclass(slots=True)
 class Chunk:
-    """What one step added to one request."""
+    """Output of one request in one step."""
 
     sequence: Sequence
     token_ids: list[int]
     text: str
-    """Text now final; may lag behind the tokens (half a character, the beginning of a stop string)."""
+    """Final text; may lag behind the tokens (an incomplete character, the beginning of a stop string)."""
     finish_reason: FinishReason | None = None
-    """"error" when the model failed at this request; `sequence.error` says how."""
+    """"error" if the model failed on this request; `sequence.error` has the reason."""
 
 
 class Engine:
-    """Continuous batching over one target; `planner` decides what each step does."""
+    """Continuous batching over one target; `planner` plans each step."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class Engine:
         max_tv: float | None = None,
         device_rounds: bool | None = None,
     ) -> None:
-        """`drafter` may be several by their names, the members of the pool; `router` then chooses for requests that name none.
-        `planner` None drafts as much as the drafter may in every round, chunks of `prefill_chunk` prompt tokens. `lookups`
-        offers n-gram lookups beside a drafter that has to compute its drafts. `allow_lossy` lets requests ask for lossy rules,
-        none of which may have a larger mean total variation than `max_tv`. `device_rounds` has rounds that qualify computed
-        as one recorded region each (`device_round.py`); None: where the device replays passes."""
+        """`drafter` may be a mapping of several by name, the pool; `router` then chooses for requests that name none. `planner`
+        None: all drafts of the drafter in every round, chunks of `prefill_chunk` prompt tokens. `lookups` adds prompt lookup
+        drafts to a drafter that computes. `allow_lossy` permits lossy rules, with at most `max_tv` mean total variation.
+        `device_rounds` computes qualifying rounds as one recorded region each (`device_round.py`); None: if the device replays
+        passes."""
         self.target, self.tokenizer = target, tokenizer
         self.planner = planner or FixedPlanner(most_chunk=prefill_chunk)
         self.pool = Pool(
@@ -87,33 +87,33 @@ class Engine:
         self.prefix = PrefixReuse(target, self.pool) if target.is_width_invariant else None
         self.grammars = Grammars(tokenizer, target.vocab_size, eos_token_ids)
         self.rounds: list[RoundStats] = []
-        """The rounds of the latest step: at most one."""
+        """Statistics of the latest step's rounds, at most one."""
         self.read = (0, 0.0)
-        """Prompt tokens that the latest step read, and the seconds that took."""
+        """(prompt tokens, seconds) of the latest step's prefill."""
         self._requests: dict[int, tuple[Sequence, TextStream]] = {}
         self._guests: dict[int, Drafter] = {}
-        """By request, drafters that are tried."""
+        """Request id -> drafter that is tried on this request alone."""
         self.ids = itertools.count()
-        """Request ids; an engine that replaces this one continues the count, so that no id names two requests."""
+        """Request ids; a replacing engine continues the count, so that ids stay unique."""
 
     @property
     def drafter(self) -> Drafter:
-        """The drafter that new requests get which ask for none."""
+        """The default drafter of new requests."""
         return self.pool.drafter
 
     def swap(self, drafter: Drafter) -> None:
-        """Give `drafter` to requests from now on in the place of the default; those that run, or have been given a row, keep
-        the one they began with. Raises DrafterMismatchError, and changes nothing, when it does not fit the target."""
+        """Replace the default drafter for new requests; requests that run or have a row keep theirs. Raises
+        DrafterMismatchError, and changes nothing, if it does not fit the target."""
         self.pool.swap(drafter)
         self._forget(drafter.name)
 
     def put(self, name: str, drafter: Drafter) -> None:
-        """Make `drafter` a member of the pool, in the place of any other of this name. As `swap` otherwise."""
+        """Add `drafter` to the pool under this name, or replace the one there. Otherwise like `swap`."""
         self.pool.put(name, drafter)
         self._forget(name)
 
     def remove(self, name: str) -> None:
-        """Give the member to no request any more. Raises ConfigError when there is none of this name."""
+        """Remove a drafter from the pool. Raises ConfigError for an unknown name."""
         self.pool.remove(name)
         self._forget(name)
 
@@ -134,11 +134,11 @@ class Engine:
         route: Route | None = None,
         guest: Drafter | None = None,
     ) -> int:
-        """Queue a request; returns its id. `constraint` is its grammar, fresh from `grammars`, if that is compiled already;
-        `route` says which member of the pool it should get. A `guest` is a drafter for this request alone, to try it; it goes
-        before the others that wait.
+        """Queue a request; returns its id.
 
-        Raises PromptError, ContextLengthError or SamplingError on bad input.
+        `constraint`: its grammar's state from `grammars`, if already compiled. `route`: the requested drafter of the pool, or
+        the request's classes for the router. `guest`: a drafter to try on this request alone, which then goes to the front of
+        the queue. Raises PromptError, ContextLengthError or SamplingError for invalid input.
         """
         params = params or SamplingParams()
         self._check(prompt_ids, params)
@@ -190,7 +190,7 @@ class Engine:
             )
 
     def abort(self, request_id: int) -> Sequence | None:
-        """Drop a request wherever it is; returns its sequence, or None when it is already done or unknown."""
+        """Drop a request in any state; returns its sequence, or None if it is finished or unknown."""
         if request_id not in self._requests:
             return None
         seq, _ = self._requests[request_id]
@@ -200,9 +200,8 @@ class Engine:
         return seq
 
     def record(self, most_drafted: int = 0, *, grows_trees: bool = False) -> None:
-        """Record the passes that rounds need, on a device that replays passes: with as many drafts as the present
-        drafters make, or `most_drafted`, or with whole trees. Takes seconds on CUDA, during which no request
-        advances."""
+        """Record the passes of rounds on a device that replays passes: for as many drafts as the present drafters make, or
+        `most_drafted`, or for trees. Takes seconds on CUDA, during which all requests wait."""
         most = max(most_drafted, *(drafter.num_drafted for drafter in self.pool.drafters))
         if most and self.pool.lookups:
             most = max(most, self.pool.lookups.num_drafted)
@@ -213,12 +212,12 @@ class Engine:
             self.device_rounds.record()
 
     def whole_chunks(self) -> contextlib.AbstractContextManager[None]:
-        """Within, prompts are read in whole chunks beside rows that decode: for work that nobody follows token by token."""
+        """Within this context, prefill chunks have the maximum size even while rows decode: for work that is not streamed."""
         return self.planner.chunks.whole() if isinstance(self.planner, AdaptivePlanner) else contextlib.nullcontext()
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
-        """One prefill chunk and one decode round at most; returns what each request gained."""
+        """Run at most one prefill chunk and one decode round; returns the output of each request."""
         self.rounds, self.read = [], (0, 0.0)
         if not (self.target.has_own_threads and self.pool.has_own_threads):
             return self._advance()
@@ -327,7 +326,7 @@ class Engine:
         return chunks
 
     def _publish(self, seq: Sequence, now: float) -> Chunk:
-        """Decode the new tokens, end the answer at a stop string, release what is done."""
+        """Decode the new tokens to text, end the answer at a stop string, release a finished request."""
         _, stream = self._requests[seq.request_id]
         tokens = seq.tokens[seq.prompt_len + len(seq.timings.token_s) :]
         ended_by_token = seq.finish_reason == "stop"
@@ -356,14 +355,14 @@ class Engine:
             self.router.ended(seq.request_id)
         self.scheduler.remove(seq)
         if seq.constraint is not None and seq.constraint.has_failed and seq.finish_reason == "stop":
-            seq.finish_reason = "length"  # cut short: this is not what was asked for
+            seq.finish_reason = "length"  # cut short: the answer does not match its grammar
         seq.constraint = None
         del self._requests[seq.request_id]
         self._guests.pop(seq.request_id, None)
 
     def check_integrity(self) -> None:
-        """Assert the engine's bookkeeping; cheap enough to call after every step of a test."""
+        """Assert that the engine's bookkeeping is consistent; cheap enough for every step of a test."""
         self.scheduler.check_integrity()
         alive = {seq.request_id for seq in (*self.scheduler.waiting, *self.scheduler.prefilling, *self.scheduler.running)}
         assert alive == set(self._requests), "a request leaked"
-        assert not self.prefix or self.prefix.deferred <= alive, "who waits for a beginning is not there"
+        assert not self.prefix or self.prefix.deferred <= alive, "a deferred request is no longer queued"

@@ -1,8 +1,8 @@
-"""Answers that keep to a grammar: JSON, JSON of a schema, or a regex, token by token, speculation included.
+"""Grammar-constrained decoding: JSON, JSON of a schema, or a regex, token by token, with speculation.
 
-`Grammars` compiles `SamplingParams.grammar` through llguidance; the state rides on `Sequence.constraint`. Each round
-`within_grammars` walks the drafts through it before the target sees them and cuts them where it refuses; the judge then gives
-every checked position the mask of the drafts before it. The matcher itself only ever keeps committed tokens.
+`Grammars` compiles `SamplingParams.grammar` with llguidance; the state is `Sequence.constraint`. In each round
+`within_grammars` advances the state along the drafts before verification and cuts them at the first refused one; the judge then
+masks every verified position by the drafts before it. Only committed tokens stay in the matcher.
 """
 
 from __future__ import annotations
@@ -26,30 +26,31 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WHITESPACE = r"[ \t\r\n]{0,16}"
-"""Between the parts of a JSON text: bounded, or a small model may go on indenting for ever."""
+"""Whitespace between the parts of a JSON text; bounded, because a small model may indent forever."""
 MAX_CHARACTERS = 65_536
-"""Longest schema or regex: compiling takes time with the square of the number of properties, two seconds at this length."""
+"""Maximum characters of a schema or regex; compile time is quadratic in the number of properties, two seconds at this
+length."""
 SPECIAL_LOOK = re.compile("<.*>", re.DOTALL)
-"""Added tokens of this spelling are special to llguidance."""
+"""Added tokens that llguidance treats as special."""
 _LEAST = -1e30
-"""A logit that only -inf is below."""
+"""A logit below all others except -inf."""
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer, in any thread; may outlive its engine.
+    """Compiles grammars for one tokenizer, from any thread; may outlive its engine.
 
-    The first compilation reads the vocabulary, which takes a second or so and keeps the interpreter; others do not keep it.
+    The first compilation reads the vocabulary, which takes about a second and holds the GIL; later ones do not hold it.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """`tokenizer.backend` is its `tokenizers.Tokenizer`; it is not touched before the first grammar."""
+        """`tokenizer.backend` is its `tokenizers.Tokenizer`; it is first used by the first grammar."""
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self._vocabulary: LLTokenizer | None = None
         self._reading = threading.Lock()
         self._compiled = lru_cache(maxsize=64)(self._compile)
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """Fresh state for one answer. Raises SamplingError on a schema or regex that is wrong or cannot be followed."""
+        """Returns new state for one answer. Raises SamplingError for an invalid or unsupported schema or regex."""
         return Grammar(self._compiled(spec).deep_copy())
 
     def _compile(self, spec: GrammarSpec) -> LLMatcher:
@@ -85,10 +86,10 @@ class Grammars:
 
 
 def _with_renamed(tokenizer_json: str, tokens: set[int]) -> str:
-    """A `tokenizers` JSON in which these added tokens have names that no text spells.
+    """Returns the `tokenizers` JSON with these added tokens renamed to strings that no text contains.
 
-    llguidance encodes forced text with the tokenizer, which makes one token of a special token's spelling, and then
-    refuses that token: with no such spelling the text becomes ordinary tokens.
+    llguidance encodes forced text with the tokenizer, which turns a special token's text into that token, and then refuses the
+    token. Without that string in the vocabulary, the text becomes ordinary tokens.
     """
     tokenizer, nonce = json.loads(tokenizer_json), secrets.token_hex(16)
     names = {each["content"]: f"<{nonce}:{each['id']}>" for each in tokenizer["added_tokens"] if each["id"] in tokens}
@@ -106,12 +107,12 @@ def _with_renamed(tokenizer_json: str, tokens: set[int]) -> str:
 
 
 def _is_spelled(tokenizer: LLTokenizer, token: int, text: str) -> bool:
-    """True if llguidance takes the added token for this text."""
+    """True if llguidance decodes the added token to this text."""
     return tokenizer.decode_bytes([token]) in (text.encode(), text.replace("\u2581", " ").encode())
 
 
 def _source(spec: GrammarSpec) -> str:
-    """The grammar in llguidance's own language."""
+    """Returns the grammar in llguidance's language."""
     from llguidance import LLMatcher
 
     if spec.kind not in get_args(GrammarKind):
@@ -136,21 +137,22 @@ def _refusal(spec: GrammarSpec, reason: str) -> SamplingError:
 
 
 class Grammar:
-    """The grammar of one answer: which tokens may come next.
+    """Grammar state of one answer: the tokens that may come next.
 
-    If it exceeds llguidance's limits in the middle of the answer, it `has_failed`, and allows only the end token.
+    If the answer exceeds llguidance's limits, it `has_failed` and allows only the end token.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
         self._num_consumed = 0
         self._masks: list[bytes] = []
-        """One bit a token: what may stand at each position of the walk that began after `_num_consumed` tokens."""
+        """Bitmask of the allowed tokens at each position of the latest walk, which began after `_num_consumed` tokens."""
 
     def follow(self, seq: Sequence, drafts: list[int], corrects: bool = False) -> list[int]:
-        """The first drafts that the grammar allows; keeps the masks of their positions and of the next for `mask`.
+        """Returns the leading drafts that the grammar allows; stores the masks of their positions and of the next one for
+        `mask`.
 
-        With `corrects` a refused draft gives way to the grammar's own token, where it leaves only one: that is sure to stand.
+        With `corrects` a refused draft is replaced by the grammar's token if it allows only one, which is sure to be accepted.
         """
         matcher = self._matcher
         matcher.consume_tokens(seq.tokens[seq.prompt_len + self._num_consumed :])
@@ -177,9 +179,9 @@ class Grammar:
         return self._matcher.is_error()
 
     def mask(self, seq: Sequence, logits_JV: Tensor) -> Tensor:
-        """A copy of the logits with -inf where the grammar refuses; positions behind a refused draft stay as they are.
+        """Returns a copy of the logits [J, V] with -inf for refused tokens; positions after a refused draft are unchanged.
 
-        Nobody looks at those: the draft before them has no chance to stand.
+        Those positions are never used, because the refused draft before them cannot be accepted.
         """
         if not self._masks or self._num_consumed != seq.num_output:
             self.follow(seq, [])
@@ -198,16 +200,16 @@ def _allows(mask: bytes, token: int) -> bool:
 
 
 def _only(mask: bytes) -> int | None:
-    """The one token that the mask allows, if it is one."""
+    """Returns the allowed token if there is exactly one."""
     bits = int.from_bytes(mask, "little")
     return bits.bit_length() - 1 if bits.bit_count() == 1 else None
 
 
 def within_grammars(batch: Batch, draft: DraftBlock) -> DraftBlock:
-    """The drafts corrected and cut by the grammars: the target need not check what cannot stand. Never longer than before.
+    """Returns the drafts corrected and cut by the grammars, so that the target verifies only acceptable ones. Never longer.
 
-    A draft that was sampled is not corrected, and where it is refused it stays as the last of its row: what replaces it is
-    drawn from what its own distribution leaves of the target's, and would be drawn from another if it had not been there.
+    Sampled drafts are not corrected, and a refused one stays as the last of its row: its replacement is sampled from the
+    residual with its own distribution, and would have another distribution if the draft were removed.
     """
     if all(seq.constraint is None for seq in batch.sequences):
         return draft

@@ -1,4 +1,4 @@
-"""The public face: `LLM` loads a model and a drafter and answers; blocking, streaming, or many prompts at once.
+"""The main class of the library: `LLM` loads a model and a drafter and generates: blocking, streaming, or batched.
 
 llm = LLM("smollm2-135m", drafter="default", dtype="bfloat16")
 out = llm.chat([[{"role": "user", "content": "..."}]], SamplingParams(max_tokens=128))
@@ -43,18 +43,17 @@ from paceline.verify.rules import RULES, mocked
 
 Message = dict[str, Any]
 _RAW_TEXT = "pass the text itself to generate()"
-"""The way out of `chat` where a template is missing or refuses."""
+"""Remedy for errors of `chat` templates."""
 LATER = 7
-"""Drafts a round that passes are measured for where a drafter may come later."""
+"""Drafts per round for which passes are measured if a drafter may be added later."""
 
 
 class LLM:
     """A model with its drafter. Settings are the fields of `EngineConfig`; `drafter` may also be a Drafter object.
 
-    With `drafters` it has several by their names, the first for whoever asks for none, and `router` chooses for requests of
-    `engine.add` that come with a route. `allow_lossy` lets requests ask for lossy rules (`SamplingParams.lossy`), none of which
-    may then have a larger mean total variation than `max_tv`. Raises the errors of paceline.errors: a missing model, a drafter
-    for another target, a cache beyond its budget.
+    `drafters` gives several by name; the first is the default, and `router` chooses for requests of `engine.add` with a route.
+    `allow_lossy` permits lossy rules (`SamplingParams.lossy`) with at most `max_tv` mean total variation. Raises the errors of
+    paceline.errors: a missing model, a drafter for another target, a cache beyond its budget.
     """
 
     def __init__(
@@ -68,49 +67,49 @@ class LLM:
         max_tv: float | None = None,
         **settings: Any,
     ) -> None:
-        asked = drafters or {"": drafter}
-        first = next(iter(asked.values()))
+        specs = drafters or {"": drafter}
+        first = next(iter(specs.values()))
         name = first if isinstance(first, str) else (first.name if first else "none")
         self.config = settle(EngineConfig.of(model=model, drafter=name, **settings))
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
             if native_lib.load() is not None:
                 native_lib.follow_torch()
-        with ThreadPoolExecutor(1) as beside:  # packing the target's matrices leaves Python to the tokenizer
-            tokenizer = beside.submit(_tokenizer, self.config, resolve_model(model))
+        with ThreadPoolExecutor(1) as executor:  # packing the target's matrices leaves Python to the tokenizer
+            tokenizer = executor.submit(_tokenizer, self.config, resolve_model(model))
             self.target = load_target(self.config)
             self.tokenizer = tokenizer.result() or Tokenizer.stand_in(self.target.vocab_size)
-        made = {
+        created = {
             name: make_drafter(spec, self.target, target_name=model, num_drafted=self.config.num_drafted)
-            for name, spec in asked.items()
+            for name, spec in specs.items()
         }
-        self.drafter = next(iter(made.values()))
-        """What requests get that ask for none."""
+        self.drafter = next(iter(created.values()))
+        """The default drafter."""
         self.router = router
         self.allow_lossy, self.max_tv = allow_lossy, max_tv
-        _fit_budget(self.config, self.target, list(made.values()))
+        _fit_budget(self.config, self.target, list(created.values()))
         self.pass_costs: PassCosts | None = None
-        """Seconds of target passes as measured when a plan first needed them."""
+        """Measured seconds of target passes; measured when a plan first needs them."""
         self._planners: WeakKeyDictionary[Drafter, Planner] = WeakKeyDictionary()
         self._inboxes: dict[int, deque[Chunk]] = {}
-        """Chunks of the requests that `generate` and `stream` wait for, whoever made the step they came from."""
-        self.engine = self.new_engine(made if drafters else self.drafter)
+        """Request id -> chunks for `generate` and `stream`, no matter which caller ran the step."""
+        self.engine = self.new_engine(created if drafters else self.drafter)
 
     @classmethod
     def of(cls, config: EngineConfig, **more: Any) -> LLM:
-        """From settings that were made before, as the commands do."""
+        """Creates an LLM from complete settings, as the commands do."""
         return cls(**(asdict(config) | more))
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all KV caches; taken once, and exceeded only when drafters are put in."""
+        """Bytes of all KV caches; allocated once, and exceeded only if drafters are added."""
         return self.target.cache.num_bytes + sum(each.cache_bytes(self.target) for each in self.engine.pool.drafters)
 
     def new_engine(self, drafter: Drafter | Mapping[str, Drafter]) -> Engine:
-        """An engine over the same weights and cache with another drafter, or several; use one engine at a time.
-        On CUDA the passes of its rounds are recorded first, which takes seconds.
+        """Returns an engine with the same weights and cache and another drafter, or several; use one engine at a time. On CUDA
+        this first records passes, which takes seconds.
 
-        Where the plan adapts and no number of drafts is asked for, lookups stand beside a drafter that computes.
+        If the plan adapts and no number of drafts is set, prompt lookup is added to a drafter that computes.
         """
         every, mock = [drafter] if isinstance(drafter, Drafter) else list(drafter.values()), self.config.mocked
         engine = Engine(
@@ -133,18 +132,17 @@ class LLM:
         return self.config.plan == "auto" and self.config.mocked is None
 
     def _record_if_idle(self) -> None:
-        """Record passes unless requests run: then rounds are computed eagerly until another drafter comes while none
-        do."""
+        """Record passes unless requests are running; otherwise rounds run unrecorded until the next change while idle."""
         if not self.engine.has_work:
             self.record_passes(self.engine)
 
     def record_passes(self, engine: Engine) -> None:
-        """Record the passes of this engine's rounds where the device replays such; those recorded already are kept."""
+        """Record the passes of this engine's rounds if the device replays passes; existing recordings are reused."""
         grows = self.config.trees if self._adapts else self.config.plan.startswith("tree")
         engine.record(LATER if self.router else 0, grows_trees=grows)
 
     def _planner_of(self, *drafters: Drafter) -> Planner:
-        """What it has learned of a drafter, the first of several, stays with the drafter."""
+        """Returns the planner of these drafters. An adaptive planner is kept with the first drafter, with its estimates."""
         chunk = self.config.prefill_chunk
         if self.config.plan != "auto":
             fixed, mock = fixed_planner(self.config.plan, chunk), self.config.mocked
@@ -166,31 +164,31 @@ class LLM:
         return self._planners[first]
 
     def make_drafter(self, drafter: str | Drafter | None, **options: Any) -> Drafter:
-        """The drafter of this name for this target; `options` go to its constructor. Raises what `draft.registry` does."""
+        """Creates a drafter by name for this target; `options` go to its constructor. Raises the errors of `draft.registry`."""
         return make_drafter(drafter, self.target, target_name=self.config.model, **options)
 
     def use_drafter(self, drafter: str | Drafter | None, **options: Any) -> None:
-        """Give new requests another drafter; those that run keep theirs. Raises what making and binding it raises, and leaves
-        everything as it was then."""
-        made = self.make_drafter(drafter, **options)
-        self.engine.swap(made)
-        self.drafter = made
+        """Replace the drafter for new requests; running ones keep theirs. Raises the errors of creating and binding it; nothing
+        has changed then."""
+        created = self.make_drafter(drafter, **options)
+        self.engine.swap(created)
+        self.drafter = created
         self._record_if_idle()
         if not self.engine.has_work and len(self.members) == 1:
-            self.engine.planner = self._planner_of(made)
+            self.engine.planner = self._planner_of(created)
 
     @property
     def members(self) -> dict[str, Member]:
-        """The drafters that requests may get, by their names, as they are now. "none" is always one besides."""
+        """The drafters of the pool by name, as copies. "none" is always available in addition."""
         return {name: replace(member) for name, member in self.engine.pool.members.items()}
 
     def use_members(self, members: Mapping[str, Member]) -> None:
-        """Replaces the engine by one with these drafters. Raises ConfigError while answers are under way, and what
-        binding the drafters raises."""
-        self._refuse_under_way("drafters cannot be exchanged all at once")
+        """Replace the engine by one with these drafters. Raises ConfigError while answers are running, and the errors of
+        binding the drafters."""
+        self._refuse_while_running("drafters cannot be exchanged all at once")
         self._replace_engine(members)
 
-    def _refuse_under_way(self, what: str) -> None:
+    def _refuse_while_running(self, what: str) -> None:
         if self.engine.has_work:
             raise ConfigError(f"{what} while answers are under way: wait until they have ended, or close their streams")
 
@@ -204,38 +202,39 @@ class LLM:
         self.drafter = self.engine.drafter
 
     def put_drafter(self, name: str, drafter: Drafter) -> None:
-        """Make it a member under this name, in the place of any other; requests that run keep what they have. Raises what
-        binding it raises, and leaves everything as it was then."""
+        """Add a drafter to the pool under this name, or replace the one there; running requests keep theirs. Raises the errors
+        of binding it; nothing has changed then."""
         self.engine.put(name, drafter)
         self.drafter = self.engine.drafter
         self._record_if_idle()
 
     def drain_drafter(self, name: str) -> None:
-        """Give the member to no new request. Raises ConfigError when there is none of this name."""
+        """Stop giving this drafter to new requests. Raises ConfigError for an unknown name."""
         self.engine.pool.admit(name, False)
         self.drafter = self.engine.drafter
         self._record_if_idle()
 
     def remove_drafter(self, name: str) -> None:
-        """Give the member to no new request and forget it when its last one has ended. Raises as `drain_drafter`."""
+        """Stop giving this drafter to new requests, and remove it after its last request. Raises the errors of
+        `drain_drafter`."""
         self.engine.remove(name)
         self.drafter = self.engine.drafter
         self._record_if_idle()
 
     def renew(self) -> None:
-        """After an engine failed: the same weights and drafters, an empty cache, a new engine. Answers under way are
-        lost: their streams raise EngineReplacedError."""
+        """Start a new engine after a failure, with the same weights and drafters and an empty cache. Running answers are lost:
+        their streams raise EngineReplacedError."""
         cache, members = self.target.cache, self.members
         self.target.allocate_cache(cache.num_rows, cache.max_len)
         self._replace_engine(members)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Other weights for the model, of the same shapes, by their Hugging Face names: a policy after an update. Keys, values
-        and features of before, the model's and the drafters', are gone; the drafters stay.
+        """Replace the model's weights, for example after a policy update: tensors of the same shapes, by their Hugging Face
+        names. Drafters stay; all keys, values and features are discarded.
 
-        Raises ConfigError while answers are under way, and what `Target.load_weights` does; then nothing has changed.
+        Raises ConfigError while answers are running, and the errors of `Target.load_weights`; nothing has changed then.
         """
-        self._refuse_under_way("weights cannot change")
+        self._refuse_while_running("weights cannot change")
         members = self.members
         self.target.load_weights(tensors.items())
         self._replace_engine(members)
@@ -243,8 +242,8 @@ class LLM:
     def encode_chat(
         self, messages: list[Message], tools: Iterable[Message] | None = None, variables: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Token ids of a conversation through the model's chat template, given `variables`. Raises PromptError on malformed
-        messages."""
+        """Returns the token ids of a conversation by the model's chat template, with these `variables`. Raises PromptError for
+        malformed messages."""
         return chat_ids(self.tokenizer, messages, tools or (), variables)
 
     def chat(
@@ -253,7 +252,7 @@ class LLM:
         params: SamplingParams | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> list[Completion]:
-        """Answer each conversation; in the order given."""
+        """Answer each conversation; returns answers in the same order."""
         with way_out(_RAW_TEXT):
             prompts = [self.encode_chat(messages) for messages in conversations]
         return self.generate_ids(prompts, params, on_chunk)
@@ -261,7 +260,7 @@ class LLM:
     def generate(
         self, prompts: list[str], params: SamplingParams | None = None, on_chunk: Callable[[Chunk], None] | None = None
     ) -> list[Completion]:
-        """Continue each raw text; no chat template."""
+        """Continue each raw text, without a chat template."""
         return self.generate_ids([self.tokenizer.encode(prompt) for prompt in prompts], params, on_chunk)
 
     def generate_ids(
@@ -270,9 +269,9 @@ class LLM:
         params: SamplingParams | list[SamplingParams] | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> list[Completion]:
-        """Continue each list of token ids. On an error or interrupt every request of this call is aborted.
+        """Continue each list of token ids. An error or interrupt aborts every request of this call.
 
-        Without `on_chunk` and streams beside it prompts are read in whole chunks: the answers are there sooner, all together.
+        Without `on_chunk` and other streams prompts are prefilled in maximum chunks: the batch as a whole finishes sooner.
         """
         each = params if isinstance(params, list) else [params] * len(prompts)
         texts, done = [""] * len(prompts), dict[int, Completion]()
@@ -284,30 +283,31 @@ class LLM:
                 seq = chunk.sequence
                 texts[place] += chunk.text
                 if chunk.finish_reason is not None:
-                    asked, scores, stats = seq.tokens[: seq.prompt_len], seq.prompt_logprobs, GenerationStats.of(seq)
+                    prompt_ids, scores, stats = seq.tokens[: seq.prompt_len], seq.prompt_logprobs, GenerationStats.of(seq)
                     ids, reason = seq.output_ids, chunk.finish_reason
-                    done[place] = Completion(texts[place], ids, reason, stats, seq.logprobs, asked, scores)
+                    done[place] = Completion(texts[place], ids, reason, stats, seq.logprobs, prompt_ids, scores)
                 if on_chunk:
                     on_chunk(chunk)
         return [done[place] for place in range(len(prompts))]
 
     def stream(self, prompt: list[Message] | str | list[int], params: SamplingParams | None = None) -> Generator[Chunk]:
-        """Chunks of one answer as they are committed: messages go through the chat template, a string is raw text.
+        """Yields chunks of one answer as they are committed. Messages go through the chat template, a string is raw text.
 
-        Several streams may be read in turns, and other answers made between two chunks: each gets its own.
+        Several streams may be read in turns, and other answers generated between two chunks; each gets its own chunks.
         """
         with contextlib.closing(self._answer([(self._ids_of(prompt), params)])) as answering:
             for _, chunk in answering:
                 yield chunk
 
-    def _answer(self, asked: list[tuple[list[int], SamplingParams | None]]) -> Generator[tuple[int, Chunk]]:
-        """Chunks of these requests, each with the place of its request, until all are finished; the others are then aborted."""
+    def _answer(self, requests: list[tuple[list[int], SamplingParams | None]]) -> Generator[tuple[int, Chunk]]:
+        """Yields (index of the request, chunk) until all requests are finished; aborts the others on an error or when
+        closed."""
         engine, inbox, places = self.engine, deque[Chunk](), dict[int, int]()
         try:
-            for place, (prompt_ids, params) in enumerate(asked):
+            for place, (prompt_ids, params) in enumerate(requests):
                 request_id = engine.add(prompt_ids, params)
                 self._inboxes[request_id], places[request_id] = inbox, place
-            num_left = len(asked)
+            num_left = len(requests)
             while num_left:
                 while not inbox:
                     if self.engine is not engine or not engine.has_work:
@@ -338,14 +338,14 @@ class LLM:
 
 
 def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer | None:
-    """None where a stand-in will do: random weights say nothing, so a folder with a config.json is enough."""
+    """Returns the tokenizer; None for random weights in a folder without one, which use a stand-in."""
     if config.weights == "random" and path.is_dir() and not (path / "tokenizer.json").is_file():
         return None
     return Tokenizer.from_path(path)
 
 
 def _fit_budget(config: EngineConfig, target: Target, drafters: list[Drafter]) -> None:
-    """With a memory budget: as many rows as fit, at most max_batch. Raises MemoryBudgetError when not one does."""
+    """Allocate as many cache rows as fit in the memory budget, at most max_batch. Raises MemoryBudgetError if none fits."""
     if config.kv_memory is None:
         return
     row_bytes = target.cache.num_bytes + sum(drafter.cache_bytes(target) for drafter in drafters)

@@ -1,6 +1,6 @@
-"""The judge's part for requests with a lossy rule: from logits to the distributions that `verify/lossy.py` reads.
+"""Judges requests with a lossy rule: from logits to the distributions that `verify/lossy.py` reads.
 
-What is said is added to the sequence's ledger as it is decided; `Sequence.accept` takes back what was not said after all.
+Each decision is added to the sequence's ledger immediately; `Sequence.accept` removes those of tokens that were not committed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from paceline.verify.lossy import follow, lossy_rule
 from paceline.verify.rules import CheckedRow, RowVerdict, Uniforms
 
 NO_TOKEN = -1
-"""In place of a token where there is none to choose; `ForwardOutput.best_T` has it too."""
+"""Placeholder of a missing token; also used by `ForwardOutput.best_T`."""
 
 
 def judge_lossy(
     seq: Sequence, tokens: list[int], tree: Tree | None, draft_probs_KV: Tensor | None, logits_JV: Tensor
 ) -> tuple[RowVerdict, list[int]]:
-    """The verdict, whose next token is -1 where there is none to choose, and the drafts that stand, root to leaf.
+    """Returns the verdict, whose next token is NO_TOKEN without a distribution, and the accepted drafts, root to leaf.
 
-    `logits_JV` are the model's own: of the anchor, then of each draft.
+    `logits_JV`: the model's own logits of the anchor, then of each draft.
     """
     assert seq.params.lossy is not None and seq.ledger is not None
-    params, uniforms, asked = seq.params, Uniforms.of(seq), seq.params.lossy
+    params, uniforms, lossy = seq.params, Uniforms.of(seq), seq.params.lossy
     if tree is None:
         logits_JV = penalise(logits_JV, params, seq.tokens, seq.counts, tokens)
         if seq.constraint is not None:
@@ -38,8 +38,8 @@ def judge_lossy(
     def logits_1V(path: list[int]) -> Tensor:
         if tree is None:
             return logits_JV[len(path)].unsqueeze(0)
-        slots, said = [0, *(node + 1 for node in path)], [tokens[node] for node in path]
-        return penalise(logits_JV[slots], params, seq.tokens, seq.counts, said)[-1:]
+        slots, drafts = [0, *(node + 1 for node in path)], [tokens[node] for node in path]
+        return penalise(logits_JV[slots], params, seq.tokens, seq.counts, drafts)[-1:]
 
     def own(path: list[int]) -> int:
         if params.is_greedy:
@@ -60,10 +60,10 @@ def judge_lossy(
                 draw=lambda slot: race(logits_JV[slot], params, uniforms.noise(slot)),
                 target_probs=lambda: target_probs(logits_JV, params),
             )
-            verdict = lossy_rule(asked, seq.ledger).verify(row)
+            verdict = lossy_rule(lossy, seq.ledger).verify(row)
             return verdict, list(range(verdict.num_accepted))
         parents = range(-1, len(tokens) - 1) if tree is None else tree.parents
-        kept, token = follow(asked, tokens, parents, own, probs, uniforms.accept, seq.ledger, params.is_greedy)
-        return RowVerdict(len(kept), token), kept
+        accepted, token = follow(lossy, tokens, parents, own, probs, uniforms.accept, seq.ledger, params.is_greedy)
+        return RowVerdict(len(accepted), token), accepted
     except NumericsError:
         return RowVerdict(0, NO_TOKEN), []

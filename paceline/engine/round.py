@@ -1,10 +1,10 @@
-"""The decode round: guess, check in one target pass, keep what stands. Everything else plugs into it.
+"""The decode round: draft, verify in one target pass, accept and commit. All other parts plug into it.
 
 `device_round.py` computes the same on the device for batches that qualify.
 
-The judge makes a verdict of the verify pass's logits: each request's own distribution, judged by the chosen rule. Rows that
-are greedy and unpenalised need only the argmax of each position, taken for the whole batch at once; every other row gets its
-bias, penalties and filters first. The rules themselves are pure functions in `verify/rules.py`.
+The judge turns the verify pass's logits into a verdict: each request's own distribution, judged by the selected rule. Greedy
+rows without penalties need only the argmax of each position, computed for the whole batch at once; every other row first gets
+its bias, penalties and filters. The rules themselves are pure functions in `verify/rules.py`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from paceline.types import NONE, Batch, DraftBlock, RoundStats, Sequence, Take, 
 from paceline.verify.rules import RULES, CheckedRow, RowVerdict, Rule, Uniforms, match_prefix
 
 Narrow = Callable[[list[list[float] | None], list[Candidates | None] | None], list[int | Tree]]
-"""How many drafts of each row to check, or which tree, told from `DraftBlock.sure_B` and `candidates_B` (`Planner.narrow`)."""
+"""Returns how many drafts of each row to verify, or which tree, from `DraftBlock.sure_B` and `candidates_B`
+(`Planner.narrow`)."""
 
 
 def decode_round(
     batch: Batch, target: Target, drafter: Drafter | Pool, judge: RuleJudge, narrow: Narrow | None = None
 ) -> RoundStats:
-    """One round for every sequence of the batch: draft K tokens, verify J = K+1 positions, commit what stands."""
+    """Run one round for every sequence of the batch: draft K tokens, verify J = K+1 positions, commit the accepted ones."""
     started, recording_s = time.perf_counter(), target.recording_s
     proposed = drafter.propose(batch)
     if narrow:
@@ -68,19 +69,19 @@ def decode_round(
         source_s=proposed.source_s,
         drafter_B=[LOSSY if seq.params.lossy else seq.drafter for seq in batch.sequences],
         trees_B=_outcomes(draft, verdict),
-        said_B=_said(batch, proposed, num_committed_B) if batch.tells_said and verdict.lossless else None,
+        said_B=_ranks(batch, proposed, num_committed_B) if batch.tells_said and verdict.lossless else None,
     )
 
 
 def fail(batch: Batch, verdict: Verdict) -> None:
-    """End the requests that cannot go on; the others are none the worse."""
+    """Fail requests without a next token (non-finite logits, or all tokens forbidden); other rows continue."""
     for seq, reason in zip(batch.sequences, verdict.failed_B or (), strict=False):
         if reason is not None:
             seq.finish_reason, seq.error = "error", NumericsError(reason)
 
 
 def verify_input(batch: Batch, draft: DraftBlock, only_argmax: bool = False) -> ForwardBatch:
-    """Each row's anchor and its drafts, packed row after row."""
+    """Returns each row's anchor and drafts, packed row after row."""
     counts = [1 + len(tokens) for tokens in draft.tokens_B]
     rows = zip(batch.sequences, draft.tokens_B, strict=True)
     packed = [token for seq, tokens in rows for token in (seq.tokens[-1], *tokens)]
@@ -89,7 +90,7 @@ def verify_input(batch: Batch, draft: DraftBlock, only_argmax: bool = False) -> 
 
 
 def _parents(draft: DraftBlock) -> list[int]:
-    """As ForwardBatch has them: the anchor is the first token of each row."""
+    """Returns the parents as in ForwardBatch: the anchor is the first token of each row."""
     parents: list[int] = []
     for tokens, tree in zip(draft.tokens_B, draft.trees_B or [], strict=True):
         own = range(-1, len(tokens) - 1) if tree is None else tree.parents
@@ -98,7 +99,7 @@ def _parents(draft: DraftBlock) -> list[int]:
 
 
 def _slots(verdict: Verdict, num_committed_B: list[int]) -> list[list[int]]:
-    """Of each row which tokens of its pass stay in the cache: the anchor and the drafts that were committed."""
+    """Returns the tokens of each row's pass that stay in the cache: the anchor and the committed drafts."""
     kept_B = verdict.kept_B or [None] * len(num_committed_B)
     return [
         list(range(count)) if kept is None else [0, *(node + 1 for node in kept)][:count]
@@ -111,7 +112,7 @@ def _lengths(block: DraftBlock) -> list[int]:
     return [tree.depth if tree else len(tokens) for tokens, tree in zip(block.tokens_B, trees_B, strict=True)]
 
 
-def _said(batch: Batch, proposed: DraftBlock, num_committed_B: list[int]) -> list[Said | None] | None:
+def _ranks(batch: Batch, proposed: DraftBlock, num_committed_B: list[int]) -> list[Said | None] | None:
     if not proposed.candidates_B:
         return None
     rows = zip(batch.sequences, proposed.candidates_B, num_committed_B, strict=True)
@@ -132,8 +133,8 @@ def _outcomes(draft: DraftBlock, verdict: Verdict) -> list[Outcome | None] | Non
 def commit(batch: Batch, draft: DraftBlock, verdict: Verdict) -> list[int]:
     """Append the accepted drafts and the bonus token to each sequence, up to a token that ends it.
 
-    Returns how many tokens each row gained: at least 1, but 0 of a request that failed. `cached_len` follows: all of the
-    sequence but its last token.
+    Returns the number of tokens that each row gained: at least 1, but 0 for a failed request. `cached_len` becomes the length
+    of the sequence without its last token.
     """
     fail(batch, verdict)
     gained = []
@@ -150,7 +151,7 @@ def commit(batch: Batch, draft: DraftBlock, verdict: Verdict) -> list[int]:
 def _observed(
     batch: Batch, draft: DraftBlock, firsts: list[int], slots_B: list[list[int]], out: ForwardOutput
 ) -> list[Observed]:
-    """The anchor and the accepted drafts of each row: positions that the verify pass has put into the cache for good."""
+    """Returns the anchor and the accepted drafts of each row: the positions that stay in the cache."""
     observed, begin = [], 0
     for seq, tokens, first, slots in zip(batch.sequences, draft.tokens_B, firsts, slots_B, strict=True):
         if slots and slots[-1] == len(slots) - 1:
@@ -163,7 +164,7 @@ def _observed(
 
 
 class RuleJudge:
-    """Decides which drafts stand: of sampled rows by `rule`, of greedy rows too unless it weighs probabilities, then by the
+    """Decides which drafts are accepted: by `rule`, except for greedy rows if the rule needs probabilities; those take the
     longest match."""
 
     def __init__(self, rule: Rule = RULES["auto"]) -> None:
@@ -174,12 +175,12 @@ class RuleJudge:
         return self.rule.takes_trees
 
     def only_argmax(self, batch: Batch) -> bool:
-        """Whether the largest logit of each position is all it will look at."""
+        """True if the judge needs only the largest logit of each position."""
         return all(_is_plain(seq) and seq.params.logprobs is None for seq in batch.sequences)
 
     def __call__(self, batch: Batch, draft: DraftBlock, out: ForwardOutput) -> Verdict:
-        """`out` is the verify pass's, positions packed row after row. Log-probabilities of the tokens about to be committed are
-        added to the sequences that ask for them."""
+        """Judges a verify pass; `out` has its positions packed row after row. Adds log-probabilities of the tokens to be
+        committed to the sequences that request them."""
         plain = [_is_plain(seq) for seq in batch.sequences]
         argmax_T = out.best_T() if any(plain) else []
         accepted: list[int] = []
@@ -214,35 +215,36 @@ class RuleJudge:
             bonus.append(row_verdict.next_token)
             if seq.params.logprobs is not None and out.logits_TV is not None and bonus[-1] != _NONE:
                 path = path[: accepted[-1]]
-                slots, said = [0, *(node + 1 for node in path)], [*(tokens[node] for node in path), bonus[-1]]
+                slots, committed = [0, *(node + 1 for node in path)], [*(tokens[node] for node in path), bonus[-1]]
                 count, scale = seq.params.logprobs, seq.params.logprob_temperature
-                for slot, token in zip(slots, said, strict=True):
+                for slot, token in zip(slots, committed, strict=True):
                     seq.logprobs.append(logprobs_of(out.logits_TV[begin + slot], token, count, scale))
             begin = end
-        kept = kept_B if draft.trees_B else None
-        return Verdict(accepted, bonus, self.rule.lossless, kept, failed_B if any(failed_B) else None)
+        accepted_paths_B = kept_B if draft.trees_B else None
+        return Verdict(accepted, bonus, self.rule.lossless, accepted_paths_B, failed_B if any(failed_B) else None)
 
     def _judge_tree(
         self, seq: Sequence, tree: Tree, argmax_J: list[int] | None, logits_JV: Tensor | None
     ) -> tuple[RowVerdict, list[int]]:
-        """The path that the target's own draws follow, each with the number of its position, and the token behind it; a rule
-        that walks by itself has the target draw only the last."""
+        """Returns the accepted path of a tree, which the target's own samples follow, each with its position's noise, and the
+        next token; if the rule has a `walk`, the target samples only the last token."""
         children = {} if self.rule.walk else tree.children()
-        kept = self.rule.walk(tree, Uniforms.of(seq)) if self.rule.walk else []
+        path = self.rule.walk(tree, Uniforms.of(seq)) if self.rule.walk else []
         while True:
-            node = kept[-1] if kept else -1
+            node = path[-1] if path else -1
             if argmax_J is not None:
                 token = argmax_J[node + 1]
             else:
                 assert logits_JV is not None
-                token = self._draw(seq, [tree.tokens[each] for each in kept], [0, *(each + 1 for each in kept)], logits_JV)
+                token = self._draw(seq, [tree.tokens[each] for each in path], [0, *(each + 1 for each in path)], logits_JV)
             child = children.get((node, token))
             if child is None:
-                return RowVerdict(len(kept), token), kept
-            kept.append(child)
+                return RowVerdict(len(path), token), path
+            path.append(child)
 
     def _draw(self, seq: Sequence, path: list[int], slots: list[int], logits_JV: Tensor) -> int:
-        """The target's token behind drafts that stand; `slots`: the anchor's row of the logits, and theirs. -1: none left."""
+        """Returns the target's token after the accepted drafts; -1 if none is left. `slots`: rows of the logits of the anchor
+        and those drafts."""
         if seq.params.logit_bias or seq.params.has_penalties or seq.shapes_logits:
             logits_JV = shape(seq, penalise(logits_JV[slots], seq.params, seq.tokens, seq.counts, path), path)
             slots = list(range(len(slots)))
@@ -279,7 +281,7 @@ class RuleJudge:
 
 
 def why(seq: Sequence, num_accepted: int, logits_JV: Tensor | None) -> str:
-    """Why there is no token to choose; `logits_JV` are the model's own, before penalties and grammar, if they matter."""
+    """Returns the reason for a missing token. `logits_JV`: the model's own, before penalties and grammar, if relevant."""
     best_J = [_NONE] * (num_accepted + 1) if logits_JV is None else ForwardOutput(logits_JV, None).best_T()
     if _NONE not in best_J:
         place = len(seq.tokens) + num_accepted
@@ -292,16 +294,16 @@ def why(seq: Sequence, num_accepted: int, logits_JV: Tensor | None) -> str:
 
 
 def _no_probs() -> Tensor:
-    raise AssertionError("a rule that needs no probabilities asked for them")
+    raise AssertionError("a rule with needs_probs=False read probabilities")
 
 
 def _is_plain(seq: Sequence) -> bool:
-    """Greedy, and nothing changes its logits, nor what may stand beside the largest."""
+    """True for a greedy request whose logits and acceptance nothing else changes."""
     return seq.params.is_greedy and not is_shaped(seq)
 
 
 def is_shaped(seq: Sequence) -> bool:
-    """Whether something besides temperature and filters changes its logits, or what may stand beside the target's token."""
+    """True if something besides temperature and filters changes a request's logits, or which drafts are accepted."""
     params = seq.params
     return (
         params.lossy is not None

@@ -1,12 +1,12 @@
-"""Who runs, and where: requests wait, get a cache row, are prefilled in chunks, decode, and leave; at any step, in any order.
+"""Scheduler: requests wait, get a cache row, are prefilled in chunks, decode, and leave; at any step, in any order.
 
 Each step does at most one prefill chunk and one decode round, so a long prompt delays the others by one chunk at a time.
 
-Prompts that begin alike share the work: keys, values and a drafter's features of a common prefix are copied between rows.
-A row remembers the tokens whose keys and values it holds, also after its sequence is gone and until another takes it. A new
-sequence takes over the longest prefix that any row has, from its own row without a copy. Where more of its prompt is about to
-be read for another, as in a group of answers to one prompt, it waits for that: its turn to read comes after. Only for targets
-that give a position the same bits in any company (`Target.is_width_invariant`): then reuse changes nothing of what is said.
+Prompts with a common prefix share work: its keys, values and drafter features are copied between rows. A row remembers the
+tokens in its cache after its sequence has ended, until it is allocated again. A new sequence reuses the longest prefix of any
+row; in its own row without a copy. If a longer prefix is about to be prefilled for another request, as in a group of answers to
+one prompt, it waits for that until its own prefill starts. This is only done for batch-invariant targets
+(`Target.is_width_invariant`), where reuse does not change outputs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.types import Sequence
 
 
 class Scheduler:
-    """First come, first served; a request is admitted when a cache row is free."""
+    """First-come first-served scheduler; a request is admitted when a cache row is free."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -36,7 +36,7 @@ class Scheduler:
         return bool(self.waiting or self.prefilling or self.running)
 
     def admit(self, choose: Callable[[Sequence, list[int]], int | None] | None = None) -> Iterator[Sequence]:
-        """Give free rows to waiting requests, one after another; `choose` may prefer one of the free rows."""
+        """Allocate free rows to waiting requests in order; `choose` may prefer one of the free rows."""
         while self.waiting and self._cache.num_free:
             seq = self.waiting.popleft()
             row = self._cache.allocate(choose(seq, self._cache.free_rows) if choose else None)
@@ -48,13 +48,14 @@ class Scheduler:
             yield seq
 
     def start_decoding(self, seq: Sequence) -> None:
-        """The prompt is in the cache. Rows are kept in order, so that neighbours run as one product."""
+        """Move a request whose prompt is in the cache to the running ones. Rows stay sorted, so that neighbours run as one
+        product."""
         self.prefilling.remove(seq)
         self.running.append(seq)
         self.running.sort(key=lambda running: running.row)
 
     def remove(self, seq: Sequence) -> None:
-        """Take a request out wherever it is and free its row."""
+        """Remove a request in any state and free its row."""
         for group in (self.waiting, self.prefilling, self.running):
             if seq in group:
                 group.remove(seq)
@@ -63,14 +64,14 @@ class Scheduler:
             seq.row = -1
 
     def check_integrity(self) -> None:
-        """Assert that rows, lengths and lists agree: nothing leaked, nothing shared."""
+        """Assert that rows, lengths and lists are consistent: no row leaked or shared."""
         holders = [*self.prefilling, *self.running]
         rows = [seq.row for seq in holders]
         assert len(set(rows)) == len(rows), f"a row is shared: {rows}"
         assert set(rows) <= set(range(self._cache.num_rows)), f"a row that is not there: {rows}"
         assert len(rows) + self._cache.num_free == self._cache.num_rows, "a cache row leaked"
         assert all(seq.row == -1 for seq in self.waiting)
-        assert not (self.waiting and self._cache.num_free), "a request waits beside a free row"
+        assert not (self.waiting and self._cache.num_free), "a request waits although a row is free"
         for seq in holders:
             assert self._cache.lengths[seq.row] == seq.cached_len, f"row {seq.row}: length differs from its sequence"
             assert seq.finish_reason is None
@@ -82,33 +83,33 @@ class Scheduler:
 
 
 LEAST = 16
-"""Shorter prefixes are not worth a copy: a chat template's beginning is shared by everything."""
+"""Minimum prefix length for reuse; nearly all requests share the beginning of a chat template."""
 
 
 class PrefixReuse:
-    """What every row of the cache holds. `Engine` tells it of admissions and releases."""
+    """Tracks the tokens in each row of the cache, and copies common prefixes. `Engine` reports admissions and releases."""
 
     def __init__(self, target: Target, drafters: Pool) -> None:
         self._target, self._drafters = target, drafters
         self._left: dict[int, tuple[list[int], int]] = {}
-        """Row without a sequence -> tokens it still holds, and which giving away of the row that was."""
+        """Row without a sequence -> (tokens in its cache, the row's allocation counter at that time)."""
         self._running: dict[int, Sequence] = {}
         self.deferred: set[int] = set()
-        """Requests that take over a prefix only when their turn to read comes."""
+        """Ids of requests that reuse a prefix only when their own prefill starts."""
         self.num_reused = 0
-        """Prompt tokens that were not computed again, since the engine began."""
+        """Prompt tokens reused instead of computed, since the engine started."""
 
     def best_row(self, seq: Sequence, free: list[int]) -> int | None:
-        """The free row that holds the longest prefix of the prompt, if it holds one worth keeping."""
+        """Returns the free row with the longest prefix of the prompt, if that is at least LEAST tokens."""
         lengths = {row: _common(tokens, seq) for row, tokens in self._still_held().items() if row in free}
         best = max(lengths, key=lengths.__getitem__, default=None)
         return best if best is not None and lengths[best] >= LEAST else None
 
     def admitted(self, seq: Sequence) -> None:
-        """Call when `seq.row` is allocated and the drafter has started the row: takes over the longest prefix that another
-        row has read, or waits while another row is reading a longer one.
+        """Call after `seq.row` is allocated and the drafter has started the row: reuses the longest prefix of another row, or
+        waits while another row is prefilling a longer one.
 
-        A prompt whose tokens are scored is read whole, because a cache holds no logits.
+        A prompt with requested log-probabilities is computed completely, because a cache holds no logits.
         """
         if seq.params.prompt_logprobs is not None:
             self._running[seq.row] = seq
@@ -123,17 +124,17 @@ class PrefixReuse:
             self._take_over(seq)
 
     def reads(self, seq: Sequence) -> None:
-        """The sequence's prompt is read from now on."""
+        """Call when the sequence's prefill starts."""
         if seq.request_id in self.deferred:
             self.deferred.remove(seq.request_id)
             self._take_over(seq)
 
     def _unread(self, seq: Sequence) -> list[Sequence]:
-        """Sequences before this one whose prompts are not read yet."""
+        """Returns earlier sequences whose prompts are not in the cache yet."""
         return [other for other in self._running.values() if other is not seq and other.cached_len < other.prompt_len]
 
     def _known(self, seq: Sequence) -> dict[int, int]:
-        """Row -> how many first tokens of the prompt it holds. The sequence's own row holds what it held before."""
+        """Returns row -> length of the prompt's prefix in its cache; the sequence's own row counts with its earlier content."""
         held = self._still_held(seq.row)
         held |= {row: other.tokens[: other.cached_len] for row, other in self._running.items() if other is not seq}
         return {row: _common(tokens, seq) for row, tokens in held.items()}
@@ -150,17 +151,18 @@ class PrefixReuse:
         self._left.pop(seq.row, None)
 
     def released(self, seq: Sequence, *, is_sound: bool = True) -> None:
-        """The sequence is about to leave `seq.row`, whose keys and values others may use if they are sound."""
+        """Call before the sequence leaves `seq.row`; its keys and values may be reused if they are sound."""
         self.deferred.discard(seq.request_id)
         if self._running.pop(seq.row, None) is not None and is_sound:
             self._left[seq.row] = seq.tokens[: seq.cached_len], self._target.cache.generations[seq.row]
 
     def _still_held(self, given: int | None = None) -> dict[int, list[int]]:
-        """What rows without a sequence hold; others than this engine may have used them since."""
+        """Returns the tokens in rows without a sequence, unless the row was allocated since, also by another engine."""
         now = self._target.cache.generations
         return {row: tokens for row, (tokens, when) in self._left.items() if when + (row == given) == now[row]}
 
 
 def _common(tokens: list[int], seq: Sequence) -> int:
-    """How many first tokens of the prompt `tokens` begins with; the prompt's last token is always left to compute."""
+    """Returns the length of the common prefix of `tokens` and the prompt, without the prompt's last token, which is always
+    computed."""
     return num_common(tokens, seq.tokens[: seq.prompt_len - 1])

@@ -1,7 +1,6 @@
-"""Which tokens may come next beyond bias and penalties: no end before `min_tokens`, no word of `bad_words`.
+"""Masks logits for `min_tokens` (no end token before it) and `bad_words`, in addition to bias and penalties.
 
-Row j of the J = K+1 checked positions is treated as if draft[:j] already stood in the answer, so speculation stays
-exact.
+Row j of the J = K+1 verified positions is masked as if draft[:j] were already in the answer, so speculation stays exact.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from paceline.types import SamplingParams, Sequence
 
 
 def forbidden_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each bad word at the beginning of a text and, where these are others, after a space."""
+    """Returns the token ids of each bad word at the beginning of a text and, if different, after a space."""
     spelled: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
         first = tuple(tokenizer.encode(word.lstrip(" "), add_special_tokens=False))
@@ -24,7 +23,7 @@ def forbidden_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[tuple[i
 
 
 def shape(seq: Sequence, logits_JV: Tensor, draft_tokens: list[int]) -> Tensor:
-    """A copy of the logits with -inf for tokens that may not come yet, or the logits themselves; [J, V]."""
+    """Returns a copy of the logits [J, V] with -inf for forbidden tokens, or the logits themselves."""
     if not seq.shapes_logits:
         return logits_JV
     logits_JV, num_vocab = logits_JV.clone(), logits_JV.shape[-1]

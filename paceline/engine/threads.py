@@ -1,8 +1,8 @@
-"""PyTorch on one thread while the engine steps, without a change for any other thread of the process.
+"""Runs PyTorch on one thread while the engine steps, without affecting other threads of the process.
 
-torch.set_num_threads stores the number for the whole process: threads that compute for the first time while a step is
-under way would take it for good, those of other libraries and other engines too. OpenMP and MKL, whose threads PyTorch
-computes with, also keep a number for each calling thread. These are set here, in the libraries that PyTorch has loaded.
+torch.set_num_threads sets the number for the whole process: threads that compute for the first time during a step would keep
+it, including those of other libraries and engines. OpenMP and MKL, which PyTorch computes with, also have a number for each
+calling thread. This module sets those, in the libraries that PyTorch has loaded.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable
 import torch
 
 SetThreads = Callable[[int], int]
-"""Sets the calling thread's number; MKL's returns the one before."""
+"""Sets the calling thread's number of threads; MKL's function returns the previous one."""
 
 
 def _setters() -> tuple[SetThreads, SetThreads] | None:
-    """Returns the setters of OpenMP and MKL; None for a build of PyTorch without OpenMP, whose threads do not spin."""
+    """Returns the setters of OpenMP and MKL; None for a PyTorch build without OpenMP, whose threads do not spin."""
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.PyDLL(torch._C.__file__)  # keeps the GIL: each call takes less than to let it go
         return library.omp_set_num_threads, getattr(library, "MKL_Set_Num_Threads_Local", lambda num_threads: 0)
@@ -29,8 +29,8 @@ _SETTERS = _setters()
 
 
 def limit_threads() -> tuple[int, int] | None:
-    """Limits what the calling thread computes to that thread, until `restore_threads` is given what this returns. Two
-    functions, because a context manager took 4% of a tiny model's step."""
+    """Limits the calling thread's computations to one thread, until `restore_threads` gets the returned value. These are two
+    functions because a context manager took 4% of a tiny model's step."""
     num_threads = torch.get_num_threads()  # has a thread that did not compute yet take the process's number now
     if num_threads == 1 or not _SETTERS:
         return None
@@ -40,7 +40,7 @@ def limit_threads() -> tuple[int, int] | None:
 
 
 def restore_threads(before: tuple[int, int] | None) -> None:
-    """Gives the calling thread its numbers of before."""
+    """Restores the calling thread's previous numbers."""
     if before and _SETTERS:
         set_openmp, set_mkl = _SETTERS
         set_openmp(before[0])

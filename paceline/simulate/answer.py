@@ -2,8 +2,8 @@
 
 `set_up` turns names, files and machines into the costs of a round, with the limits and warnings that apply to them.
 
-found = predict_all(CostsConfig(model="Qwen3-8B", hardware="H100"), PredictConfig(batch=(1, 8), acceptance="0.8,0.75"))
-found.predictions[0].best_draft_length
+answer = predict_all(CostsConfig(model="Qwen3-8B", hardware="H100"), PredictConfig(batch=(1, 8), acceptance="0.8,0.75"))
+answer.predictions[0].best_draft_length
 simulate_server(CostsConfig(table=Path("runs/steps")), ServingConfig(rate=(0.5, 1, 2))).loads
 """
 
@@ -45,7 +45,15 @@ from paceline.simulate.server.load import LoadFigures, capacity, parse_lengths, 
 from paceline.simulate.server.replay import Compared, compare, read_passes, recorded_survival, rows_of
 from paceline.simulate.server.server import Case, ServerShape
 from paceline.simulate.speedup import Acceptance, Load, Prediction, parse_acceptance, predict
-from paceline.simulate.trees import BEST, TreePrediction, acceptance_of, expected_of, parse_sizes, predict_trees, told_firsts
+from paceline.simulate.trees import (
+    BEST,
+    TreePrediction,
+    acceptance_of,
+    expected_of,
+    parse_sizes,
+    predict_trees,
+    with_acceptance,
+)
 
 MAX_ROWS, MAX_DRAFT = 8, 16
 SHARES = (0.3, 0.6, 0.8, 0.95, 1.2)
@@ -82,7 +90,7 @@ class Setup:
 
 
 def set_up(config: CostsConfig, loads: Sequence[Load]) -> Setup:
-    """Resolves the costs and adds the overhead, at the first load's context. `loads` decide on warnings. Raises PacelineError."""
+    """Resolves the costs and adds the overhead at the first load's context. `loads` affect warnings. Raises PacelineError."""
     setup = _source(config, loads)
     overhead = overhead_of(setup.costs, loads[0].context, config.overhead_ms, config.plain_rate, config.server_log)
     if overhead:
@@ -106,8 +114,8 @@ def _source(config: CostsConfig, loads: Sequence[Load]) -> Setup:
     deployment = deployment_of(config, shape.precisions)
     check_shares(shape, deployment.num_gpus)
     costs = RooflineCosts(shape, deployment, drafter_of(config, deployment))
-    told = limits.roofline_limits(shape, deployment)
-    return Setup(costs, _title(shape, deployment), "roofline", shape, deployment, told)
+    sentences = limits.roofline_limits(shape, deployment)
+    return Setup(costs, _title(shape, deployment), "roofline", shape, deployment, sentences)
 
 
 def _measured(config: CostsConfig, table: MeasuredCosts, loads: Sequence[Load]) -> Setup:
@@ -133,8 +141,8 @@ def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:
     deployment = deployment_of(config, known, measured, calibration.expert_locality)
     check_shares(shape, deployment.num_gpus)
     costs = calibration.costs(shape, deployment, drafter_of(config, deployment))
-    told = [*limits.TEXTS["calibrated"], *limits.roofline_limits(shape, deployment)[1:]]
-    setup = Setup(costs, f"{_title(shape, deployment)}, calibrated", "calibrated", shape, deployment, told)
+    sentences = [*limits.TEXTS["calibrated"], *limits.roofline_limits(shape, deployment)[1:]]
+    setup = Setup(costs, f"{_title(shape, deployment)}, calibrated", "calibrated", shape, deployment, sentences)
     return setup.ignore(config, *(("drafter_cost", "drafter_params", "block") if calibration.draft else ()))
 
 
@@ -152,12 +160,12 @@ def deployment_of(config: CostsConfig, known: Precisions, measured: Machine | No
 
 def counted(hardware: str | None) -> tuple[int, str | None]:
     """ "2x H100" -> (2, "H100"), "H100" -> (1, "H100"). Raises ConfigError for a number below 1."""
-    found = re.fullmatch(r"\s*(\d+)\s*[x×*]\s*(.*\S)\s*", hardware or "", re.IGNORECASE)
-    if not found:
+    match = re.fullmatch(r"\s*(\d+)\s*[x×*]\s*(.*\S)\s*", hardware or "", re.IGNORECASE)
+    if not match:
         return 1, hardware
-    if int(found[1]) < 1:
+    if int(match[1]) < 1:
         raise ConfigError(f"--hardware {hardware!r}: give at least one machine")
-    return int(found[1]), found[2]
+    return int(match[1]), match[2]
 
 
 def drafter_of(config: CostsConfig, deployment: Deployment) -> DrafterCost:
@@ -228,8 +236,8 @@ class Answer:
         if self.setup.overhead is None:
             return None
         length, speedup = self.without[0]
-        told = {"ms": 1e3 * self.setup.overhead.seconds, "source": self.setup.overhead.source}
-        return {**told, "speedup_without": speedup, "best_draft_length_without": length}
+        known = {"ms": 1e3 * self.setup.overhead.seconds, "source": self.setup.overhead.source}
+        return {**known, "speedup_without": speedup, "best_draft_length_without": length}
 
 
 def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
@@ -245,8 +253,8 @@ def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
     predictions = [predict(setup.costs, acceptance, load, setup.kind != "toy") for load in loads]
     bare = [predict(setup.bare, acceptance, load) for load in loads] if setup.bare else []
     setup.limits += limits.acceptance_limits(acceptance, loads[0])
-    told = "of the marginals" if marginals and not config.acceptance else config.acceptance or ACCEPTANCE
-    setup.assumed = assumed(config.context, ", ".join(map(str, config.batch)), told)
+    acceptance_text = "of the marginals" if marginals and not config.acceptance else config.acceptance or ACCEPTANCE
+    setup.assumed = assumed(config.context, ", ".join(map(str, config.batch)), acceptance_text)
     if setup.shape and setup.deployment:
         setup.warnings += limits.load_warnings(setup.shape, setup.deployment, loads)
     flags = server_flags(_serving(costs, config, setup, predictions[0]))
@@ -261,7 +269,7 @@ def _trees(
     sizes, num_slots = parse_sizes(config.tree or BEST), loads[0].max_draft
     if config.acceptance:
         num_slots = min(num_slots, costs.block or num_slots)
-        marginals = told_firsts(marginals, parse_acceptance(config.acceptance), num_slots)
+        marginals = with_acceptance(marginals, parse_acceptance(config.acceptance), num_slots)
         setup.limits.append(limits.TEXTS["tree_shares"])
     setup.limits.append(limits.TEXTS["trees"].format(slots=num_slots))
     expected, has_unit = expected_of(marginals, num_slots), setup.kind != "toy"
@@ -334,8 +342,8 @@ def simulate_server(costs: CostsConfig, config: ServingConfig) -> ServerAnswer:
         setup = set_up(costs, [Load(config.max_rows or MAX_ROWS, context, config.max_draft or 1)])
     setup.limits[:0] = limits.TEXTS["server"]
     if not has_own:
-        told = "of the run" if passes else config.acceptance or ACCEPTANCE
-        setup.assumed = assumed(context, f"up to {config.max_rows or MAX_ROWS}", told)
+        acceptance_text = "of the run" if passes else config.acceptance or ACCEPTANCE
+        setup.assumed = assumed(context, f"up to {config.max_rows or MAX_ROWS}", acceptance_text)
     marginals = read_marginals(config.marginals) if config.marginals else None
     if marginals:
         marginals = marginals.first_slots(config.max_draft or len(marginals.chances_KM))

@@ -24,5 +24,5 @@ def assumed(context: float = CONTEXT, streams: str | int = STREAMS, acceptance: 
     return "assumed: " + ", ".join(parts)
 
 
-def _part(told: str, differs: bool, default: str) -> str:
-    return f"{told} (differs from the usual {default})" if differs else told
+def _part(text: str, differs: bool, default: str) -> str:
+    return f"{text} (differs from the usual {default})" if differs else text

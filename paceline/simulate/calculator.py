@@ -72,7 +72,7 @@ def page(this_machine: Machine | None = None) -> str:
         "/* SCRIPT */": script,
     }
     pattern = re.compile("|".join(map(re.escape, parts)))
-    return pattern.sub(lambda found: parts[found[0]], _read("calculator.html"))
+    return pattern.sub(lambda match: parts[match[0]], _read("calculator.html"))
 
 
 def joined(names: Sequence[str] = SCRIPTS) -> str:
@@ -103,9 +103,9 @@ def data(this_machine: Machine | None = None) -> dict[str, Any]:
 
 def measured() -> dict[str, dict[str, Any]]:
     """Returns the measured points of the page: name -> label, note and points in the form that `bench.speedup_chart` reads."""
-    told = landmarks.TOLD["systems"][0]
-    kept = [each for each in told["points"] if "tokens_per_round" in each]
-    published = [_point("mocked", each["tokens_per_round"], each["rate"] / told["plain_rate"], True) for each in kept]
+    system = landmarks.TOLD["systems"][0]
+    points = [each for each in system["points"] if "tokens_per_round" in each]
+    published = [_point("mocked", each["tokens_per_round"], each["rate"] / system["plain_rate"], True) for each in points]
     own = read_json(Path(__file__).with_name("measured.json"), "install paceline again")
     drafters = [
         _point(
@@ -117,7 +117,7 @@ def measured() -> dict[str, dict[str, Any]]:
         for each in own["points"]
     ]
     return {
-        "published": {"label": f"published: {told['model']}, mocked", "note": told["source"], "points": published},
+        "published": {"label": f"published: {system['model']}, mocked", "note": system["source"], "points": published},
         "own": {"label": "measured: paceline, two models' drafters on a CPU", "note": own["note"], "points": drafters},
     }
 

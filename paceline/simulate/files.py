@@ -50,9 +50,9 @@ def check_amounts(record: Any) -> None:
             raise ValueError(f"{field.name} is {value!r}, not a number of 0 or more")
 
 
-def record_of(kind: type[T], told: Any) -> T:
+def record_of(kind: type[T], content: Any) -> T:
     """Builds a dataclass from a JSON object that must contain all of its number fields. Raises ValueError."""
-    values = told if isinstance(told, dict) else {}
+    values = content if isinstance(content, dict) else {}
     record = kind(**{field.name: values.get(field.name) for field in fields(kind)})  # pyright: ignore[reportArgumentType]
     check_amounts(record)
     return record

@@ -113,17 +113,17 @@ class Walked:
 
 def walked() -> Iterator[Walked]:
     """Yields the rows of both tables of the walk-through."""
-    told = TOLD["walkthrough"]
-    for model, ways in told["models"].items():
+    table = TOLD["walkthrough"]
+    for model, ways in table["models"].items():
         shape = catalogue.find(model)
         deployment = Deployment(catalogue.machines()["B200"], shape.precisions)
         for way, (chance, block) in WAYS.items():
             costs = RooflineCosts(shape, deployment, FractionDrafter(COST, block))
-            for batch, published in zip(told["batches"], ways[way], strict=True):
+            for batch, published in zip(table["batches"], ways[way], strict=True):
                 times = [costs.round_s(batch, length, 4096) for length in range(MOST + 1)]
                 length, predicted = best(curve(times, constant(chance)))
-                said = told["said"].get(model, {}).get(str(batch), {}).get(way, "")
-                yield Walked(model, way, batch, published, predicted, length, said)
+                quotation = table["said"].get(model, {}).get(str(batch), {}).get(way, "")
+                yield Walked(model, way, batch, published, predicted, length, quotation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,29 +137,29 @@ class BestLengths:
 
     @property
     def num_equal(self) -> int:
-        return sum(ours == theirs for ours, theirs in zip(self.predicted, self.published, strict=True))
+        return sum(predicted == published for predicted, published in zip(self.predicted, self.published, strict=True))
 
 
 def best_lengths() -> Iterator[BestLengths]:
     """Computes best lengths from measured survival and each drafter's own roofline."""
-    told = TOLD["best_lengths"]
-    shape, machine = catalogue.find(told["model"]), catalogue.machines()["B200"]
+    table = TOLD["best_lengths"]
+    shape, machine = catalogue.find(table["model"]), catalogue.machines()["B200"]
     deployment = Deployment(machine, shape.precisions)
-    for each in told["drafters"]:
+    for each in table["drafters"]:
         rates = machine.flops_per_s["bfloat16"], machine.bytes_per_s
         costs = RooflineCosts(shape, deployment, ShapeDrafter(each["parameters"], *rates, block=each.get("block")))
-        acceptance, found = from_survival(each["survival"]), []
-        for streams in told["streams"]:
-            times = [costs.round_s(streams, length, told["context"]) for length in range(len(each["survival"]) + 1)]
-            found.append(best(curve(times, acceptance))[0])
-        yield BestLengths(each["name"], told["streams"], each["published"], found)
+        acceptance, lengths = from_survival(each["survival"]), []
+        for streams in table["streams"]:
+            times = [costs.round_s(streams, length, table["context"]) for length in range(len(each["survival"]) + 1)]
+            lengths.append(best(curve(times, acceptance))[0])
+        yield BestLengths(each["name"], table["streams"], each["published"], lengths)
 
 
 def experts() -> list[tuple[int, float, float, float]]:
     """Returns (positions, measured, predicted uniform, predicted with the measured locality) numbers of distinct experts in a
     layer."""
-    told = TOLD["experts"]
+    table = TOLD["experts"]
     return [
         (positions, measured, distinct_experts(256, 8, 1, positions), distinct_experts(256, 8, 1, positions, MEASURED_LOCALITY))
-        for positions, measured in zip(told["positions"], told["published"], strict=True)
+        for positions, measured in zip(table["positions"], table["published"], strict=True)
     ]

@@ -50,8 +50,8 @@ def roofline_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
         limits.append(TEXTS["linear"])
     if deployment.num_gpus > 1:
         gigabytes, microseconds = f"{deployment.machine.link_bytes_per_s / 1e9:.0f}", f"{1e6 * COLLECTIVE_LATENCY_S:g}"
-        told = {"num_gpus": deployment.num_gpus, "gigabytes": gigabytes, "microseconds": microseconds}
-        limits.append(TEXTS["several_gpus"].format(**told))
+        values = {"num_gpus": deployment.num_gpus, "gigabytes": gigabytes, "microseconds": microseconds}
+        limits.append(TEXTS["several_gpus"].format(**values))
     return limits + _rate_limits(shape, deployment) + ([shape.note] if shape.note else [])
 
 
@@ -60,10 +60,10 @@ def _rate_limits(shape: ModelShape, deployment: Deployment) -> list[str]:
     parts = {"weights": deployment.precisions.weights, "attention": deployment.precisions.attention}
     if shape.experts:
         parts["experts"] = deployment.precisions.experts
-    found = {part: arithmetic(name, deployment.machine.flops_per_s) for part, name in parts.items()}
+    rates = {part: arithmetic(name, deployment.machine.flops_per_s) for part, name in parts.items()}
     return [
         TEXTS["no_rate"].format(machine=deployment.machine.name, format=parts[part], part=part, rate=rate)
-        for part, rate in found.items()
+        for part, rate in rates.items()
         if rate != parts[part] and not (rate == "bfloat16" and parts[part] in ("float16", "int4", "q8_0", "q4_1"))
     ]
 

@@ -38,16 +38,16 @@ def read_marginals(text: str) -> Marginals:
     return marginals_in(read_json(file / "results.json" if file.is_dir() else file, REMEDY), text, drafter)
 
 
-def marginals_in(told: Any, name: str, drafter: str = "") -> Marginals:
+def marginals_in(content: Any, name: str, drafter: str = "") -> Marginals:
     """Returns the marginals in a file's content; `name` is used in errors. Raises ConfigError."""
-    if isinstance(told, dict) and isinstance(told.get("results"), list):
-        return Marginals.of(Tally.of(_of_run(told["results"], name, drafter)))
-    found = told.get("marginals") if isinstance(told, dict) else told
-    if isinstance(found, dict):
-        return Marginals.of(Tally.of(found))
-    if not isinstance(found, list) or not all(isinstance(own, list) and all(map(is_amount, own)) for own in found):
+    if isinstance(content, dict) and isinstance(content.get("results"), list):
+        return Marginals.of(Tally.of(_of_run(content["results"], name, drafter)))
+    marginals = content.get("marginals") if isinstance(content, dict) else content
+    if isinstance(marginals, dict):
+        return Marginals.of(Tally.of(marginals))
+    if not isinstance(marginals, list) or not all(isinstance(own, list) and all(map(is_amount, own)) for own in marginals):
         raise ConfigError(f"{name} holds no marginals: {REMEDY}")
-    return Marginals(tuple(tuple(map(float, own)) for own in found))
+    return Marginals(tuple(tuple(map(float, own)) for own in marginals))
 
 
 def _of_run(results: list[dict[str, Any]], name: str, drafter: str) -> dict[str, Any]:

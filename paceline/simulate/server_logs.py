@@ -134,11 +134,11 @@ def _vllm(lines: list[str], name: str) -> Seen:
     engines: dict[str, list[_Interval]] = defaultdict(list)
     last: _Interval | None = None
     for line in lines:
-        if found := VLLM_LINE.search(line):
-            last = _Interval(int(found[4]), float(found[2]), float(found[3]))
-            engines[found[1]].append(last)
-        elif last and (found := VLLM_DRAFTS.search(line)):
-            last.tokens_per_round = float(found[1])
+        if match := VLLM_LINE.search(line):
+            last = _Interval(int(match[4]), float(match[2]), float(match[3]))
+            engines[match[1]].append(last)
+        elif last and (match := VLLM_DRAFTS.search(line)):
+            last.tokens_per_round = float(match[1])
             if places := VLLM_PLACES.search(line):
                 last.places = tuple(float(each) for each in places[1].replace(" ", "").split(",") if each)
             if accepted := VLLM_ACCEPTED.search(line):
@@ -163,21 +163,21 @@ def _sglang(lines: list[str], name: str) -> Seen:
         if "Prefill batch" in line:
             before.clear()
             continue
-        found, rate = SGLANG_LINE.search(line), SGLANG_RATE.search(line)
-        if not found or not rate:
+        match, rate = SGLANG_LINE.search(line), SGLANG_RATE.search(line)
+        if not match or not rate:
             continue
-        rank, running, tokens_per_s = found[1] or "", int(found[2]), float(rate[1])
+        rank, running, tokens_per_s = match[1] or "", int(match[2]), float(rate[1])
         length, share, held = SGLANG_LENGTH.search(line), SGLANG_SHARE.search(line), SGLANG_TOKENS.search(line)
-        kept = max(float(length[1]), 1.0) if length else 1.0
-        drafts = round((kept - 1) / float(share[1])) if share and float(share[1]) >= LEAST_RATE else 0
+        accept_length = max(float(length[1]), 1.0) if length else 1.0
+        drafts = round((accept_length - 1) / float(share[1])) if share and float(share[1]) >= LEAST_RATE else 0
         context = int(held[1]) / running if held and running else None
         if before.get(rank) == running > 0 and tokens_per_s > 0:
-            samples.append(Sample(running, tokens_per_s, kept, drafts, context))
+            samples.append(Sample(running, tokens_per_s, accept_length, drafts, context))
         if length:
-            lengths.append((kept, running))
+            lengths.append((accept_length, running))
         before[rank] = running
     weight = sum(running for _, running in lengths)
-    mean = sum(kept * running for kept, running in lengths) / weight if weight else None
+    mean = sum(accept_length * running for accept_length, running in lengths) / weight if weight else None
     return _seen("SGLang", samples, (), mean, name)
 
 
@@ -192,12 +192,12 @@ def _seen(server: str, samples: list[Sample], survival: tuple[float, ...], mean:
 
 def _weighed(curves: list[tuple[float, ...]], weights: list[float]) -> tuple[float, ...]:
     """Returns the mean of survival curves, weighted by rounds and made non-increasing (logged values are rounded)."""
-    whole, found, most = sum(weights), list[float](), 1.0
+    whole, curve, most = sum(weights), list[float](), 1.0
     for place in range(max(map(len, curves), default=0) if whole else 0):
         pairs = zip(curves, weights, strict=True)
         most = min(most, sum(weight * curve[place] for curve, weight in pairs if place < len(curve)) / whole)
-        found.append(most)
-    return tuple(found)
+        curve.append(most)
+    return tuple(curve)
 
 
 def _metrics(text: str, name: str, model: str | None) -> Seen:
@@ -222,9 +222,9 @@ def _metrics(text: str, name: str, model: str | None) -> Seen:
     gap_s = _mean(values, owner + "inter_token_latency_seconds") or _mean(values, owner + "time_per_output_token_seconds")
     samples = []
     if running and gap_s:
-        kept = mean or 1.0
-        round_s = gap_s if is_vllm else gap_s * kept  # vLLM observes once a step, SGLang once a token
-        samples.append(Sample(int(running), running * kept / round_s, kept, round(drafted)))
+        tokens_per_round = mean or 1.0
+        round_s = gap_s if is_vllm else gap_s * tokens_per_round  # vLLM observes once a step, SGLang once a token
+        samples.append(Sample(int(running), running * tokens_per_round / round_s, tokens_per_round, round(drafted)))
     tokens = values.get(owner + "generation_tokens_total", 0.0)
     answers = values.get(owner + ("request_success_total" if is_vllm else "num_requests_total"), 0.0)
     if not (samples or mean or tokens):

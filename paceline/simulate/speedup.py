@@ -172,8 +172,8 @@ def read_acceptance(path: Path, drafter: str = "") -> Acceptance:
     lines = _parquet_lines(file) if is_table else read_objects(file, remedy)
     if len(lines) == 1 and isinstance(lines[0].get("results"), list):
         return from_histogram(_best_histogram(lines[0]["results"], drafter, file))
-    if found := [line["accepted_histogram"] for line in lines if line.get("accepted_histogram")]:
-        return from_histogram(add_histograms(found))
+    if histograms := [line["accepted_histogram"] for line in lines if line.get("accepted_histogram")]:
+        return from_histogram(add_histograms(histograms))
     rounds = [pair for line in lines for pair in _pairs(line.get("drafted"), line.get("accepted"))]
     if not rounds:
         raise ConfigError(f"{file} holds no accepted_histogram: give the folder of paceline bench decode, or a trace")

@@ -64,7 +64,7 @@ def acceptance_of(marginals: Marginals) -> Acceptance:
     return Acceptance(tuple(marginals.firsts), kind, marginals.num_rounds)
 
 
-def told_firsts(marginals: Marginals, acceptance: Acceptance, num_slots: int) -> Marginals:
+def with_acceptance(marginals: Marginals, acceptance: Acceptance, num_slots: int) -> Marginals:
     """Returns marginals with the given acceptance of the top tokens; the other ranks keep their shares of the rest."""
     return marginals.with_firsts([acceptance.at(place) for place in range(1, num_slots + 1)]) if num_slots else marginals
 

@@ -1,49 +1,49 @@
-"""Lossy verification: which drafts stand that the target alone would have refused, and what that costs. Pure functions.
+"""Lossy verification: rules that accept drafts which lossless rules would reject, and the cost of that. Pure functions.
 
-`target` is the request's own distribution at a position (temperature, filters, penalties, grammar), `draft` what a draft
-was drawn from; a certain draft has draft(x) = 1. Every rule is a chance a(x) with which the draft x stands, at least the
-lossless one:
+`target` is the request's own distribution at a position (temperature, filters, penalties, grammar), `draft` the distribution
+that a draft was sampled from; a certain draft has draft(x) = 1. Every rule is a probability a(x) of accepting the draft x, at
+least the lossless one:
 
     a0(x) = min(1, target(x) / draft(x)),    a0(x) <= a(x) <= 1,    a(x) = 0 where target(x) = 0
 
     typical      a = 1 where target(x) > min(eps, delta * exp(-entropy(target))), else a0
-    relaxed      a = 1 where x is one of the target's n likeliest (of equals the lowest ids) and
+    relaxed      a = 1 where x is one of the target's top n (of equals the lowest ids) and
                  target(x) > max(target) - delta, else a0
     threshold    a = 1 where target(x) >= single, else min(1, target(x) / (acc * draft(x)))
     lenience     a = min(1, target(x) / (l * draft(x)))
     mixture      a = min(1, lam * target(x) / draft(x) + 1 - lam)
 
-A token that the target cannot say never stands, whatever the rule. A draft that falls is replaced as the rule `rejection`
-does it, from the residual max(target - draft, 0). So, for every rule, **what is said** at a position is
+A token with target(x) = 0 is never accepted, whatever the rule. A rejected draft is replaced as by the rule `rejection`: by a
+sample from the residual max(target - draft, 0). So, for every rule, the **output distribution** at a position is
 
-    said(x) = target(x) + e(x) - E / Z * max(target(x) - draft(x), 0)
+    output(x) = target(x) + e(x) - E / Z * max(target(x) - draft(x), 0)
     e(x) = draft(x) * (a(x) - a0(x)),   E = sum of e,   Z = sum of max(target - draft, 0)
 
-E is also the total variation between what is said and the target. Of the rules this makes: **typical**, **relaxed**, and
-**threshold** with acc 1: draft(x) itself for allowed tokens that the draft overrates, not the target cut to the allowed
-set; **lenience**: min(draft(x), target(x) / l) for overrated tokens; **mixture**: exactly lam * target + (1 - lam) * draft,
-where the target can say all that the draft can.
+E is also the total variation between output and target. The output is, for **typical**, **relaxed**, and **threshold** with
+acc 1: draft(x) itself for allowed tokens that the draft overrates, not the target cut to the allowed set; for **lenience**:
+min(draft(x), target(x) / l) for overrated tokens; for **mixture**: exactly lam * target + (1 - lam) * draft, if target(x) > 0
+wherever draft(x) > 0.
 
-**Certain drafts and trees.** Behind a node the children c_1 .. c_m, in the drafter's order, are certain drafts. The
-target's own token is drawn with the number of its position, as plain decoding does; a child that is this token stands.
-Otherwise child i stands if no child before it does and a draw says so, with the chance (a(c_i) - target(c_i)) / (1 -
-target(c_i)) = b_i; if none does, the target's token is said:
+**Certain drafts and trees.** The children c_1 .. c_m of a node, in the drafter's order, are certain drafts. The target's own
+token is sampled with the noise of its position, as in plain decoding; a child that equals this token is accepted. Otherwise
+child i is accepted, if no child before it was, with probability b_i = (a(c_i) - target(c_i)) / (1 - target(c_i)); if none is,
+the target's token is the output:
 
-    said(c_i) = target(c_i) + (1 - target(C)) * b_i * product over j < i of (1 - b_j),  C = all children
-    said(x) = target(x) * product of (1 - b_j)  for x not in C
+    output(c_i) = target(c_i) + (1 - target(C)) * b_i * product over j < i of (1 - b_j),  C = all children
+    output(x) = target(x) * product of (1 - b_j)  for x not in C
 
-With one child, a chain, this is said(c) = a(c) and said(x) = (1 - a(c)) * target(x) / (1 - target(c)): the formula above.
-Where every b is 0, the text is plain decoding's, bit for bit.
+With one child, a chain, this is output(c) = a(c) and output(x) = (1 - a(c)) * target(x) / (1 - target(c)): the formula above.
+If every b is 0, the text equals plain decoding's, bit for bit.
 
-**Greedy requests** say the likeliest token, and a draft that is not stands if the model's distribution at temperature 1,
+**Greedy requests** output the most probable token. Another draft is accepted if the model's distribution at temperature 1,
 `model`, allows it: typical and relaxed as above with `model` for target; threshold: model(x) >= single or model(x) > acc *
 max(model); lenience: model(x) > l * max(model) (2211.17192, A.5); mixture: lam * model(x) + 1 - lam > lam * max(model), the
-argmax of the mixture with a certain draft. Of several children the first that is allowed. What is said and what the target
-would say are then single tokens: the total variation is 1 where they differ, else 0, and instead of the Kullback-Leibler
-divergence, which would be infinite, the log of max(model) / model(x) is counted.
+argmax of the mixture with a certain draft. Of several children the first allowed one is accepted. Output and target are single
+tokens then: the total variation is 1 if they differ, else 0, and instead of the Kullback-Leibler divergence, which would be
+infinite, the log of max(model) / model(x) is counted.
 
-Budget: with `Ledger.max_tv` a position whose total variation the budget does not hold is decided losslessly. E is known
-before anything is drawn there (for certain drafts: given the drafts).
+Budget: with `Ledger.max_tv`, a position is decided losslessly if its total variation exceeds the remaining budget. E is known
+before anything is sampled there (for certain drafts: given the drafts).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from paceline.verify.rules import CheckedRow, RowVerdict
 
 
 def allowed(rule: Rule, target_V: Tensor) -> Tensor | None:
-    """Which tokens stand for sure, [V] of bool; None: the rule has no such set."""
+    """Returns the tokens that are always accepted, [V] of bool; None if the rule has no such set."""
     if isinstance(rule, Typical):
         entropy = float(torch.special.entr(target_V).sum(dtype=torch.float64))
         return target_V > min(rule.eps, rule.delta * math.exp(-entropy))
@@ -74,7 +74,7 @@ def allowed(rule: Rule, target_V: Tensor) -> Tensor | None:
 
 
 def _likeliest(target_V: Tensor, count: int) -> Tensor:
-    """The `count` likeliest tokens, of equals the lowest ids; [V] of bool."""
+    """Returns the `count` most probable tokens, [V] of bool; of equals the lowest ids."""
     if count >= len(target_V):
         return torch.ones_like(target_V, dtype=torch.bool)
     last = target_V.topk(count).values[-1]
@@ -85,9 +85,9 @@ def _likeliest(target_V: Tensor, count: int) -> Tensor:
 
 
 def chances(rule: Rule, target_X: Tensor, draft_X: Tensor, allowed_X: Tensor | None) -> Tensor:
-    """a(x) of any tokens from their probabilities, [X] each; `allowed_X` is that of `allowed` for the same tokens.
+    """Returns a(x) from the probabilities of any tokens, [X] each; `allowed_X` is the result of `allowed` for these tokens.
 
-    Where draft(x) is 0 nothing can be drawn and the number means nothing.
+    If draft(x) is 0 the token cannot be drafted and the value is meaningless.
     """
     scale = rule.l if isinstance(rule, Lenience) else rule.acc if isinstance(rule, Threshold) else 1.0
     chance_X = target_X / (draft_X.clamp(min=torch.finfo(draft_X.dtype).tiny) * scale)
@@ -102,36 +102,37 @@ _LOSSLESS = Lenience(1.0)
 
 
 class Tilt(NamedTuple):
-    """How far what is said at a position is from the target's distribution."""
+    """Distance between the generated distribution at a position and the target's."""
 
     tv: float
     kl: Callable[[], float]
-    """Kullback-Leibler divergence of what is said from the target, in nats; asked for only when the step is taken."""
+    """Kullback-Leibler divergence of the generated distribution from the target's, in nats; called only if the step is
+    taken."""
 
 
 def tilt(target_V: Tensor, draft_V: Tensor, chance_V: Tensor) -> Tilt:
-    """Of a drawn draft: E, and the divergence, from the distributions and a(x) of all tokens, [V] each."""
+    """Returns E and the divergence for a sampled draft, from the distributions and a(x) of all tokens, [V] each."""
     extra_V = (draft_V * (chance_V - chances(_LOSSLESS, target_V, draft_V, None))).clamp_(min=0.0)
     tv = float(extra_V.sum(dtype=torch.float64))
 
     def kl() -> float:
         short_V = (target_V - draft_V).clamp_(min=0.0).double()
         mass = float(short_V.sum())
-        said_V = target_V.double() + extra_V
+        output_V = target_V.double() + extra_V
         if mass > 0:
-            said_V -= short_V * min(tv / mass, 1.0)
-        said_V.clamp_(min=0.0)
-        return max(float(torch.special.xlogy(said_V, said_V / target_V.double().clamp(min=1e-300)).sum()), 0.0)
+            output_V -= short_V * min(tv / mass, 1.0)
+        output_V.clamp_(min=0.0)
+        return max(float(torch.special.xlogy(output_V, output_V / target_V.double().clamp(min=1e-300)).sum()), 0.0)
 
     return Tilt(tv, kl)
 
 
-def lossy_rule(asked: Lossy, ledger: Ledger) -> rules.Rule:
-    """The record of a rule for chains of sampled requests: certain drafts by `follow`, drawn ones by `drawn`."""
+def lossy_rule(lossy: Lossy, ledger: Ledger) -> rules.Rule:
+    """Returns a rule for chains of sampled requests: certain drafts are judged by `follow`, sampled ones by `drawn`."""
 
     def verify(row: CheckedRow) -> RowVerdict:
         if row.draft_probs_KV is not None:
-            return drawn(asked, row, ledger)
+            return drawn(lossy, row, ledger)
         known = list[Tensor]()
 
         def probs(path: list[int]) -> Tensor:
@@ -140,24 +141,24 @@ def lossy_rule(asked: Lossy, ledger: Ledger) -> rules.Rule:
             return known[0][len(path)]
 
         chain = range(-1, len(row.draft_tokens) - 1)
-        kept, token = follow(
-            asked, row.draft_tokens, chain, lambda path: row.draw(len(path)), probs, row.uniforms.accept, ledger, False
+        accepted, token = follow(
+            lossy, row.draft_tokens, chain, lambda path: row.draw(len(path)), probs, row.uniforms.accept, ledger, False
         )
-        return RowVerdict(len(kept), token)
+        return RowVerdict(len(accepted), token)
 
-    return rules.Rule(str(asked), verify, lossless=False, needs_probs=True)
+    return rules.Rule(str(lossy), verify, lossless=False, needs_probs=True)
 
 
-def drawn(asked: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
-    """A chain of drafts with the distributions they were drawn from; what is said is added to the ledger.
+def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
+    """Judges a chain of sampled drafts and adds the cost to the ledger.
 
-    At lossless values this is `rules.rejection`, bit for bit.
+    With lossless settings this equals `rules.rejection`, bit for bit.
     """
     assert row.draft_probs_KV is not None
     target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
     for slot, lossless in enumerate(rules.accept_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)):
         target_V, draft_V = target_probs_JV[slot], row.draft_probs_KV[slot]
-        chance_V = chances(asked.rule, target_V, draft_V, allowed(asked.rule, target_V))
+        chance_V = chances(lossy.rule, target_V, draft_V, allowed(lossy.rule, target_V))
         cost, coin = tilt(target_V, draft_V, chance_V), row.uniforms.accept(slot)
         is_lossy = cost.tv > 0 and ledger.holds(cost.tv)
         chance = max(float(chance_V[row.draft_tokens[slot]]), lossless) if is_lossy else lossless
@@ -168,8 +169,9 @@ def drawn(asked: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
     return RowVerdict(num_drafted, row.draw(num_drafted))
 
 
-def beside(rule: Rule, target_V: Tensor, children: list[int]) -> list[float]:
-    """b_i of each child: the chance that it stands where the target's token is no child and no child before it stands."""
+def child_chances(rule: Rule, target_V: Tensor, children: list[int]) -> list[float]:
+    """Returns b_i of each child: its acceptance chance if the target's token is not a child and no earlier child was
+    accepted."""
     if not children:
         return []
     ids_N = torch.tensor(children, device=target_V.device)
@@ -182,8 +184,8 @@ def beside(rule: Rule, target_V: Tensor, children: list[int]) -> list[float]:
     ]
 
 
-def tilt_beside(target_V: Tensor, children: list[int], chance_N: list[float]) -> Tilt:
-    """Of certain drafts: as `tilt`, from the numbers of `beside`."""
+def tilt_children(target_V: Tensor, children: list[int], chance_N: list[float]) -> Tilt:
+    """Returns the distance as `tilt`, for certain drafts, from the result of `child_chances`."""
     known = target_V[torch.tensor(children, device=target_V.device)].tolist()
     outside = max(1.0 - sum(known), 0.0)
     left = math.prod(1.0 - chance for chance in chance_N)
@@ -191,23 +193,23 @@ def tilt_beside(target_V: Tensor, children: list[int], chance_N: list[float]) ->
     def kl() -> float:
         total, before = outside * left * math.log(left) if left > 0 else 0.0, 1.0
         for target, chance in zip(known, chance_N, strict=True):
-            said = target + outside * chance * before
+            output = target + outside * chance * before
             before *= 1.0 - chance
-            total += said * math.log(said / target) if said > 0 and target > 0 else 0.0
+            total += output * math.log(output / target) if output > 0 and target > 0 else 0.0
         return max(total, 0.0)
 
     return Tilt(outside * (1.0 - left), kl)
 
 
 class Followed(NamedTuple):
-    """Which nodes stand, root to leaf, and the token behind them."""
+    """The accepted nodes, root to leaf, and the next token."""
 
-    kept: list[int]
+    accepted: list[int]
     next_token: int
 
 
 def follow(
-    asked: Lossy,
+    lossy: Lossy,
     tokens: list[int],
     parents: Iterable[int],
     own: Callable[[list[int]], int],
@@ -216,24 +218,29 @@ def follow(
     ledger: Ledger,
     is_greedy: bool,
 ) -> Followed:
-    """A tree of certain drafts (a chain is one); what is said is added to the ledger.
+    """Judges a tree of certain drafts (a chain is one) and adds the cost to the ledger.
 
-    `own` is the target's own token behind the nodes that stand, `probs` its distribution there, [V], of a greedy request at
-    temperature 1; `coin` the draw for a slot. At lossless values this is `rules.match` along the tree, bit for bit.
+    `own` returns the target's own token after the accepted nodes; `probs` returns its distribution there, [V], for a greedy
+    request at temperature 1; `coin` returns the random number of a slot. With lossless settings this equals `rules.match` along
+    the tree, bit for bit.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         children.setdefault(parent, []).append(node)
-    kept, node = list[int](), -1
+    accepted, node = list[int](), -1
     step = _greedy_step if is_greedy else _drawn_step
     while True:
-        here, token = children.get(node, []), own(kept)
-        said = [tokens[each] for each in here]
-        found = step(asked.rule, said, token, lambda: probs(kept), lambda: coin(len(kept)), ledger) if token >= 0 else None
-        if found is None:
-            return Followed(kept, token)
-        node = here[found]
-        kept.append(node)
+        here, token = children.get(node, []), own(accepted)
+        drafts = [tokens[each] for each in here]
+        choice = (
+            step(lossy.rule, drafts, token, lambda: probs(accepted), lambda: coin(len(accepted)), ledger)
+            if token >= 0
+            else None
+        )
+        if choice is None:
+            return Followed(accepted, token)
+        node = here[choice]
+        accepted.append(node)
 
 
 Step = Callable[[Rule, list[int], int, Callable[[], Tensor], Callable[[], float], Ledger], int | None]
@@ -242,7 +249,7 @@ Step = Callable[[Rule, list[int], int, Callable[[], Tensor], Callable[[], float]
 def _greedy_step(
     rule: Rule, children: list[int], token: int, probs: Callable[[], Tensor], coin: Callable[[], float], ledger: Ledger
 ) -> int | None:
-    """Which child is said behind a node, None for the target's own `token`."""
+    """Returns the index of the accepted child, None for the target's own `token`."""
     if token in children or not children or not ledger.holds(1.0):
         ledger.add()
         return children.index(token) if token in children else None
@@ -257,7 +264,7 @@ def _greedy_step(
 
 
 def stands_greedily(rule: Rule, prob: float, best: float, is_allowed: bool) -> bool:
-    """Whether a draft that is not the likeliest token stands, from the model's probabilities of both at temperature 1."""
+    """True if a draft that is not the top token is accepted, from the model's probabilities of both at temperature 1."""
     if isinstance(rule, Lenience | Threshold):
         part = rule.l if isinstance(rule, Lenience) else rule.acc
         return prob > 0 and (is_allowed or prob > part * best)
@@ -274,18 +281,18 @@ def _drawn_step(
         ledger.add()
         return None
     target_V = probs()
-    chance_N = beside(rule, target_V, children)
-    cost = tilt_beside(target_V, children, chance_N) if any(chance_N) else None
+    chance_N = child_chances(rule, target_V, children)
+    cost = tilt_children(target_V, children, chance_N) if any(chance_N) else None
     if cost is None or not ledger.holds(cost.tv):
         ledger.add()
         return own
-    found = own
+    choice = own
     if own is None:
         draw, reached, left = coin(), 0.0, 1.0
         for place, chance in enumerate(chance_N):
             reached, left = reached + left * chance, left * (1.0 - chance)
             if draw < reached:
-                found = place
+                choice = place
                 break
-    ledger.add(cost.tv, cost.kl(), found != own)
-    return found
+    ledger.add(cost.tv, cost.kl(), choice != own)
+    return choice

@@ -1,21 +1,23 @@
-"""The rules that decide which drafts stand: pure functions of tensors and tokens, which `engine/round.py` calls.
+"""Rules that decide which drafts are accepted: pure functions of tensors and tokens, called by `engine/round.py`.
 
-Four keep the target's distribution for any drafter: match, rejection, block, and auto, which picks one of them.
+Four keep the target's distribution for any drafter: match, rejection, block, and auto, which selects one of them.
 
-- `match`: draw the target's own token at each position (`model/sampling/race.py`); a draft stands while it is that
-  token. The text is the one that plain decoding gives with the same seed. At temperature 0 the draw is the most likely
-  token (Stern et al. 1811.03115, section 3).
-- `rejection` (Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2): draft x stands with probability
-  min(1, target(x) / draft(x)); the first that falls is replaced by a token drawn from the residual max(target - draft, 0).
-- `block` (Sun et al. 2403.10444, algorithm 2): decides on the drafts together and keeps as many as rejection or more. With
-  x_1 .. x_K drafted, pi_0 = 1 and pi_i = min(pi_{i-1} * target(x_i) / draft(x_i), 1), the first i drafts stand with
-  probability pi_i. That is reached through independent draws eta_i and
+- `match`: sample the target's own token at each position (`model/sampling/race.py`); a draft is accepted if it equals that
+  token. The text equals plain decoding's with the same seed. At temperature 0 the sample is the most probable token (Stern et
+  al. 1811.03115, section 3).
+- `rejection` (Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2): draft x is accepted with
+  probability min(1, target(x) / draft(x)); the first rejected one is replaced by a token sampled from the residual
+  max(target - draft, 0).
+- `block` (Sun et al. 2403.10444, algorithm 2): decides on the drafts together and accepts as many as rejection or more. With
+  x_1 .. x_K drafted, pi_0 = 1 and pi_i = min(pi_{i-1} * target(x_i) / draft(x_i), 1), the first i drafts are accepted with
+  probability pi_i. Independent random numbers eta_i give this with
       h_i = R_i / (R_i + 1 - pi_i),  R_i = sum over x of max(pi_i * target(x) - draft(x), 0) after x_1 .. x_i,  h_K = pi_K:
-  num_accepted is the largest i with eta_i < h_i (0 if none), and the next token comes from max(pi_i * target - draft, 0) after
-  x_1 .. x_i, or from the target when all K stand. Row i of the tensors is the distribution after x_1 .. x_i.
+  num_accepted is the largest i with eta_i < h_i (0 if none), and the next token is sampled from max(pi_i * target - draft, 0)
+  after x_1 .. x_i, or from the target if all K are accepted. Row i of the tensors is the distribution after x_1 .. x_i.
 
-Rejection and block are exact if the drafts were drawn from the probabilities given for them. `mocked` is not lossless: it
-measures speed at an acceptance that no drafter has yet. Nor are the rules of `verify/lossy.py`, which a request asks for.
+Rejection and block are exact if the drafts were sampled from the given probabilities. `mocked` is not lossless: it measures
+speed at an acceptance that no drafter has yet. The rules of `verify/lossy.py`, which a request may select, are not lossless
+either.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from paceline.types import Sequence as Request
 
 
 class RowVerdict(NamedTuple):
-    """How many drafts of a row stand, and the target's token after them (not counted as accepted)."""
+    """Number of accepted drafts of a row, and the target's token after them (not counted as accepted)."""
 
     num_accepted: int
     next_token: int
@@ -46,69 +48,69 @@ class RowVerdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Uniforms:
-    """The numbers in [0, 1) one row may use in one round; `paceline.rng` says why they are keyed as they are."""
+    """Random numbers in [0, 1) of one row in one round; `paceline.rng` explains their keys."""
 
     seed: int
     anchor_position: int
-    """Place of the last committed token in prompt + answer: `len(seq.tokens) - 1`."""
+    """Index of the last committed token in prompt + answer: `len(seq.tokens) - 1`."""
 
     @classmethod
     def of(cls, seq: Request) -> Uniforms:
         return cls(seq.seed, len(seq.tokens) - 1)
 
     def sample(self, slot: int) -> float:
-        """Draws a token at slot's absolute position."""
+        """Returns the number that samples a token at the slot's absolute position."""
         return uniform(self.seed, SAMPLE, self.anchor_position + slot + 1)
 
     def noise(self, slot: int) -> Noise:
-        """Draws the target's own token at slot's absolute position: plain decoding uses the same numbers there."""
+        """Returns the noise of the target's own token at the slot's absolute position; plain decoding uses the same."""
         return Noise(self.seed, self.anchor_position + slot + 1)
 
     def accept(self, slot: int) -> float:
-        """Decides on draft number `slot`."""
+        """Returns the number that decides on draft `slot`."""
         return uniform(self.seed, ACCEPT, self.anchor_position, slot)
 
     def residual(self, slot: int) -> float:
-        """Draws the token that replaces draft number `slot`."""
+        """Returns the number that samples the replacement of draft `slot`."""
         return uniform(self.seed, RESIDUAL, self.anchor_position, slot)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRow:
-    """What a rule sees of one row: its K drafts, and the target's distributions at the J = K+1 checked positions."""
+    """Inputs of a rule for one row: its K drafts, and the target's distributions at the J = K+1 verified positions."""
 
     draft_tokens: list[int]
     draft_probs_KV: Tensor | None
-    """What each draft was drawn from; None means the drafts are certain (a one-hot proposal)."""
+    """The distribution that each draft was sampled from, [K, V]; None: certain drafts (a one-hot proposal)."""
     uniforms: Uniforms
     draw: Callable[[int], int]
-    """The target's own token at a slot: the one that plain decoding with this seed takes there."""
+    """Returns the target's own token at a slot: the one of plain decoding with this seed."""
     target_probs: Callable[[], Tensor]
-    """Computes the target's distributions, [J, V]: row i where draft i stands, row K after all drafts."""
+    """Returns the target's distributions, [J, V]: row i before draft i, row K after all drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A way to decide which drafts stand."""
+    """A rule that decides which drafts are accepted."""
 
     name: str
     verify: Callable[[CheckedRow], RowVerdict]
     lossless: bool
-    """Whether the answers are distributed as plain decoding's, for any drafter. Every figure that a rule makes carries it."""
+    """True if answers have plain decoding's distribution with any drafter. All statistics of a rule's answers include it."""
     needs_probs: bool
-    """Whether it uses what the drafts were drawn from; a rule that does not takes all drafts as certain."""
+    """True if it uses the drafts' distributions; otherwise all drafts count as certain."""
     draws: bool = False
-    """Whether it holds certain drafts against the target's own draws, so that a drafter may guess with their numbers."""
+    """True if it compares certain drafts with the target's own samples, so that a drafter may use the same noise."""
     takes_trees: bool = False
-    """Whether it can judge trees: along the target's own draws, or along `walk`."""
+    """True if it can judge trees: along the target's own samples, or along `walk`."""
     walk: Callable[[Tree, Uniforms], list[int]] | None = None
-    """Which nodes of a tree stand, root to leaf, of a rule that does not ask the target."""
+    """Returns the accepted nodes of a tree, root to leaf, for a rule that does not use the target."""
     survives: Callable[[Uniforms], int] | None = None
-    """How many drafts of a chain stand, as far as there are so many, of a rule that looks at no token."""
+    """Returns the accepted drafts of a chain, not limited by its length, for a rule that ignores the tokens."""
 
 
 def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerdict:
-    """`draw(slot)` is the target's own token at a slot; asked in order, and no further than the first mismatch."""
+    """Accepts the longest prefix that equals the target's own tokens; calls `draw(slot)` in order, up to the first mismatch."""
     for slot, drafted in enumerate(draft_tokens):
         token = draw(slot)
         if token != drafted:
@@ -117,17 +119,17 @@ def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerd
 
 
 def match(row: CheckedRow) -> RowVerdict:
-    """A draft x stands with probability target(x): for certain drafts as often as with `rejection`."""
+    """Accepts draft x with probability target(x): for certain drafts the same as with `rejection`."""
     return match_prefix(row.draft_tokens, row.draw)
 
 
 def auto(row: CheckedRow) -> RowVerdict:
-    """Certain drafts by `match` (the same text as without a drafter), sampled ones by `block` (the most accepted)."""
+    """Judges certain drafts by `match` (the same text as without a drafter), sampled ones by `block` (the most accepted)."""
     return match(row) if row.draft_probs_KV is None else block(row)
 
 
 def rejection(row: CheckedRow) -> RowVerdict:
-    """Reads whole distributions only where the next token is drawn."""
+    """Judges by rejection sampling; reads a whole distribution only to sample the next token."""
     target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
     for slot, chance in enumerate(accept_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)):
         if not row.uniforms.accept(slot) < chance:  # so put, a chance that is NaN rejects
@@ -136,7 +138,7 @@ def rejection(row: CheckedRow) -> RowVerdict:
 
 
 def block(row: CheckedRow) -> RowVerdict:
-    """Looks for the largest standing prefix from the end, so that whole distributions are read only down to it."""
+    """Judges by block verification; searches the accepted prefix from the end, so that few whole distributions are read."""
     target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
     probs_J = prefix_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)
     if num_drafted == 0 or row.uniforms.accept(num_drafted - 1) < probs_J[num_drafted]:
@@ -152,7 +154,7 @@ def block(row: CheckedRow) -> RowVerdict:
 
 
 def drafted_probs(draft_tokens: list[int], probs_KV: Tensor | None) -> list[float]:
-    """Probability of each drafted token in its row: K numbers, without touching the rest of the rows; None is one-hot."""
+    """Returns the probability of each drafted token in its row: K numbers, without reading the rest; None is one-hot."""
     if probs_KV is None:
         return [1.0] * len(draft_tokens)
     ids_K1 = torch.tensor(draft_tokens, dtype=torch.int64, device=probs_KV.device).unsqueeze(-1)
@@ -160,13 +162,13 @@ def drafted_probs(draft_tokens: list[int], probs_KV: Tensor | None) -> list[floa
 
 
 def accept_probs(draft_tokens: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor) -> list[float]:
-    """Probability with which each draft stands, given that those before it do: min(1, target / draft), K numbers."""
+    """Returns the acceptance probability of each draft if all earlier ones are accepted: min(1, target / draft), K numbers."""
     pairs = zip(drafted_probs(draft_tokens, target_probs_JV), drafted_probs(draft_tokens, draft_probs_KV), strict=True)
     return [_at_most_one(target, draft) for target, draft in pairs]
 
 
 def prefix_probs(draft_tokens: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor) -> list[float]:
-    """pi_0 .. pi_K: the probability that at least i drafts stand, given the drafts; J numbers."""
+    """Returns pi_0 .. pi_K: the probability that at least i drafts are accepted, given the drafts; J numbers."""
     probs_J = [1.0]
     targets, drafts = drafted_probs(draft_tokens, target_probs_JV), drafted_probs(draft_tokens, draft_probs_KV)
     for target, draft in zip(targets, drafts, strict=True):
@@ -175,21 +177,21 @@ def prefix_probs(draft_tokens: list[int], draft_probs_KV: Tensor | None, target_
 
 
 def _at_most_one(target: float, draft: float) -> float:
-    """min(1, target / draft). A draft of probability 0 cannot have been drawn: any answer is exact, a division is not."""
+    """Returns min(1, target / draft); 0 for a draft of probability 0, which cannot have been sampled."""
     if draft <= 0:
         return 0.0
     return 1.0 if target >= draft else target / draft
 
 
 def stop_prob(prefix_prob: float, residual_mass: float) -> float:
-    """h_i, the probability that i drafts stand given that no longer prefix does, for i < K; `residual_mass` is R_i."""
+    """Returns h_i for i < K: the probability that i drafts are accepted if no longer prefix is; `residual_mass` is R_i."""
     if prefix_prob == 1.0:
-        return 1.0  # also where R_i is 0: then every longer prefix stands as surely and h_i is never asked for
+        return 1.0  # also if R_i is 0: then every longer prefix is accepted too, and h_i is not needed
     return residual_mass / (residual_mass + 1.0 - prefix_prob)
 
 
 def residual_after(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor, prefix_prob: float = 1.0) -> Tensor:
-    """Unnormalised max(prefix_prob * target - draft, 0) after the first drafts, [V]."""
+    """Returns the unnormalised residual max(prefix_prob * target - draft, 0) after the first drafts, [V]."""
     weights_V = target_probs_JV[num_accepted] * prefix_prob
     if row.draft_probs_KV is not None:
         return weights_V.sub_(row.draft_probs_KV[num_accepted]).clamp_(min=0.0)
@@ -198,12 +200,13 @@ def residual_after(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor, 
 
 
 def draw_residual(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor) -> int:
-    """The token in the place of the draft that `rejection` refused: of the residual max(target - draft, 0)."""
+    """Samples the replacement of a rejected draft from the residual max(target - draft, 0)."""
     return _draw_residual(row, num_accepted, residual_after(row, num_accepted, target_probs_JV), target_probs_JV)
 
 
 def _draw_residual(row: CheckedRow, num_accepted: int, weights_V: Tensor, target_probs_JV: Tensor) -> int:
-    """A token of the residual; of the target where rounding left nothing of it (both distributions are then the same)."""
+    """Samples a token from the residual, or from the target if rounding left no residual (both distributions are equal
+    then)."""
     has_mass = float(weights_V.sum()) > 0
     return sample(weights_V if has_mass else target_probs_JV[num_accepted], row.uniforms.residual(num_accepted))
 
@@ -215,22 +218,21 @@ _RULES = (
     Rule("block", block, lossless=True, needs_probs=True),
 )
 RULES = {rule.name: rule for rule in _RULES}
-"""Those of `paceline.config.RULES`. A new rule is a function and a line here."""
+"""Rules by name, as in `paceline.config.RULES`. A new rule is a function and a line here."""
 
 
 MOCKED = "mocked"
-"""Name of the rule that is made here."""
+"""Name of the rule returned by `mocked`."""
 
 
 def mocked(kept: float | Sequence[float] | Marginals) -> Rule:
-    """Accepts drafts whatever the target says, never more than were drafted.
+    """Returns a rule that accepts drafts whatever the target's tokens are, never more than were drafted.
 
-    A number: `kept` - 1 drafts of a round on average, in rounds as equal as they can be. A survival curve: at least i
-    drafts in a share kept[i - 1] of the rounds, drawn for each row and round by the row's own number, as the simulated
-    server does (`simulate/server/server.py`). Marginals: a chain by the curve of each slot's likeliest token; of a tree
-    a path that stands by the tree's own gains, so that a round keeps 1 + their sum on average. Whoever grows trees
-    grows them by these marginals (`marginals.MockedPlanner`). Raises ConfigError for a number below 1, and for a curve
-    that is none.
+    A number: `kept` - 1 drafts of a round on average, as evenly as possible. A survival curve: at least i drafts in a share
+    kept[i - 1] of the rounds, with a random number for each row and round, as in the simulated server
+    (`simulate/server/server.py`). Marginals: a chain by the curve of each slot's top token; for a tree, a random path by the
+    tree's gains, so that a round has 1 + their sum tokens on average, if the tree was grown by the same marginals
+    (`marginals.MockedPlanner`). Raises ConfigError for a number below 1, and for an invalid curve.
     """
     if isinstance(kept, Marginals):
         return replace(mocked(kept.survival), takes_trees=True, walk=_walk)

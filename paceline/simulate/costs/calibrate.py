@@ -99,8 +99,8 @@ class Fitted:
 
     def as_json(self) -> dict[str, Any]:
         points = [{**asdict(point), "error": point.error} for point in self.held_out]
-        told = {"mean_error": self.mean_error, "worst_error": self.worst_error, "points": points}
-        return {**self.calibration.as_json(), "held_out": told}
+        errors = {"mean_error": self.mean_error, "worst_error": self.worst_error, "points": points}
+        return {**self.calibration.as_json(), "held_out": errors}
 
 
 def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
@@ -124,7 +124,7 @@ def locality_of(steps: Steps, shape: ModelShape) -> float:
     routed, chosen = experts.num_routed, experts.per_token
 
     def error(locality: float) -> float:
-        read = [distinct_experts(routed, chosen, batch, width, locality) / found for batch, width, found in steps.experts]
+        read = [distinct_experts(routed, chosen, batch, width, locality) / counted for batch, width, counted in steps.experts]
         return sum((each - 1) ** 2 for each in read)
 
     return min((step / 1000 for step in range(1001)), key=error)
@@ -158,15 +158,17 @@ def steps_of(files: Sequence[dict[str, Any]]) -> Steps:
     if len({each.size for each in verify}) < FEWEST:
         raise ConfigError(f"a calibration needs the times of at least {FEWEST} sizes: run paceline bench steps with more")
     host_s = statistics.median(float(steps.get("host_s") or 0.0) for steps in files)
-    told = [point for steps in files if steps.get("experts") for point in TimeTable.points(steps["experts"], "experts")]
-    return Steps(verify, draft, rounds, host_s, str(files[0].get("model", "")), str(files[0].get("drafter", "")), tuple(told))
+    experts = [point for steps in files if steps.get("experts") for point in TimeTable.points(steps["experts"], "experts")]
+    return Steps(
+        verify, draft, rounds, host_s, str(files[0].get("model", "")), str(files[0].get("drafter", "")), tuple(experts)
+    )
 
 
 def machine_of(steps: dict[str, Any]) -> Machine | None:
     """Returns the machine that a steps.json was measured on; None if it is not recorded."""
-    told = steps.get("machine")
+    machine = steps.get("machine")
     known = set(Machine.__dataclass_fields__)
-    return Machine(**told) if isinstance(told, dict) and {*told, "cached_bytes_per_s"} == known else None
+    return Machine(**machine) if isinstance(machine, dict) and {*machine, "cached_bytes_per_s"} == known else None
 
 
 def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
@@ -199,7 +201,7 @@ def fit_pass(times: list[Observation], shape: ModelShape, deployment: Deployment
     others = np.array([[1.0, each.batch * each.width, each.batch * each.context] for each in times])
 
     def solve(ratio: float) -> tuple[float, np.ndarray]:
-        overlapped = np.array([[sum(max(ratio * read, compute) for read, compute in found)] for found in parts])
+        overlapped = np.array([[sum(max(ratio * read, compute) for read, compute in each)] for each in parts])
         return _relative(np.hstack([overlapped, others]), times)
 
     ratio = _searched(solve)
@@ -232,7 +234,7 @@ def reached(costs: RooflineCosts, context: float) -> tuple[float, float]:
 def fit_draft(times: list[Observation]) -> DraftFit:
     """Fits a block drafter and one that drafts token by token; returns the better fit."""
     fits = [_fit_draft(times, is_block) for is_block in (True, False)]
-    return min(fits, key=lambda found: found[0])[1]
+    return min(fits, key=lambda pair: pair[0])[1]
 
 
 def _fit_draft(times: list[Observation], is_block: bool) -> tuple[float, DraftFit]:
@@ -244,8 +246,8 @@ def _fit_draft(times: list[Observation], is_block: bool) -> tuple[float, DraftFi
         return _relative(np.stack([passes, passes * np.maximum(floor, positions), rows], axis=1), times)
 
     floor = _searched(solve)
-    error, found = solve(floor)
-    fixed_s, position_s, row_s = found.tolist()
+    error, terms = solve(floor)
+    fixed_s, position_s, row_s = terms.tolist()
     return error, DraftFit(fixed_s, position_s, floor, row_s, is_block)
 
 
@@ -292,12 +294,12 @@ def _searched(solve: Callable[[float], tuple[float, np.ndarray]]) -> float:
 def predicted(steps: Steps, shape: ModelShape, deployment: Deployment) -> list[HeldOut]:
     """Fits to two of three sizes and predicts the third: whole rounds of the widths that were drafted, else passes."""
     held = held_out_sizes(steps)
-    kept = replace(
+    training = replace(
         steps,
         verify=[each for each in steps.verify if each.size not in held],
         draft=[each for each in steps.draft if (each.batch, each.width + 1) not in held],
     )
-    costs = fit(kept, shape, deployment).costs(shape, deployment)
+    costs = fit(training, shape, deployment).costs(shape, deployment)
     points = [
         HeldOut(each.batch, each.width, each.seconds, costs.round_s(each.batch, round(each.width) - 1, each.context))
         for each in measured_rounds(steps)

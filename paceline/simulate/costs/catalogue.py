@@ -35,21 +35,21 @@ DECODED = frozenset(each["family"] for each in _FAMILIES.values())
 
 def entries() -> dict[str, dict[str, Any]]:
     """Returns name -> entry, by family; each has its "source" and its "hub" id, which may be None."""
-    found: dict[str, dict[str, Any]] = {}
+    models: dict[str, dict[str, Any]] = {}
     for file in sorted((HERE / "catalogue").glob("*.json")):
         family = json.loads(file.read_text(encoding="utf-8"))
         for entry in family["models"]:
             hub = f"{family['owner']}/{entry['name']}" if "owner" in family else None
-            found[entry["name"]] = told = {"source": family.get("source", ""), "hub": hub, **entry}
+            models[entry["name"]] = model = {"source": family.get("source", ""), "hub": hub, **entry}
             if "config" in entry:
-                told["config"] = {**family.get("config", {}), **entry["config"]}
-    return found
+                model["config"] = {**family.get("config", {}), **entry["config"]}
+    return models
 
 
 def machines() -> dict[str, Machine]:
     """Returns the known machines by name; the file has the sources of the figures."""
     known = json.loads((HERE / "machines.json").read_text(encoding="utf-8"))["machines"]
-    return {told["name"]: Machine(**told) for told in known}
+    return {entry["name"]: Machine(**entry) for entry in known}
 
 
 def machine(name: str) -> Machine | None:
@@ -59,8 +59,8 @@ def machine(name: str) -> Machine | None:
     names = {each.replace(" ", "").lower(): each for each in known}
     names |= {each.removeprefix("apple"): full for each, full in names.items()}
     begun = [each for each in known if each.split()[0].lower() == wanted]
-    found = names.get(wanted) or (begun[0] if len(begun) == 1 else None)
-    return known[found] if found else None
+    match = names.get(wanted) or (begun[0] if len(begun) == 1 else None)
+    return known[match] if match else None
 
 
 def all_shapes() -> dict[str, ModelShape]:
@@ -73,8 +73,8 @@ def shape_of_entry(entry: dict[str, Any]) -> ModelShape:
     if "unavailable" in entry:
         raise UnsupportedModelError(f"{entry['name']}: {entry['unavailable']}")
     if "shape" in entry:
-        told = {"name": entry["name"], "source": entry["source"], "note": entry.get("note", "")}
-        return from_json({**told, **entry["shape"]})
+        common = {"name": entry["name"], "source": entry["source"], "note": entry.get("note", "")}
+        return from_json({**common, **entry["shape"]})
     return replace(shape_of(entry["config"], entry["name"], entry["source"]), note=entry.get("note", ""))
 
 
@@ -139,9 +139,9 @@ def shape_of(config: dict[str, Any], name: str = "", source: str = "") -> ModelS
     """Reads a config.json. Raises UnsupportedModelError, which names the missing or unknown key."""
     read = ConfigReader(config)
     layers, hidden, vocab = range(read.whole("num_hidden_layers")), read.whole("hidden_size"), read.whole("vocab_size")
-    found = [attention_of(read, layer) for layer in layers]
-    groups = Counter(group for group, _ in found)
-    dense = hidden * vocab + sum(parameters for _, parameters in found)
+    attention = [attention_of(read, layer) for layer in layers]
+    groups = Counter(group for group, _ in attention)
+    dense = hidden * vocab + sum(parameters for _, parameters in attention)
     return ModelShape(
         name=name or read.family,
         num_layers=len(layers),
@@ -275,15 +275,15 @@ class ConfigReader:
 
         Experts may have another format than the rest: MXFP4 in gpt-oss, fp4 in DeepSeek V4.
         """
-        told = self.whole_config.get("quantization_config") or self.config.get("quantization_config")
-        told = told if isinstance(told, dict) else {}
-        method, dtype = told.get("quant_method"), self.config.get("dtype", self.config.get("torch_dtype"))
+        quantisation = self.whole_config.get("quantization_config") or self.config.get("quantization_config")
+        quantisation = quantisation if isinstance(quantisation, dict) else {}
+        method, dtype = quantisation.get("quant_method"), self.config.get("dtype", self.config.get("torch_dtype"))
         if method == "mxfp4":
             weights = "bfloat16"
-        elif method in ("fp8", "fbgemm_fp8", "modelopt") or "fp8" in str(told.get("quant_algo", "")).lower():
+        elif method in ("fp8", "fbgemm_fp8", "modelopt") or "fp8" in str(quantisation.get("quant_algo", "")).lower():
             weights = "float8"
-        elif method in ("gptq", "awq") or told.get("load_in_4bit"):
-            weights = "int8" if told.get("bits") == 8 else "int4"
+        elif method in ("gptq", "awq") or quantisation.get("load_in_4bit"):
+            weights = "int8" if quantisation.get("bits") == 8 else "int4"
         else:
             weights = "float16" if (dtype or self.whole_config.get("torch_dtype")) == "float16" else "bfloat16"
         experts = "float4" if method == "mxfp4" or self.config.get("expert_dtype") == "fp4" else weights

@@ -56,9 +56,9 @@ def read_header(file: Path) -> tuple[dict[str, Any], float]:
 def _config(metadata: dict[str, Any], tensors: dict[str, tuple[tuple[int, ...], int]]) -> dict[str, Any]:
     arch = metadata["general.architecture"]
     sizes = {name: metadata.get(f"{arch}.{key}") for name, key in SIZES.items()}
-    found = {name: value for name, value in sizes.items() if isinstance(value, int) and value}
-    found |= {"vocab_size": tensors["token_embd.weight"][0][1], "tie_word_embeddings": "output.weight" not in tensors}
-    return {"model_type": FAMILIES.get(arch, arch), **found}
+    config = {name: value for name, value in sizes.items() if isinstance(value, int) and value}
+    config |= {"vocab_size": tensors["token_embd.weight"][0][1], "tie_word_embeddings": "output.weight" not in tensors}
+    return {"model_type": FAMILIES.get(arch, arch), **config}
 
 
 def _mean_bytes(tensors: dict[str, tuple[tuple[int, ...], int]]) -> float:

@@ -90,5 +90,5 @@ def fitted(costs: StepCosts, context: int, seen: Seen, name: str) -> Overhead:
     off = statistics.median(abs((predicted + added_s) / measured - 1) for measured, predicted in times)
     counts = sorted(each.running for each in seen.samples)
     requests = f"{counts[0]} to {counts[-1]}" if counts[0] < counts[-1] else f"{counts[0]}"
-    told = f"the median over {len(times)} intervals of {name} ({seen.server}, {requests} requests)"
-    return Overhead(added_s, f"{told}, whose rounds are then met within {off:.0%}")
+    source = f"the median over {len(times)} intervals of {name} ({seen.server}, {requests} requests)"
+    return Overhead(added_s, f"{source}, whose rounds are then met within {off:.0%}")

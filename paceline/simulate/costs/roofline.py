@@ -110,9 +110,9 @@ def works_of(shape: ModelShape, deployment: Deployment, batch: float, positions:
     index = [indexer_work(group, precisions, batch, positions, context) for group in indexed]
     if deployment.per_layer:
         return works + main + index
-    for found in filter(None, (main, index)):
-        flops, read = sum(work.flops for work in found), sum(work.num_bytes for work in found)
-        works.append(Work("attention", flops, read, found[0].number_format))
+    for group_works in filter(None, (main, index)):
+        flops, read = sum(work.flops for work in group_works), sum(work.num_bytes for work in group_works)
+        works.append(Work("attention", flops, read, group_works[0].number_format))
     return works
 
 

@@ -212,22 +212,22 @@ class Calibration:
 def read_calibration(path: Path) -> Calibration:
     """Reads a file of `Calibration.as_json`, or a folder with a calibration.json. Raises ConfigError."""
     file = path / "calibration.json" if path.is_dir() else path
-    told = read_json(file, "paceline simulate --calibrate makes one")
-    if not isinstance(told, dict) or told.get("kind") != "paceline calibration":
+    content = read_json(file, "paceline simulate --calibrate makes one")
+    if not isinstance(content, dict) or content.get("kind") != "paceline calibration":
         raise ConfigError(f"{file} is no calibration: paceline simulate --calibrate RUN makes one")
     with reraised(ConfigError, f"{file} cannot be read", "make the calibration again", TypeError, ValueError):
-        found = Calibration(
-            verify=record_of(PassFit, told.get("verify")),
-            draft=record_of(DraftFit, told["draft"]) if told.get("draft") else None,
-            host_s=told.get("host_s"),  # pyright: ignore[reportArgumentType]  (checked below)
-            model=str(told.get("model", "")),
-            drafter=str(told.get("drafter", "")),
-            machine=Machine(**told["machine"]) if told.get("machine") else None,
-            precisions=Precisions(**told["precisions"]) if told.get("precisions") else None,
-            expert_locality=told.get("expert_locality", 0.0),
+        calibration = Calibration(
+            verify=record_of(PassFit, content.get("verify")),
+            draft=record_of(DraftFit, content["draft"]) if content.get("draft") else None,
+            host_s=content.get("host_s"),  # pyright: ignore[reportArgumentType]  (checked below)
+            model=str(content.get("model", "")),
+            drafter=str(content.get("drafter", "")),
+            machine=Machine(**content["machine"]) if content.get("machine") else None,
+            precisions=Precisions(**content["precisions"]) if content.get("precisions") else None,
+            expert_locality=content.get("expert_locality", 0.0),
         )
-        check_amounts(found)
-    return found
+        check_amounts(calibration)
+    return calibration
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,13 +251,13 @@ class TimeTable:
     @staticmethod
     def points(points: Sequence[Sequence[float]], what: str) -> list[tuple[float, float, float]]:
         """Converts points to numbers. Raises the error of `of`."""
-        found = []
+        numbers = []
         for point in points:
             is_point = isinstance(point, list | tuple) and len(point) == 3
             if not is_point or not all(is_amount(each) and each > 0 for each in point):
                 raise ConfigError(f"{what} time {point!r} is not [batch, positions, seconds] with numbers above 0")
-            found.append((float(point[0]), float(point[1]), float(point[2])))
-        return found
+            numbers.append((float(point[0]), float(point[1]), float(point[2])))
+        return numbers
 
     def seconds(self, batch: float, width: float) -> float:
         """Interpolates linearly in both; larger sizes never take less."""
@@ -335,7 +335,7 @@ def table_of(steps: dict[str, Any], title: str = "") -> MeasuredCosts:
     if not (is_amount(host_s) and is_amount(context)):
         raise ConfigError("host_s and context of the table must be numbers of 0 or more")
     machine = steps.get("machine")
-    told = (steps.get("model"), machine.get("name") if isinstance(machine, dict) else machine)
+    names = (steps.get("model"), machine.get("name") if isinstance(machine, dict) else machine)
     verify = TimeTable.of(steps["verify"])
     return MeasuredCosts(
         verify=verify,
@@ -343,7 +343,7 @@ def table_of(steps: dict[str, Any], title: str = "") -> MeasuredCosts:
         prefill=TimeTable.of(_prefill(steps), "prefill"),
         host_s=float(host_s),
         context=float(context),
-        title=" on ".join(name for name in told if isinstance(name, str)) or title,
+        title=" on ".join(name for name in names if isinstance(name, str)) or title,
         prefill_adapts=steps.get("prefill_adapts") is True,
     )
 

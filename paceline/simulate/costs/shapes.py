@@ -27,9 +27,9 @@ class Format:
     """Keys of `hardware.Machine.flops_per_s` that can compute with it, the fastest first."""
 
 
-_TOLD = json.loads((Path(__file__).parent / "formats.json").read_text(encoding="utf-8"))
-FORMATS = {name: Format(told["num_bytes"], tuple(told["computes_as"])) for name, told in _TOLD["formats"].items()}
-SHORT: dict[str, str] = _TOLD["short"]
+_TABLES = json.loads((Path(__file__).parent / "formats.json").read_text(encoding="utf-8"))
+FORMATS = {name: Format(entry["num_bytes"], tuple(entry["computes_as"])) for name, entry in _TABLES["formats"].items()}
+SHORT: dict[str, str] = _TABLES["short"]
 
 
 def format_named(name: str) -> str:

@@ -36,13 +36,13 @@ class Drafted:
         """Returns the number of accepted drafts if the first `width`, or a tree, are verified, and the outcome of the tree."""
         if isinstance(width, int):
             return min(self.num_right, width), None
-        children, kept = width.children(), list[int]()
+        children, accepted = width.children(), list[int]()
         for rank in self.ranks:
-            child = children.get((kept[-1] if kept else -1, rank))
+            child = children.get((accepted[-1] if accepted else -1, rank))
             if child is None:
                 break
-            kept.append(child)
-        return len(kept), Outcome(width, kept)
+            accepted.append(child)
+        return len(accepted), Outcome(width, accepted)
 
 
 def drafted(survival: Survival, luck: random.Random, count: int, says_sure: bool) -> Drafted:

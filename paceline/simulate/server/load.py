@@ -158,10 +158,10 @@ def capacity(case: Case, policy: str) -> float:
     admitted is left out."""
     outcome = case.run(policy, [replace(job, arrives_at=0.0) for job in case.jobs])
     full_s = max((each.admitted_at for each in outcome.requests), default=0.0)
-    made = sum(count for each in outcome.requests for when, count in each.chunks if when <= full_s)
-    if not full_s or made < outcome.num_tokens / 2:  # too few requests to fill the rows for long
-        full_s, made = outcome.wall_s, outcome.num_tokens
-    return share(made, full_s) / statistics.fmean(job.answer_tokens for job in case.jobs)
+    num_tokens = sum(count for each in outcome.requests for when, count in each.chunks if when <= full_s)
+    if not full_s or num_tokens < outcome.num_tokens / 2:  # too few requests to fill the rows for long
+        full_s, num_tokens = outcome.wall_s, outcome.num_tokens
+    return share(num_tokens, full_s) / statistics.fmean(job.answer_tokens for job in case.jobs)
 
 
 def sweep(
@@ -171,9 +171,9 @@ def sweep(
     if not case.jobs or not policies or not (rates or concurrencies):
         raise ConfigError("nothing to simulate: give at least one request, one policy, and one --rate or --concurrency")
     most = {policy: capacity(case, policy) for policy in policies}
-    made = []
+    figures = []
     for rate, concurrency in [*((rate, None) for rate in rates), *((None, number) for number in concurrencies)]:
         jobs = arriving(case.jobs, poisson(rate, len(case.jobs), case.seed)) if rate else case.jobs
         for policy in policies:
-            made.append(figures_of(case.run(policy, jobs, concurrency), policy, most[policy], rate, concurrency))
-    return made
+            figures.append(figures_of(case.run(policy, jobs, concurrency), policy, most[policy], rate, concurrency))
+    return figures

@@ -52,13 +52,13 @@ def parse_slo(text: str | None) -> list[Limit]:
     for part in (text or "").split(","):
         if not part.strip():
             continue
-        found = LIMIT.fullmatch(part.strip())
-        if not found or not found[3].replace(".", "", 1).isdigit() or float(found[3]) <= 0:
+        match = LIMIT.fullmatch(part.strip())
+        if not match or not match[3].replace(".", "", 1).isdigit() or float(match[3]) <= 0:
             raise ConfigError(
                 f"--slo {part.strip()!r} is no limit: write it as p90-total=2s; one of mean, p50, p90, p99, then total, "
                 "first-token or inter-token, then a time above 0 in s or ms"
             )
-        limits.append(Limit(found[1], found[2], float(found[3]) * (1e-3 if found[4] == "ms" else 1.0)))
+        limits.append(Limit(match[1], match[2], float(match[3]) * (1e-3 if match[4] == "ms" else 1.0)))
     if text is not None and not limits:
         raise ConfigError("--slo is empty: write it as p90-total=2s")
     return limits
@@ -99,8 +99,8 @@ def priced(costs: StepCosts, acceptance: Acceptance, config: PredictConfig, pric
     answer = parse_lengths("--answer-tokens", price.answer_tokens)
     jobs = workload(price.requests, parse_lengths("--prompt-tokens", "1"), answer, price.seed)
     mean = sum(job.answer_tokens for job in jobs) / len(jobs)
-    told = price.prompt_tokens or str(max(round(config.context - mean / 2), 1))
-    jobs = workload(price.requests, parse_lengths("--prompt-tokens", told), answer, price.seed)
+    prompt_tokens = price.prompt_tokens or str(max(round(config.context - mean / 2), 1))
+    jobs = workload(price.requests, parse_lengths("--prompt-tokens", prompt_tokens), answer, price.seed)
     better = one_more(acceptance, config.max_draft)
     rows, sentences = list[Priced](), list[str]()
     for batch in config.batch:
@@ -114,10 +114,8 @@ def priced(costs: StepCosts, acceptance: Acceptance, config: PredictConfig, pric
         rows += [plain, drafts, more]
         sentences += _sentences(plain, drafts, more, price)
     wanted = f"so that {price.slo}" if limits else "as many as it can finish"
-    title = (
-        f"Requests/s {wanted}; prompts of {told}, answers of {price.answer_tokens} tokens, {price.requests} simulated requests"
-    )
-    return Prices(title, rows, sentences)
+    lengths = f"prompts of {prompt_tokens}, answers of {price.answer_tokens} tokens"
+    return Prices(f"Requests/s {wanted}; {lengths}, {price.requests} simulated requests", rows, sentences)
 
 
 def one_more(acceptance: Acceptance, num_drafted: int) -> Acceptance:
@@ -173,11 +171,11 @@ def _sentences(plain: Priced, drafts: Priced, more: Priced, price: PriceConfig) 
     if not plain.requests_per_s:
         return [f"{rows}: only drafts meet {price.slo}: {drafts.requests_per_s:.3g} requests/s"]
     times, better = drafts.requests_per_s / plain.requests_per_s, more.requests_per_s / drafts.requests_per_s
-    told = f"{rows}: drafts serve {times:.2f} times the requests; one more token a round {better - 1:+.0%} requests"
+    sentence = f"{rows}: drafts serve {times:.2f} times the requests; one more token a round {better - 1:+.0%} requests"
     if plain.per_thousand and drafts.per_thousand and more.per_thousand:
         saved = drafts.per_thousand - more.per_thousand
-        told += (
+        sentence += (
             f", {saved:,.3f} less for 1,000 answers ({plain.per_thousand:,.3f} plainly, "
             f"{drafts.per_thousand:,.3f} with drafts, {more.per_thousand:,.3f} with one more)"
         )
-    return [told]
+    return [sentence]

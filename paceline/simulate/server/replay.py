@@ -51,7 +51,7 @@ class Recorded:
     """Rounds of all jobs."""
     own: Rounds
     """Rounds with the drafter's own drafts; all rounds if the run does not record sources."""
-    found: Rounds = field(default_factory=Rounds)
+    lookup: Rounds = field(default_factory=Rounds)
     """Rounds with prompt lookup drafts, in addition to a drafter."""
     steps: list[tuple[str, float, float, float]] = field(default_factory=list)
     """(kind, size, count, total seconds) of the steps, as in serve's Metrics.step_times; empty if the run does not record
@@ -135,22 +135,22 @@ def _recorded(lines: list[dict[str, Any]]) -> Recorded:
         first_token_s=[line["first_s"] for line in whole],
         rounds=Rounds.sum(map(_rounds, whole)),
         own=Rounds.sum(own for own, _ in sources),
-        found=Rounds.sum(found for _, found in sources),
+        lookup=Rounds.sum(lookup for _, lookup in sources),
         steps=_steps([each for line in lines for each in line.get("steps") or ()]),
     )
 
 
-def _steps(told: list[Any]) -> list[tuple[str, float, float, float]]:
+def _steps(steps: list[Any]) -> list[tuple[str, float, float, float]]:
     with reraised(ConfigError, "the times of a pass cannot be read", "run paceline bench serving again", TypeError, ValueError):
-        return [(str(kind), float(size), float(count), float(seconds)) for kind, size, count, seconds in told]
+        return [(str(kind), float(size), float(count), float(seconds)) for kind, size, count, seconds in steps]
 
 
-def _rounds(told: dict[str, Any]) -> Rounds:
+def _rounds(record: dict[str, Any]) -> Rounds:
     """Reads num_rounds, num_drafted and accepted_histogram, each of which may be missing. Raises ConfigError."""
-    num_rounds, num_drafted = told.get("num_rounds") or 0, told.get("num_drafted") or 0
-    histogram = told.get("accepted_histogram") or []
+    num_rounds, num_drafted = record.get("num_rounds") or 0, record.get("num_drafted") or 0
+    histogram = record.get("accepted_histogram") or []
     if not isinstance(histogram, list) or not all(map(is_amount, (num_rounds, num_drafted, *histogram))):
-        raise ConfigError(f"the rounds of a request must be counts, not {told}: run paceline bench serving again")
+        raise ConfigError(f"the rounds of a request must be counts, not {record}: run paceline bench serving again")
     return Rounds(num_rounds, num_drafted, tuple(histogram))
 
 
@@ -160,12 +160,14 @@ def _sources(line: dict[str, Any]) -> tuple[Rounds, Rounds]:
 
     "rounds_by_source": {"dflash": {"num_rounds": 3, "num_drafted": 45, "accepted_histogram": [1, 0, 2]}, "ngram": ...}
     """
-    told = line.get("rounds_by_source") or {}
-    if not isinstance(told, dict) or not all(isinstance(each, dict) for each in told.values()):
-        raise ConfigError(f"rounds_by_source must hold the rounds of each source, not {told}: run paceline bench serving again")
-    known = {name: _rounds(each) for name, each in told.items() if name != NONE}
-    found = known.pop(LOOKUP, Rounds())
-    return Rounds.sum(known.values()) if known else found if told else _rounds(line), found
+    by_source = line.get("rounds_by_source") or {}
+    if not isinstance(by_source, dict) or not all(isinstance(each, dict) for each in by_source.values()):
+        raise ConfigError(
+            f"rounds_by_source must hold the rounds of each source, not {by_source}: run paceline bench serving again"
+        )
+    known = {name: _rounds(each) for name, each in by_source.items() if name != NONE}
+    lookup = known.pop(LOOKUP, Rounds())
+    return Rounds.sum(known.values()) if known else lookup if by_source else _rounds(line), lookup
 
 
 def rows_of(folder: Path) -> int | None:
@@ -197,14 +199,14 @@ def recorded_lookups(passes: Sequence[Recorded]) -> Lookups | None:
     lookup is the drafter. Lookup drafts that the server did not verify are not recorded."""
     groups: dict[tuple[Arrivals, str], list[Recorded]] = {}
     for each in passes:
-        if each.found.num_drafted and each.found != each.own:
+        if each.lookup.num_drafted and each.lookup != each.own:
             groups.setdefault((each.load, each.speculate), []).append(each)
 
     def part(group: list[Recorded]) -> float:
-        return share(sum(each.found.num_rounds for each in group), sum(each.rounds.num_rounds for each in group))
+        return share(sum(each.lookup.num_rounds for each in group), sum(each.rounds.num_rounds for each in group))
 
     most = max(groups.values(), key=part, default=[])
-    return Lookups(min(part(most), 1.0), _survival(Rounds.sum(each.found for each in most))) if most else None
+    return Lookups(min(part(most), 1.0), _survival(Rounds.sum(each.lookup for each in most))) if most else None
 
 
 def _survival(rounds: Rounds) -> Survival:
@@ -230,10 +232,10 @@ def own_costs(passes: Sequence[Recorded]) -> list[MeasuredCosts]:
     the pass's own steps have their measured total. Raises ConfigError if the run does not record step times."""
     if not all(each.steps for each in passes):
         raise ConfigError("the run does not tell what its steps took: run paceline bench serving again, or give --steps")
-    told = [step for each in passes for step in each.steps]
-    means = {kind: _rising([step[1:] for step in told if step[0] == kind]) for kind in ("verify", "prefill", "draft", "step")}
+    steps = [step for each in passes for step in each.steps]
+    means = {kind: _rising([step[1:] for step in steps if step[0] == kind]) for kind in ("verify", "prefill", "draft", "step")}
     fewest = sum(math.ceil(job.prompt_tokens / max(means["prefill"])) for each in passes for job in each.jobs)
-    adapts, made = sum(count for kind, _, count, _ in told if kind == "prefill") > fewest, list[MeasuredCosts]()
+    adapts, costs = sum(count for kind, _, count, _ in steps if kind == "prefill") > fewest, list[MeasuredCosts]()
     for each in passes:
         spent_s, usual_s = defaultdict[str, float](float), defaultdict[str, float](float)
         for kind, size, count, seconds in each.steps:
@@ -247,15 +249,15 @@ def own_costs(passes: Sequence[Recorded]) -> list[MeasuredCosts]:
         )
         num_rounds = sum(count for kind, _, count, _ in each.steps if kind == "verify")
         host_s = (2 * spent_s["step"] - sum(spent_s.values())) / num_rounds
-        made.append(MeasuredCosts(verify, draft[0] if draft else None, prefill, host_s, prefill_adapts=adapts))
-    return made
+        costs.append(MeasuredCosts(verify, draft[0] if draft else None, prefill, host_s, prefill_adapts=adapts))
+    return costs
 
 
-def _rising(told: list[tuple[float, float, float]]) -> dict[float, float]:
+def _rising(steps: list[tuple[float, float, float]]) -> dict[float, float]:
     """Returns size -> mean seconds, from (size, count, total seconds), non-decreasing: sizes that violate this are averaged
     (isotonic regression), which keeps the total."""
     blocks: list[tuple[float, float, list[float]]] = []
-    for size, same in itertools.groupby(sorted(told), key=operator.itemgetter(0)):
+    for size, same in itertools.groupby(sorted(steps), key=operator.itemgetter(0)):
         (_, counts, spent), sizes = zip(*same, strict=True), [size]
         count, seconds = sum(counts), sum(spent)
         while blocks and blocks[-1][1] * count > seconds * blocks[-1][0]:
@@ -300,5 +302,5 @@ def _compared(group: list[tuple[Recorded, Outcome]], policy: str) -> Compared:
         measured_tokens_per_round=Rounds.sum(each.rounds for each in recorded).tokens_per_round,
         simulated_tokens_per_round=1 + share(sum(each.num_accepted_total for each in requests), num_rounds),
         measured_tokens_per_s_range=(min(measured), max(measured)),
-        errors=[ours / theirs - 1 for ours, theirs in zip(simulated, measured, strict=True)],
+        errors=[prediction / value - 1 for prediction, value in zip(simulated, measured, strict=True)],
     )

@@ -231,17 +231,17 @@ class Simulation:
         prompt_left = reading[0].job.prompt_tokens - reading[0].num_prefilled if reading else 0
         plan = self._planner.next([self._row(each) for each in self._running], prompt_left)
         joining = self._prefill(plan.chunk)
-        made = [(joining, 1)] if joining else []
+        tokens_by_row = [(joining, 1)] if joining else []
         rows = self._running + ([joining] if joining and joining.job.answer_tokens > 1 else [])
         if rows and rows != [joining]:  # with no other row, a first token goes out before its first round
             if rows[-1] is joining:
                 self._planner.join(plan, len(plan.rows), self._row(rows[-1]))
-            made += self._round(rows, plan)
+            tokens_by_row += self._round(rows, plan)
         self._busy_s += self._now - began
-        for each, count in made:  # handed out together, at the end of the step
+        for each, count in tokens_by_row:  # handed out together, at the end of the step
             each.add_tokens(count, self._now + self._server.request_s)
         self._running = [each for each in rows if each.num_left]
-        num_done = sum(each.num_left == 0 for each, _ in made)
+        num_done = sum(each.num_left == 0 for each, _ in tokens_by_row)
         for _ in range(min(num_done, len(self._unsent))):  # a closed loop sends its next request when an answer is done
             sent = self._unsent.popleft()
             sent.arrived_at = self._now + self._server.request_s
