@@ -228,8 +228,8 @@ class DeviceRounds:
         return target.rounds["rows"]
 
     def _recordings(self, form: Form) -> Recordings[StaticRound]:
-        """Returns the recordings of this form with the present tap layers; they live as long as the drafter's path, or the
-        target's cache."""
+        """Returns the recordings of this form and the present tap layers; the drafter's path, or else the target, stores
+        them."""
         target, rows = self._target, self._rows
         recordings = form.path.rounds if form.path else target.rounds
         key = form.is_drawn, form.is_mocked, target.tap_layers
@@ -357,8 +357,7 @@ class DeviceRounds:
         )
 
     def _verdict(self, batch: Batch, region: StaticRound, outcomes: list[Outcome]) -> Verdict:
-        """Returns the device's verdict, with tokens that need the whole distribution sampled here; updates the host's row
-        values."""
+        """Returns the device's verdict, with WHOLE tokens sampled on the host; updates the host's row values."""
         next_B, failed_B = list[int](), list[str | None]()
         accepted_B = [outcome.num_accepted for outcome in outcomes]
         for seq, outcome in zip(batch.sequences, outcomes, strict=True):

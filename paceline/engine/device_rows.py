@@ -164,8 +164,7 @@ class Marks:
             self._times[index] = time.perf_counter()
 
     def seconds(self) -> list[float] | None:
-        """Returns the seconds between marks of the latest run, which must have ended; None if the device cannot measure
-        them."""
+        """Returns the seconds between marks of the latest run, which must have ended; None if they cannot be measured."""
         if self._is_cuda:
             pairs = zip(self._events, self._events[1:], strict=False)
             return [1e-3 * first.elapsed_time(last) for first, last in pairs] or None

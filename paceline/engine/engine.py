@@ -236,7 +236,7 @@ class Engine:
         chunks = self._prefill(plan.chunk)
         begun = {chunk.sequence.request_id for chunk in chunks}
         if not chunks or any(seq.request_id not in begun for seq in self.scheduler.running):
-            chunks += self._decode(plan)  # a first token that delays nobody goes out before its first round
+            chunks += self._decode(plan)  # with no other row, a first token is sent before its first round
         self._admit()
         return chunks
 

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 WHITESPACE = r"[ \t\r\n]{0,16}"
 """Whitespace between the parts of a JSON text; bounded, because a small model may indent forever."""
 MAX_CHARACTERS = 65_536
-"""Maximum characters of a schema or regex; compile time is quadratic in the number of properties, two seconds at this
-length."""
+"""Maximum characters of a schema or regex; compiling is quadratic in the number of properties, two seconds at this length."""
 SPECIAL_LOOK = re.compile("<.*>", re.DOTALL)
 """Added tokens that llguidance treats as special."""
 _LEAST = -1e30
@@ -167,7 +166,7 @@ class Grammar:
                 token = only
             allowed.append(token)
             if token in seq.eos_token_ids:
-                break  # nothing stands behind the end
+                break  # no token follows the end
             matcher.consume_token(token)
             self._masks.append(matcher.compute_bitmask())
         if len(self._masks) > 1:
@@ -188,7 +187,7 @@ class Grammar:
         num_masked, num_vocab = len(self._masks), logits_JV.shape[-1]
         bits = np.frombuffer(b"".join(self._masks), np.uint8).reshape(num_masked, -1)
         refused = torch.from_numpy(np.unpackbits(~bits, axis=1, count=num_vocab, bitorder="little")).to(logits_JV.device)
-        # The grammar has the last word: a token that is forbidden otherwise stands where nothing else may.
+        # The grammar has priority: a token forbidden by other settings is accepted where the grammar allows no other.
         is_shaped = seq.params.logit_bias or seq.shapes_logits
         masked_JV = logits_JV.clamp(min=_LEAST) if is_shaped else logits_JV.clone()
         masked_JV[:num_masked].masked_fill_(refused.bool(), float("-inf"))

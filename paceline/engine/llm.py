@@ -131,8 +131,9 @@ class LLM:
     def _adapts(self) -> bool:
         return self.config.plan == "auto" and self.config.mocked is None
 
-    def _record_if_idle(self) -> None:
-        """Record passes unless requests are running; otherwise rounds run unrecorded until the next change while idle."""
+    def _pool_changed(self) -> None:
+        """Update the default drafter. Record passes if idle; otherwise rounds run unrecorded until a change while idle."""
+        self.drafter = self.engine.drafter
         if not self.engine.has_work:
             self.record_passes(self.engine)
 
@@ -168,12 +169,10 @@ class LLM:
         return make_drafter(drafter, self.target, target_name=self.config.model, **options)
 
     def use_drafter(self, drafter: str | Drafter | None, **options: Any) -> None:
-        """Replace the drafter for new requests; running ones keep theirs. Raises the errors of creating and binding it; nothing
-        has changed then."""
+        """Replace the drafter for new requests. Raises the errors of creating and binding it, and changes nothing then."""
         created = self.make_drafter(drafter, **options)
         self.engine.swap(created)
-        self.drafter = created
-        self._record_if_idle()
+        self._pool_changed()
         if not self.engine.has_work and len(self.members) == 1:
             self.engine.planner = self._planner_of(created)
 
@@ -183,8 +182,7 @@ class LLM:
         return {name: replace(member) for name, member in self.engine.pool.members.items()}
 
     def use_members(self, members: Mapping[str, Member]) -> None:
-        """Replace the engine by one with these drafters. Raises ConfigError while answers are running, and the errors of
-        binding the drafters."""
+        """Replace the engine by one with these drafters. Raises ConfigError while answers are running, or a binding error."""
         self._refuse_while_running("drafters cannot be exchanged all at once")
         self._replace_engine(members)
 
@@ -205,21 +203,17 @@ class LLM:
         """Add a drafter to the pool under this name, or replace the one there; running requests keep theirs. Raises the errors
         of binding it; nothing has changed then."""
         self.engine.put(name, drafter)
-        self.drafter = self.engine.drafter
-        self._record_if_idle()
+        self._pool_changed()
 
     def drain_drafter(self, name: str) -> None:
         """Stop giving this drafter to new requests. Raises ConfigError for an unknown name."""
         self.engine.pool.admit(name, False)
-        self.drafter = self.engine.drafter
-        self._record_if_idle()
+        self._pool_changed()
 
     def remove_drafter(self, name: str) -> None:
-        """Stop giving this drafter to new requests, and remove it after its last request. Raises the errors of
-        `drain_drafter`."""
+        """Stop giving this drafter to new requests, and remove it after its last one. Raises the errors of `drain_drafter`."""
         self.engine.remove(name)
-        self.drafter = self.engine.drafter
-        self._record_if_idle()
+        self._pool_changed()
 
     def renew(self) -> None:
         """Start a new engine after a failure, with the same weights and drafters and an empty cache. Running answers are lost:
@@ -242,8 +236,7 @@ class LLM:
     def encode_chat(
         self, messages: list[Message], tools: Iterable[Message] | None = None, variables: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Returns the token ids of a conversation by the model's chat template, with these `variables`. Raises PromptError for
-        malformed messages."""
+        """Returns a conversation's token ids by the model's chat template, with these `variables`. Raises PromptError."""
         return chat_ids(self.tokenizer, messages, tools or (), variables)
 
     def chat(
@@ -300,8 +293,7 @@ class LLM:
                 yield chunk
 
     def _answer(self, requests: list[tuple[list[int], SamplingParams | None]]) -> Generator[tuple[int, Chunk]]:
-        """Yields (index of the request, chunk) until all requests are finished; aborts the others on an error or when
-        closed."""
+        """Yields (index of the request, chunk) until all requests are finished; aborts the others if it ends early."""
         engine, inbox, places = self.engine, deque[Chunk](), dict[int, int]()
         try:
             for place, (prompt_ids, params) in enumerate(requests):

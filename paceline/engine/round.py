@@ -30,8 +30,7 @@ from paceline.types import NONE, Batch, DraftBlock, RoundStats, Sequence, Take, 
 from paceline.verify.rules import RULES, CheckedRow, RowVerdict, Rule, Uniforms, match_prefix
 
 Narrow = Callable[[list[list[float] | None], list[Candidates | None] | None], list[int | Tree]]
-"""Returns how many drafts of each row to verify, or which tree, from `DraftBlock.sure_B` and `candidates_B`
-(`Planner.narrow`)."""
+"""(sure_B, candidates_B of a DraftBlock) -> how many drafts of each row to verify, or which tree: `Planner.narrow`."""
 
 
 def decode_round(
@@ -60,7 +59,7 @@ def decode_round(
         num_drafted_B=_lengths(proposed),
         num_accepted_B=[max(count - 1, 0) for count in num_committed_B],
         lossless=all(seq.lossless for seq in batch.sequences),
-        draft_s=drafted - started - recording_draft_s,  # who plans by it must not learn what a recording takes
+        draft_s=drafted - started - recording_draft_s,  # without recordings, which must not affect plans
         verify_s=verified - drafted - recording_verify_s,
         host_s=time.perf_counter() - verified,
         source_B=[take.source if tokens else NONE for take, tokens in zip(takes_B, proposed.tokens_B, strict=True)],
@@ -164,8 +163,7 @@ def _observed(
 
 
 class RuleJudge:
-    """Decides which drafts are accepted: by `rule`, except for greedy rows if the rule needs probabilities; those take the
-    longest match."""
+    """Decides which drafts are accepted: by `rule`, but greedy rows by the longest match if the rule needs probabilities."""
 
     def __init__(self, rule: Rule = RULES["auto"]) -> None:
         self.rule = rule
@@ -243,8 +241,8 @@ class RuleJudge:
             path.append(child)
 
     def _draw(self, seq: Sequence, path: list[int], slots: list[int], logits_JV: Tensor) -> int:
-        """Returns the target's token after the accepted drafts; -1 if none is left. `slots`: rows of the logits of the anchor
-        and those drafts."""
+        """Returns the target's token after the accepted drafts, or -1. `slots`: rows of the logits of the anchor and the
+        drafts."""
         if seq.params.logit_bias or seq.params.has_penalties or seq.shapes_logits:
             logits_JV = shape(seq, penalise(logits_JV[slots], seq.params, seq.tokens, seq.counts, path), path)
             slots = list(range(len(slots)))

@@ -48,7 +48,7 @@ class Scheduler:
             yield seq
 
     def start_decoding(self, seq: Sequence) -> None:
-        """Move a request whose prompt is in the cache to the running ones. Rows stay sorted, so that neighbours run as one
+        """Move a request with a complete prompt to the running ones. Rows stay sorted, so that neighbours run as one
         product."""
         self.prefilling.remove(seq)
         self.running.append(seq)
@@ -163,6 +163,5 @@ class PrefixReuse:
 
 
 def _common(tokens: list[int], seq: Sequence) -> int:
-    """Returns the length of the common prefix of `tokens` and the prompt, without the prompt's last token, which is always
-    computed."""
+    """Returns the length of the common prefix of `tokens` and the prompt without its last token, which is always computed."""
     return num_common(tokens, seq.tokens[: seq.prompt_len - 1])

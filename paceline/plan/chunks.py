@@ -9,8 +9,7 @@ from collections.abc import Iterator
 LEAST_CHUNK = 8
 """Minimum prompt tokens per chunk; smaller ones cost as much time as they save."""
 FREE_EVERY = 8
-"""While prompts are waiting, every 8th round is planned without a time limit: only such rounds show how long an unlimited
-one takes."""
+"""While prompts are waiting, every 8th round is planned without a time limit, to measure how long such a round takes."""
 
 
 class ChunkSizes:

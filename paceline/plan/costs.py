@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from paceline.types import RoundStats
 
@@ -17,11 +17,10 @@ class PassCosts:
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
         """`points`: at least one pair (positions, seconds), positions ascending."""
         assert points
-        rising, least = [], math.inf
-        for size, seconds in reversed(points):  # a smaller pass never takes longer: if it did, another program disturbed it
-            least = min(least, seconds)
-            rising.append((size, least))
-        self._points = rising[::-1] if len(rising) > 1 else [rising[0], (2 * rising[0][0], 2 * rising[0][1])]
+        sizes, times = zip(*reversed(points), strict=True)
+        # A smaller pass never takes longer: if it did, another program disturbed it.
+        rising = list(zip(sizes, accumulate(times, min), strict=True))[::-1]
+        self._points = rising if len(rising) > 1 else [rising[0], (2 * rising[0][0], 2 * rising[0][1])]
         self._known: list[float] = []
 
     def seconds(self, num_positions: int) -> float:
@@ -78,8 +77,7 @@ class RoundCosts:
         return low * (high / low) ** ((size - below) / (above - below))
 
     def drafting_s(self, source: str, num_rows: int) -> float:
-        """Returns the seconds of drafting for `num_rows` rows, scaled from the nearest measured number of rows; 0 if there is
-        no measurement."""
+        """Returns the seconds of drafting for `num_rows` rows, scaled from the nearest measured number; 0 without any."""
         if num_rows == 0:
             return 0.0
         known = self._draft_s.get((source, num_rows))

@@ -145,8 +145,7 @@ class _Drafting:
 
 
 def _steps(wants: Sequence[Want], sooner: bool) -> list[tuple[float, int]]:
-    """Returns (value, index of the want) of each draft, largest value first: its gain, or for `sooner` what it takes off the
-    row's 1 / E."""
+    """Returns (value, index of the want) of each draft, largest first: its gain, or with `sooner` the decrease of 1 / E."""
     steps: list[tuple[float, int]] = []
     for index, want in enumerate(wants):
         expected = 1.0

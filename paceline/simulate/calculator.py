@@ -27,34 +27,11 @@ from paceline.simulate.files import read_json
 from paceline.simulate.flags import FLAGS
 
 FOLDER = Path(__file__).parent / "page"
-PURE = (
-    "formulas.js",
-    "config_reader.js",
-    "hf_config.js",
-    "flags.js",
-    "limits.js",
-    "results.js",
-    "state.js",
-    "argument.js",
-    "watch.js",
-)
+_PURE = "formulas config_reader hf_config flags limits results state argument watch"
+_NEED_PAGE = "marks charts editor controls cards tabs tokens columns assumptions problem tools views page"
+PURE = tuple(f"{name}.js" for name in _PURE.split())
 """Modules that also run without a page. Each module needs only earlier ones."""
-SCRIPTS = (
-    *PURE,
-    "marks.js",
-    "charts.js",
-    "editor.js",
-    "controls.js",
-    "cards.js",
-    "tabs.js",
-    "tokens.js",
-    "columns.js",
-    "assumptions.js",
-    "problem.js",
-    "tools.js",
-    "views.js",
-    "page.js",
-)
+SCRIPTS = (*PURE, *(f"{name}.js" for name in _NEED_PAGE.split()))
 CHARTS = "vendor/uPlot.iife.min.js"
 PIECE = re.compile(r"\s*\S{1,6}")
 IMPORT = re.compile(r"^import [^;]+;\n", re.MULTILINE)

@@ -114,7 +114,7 @@ class ServingConfig:
     answer_tokens: str = "128"
     """Answer tokens of each request, in the same forms."""
     policy: tuple[str, ...] = ("off", "best", "adaptive")
-    """Draft lengths to compare: off, best (for the batch size), adaptive (the engine's planner), numbers, or tree:N with
+    """Draft lengths to compare: off, best (for the batch size), adaptive (as the engine), numbers, or tree:N with
     --marginals."""
     marginals: str | None = None
     """Marginals of a block drafter, as in simulate: greedy, sampled or a run. With them, adaptive also uses trees, and chains
@@ -128,8 +128,7 @@ class ServingConfig:
     seed: int = 0
     """Random seed of arrivals, lengths and acceptance."""
     against: Path | None = None
-    """Replay a bench serving run instead, with its own step times unless others are given; prints simulated and measured
-    figures."""
+    """Replay a bench serving run, with its own step times unless others are given; prints simulated and measured figures."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +36,12 @@ def read_objects(file: Path, remedy: str) -> list[dict[str, Any]]:
         with reraised(ConfigError, f"{file} is neither JSON nor JSON lines", remedy, ValueError):
             values = [json.loads(line) for line in text.splitlines() if line.strip()]
     return [value for value in values if isinstance(value, dict)]
+
+
+def with_name(text: str) -> tuple[str, str]:
+    """Splits FILE:NAME into the file and the name; the name is empty for an existing file or without a colon."""
+    path, _, name = text.rpartition(":") if not os.path.exists(text) and ":" in text else (text, "", "")
+    return path, name
 
 
 def is_amount(value: Any) -> bool:

@@ -156,8 +156,7 @@ def best_lengths() -> Iterator[BestLengths]:
 
 
 def experts() -> list[tuple[int, float, float, float]]:
-    """Returns (positions, measured, predicted uniform, predicted with the measured locality) numbers of distinct experts in a
-    layer."""
+    """Returns (positions, measured, predicted uniform, predicted with locality) numbers of distinct experts in a layer."""
     table = TOLD["experts"]
     return [
         (positions, measured, distinct_experts(256, 8, 1, positions), distinct_experts(256, 8, 1, positions, MEASURED_LOCALITY))

@@ -81,8 +81,7 @@ def acceptance_limits(acceptance: Acceptance, load: Load) -> list[str]:
 
 
 def load_warnings(shape: ModelShape, deployment: Deployment, loads: Sequence[Load]) -> list[str]:
-    """Warnings for the smallest load that does not fit in memory (larger ones do not either), and for a context that is too
-    long."""
+    """Warnings for the smallest load that exceeds the memory (larger ones do too), and for a context that is too long."""
     needs = [(memory_need(shape, deployment, each.batch, each.context), each) for each in loads]
     needs.sort(key=lambda pair: pair[1].batch)
     too_large = [memory_warning(need, load, deployment, shape) for need, load in needs if not need.fits][:1]

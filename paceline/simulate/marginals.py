@@ -7,13 +7,12 @@ read_marginals("mine.json")              # {"marginals": {"tried": [...], "stood
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.plan.marginals import Marginals, Tally
-from paceline.simulate.files import is_amount, read_json
+from paceline.simulate.files import is_amount, read_json, with_name
 
 BUILT_IN = Path(__file__).with_name("marginals.json")
 REMEDY = (
@@ -31,7 +30,7 @@ def read_marginals(text: str) -> Marginals:
     """Reads built-in marginals by name, or those of a run or file. Raises ConfigError."""
     if text in (known := built_in()):
         return Marginals.of(Tally.of(known[text]))
-    path, _, drafter = text.rpartition(":") if not os.path.exists(text) and ":" in text else (text, "", "")
+    path, drafter = with_name(text)
     file = Path(path).expanduser()
     if not path or not file.exists():
         raise ConfigError(f"--marginals {text!r} is not known: {REMEDY}")

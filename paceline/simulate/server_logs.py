@@ -26,6 +26,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigError, reraised
 from paceline.net.prometheus import PREFIXES, engines_of, totals
+from paceline.simulate.files import with_name
 
 MOST_BYTES = 256 * 2**20
 NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)"
@@ -93,9 +94,8 @@ def is_server_text(text: str) -> bool:
 def read_server(file: Path, model: str | None = None) -> Seen:
     """Reads a log, or the text of GET /metrics; with several models, that of `model` or of FILE:MODEL. Raises ConfigError if
     the file does not exist or has no known line."""
-    path, sign, named = str(file).rpartition(":")
-    if sign and not file.exists():
-        file, model = Path(path), named
+    path, name = with_name(str(file))
+    file, model = Path(path), name or model
     with reraised(ConfigError, f"cannot read {file}", "give a log of vLLM or SGLang, or what their /metrics says", OSError):
         if file.stat().st_size > MOST_BYTES:
             raise ConfigError(f"{file} is larger than {MOST_BYTES >> 20} MiB: give the part under load, tail -n 100000")

@@ -28,7 +28,7 @@ from paceline.errors import ConfigError, needing, reraised
 from paceline.report.statistics import add_histograms, survival
 from paceline.simulate.config import DraftLength
 from paceline.simulate.costs.rounds import StepCosts
-from paceline.simulate.files import is_amount, read_objects
+from paceline.simulate.files import is_amount, read_objects, with_name
 from paceline.simulate.server_logs import is_server_text, read_server
 
 HEAD_BYTES = 1 << 20
@@ -84,8 +84,7 @@ def constant(chance: float) -> Acceptance:
 
 
 def chance_for(wanted: float, num_drafted: int) -> float:
-    """Returns the constant chance at which `num_drafted` drafts give `wanted` tokens per round. Raises ConfigError outside
-    1..num_drafted + 1."""
+    """Returns the constant chance at which `num_drafted` drafts give `wanted` tokens per round. Raises ConfigError."""
     if not 1 <= wanted <= num_drafted + 1:
         raise ConfigError(f"{num_drafted} drafts bring between 1 and {num_drafted + 1} tokens a round, never {wanted:g}")
     low, high = 0.0, 1.0
@@ -124,8 +123,7 @@ def from_histogram(counts: Sequence[float]) -> Acceptance:
 
 
 def from_rounds(rounds: Iterable[tuple[int, int]]) -> Acceptance:
-    """Builds the acceptance from (drafted, accepted) of each round; each draft's chance is counted over rounds that drafted
-    that far."""
+    """Builds the acceptance from (drafted, accepted) of each round; counts each draft over the rounds that reached it."""
     pairs = [(drafted, accepted) for drafted, accepted in rounds if drafted > 0]
     if not pairs:
         raise ConfigError("no round drafted anything: record a run with a drafter")
@@ -146,7 +144,7 @@ def parse_acceptance(text: str) -> Acceptance:
     kind, colon, rest = text.partition(":")
     if colon and kind.strip().lower() in WRITTEN:
         return WRITTEN[kind.strip().lower()](_numbers(rest, text))
-    path, _, drafter = text.rpartition(":") if not os.path.exists(text) and ":" in text else (text, "", "")
+    path, drafter = with_name(text)
     if os.path.exists(path):
         return read_acceptance(Path(path), drafter)
     values = _numbers(text, text)
@@ -189,8 +187,7 @@ def _is_servers(file: Path) -> bool:
 
 
 def _of_server(file: Path, model: str | None) -> Acceptance:
-    """Reads a server's survival curve, or else the constant chance that gives its mean tokens per round. Raises ConfigError if
-    it drafted nothing."""
+    """Reads a server's survival curve, or else the constant chance that gives its mean tokens per round. Raises ConfigError."""
     seen = read_server(file, model)
     if seen.survival:
         return from_survival(seen.survival)

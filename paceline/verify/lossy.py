@@ -102,12 +102,11 @@ _LOSSLESS = Lenience(1.0)
 
 
 class Tilt(NamedTuple):
-    """Distance between the generated distribution at a position and the target's."""
+    """Distance between the output distribution at a position and the target's."""
 
     tv: float
     kl: Callable[[], float]
-    """Kullback-Leibler divergence of the generated distribution from the target's, in nats; called only if the step is
-    taken."""
+    """Kullback-Leibler divergence of the output from the target, in nats; called only if the step is taken."""
 
 
 def tilt(target_V: Tensor, draft_V: Tensor, chance_V: Tensor) -> Tilt:
@@ -170,8 +169,7 @@ def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
 
 
 def child_chances(rule: Rule, target_V: Tensor, children: list[int]) -> list[float]:
-    """Returns b_i of each child: its acceptance chance if the target's token is not a child and no earlier child was
-    accepted."""
+    """Returns b_i of each child: its acceptance chance if no child is the target's token and no earlier child was accepted."""
     if not children:
         return []
     ids_N = torch.tensor(children, device=target_V.device)

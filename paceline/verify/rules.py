@@ -205,8 +205,7 @@ def draw_residual(row: CheckedRow, num_accepted: int, target_probs_JV: Tensor) -
 
 
 def _draw_residual(row: CheckedRow, num_accepted: int, weights_V: Tensor, target_probs_JV: Tensor) -> int:
-    """Samples a token from the residual, or from the target if rounding left no residual (both distributions are equal
-    then)."""
+    """Samples a token from the residual, or from the target if rounding left no residual (they are equal then)."""
     has_mass = float(weights_V.sum()) > 0
     return sample(weights_V if has_mass else target_probs_JV[num_accepted], row.uniforms.residual(num_accepted))
 

@@ -278,17 +278,17 @@ def test_the_best_length_for_a_batch() -> None:
 def test_a_drafter_knows_what_it_is_sure_of() -> None:
     """Its drafts come to the survival curve, and what it was sure of stood more often."""
     luck, survival = random.Random(5), (0.8, 0.5, 0.4)
-    made = [drafted(survival, luck, 3, says_sure=True) for _ in range(6000)]
+    made = [drafted(survival, luck, 3, has_confidence=True) for _ in range(6000)]
     for place, share in enumerate(survival):
         assert statistics.fmean(each.num_right > place for each in made) == pytest.approx(share, abs=0.02)
-    firsts = sorted((each.sure[0], each.num_right > 0) for each in made if each.sure)
+    firsts = sorted((each.confidence[0], each.num_right > 0) for each in made if each.confidence)
     low, high = firsts[:1500], firsts[-1500:]
     assert statistics.fmean(stood for _, stood in low) < 0.6 and statistics.fmean(stood for _, stood in high) > 0.97
 
 
 def test_a_fixed_number_draws_by_the_curve_alone() -> None:
-    made = drafted(HALF, random.Random(1), 7, says_sure=False)
-    assert made.sure is None and 0 <= made.num_right <= 7
+    made = drafted(HALF, random.Random(1), 7, has_confidence=False)
+    assert made.confidence is None and 0 <= made.num_right <= 7
 
 
 # Workloads and nonsense

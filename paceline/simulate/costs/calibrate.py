@@ -172,8 +172,7 @@ def machine_of(steps: dict[str, Any]) -> Machine | None:
 
 
 def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
-    """Returns the measured precisions: weights as stored (for a GGUF file, its first block format), the rest in the run's
-    dtype."""
+    """Returns the measured precisions: weights as stored (a GGUF file's first block format), the rest in the run's dtype."""
     dtype, stored = str(steps.get("dtype", "")), str(steps.get("weight_format", "")).partition("+")[0].lower()
     rest = dtype if dtype in FORMATS else known.kv
     weights = stored if stored in FORMATS else rest
@@ -181,8 +180,7 @@ def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
 
 
 def fitted(steps: Steps, shape: ModelShape, deployment: Deployment) -> Fitted:
-    """Fits to all sizes; separately fits to two of three sizes to predict the third. Raises ConfigError without a held-out
-    size."""
+    """Fits to all sizes, and to two of three sizes to predict the third. Raises ConfigError without a held-out size."""
     calibration = fit(steps, shape, deployment)
     return Fitted(steps, calibration, calibration.costs(shape, deployment), predicted(steps, shape, deployment))
 

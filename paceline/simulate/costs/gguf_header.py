@@ -21,8 +21,7 @@ BLOCKS = {
     0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84), 11: (256, 110),
     12: (256, 144), 13: (256, 176), 14: (256, 210), 20: (32, 18), 23: (256, 136), 30: (1, 2), 39: (32, 17),
 }  # fmt: skip
-"""Tensor type -> (values, bytes) of a block: F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, BF16,
-MXFP4."""
+"""Tensor type -> (values, bytes) of a block: F32, F16, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, BF16, MXFP4."""
 SIZES = {
     "num_hidden_layers": "block_count", "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",

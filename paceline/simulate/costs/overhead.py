@@ -59,8 +59,7 @@ def with_overhead(costs: StepCosts, added_s: float) -> StepCosts:
 def overhead_of(
     costs: StepCosts, context: int, overhead_ms: float | None, plain_rate: float | None, server_log: Path | None
 ) -> Overhead | None:
-    """Returns the requested overhead; at most one of the three is given. `plain_rate`: tokens/s of one stream alone. Raises
-    ConfigError."""
+    """Returns the overhead that is given in one of three forms. `plain_rate`: tokens/s of one stream. Raises ConfigError."""
     if overhead_ms is not None:
         return Overhead(overhead_ms / 1e3, "as given")
     if server_log is not None:

@@ -78,8 +78,7 @@ def attended(group: Attention, context: float) -> float:
 
 
 def attention_work(group: Attention, precisions: Precisions, batch: float, positions: float, context: float) -> Work:
-    """Returns attention's work over all layers of a group and all sequences: a cache is read once per sequence, not once per
-    position."""
+    """Returns attention's work over all layers of a group and all sequences: a cache is read once per sequence and pass."""
     times, seen = batch * group.layers, attended(group, context)
     if group.kind == "linear":
         return Work("attention", 0.0, times * group.state_bytes, precisions.attention)
@@ -97,8 +96,7 @@ def indexer_work(group: Attention, precisions: Precisions, batch: float, positio
 
 
 def works_of(shape: ModelShape, deployment: Deployment, batch: float, positions: float, context: float) -> list[Work]:
-    """Returns all work of a pass. Attention and indexer are one work each over all layers, or with `per_layer` one per group of
-    layers."""
+    """Returns all work of a pass. Attention and indexer are one work each, or with `per_layer` one per group of layers."""
     precisions, tokens = deployment.precisions, batch * positions
     works = [Work("projections", 2.0 * shape.dense * tokens, shape.dense * num_bytes(precisions.weights), precisions.weights)]
     if experts := shape.experts:
@@ -170,8 +168,7 @@ def memory_need(shape: ModelShape, deployment: Deployment, batch: int, context: 
 
 
 def kept_bytes(group: Attention, precisions: Precisions, context: int) -> float:
-    """Returns the cache bytes of one sequence in one layer: a window keeps its own length, a compressed history one entry per
-    `ratio` positions."""
+    """Returns one sequence's cache bytes in one layer; a compressed history has one entry per `ratio` positions."""
     if group.kind == "linear":
         return group.state_bytes
     entry_bytes = group.entry_values * num_bytes(precisions.kv)

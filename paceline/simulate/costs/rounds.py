@@ -134,8 +134,7 @@ class StepCosts:
         return None
 
     def split(self, batch: float, positions: float, context: float) -> dict[str, float]:
-        """Returns the seconds of one target pass by part: `positions` of each sequence, `context` tokens in each sequence's
-        cache."""
+        """Returns the seconds of one target pass by part; each sequence has `positions` new and `context` cached tokens."""
         raise NotImplementedError
 
     def verify_s(self, batch: float, positions: float, context: float) -> float:

@@ -70,8 +70,7 @@ class Precisions:
 
 
 def with_precisions(known: Precisions, text: str | None) -> Precisions:
-    """Returns `known` changed by "fp8" (weights and experts) or by parts: "weights=fp8,experts=fp4,kv=fp8". Raises
-    ConfigError."""
+    """Returns `known` changed by "fp8" (weights and experts) or "weights=fp8,experts=fp4,kv=fp8". Raises ConfigError."""
     changed: dict[str, str] = {}
     for word in (text or "").split(","):
         part, equals, name = word.partition("=")

@@ -25,7 +25,7 @@ class Drafted:
 
     num_right: int
     """Number of drafts that would be accepted if all were verified."""
-    sure: list[float] | None = None
+    confidence: list[float] | None = None
     """The log-probability of the drafter's top token at each slot; see `DraftBlock.sure_B`."""
     candidates: Candidates | None = None
     """Candidates for a tree; tokens are ranks."""
@@ -45,34 +45,33 @@ class Drafted:
         return len(accepted), Outcome(width, accepted)
 
 
-def drafted(survival: Survival, luck: random.Random, count: int, says_sure: bool) -> Drafted:
+def drafted(survival: Survival, luck: random.Random, count: int, has_confidence: bool) -> Drafted:
     """Draws the outcome of `count` drafts. With a confidence, each draft is right with the probability that the drafter states;
     these probabilities are Beta distributed around the chances of the survival curve, so that rounds have this curve on
     average."""
-    if not says_sure or not count:
+    if not has_confidence or not count:
         return Drafted(num_accepted(survival, luck.random(), count) if count else 0)
-    sure, num_right, is_right, before = [], 0, True, 1.0
+    confidence, num_right, is_right, before = list[float](), 0, True, 1.0
     for share in survival[:count]:
         chance = min(max(share / before if before else 0.0, 1e-4), 1 - 1e-4)
         probability = min(max(luck.betavariate(SURENESS * chance, SURENESS * (1 - chance)), 1e-6), 1 - 1e-6)
         is_right = luck.random() < probability and is_right
         num_right += is_right
-        sure.append(math.log(probability))
+        confidence.append(math.log(probability))
         before = share
-    return Drafted(num_right, sure)
+    return Drafted(num_right, confidence)
 
 
 def drafted_candidates(marginals: Marginals, luck: random.Random, count: int, num_candidates: int) -> Drafted:
-    """Draws the outcome of `count` slots with their top tokens; each is right with its stated probability, whatever precedes
-    it."""
+    """Draws the outcome of `count` slots with their top tokens; each is right with its stated probability."""
     weigh, named = marginals.drawn(luck), range(num_candidates)
     count = min(count, len(marginals.chances_KM))
     chances_KM = [weigh(slot, [0.0] * num_candidates) for slot in range(count)]
     ranks = tuple(_rank(chances, luck.random()) for chances in chances_KM)
     logprobs_KM = [[math.log(max(chance, 1e-9)) for chance in chances] for chances in chances_KM]
     candidates = Candidates([list(named[: len(chances)]) for chances in chances_KM], logprobs_KM)
-    sure = [logprobs[0] for logprobs in logprobs_KM]
-    return Drafted(sum(1 for _ in takewhile(lambda rank: rank == 0, ranks)), sure, candidates, ranks)
+    confidence = [logprobs[0] for logprobs in logprobs_KM]
+    return Drafted(sum(1 for _ in takewhile(lambda rank: rank == 0, ranks)), confidence, candidates, ranks)
 
 
 def _rank(chances: list[float], luck: float) -> int:

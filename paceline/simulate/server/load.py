@@ -154,8 +154,7 @@ def _longest_queue(requests: Sequence[SimulatedRequest]) -> int:
 
 
 def capacity(case: Case, policy: str) -> float:
-    """Returns the capacity in requests per second: all requests arrive at the start, and the time after the last one is
-    admitted is left out."""
+    """Returns the capacity in requests/s: all requests arrive at the start; the time after the last admission is ignored."""
     outcome = case.run(policy, [replace(job, arrives_at=0.0) for job in case.jobs])
     full_s = max((each.admitted_at for each in outcome.requests), default=0.0)
     num_tokens = sum(count for each in outcome.requests for when, count in each.chunks if when <= full_s)

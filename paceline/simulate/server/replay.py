@@ -54,8 +54,7 @@ class Recorded:
     lookup: Rounds = field(default_factory=Rounds)
     """Rounds with prompt lookup drafts, in addition to a drafter."""
     steps: list[tuple[str, float, float, float]] = field(default_factory=list)
-    """(kind, size, count, total seconds) of the steps, as in serve's Metrics.step_times; empty if the run does not record
-    them."""
+    """(kind, size, count, total seconds) of the steps, as in serve's Metrics.step_times; empty if they are not recorded."""
 
     @property
     def tokens_per_s(self) -> float:

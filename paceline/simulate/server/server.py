@@ -187,8 +187,7 @@ class Simulation:
     """Clock, queue and rows of a server that serves all jobs."""
 
     def __init__(self, case: Case, planner: Planner, jobs: Sequence[Job], concurrency: int | None = None) -> None:
-        """`concurrency`: number of jobs kept in flight, whatever their arrival times. Raises ConfigError for impossible
-        input."""
+        """`concurrency`: jobs kept in flight, whatever their arrival times. Raises ConfigError for impossible input."""
         if any(not 0 <= job.arrives_at < math.inf or job.prompt_tokens < 1 or job.answer_tokens < 1 for job in jobs):
             raise ConfigError("every request needs an arrival time of 0 or later, and at least one token of prompt and answer")
         self._costs, self._server, self._planner, self._survival = case.costs, case.server, planner, case.survival
@@ -207,8 +206,8 @@ class Simulation:
         self._prefilling: deque[SimulatedRequest] = deque()
         self._running: list[SimulatedRequest] = []
         self._now = self._busy_s = self._row_seconds = self._prefill_s = 0.0
+        # A block drafter, whose second draft costs hardly more than the first, knows its confidence at each slot beforehand.
         self._is_block = case.costs.draft_s(1, 2, 1) < 1.5 * case.costs.draft_s(1, 1, 1)
-        # A second draft costs hardly more than the first: a block drafter, which knows beforehand how sure it is of each slot.
 
     def run(self) -> Outcome:
         while self._coming or self._waiting or self._prefilling or self._running:
@@ -233,12 +232,12 @@ class Simulation:
         joining = self._prefill(plan.chunk)
         tokens_by_row = [(joining, 1)] if joining else []
         rows = self._running + ([joining] if joining and joining.job.answer_tokens > 1 else [])
-        if rows and rows != [joining]:  # with no other row, a first token goes out before its first round
+        if rows and rows != [joining]:  # with no other row, a first token is sent before its first round
             if rows[-1] is joining:
                 self._planner.join(plan, len(plan.rows), self._row(rows[-1]))
             tokens_by_row += self._round(rows, plan)
         self._busy_s += self._now - began
-        for each, count in tokens_by_row:  # handed out together, at the end of the step
+        for each, count in tokens_by_row:  # sent together, at the end of the step
             each.add_tokens(count, self._now + self._server.request_s)
         self._running = [each for each in rows if each.num_left]
         num_done = sum(each.num_left == 0 for each, _ in tokens_by_row)
@@ -270,13 +269,13 @@ class Simulation:
         return self._prefilling.popleft() if each.num_prefilled == each.job.prompt_tokens else None
 
     def _round(self, rows: list[SimulatedRequest], plan: Plan) -> list[tuple[SimulatedRequest, int]]:
-        """Runs one decode round; returns the tokens of each row. The first token of a row that joins is not in `num_tokens`
+        """Runs one decode round; returns the tokens of each row. The first token of a joining row is not in `num_tokens`
         yet."""
-        says_sure = not plan.whole_blocks and self._is_block
+        has_confidence = not plan.whole_blocks and self._is_block
         asks = self._planner.num_candidates if self._is_block else 0
-        drafts = [self._drafted(each, take, says_sure, asks) for each, take in zip(rows, plan.drafts, strict=True)]
+        drafts = [self._drafted(each, take, has_confidence, asks) for each, take in zip(rows, plan.drafts, strict=True)]
         counts = [take.count for take in plan.drafts if take.count and take.source != LOOKUP]
-        chosen = self._planner.narrow(plan, [each.sure for each in drafts], [each.candidates for each in drafts])
+        chosen = self._planner.narrow(plan, [each.confidence for each in drafts], [each.candidates for each in drafts])
         outcomes = [each.checked(width) for each, width in zip(drafts, chosen, strict=True)]
         widths = [each if isinstance(each, int) else len(each.tokens) for each in chosen]
         depths = [each if isinstance(each, int) else each.depth for each in chosen]
@@ -289,7 +288,7 @@ class Simulation:
         verify_s = self._costs.verify_s(len(rows), 1 + sum(widths) / len(rows), context)
         draft_s = self._costs.draft_s(len(counts), max(counts), context) if counts else 0.0
         stats = RoundStats(depths, accepted, True, draft_s, verify_s, self._costs.host_s, num_checked_B=widths)
-        stats.sure_B = [each.sure for each in drafts]
+        stats.sure_B = [each.confidence for each in drafts]
         stats.trees_B = [outcome for _, outcome in outcomes]
         self._planner.learn(plan, stats)
         spent_s = verify_s + draft_s + self._costs.host_s
@@ -297,12 +296,12 @@ class Simulation:
         self._row_seconds += spent_s * len(rows)
         return [(each, count + 1) for each, count in zip(rows, accepted, strict=True)]
 
-    def _drafted(self, each: SimulatedRequest, take: Take, says_sure: bool, num_candidates: int) -> Drafted:
+    def _drafted(self, each: SimulatedRequest, take: Take, has_confidence: bool, num_candidates: int) -> Drafted:
         if take.source == LOOKUP and self._lookups:
-            return drafted(self._lookups.survival, each.luck, take.count, says_sure=False)
+            return drafted(self._lookups.survival, each.luck, take.count, has_confidence=False)
         if self._marginals and num_candidates and take.count:
             return drafted_candidates(self._marginals, each.luck, take.count, num_candidates)
-        return drafted(self._survival, each.luck, take.count, says_sure)
+        return drafted(self._survival, each.luck, take.count, has_confidence)
 
 
 @dataclass(slots=True)
