@@ -26,7 +26,7 @@ from paceline.draft.dflash.reading import scale_logits
 from paceline.draft.dflash.static import StaticBlock, write_behind
 from paceline.draft.pool import Pool
 from paceline.engine.device_rows import DeviceRows, Marks
-from paceline.engine.round import RuleJudge, commit, is_shaped, why
+from paceline.engine.round import RuleJudge, commit, failure_reason, is_shaped
 from paceline.errors import ConfigError, NumericsError
 from paceline.lossy import LOSSY
 from paceline.model.sampling.device_race import FAILED, WHOLE, foreseen, race
@@ -247,12 +247,11 @@ class DeviceRounds:
         return recordings[key]
 
     def __call__(self, batch: Batch) -> RoundStats | None:
-        """Compute one round as `decode_round` does, without narrowing.
+        """Computes one round like `decode_round`, without narrowing.
 
-        None, counted with its reason, where the batch does not qualify or its shape is not recorded: then nothing has changed.
-
-        Seconds of drafting and verifying are the device's: events within the graph, or, where the device cannot time
-        them, shares of the whole by the bytes that drafter and target read.
+        Returns None, and changes nothing but the count of the reason, if the batch does not qualify or its shape is not
+        recorded. Seconds of drafting and verifying are measured by events in the CUDA graph, or else estimated by the bytes
+        that drafter and target read.
         """
         drafter, reason = self._qualified(batch)
         if reason:
@@ -368,7 +367,7 @@ class DeviceRounds:
                 self.counts["whole distribution"] += token == WHOLE
                 token = _draw(seq, outcome.num_accepted, logits_JV[-1])
             next_B.append(token)
-            failed_B.append(why(seq, outcome.num_accepted, logits_JV) if token < 0 else None)
+            failed_B.append(failure_reason(seq, outcome.num_accepted, logits_JV) if token < 0 else None)
         accepted_B = [0 if failed else count for failed, count in zip(failed_B, accepted_B, strict=True)]
         return Verdict(accepted_B, next_B, self._judge.rule.lossless, failed_B=failed_B if any(failed_B) else None)
 

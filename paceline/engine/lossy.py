@@ -21,6 +21,18 @@ NO_TOKEN = -1
 """Placeholder of a missing token; also used by `ForwardOutput.best_T`."""
 
 
+def checked_row(seq: Sequence, tokens: list[int], draft_probs_KV: Tensor | None, logits_JV: Tensor) -> CheckedRow:
+    """Returns the inputs of a rule for a sampled row; `logits_JV`: after bias, penalties and grammar."""
+    uniforms = Uniforms.of(seq)
+    return CheckedRow(
+        tokens,
+        draft_probs_KV,
+        uniforms,
+        draw=lambda slot: race(logits_JV[slot], seq.params, uniforms.noise(slot)),
+        target_probs=lambda: target_probs(logits_JV, seq.params),
+    )
+
+
 def judge_lossy(
     seq: Sequence, tokens: list[int], tree: Tree | None, draft_probs_KV: Tensor | None, logits_JV: Tensor
 ) -> tuple[RowVerdict, list[int]]:
@@ -53,14 +65,7 @@ def judge_lossy(
 
     try:
         if draft_probs_KV is not None and not params.is_greedy and tree is None:
-            row = CheckedRow(
-                tokens,
-                draft_probs_KV,
-                uniforms,
-                draw=lambda slot: race(logits_JV[slot], params, uniforms.noise(slot)),
-                target_probs=lambda: target_probs(logits_JV, params),
-            )
-            verdict = lossy_rule(lossy, seq.ledger).verify(row)
+            verdict = lossy_rule(lossy, seq.ledger).verify(checked_row(seq, tokens, draft_probs_KV, logits_JV))
             return verdict, list(range(verdict.num_accepted))
         parents = range(-1, len(tokens) - 1) if tree is None else tree.parents
         accepted, token = follow(lossy, tokens, parents, own, probs, uniforms.accept, seq.ledger, params.is_greedy)

@@ -18,11 +18,11 @@ from paceline.draft.base import Drafter, Observed
 from paceline.draft.pool import Pool
 from paceline.engine.grammar import within_grammars
 from paceline.engine.lossy import NO_TOKEN as _NONE
-from paceline.engine.lossy import judge_lossy
+from paceline.engine.lossy import checked_row, judge_lossy
 from paceline.engine.shape import shape
 from paceline.errors import NumericsError
 from paceline.lossy import LOSSY
-from paceline.model.sampling.logits import logprobs_of, penalise, target_probs
+from paceline.model.sampling.logits import logprobs_of, penalise
 from paceline.model.sampling.race import race
 from paceline.model.target import ForwardBatch, ForwardOutput, Target
 from paceline.plan.trees import Candidates, Outcome, Said, Tree, target_ranks
@@ -207,7 +207,7 @@ class RuleJudge:
                 logits_JV = None if plain[index] or out.logits_TV is None else out.logits_TV[begin:end]
                 if logits_JV is not None and kept_B[index] is not None:
                     logits_JV = logits_JV[[0, *(node + 1 for node in path)]]
-                failed_B[index] = why(seq, row_verdict.num_accepted, logits_JV)
+                failed_B[index] = failure_reason(seq, row_verdict.num_accepted, logits_JV)
                 row_verdict, kept_B[index] = RowVerdict(0, _NONE), None
             accepted.append(row_verdict.num_accepted)
             bonus.append(row_verdict.next_token)
@@ -264,21 +264,13 @@ class RuleJudge:
             logits_JV = seq.constraint.mask(seq, logits_JV)
         if seq.params.is_greedy:
             return self._judge_greedy(seq, tokens, ForwardOutput(logits_JV, None).best_T())
-        uniforms = Uniforms.of(seq)
-        row = CheckedRow(
-            tokens,
-            draft_probs_KV if self.rule.needs_probs else None,
-            uniforms,
-            draw=lambda slot: race(logits_JV[slot], seq.params, uniforms.noise(slot)),
-            target_probs=lambda: target_probs(logits_JV, seq.params),
-        )
         try:
-            return self.rule.verify(row)
+            return self.rule.verify(checked_row(seq, tokens, draft_probs_KV if self.rule.needs_probs else None, logits_JV))
         except NumericsError:
             return RowVerdict(0, _NONE)
 
 
-def why(seq: Sequence, num_accepted: int, logits_JV: Tensor | None) -> str:
+def failure_reason(seq: Sequence, num_accepted: int, logits_JV: Tensor | None) -> str:
     """Returns the reason for a missing token. `logits_JV`: the model's own, before penalties and grammar, if relevant."""
     best_J = [_NONE] * (num_accepted + 1) if logits_JV is None else ForwardOutput(logits_JV, None).best_T()
     if _NONE not in best_J:

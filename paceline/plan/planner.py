@@ -107,7 +107,7 @@ class Planner(Protocol):
 
 
 @dataclass(slots=True)
-class FixedPlanner:
+class FixedPlanner(Planner):
     """Plans the same number of drafts in every round, from the first offer, and chunks of one size; ignores all timings."""
 
     num_drafted: int | None = None
@@ -157,15 +157,6 @@ class FixedPlanner:
 
     def weigh(self, row: Row, candidates: Candidates) -> Weigh:
         return drafter_probs
-
-    def learn(self, plan: Plan, stats: RoundStats) -> None: ...
-
-    def price(self, plan: Plan, index: int, num_checked: int, num_alike: int) -> float | None:
-        return None
-
-    def prefilled(self, num_tokens: int, seconds: float) -> None: ...
-
-    def forget(self, source: str) -> None: ...
 
 
 def fixed_planner(plan: str, most_chunk: int = 256) -> FixedPlanner:
