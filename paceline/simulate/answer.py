@@ -45,15 +45,7 @@ from paceline.simulate.server.load import LoadFigures, capacity, parse_lengths, 
 from paceline.simulate.server.replay import Compared, compare, read_passes, recorded_survival, rows_of
 from paceline.simulate.server.server import Case, ServerShape
 from paceline.simulate.speedup import Acceptance, Load, Prediction, parse_acceptance, predict
-from paceline.simulate.trees import (
-    BEST,
-    TreePrediction,
-    acceptance_of,
-    expected_of,
-    parse_sizes,
-    predict_trees,
-    with_acceptance,
-)
+from paceline.simulate.trees import BEST, TreePrediction, expected_of, parse_sizes, predict_trees
 
 MAX_ROWS, MAX_DRAFT = 8, 16
 SHARES = (0.3, 0.6, 0.8, 0.95, 1.2)
@@ -243,9 +235,13 @@ class Answer:
 def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
     """Predicts each batch. Raises PacelineError."""
     marginals = read_marginals(config.marginals or "greedy") if config.tree else None
-    acceptance = acceptance_of(marginals) if marginals and not config.acceptance else None
-    max_draft = min(config.max_draft, acceptance.depth) if acceptance else config.max_draft
-    acceptance = acceptance or parse_acceptance(config.acceptance or ACCEPTANCE)
+    if marginals and not config.acceptance:
+        kind, acceptance_text = "histogram" if marginals.num_rounds else "conditional", "of the marginals"
+        acceptance = Acceptance(tuple(marginals.firsts), kind, marginals.num_rounds)
+        max_draft = min(config.max_draft, acceptance.depth)
+    else:
+        acceptance_text, max_draft = config.acceptance or ACCEPTANCE, config.max_draft
+        acceptance = parse_acceptance(acceptance_text)
     loads = [Load(batch, config.context, max_draft) for batch in config.batch]
     costs, cost_limits = limits.cost_by_method(costs, config.method)
     setup = set_up(costs, loads)
@@ -253,7 +249,6 @@ def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
     predictions = [predict(setup.costs, acceptance, load, setup.kind != "toy") for load in loads]
     bare = [predict(setup.bare, acceptance, load) for load in loads] if setup.bare else []
     setup.limits += limits.acceptance_limits(acceptance, loads[0])
-    acceptance_text = "of the marginals" if marginals and not config.acceptance else config.acceptance or ACCEPTANCE
     setup.assumed = assumed(config.context, ", ".join(map(str, config.batch)), acceptance_text)
     if setup.shape and setup.deployment:
         setup.warnings += limits.load_warnings(setup.shape, setup.deployment, loads)
@@ -269,7 +264,9 @@ def _trees(
     sizes, num_slots = parse_sizes(config.tree or BEST), loads[0].max_draft
     if config.acceptance:
         num_slots = min(num_slots, costs.block or num_slots)
-        marginals = with_acceptance(marginals, parse_acceptance(config.acceptance), num_slots)
+        acceptance = parse_acceptance(config.acceptance)
+        if num_slots:
+            marginals = marginals.with_firsts([acceptance.at(place) for place in range(1, num_slots + 1)])
         setup.limits.append(limits.TEXTS["tree_shares"])
     setup.limits.append(limits.TEXTS["trees"].format(slots=num_slots))
     expected, has_unit = expected_of(marginals, num_slots), setup.kind != "toy"

@@ -15,7 +15,7 @@ from paceline.errors import ConfigError
 from paceline.plan.marginals import Expected, Marginals
 from paceline.plan.trees import MOST_NODES
 from paceline.simulate.costs.rounds import StepCosts
-from paceline.simulate.speedup import Acceptance, Load, Prediction
+from paceline.simulate.speedup import Load, Prediction
 
 BEST = "best"
 
@@ -56,17 +56,6 @@ def parse_sizes(text: str) -> tuple[int, ...]:
             f"--tree {text!r} is no size of a tree: write {BEST}, 32, or 8,16,32, each between 1 and {MOST_NODES}"
         )
     return tuple(dict.fromkeys(int(part) for part in parts))
-
-
-def acceptance_of(marginals: Marginals) -> Acceptance:
-    """Returns the acceptance of a chain of top tokens."""
-    kind = "histogram" if marginals.num_rounds else "conditional"
-    return Acceptance(tuple(marginals.firsts), kind, marginals.num_rounds)
-
-
-def with_acceptance(marginals: Marginals, acceptance: Acceptance, num_slots: int) -> Marginals:
-    """Returns marginals with the given acceptance of the top tokens; the other ranks keep their shares of the rest."""
-    return marginals.with_firsts([acceptance.at(place) for place in range(1, num_slots + 1)]) if num_slots else marginals
 
 
 def expected_of(marginals: Marginals, num_slots: int) -> list[Expected]:

@@ -109,7 +109,7 @@ def test_more_drafts_bring_more_and_the_same_seed_the_same() -> None:
 
 @pytest.mark.slow
 def test_a_drafter_that_is_always_as_sure_grows_one_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SURENESS", 1e6)
+    monkeypatch.setattr(module, "CONCENTRATION", 1e6)
     fixed = THREE.expected(6)[6].tokens
     names = [list(range(3))] * 3
     one = grow(Candidates(names, [[0.0] * 3] * 3), lambda slot, _: list(THREE.chances_KM[slot]), 6)

@@ -51,7 +51,7 @@ def test_marginals_predict_what_trees_kept(name: str) -> None:
 @pytest.mark.slow
 def test_one_tree_for_all_rounds_would_be_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
     """By 8% at 8 drafts: that drafters know where they are sure is a part of what trees keep."""
-    monkeypatch.setattr("paceline.plan.marginals.SURENESS", 1e6)
+    monkeypatch.setattr("paceline.plan.marginals.CONCENTRATION", 1e6)
     assert read_marginals("greedy").expected(8)[8].tokens / KEPT["greedy"][1] == pytest.approx(0.92, abs=0.02)
 
 

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from itertools import takewhile
 
-from paceline.plan.marginals import SURENESS, Marginals
+from paceline.plan.marginals import CONCENTRATION, Marginals
 from paceline.plan.trees import NONE_OF_THEM, Candidates, Outcome, Tree
 
 Survival = tuple[float, ...]
@@ -54,7 +54,7 @@ def drafted(survival: Survival, luck: random.Random, count: int, has_confidence:
     confidence, num_right, is_right, before = list[float](), 0, True, 1.0
     for share in survival[:count]:
         chance = min(max(share / before if before else 0.0, 1e-4), 1 - 1e-4)
-        probability = min(max(luck.betavariate(SURENESS * chance, SURENESS * (1 - chance)), 1e-6), 1 - 1e-6)
+        probability = min(max(luck.betavariate(CONCENTRATION * chance, CONCENTRATION * (1 - chance)), 1e-6), 1 - 1e-6)
         is_right = luck.random() < probability and is_right
         num_right += is_right
         confidence.append(math.log(probability))
