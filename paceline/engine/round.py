@@ -101,8 +101,8 @@ def _slots(verdict: Verdict, num_committed_B: list[int]) -> list[list[int]]:
     """Returns the tokens of each row's pass that stay in the cache: the anchor and the committed drafts."""
     kept_B = verdict.kept_B or [None] * len(num_committed_B)
     return [
-        list(range(count)) if kept is None else [0, *(node + 1 for node in kept)][:count]
-        for kept, count in zip(kept_B, num_committed_B, strict=True)
+        list(range(count)) if path is None else [0, *(node + 1 for node in path)][:count]
+        for path, count in zip(kept_B, num_committed_B, strict=True)
     ]
 
 
@@ -125,7 +125,7 @@ def _outcomes(draft: DraftBlock, verdict: Verdict) -> list[Outcome | None] | Non
     if not draft.trees_B or not verdict.kept_B:
         return None
     return [
-        None if tree is None else Outcome(tree, kept or []) for tree, kept in zip(draft.trees_B, verdict.kept_B, strict=True)
+        None if tree is None else Outcome(tree, path or []) for tree, path in zip(draft.trees_B, verdict.kept_B, strict=True)
     ]
 
 
@@ -139,8 +139,8 @@ def commit(batch: Batch, draft: DraftBlock, verdict: Verdict) -> list[int]:
     gained = []
     kept_B = verdict.kept_B or [None] * len(batch)
     rows = zip(batch.sequences, draft.tokens_B, verdict.num_accepted_B, kept_B, verdict.next_token_B, strict=True)
-    for seq, drafted, num_accepted, kept, bonus in rows:
-        accepted = drafted[:num_accepted] if kept is None else [drafted[node] for node in kept]
+    for seq, drafted, num_accepted, path, bonus in rows:
+        accepted = drafted[:num_accepted] if path is None else [drafted[node] for node in path]
         tokens = [] if seq.error else seq.accept([*accepted, bonus])
         seq.lossless &= verdict.lossless
         gained.append(len(tokens))

@@ -204,7 +204,7 @@ class Router:
     def pin(self, cluster: str, drafter: str | None) -> None:
         """Give all requests of a cluster, named by its name or label, this drafter from now on; None ends that.
 
-        Raises ConfigError if there is no such cluster.
+        Raises ConfigError for an unknown cluster.
         """
         match = next((each for name, each in self.clusters.items() if cluster in (name, label(name))), None)
         if match is None:

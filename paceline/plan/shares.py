@@ -37,12 +37,12 @@ class Want:
 
 def gains_of(chances: Sequence[float]) -> list[float]:
     """Returns the chance of each draft that it and all earlier ones are accepted: its gain, in tokens."""
-    kept, gains = 1.0, []
+    gain, gains = 1.0, []
     for chance in chances:
-        kept *= chance
-        if kept < LEAST_GAIN:
+        gain *= chance
+        if gain < LEAST_GAIN:
             break
-        gains.append(kept)
+        gains.append(gain)
     return gains
 
 

@@ -200,7 +200,7 @@ class Said(NamedTuple):
     num_first: int
     """Number of leading slots at which the target's token was the top candidate."""
     rank: int | None
-    """Rank of the target's token at the next slot, NONE_OF_THEM if it is not a candidate, None if there is no token or slot."""
+    """Rank of the target's token at the next slot, NONE_OF_THEM if it is not a candidate, None without a token or slot."""
 
 
 def target_ranks(candidates: Candidates, tokens: Sequence[int]) -> Said:

@@ -254,14 +254,14 @@ def _greedy_step(
     model_V = probs()
     allowed_V, best = allowed(rule, model_V), float(model_V[token])
     for place, child in enumerate(children):
-        if stands_greedily(rule, float(model_V[child]), best, allowed_V is not None and bool(allowed_V[child])):
+        if accepts_greedily(rule, float(model_V[child]), best, allowed_V is not None and bool(allowed_V[child])):
             ledger.add(1.0, math.log(best / float(model_V[child])), True)
             return place
     ledger.add()
     return None
 
 
-def stands_greedily(rule: Rule, prob: float, best: float, is_allowed: bool) -> bool:
+def accepts_greedily(rule: Rule, prob: float, best: float, is_allowed: bool) -> bool:
     """True if a draft that is not the top token is accepted, from the model's probabilities of both at temperature 1."""
     if isinstance(rule, Lenience | Threshold):
         part = rule.l if isinstance(rule, Lenience) else rule.acc

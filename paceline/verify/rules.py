@@ -224,18 +224,18 @@ MOCKED = "mocked"
 """Name of the rule returned by `mocked`."""
 
 
-def mocked(kept: float | Sequence[float] | Marginals) -> Rule:
+def mocked(acceptance: float | Sequence[float] | Marginals) -> Rule:
     """Returns a rule that accepts drafts whatever the target's tokens are, never more than were drafted.
 
-    A number: `kept` - 1 drafts of a round on average, as evenly as possible. A survival curve: at least i drafts in a share
-    kept[i - 1] of the rounds, with a random number for each row and round, as in the simulated server
+    A number, the tokens per round: `acceptance` - 1 drafts on average, as evenly as possible. A survival curve: at least i
+    drafts in a share acceptance[i - 1] of the rounds, with a random number for each row and round, as in the simulated server
     (`simulate/server/server.py`). Marginals: a chain by the curve of each slot's top token; for a tree, a random path by the
     tree's gains, so that a round has 1 + their sum tokens on average, if the tree was grown by the same marginals
     (`marginals.MockedPlanner`). Raises ConfigError for a number below 1, and for an invalid curve.
     """
-    if isinstance(kept, Marginals):
-        return replace(mocked(kept.survival), takes_trees=True, walk=_walk)
-    survives = _drawn(tuple(kept)) if isinstance(kept, Sequence) else _even(kept)
+    if isinstance(acceptance, Marginals):
+        return replace(mocked(acceptance.survival), takes_trees=True, walk=_walk)
+    survives = _drawn(tuple(acceptance)) if isinstance(acceptance, Sequence) else _even(acceptance)
 
     def verify(row: CheckedRow) -> RowVerdict:
         num_accepted = min(len(row.draft_tokens), survives(row.uniforms))
