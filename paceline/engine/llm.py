@@ -200,8 +200,8 @@ class LLM:
         self.drafter = self.engine.drafter
 
     def put_drafter(self, name: str, drafter: Drafter) -> None:
-        """Add a drafter to the pool under this name, or replace the one there, which running requests keep. Raises the errors of
-        binding it; nothing has changed then."""
+        """Add a drafter to the pool under this name, or replace the one there, which running requests keep. Raises the errors
+        of binding it; nothing has changed then."""
         self.engine.put(name, drafter)
         self._pool_changed()
 
