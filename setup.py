@@ -1,7 +1,8 @@
 """The one step pyproject.toml cannot say: compile paceline/model/native into a shared library.
 
-The library is loaded with ctypes and uses nothing of Python, so one wheel serves every Python 3 of a platform. Installing works
-without a compiler too; paceline/model/native/build.py says what PACELINE_NATIVE_BUILD=0 and =require do.
+The library is loaded with ctypes and uses nothing of Python, so one wheel serves every Python 3 of a platform.
+Installing works without a compiler too; paceline/model/native/build.py says what PACELINE_NATIVE_BUILD=0 and =require
+do.
 """
 
 from __future__ import annotations

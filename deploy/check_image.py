@@ -4,14 +4,14 @@
     python deploy/check_image.py --steps          # no builder: the same steps in a fresh folder
     python deploy/check_image.py --steps --dry-run
 
-With --steps every instruction of the Dockerfile is carried out in its order, with absolute paths below a fresh folder in the
-place of /: a new virtual environment of this Python, an environment of nothing but the Dockerfile's own variables (and pip's
-PIP_*, proxies and certificates of this machine), no cache. What only a container can do is said and left out: the base image,
-apt-get (the commands that its packages bring must be here), users (a server of root's Python runs as who calls this). A
-stage's COPY --from is a link to what the earlier stage made.
+With --steps every instruction of the Dockerfile is carried out in its order, with absolute paths below a fresh folder
+in the place of /: a new virtual environment of this Python, an environment of nothing but the Dockerfile's own
+variables (and pip's PIP_*, proxies and certificates of this machine), no cache. What only a container can do is said
+and left out: the base image, apt-get (the commands that its packages bring must be here), users (a server of root's
+Python runs as who calls this). A stage's COPY --from is a link to what the earlier stage made.
 
-The server is asked with mocked acceptance and random weights of a tiny shape, so that no model is fetched: health, readiness
-by the image's own HEALTHCHECK, a streamed answer, metrics, an end within the grace period, exit status 0.
+The server is asked with mocked acceptance and random weights of a tiny shape, so that no model is fetched: health,
+readiness by the image's own HEALTHCHECK, a streamed answer, metrics, an end within the grace period, exit status 0.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ class Steps:
         own = {name: self.below(value) for name, value in self.image.environment.items()}
         path = os.pathsep.join(part for part in (own.pop("PATH", ""), os.defpath, "/usr/local/bin") if part)
         return (
-            self.kept | self.arguments | {"HOME": str(self.root / "home"), "PATH": path, "TMPDIR": str(self.root / "tmp")} | own
+            self.kept
+            | self.arguments
+            | {"HOME": str(self.root / "home"), "PATH": path, "TMPDIR": str(self.root / "tmp")}
+            | own
         )
 
     def below(self, text: str) -> str:
@@ -140,7 +143,10 @@ class Steps:
         if value and not self.dry_run:
             folder = self.root / self.image.folder.lstrip("/")
             subprocess.run(
-                ["/bin/bash", "-e", "-o", "pipefail", "-c", self.below(value)], cwd=folder, env=self.variables(), check=True
+                ["/bin/bash", "-e", "-o", "pipefail", "-c", self.below(value)],
+                cwd=folder,
+                env=self.variables(),
+                check=True,
             )
 
     def _workdir(self, value: str) -> None:
@@ -243,8 +249,14 @@ def check_steps(dockerfile: Path, root: Path, dry_run: bool) -> None:
         (root / name).mkdir(parents=True)
     steps = Steps(dockerfile, root, dry_run)
     image = steps.run()
-    if not (image.entrypoint and image.command and image.healthcheck and image.volumes) or image.user in ("", "root", "0"):
-        raise ImageError("the image needs an entrypoint, a command, a health check, a volume and a user that is not root")
+    if not (image.entrypoint and image.command and image.healthcheck and image.volumes) or image.user in (
+        "",
+        "root",
+        "0",
+    ):
+        raise ImageError(
+            "the image needs an entrypoint, a command, a health check, a volume and a user that is not root"
+        )
     if dry_run:
         return
     env, port = steps.variables(), free_port()
@@ -257,7 +269,9 @@ def check_steps(dockerfile: Path, root: Path, dry_run: bool) -> None:
         "from paceline.draft import shipped; from paceline.model.native import library; import paceline; "
         "assert library.load() is not None and shipped.local('smollm2-135m'); print(paceline.__file__)"
     )
-    where = subprocess.run([python, "-c", native], env=env, cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+    where = subprocess.run(
+        [python, "-c", native], env=env, cwd=root, check=True, capture_output=True, text=True
+    ).stdout.strip()
     if not where.startswith(str(root)):
         raise ImageError(f"paceline came from {where}, not from the image")
     shape = root / "models/tiny"
@@ -303,7 +317,8 @@ def check_built(name: str, tag: str) -> None:
         with started([*run, "--volume", f"{scratch}:/shapes:ro", tag, *words, "/shapes/tiny"], SOURCE) as process:
             health = [name, "exec", container, "python", "-c"]
             check_server(
-                port, [*health, "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/ready', timeout=4)"]
+                port,
+                [*health, "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/ready', timeout=4)"],
             )
             user = subprocess.run(
                 [name, "exec", container, "id", "-u"], capture_output=True, text=True, check=True
@@ -317,7 +332,9 @@ def check_built(name: str, tag: str) -> None:
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", action="store_true", help="the Dockerfile's steps by script, even where a builder is")
+    parser.add_argument(
+        "--steps", action="store_true", help="the Dockerfile's steps by script, even where a builder is"
+    )
     parser.add_argument("--dry-run", action="store_true", help="with --steps: read every instruction, carry out none")
     parser.add_argument("--dockerfile", type=Path, default=HERE / "Dockerfile")
     parser.add_argument("--tag", default="paceline:check")

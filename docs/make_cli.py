@@ -1,4 +1,5 @@
-"""Write docs/reference/cli.md from the commands' own --help: `python docs/make_cli.py`. A test checks that it is current."""
+"""Write docs/reference/cli.md from the commands' own --help: `python docs/make_cli.py`. A test checks that it is
+current."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Write docs/explanation/landmarks.md, predictions compared with published figures: `python docs/make_landmarks.py`. A test
-checks that it is current."""
+"""Write docs/explanation/landmarks.md, predictions compared with published figures: `python docs/make_landmarks.py`. A
+test checks that it is current."""
 
 from __future__ import annotations
 
@@ -44,8 +44,12 @@ def _parts() -> Iterator[str]:
         "error", "needs",
     )  # fmt: skip
     yield "## Served systems\n\n" + _table(head, [_served_row(each) for each in served])
-    systems = [(each["name"], _overhead(served, each["name"]), each["source"], each["assumed"]) for each in TOLD["systems"]]
-    yield "What was published, and what is assumed:\n\n" + _table(("system", "overhead ms", "source", "assumed"), systems)
+    systems = [
+        (each["name"], _overhead(served, each["name"]), each["source"], each["assumed"]) for each in TOLD["systems"]
+    ]
+    yield "What was published, and what is assumed:\n\n" + _table(
+        ("system", "overhead ms", "source", "assumed"), systems
+    )
     told = TOLD["walkthrough"]
     rows = [
         (each.model, each.way, each.batch, f"{each.published:.2f}x", f"{each.predicted:.2f}x", each.best_draft_length,
@@ -53,16 +57,19 @@ def _parts() -> Iterator[str]:
         for each in landmarks.walked()
     ]  # fmt: skip
     head = ("model", "drafter", "batch", "published", "predicted", "best drafts", "error", "in the essay's words")
-    yield f"## The walk-through\n\n{told['source']} With overhead: nothing, since no plain rate was published.\n\n" + _table(
-        head, rows
+    yield (
+        f"## The walk-through\n\n{told['source']} With overhead: nothing, since no plain rate was published.\n\n"
+        + _table(head, rows)
     )
     yield from _lengths()
     rows = [
-        (a, f"{b:g}", f"{c:.1f}", f"{c / b - 1:+.0%}", f"{d:.1f}", f"{d / b - 1:+.0%}") for a, b, c, d in landmarks.experts()
+        (a, f"{b:g}", f"{c:.1f}", f"{c / b - 1:+.0%}", f"{d:.1f}", f"{d / b - 1:+.0%}")
+        for a, b, c, d in landmarks.experts()
     ]
     head = ("positions", "measured", "uniform", "error", "locality 0.255", "error")
-    yield f"## Distinct experts\n\n{TOLD['experts']['source'].capitalize()}; the locality was fitted to these.\n\n" + _table(
-        head, rows
+    yield (
+        f"## Distinct experts\n\n{TOLD['experts']['source'].capitalize()}; the locality was fitted to these.\n\n"
+        + _table(head, rows)
     )
 
 
@@ -75,10 +82,14 @@ def _summary(served: Sequence[Served]) -> str:
     assumed = [each for each in served if each.is_assumed]
     near = sum(abs(each.error_with) <= CLOSE for each in assumed)
     return (
-        f"Where the acceptance length is known, {close} of {len(known)} speed-ups are within {CLOSE:.0%} with the overhead, "
-        f"{bare} without; of {len(assumed)} with an assumed chance {near} are. The mocked 27B by acceptance length ({found}) "
-        f"is within {CLOSE:.0%} throughout, if its drafts came token by token. One constant overhead is a simplification: the "
-        "published step of acceptance length 4 is hardly longer than that of 2, that of 8 much longer: no constant says so."
+        f"Where the acceptance length is known, {close} of {len(known)} speed-ups are within {CLOSE:.0%} with the "
+        "overhead, "
+        f"{bare} without; of {len(assumed)} with an assumed chance {near} are. The mocked 27B by acceptance length "
+        f"({found}) "
+        f"is within {CLOSE:.0%} throughout, if its drafts came token by token. One constant overhead is a "
+        "simplification: the "
+        "published step of acceptance length 4 is hardly longer than that of 2, that of 8 much longer: no constant "
+        "says so."
     )
 
 

@@ -1,5 +1,5 @@
-"""Write docs/reference/python.md from the docstrings of `paceline.__all__`: `python docs/make_python.py`. A test checks that
-it is current. Sources are read, not imported, so that strings under fields are found."""
+"""Write docs/reference/python.md from the docstrings of `paceline.__all__`: `python docs/make_python.py`. A test checks
+that it is current. Sources are read, not imported, so that strings under fields are found."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def _public() -> Iterator[tuple[str, str]]:
     tree = ast.parse((ROOT / "paceline" / "__init__.py").read_text(encoding="utf-8"))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     modules = {name.name: node.module or "" for node in imports for name in node.names}
-    names = next(node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
+    names = next(
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
     for name in ast.literal_eval(names):
         if name in modules:
             yield name, "paceline.sampling" if name == "SamplingParams" else modules[name]
@@ -57,7 +59,9 @@ def _methods(node: ast.ClassDef) -> Iterator[str]:
             name = node.name if method.name == "__init__" else method.name
             marks = {ast.unparse(each) for each in method.decorator_list}
             signature = (
-                name if "property" in marks else f"{name}({ast.unparse(method.args).removeprefix('self').removeprefix(', ')})"
+                name
+                if "property" in marks
+                else f"{name}({ast.unparse(method.args).removeprefix('self').removeprefix(', ')})"
             )
             if words or method.name == "__init__":
                 yield f"- `{signature}`" + (f": {' '.join(words.split())}" if words else "")

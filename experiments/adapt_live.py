@@ -1,15 +1,18 @@
-"""A server under load turns from one traffic to another: seen, trained, judged, swapped, kept; then a bad drafter, twice.
+"""A server under load turns from one traffic to another: seen, trained, judged, swapped, kept; then a bad drafter,
+twice.
 
     python recipes/support_tickets.py --train 240 --heldout 100 --out runs/tickets
     python experiments/adapt_live.py --tickets runs/tickets/train.jsonl --unseen runs/tickets/heldout.jsonl \\
-        --questions gsm8k_test.jsonl --general gsm8k_train.jsonl --general user_instructions.jsonl --ood seed_tasks.jsonl
+        --questions gsm8k_test.jsonl --general gsm8k_train.jsonl --general user_instructions.jsonl --ood
+        seed_tasks.jsonl
 
-Clients ask questions, with drafter `default`; after some days they ask mostly about tickets. `paceline adapt watch` stands
-beside the server: nothing is told to it. It must train once, on the tickets that it saw, pass its gate, be swapped in and
-kept, and bring twice as many tokens a round on tickets: on others, of customers and cities that nobody asked about before, so
-that what was learned by heart does not count. Then weights with noise are given to the gate, which must refuse them,
-and put in by hand through the admin API, which the daemon must take back. Every answer is compared with plain decoding's,
-made beforehand. An hour of the daemon takes --hour-s seconds (PACELINE_ADAPT_HOUR_S): all else runs as it always does.
+Clients ask questions, with drafter `default`; after some days they ask mostly about tickets. `paceline adapt watch`
+stands beside the server: nothing is told to it. It must train once, on the tickets that it saw, pass its gate, be
+swapped in and kept, and bring twice as many tokens a round on tickets: on others, of customers and cities that nobody
+asked about before, so that what was learned by heart does not count. Then weights with noise are given to the gate,
+which must refuse them, and put in by hand through the admin API, which the daemon must take back. Every answer is
+compared with plain decoding's, made beforehand. An hour of the daemon takes --hour-s seconds (PACELINE_ADAPT_HOUR_S):
+all else runs as it always does.
 
 Prints what happens, then one JSON object; status 1 when any of it is not so, or takes longer than --limit-minutes.
 """
@@ -261,14 +264,18 @@ class Run:
             if daemon.poll() is not None:
                 raise Missed(f"the daemon ended with status {daemon.returncode}: see {self.out / 'watch.log'}")
             if time.time() > min(ends, self.began + 60 * self.options.limit_minutes):
-                raise Missed(f"{what}: not within {seconds / 60:.1f} minutes of waiting, or not within the limit of the whole")
+                raise Missed(
+                    f"{what}: not within {seconds / 60:.1f} minutes of waiting, or not within the limit of the whole"
+                )
             if time.time() > told + 60:
                 told = time.time()
                 self.say(f"waiting: {what}")
             time.sleep(1.0)
         self.mark(what)
 
-    def until_event(self, names: tuple[str, ...], seconds: float, daemon: subprocess.Popen[bytes], since: int = 0) -> str:
+    def until_event(
+        self, names: tuple[str, ...], seconds: float, daemon: subprocess.Popen[bytes], since: int = 0
+    ) -> str:
         """Wait for one of these events behind the first `since`; which it was."""
 
         def latest() -> str | None:
@@ -314,7 +321,17 @@ class Run:
         options = self.options
         bad = noised(ours, self.out / "poisoned", options.noise)
         window = Lineage(self.state / "lineage.json").entries()[-1]["window"]
-        words = ["adapt", "gate", bad, "--model", options.model, "--dtype", options.dtype, "--traces", self.out / "traces"]
+        words = [
+            "adapt",
+            "gate",
+            bad,
+            "--model",
+            options.model,
+            "--dtype",
+            options.dtype,
+            "--traces",
+            self.out / "traces",
+        ]
         words += ["--incumbent", ours, "--cluster", TICKETS, "--since", window["since"], "--requests", options.requests]
         judged = subprocess.run(self.command(*words, "--json"), env=self.environment, capture_output=True, text=True)
         lines = judged.stdout.splitlines()
@@ -356,7 +373,10 @@ def verdicts(run: Run, missed: str | None) -> dict[str, bool]:
     if traffic is None:
         return {"the server ran": False}
     now = time.time()
-    at = {name: run.times.get(name, now) for name in ("questions begin", "tickets begin", "swapped", "forced", "taken back")}
+    at = {
+        name: run.times.get(name, now)
+        for name in ("questions begin", "tickets begin", "swapped", "forced", "taken back")
+    }
     before = traffic.figures(TICKETS, at["tickets begin"], at["swapped"])
     after = traffic.figures(TICKETS, at["swapped"], at["forced"])
     run.found |= {
@@ -378,7 +398,8 @@ def verdicts(run: Run, missed: str | None) -> dict[str, bool]:
     return {
         "one training": names.count("training") == 1,
         "swapped by the gate, and kept": "kept" in names and names.index("swapped") < names.index("kept"),
-        "tokens a round on tickets that nobody saw at least doubled": after["requests"] >= 10 and run.found["ratio"] >= 2,
+        "tokens a round on tickets that nobody saw at least doubled": after["requests"] >= 10
+        and run.found["ratio"] >= 2,
         "no failed request": not traffic.failed and bool(traffic.done),
         "every text is plain decoding's": not traffic.wrong and bool(traffic.done),
         "the poisoned one is refused by the gate": gate.get("passed") is False and gate.get("status") == 3,
@@ -393,15 +414,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tickets", required=True, help="file of recipes/support_tickets.py")
     parser.add_argument("--unseen", required=True, help="tickets of others, asked from the swap on")
     parser.add_argument("--questions", required=True, help="prompts of the first traffic, as GSM8K's")
-    parser.add_argument("--general", action="append", required=True, help="prompts learned beside tickets; may be repeated")
+    parser.add_argument(
+        "--general", action="append", required=True, help="prompts learned beside tickets; may be repeated"
+    )
     parser.add_argument("--ood", action="append", required=True, help="prompts that must not suffer; may be repeated")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--hour-s", type=float, default=8.0, help="seconds of an hour of the daemon")
-    parser.add_argument("--calm-hours", type=float, default=54.0, help="hours of questions; a season needs more than 48")
+    parser.add_argument(
+        "--calm-hours", type=float, default=54.0, help="hours of questions; a season needs more than 48"
+    )
     parser.add_argument("--rest", type=float, default=0.15, help="share of questions among the tickets")
     parser.add_argument("--clients", type=int, default=3)
-    parser.add_argument("--think-s", type=float, default=2.5, help="seconds that a client waits between requests, on average")
+    parser.add_argument(
+        "--think-s", type=float, default=2.5, help="seconds that a client waits between requests, on average"
+    )
     parser.add_argument("--max-tokens", type=int, default=80)
     parser.add_argument("--max-len", type=int, default=1024)
     parser.add_argument("--num-questions", type=int, default=160)
@@ -443,7 +470,9 @@ def main() -> int:
     minutes = (time.time() - run.began) / 60
     told = {"what": "adapt live", "passed": all(checks.values()), "minutes": minutes, "checks": checks, **run.found}
     times = {name: round((when - run.began) / 60, 2) for name, when in run.times.items()}
-    settings = {name: value if isinstance(value, int | float | list) else str(value) for name, value in vars(options).items()}
+    settings = {
+        name: value if isinstance(value, int | float | list) else str(value) for name, value in vars(options).items()
+    }
     print(json.dumps(record_of(told | {"times_min": times, "hour_s": run.hour_s, "settings": settings})))
     return 0 if all(checks.values()) else 1
 

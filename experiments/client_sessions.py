@@ -34,7 +34,12 @@ def langchain(url: str, model: str) -> None:
 
     for is_responses in (False, True):
         chat = ChatOpenAI(
-            model=model, base_url=f"{url}/v1", api_key="none", temperature=0, max_tokens=200, use_responses_api=is_responses
+            model=model,
+            base_url=f"{url}/v1",
+            api_key="none",
+            temperature=0,
+            max_tokens=200,
+            use_responses_api=is_responses,
         )
         short = chat.bind(max_tokens=16)
         whole = short.invoke(QUESTION).text
@@ -58,7 +63,13 @@ def litellm(url: str, model: str) -> None:
     import litellm as client
 
     for provider, base in (("openai", f"{url}/v1"), ("anthropic", url)):
-        asked = {"model": f"{provider}/{model}", "api_base": base, "api_key": "none", "temperature": 0, "max_tokens": 200}
+        asked = {
+            "model": f"{provider}/{model}",
+            "api_base": base,
+            "api_key": "none",
+            "temperature": 0,
+            "max_tokens": 200,
+        }
         question = [{"role": "user", "content": QUESTION}]
         whole = client.completion(messages=question, **{**asked, "max_tokens": 16})
         streamed = client.completion(
@@ -72,7 +83,10 @@ def litellm(url: str, model: str) -> None:
         (call,) = called.message.tool_calls
         assert called.finish_reason == "tool_calls" and Place.model_validate_json(call.function.arguments)
         history = [*question, called.message, {"role": "tool", "tool_call_id": call.id, "content": "yes"}]
-        assert client.completion(messages=history, tools=[TOOL], **{**asked, "max_tokens": 16}).usage.completion_tokens <= 16
+        assert (
+            client.completion(messages=history, tools=[TOOL], **{**asked, "max_tokens": 16}).usage.completion_tokens
+            <= 16
+        )
         if provider == "openai":
             answer = client.completion(messages=question, response_format=Place, **asked)
             assert Place.model_validate_json(answer.choices[0].message.content)
@@ -95,7 +109,11 @@ def instructor(url: str, model: str) -> None:
         assert len(chunks) > 1
 
 
-SESSIONS: dict[str, Callable[[str, str], None]] = {"langchain-openai": langchain, "litellm": litellm, "instructor": instructor}
+SESSIONS: dict[str, Callable[[str, str], None]] = {
+    "langchain-openai": langchain,
+    "litellm": litellm,
+    "instructor": instructor,
+}
 
 
 def main(words: list[str]) -> int:

@@ -2,21 +2,23 @@
 
     experiments/decode_vs_peers.sh --models qwen2.5-coder-0.5b --prompts humaneval.jsonl experiments/prompts_edit.jsonl
 
-(builds the peers first; needs an idle machine.) Contenders are PEER/WAY, a way being what drafts; "none" is plain decoding.
+(builds the peers first; needs an idle machine.) Contenders are PEER/WAY, a way being what drafts; "none" is plain
+decoding.
 
     paceline/none, ngram, default, draft       weights as in the file; lookups; the drafter that ships; a smaller model
     llama.cpp/none, ngram-..., draft           llama-server on the same file; its lookups; the smaller model
     transformers/none, lookup, draft           generate on the same file; prompt_lookup_num_tokens; assistant_model
-    vllm/none, ngram, dflash, draft            vLLM's CPU build, in bfloat16; n-gram; our DFlash drafter; a smaller model
-    paceline-torch/..., paceline-dense/...     our decoder in PyTorch; weights expanded. Only when named
+    vllm/none, ngram, dflash, draft            vLLM's CPU build, in bfloat16; n-gram; our DFlash drafter; a smaller
+    model paceline-torch/..., paceline-dense/...     our decoder in PyTorch; weights expanded. Only when named
 
-Each engine is a process of its own, asleep between its turns. For each turn, plain decoding first says how long the answers
-are, up to their end token or `--max-tokens`; then every contender answers the same token ids greedily with exactly so many
-tokens, each turn beginning with another contender. Ratios are taken within a turn, so a machine whose pace changes changes
-all alike; tables show medians, the least and the most. A turn of one stream is one prompt, a turn of eight streams is eight.
+Each engine is a process of its own, asleep between its turns. For each turn, plain decoding first says how long the
+answers are, up to their end token or `--max-tokens`; then every contender answers the same token ids greedily with
+exactly so many tokens, each turn beginning with another contender. Ratios are taken within a turn, so a machine whose
+pace changes changes all alike; tables show medians, the least and the most. A turn of one stream is one prompt, a turn
+of eight streams is eight.
 
-Every turn is kept at once beside the results, in a .jsonl file: the same command goes on after a break. A peer that is not
-there, or does not start, is left out and said so.
+Every turn is kept at once beside the results, in a .jsonl file: the same command goes on after a break. A peer that is
+not there, or does not start, is left out and said so.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ class Log:
         if not self.lines:
             self.add(settings=settings)
         if self.lines[0]["settings"] != json.loads(json.dumps(settings)):
-            raise SystemExit(f"{file} is of a run with other settings: delete it, or name another file in --save-results")
+            raise SystemExit(
+                f"{file} is of a run with other settings: delete it, or name another file in --save-results"
+            )
 
     def add(self, **line: Any) -> None:
         self.lines.append(line)
@@ -116,7 +120,9 @@ def turns_of(args: argparse.Namespace, model: str, streams: int) -> Iterator[Tur
         prompts = read_prompts(path)
         for number in range(args.turns if streams == 1 else args.group_turns):
             chosen = [prompts[(number * streams + row) % len(prompts)] for row in range(streams)]
-            yield Turn(model, Path(path).name, streams, number, [tokenizer.encode_chat(each.messages) for each in chosen])
+            yield Turn(
+                model, Path(path).name, streams, number, [tokenizer.encode_chat(each.messages) for each in chosen]
+            )
 
 
 class Block:
@@ -200,10 +206,21 @@ class Block:
             environment = vllm_environment(args.peers_home, environment)
         elif script != "paceline":
             model, draft = (name and str(resolve(name)) for name in (model, draft))
-        options = ["--model", str(model), "--threads", str(args.threads), "--streams", str(self._streams), "--ways", *ways]
+        options = [
+            "--model",
+            str(model),
+            "--threads",
+            str(args.threads),
+            "--streams",
+            str(self._streams),
+            "--ways",
+            *ways,
+        ]
         options += ["--max-len", str(self._max_len), "--form", form, "--isa", args.isa]
         options += ["--draft", draft] if draft else []
-        options += ["--dflash", str(plain_drafter(self._shipped, args.peers_home / "models"))] if "dflash" in ways else []
+        options += (
+            ["--dflash", str(plain_drafter(self._shipped, args.peers_home / "models"))] if "dflash" in ways else []
+        )
         return Worker(python, HERE / f"decode_vs_peers_{script}.py", options, environment)
 
     def _play(self, turn: Turn) -> dict[str, Any]:
@@ -246,8 +263,8 @@ def vllm_environment(home: Path, ours: dict[str, str]) -> dict[str, str]:
 
 
 def busy_share(seconds: float) -> float | None:
-    """Share of all cores' time that was not idle while we sleep: spinning threads and strangers. None where the system does
-    not say."""
+    """Share of all cores' time that was not idle while we sleep: spinning threads and strangers. None where the system
+    does not say."""
     before = processor_times()
     time.sleep(seconds)
     passed = [after - one for after, one in zip(processor_times(), before, strict=True)]
@@ -257,7 +274,11 @@ def busy_share(seconds: float) -> float | None:
 def processor_times() -> list[int]:
     """Ticks of all cores together: user, nice, system, idle, waiting for a disk, ...; [] where there is no /proc."""
     file = Path("/proc/stat")
-    return [int(ticks) for ticks in file.read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]] if file.exists() else []
+    return (
+        [int(ticks) for ticks in file.read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
+        if file.exists()
+        else []
+    )
 
 
 def arguments() -> argparse.Namespace:
@@ -269,7 +290,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--isa", default="auto", help="instruction set of ours; build llama.cpp for the same with LLAMA_FLAGS")
+    parser.add_argument(
+        "--isa", default="auto", help="instruction set of ours; build llama.cpp for the same with LLAMA_FLAGS"
+    )
     parser.add_argument(
         "--contenders",
         nargs="+",
@@ -299,9 +322,13 @@ def main() -> None:
                 try:
                     Block(args, log, model, left).run()
                 except WorkerError as error:
-                    raise SystemExit(f"{error}\nThe turns so far are kept: run the same command again to go on") from error
+                    raise SystemExit(
+                        f"{error}\nThe turns so far are kept: run the same command again to go on"
+                    ) from error
     figures, peers = figures_of(log.lines, machine)
-    write_results(args.save_results, {"device": "cpu", "settings": settings, "machine": machine, **figures}, peers=peers)
+    write_results(
+        args.save_results, {"device": "cpu", "settings": settings, "machine": machine, **figures}, peers=peers
+    )
     show(figures, machine)
     print(f"results: {args.save_results}")
 

@@ -1,7 +1,9 @@
-"""llama.cpp for `decode_vs_peers.py`: its own server, built by `peers.sh` for this processor, on the GGUF file as it is.
+"""llama.cpp for `decode_vs_peers.py`: its own server, built by `peers.sh` for this processor, on the GGUF file as it
+is.
 
-A way is a server of its own with the flags of WAYS; the rest of llama.cpp's docs/speculative.md needs drafters that there are
-none of here. Sampling is the cheapest it has, the one most likely token. Its tokens are counted by its own timings.
+A way is a server of its own with the flags of WAYS; the rest of llama.cpp's docs/speculative.md needs drafters that
+there are none of here. Sampling is the cheapest it has, the one most likely token. Its tokens are counted by its own
+timings.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from decode_vs_peers_pipe import Prompts, arguments, own_output, serve
 WAYS: dict[str, tuple[str, ...]] = {
     "none": (),
     "ngram-simple": ("--spec-type", "ngram-simple", "--spec-draft-n-max", "64"),  # as its documentation has it
-    "ngram-short": ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "8"),
+    "ngram-short": (
+        "--spec-type",
+        "ngram-simple",
+        "--spec-ngram-simple-size-n",
+        "3",
+        "--spec-ngram-simple-size-m",
+        "8",
+    ),
     "ngram-cache": ("--spec-type", "ngram-cache"),
     "ngram-mod": ("--spec-default",),
     "draft": ("--spec-type", "draft-simple", "--spec-draft-model", "{draft}"),
@@ -37,7 +46,20 @@ class Llama:
         self._args = args
         (way,) = args.ways
         self._port, rows, threads = free_port(), str(args.streams), str(args.threads)
-        common = ["--host", HOST, "--port", str(self._port), "-m", args.model, "-t", threads, "-tb", threads, "-np", rows]
+        common = [
+            "--host",
+            HOST,
+            "--port",
+            str(self._port),
+            "-m",
+            args.model,
+            "-t",
+            threads,
+            "-tb",
+            threads,
+            "-np",
+            rows,
+        ]
         common += ["-c", str(-(-args.max_len // 256) * 256 * args.streams), "--cache-ram", "0", "--offline"]
         self._flags = [*common, *(word.format(draft=args.draft) for word in WAYS[way])]
         self._server = subprocess.Popen([args.form, *self._flags], stdin=subprocess.DEVNULL, stdout=sys.stderr)
@@ -78,7 +100,13 @@ class Llama:
 
     def _complete(self, prompt: list[int], num_tokens: int) -> dict[str, Any]:
         greedy = {"temperature": 0, "top_k": 1, "samplers": ["top_k"]}
-        asked = {"prompt": prompt, "n_predict": num_tokens, "ignore_eos": True, "cache_prompt": False, "return_tokens": True}
+        asked = {
+            "prompt": prompt,
+            "n_predict": num_tokens,
+            "ignore_eos": True,
+            "cache_prompt": False,
+            "return_tokens": True,
+        }
         status, answer = self._ask("POST", "/completion", {**asked, **greedy})
         if status != 200:
             raise RuntimeError(f"llama-server answered {status}: {answer}")

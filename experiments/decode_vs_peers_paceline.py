@@ -1,7 +1,7 @@
 """paceline for `decode_vs_peers.py`: its engine as `paceline bench decode` drives it, detokenising included.
 
-`--form blocks` is what a user gets, `dense` expands the weights, `torch` is our decoder in PyTorch. A way's first load is the
-model's; the others add a drafter to it.
+`--form blocks` is what a user gets, `dense` expands the weights, `torch` is our decoder in PyTorch. A way's first load
+is the model's; the others add a drafter to it.
 """
 
 from __future__ import annotations

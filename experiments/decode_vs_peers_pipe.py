@@ -1,8 +1,9 @@
-"""Both ends of a worker of `decode_vs_peers.py`: an engine in a process of its own, asleep in a read of its standard input
-between its turns. Requests and answers are JSON lines:
+"""Both ends of a worker of `decode_vs_peers.py`: an engine in a process of its own, asleep in a read of its standard
+input between its turns. Requests and answers are JSON lines:
 
     {"load": way}                                             -> {"about": {...}}
-    {"run": way, "prompts": [[1, 2]], "num_tokens": [64]}     -> {"token_ids": [[...]], "wall_s": ..., "peak_bytes": ..., ...}
+    {"run": way, "prompts": [[1, 2]], "num_tokens": [64]}     -> {"token_ids": [[...]], "wall_s": ..., "peak_bytes":
+    ..., ...}
 
 A way is what drafts: "none" is plain decoding. This file needs the standard library only: vLLM's Python runs it too.
 """
@@ -81,8 +82,8 @@ class Peer(Protocol):
     def run(self, way: str, prompts: Prompts, num_tokens: list[int]) -> dict[str, Any]:
         """Greedy answers of exactly so many tokens, all prompts at once, nothing kept from call to call.
 
-        token_ids; wall_s; prefill_s: seconds until the first token, and num_first: tokens that came with it, when they are
-        known; tokens_per_round.
+        token_ids; wall_s; prefill_s: seconds until the first token, and num_first: tokens that came with it, when they
+        are known; tokens_per_round.
         """
         ...
 

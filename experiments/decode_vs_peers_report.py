@@ -28,13 +28,17 @@ def figures_of(lines: list[dict[str, Any]], machine: Machine) -> tuple[dict[str,
     blocks = sorted({(turn["model"], turn["prompts"], turn["streams"]) for turn in turns})
     results = []
     for model, prompts, streams in blocks:
-        these = [turn for turn in turns if (turn["model"], turn["prompts"], turn["streams"]) == (model, prompts, streams)]
+        these = [
+            turn for turn in turns if (turn["model"], turn["prompts"], turn["streams"]) == (model, prompts, streams)
+        ]
         runs = [turn["runs"] for turn in these]
         names = list(dict.fromkeys(name for each in runs for name in each))
         rows = [contender_figures(name, runs, told[model, streams, name], machine) for name in names]
         key = {"model": model, "prompts": prompts, "streams": streams}
         num_tokens = [turn["num_tokens"] for turn in these]
-        results.append({**key, "num_tokens": num_tokens, "contenders": rows, "verdicts": list(verdicts(names, runs, streams))})
+        results.append(
+            {**key, "num_tokens": num_tokens, "contenders": rows, "verdicts": list(verdicts(names, runs, streams))}
+        )
     missing = [each for each in told.values() if "missing" in each]
     versions = {}
     for each in told.values():
@@ -88,7 +92,9 @@ def ratio(runs: Runs, one: str, other: str, kind: str) -> float | None:
 
 def same_text(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any] | None:
     """How many answers are the same, of how many, and the share of tokens before the first difference."""
-    answers = [(one, other) for run, beside in pairs for one, other in zip(run["token_ids"], beside["token_ids"], strict=True)]
+    answers = [
+        (one, other) for run, beside in pairs for one, other in zip(run["token_ids"], beside["token_ids"], strict=True)
+    ]
     if not answers:
         return None
     num_tokens = sum(len(other) for _, other in answers)
@@ -102,7 +108,8 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def verdicts(names: list[str], turns: list[Runs], streams: int) -> Iterable[dict[str, Any]]:
-    """Our plain decoding over each peer's, and our fastest way over each peer's fastest, by the rates that both tell."""
+    """Our plain decoding over each peer's, and our fastest way over each peer's fastest, by the rates that both
+    tell."""
     ours = [name for name in names if name.startswith("paceline/")]
     for peer in dict.fromkeys(name.split("/")[0] for name in names):
         theirs = [name for name in names if name.split("/")[0] == peer]
@@ -131,10 +138,16 @@ def show(figures: dict[str, Any], machine: Machine) -> None:
     for result in figures["results"]:
         turns, streams = len(result["num_tokens"]), result["streams"]
         title = f"{result['model']}, {result['prompts']}, {streams} stream{'s' * (streams > 1)}, {turns} turns"
-        Table(columns(), result["contenders"], title=title, notes=[*map(sentence, result["verdicts"])]).show(stderr=False)
+        Table(columns(), result["contenders"], title=title, notes=[*map(sentence, result["verdicts"])]).show(
+            stderr=False
+        )
     for each in figures["missing"]:
-        print(f"left out: {each['model']}, {each['streams']} streams: {each['name']}: {each['missing'].splitlines()[-1]}")
-    busy = [turn["busy_after"] for result in figures["results"] for row in result["contenders"] for turn in row["turns"]]
+        print(
+            f"left out: {each['model']}, {each['streams']} streams: {each['name']}: {each['missing'].splitlines()[-1]}"
+        )
+    busy = [
+        turn["busy_after"] for result in figures["results"] for row in result["contenders"] for turn in row["turns"]
+    ]
     if max((each for each in busy if each is not None), default=0.0) > IDLE:
         shares = [each for each in busy if each is not None]
         print(f"NOT IDLE: busy up to {max(shares):.0%} between turns, {statistics.median(shares):.0%} in the median")

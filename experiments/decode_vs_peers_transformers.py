@@ -1,8 +1,9 @@
 """Transformers for `decode_vs_peers.py`: `generate` as its documentation shows it, on the GGUF file, which it expands.
 
-Ways: "lookup" is prompt_lookup_num_tokens, "draft" is assistant_model. Both are for one request at a time; several requests
-are padded on the left, and rows that are done wait for the others. In bfloat16 where the processor has instructions for it,
-else in float32, which is many times faster there.
+Ways: "lookup" is prompt_lookup_num_tokens, "draft" is assistant_model. Both are for one request at a time; several
+requests
+are padded on the left, and rows that are done wait for the others. In bfloat16 where the processor has instructions for
+it, else in float32, which is many times faster there.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class Transformers:
 
 
 class _FirstTokens:
-    """A streamer that notes when the first tokens came, and how many: `generate` puts the prompt, then each round's tokens."""
+    """A streamer that notes when the first tokens came, and how many: `generate` puts the prompt, then each round's
+    tokens."""
 
     def __init__(self) -> None:
         self.num_puts, self.num_first, self.first_s = 0, 0, 0.0

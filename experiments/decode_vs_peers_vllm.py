@@ -1,8 +1,8 @@
 """vLLM's CPU build for `decode_vs_peers.py`, in an environment of its own: it pins other versions of our packages.
 
 It reads no K-quants on a CPU, so it gets the same weights expanded, in bfloat16; `--form` names another dtype, and
-`float32-eager` is not compiled. No prefix caching: every contender gets the same prompts. One process a way, because what
-drafts is a setting of its engine.
+`float32-eager` is not compiled. No prefix caching: every contender gets the same prompts. One process a way, because
+what drafts is a setting of its engine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class Vllm:
     def run(self, way: str, prompts: Prompts, num_tokens: list[int]) -> dict[str, Any]:
         from vllm import SamplingParams
 
-        params = [SamplingParams(temperature=0, max_tokens=each, ignore_eos=True, detokenize=False) for each in num_tokens]
+        params = [
+            SamplingParams(temperature=0, max_tokens=each, ignore_eos=True, detokenize=False) for each in num_tokens
+        ]
         began = time.perf_counter()
         outputs = self._engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         wall_s = time.perf_counter() - began

@@ -3,8 +3,8 @@
     python experiments/demo.py                            # qwen2.5-coder-0.5b, fetched once (491 MB)
     python experiments/demo.py --model smollm2-135m       # the smallest built-in model (98 MB), which only does sums
 
-Where disk, memory or network are short for the first, the second answers a sum instead. Exit status 1 when the answers with and
-without drafts differ, or the function that was written does not do what it should.
+Where disk, memory or network are short for the first, the second answers a sum instead. Exit status 1 when the answers
+with and without drafts differ, or the function that was written does not do what it should.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ one block of Python code."""
 CHECK = "print(to_roman(1994), to_roman(2026, lower=True))"
 EXPECTED = "MCMXCIV mmxxvi"
 SUM = (
-    "A baker sells 24 loaves in the morning and half as many in the afternoon. Each loaf costs 3 dollars. How much does she "
+    "A baker sells 24 loaves in the morning and half as many in the afternoon. Each loaf costs 3 dollars. How much "
+    "does she "
     "earn in a day? Please reason step by step, and put your final answer within \\boxed{}."
 )
 PEER_TOKENS = 32
@@ -100,7 +101,9 @@ def main() -> int:
     llm = load(args.model)
     writes_code = llm.config.model != SMALLEST
     prompt, params = TASK if writes_code else SUM, SamplingParams(max_tokens=args.max_tokens)
-    print(f"{llm.config.model}, drafts from {llm.drafter.name}; the prompt:\n\n{prompt}\n\nthe answer:\n", file=sys.stderr)
+    print(
+        f"{llm.config.model}, drafts from {llm.drafter.name}; the prompt:\n\n{prompt}\n\nthe answer:\n", file=sys.stderr
+    )
     token_ids = llm.encode_chat([{"role": "user", "content": prompt}])
     plain = answer_plainly(llm, token_ids, params)
     [answer] = llm.generate_ids([token_ids], params, lambda chunk: print(chunk.text, end="", flush=True))
@@ -119,7 +122,10 @@ def main() -> int:
     if not writes_code:
         return 0 if beside.identical else 1
     found = run(f"{code_of(answer.text)}\n{CHECK}")
-    print(f"\nwhat it wrote, run: {CHECK}\n  {found}   ({'as it should be' if found == EXPECTED else f'expected {EXPECTED}'})")
+    print(
+        f"\nwhat it wrote, run: {CHECK}\n  {found}   "
+        f"({'as it should be' if found == EXPECTED else f'expected {EXPECTED}'})"
+    )
     return 0 if beside.identical and found == EXPECTED else 1
 
 

@@ -1,15 +1,16 @@
 """A drafter taught by reinforcement on what it is for, beside supervised training of the same seconds.
 
     .venv/bin/python experiments/drafter_rl.py --tiny
-    .venv/bin/python experiments/drafter_rl.py --target smollm2-135m --drafter DFLASH_FOLDER --answers ANSWERS --seconds 600
+    .venv/bin/python experiments/drafter_rl.py --target smollm2-135m --drafter DFLASH_FOLDER --answers ANSWERS --seconds
+    600
 
-Both arms begin with the same trained drafter (DFlash, version 1) and learn at served anchors: where its own rounds begin in the
-target's answers. `supervised` learns the target's tokens there (d-pace). `rl` draws a group of blocks at each anchor from its
-own slots, has the target's pass over them, as a tree, say how likely each draft is to stand, and is rewarded for the expected
-number of kept tokens, sum_j prod_{i<=j} p(x_i): each slot for what is kept from it on, less the mean of the group's others
-(leave one out), with a KL to the drafter of the beginning. Each seed and arm is a line of OUT/results.jsonl, tokens a round of
-held-out prompts in the engine; what stands there is not run again. At temperature 0 p is 1 for the target's own token and 0
-for others.
+Both arms begin with the same trained drafter (DFlash, version 1) and learn at served anchors: where its own rounds
+begin in the target's answers. `supervised` learns the target's tokens there (d-pace). `rl` draws a group of blocks at
+each anchor from its own slots, has the target's pass over them, as a tree, say how likely each draft is to stand, and
+is rewarded for the expected number of kept tokens, sum_j prod_{i<=j} p(x_i): each slot for what is kept from it on,
+less the mean of the group's others (leave one out), with a KL to the drafter of the beginning. Each seed and arm is a
+line of OUT/results.jsonl, tokens a round of held-out prompts in the engine; what stands there is not run again. At
+temperature 0 p is 1 for the target's own token and 0 for others.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ from paceline.types import SamplingParams
 class Arm:
     """One drafter while it learns."""
 
-    def __init__(self, target: Target, drafter: DFlashDrafter, documents: list[Document], args: argparse.Namespace) -> None:
+    def __init__(
+        self, target: Target, drafter: DFlashDrafter, documents: list[Document], args: argparse.Namespace
+    ) -> None:
         weights = {name: tensor.float().clone() for name, tensor in drafter.network.state_dict().items()}
         self.network = DFlashNetwork.of(drafter.config, weights)
         self.target, self.drafter, self.documents, self.args = target, drafter, documents, args
@@ -117,7 +120,9 @@ class Arm:
 
     def _tree(self, row: int, anchor: int, token: int, tokens_GK: Tensor) -> Tensor:
         group, size = tokens_GK.shape
-        parents = [-1] + [0 if slot == 0 else 1 + path * size + slot - 1 for path in range(group) for slot in range(size)]
+        parents = [-1] + [
+            0 if slot == 0 else 1 + path * size + slot - 1 for path in range(group) for slot in range(size)
+        ]
         tokens = [token, *tokens_GK.flatten().tolist()]
         out = self.target.forward(ForwardBatch([row], [anchor], [len(tokens)], tokens, parents=parents))
         assert out.logits_TV is not None
@@ -157,7 +162,8 @@ def served(llm: LLM, drafter: DFlashDrafter, documents: list[Document], args: ar
     llm.engine.planner = FixedPlanner()
     prompts = [document.tokens[: document.answer_start].tolist() for document in documents]
     params = [
-        SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=number) for number in range(len(prompts))
+        SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=number)
+        for number in range(len(prompts))
     ]
     rounds = Rounds.sum(answer.stats for answer in llm.generate_ids(prompts, params))
     llm.use_drafter("none")
@@ -191,9 +197,13 @@ def run(args: argparse.Namespace) -> None:
     llm = LLM(args.target, drafter="none", device="cpu", dtype="float32", max_batch=1, max_len=2 * args.max_len)
     begun = read_drafter(args.drafter)
     if begun.config.second:
-        raise SystemExit(f"{args.drafter} is a DFlash 2 drafter, whose slots are not drawn one by one: give one of version 1")
+        raise SystemExit(
+            f"{args.drafter} is a DFlash 2 drafter, whose slots are not drawn one by one: give one of version 1"
+        )
     if not done:
-        done.append({"arm": "begun", "seed": 0, "steps": 0, "tokens_per_round": served(llm, begun, corpus.heldout, args)})
+        done.append(
+            {"arm": "begun", "seed": 0, "steps": 0, "tokens_per_round": served(llm, begun, corpus.heldout, args)}
+        )
         file.write_text(json.dumps(done[0]) + "\n")
     for seed in range(args.seeds):
         for name in ("supervised", "rl"):

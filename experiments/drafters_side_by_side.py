@@ -2,10 +2,9 @@
 
     python experiments/drafters_side_by_side.py runs/drafters-side-by-side
 
-Of each drafter: tokens a round with all of its drafts checked, with an interval over prompts, and with a tree where it drafts
-trees; what drafting takes of the time of a plain round; speed over plain decoding with all drafts checked and as the planner
-chooses; what it learned from.
-Writes chart.svg and result.json beside them, and prints a Markdown table.
+Of each drafter: tokens a round with all of its drafts checked, with an interval over prompts, and with a tree where it
+drafts trees; what drafting takes of the time of a plain round; speed over plain decoding with all drafts checked and as
+the planner chooses; what it learned from. Writes chart.svg and result.json beside them, and prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -75,7 +74,9 @@ def lines_of(out: Path) -> list[Line]:
         speeds = auto[name]["speedup"], tuple(auto[name]["speedup_interval"])
         kept = result["tokens_per_round"], tuple(result["tokens_per_round_interval"])
         with_tree = tree[name]["tokens_per_round"] if name in TREES else None
-        lines.append(Line(name, *kept, with_tree, drafting_s / plain_s, result["speedup"], *speeds, *learned(out / name)))
+        lines.append(
+            Line(name, *kept, with_tree, drafting_s / plain_s, result["speedup"], *speeds, *learned(out / name))
+        )
     return sorted(lines, key=lambda line: line.tokens_per_round)
 
 

@@ -3,10 +3,10 @@
     python -m venv build/peer && build/peer/bin/pip install torch==2.13.0 transformers speculators==0.9.0
     build/peer/bin/pip install -e . && build/peer/bin/python experiments/eagle3_interop.py
 
-The package's own module, with its config class and its names, gets random weights; its state is written as a `speculators`
-folder and read by ours. Both run test-time training's three steps over the same random features and tokens: all positions at
-once, step i attending to the keys of step 0 up to its position and to the diagonal ones of steps 1 to i. Prints the largest
-difference of logits by variant, and a JSON line; exit code 1 above 1e-5.
+The package's own module, with its config class and its names, gets random weights; its state is written as a
+`speculators` folder and read by ours. Both run test-time training's three steps over the same random features and
+tokens: all positions at once, step i attending to the keys of step 0 up to its position and to the diagonal ones of
+steps 1 to i. Prints the largest difference of logits by variant, and a JSON line; exit code 1 above 1e-5.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 class _Anything(types.ModuleType):
-    """A module of which any name may be imported: the package's loaders of data, which are not wanted here, need one."""
+    """A module of which any name may be imported: the package's loaders of data, which are not wanted here, need
+    one."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -63,7 +64,8 @@ def package_model(kind: str, flags: dict[str, Any], sizes: dict[str, Any]) -> An
     model_class, config_class = import_package()
     parts, greedy = (importlib.import_module(f"speculators.{name}") for name in ("config", "proposals.greedy"))
     layer = (LlamaConfig if kind == "llama" else Qwen3Config)(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16,
         max_position_embeddings=128, rms_norm_eps=1e-6, **{"num_hidden_layers": 1, **sizes},
     )  # fmt: skip
     layer._attn_implementation = "eager"
@@ -95,7 +97,10 @@ def package_steps(model: Any, taps: Tensor, tokens: Tensor) -> list[Tensor]:
     told: list[Tensor] = []
     handle = model.lm_head.register_forward_hook(lambda module, inputs, output: told.append(output[0].clone()))
     model(
-        hidden_states=taps[None], input_ids=tokens[None], document_ids=torch.zeros(1, LENGTH, dtype=torch.long), ttt_steps=STEPS
+        hidden_states=taps[None],
+        input_ids=tokens[None],
+        document_ids=torch.zeros(1, LENGTH, dtype=torch.long),
+        ttt_steps=STEPS,
     )
     handle.remove()
     return told

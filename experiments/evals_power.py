@@ -1,13 +1,16 @@
-"""Do evals cry wolf, and do they find a loss: the same model behind two names, and a planted loss of 5%, from recorded answers.
+"""Do evals cry wolf, and do they find a loss: the same model behind two names, and a planted loss of 5%, from recorded
+answers.
 
     python experiments/evals_power.py record --model smollm2-135m --tickets 120 --samples 6 --out runs/evals-power.json
     python experiments/evals_power.py judge runs/evals-power.json --out experiments/results/evals_power.json
 
-`record` asks a real model the held-out support tickets at temperature 0.7, several times each, and keeps the scores of its JSON
-fields. `judge` makes 20 pairs of runs, each with its own seed: cases drawn from the tickets, and for either name another draw
-among the answers that the model really gave, so that both are the same model. Then the second name loses 5% of the score:
-answers of a randomly chosen share of cases count 0. The suite's size comes from the recorded spread by a power calculation
-(`cases_needed`), for one answer a case and for several, paired; beside it what a comparison that is not paired would need.
+`record` asks a real model the held-out support tickets at temperature 0.7, several times each, and keeps the scores of
+its JSON fields. `judge` makes 20 pairs of runs, each with its own seed: cases drawn from the tickets, and for either
+name another draw among the answers that the model really gave, so that both are the same model. Then the second name
+loses 5% of the
+score: answers of a randomly chosen share of cases count 0. The suite's size comes from the recorded spread by a power
+calculation (`cases_needed`), for one answer a case and for several, paired; beside it what a comparison that is not
+paired would need.
 """
 
 from __future__ import annotations
@@ -72,7 +75,9 @@ def planted(values_CS: np.ndarray, loss: float, generator: np.random.Generator) 
 def deviation(recorded_TS: np.ndarray, samples: int) -> tuple[float, float]:
     """Standard deviations of a case's paired difference, and of the difference of two unpaired cases' scores."""
     within = recorded_TS.var(axis=1, ddof=1).mean() / samples
-    between = max(recorded_TS.mean(axis=1).var(ddof=1) - recorded_TS.var(axis=1, ddof=1).mean() / recorded_TS.shape[1], 0.0)
+    between = max(
+        recorded_TS.mean(axis=1).var(ddof=1) - recorded_TS.var(axis=1, ddof=1).mean() / recorded_TS.shape[1], 0.0
+    )
     return float(np.sqrt(2 * within)), float(np.sqrt(2 * (within + between)))
 
 
@@ -133,7 +138,8 @@ def judge(options: argparse.Namespace) -> None:
         about = {name: told[name] for name in ("model", "temperature")}
         shape = {"tickets": len(recorded_TS), "answers_each": recorded_TS.shape[1], "mean": mean}
         write_results(
-            options.out, {**about, **shape, "loss": LOSS, "level": LEVEL, "results": rows, "scores_TS": told["scores_TS"]}
+            options.out,
+            {**about, **shape, "loss": LOSS, "level": LEVEL, "results": rows, "scores_TS": told["scores_TS"]},
         )
 
 

@@ -2,10 +2,11 @@
 
     python experiments/families_speed.py --out runs/families-speed
 
-A model of each family's layers, all of one size (`--layers` of `--hidden` numbers, a vocabulary of 8,192), in bfloat16; ways
-take turns `--repeat` times, each of `--passes` passes of one position. What is told is the median of each way's passes and
-the ratio of the two, and beside it Q4_K weights in the native pass. Weights are random: what a family says is no text, what its
-layers cost is real. Run it alone on the machine; it takes about four minutes on two cores. Writes results.json into `--out`.
+A model of each family's layers, all of one size (`--layers` of `--hidden` numbers, a vocabulary of 8,192), in bfloat16;
+ways take turns `--repeat` times, each of `--passes` passes of one position. What is told is the median of each way's
+passes and the ratio of the two, and beside it Q4_K weights in the native pass. Weights are random: what a family says
+is no text, what its layers cost is real. Run it alone on the machine; it takes about four minutes on two cores. Writes
+results.json into `--out`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def config_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
     shape = {
-        "hidden_size": args.hidden, "num_hidden_layers": args.layers, "intermediate_size": 4 * args.hidden, "vocab_size": 8192,
+        "hidden_size": args.hidden, "num_hidden_layers": args.layers, "intermediate_size": 4 * args.hidden,
+        "vocab_size": 8192,
         "num_attention_heads": args.hidden // 64, "num_key_value_heads": args.hidden // 256, "head_dim": 64,
         "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
     }  # fmt: skip
@@ -63,7 +65,9 @@ class Timed:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.target: Target = load_target(
-            EngineConfig(str(folder), weights="random", dtype="bfloat16", device="cpu", max_batch=1, max_len=256, **settings)
+            EngineConfig(
+                str(folder), weights="random", dtype="bfloat16", device="cpu", max_batch=1, max_len=256, **settings
+            )
         )
         row = self.target.cache.allocate()
         assert row is not None
@@ -84,7 +88,11 @@ def measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
     folder = args.out / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(name, args), indent=1) + "\n", encoding="utf-8")
-    settings: dict[str, dict[str, Any]] = {"torch": {"backend": "torch"}, "native": {}, "q4_k": {"weight_format": "q4_k"}}
+    settings: dict[str, dict[str, Any]] = {
+        "torch": {"backend": "torch"},
+        "native": {},
+        "q4_k": {"weight_format": "q4_k"},
+    }
     ways = {way: Timed(folder, **own) for way, own in settings.items()}
     times: dict[str, list[float]] = {way: [] for way in ways}
     for timed in ways.values():
@@ -94,13 +102,21 @@ def measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
             times[way].append(statistics.median(timed.passes_ms(args.passes)))
     medians = {way: statistics.median(each) for way, each in times.items()}
     forms = {way: timed.form for way, timed in ways.items()}
-    return {"family": name, "ms": medians, "runs_ms": times, "forms": forms, "bytes": ways["native"].target.weight_bytes}
+    return {
+        "family": name,
+        "ms": medians,
+        "runs_ms": times,
+        "forms": forms,
+        "bytes": ways["native"].target.weight_bytes,
+    }
 
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/families-speed"))
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(FAMILIES), help="some of them, by commas")
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), default=list(FAMILIES), help="some of them, by commas"
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--passes", type=int, default=20)
@@ -110,7 +126,10 @@ def main(words: list[str] | None = None) -> None:
     for name in args.only:
         rows.append(measured(name, args))
         ms = rows[-1]["ms"]
-        print(f"{name}: torch {ms['torch']:.2f} ms, native {ms['native']:.2f} ms, q4_k {ms['q4_k']:.2f} ms", file=sys.stderr)
+        print(
+            f"{name}: torch {ms['torch']:.2f} ms, native {ms['native']:.2f} ms, q4_k {ms['q4_k']:.2f} ms",
+            file=sys.stderr,
+        )
     print("| family | PyTorch ms | native ms | times as fast | Q4_K ms |\n|---|---|---|---|---|")
     for row in rows:
         ms = row["ms"]

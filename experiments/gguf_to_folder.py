@@ -17,7 +17,8 @@ from paceline.model.gguf.to_folder import LAST_FILE, write_folder
 
 
 def folder_of(model: str, home: Path = Path(sys.prefix) / "models") -> Path:
-    """The folder of a built-in, made once, by default in this Python environment, beside the files of the other programs."""
+    """The folder of a built-in, made once, by default in this Python environment, beside the files of the other
+    programs."""
     folder = home / model
     if not (folder / LAST_FILE).is_file():
         shutil.rmtree(folder, ignore_errors=True)

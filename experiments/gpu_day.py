@@ -8,8 +8,8 @@ starts within a second, and one that crashes, hangs or spoils its CUDA context e
 SIGTERM, then SIGKILL; the lines that it had reported stay. One that the rest of the day is too short for is skipped.
 
 OUT/day.json has everything; day.md, printed last, is a short table; profile.json is the profile stage's, log.txt what
-stages print, drafters.tar.* what the stage `teach` trained (docs/how-to/gpu.md). The exit status is 0 if every stage that ran
-passed.
+stages print, drafters.tar.* what the stage `teach` trained (docs/how-to/gpu.md). The exit status is 0 if every stage
+that ran passed.
 """
 
 from __future__ import annotations
@@ -226,7 +226,8 @@ def _in_child(stage: Stage, visit: Visit, log: int) -> None:
 
 
 def _is_over(process: Any) -> bool:
-    """True once the process has ended. It is not collected yet, so that no other process or group is given its number."""
+    """True once the process has ended. It is not collected yet, so that no other process or group is given its
+    number."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
@@ -252,7 +253,8 @@ def _signal_group(process: Any, number: signal.Signals) -> None:
 
 
 def preload(more: Sequence[str] = ()) -> list[str]:
-    """Import what stages need, and `more`, touching no GPU; returns the modules that cannot be imported, with the reason."""
+    """Import what stages need, and `more`, touching no GPU; returns the modules that cannot be imported, with the
+    reason."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # whether there is a GPU, without touching CUDA
     missing = []
     for name in (*PRELOADED, *more):

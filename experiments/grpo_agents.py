@@ -1,8 +1,8 @@
 """Agents that solve word problems with a calculator, for `grpo_tools.py`: one in plain Python, the same with LangGraph.
 
-The policy may write <tool>12 + 7</tool>; the agent computes that and says "Result: 19"; the policy then answers. The reward is
-by code, a part of it for every step on the way, so that a small model finds its way: a call 0.1, one that can be computed 0.2,
-the right value 0.4, the right answer in the end 0.3.
+The policy may write <tool>12 + 7</tool>; the agent computes that and says "Result: 19"; the policy then answers. The
+reward is by code, a part of it for every step on the way, so that a small model finds its way: a call 0.1, one that can
+be computed 0.2, the right value 0.4, the right answer in the end 0.3.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def problems(number: int, seed: int) -> list[dict[str, Any]]:
 
 
 def value_of(expression: str) -> int | None:
-    """The value of a sum, difference or product of whole numbers; None of anything else, and of what is absurdly large."""
+    """The value of a sum, difference or product of whole numbers; None of anything else, and of what is absurdly
+    large."""
     if len(expression) > LONGEST_EXPRESSION:
         return None
     try:

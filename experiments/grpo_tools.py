@@ -1,18 +1,20 @@
-"""GRPO by TRL on word problems with a calculator, rollouts by paceline: with speculation the same samples, and how much sooner.
+"""GRPO by TRL on word problems with a calculator, rollouts by paceline: with speculation the same samples, and how much
+sooner.
 
     .venv/bin/python experiments/grpo_tools.py --out runs/grpo --arm follow --steps 40
     .venv/bin/python experiments/grpo_tools.py --out runs/grpo --arm plain --steps 40
     .venv/bin/python experiments/grpo_tools.py --out runs/grpo --report
 
-Arms: `plain` decodes without drafts; `follow` has the shipped drafter, trained on each step's rollouts; `still` has the shipped
-drafter as it is. All have the same seeds: their samples, and so their curves, must be the same, token for token (`--report`
-says so, from the digest of each step's tokens). Every `--compare-every` steps an arm with drafts makes that step's attempts
-again, plainly and with drafts in turns, for the speed-up; and with whole blocks of the drafter that followed and of the one
-that did not, for what its tokens a round fall to. `--speed` measures both by the number of rows of the engine. A run that was
-stopped goes on from its last checkpoint with the same command.
+Arms: `plain` decodes without drafts; `follow` has the shipped drafter, trained on each step's rollouts; `still` has the
+shipped
+drafter as it is. All have the same seeds: their samples, and so their curves, must be the same, token for token
+(`--report` says so, from the digest of each step's tokens). Every `--compare-every` steps an arm with drafts makes that
+step's attempts again, plainly and with drafts in turns, for the speed-up; and with whole blocks of the drafter that
+followed and of the one that did not, for what its tokens a round fall to. `--speed` measures both by the number of rows
+of the engine. A run that was stopped goes on from its last checkpoint with the same command.
 
-The model is SmolLM2-135M-Instruct, whose 4-bit file is expanded to float32 once (`OUT/model`). `--tiny` goes through all of it
-with a random model in seconds. Needs pip install 'paceline[rl,serve,hf]'.
+The model is SmolLM2-135M-Instruct, whose 4-bit file is expanded to float32 once (`OUT/model`). `--tiny` goes through
+all of it with a random model in seconds. Needs pip install 'paceline[rl,serve,hf]'.
 """
 
 from __future__ import annotations
@@ -122,8 +124,8 @@ class Logged:
             drafter.save(self.file.parent / f"drafter-{step}")
 
     def _again(self, asked: list[tuple[Any, int]], told: dict[str, Any]) -> dict[str, Any]:
-        """The step's attempts plainly and with drafts as the planner has them, in turns, for the time that takes; then each
-        drafter's whole blocks in every round, for what they bring."""
+        """The step's attempts plainly and with drafts as the planner has them, in turns, for the time that takes; then
+        each drafter's whole blocks in every round, for what they bring."""
         seconds: dict[str, list[float]] = {"plain": [], "drafted": []}
         followed = self.rollouts.llm.drafter
         for way in ("plain", "drafted", "drafted", "plain"):
@@ -160,8 +162,8 @@ def digest(groups: list[list[Trajectory]]) -> str:
 
 
 def speed(args: argparse.Namespace) -> None:
-    """Tokens a second of the first batch, plainly and with drafts, by how many attempts the engine has at once: the best plain
-    number is what drafts must be held against."""
+    """Tokens a second of the first batch, plainly and with drafts, by how many attempts the engine has at once: the
+    best plain number is what drafts must be held against."""
     folder, asked = model_folder(args), [(task, args.attempts) for task in problems(args.tasks, args.seed)]
     args.arm = "still"
     for rows in (1, 2, 4, 8, 16):
@@ -176,10 +178,14 @@ def speed(args: argparse.Namespace) -> None:
                 endpoint.call(lambda llm: llm.renew())
                 began = time.perf_counter()
                 groups = agents.run(asked, place="0.0")
-                spent, tokens = time.perf_counter() - began, sum(sum(one.sample.mask) for group in groups for one in group)
+                spent, tokens = (
+                    time.perf_counter() - began,
+                    sum(sum(one.sample.mask) for group in groups for one in group),
+                )
                 found.setdefault("plain" if each is None else "drafted", []).append(tokens / spent)
         print(
-            json.dumps({"rows": rows, "tokens": tokens, "plain": found["plain"], "drafted": found["drafted"][1:]}), flush=True
+            json.dumps({"rows": rows, "tokens": tokens, "plain": found["plain"], "drafted": found["drafted"][1:]}),
+            flush=True,
         )
 
 
@@ -197,7 +203,8 @@ def train(args: argparse.Namespace) -> None:
     cut_log(out / LOG, step)
     settings = library.GRPOConfig(
         output_dir=str(out), max_steps=args.steps, learning_rate=args.lr, lr_scheduler_type="constant", seed=args.seed,
-        per_device_train_batch_size=args.attempts * args.tasks // args.accumulate, gradient_accumulation_steps=args.accumulate,
+        per_device_train_batch_size=args.attempts * args.tasks // args.accumulate,
+        gradient_accumulation_steps=args.accumulate,
         num_generations=args.attempts, max_completion_length=4 * args.max_tokens, beta=0.0, temperature=1.0,
         save_steps=args.save_steps, save_total_limit=1, logging_steps=1, report_to=[], use_cpu=True, bf16=False,
         gradient_checkpointing=False, dataloader_pin_memory=False,
@@ -249,7 +256,8 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compared(again: list[dict[str, Any]]) -> dict[str, Any]:
-    """Speed-up over plain sampling of the same attempts, and tokens a round of whole blocks by who drafted, look by look."""
+    """Speed-up over plain sampling of the same attempts, and tokens a round of whole blocks by who drafted, look by
+    look."""
     told: dict[str, Any] = {}
     ratios = [sum(each["seconds"]["plain"]) / sum(each["seconds"]["drafted"]) for each in again]
     told["speed_up"] = {"median": statistics.median(ratios), "each": [round(ratio, 3) for ratio in ratios]}

@@ -1,11 +1,12 @@
-"""Our checkpoints beside PyPI's `speculators` 0.9.0 and `dflash` 0.1.0: logits on the same features, configs key by key.
+"""Our checkpoints beside PyPI's `speculators` 0.9.0 and `dflash` 0.1.0: logits on the same features, configs key by
+key.
 
     python -m venv build/interop && build/interop/bin/pip install -e '.[hf]' dflash==0.1.0 speculators==0.9.0
     build/interop/bin/python experiments/interop.py --out experiments/results/interop.json
 
 Tiny random networks in float32. For each shape: our export is read by `speculators`, which makes a block's logits from
-features; `dflash` makes them of z-lab's folder; ours are the network's own. Then `speculators`' own converter makes its folder
-of ours, and both configs are compared as `speculators` reads them.
+features; `dflash` makes them of z-lab's folder; ours are the network's own. Then `speculators`' own converter makes its
+folder of ours, and both configs are compared as `speculators` reads them.
 """
 
 # pyright: reportMissingImports=false
@@ -37,7 +38,8 @@ from paceline.runs.folder import write_results
 from paceline.train.learn.attention import Layout, make_attention
 
 CONTEXT, WINDOW = 12, 32
-"""Positions before the anchor; the window is wider than context and block together, since `speculators` counts it otherwise."""
+"""Positions before the anchor; the window is wider than context and block together, since `speculators` counts it
+otherwise."""
 SLIDING = {"sliding_window": WINDOW, "use_sliding_window": True, "layer_types": MIXED}
 ENOUGH = 1e-5
 
@@ -54,7 +56,7 @@ CASES: dict[str, tuple[dict[str, Any], list[int] | None]] = {
     "window, causal": (raw_config(**SLIDING), None),
     "window, both ways": (raw_config(**SLIDING, is_causal=False), None),
     "from the anchor": (raw_config(sample_from_anchor=True), None),
-    "yarn": (raw_config(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}), None),
+    "yarn": (raw_config(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}), None),  # noqa: E501
     "tap of the last layer": (
         raw_config() | {"dflash_config": {"mask_token_id": 10, "target_layer_ids": [1, TARGET_LAYERS - 1]}}, None
     ),
@@ -83,8 +85,15 @@ def main() -> None:
 
 def written_target(folder: Path) -> Path:
     shape = target_shape(HIDDEN, VOCAB)
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": TARGET_LAYERS, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, architectures=["LlamaForCausalLM"], **sizes)
+    sizes = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": TARGET_LAYERS,
+        "num_attention_heads": 4,
+    }
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, num_key_value_heads=2, architectures=["LlamaForCausalLM"], **sizes
+    )
     config.save_pretrained(folder)
     save_file(dict(target_weights(shape)), folder / "model.safetensors", {"format": "pt"})
     return folder
@@ -173,7 +182,9 @@ def speculators_logits(folder: Path, features: Tensor, tokens: Tensor) -> list[T
 
 
 @torch.no_grad()
-def dflash_logits(folder: Path, features: Tensor, tokens: Tensor, embedding_VD: Tensor, head_VD: Tensor) -> list[Tensor]:
+def dflash_logits(
+    folder: Path, features: Tensor, tokens: Tensor, embedding_VD: Tensor, head_VD: Tensor
+) -> list[Tensor]:
     from dflash import model as dflash
 
     raw = json.loads((folder / "config.json").read_text())
@@ -199,7 +210,9 @@ def config_differences(spec: Path, own: Path, target: Path, out: Path) -> dict[s
     except RuntimeError as error:
         return {"their converter fails": str(error).splitlines()[-1].strip()}
     ours, theirs = (flat(SpeculatorModelConfig.from_pretrained(str(each)).to_dict()) for each in (spec, out))
-    found = {key for key in ours | theirs if ours.get(key) != theirs.get(key) and not key.startswith(("z_lab", "auto_map"))}
+    found = {
+        key for key in ours | theirs if ours.get(key) != theirs.get(key) and not key.startswith(("z_lab", "auto_map"))
+    }
     return {key: [ours.get(key), theirs.get(key)] for key in sorted(found)}
 
 

@@ -1,4 +1,5 @@
-"""What lm_eval_scores.sh needs beside lm-eval: the model's tokenizer and two small tasks as files, and a comparison of reports.
+"""What lm_eval_scores.sh needs beside lm-eval: the model's tokenizer and two small tasks as files, and a comparison of
+reports.
 
 python experiments/lm_eval_scores.py files FOLDER | compare PLAIN DRAFTED     (folders that lm-eval wrote)
 """
@@ -77,7 +78,10 @@ def write_files(folder: Path) -> None:
             "output_type": "generate_until",
             "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 32, "temperature": 0},
             "filter_list": [
-                {"name": "first", "filter": [{"function": "regex", "regex_pattern": r"^\s*(\w+)"}, {"function": "take_first"}]}
+                {
+                    "name": "first",
+                    "filter": [{"function": "regex", "regex_pattern": r"^\s*(\w+)"}, {"function": "take_first"}],
+                }
             ],
             "metric_list": [{"metric": "exact_match"}],
         },

@@ -3,12 +3,13 @@
     .venv/bin/python experiments/lossless_greedy.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl --limit 100
     python experiments/lossless_greedy.py --model qwen2.5-coder-0.5b --limit 20 --own-reading --prompts humaneval.jsonl
 
-float32 must agree on every prompt; a difference is excused only at a near-tie (top two logits within 1e-4) and is printed.
-Transformers gets the weights as we expand them, or reads the GGUF file itself (--own-reading, which needs `accelerate`).
-With --dtype bfloat16 the reference is our own plain decoding. The native pass gives a position the same bits in any company:
-every drafter must agree with it, and the script fails where one does not. PyTorch multiplies matrices of different
-shapes differently, so near-ties may flip: there the prompts that differ and the logit gap at the first difference are reported.
-Last line: one JSON object.
+float32 must agree on every prompt; a difference is excused only at a near-tie (top two logits within 1e-4) and is
+printed. Transformers gets the weights as we expand them, or reads the GGUF file itself (--own-reading, which needs
+`accelerate`). With --dtype bfloat16 the reference is our own plain decoding. The native pass gives a position the same
+bits in any
+company: every drafter must agree with it, and the script fails where one does not. PyTorch multiplies matrices of
+different shapes differently, so near-ties may flip: there the prompts that differ and the logit gap at the first
+difference are reported. Last line: one JSON object.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ log = Console(stderr=True)
 
 def drafters(llm: LLM, names: list[str]) -> dict[str, Any]:
     """The drafters under test: certain, uncertain, always right, never right."""
-    tiny = DecoderConfig("llama", llm.target.vocab_size, 64, 128, 2, 4, 2, 16, llm.target.max_position, tie_embeddings=True)
+    tiny = DecoderConfig(
+        "llama", llm.target.vocab_size, 64, 128, 2, 4, 2, 16, llm.target.max_position, tie_embeddings=True
+    )
     dtype = llm.target.dtype
     makers = {
         "none": lambda: "none",
@@ -70,7 +73,9 @@ def top_two_gap(llm: LLM, tokens: list[int]) -> float:
     return float(best[0] - best[1])
 
 
-def differences(llm: LLM, prompts: list[list[int]], expected: list[list[int]], got: list[list[int]]) -> list[dict[str, Any]]:
+def differences(
+    llm: LLM, prompts: list[list[int]], expected: list[list[int]], got: list[list[int]]
+) -> list[dict[str, Any]]:
     """First difference of each prompt that differs, with the logit gap there."""
     return [
         {"prompt": index, "token": at, "gap": top_two_gap(llm, prompt + want[:at])}
@@ -90,7 +95,11 @@ def transformers_answers(args: argparse.Namespace, prompts: list[list[int]], eos
     for prompt in track(prompts, "transformers", console=log):
         ids = torch.tensor([prompt])
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.max_tokens, do_sample=False, eos_token_id=list(eos)
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=args.max_tokens,
+            do_sample=False,
+            eos_token_id=list(eos),
         )
         answers.append(out[0, len(prompt) :].tolist())
     return answers
@@ -106,8 +115,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--weight-format", default="auto")
-    parser.add_argument("--plan", default="fixed", help="auto: the drafts that pay; fixed: all in every round; fixed:K; tree:N")
-    parser.add_argument("--drafters", default="", help="some of those here, folders, hub ids; all of those here when empty")
+    parser.add_argument(
+        "--plan", default="fixed", help="auto: the drafts that pay; fixed: all in every round; fixed:K; tree:N"
+    )
+    parser.add_argument(
+        "--drafters", default="", help="some of those here, folders, hub ids; all of those here when empty"
+    )
     parser.add_argument("--own-reading", action="store_true", help="Transformers reads the GGUF file by itself")
     args = parser.parse_args()
     share = -(-args.limit // len(args.prompts))

@@ -4,13 +4,15 @@
     .venv/bin/python experiments/lossless_sampled.py --prompts gsm8k.jsonl --drafters default --plan tree:16 --no-seed
 
 Samples many short completions at temperature 1, scores each token under the target by teacher forcing, and compares its
-negative log-likelihood with the entropy there: for samples of the target the mean difference is 0 within 3 standard errors.
+negative log-likelihood with the entropy there: for samples of the target the mean difference is 0 within 3 standard
+errors.
 
-And a chi-square test at each position: put the target's tokens side by side, the likeliest first, each as wide as it is likely;
-a random point within the drawn token's part is then equally likely anywhere between 0 and 1, whatever the context. The test
-counts points in 20 equal parts. `--plan tree:N` checks trees; `--top-p`, `--top-k`, `--min-p` and `--temperature` are applied
-to the target that is tested against too. The script exits with 1 if a mean is more than 4 standard errors off, or a
-p-value below 1e-5. Necessary, not sufficient: tests/engine has the proofs on small vocabularies. Last line: one JSON object.
+And a chi-square test at each position: put the target's tokens side by side, the likeliest first, each as wide as it is
+likely; a random point within the drawn token's part is then equally likely anywhere between 0 and 1, whatever the
+context. The test counts points in 20 equal parts. `--plan tree:N` checks trees; `--top-p`, `--top-k`, `--min-p` and
+`--temperature` are applied to the target that is tested against too. The script exits with 1 if a mean is more than 4
+standard errors off, or a p-value below 1e-5. Necessary, not sufficient: tests/engine has the proofs on small
+vocabularies. Last line: one JSON object.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ LEAST_P, MOST_ERRORS = 1e-5, 4.0
 def scored(
     llm: LLM, prompt: list[int], answer: list[int], params: SamplingParams, luck: random.Random
 ) -> tuple[list[float], list[float]]:
-    """Of each answer token, by one teacher-forced pass: NLL minus entropy under the target's distribution as the request has
-    it, and its point between 0 and 1."""
+    """Of each answer token, by one teacher-forced pass: NLL minus entropy under the target's distribution as the
+    request has it, and its point between 0 and 1."""
     row = llm.target.cache.allocate()
     assert row is not None
     tokens = prompt + answer
@@ -72,7 +74,9 @@ def main() -> None:
     parser.add_argument("--drafters", default="ngram,dflash=random")
     parser.add_argument("--rule", default="auto")
     parser.add_argument("--plan", default="fixed", help="fixed, fixed:K, tree:N, or auto, which goes by the clock")
-    parser.add_argument("--no-seed", action="store_true", help="requests without a seed: drafts of a chain may then be drawn")
+    parser.add_argument(
+        "--no-seed", action="store_true", help="requests without a seed: drafts of a chain may then be drawn"
+    )
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
@@ -107,7 +111,9 @@ def main() -> None:
             }
         )
         log.print(results[-1])
-    asked = {name: getattr(args, name) for name in ("completions", "rule", "plan", "temperature", "top_p", "top_k", "min_p")}
+    asked = {
+        name: getattr(args, name) for name in ("completions", "rule", "plan", "temperature", "top_p", "top_k", "min_p")
+    }
     print(json.dumps(record_of({**asked, "has_seeds": not args.no_seed, "results": results})))
     if not all(result["is_right"] for result in results):
         raise SystemExit(1)

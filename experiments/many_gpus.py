@@ -1,13 +1,16 @@
-"""Training on one GPU and on several: whole runs, whether they learn the same, and how fast. For a machine with 1 to 8 GPUs.
+"""Training on one GPU and on several: whole runs, whether they learn the same, and how fast. For a machine with 1 to 8
+GPUs.
 
-    python experiments/many_gpus.py --out runs/many-gpus                                         # all GPUs, ten minutes at most
-    python experiments/many_gpus.py --device cpu --processes 2 --tiny --out runs/many-gpus-tiny  # no GPU: gloo, a random target
+    python experiments/many_gpus.py --out runs/many-gpus                                         # all GPUs, ten minutes
+    at most python experiments/many_gpus.py --device cpu --processes 2 --tiny --out runs/many-gpus-tiny  # no GPU: gloo,
+    a random target
 
-The target answers once, on all processes. Then `paceline train` goes through features, steps and held-out prompts served, with
-the same documents: on one process, on all with the network on each (replicated) and with a part on each (sharded); in float32,
-where they must agree closely, and with products in bfloat16. What is measured is printed and written to OUT/result.json: losses
-step by step and last weights beside those of one process, blocks per second of the steps after the first few, seconds of each
-command. Exit status 1 when they differ by more than the limits below.
+The target answers once, on all processes. Then `paceline train` goes through features, steps and held-out prompts
+served, with the same documents: on one process, on all with the network on each (replicated) and with a part on each
+(sharded); in float32, where they must agree closely, and with products in bfloat16. What is measured is printed and
+written to
+OUT/result.json: losses step by step and last weights beside those of one process, blocks per second of the steps after
+the first few, seconds of each command. Exit status 1 when they differ by more than the limits below.
 """
 
 from __future__ import annotations
@@ -35,7 +38,12 @@ LIMITS = {"float32": {"loss": 1e-4, "weight": 1e-4}, "bfloat16": {"loss": 2e-2, 
 WARM_UP = 5
 """Steps that are not timed."""
 SUBJECTS = ("a river", "a train", "bread", "the moon", "a small shop", "an old map", "rain", "a chess game")
-TASKS = ("Explain {} to a child.", "Write a short story about {}.", "List five facts about {}.", "Write a poem about {}.")
+TASKS = (
+    "Explain {} to a child.",
+    "Write a short story about {}.",
+    "List five facts about {}.",
+    "Write a poem about {}.",
+)
 
 
 @dataclass
@@ -49,7 +57,8 @@ class Bench:
     """Of each command."""
 
     def run(self, name: str, world: int, words: list[str]) -> None:
-        """`paceline` with these words on so many processes; SystemExit with the end of its output when it fails or is late."""
+        """`paceline` with these words on so many processes; SystemExit with the end of its output when it fails or is
+        late."""
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
         command = [sys.executable, *launch, "-m", "paceline", *words]
         threads = {"OMP_NUM_THREADS": "1"} if self.options.device == "cpu" else {}
@@ -58,7 +67,11 @@ class Bench:
         with log.open("w", encoding="utf-8") as output:
             try:
                 done = subprocess.run(
-                    command, stdout=output, stderr=output, env=os.environ | threads, timeout=max(1.0, self.deadline - began)
+                    command,
+                    stdout=output,
+                    stderr=output,
+                    env=os.environ | threads,
+                    timeout=max(1.0, self.deadline - began),
                 )
             except subprocess.TimeoutExpired:
                 raise SystemExit(
@@ -66,17 +79,30 @@ class Bench:
                 ) from None
         self.seconds[name] = round(time.monotonic() - began, 1)
         if done.returncode:
-            raise SystemExit(f"{name} ended with status {done.returncode}, {log}:\n{log.read_text(encoding='utf-8')[-2000:]}")
+            raise SystemExit(
+                f"{name} ended with status {done.returncode}, {log}:\n{log.read_text(encoding='utf-8')[-2000:]}"
+            )
 
     def target(self) -> list[str]:
         model = str(write_tiny_target(self.out / "target")) if self.options.tiny else self.options.target
-        return ["--target", model, "--device", self.options.device, "--dtype", "float32" if self.options.tiny else "bfloat16"]
+        return [
+            "--target",
+            model,
+            "--device",
+            self.options.device,
+            "--dtype",
+            "float32" if self.options.tiny else "bfloat16",
+        ]
 
     def answer(self) -> Path:
         """Folder of the target's answers."""
         prompts, folder, options = self.out / "prompts.jsonl", self.out / "answers", self.options
-        asked = [task.format(f"{subject}, number {number}") for number in range(99) for task in TASKS for subject in SUBJECTS]
-        prompts.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in asked[: options.prompts]), encoding="utf-8")
+        asked = [
+            task.format(f"{subject}, number {number}") for number in range(99) for task in TASKS for subject in SUBJECTS
+        ]
+        prompts.write_text(
+            "".join(json.dumps({"prompt": each}) + "\n" for each in asked[: options.prompts]), encoding="utf-8"
+        )
         words = ["regenerate", *self.target(), "--prompts", str(prompts), "--max-tokens", str(options.max_tokens)]
         self.run("answers", options.processes, [*words, "--out", str(folder)])
         return folder / "answers"
@@ -137,7 +163,9 @@ def devices(options: argparse.Namespace) -> list[str]:
         raise SystemExit("there is no GPU here; without one: --device cpu --processes 2 --tiny")
     options.processes = options.processes or number
     if options.processes > number:
-        raise SystemExit(f"--processes {options.processes}: there are {number} GPUs here, and each process wants its own")
+        raise SystemExit(
+            f"--processes {options.processes}: there are {number} GPUs here, and each process wants its own"
+        )
     return [torch.cuda.get_device_name(each) for each in range(options.processes)]
 
 
@@ -182,9 +210,17 @@ def main() -> None:
     for each in runs:
         compared = each.get("beside_one_process", {})
         differs = f", {compared['speedup']:.2f} times one process, {compared}" if compared else ""
-        print(f"{each['way']} on {each['processes']}, {each['precision']}: {each['blocks_per_s']:.0f} blocks/s{differs}")
+        print(
+            f"{each['way']} on {each['processes']}, {each['precision']}: {each['blocks_per_s']:.0f} blocks/s{differs}"
+        )
     is_equal = all(each["beside_one_process"]["is_within_limits"] for each in runs if "beside_one_process" in each)
-    figures = {"devices": names, "cuda": torch.version.cuda, "processes": options.processes, "limits": LIMITS, "runs": runs}
+    figures = {
+        "devices": names,
+        "cuda": torch.version.cuda,
+        "processes": options.processes,
+        "limits": LIMITS,
+        "runs": runs,
+    }
     figures |= {"seconds": bench.seconds | {"all": round(time.monotonic() - began, 1)}, "is_within_limits": is_equal}
     print(f"{write_results(options.out / 'result.json', figures)}: {'within' if is_equal else 'BEYOND'} the limits")
     sys.exit(not is_equal)

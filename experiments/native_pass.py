@@ -4,8 +4,8 @@
     python experiments/native_pass.py --dtype float32 --context 1000
 
 Forms of the weights take turns; a figure is the median over rounds of the medians of --repeats passes. The ceilings are
-measured in the same run: bytes read per second, and matrix products per second in PyTorch. Ends with one JSON line, which --out
-keeps.
+measured in the same run: bytes read per second, and matrix products per second in PyTorch. Ends with one JSON line,
+which --out keeps.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def flops(target: NativeDecoder, tokens: int) -> float:
     return 2.0 * tokens * (config.num_layers * layer + config.vocab_size * config.hidden_size)
 
 
-def line(target: NativeDecoder, form: str, shape: tuple[int, int], seconds: list[float], machine: Machine, dtype: str) -> Any:
+def line(
+    target: NativeDecoder, form: str, shape: tuple[int, int], seconds: list[float], machine: Machine, dtype: str
+) -> Any:
     median = statistics.median(seconds)
     rate, bytes_per_s = flops(target, shape[0] * shape[1]) / median, target.weight_bytes / median
     return {
@@ -83,7 +85,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--context", type=int, default=200, help="positions in the cache before the pass")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--rounds", type=int, default=5, help="how often the forms take turns; the median of rounds is told")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="how often the forms take turns; the median of rounds is told"
+    )
     parser.add_argument("--out", type=Path, help="file for the JSON line")
     args = parser.parse_args()
     rows, longest = max(shape[0] for shape in SHAPES), max(shape[1] for shape in SHAPES)
@@ -91,7 +95,8 @@ def main() -> None:
     for form in ("blocks", "dense"):
         target = load_target(
             EngineConfig(
-                args.model, dtype=args.dtype, device="cpu", max_batch=rows, max_len=args.context + longest, backend="native",
+                args.model, dtype=args.dtype, device="cpu", max_batch=rows, max_len=args.context + longest,
+                backend="native",
                 weight_format=form,
             )
         )  # fmt: skip
@@ -100,14 +105,18 @@ def main() -> None:
     machine = this_machine()
     ceiling = f"{machine.bytes_per_s / 1e9:.1f} GB/s read, {machine.flops_per_s[args.dtype] / 1e9:.0f} GFLOP/s"
     print(f"{machine.name}, {machine.num_threads} threads: {ceiling} in {args.dtype}; context {args.context}")
-    print(f"{'weights':<12}{'rows':>5}{'pos.':>5}{'ms':>8}{'x one':>7}{'GB/s':>7}{'share':>7}{'GFLOP/s':>9}{'share':>7}")
+    print(
+        f"{'weights':<12}{'rows':>5}{'pos.':>5}{'ms':>8}{'x one':>7}{'GB/s':>7}{'share':>7}{'GFLOP/s':>9}{'share':>7}"
+    )
     lines = []
     taken: dict[tuple[str, tuple[int, int]], list[float]] = {}
     for _ in range(args.rounds):
         for shape in SHAPES:
             for form, target in targets.items():
                 repeats = args.repeats if shape[0] * shape[1] <= 16 else max(2, args.repeats // 5)
-                taken.setdefault((form, shape), []).append(statistics.median(passes(target, *shape, args.context, repeats)))
+                taken.setdefault((form, shape), []).append(
+                    statistics.median(passes(target, *shape, args.context, repeats))
+                )
     for (form, shape), seconds in sorted(taken.items(), key=lambda item: item[0][0]):
         one = line(targets[form], form, shape, seconds, machine, args.dtype)
         one["over_one_position"] = one["ms"] / (1e3 * statistics.median(taken[form, (1, 1)]))
@@ -123,7 +132,11 @@ def main() -> None:
         for count in (1, 8)
     }
     for what, spent in by_stage.items():
-        print(f"{what}: " + ", ".join(f"{name} {ms:.2f}" for name, ms in spent.items()) + f"; {sum(spent.values()):.2f} ms")
+        print(
+            f"{what}: "
+            + ", ".join(f"{name} {ms:.2f}" for name, ms in spent.items())
+            + f"; {sum(spent.values()):.2f} ms"
+        )
     asked = {"machine": machine, "dtype": args.dtype, "context": args.context}
     figures = {**asked, "passes": lines, "stages_ms": by_stage}
     print(json.dumps(record_of(figures)))

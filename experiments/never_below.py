@@ -2,16 +2,18 @@
 
     python experiments/never_below.py --prompts gsm8k_test.jsonl experiments/prompts_edit.jsonl
 
-One LLM for each drafter, the planner choosing. The prompts are answered by all of them and by plain decoding at the same time,
-a step of each in turns, so that all meet the same pace of the machine. `--batch` requests are in flight: where an answer ends,
-the next prompt is read beside the others, as in a server. A ratio is of one turn over all prompts, their reading included;
-sampled answers all have the same length, so that nobody has more to read. The table has the median of the ratios, their range,
-and the share of rounds by the source of their drafts. `noisy` is the default drafter with noise in its weights, which drafts as
-one does that is half trained; `default-chain` is the default drafter without trees; `none again` is plain decoding once more:
-how far its ratio is from 1 is the machine's doing.
+One LLM for each drafter, the planner choosing. The prompts are answered by all of them and by plain decoding at the
+same time, a step of each in turns, so that all meet the same pace of the machine. `--batch` requests are in flight:
+where an answer ends, the next prompt is read beside the others, as in a server. A ratio is of one turn over all
+prompts, their reading included; sampled answers all have the same length, so that nobody has more to read. The table
+has the median of the ratios, their range, and the share of rounds by the source of their drafts. `noisy` is the default
+drafter with noise in its weights, which drafts as one does that is half trained; `default-chain` is the default drafter
+without trees; `none again` is plain decoding once
+more: how far its ratio is from 1 is the machine's doing.
 
-On a virtual machine the hypervisor may give the processor to others in the middle of a step, for longer than a turn takes. Such
-steps (/proc/stat tells) count as long as undisturbed ones of the same kind take: as many rows, drafts and prompt tokens.
+On a virtual machine the hypervisor may give the processor to others in the middle of a step, for longer than a turn
+takes. Such steps (/proc/stat tells) count as long as undisturbed ones of the same kind take: as many rows, drafts and
+prompt tokens.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def load(args: argparse.Namespace, name: str, max_batch: int) -> LLM:
 
 
 Kind = tuple[int, int, int, int]
-"""Of a step: prompt tokens it read, to the nearest four; rows, drafts that were checked, rows whose drafter computed some."""
+"""Of a step: prompt tokens it read, to the nearest four; rows, drafts that were checked, rows whose drafter computed
+some."""
 
 
 def kind_of(engine: Engine) -> Kind:
@@ -103,7 +106,8 @@ class Contender:
     waiting: list[list[int]] = field(default_factory=list)
 
     def step(self, in_flight: int, params: SamplingParams) -> None:
-        """A step with as many requests as may be in flight: the next prompt takes the place of an answer that has ended."""
+        """A step with as many requests as may be in flight: the next prompt takes the place of an answer that has
+        ended."""
         requests = self.engine.scheduler
         while self.waiting and len(requests.waiting) + len(requests.prefilling) + len(requests.running) < in_flight:
             self.engine.add(self.waiting.pop(0), params)
@@ -167,8 +171,8 @@ class Turns:
         return (step for turns in self.steps.values() for steps in turns for step in steps)
 
     def speeds(self) -> dict[str, list[float]]:
-        """Tokens per second of each turn. A disturbed step counts as long as undisturbed ones of its kind take on average, the
-        contender's own where it has some; one of a kind that nobody has undisturbed does not count."""
+        """Tokens per second of each turn. A disturbed step counts as long as undisturbed ones of its kind take on
+        average, the contender's own where it has some; one of a kind that nobody has undisturbed does not count."""
         anyone = mean_s(self.every())
         speeds = {}
         for name, turns in self.steps.items():
@@ -193,7 +197,8 @@ def mean_s(steps: Iterable[Step]) -> dict[Kind, float]:
 def measure(args: argparse.Namespace, llms: dict[str, LLM]) -> dict[Setting, Turns]:
     """All settings, `repeat` times, after a short turn that does not count; what is there is kept after each turn."""
     sets = {
-        file: [llms["none"].encode_chat(prompt.messages) for prompt in read_prompts(file)[args.skip :]] for file in args.prompts
+        file: [llms["none"].encode_chat(prompt.messages) for prompt in read_prompts(file)[args.skip :]]
+        for file in args.prompts
     }
     settings = list(itertools.product(args.prompts, args.batches, args.temperatures))
     measured = {setting: Turns() for setting in settings}
@@ -230,18 +235,25 @@ def results_of(setting: Setting, turns: Turns) -> list[dict[str, Any]]:
 def keep(args: argparse.Namespace, llms: dict[str, LLM], measured: dict[Setting, Turns]) -> None:
     """Write the results so far to `--out`, and print the table."""
     results = [each for setting, turns in measured.items() for each in results_of(setting, turns)]
-    print("\n| prompts | batch | temperature | drafter | over none | range | rounds by source |\n|---|---|---|---|---|---|---|")
+    print(
+        "\n| prompts | batch | temperature | drafter | over none | range | rounds by source "
+        "|\n|---|---|---|---|---|---|---|"
+    )
     for each in results:
         told = ", ".join(f"{source} {share:.0%}" for source, share in each["sources"].items())
         print(
-            f"| {each['prompts']} | {each['batch']} | {each['temperature']:g} | {each['drafter']} | {each['median']:.2f} | "
+            f"| {each['prompts']} | {each['batch']} | {each['temperature']:g} | {each['drafter']} | "
+            f"{each['median']:.2f} | "
             f"{min(each['ratios']):.2f} to {max(each['ratios']):.2f} | {told} |"
         )
     steps = [step for turns in measured.values() for step in turns.every()]
     disturbed = sum(step.spent_s for step in steps if step.is_disturbed) / sum(step.spent_s for step in steps)
     print(f"\nSteps during which a hypervisor gave the processor to others took {disturbed:.1%} of the time.")
     least = min((each for each in results if each["drafter"] != "none again"), key=lambda each: each["median"])
-    line = {"least_median": least["median"], "least": [least[key] for key in ("prompts", "batch", "temperature", "drafter")]}
+    line = {
+        "least_median": least["median"],
+        "least": [least[key] for key in ("prompts", "batch", "temperature", "drafter")],
+    }
     if args.out:
         made = record_of({"dtype": llms["none"].config.dtype, "disturbed": disturbed, "results": results})
         Path(args.out).write_text(json.dumps(made | line, indent=1))

@@ -2,9 +2,9 @@
 
     python experiments/page_screenshots.py shots --train runs/tiny --bench runs/bench
 
-Each at 1280 and 390 columns, light and dark, into a folder. Ends with an error if a page writes an error or a warning to its
-console, or is wider than its window. `--train` and `--bench` are run folders, whose reports are made anew; without them those
-pages are left out. Needs playwright and a Chromium (PACELINE_CHROMIUM, or one in PATH).
+Each at 1280 and 390 columns, light and dark, into a folder. Ends with an error if a page writes an error or a warning
+to its console, or is wider than its window. `--train` and `--bench` are run folders, whose reports are made anew;
+without them those pages are left out. Needs playwright and a Chromium (PACELINE_CHROMIUM, or one in PATH).
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class Photographer:
 def photographer(out: Path) -> Iterator[Photographer]:
     from playwright.sync_api import sync_playwright
 
-    found = os.environ.get("PACELINE_CHROMIUM") or next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+    found = os.environ.get("PACELINE_CHROMIUM") or next(
+        filter(None, map(shutil.which, ("chromium", "google-chrome"))), None
+    )
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found, args=["--disable-gpu"])
         yield Photographer(browser, out)

@@ -15,7 +15,8 @@ NUM_PROMPTS = 32
 
 
 def write_prompts(file: Path) -> None:
-    """The built-in prompts again and again, each with its number first, so that none is in the server's prefix cache."""
+    """The built-in prompts again and again, each with its number first, so that none is in the server's prefix
+    cache."""
     texts = [json.loads(line)["prompt"] for line in BUILTIN.read_text(encoding="utf-8").splitlines()]
     rows = [{"prompt": f"Question {number + 1}. {texts[number % len(texts)]}"} for number in range(NUM_PROMPTS)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -37,7 +38,8 @@ def report_sweep(file: Path) -> int:
         rate = metrics["output_tokens_per_second"]["successful"]["mean"]
         first = metrics["time_to_first_token_ms"]["successful"]["percentiles"]
         print(
-            f"{streams:3d} streams: {made['successful']} answered, {made['errored']} failed, {made['incomplete']} incomplete; "
+            f"{streams:3d} streams: {made['successful']} answered, {made['errored']} failed, {made['incomplete']} "
+            "incomplete; "
             f"{rate:.1f} tokens/s, first token p50 {first['p50']:.0f} ms, p99 {first['p99']:.0f} ms"
         )
         num_bad += made["errored"] + made["incomplete"] + (made["successful"] == 0)

@@ -1,9 +1,10 @@
-"""What running streams notice of a long prompt: the longest wait for a token, in rounds, while 1,000 tokens are prefilled.
+"""What running streams notice of a long prompt: the longest wait for a token, in rounds, while 1,000 tokens are
+prefilled.
 
     python experiments/serving_stall.py --dtype bfloat16 --streams 7
 
-Prints one JSON line; exits with 1 when a stream waited for more than three rounds' time. `--fixed` prefills in chunks of 256
-whatever runs beside it, for comparison.
+Prints one JSON line; exits with 1 when a stream waited for more than three rounds' time. `--fixed` prefills in chunks
+of 256 whatever runs beside it, for comparison.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def measure(llm: LLM, num_streams: int, run: int) -> dict[str, float]:
     while engine.scheduler.prefilling:
         engine.step()
     rounds = [_step(llm) for _ in range(NUM_ROUNDS)]
-    words = llm.tokenizer.encode(f"Once, {run} years ago, " + "the river went on and on. " * PROMPT_TOKENS)[:PROMPT_TOKENS]
+    words = llm.tokenizer.encode(f"Once, {run} years ago, " + "the river went on and on. " * PROMPT_TOKENS)[
+        :PROMPT_TOKENS
+    ]
     late, asked = engine.add(words, _params(2)), time.perf_counter()
     gaps, said = [], False
     while not said:

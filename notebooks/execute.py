@@ -1,7 +1,8 @@
 """Execute notebooks and keep what they print and draw: `python notebooks/execute.py notebooks/evidence.ipynb`.
 
-No Jupyter is needed: cells are plain Python, run in order in one namespace. What a cell prints becomes its text, and where its
-last line is a matplotlib figure, that becomes its picture. A test executes every notebook here and compares the text.
+No Jupyter is needed: cells are plain Python, run in order in one namespace. What a cell prints becomes its text, and
+where its last line is a matplotlib figure, that becomes its picture. A test executes every notebook here and compares
+the text.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ class Must:
     """Returns True for a valid value."""
 
 
-def within(be: str, *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf, finite: bool = True) -> Must:
+def within(
+    be: str, *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf, finite: bool = True
+) -> Must:
     """A number in this range; NaN is never valid."""
     return Must(be, lambda value: least <= value <= most and value > above and (not finite or abs(value) < math.inf))
 

@@ -1,7 +1,7 @@
 """Entry point of the command line: `paceline.cli:main`.
 
-`commands/catalogue.py` lists the commands. Modules of `commands/` define one or several related commands and are imported
-when such a command runs, so that `paceline --help` is fast.
+`commands/catalogue.py` lists the commands. Modules of `commands/` define one or several related commands and are
+imported when such a command runs, so that `paceline --help` is fast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ MOST_IN_ONE_LIST = 25
 """A command with more options than this shows them in sections."""
 FIRST_SECTIONS = ("Model", "Prompts")
 """Sections that come first in a command's help; the others follow in the order of its parameters."""
-HELP = "Lossless speculative decoding: a small drafter proposes tokens, the large model verifies them; same output, faster."
+HELP = (
+    "Lossless speculative decoding: a small drafter proposes tokens, the large model verifies them; same output, "
+    "faster."
+)
 
 
 class LazyCommands(Mapping[str, Any]):
@@ -58,7 +61,9 @@ class Command(TyperCommand):
     """A command whose help shows its options in sections if there are many."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        params = [(param, record) for param in self.get_params(ctx) if (record := param.get_help_record(ctx)) is not None]
+        params = [
+            (param, record) for param in self.get_params(ctx) if (record := param.get_help_record(ctx)) is not None
+        ]
         has_many = sum(param.param_type_name != "argument" for param, _ in params) > MOST_IN_ONE_LIST
         sections: dict[str, list[Any]] = {title: [] for title in ("Arguments", *FIRST_SECTIONS)}
         for param, record in params:
@@ -148,7 +153,8 @@ def main() -> NoReturn:
 
 
 def _usage(error: Any) -> str:
-    """Returns the message of a usage error; for a missing argument or option, with the first example of the command's help."""
+    """Returns the message of a usage error; for a missing argument or option, with the first example of the command's
+    help."""
     message, example = error.format_message(), None
     if isinstance(error, _MissingParameter) and error.ctx is not None:
         example = _first_example(error.ctx.command.help or "")

@@ -25,25 +25,28 @@ Bytes = Annotated[int, "bytes", at_least(1)]
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Engine settings: model, drafter, memory and speculation. Each field's docstring is also its option's help text."""
+    """Engine settings: model, drafter, memory and speculation. Each field's docstring is also its option's help
+    text."""
 
     model: str = "smollm2-135m"
     """A built-in name, a folder, a GGUF file, or a hub id."""
     drafter: str = "default"
-    """default (the drafter shipped for the model, else ngram), none, ngram, mtp (the model's own MTP layer), random-dflash,
-    random-eagle3, a folder, or a hub id."""
+    """default (the drafter shipped for the model, else ngram), none, ngram, mtp (the model's own MTP layer),
+    random-dflash, random-eagle3, a folder, or a hub id."""
     dtype: Annotated[str, ("auto", "float32", "bfloat16", "float16")] = "auto"
     """auto selects bfloat16 if the device has instructions for it, else float32."""
     device: str = "auto"
     """auto, cpu or cuda; auto selects the GPU if there is one."""
     backend: Annotated[str, ("auto", "native", "torch")] = "auto"
-    """native computes a whole forward pass in one C++ call, on the CPU only; auto selects it if it supports the model."""
+    """native computes a whole forward pass in one C++ call, on the CPU only; auto selects it if it supports the
+    model."""
     isa: Annotated[str, ("auto", *ISAS)] = "auto"
-    """Instruction set of the native backend; auto selects the fastest. With bfloat16 blocks, outputs are the same for all."""
+    """Instruction set of the native backend; auto selects the fastest. With bfloat16 blocks, outputs are the same for
+    all."""
     weight_format: Annotated[str, ("auto", "blocks", "dense", "q8_0", "q6_k", "q5_k", "q4_k", "q4_1")] = "auto"
-    """blocks keeps the blocks of a quantised GGUF file (native backend only); dense expands them to `dtype`: the same values in
-    more memory; auto selects the faster of the two, but blocks if a dense copy would need half of the memory; all others
-    quantise larger weights to this format, which changes the model."""
+    """blocks keeps the blocks of a quantised GGUF file (native backend only); dense expands them to `dtype`: the same
+    values in more memory; auto selects the faster of the two, but blocks if a dense copy would need half of the memory;
+    all others quantise larger weights to this format, which changes the model."""
     weights: Literal["checkpoint", "random"] = "checkpoint"
     """random builds the architecture with random weights: realistic speed, meaningless text."""
     max_batch: Count = 8
@@ -55,26 +58,28 @@ class EngineConfig:
     num_drafted: Whole | None = None
     """Most tokens drafted per round [default: the drafter's own number]."""
     plan: str = "auto"
-    """auto verifies in each round the number of drafts with the most tokens per second, possibly none, and prefers n-gram
-    drafts where they promise more (unless `num_drafted` is given); fixed:K verifies the drafter's first K drafts in every
-    round, fixed all of them, tree:N a tree of its N most probable drafts: these do not depend on measured times."""
+    """auto verifies in each round the number of drafts with the most tokens per second, possibly none, and prefers
+    n-gram drafts where they promise more (unless `num_drafted` is given); fixed:K verifies the drafter's first K drafts
+    in every round, fixed all of them, tree:N a tree of its N most probable drafts: these do not depend on measured
+    times."""
     objective: Literal["throughput", "latency"] = "throughput"
-    """With plan auto: throughput maximises the tokens per second of all requests together; latency minimises the mean time to
-    each request's next tokens. Neither changes any text."""
+    """With plan auto: throughput maximises the tokens per second of all requests together; latency minimises the mean
+    time to each request's next tokens. Neither changes any text."""
     trees: bool = True
     """With plan auto: verify a tree of several continuations where that is faster than a chain."""
     rule: Annotated[str, RULES] = "auto"
-    """Verification of drafts for sampled requests: match (deterministic drafts), rejection or block; auto selects the best
-    lossless rule."""
+    """Verification of drafts for sampled requests: match (deterministic drafts), rejection or block; auto selects the
+    best lossless rule."""
     mocked_tokens_per_round: Annotated[float, within(YIELD, least=1)] | None = None
-    """Accept this many tokens per round on average, bonus token included, regardless of the target's logits: NOT lossless, for
-    performance tests only."""
+    """Accept this many tokens per round on average, bonus token included, regardless of the target's logits: NOT
+    lossless, for performance tests only."""
     mocked_survival: tuple[Share, ...] = ()
-    """Mock acceptance by a survival curve: shares of rounds whose first 1, 2, ... drafts are accepted, sampled for each row and
-    round."""
+    """Mock acceptance by a survival curve: shares of rounds whose first 1, 2, ... drafts are accepted, sampled for each
+    row and round."""
     mocked_marginals: tuple[tuple[float, ...], ...] = ()
-    """Mock acceptance of trees: for each draft position and candidate rank, how often this candidate is accepted after the top
-    tokens before it (`simulate.marginals.read_marginals`). Applies to a tree of N drafts with plan tree:N, else to a chain."""
+    """Mock acceptance of trees: for each draft position and candidate rank, how often this candidate is accepted after
+    the top tokens before it (`simulate.marginals.read_marginals`). Applies to a tree of N drafts with plan tree:N, else
+    to a chain."""
     prefill_chunk: Count = 256
     """Prompt tokens per engine step, so that a long prompt does not delay other requests."""
     threads: Count | None = None
@@ -88,7 +93,10 @@ class EngineConfig:
             ConfigError,
             (DEVICES.fullmatch(self.device) is None, _unknown_device(self.device)),
             (rises, "mocked_survival must fall: a round that accepts two drafts accepts one, as in 0.8, 0.6, 0.4"),
-            (sum(mocks) > 1, "mocked_tokens_per_round, mocked_survival and mocked_marginals exclude each other: give one"),
+            (
+                sum(mocks) > 1,
+                "mocked_tokens_per_round, mocked_survival and mocked_marginals exclude each other: give one",
+            ),
             (
                 self.plan.startswith("tree:") and any(mocks) and not self.mocked_marginals,
                 f"plan {self.plan} needs the acceptance of tokens other than the top one: mock it by mocked_marginals",
@@ -111,7 +119,9 @@ class EngineConfig:
         """Mocked acceptance: tokens per round, a survival curve or marginals; None if the target decides."""
         if self.mocked_marginals:
             return Marginals(self.mocked_marginals)
-        return self.mocked_tokens_per_round if self.mocked_tokens_per_round is not None else self.mocked_survival or None
+        return (
+            self.mocked_tokens_per_round if self.mocked_tokens_per_round is not None else self.mocked_survival or None
+        )
 
     @property
     def mocked_as(self) -> str:
@@ -135,7 +145,10 @@ class EngineConfig:
 
 def _unknown_device(device: str) -> str:
     meant = "cpu" if "cpu" in device.lower() else "cuda"
-    return f"device {device!r} is not known: did you mean {meant}? Choose from auto, cpu, cuda, or cuda:1 for the second GPU"
+    return (
+        f"device {device!r} is not known: did you mean {meant}? Choose from auto, cpu, cuda, or cuda:1 for the second "
+        "GPU"
+    )
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
@@ -154,12 +167,15 @@ def resolve(config: EngineConfig) -> EngineConfig:
     if dtype == "auto":
         dtype = "bfloat16" if _multiplies_bfloat16(device) else "float32"
     if config.backend == "native" and device != "cpu":
-        raise ConfigError(f"the native pass runs on the CPU only, not on {device}: use --device cpu, or leave --backend out")
+        raise ConfigError(
+            f"the native pass runs on the CPU only, not on {device}: use --device cpu, or leave --backend out"
+        )
     return replace(config, device=device, dtype=dtype)
 
 
 def _multiplies_bfloat16(device: str) -> bool:
-    """Return True if the device has bfloat16 instructions; oneDNN's own check also accepts AVX-512 that emulates them."""
+    """Return True if the device has bfloat16 instructions; oneDNN's own check also accepts AVX-512 that emulates
+    them."""
     import torch
 
     if device.startswith("cuda"):

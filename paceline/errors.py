@@ -1,7 +1,7 @@
 """Exception classes of paceline, and helpers that raise them.
 
-Each class also inherits the standard-library error that a caller would expect. Its message is one line that says what to do.
-The command line prints that line and exits with code 2; any other exception is a bug and keeps its traceback.
+Each class also inherits the standard-library error that a caller would expect. Its message is one line that says what
+to do. The command line prints that line and exits with code 2; any other exception is a bug and keeps its traceback.
 
     PacelineError
     ├── ModelNotFoundError    (FileNotFoundError)  no such folder, file, built-in name or hub id
@@ -80,7 +80,8 @@ class PromptError(PacelineError, ValueError): ...
 
 class TemplateError(PromptError):
     def __init__(self, fault: str, remedy: str = "", way_out: str = "") -> None:
-        """`remedy`: advice for every user interface; `way_out`: advice for this one only (see the function `way_out`)."""
+        """`remedy`: advice for every user interface; `way_out`: advice for this one only (see the function
+        `way_out`)."""
         advice = " or ".join(filter(None, (remedy, way_out)))
         super().__init__(f"{fault}: {advice}" if advice else fault)
         self.fault, self.remedy = fault, remedy
@@ -115,7 +116,8 @@ class JudgeError(PacelineError, RuntimeError): ...
 
 @contextlib.contextmanager
 def reraised(kind: type[PacelineError], what: str, remedy: str, *caught: type[Exception]) -> Iterator[None]:
-    """Context manager that converts errors of the types `caught` to `kind`, with the message "what (original message): remedy".
+    """Context manager that converts errors of the types `caught` to `kind`, with the message "what (original message):
+    remedy".
 
     PacelineErrors pass unchanged. Out-of-memory errors become MemoryBudgetError, so that no file is blamed for them.
     """
@@ -140,7 +142,9 @@ def check_memory(error: Exception) -> None:
         raise error
     if isinstance(error, MemoryError) or any(part in words for part in _NO_MEMORY):
         remedy = "end other programs, or raise the limit that is set (ulimit -v, a container's)"
-        raise MemoryBudgetError("there is too little memory" + (f" ({words})" if words else "") + f": {remedy}") from error
+        raise MemoryBudgetError(
+            "there is too little memory" + (f" ({words})" if words else "") + f": {remedy}"
+        ) from error
 
 
 @contextlib.contextmanager

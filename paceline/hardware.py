@@ -1,7 +1,7 @@
 """Memory bandwidth and arithmetic throughput of a machine, from data sheets or measured on this one.
 
-Decoding reads all weights in every pass, so bandwidth / size of the weights is the upper limit of plain decoding at batch size
-1 (`ceiling_tokens_per_s`). torch is imported inside functions, because predictions need only the dataclass.
+Decoding reads all weights in every pass, so bandwidth / size of the weights is the upper limit of plain decoding at
+batch size 1 (`ceiling_tokens_per_s`). torch is imported inside functions, because predictions need only the dataclass.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ _SIZES, _SIZES_GPU = (2**20, 2**22, 2**24, 2**26, 2**28), (2**30,)
 
 
 def _read_bytes_per_s(device: torch.device, sizes: tuple[int, ...]) -> list[float]:
-    """Return the read bandwidth for each buffer size: the better of two pure reads, a sum and a product with a vector."""
+    """Return the read bandwidth for each buffer size: the better of two pure reads, a sum and a product with a
+    vector."""
     buffer, vector = _numbers(sizes[-1] // 4096, 1024, device=device), _numbers(1024, device=device)
     rates = []
     for size in sizes:
@@ -133,7 +134,8 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _best_s(work: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Return the seconds of the fastest of at least three runs within the budget, since other programs only slow a run down."""
+    """Return the seconds of the fastest of at least three runs within the budget, since other programs only slow a run
+    down."""
     best, began, runs = float("inf"), time.perf_counter(), 0
     while runs < 3 or time.perf_counter() - began < budget_s:
         best = min(best, _seconds(work, device))
@@ -182,7 +184,8 @@ def free_bytes() -> int | None:
 
 
 class BusyClock:
-    """Measures the share of CPU time used by other processes and the hypervisor since its creation (Linux only, else 0)."""
+    """Measures the share of CPU time used by other processes and the hypervisor since its creation (Linux only, else
+    0)."""
 
     def __init__(self) -> None:
         self._began = self._now()
@@ -192,7 +195,9 @@ class BusyClock:
         """Return seconds of (the monotonic clock, busy time of all CPUs, CPU time of this process)."""
         busy = 0.0
         with contextlib.suppress(OSError, ValueError, IndexError):
-            ticks = [int(count) for count in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
+            ticks = [
+                int(count) for count in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
+            ]
             busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # idle and waiting for a disk left out
         own = os.times()
         return time.monotonic(), busy, own.user + own.system

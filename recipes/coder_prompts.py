@@ -1,13 +1,14 @@
-"""The programming prompts that the drafter of qwen2.5-coder-0.5b is trained on: rewritten, put together, and self-written ones.
+"""The programming prompts that the drafter of qwen2.5-coder-0.5b is trained on: rewritten, put together, and
+self-written ones.
 
     python recipes/coder_prompts.py --mbpp mbpp_train.jsonl --unseen humaneval.jsonl --unseen mbpp_test.jsonl \\
         --self-written 2000 --signatures 1200 --out runs/coder/prompts
 
-Writes tasks.jsonl (MBPP's training tasks), functions.jsonl (the same as a signature with a docstring, and tasks put together
-from parts, as `default_prompts.py` makes them), self-written.jsonl (what the target itself writes as a user, behind beginnings
-given here) and signatures.jsonl (functions to complete, whose signature and docstring the target writes). A code model has read
-the public test sets and may write them down: of each source, prompts that share a run of words with a file of --unseen, or name
-one of its functions, are left out and counted. Killed, the same command goes on.
+Writes tasks.jsonl (MBPP's training tasks), functions.jsonl (the same as a signature with a docstring, and tasks put
+together from parts, as `default_prompts.py` makes them), self-written.jsonl (what the target itself writes as a user,
+behind beginnings given here) and signatures.jsonl (functions to complete, whose signature and docstring the target
+writes). A code model has read the public test sets and may write them down: of each source, prompts that share a run of
+words with a file of --unseen, or name one of its functions, are left out and counted. Killed, the same command goes on.
 """
 
 from __future__ import annotations
@@ -42,9 +43,16 @@ OPENERS = (
     "Write a JavaScript function", "Write a C++ function", "Write a Java method", "Write a Go function",
     "Write a bash script", "Write a regular expression", "Create a", "",
 )  # fmt: skip
-IMPORTS = ("", "from typing import List\n\n\n", "from typing import List, Optional, Tuple\n\n\n", "import math\n\n\n", "")
+IMPORTS = (
+    "",
+    "from typing import List\n\n\n",
+    "from typing import List, Optional, Tuple\n\n\n",
+    "import math\n\n\n",
+    "",
+)
 NAMES = (
-    "", "is_", "count_", "find_", "get_", "max_", "sum_", "remove_", "sort_", "check_", "string_", "words_", "digits_", "list_",
+    "", "is_", "count_", "find_", "get_", "max_", "sum_", "remove_", "sort_", "check_", "string_", "words_", "digits_",
+    "list_",
     "next_", "split_", "encode_", "valid_", "number_of_", "replace_", "matrix_", "even_", "select_",
 )  # fmt: skip
 SENTENCES = (
@@ -100,8 +108,8 @@ def kept(rows: Iterable[dict[str, Any]], unseen: Unseen, source: str) -> list[di
 
 
 def written_signatures(llm: LLM, number: int, known: list[dict[str, Any]], file: Path) -> None:
-    """Functions to complete, appended to `file` until it holds `number`: at temperature 1 the target writes a signature where a
-    user would speak, then a docstring. No name comes twice, here or in `known`."""
+    """Functions to complete, appended to `file` until it holds `number`: at temperature 1 the target writes a signature
+    where a user would speak, then a docstring. No name comes twice, here or in `known`."""
     drop_cut_line(file)
     rows = list(rows_of(file)) if file.exists() else []
     names = {name for row in [*known, *rows] for name in re.findall(r"def (\w+)", row["prompt"])}
@@ -121,7 +129,8 @@ def written_signatures(llm: LLM, number: int, known: list[dict[str, Any]], file:
 
 
 def stubs_of(llm: LLM, prefix: str, number: int) -> list[str]:
-    """At most PER_BATCH signatures with a docstring, every second one with examples; another `number` makes other ones."""
+    """At most PER_BATCH signatures with a docstring, every second one with examples; another `number` makes other
+    ones."""
     places = range(number, number + PER_BATCH)
     openers = [f"{IMPORTS[place % len(IMPORTS)]}def {NAMES[place % len(NAMES)]}" for place in places]
     heads = [
@@ -165,7 +174,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="qwen2.5-coder-0.5b")
     parser.add_argument("--mbpp", type=Path, required=True, help="MBPP's training rows, JSON lines")
-    parser.add_argument("--unseen", type=Path, action="append", default=[], help="prompts of a test set; may be repeated")
+    parser.add_argument(
+        "--unseen", type=Path, action="append", default=[], help="prompts of a test set; may be repeated"
+    )
     parser.add_argument("--self-written", type=int, default=2000, help="prompts that the target writes")
     parser.add_argument("--signatures", type=int, default=1200, help="functions to complete that the target writes")
     parser.add_argument("--out", type=Path, required=True)

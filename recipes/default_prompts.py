@@ -1,10 +1,11 @@
-"""The prompts that the default drafter is trained on beside public ones: functions to write, and questions of many kinds.
+"""The prompts that the default drafter is trained on beside public ones: functions to write, and questions of many
+kinds.
 
     python recipes/default_prompts.py --mbpp mbpp_train.jsonl --out runs/default/prompts
 
-Writes functions.jsonl (MBPP's training tasks rewritten as a signature with a docstring, and tasks put together from parts),
-kinds.jsonl (templates x topics) and openers.txt (beginnings for prompts the target writes itself). Seeded: the same files each
-time. Nothing of GSM8K's test set, HumanEval or MT-Bench is read.
+Writes functions.jsonl (MBPP's training tasks rewritten as a signature with a docstring, and tasks put together from
+parts), kinds.jsonl (templates x topics) and openers.txt (beginnings for prompts the target writes itself). Seeded: the
+same files each time. Nothing of GSM8K's test set, HumanEval or MT-Bench is read.
 """
 
 from __future__ import annotations

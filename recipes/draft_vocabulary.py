@@ -1,10 +1,11 @@
-"""Give a drafter the tokens that a target's answers use most: it then drafts among these alone, with a head of fewer rows.
+"""Give a drafter the tokens that a target's answers use most: it then drafts among these alone, with a head of fewer
+rows.
 
     python recipes/draft_vocabulary.py --answers runs/x/answers --drafter runs/x/drafter --size 12288
 
-Reads the Parquet shards of `paceline regenerate` and writes draft_ids.safetensors into the drafter's folder. The text does not
-change, whatever is left out: the target's own token stands wherever no draft does. What it costs in tokens per round and brings
-in time is measured by `paceline evaluate` and `paceline bench decode`.
+Reads the Parquet shards of `paceline regenerate` and writes draft_ids.safetensors into the drafter's folder. The text
+does not change, whatever is left out: the target's own token stands wherever no draft does. What it costs in tokens per
+round and brings in time is measured by `paceline evaluate` and `paceline bench decode`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from paceline.draft.dflash2.drafter import read_drafter
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--answers", type=Path, required=True, action="append", help="folder of answers; may be repeated")
+    parser.add_argument(
+        "--answers", type=Path, required=True, action="append", help="folder of answers; may be repeated"
+    )
     parser.add_argument("--drafter", type=Path, required=True, help="checkpoint to add the tokens to")
     parser.add_argument("--size", type=int, default=12288, help="how many tokens")
     args = parser.parse_args()

@@ -2,9 +2,9 @@
 
     python recipes/pack_drafter.py runs/coder-drafter/run/drafter --out drafters/paceline_drafters/qwen2.5-coder-0.5b
 
-A DFlash 2 drafter with a draft vocabulary loses the codebook rows of all other tokens (`paceline/draft/formats/packed.py`). A
-folder that is in 8 bits already is not rounded again: its blocks are copied, without those rows. paceline alone reads
-such a folder; `read_drafter(FOLDER).save(OTHER)` writes one for other engines.
+A DFlash 2 drafter with a draft vocabulary loses the codebook rows of all other tokens
+(`paceline/draft/formats/packed.py`). A folder that is in 8 bits already is not rounded again: its blocks are copied,
+without those rows. paceline alone reads such a folder; `read_drafter(FOLDER).save(OTHER)` writes one for other engines.
 """
 
 from __future__ import annotations

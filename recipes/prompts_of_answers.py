@@ -3,7 +3,8 @@
     python recipes/prompts_of_answers.py --target qwen2.5-coder-0.5b --answers recipes/answers/qwen2.5-coder-0.5b \
         --out recipes/prompts/code.jsonl
 
-Answers keep their prompts as token ids. The last message of the user is taken, each once, in the order of the answers' keys.
+Answers keep their prompts as token ids. The last message of the user is taken, each once, in the order of the answers'
+keys.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def last_user_message(rendered: str) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="the model that wrote the answers")
-    parser.add_argument("--answers", type=Path, required=True, help="a folder of folders of answers, as recipes/answers/NAME")
+    parser.add_argument(
+        "--answers", type=Path, required=True, help="a folder of folders of answers, as recipes/answers/NAME"
+    )
     parser.add_argument("--leave-out", nargs="*", default=[], help="names of folders that are not wanted")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

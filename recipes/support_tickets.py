@@ -2,12 +2,12 @@
 
     python recipes/support_tickets.py --train 1500 --heldout 60 --out DIR
 
-Writes train.jsonl and heldout.jsonl, one OpenAI-style {"id", "messages"} a line, for `paceline regenerate --prompts` and
-`paceline evaluate --prompts`. The first system message states the shop's policies and the JSON that is wanted. Worked
-examples follow as system and assistant messages: a model of 135M parameters keeps to a form that it sees in turns, and loses
-one that is only described. The user message is the ticket, with the policy that the shop's routing attached. Held-out tickets
-have customers, cities, products and remarks of their own; the kinds of request are the same. Seeded: the same files each
-time, and the first tickets do not depend on how many are asked for.
+Writes train.jsonl and heldout.jsonl, one OpenAI-style {"id", "messages"} a line, for `paceline regenerate --prompts`
+and `paceline evaluate --prompts`. The first system message states the shop's policies and the JSON that is wanted.
+Worked examples follow as system and assistant messages: a model of 135M parameters keeps to a form that it sees in
+turns, and loses one that is only described. The user message is the ticket, with the policy that the shop's routing
+attached. Held-out tickets have customers, cities, products and remarks of their own; the kinds of request are the same.
+Seeded: the same files each time, and the first tickets do not depend on how many are asked for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import Any
 
 Message = dict[str, str]
 
-INSTRUCTION = "Answer each ticket of the shop with one JSON object with the keys action, policy_id, reasoning. Policies:"
+INSTRUCTION = (
+    "Answer each ticket of the shop with one JSON object with the keys action, policy_id, reasoning. Policies:"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,9 @@ EXAMPLES = (
 
 def ticket(name: str, city: str, product: str, remark: str, policy: Policy) -> str:
     """What the model is given: who wrote what, and the policy that routing found."""
-    return f"{name} from {city}: The {product} {policy.case}. {remark}".rstrip() + f"\nPolicy {policy.id}: {policy.action}"
+    return (
+        f"{name} from {city}: The {product} {policy.case}. {remark}".rstrip() + f"\nPolicy {policy.id}: {policy.action}"
+    )
 
 
 def answer(name: str, city: str, product: str, policy: Policy) -> str:

@@ -75,7 +75,9 @@ def _machine() -> Iterator[None]:
         from paceline.model.native import library as native_lib
 
         native_lib.use(isa)
-    with pytest.MonkeyPatch.context() as patch:  # measuring takes seconds where bfloat16 is emulated; test_hardware.py does
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # measuring takes seconds where bfloat16 is emulated; test_hardware.py does
         patch.setattr(hardware, "_matmul_flops_per_s", lambda device: {"bfloat16": 2e11, "float32": 2e11})
         yield
     gc.unfreeze = thaw

@@ -3,8 +3,8 @@
     python tests/source_figures.py                # the last commit
     python tests/source_figures.py 857c882 HEAD   # one column for each commit
 
-Files are those of `git ls-tree`. The package is counted in all its languages, since a JSON table or a template has to be
-read as well; generated pages and notebooks are left out.
+Files are those of `git ls-tree`. The package is counted in all its languages, since a JSON table or a template has to
+be read as well; generated pages and notebooks are left out.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def files_of(commit: str) -> Iterator[tuple[PurePosixPath, str]]:
 
 
 def branches(function: ast.AST) -> int:
-    """Decisions in a function, each operator of an `and` or `or` one of them; those of functions inside it count there."""
+    """Decisions in a function, each operator of an `and` or `or` one of them; those of functions inside it count
+    there."""
     total, waiting = 0, list(ast.iter_child_nodes(function))
     while waiting:
         node = waiting.pop()

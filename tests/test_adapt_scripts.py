@@ -78,4 +78,6 @@ class TestLive:
     def test_an_hour_begins_the_run_at_six(self, tmp_path: Path) -> None:
         live = script("adapt_live")
         run = live.Run(Namespace(out=tmp_path, hour_s=8.0, limit_minutes=40.0))
-        assert run.began / run.hour_s % 24 == pytest.approx(live.BEGINS_AT, abs=0.1) and run.hour_s == pytest.approx(8.0)
+        assert run.began / run.hour_s % 24 == pytest.approx(live.BEGINS_AT, abs=0.1) and run.hour_s == pytest.approx(
+            8.0
+        )

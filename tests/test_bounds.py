@@ -1,4 +1,5 @@
-"""Limits said at a setting's field: of values, of tuples' values, of choices; with names that are those of the fields."""
+"""Limits said at a setting's field: of values, of tuples' values, of choices; with names that are those of the
+fields."""
 
 from __future__ import annotations
 

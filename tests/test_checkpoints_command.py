@@ -101,9 +101,26 @@ def test_a_drafter_that_never_learned_is_no_mismatch(target: Path, drafter: Path
     assert {"kind", "target", "fits", "tokens_per_round", "mismatch"} <= told.keys(), "the keys of the design's table"
     assert told["kind"] == "dflash" and told["target"] == str(target) and told["fits"] is True
     kinds = {each["kind"] for each in told["variations"]}
-    assert {"as it is", "layer ids off by one", "mask token", "rotary length", "rotary style", "head", "anchor slot"} <= kinds
+    assert {
+        "as it is",
+        "layer ids off by one",
+        "mask token",
+        "rotary length",
+        "rotary style",
+        "head",
+        "anchor slot",
+    } <= kinds
     shown, _ = run(
-        "inspect", str(drafter), "--model", str(target), "--num-prompts", "1", "--max-tokens", "5", "--no-vary", "--json"
+        "inspect",
+        str(drafter),
+        "--model",
+        str(target),
+        "--num-prompts",
+        "1",
+        "--max-tokens",
+        "5",
+        "--no-vary",
+        "--json",
     )
     assert "variations" not in json.loads(shown.splitlines()[-1])
 
@@ -130,7 +147,9 @@ def test_an_eagle3_drafter_in_either_style(eagle3: Path, target: Path, tmp_path:
     assert f"(specforge) is in {first}, in speculators format" in said
     raw = json.loads((first / "config.json").read_text())
     assert raw["speculators_config"]["verifier"] == {"architectures": ["LlamaForCausalLM"], "name_or_path": str(target)}
-    assert raw["eagle_aux_hidden_state_layer_ids"] == [1, 2] and raw["fc_norm"] is True and raw["draft_vocab_size"] == 100
+    assert (
+        raw["eagle_aux_hidden_state_layer_ids"] == [1, 2] and raw["fc_norm"] is True and raw["draft_vocab_size"] == 100
+    )
     assert raw["transformer_layer_config"]["hidden_size"] == 32 and "hidden_size" not in raw
     assert raw["transformer_layer_config"]["architectures"] == ["LlamaForCausalLM"]
     run("export", str(first), "--format", "specforge", "--out", str(second))

@@ -103,7 +103,7 @@ def test_an_answer_beside_plain_decoding_and_transformers(call: Call, tmp_path: 
     loaded, _, result = done.stderr.strip().splitlines()  # what was loaded, the answer, one line of result
     assert " on cpu, " in loaded
     assert re.fullmatch(
-        r"(?:[\d.]+x plain decoding \([\d.]+ -> [\d.]+ tokens/s; 8 tokens are too few for a verdict: time at least 100\)|"
+        r"(?:[\d.]+x plain decoding \([\d.]+ -> [\d.]+ tokens/s; 8 tokens are too few for a verdict: time at least 100\)|"  # noqa: E501
         r"[\d.]+ tokens/s \(no speed-up: the machine was busy: repeat\)), [\d.]+ tokens a round, token-identical; "
         r"[\d.]+x Transformers, the same tokens \(--stats says more\)",
         result,
@@ -155,7 +155,9 @@ def test_other_tokens_than_transformers_are_explained(num_same: int) -> None:
 )
 def test_beside_plain_decoding(plain: Beside, said: str) -> None:
     line = render("beside.txt", llm=LOADED, stats=SimpleNamespace(tokens_per_s=20.0), plain=plain, peer=None)
-    assert line.startswith("plain 10.0 tokens/s, with drafts 20.0 tokens/s: ") and said in line and line.count("\n") == 1
+    assert (
+        line.startswith("plain 10.0 tokens/s, with drafts 20.0 tokens/s: ") and said in line and line.count("\n") == 1
+    )
 
 
 def test_with_json_an_error_is_json_too(call: Call) -> None:
@@ -186,7 +188,9 @@ def test_an_error_in_the_engine_names_the_options(call: Call, tmp_path: Path) ->
     assert "lower --max-tokens, or raise --max-len" in chat.stderr
 
 
-@pytest.mark.parametrize("words", [("generate", "/no/such/model", "hi"), ("bench", "decode", "--model", "/no/such/model")])
+@pytest.mark.parametrize(
+    "words", [("generate", "/no/such/model", "hi"), ("bench", "decode", "--model", "/no/such/model")]
+)
 def test_transformers_that_is_not_installed_is_said_before_anything_loads(
     call: Call, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:

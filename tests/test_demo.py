@@ -1,4 +1,5 @@
-"""experiments/demo.py: what a model wrote runs with limits, and a model that cannot be had is replaced by the smallest."""
+"""experiments/demo.py: what a model wrote runs with limits, and a model that cannot be had is replaced by the
+smallest."""
 
 from __future__ import annotations
 

@@ -23,7 +23,9 @@ def running(target: FakeTarget, tokens: list[int], request_id: int = 0, max_toke
     return seq
 
 
-def speculative_greedy(target: FakeTarget, drafter: ScriptedDrafter, seqs: list[Sequence], num_rounds: int) -> list[int]:
+def speculative_greedy(
+    target: FakeTarget, drafter: ScriptedDrafter, seqs: list[Sequence], num_rounds: int
+) -> list[int]:
     """A minimal engine; returns how many drafts each round of each row accepted."""
     accepted = []
     for seq in seqs:
@@ -36,7 +38,9 @@ def speculative_greedy(target: FakeTarget, drafter: ScriptedDrafter, seqs: list[
         block = drafter.propose(batch)
         packed = [[seq.tokens[-1], *draft] for seq, draft in zip(seqs, block.tokens_B, strict=True)]
         counts = [len(tokens) for tokens in packed]
-        out = target.forward(ForwardBatch(batch.rows, batch.cached_len_B, counts, [token for row in packed for token in row]))
+        out = target.forward(
+            ForwardBatch(batch.rows, batch.cached_len_B, counts, [token for row in packed for token in row])
+        )
         assert out.logits_TV is not None
         begin = 0
         for seq, draft, count in zip(seqs, block.tokens_B, counts, strict=True):

@@ -54,7 +54,9 @@ def test_what_the_server_refuses_is_told(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
-def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_key_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PACELINE_ADMIN_KEY", "secret")
     with serving(admin_keys=("secret",)) as live:
         drafters_list(server=live.url)

@@ -1,4 +1,5 @@
-"""The pages of docs/: links and anchors lead somewhere, commands are ones that we take, every page begins in the same way."""
+"""The pages of docs/: links and anchors lead somewhere, commands are ones that we take, every page begins in the same
+way."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def broken(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES, *BESIDE, *sorted(ROOT.glob("drafters/*/*/README.md"))], ids=lambda page: str(page.relative_to(ROOT))
+    "page",
+    [*PAGES, *BESIDE, *sorted(ROOT.glob("drafters/*/*/README.md"))],
+    ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_links_lead_somewhere(page: Path) -> None:
     assert broken(page) == []
@@ -68,7 +71,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_broken_links_would_be_seen(tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("# A `title`, twice\n\n## Again\n\n## Again\n")
     page = tmp_path / "page.md"
-    page.write_text("[a](other.md#a-title-twice) [b](other.md#again-1) [c](none.md) [d](other.md#title) [e](#here)\n\n# Here\n")
+    page.write_text(
+        "[a](other.md#a-title-twice) [b](other.md#again-1) [c](none.md) [d](other.md#title) [e](#here)\n\n# Here\n"
+    )
     assert broken(page) == ["none.md", "other.md#title"]
 
 
@@ -96,7 +101,10 @@ def test_the_page_of_the_python_api_is_current() -> None:
 @pytest.mark.slow
 def test_pages_that_are_named_elsewhere_exist() -> None:
     """In code, tests, recipes, messages: every docs/...md is a page."""
-    left_out = (":!docs/project/log", ":!experiments/decode_vs_peers_llama.py")  # names of their time; llama.cpp's own docs
+    left_out = (
+        ":!docs/project/log",
+        ":!experiments/decode_vs_peers_llama.py",
+    )  # names of their time; llama.cpp's own docs
     search = ["git", "grep", "-IhoE", r"\bdocs/[a-zA-Z0-9/_-]+\.md", "--", *left_out]
     listed = subprocess.run(search, cwd=ROOT, capture_output=True, text=True, check=True)
     assert {name for name in listed.stdout.split() if not (ROOT / name).exists()} == set()
@@ -105,7 +113,12 @@ def test_pages_that_are_named_elsewhere_exist() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_a_page_says_what_it_is_for_and_shows_three_commands(page: Path) -> None:
     title, sentence, *rest = page.read_text(encoding="utf-8").split("\n\n", 3)
-    assert title.startswith("# ") and "\n" not in title and sentence[0].isupper() and sentence.rstrip().endswith((".", ":"))
+    assert (
+        title.startswith("# ")
+        and "\n" not in title
+        and sentence[0].isupper()
+        and sentence.rstrip().endswith((".", ":"))
+    )
     if str(page.relative_to(DOCS)) not in WITHOUT_COMMANDS:
         block = re.match(r"```(?:sh|python)\n(.*?)```", rest[0] + "\n\n" + rest[1], re.DOTALL)
         assert block and 3 <= len([line for line in block[1].splitlines() if line.strip()]) <= 6

@@ -29,7 +29,9 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "_matmul_flops_per_s", MEASURED)
     machine = this_machine()
     assert 1e8 < machine.bytes_per_s < 2e12
-    assert all(1e8 < rate < 1e14 for rate in machine.cached_bytes_per_s.values()) and len(machine.cached_bytes_per_s) == 4
+    assert (
+        all(1e8 < rate < 1e14 for rate in machine.cached_bytes_per_s.values()) and len(machine.cached_bytes_per_s) == 4
+    )
     assert set(machine.flops_per_s) == {"bfloat16", "float32"}
     assert all(1e8 < rate < 1e16 for rate in machine.flops_per_s.values())
     assert machine.num_threads >= 1
@@ -37,7 +39,8 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_ceiling_counts_what_caches_hold() -> None:
-    """Weights that fit a cache are read faster than memory: the ceiling is that of the largest measured size below theirs."""
+    """Weights that fit a cache are read faster than memory: the ceiling is that of the largest measured size below
+    theirs."""
     machine = Machine("test", 1e9, {}, 1, 1, cached_bytes_per_s={"1000": 8e9, "4000": 5e9, "16000": 6e9, "64000": 9e8})
     assert machine.read_bytes_per_s(500) == 8e9 and machine.read_bytes_per_s(3999) == 8e9
     assert machine.read_bytes_per_s(4000) == 6e9  # of as much, or of more: 5e9 was disturbed

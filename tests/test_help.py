@@ -76,7 +76,9 @@ def test_help_begins_with_the_summary_and_its_examples_are_commands(name: str) -
         parse(words_of(line))
 
 
-@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if any(each.required for each in command.params)])
+@pytest.mark.parametrize(
+    "name", [name for name, command in COMMANDS.items() if any(each.required for each in command.params)]
+)
 def test_what_is_missing_is_shown_by_an_example(name: str, call: Call) -> None:
     """The first of the command's help, on the line of the error."""
     done = call(*name.split())

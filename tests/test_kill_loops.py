@@ -270,7 +270,9 @@ def test_train(tmp_path: Path) -> None:
     def command() -> None:
         one = trainer(home / "checkpoints", settings)
         others = documents(11)[10:]
-        features = OnlineFeatures(tiny_decoder(), others, cast(Any, one.network).config.target_layer_ids, needs_final=False)
+        features = OnlineFeatures(
+            tiny_decoder(), others, cast(Any, one.network).config.target_layer_ids, needs_final=False
+        )
         one.heldout = {"heldout": (others, features)}
         one.evaluate = lambda documents, features: {"eal": float(one.state.step)}  # type: ignore[method-assign]
         one.resume()

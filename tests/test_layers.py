@@ -17,7 +17,16 @@ LAYERS = [
     {"draft", "verify"},
     {"engine"},
     {"bench", "train", "serve"},
-    {"loop.adapt", "loop.audit", "loop.distill", "loop.evals", "loop.record", "loop.rl", "loop.store", "loop.synthesize"},
+    {
+        "loop.adapt",
+        "loop.audit",
+        "loop.distill",
+        "loop.evals",
+        "loop.record",
+        "loop.rl",
+        "loop.store",
+        "loop.synthesize",
+    },
     {"loop.flywheel"},
     {"commands", "cli", "__main__"},
 ]

@@ -30,7 +30,9 @@ def test_it_runs_and_is_current(file: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(file.parent)
     stored = json.loads(file.read_text(encoding="utf-8"))
     executed = runpy.run_path(str(ROOT / "notebooks" / "execute.py"))["executed"]
-    assert outputs(executed(copy.deepcopy(stored))) == outputs(stored), f"run python notebooks/execute.py notebooks/{file.name}"
+    assert outputs(executed(copy.deepcopy(stored))) == outputs(stored), (
+        f"run python notebooks/execute.py notebooks/{file.name}"
+    )
     assert stored["nbformat"] == 4
     assert len({cell["id"] for cell in stored["cells"]}) == len(stored["cells"])
 

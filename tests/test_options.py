@@ -58,7 +58,9 @@ def made_of(command: Any) -> typer.Typer:
     return app
 
 
-def bake(word: Annotated[str, typer.Argument()], oven: Oven, loud: Annotated[bool, typer.Option("--loud")] = False) -> Any:
+def bake(
+    word: Annotated[str, typer.Argument()], oven: Oven, loud: Annotated[bool, typer.Option("--loud")] = False
+) -> Any:
     """Bake a word."""
     return word, oven, loud
 
@@ -73,8 +75,13 @@ def test_defaults_are_the_fields_own() -> None:
 
 
 def test_every_kind_of_field_is_read() -> None:
-    words = "bread --out x --max-heat 3 --fuel wood --mode fast --trays 3,4 --heats 1 --layers 7 --tags a --tags b --room 1K"
-    _, oven, is_loud = given_by(bake, *words.split(), "--limit", "2", "--is-open", "--no-light", "--no-causal", "--loud")
+    words = (
+        "bread --out x --max-heat 3 --fuel wood --mode fast --trays 3,4 --heats 1 --layers 7 --tags a --tags b --room "
+        "1K"
+    )
+    _, oven, is_loud = given_by(
+        bake, *words.split(), "--limit", "2", "--is-open", "--no-light", "--no-causal", "--loud"
+    )
     assert oven == Ovenlike(
         Path("x"), 3, "wood", "fast", (3, 4), (1.0,), (7,), ("a", "b"), 1024, 2, is_open=True, light=False, causal=False
     )
@@ -138,7 +145,9 @@ def test_a_command_changes_what_it_asks_for() -> None:
         return oven
 
     assert given_by(roast, "--out", "x") == Ovenlike(Path("x"), fuel="wood", tags=("q",))
-    assert given_by(roast, "--out", "x", "-f", "gas", "--tags", "a, b") == Ovenlike(Path("x"), fuel="gas", tags=("a", "b"))
+    assert given_by(roast, "--out", "x", "-f", "gas", "--tags", "a, b") == Ovenlike(
+        Path("x"), fuel="gas", tags=("a", "b")
+    )
     assert given_by(empty, "--out", "x") == Ovenlike(Path("x"), trays=())
     shown = CliRunner().invoke(made_of(roast), ["--help"], terminal_width=200).output
     assert "Which." in shown and "--trays" not in shown
@@ -171,7 +180,10 @@ def test_the_engines_settings() -> None:
         return engine, sampling
 
     words = ("--max-batch", "2", "--kv-memory", "123", "--stop", ".", "--temperature", "0.5")
-    assert given_by(ask, *words) == (EngineConfig(max_batch=2, kv_memory=123), SamplingParams(temperature=0.5, stop=(".",)))
+    assert given_by(ask, *words) == (
+        EngineConfig(max_batch=2, kv_memory=123),
+        SamplingParams(temperature=0.5, stop=(".",)),
+    )
     with pytest.raises(ConfigError, match="--max-batch must be at least 1"):
         given_by(ask, "--max-batch", "0")
 

@@ -1,4 +1,5 @@
-"""experiments/decode_vs_peers*.py: turns, their log that goes on after a break, peers that are not there, and the ratios."""
+"""experiments/decode_vs_peers*.py: turns, their log that goes on after a break, peers that are not there, and the
+ratios."""
 
 from __future__ import annotations
 
@@ -89,7 +90,9 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     made = module("decode_vs_peers", monkeypatch)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"prompt {number}"}) + "\n" for number in range(3)))
-    tokenizer = SimpleNamespace(eos_token_ids=(0,), encode_chat=lambda messages: list(range(len(messages[0]["content"]))))
+    tokenizer = SimpleNamespace(
+        eos_token_ids=(0,), encode_chat=lambda messages: list(range(len(messages[0]["content"])))
+    )
     monkeypatch.setattr(made, "Tokenizer", SimpleNamespace(from_path=lambda path: tokenizer))
     monkeypatch.setattr(made, "resolve", Path)
     monkeypatch.setattr(made, "Worker", FakeWorker)
@@ -97,7 +100,18 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.setattr(made, "this_machine", lambda device: MACHINE)
     monkeypatch.setattr(FakeWorker, "played", [], raising=False)
     monkeypatch.chdir(tmp_path)
-    words = ["--models", "a-model", "--prompts", str(prompts), "--turns", "2", "--streams", "1", "--save-results", "out.json"]
+    words = [
+        "--models",
+        "a-model",
+        "--prompts",
+        str(prompts),
+        "--turns",
+        "2",
+        "--streams",
+        "1",
+        "--save-results",
+        "out.json",
+    ]
     words += ["--peers-home", "nowhere", "--contenders", "paceline/ngram", "transformers/*", "vllm/none"]
     monkeypatch.setattr(sys, "argv", ["decode_vs_peers.py", *words])
     return made
@@ -121,7 +135,10 @@ def test_every_contender_plays_every_turn(driver: ModuleType, capsys: pytest.Cap
     told = [(each["ours"], each["theirs"], each["rate"]) for each in result["verdicts"]]
     assert told[0] == ("paceline/none", "transformers/none", "decode")
     assert told[1] == ("paceline/ngram", "transformers/none", "decode")
-    assert record["missing"][0]["name"] == "vllm/none" and "decode_vs_peers.sh installs it" in record["missing"][0]["missing"]
+    assert (
+        record["missing"][0]["name"] == "vllm/none"
+        and "decode_vs_peers.sh installs it" in record["missing"][0]["missing"]
+    )
     assert "left out: a-model, 1 streams: vllm/none" in capsys.readouterr().out
 
 

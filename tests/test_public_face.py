@@ -32,7 +32,8 @@ ALL = leaves(typer.main.get_command(app))
 
 
 def rows() -> list[tuple[list[str], set[str]]]:
-    """(commands, keys) of each row of the table; the keys stand before a colon, and those in braces are of inner objects."""
+    """(commands, keys) of each row of the table; the keys stand before a colon, and those in braces are of inner
+    objects."""
     found = []
     for row in re.findall(r"^\| `paceline .*\|$", DESIGN.read_text(encoding="utf-8"), re.MULTILINE):
         *_, cell = (each.strip() for each in re.split(r" \| ", row.strip("|")))

@@ -40,7 +40,9 @@ FRONT_ENDS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", list(FRONT_ENDS))
-@pytest.mark.parametrize("template", [None, "{{ raise_exception('no user') }}", "x" * 200_001], ids=["none", "refuses", "long"])
+@pytest.mark.parametrize(
+    "template", [None, "{{ raise_exception('no user') }}", "x" * 200_001], ids=["none", "refuses", "long"]
+)
 def test_each_front_end_names_its_own_way_out(name: str, template: str | None) -> None:
     work, way = FRONT_ENDS[name]
     llm = fake_llm(tokenizer=ByteTokenizer())

@@ -15,7 +15,19 @@ from typing import Any
 
 import pytest
 
-ABSENT = {"triton", "gguf", "llguidance", "fastapi", "uvicorn", "datasketch", "river", "ray", "trl", "datasets", "jsonschema"}
+ABSENT = {
+    "triton",
+    "gguf",
+    "llguidance",
+    "fastapi",
+    "uvicorn",
+    "datasketch",
+    "river",
+    "ray",
+    "trl",
+    "datasets",
+    "jsonschema",
+}
 NEED_EXTRAS = {
     "loop.distill": "teach",
     "loop.record": "proxy, reader, run",

@@ -84,7 +84,11 @@ def test_a_picture_that_cannot_be_written_is_told_before_the_work(
     monkeypatch.setattr("paceline.bench.pages.speedup_chart.made", predict)
     file = tmp_path / "file"
     file.write_text("")
-    places = {str(file / "x"): "is a file", "/proc/x": "may not be written to", str(tmp_path): "is a folder: name a file in it"}
+    places = {
+        str(file / "x"): "is a file",
+        "/proc/x": "may not be written to",
+        str(tmp_path): "is a folder: name a file in it",
+    }
     for place, why in places.items():
         with pytest.raises(CacheError, match=f"{why}.* choose another place with {option}"):
             run(*command, option, place)
@@ -100,7 +104,9 @@ def test_the_folder_of_a_chart_is_no_file(tmp_path: Path) -> None:
             run(*command, "--out", str(tmp_path / "file"))
 
 
-def test_a_plan_that_cannot_be_written_is_told_before_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_cannot_be_written_is_told_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def plan(*_: object, **__: object) -> None:
         raise AssertionError("a plan is made")
 

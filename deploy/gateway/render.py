@@ -4,9 +4,9 @@
     python deploy/gateway/render.py envoy --region eu=... > envoy.yaml
     python deploy/gateway/render.py vllm-router --region eu=...
 
-A request goes to a region by its header `x-region`, else to the first; within a region always to the same replica while it
-is well: by a consistent hash of the header `x-session-id`, else of its API key, else of its address. There a conversation
-finds its beginning in the prefix cache. docs/how-to/serve.md says who should take which.
+A request goes to a region by its header `x-region`, else to the first; within a region always to the same replica while
+it is well: by a consistent hash of the header `x-session-id`, else of its API key, else of its address. There a
+conversation finds its beginning in the prefix cache. docs/how-to/serve.md says who should take which.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Jobs and servers on many machines: a script for Slurm, a RayJob for KubeRay, values for vLLM's production stack, and SGLang.
+"""Jobs and servers on many machines: a script for Slurm, a RayJob for KubeRay, values for vLLM's production stack, and
+SGLang.
 
-    python deploy/jobs/render.py slurm --model Qwen/Qwen3-8B --prompts /shared/prompts.jsonl --out /shared/mine > slurm.sh
-    python deploy/jobs/render.py kuberay --model Qwen/Qwen3-8B --prompts /data/prompts.jsonl --out /data/mine > kuberay.yaml
-    python deploy/jobs/render.py vllm-stack --model Qwen/Qwen3-8B --drafter /data/for-vllm --num-drafted 7 > vllm-stack.yaml
-    python deploy/jobs/render.py sglang --model Qwen/Qwen3-8B --drafter /data/plain --num-drafted 7 > sglang.yaml
+    python deploy/jobs/render.py slurm --model Qwen/Qwen3-8B --prompts /shared/prompts.jsonl --out /shared/mine >
+    slurm.sh python deploy/jobs/render.py kuberay --model Qwen/Qwen3-8B --prompts /data/prompts.jsonl --out /data/mine >
+    kuberay.yaml python deploy/jobs/render.py vllm-stack --model Qwen/Qwen3-8B --drafter /data/for-vllm --num-drafted 7
+    > vllm-stack.yaml python deploy/jobs/render.py sglang --model Qwen/Qwen3-8B --drafter /data/plain --num-drafted 7 >
+    sglang.yaml
 
 Ray, torchrun, Slurm, KubeRay and the engines share the work out; nothing here does. Speculative options are those of
 `paceline serve --engine`. docs/how-to/serve.md says more.
@@ -24,7 +26,12 @@ import jinja2
 from paceline.loop.adapt.servers.vllm_sglang.drafter_folder import Given, Start, command_of
 
 HERE = Path(__file__).parent
-KINDS = {"slurm": "slurm.sh.j2", "kuberay": "kuberay.yaml.j2", "vllm-stack": "vllm-stack.yaml.j2", "sglang": "sglang.yaml.j2"}
+KINDS = {
+    "slurm": "slurm.sh.j2",
+    "kuberay": "kuberay.yaml.j2",
+    "vllm-stack": "vllm-stack.yaml.j2",
+    "sglang": "sglang.yaml.j2",
+}
 TRAINS = ("slurm", "kuberay")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9./:@_-]*")
 PATH = re.compile(r"/[A-Za-z0-9._/-]+")
@@ -35,7 +42,8 @@ class RenderError(ValueError):
 
 
 def engine_words(kind: str, given: argparse.Namespace) -> list[str]:
-    """The engine's options, as `paceline serve --engine` gives them: the chart of vLLM's stack says the model and the port."""
+    """The engine's options, as `paceline serve --engine` gives them: the chart of vLLM's stack says the model and the
+    port."""
     engine = "vllm" if kind == "vllm-stack" else "sglang"
     start = Start(engine, given.model, given.drafter, host="0.0.0.0", command="engine")
     words = command_of(start, Given(Path(given.drafter), given.method, given.num_drafted))[1:]
@@ -54,10 +62,14 @@ def render(kind: str, given: argparse.Namespace) -> str:
             raise RenderError(f"--{name} {getattr(given, name)!r} is no name: letters, digits, and ./:@_- between them")
     for name in needed:
         if not PATH.fullmatch(getattr(given, name)):
-            raise RenderError(f"--{name} {getattr(given, name)!r}: write a whole path, of letters, digits and ._-/ alone")
+            raise RenderError(
+                f"--{name} {getattr(given, name)!r}: write a whole path, of letters, digits and ._-/ alone"
+            )
     roots = {PurePosixPath(getattr(given, name)).parts[1] for name in needed}
     if kind != "slurm" and len(roots) > 1:
-        raise RenderError(f"{' and '.join(f'--{name}' for name in needed)} must be on one volume: give them one first folder")
+        raise RenderError(
+            f"{' and '.join(f'--{name}' for name in needed)} must be on one volume: give them one first folder"
+        )
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         undefined=jinja2.StrictUndefined,

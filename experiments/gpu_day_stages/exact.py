@@ -157,9 +157,8 @@ def graphs(visit: Visit) -> None:
 
 
 def replay_all(visit: Visit, label: str, config: DecoderConfig, taps: tuple[int, ...]) -> None:
-    """Passes of one model; those of mixtures and hybrids are compared with the CPU's, as a GPU's ordinary ones have kernels
-    in common with them. Differences are relative to the largest
-    number."""
+    """Passes of one model; those of mixtures and hybrids are compared with the CPU's, as a GPU's ordinary ones have
+    kernels in common with them. Differences are relative to the largest number."""
     tensors, device = loud_tensors(config), "cpu" if label else visit.device
     ordinary = Decoder(config, tensors, num_rows=4, max_len=256, device=device)
     recorded = decoder(config, tensors, visit.device, rows=4, max_len=256)
@@ -167,7 +166,9 @@ def replay_all(visit: Visit, label: str, config: DecoderConfig, taps: tuple[int,
     replay(visit, label, ordinary, recorded, shapes, taps)
 
 
-def replay(visit: Visit, label: str, ordinary: Decoder, recorded: Decoder, shapes: list[Shape], taps: tuple[int, ...]) -> None:
+def replay(
+    visit: Visit, label: str, ordinary: Decoder, recorded: Decoder, shapes: list[Shape], taps: tuple[int, ...]
+) -> None:
     """Rows chosen so that some are idle; chains, then a tree; twice each, as the second pass is a replay alone."""
     draw, worst, first_s, again_s = random.Random(1), 0.0, list[float](), list[float]()
     reserved = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
@@ -197,7 +198,9 @@ def replay(visit: Visit, label: str, ordinary: Decoder, recorded: Decoder, shape
                 (first_s if len(first_s) == len(again_s) else again_s).append(time.perf_counter() - began)
             names = ("logits_TV", "taps_TF") if taps else ("logits_TV",)
             differences = [
-                float((getattr(outs[0], name) - getattr(outs[1], name)).abs().max() / getattr(outs[0], name).abs().max())
+                float(
+                    (getattr(outs[0], name) - getattr(outs[1], name)).abs().max() / getattr(outs[0], name).abs().max()
+                )
                 for name in names
             ]
             worst = max(worst, *(each if each == each else float("inf") for each in differences))
@@ -298,7 +301,8 @@ def distributions(visit: Visit) -> None:
 
 
 def p_values(target: Decoder, prompt: list[int], drawn: list[list[int]]) -> list[float]:
-    """Returns p-values of chi-square tests of the first tokens, and of the pairs, against the target's own distribution."""
+    """Returns p-values of chi-square tests of the first tokens, and of the pairs, against the target's own
+    distribution."""
     params = SamplingParams(temperature=1.0)
     first = probabilities(target, prompt, params)
     pairs = {(token,): mass for token, mass in enumerate(first)}
@@ -334,5 +338,7 @@ def p_value(counts: Counter[tuple[int, ...]], masses: dict[tuple[int, ...], floa
     if not wanted:
         raise ValueError(f"{total} samples are too few: the stage needs more time")
     scale = sum(observed) / sum(wanted)
-    statistic = sum((number - scale * mean) ** 2 / (scale * mean) for number, mean in zip(observed, wanted, strict=True))
+    statistic = sum(
+        (number - scale * mean) ** 2 / (scale * mean) for number, mean in zip(observed, wanted, strict=True)
+    )
     return float(chdtrc(len(observed) - 1, statistic))

@@ -1,4 +1,5 @@
-"""The stage `layer_kernels`: a layer's kernels against their PyTorch twins on the device, and the time of one launch."""
+"""The stage `layer_kernels`: a layer's kernels against their PyTorch twins on the device, and the time of one
+launch."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ class Case(NamedTuple):
 
 @torch.inference_mode()
 def layer_kernels(visit: Visit) -> None:
-    """Every kernel at the widths of 8B, with 1 and 16 tokens, bfloat16 first. On CPU, which has no kernels, other formulas
-    of the same, in float32: in bfloat16 they round elsewhere."""
+    """Every kernel at the widths of 8B, with 1 and 16 tokens, bfloat16 first. On CPU, which has no kernels, other
+    formulas of the same, in float32: in bfloat16 they round elsewhere."""
     if torch.device(visit.device).type == "cuda":
         visit.check("the kernels can be used", available.can_use(visit.device))
         check(visit, torch.bfloat16)
@@ -75,18 +76,24 @@ def cases(visit: Visit, num_tokens: int, dtype: torch.dtype) -> Iterator[Case]:
     yield from head_cases(config, num_tokens, kind)
     gate_up = torch.randn(num_tokens, 2 * config.intermediate_size, **kind)
     gate, up = gate_up.chunk(2, dim=-1)
-    others = {"silu": lambda: gate * torch.sigmoid(gate) * up, "gelu_tanh": lambda: F.gelu(gate, approximate="tanh") * up}
+    others = {
+        "silu": lambda: gate * torch.sigmoid(gate) * up,
+        "gelu_tanh": lambda: F.gelu(gate, approximate="tanh") * up,
+    }
     for activation in kernels.GATED:
 
         def gated(activation: str = activation) -> list[Tensor]:
             return [kernels.gated(gate_up, activation) if kernels.can_run(gate_up) else others[activation]()]
 
-        yield Case(f"gated {activation}", gated, lambda activation=activation: [kernels.gated_twin(gate_up, activation)])
+        yield Case(
+            f"gated {activation}", gated, lambda activation=activation: [kernels.gated_twin(gate_up, activation)]
+        )
     yield from product_cases(config, num_tokens, kind)
 
 
 def product_cases(config: DecoderConfig, num_tokens: int, kind: dict[str, Any]) -> Iterator[Case]:
-    """Products with a matrix, one of them gated. In float32 both are PyTorch's. Timed ones find the matrix in the cache."""
+    """Products with a matrix, one of them gated. In float32 both are PyTorch's. Timed ones find the matrix in the
+    cache."""
     hidden, inner = config.hidden_size, config.intermediate_size
     inputs = torch.randn(num_tokens, hidden, **kind)
     for name, rows, activation in (("product", hidden, None), ("gated product", 2 * inner, "silu")):
@@ -103,7 +110,8 @@ def product_cases(config: DecoderConfig, num_tokens: int, kind: dict[str, Any]) 
 
 
 def norm_cases(hidden_TD: Tensor, update_TD: Tensor, kind: dict[str, Any]) -> Iterator[Case]:
-    """Norms with and without an offset; additions with norms before, behind, around and none. Timed ones add up in place."""
+    """Norms with and without an offset; additions with norms before, behind, around and none. Timed ones add up in
+    place."""
     weight = 1 + 0.1 * torch.randn(hidden_TD.shape[-1], **kind)
     norms = {"norm": RMSNorm(weight, 1e-6), "wide norm": RMSNorm(weight, 1e-6, 1.0)}
     raw = {"norm": NormWeight(weight, 1e-6), "wide norm": NormWeight(weight.float() + 1.0, 1e-6, True), "": None}
@@ -133,7 +141,8 @@ def norm_cases(hidden_TD: Tensor, update_TD: Tensor, kind: dict[str, Any]) -> It
 
 
 def head_cases(config: DecoderConfig, num_tokens: int, kind: dict[str, Any]) -> Iterator[Case]:
-    """Heads without norms, with one each and with one over all; a part of each rotated; and an injection's, without queries."""
+    """Heads without norms, with one each and with one over all; a part of each rotated; and an injection's, without
+    queries."""
     num_kv_heads, size = config.num_kv_heads, config.head_dim
     positions, device = 64, torch.device(kind["device"])
     writer = StaticWriter(1, num_tokens, positions - num_tokens, device)

@@ -96,7 +96,9 @@ def a_delta_net(visit: Visit) -> None:
             if visit.left_s < LEAST_S:
                 raise Skipped("no time is left")
             stage = _stage(count, held, room, visit.device)
-            fused_TX = torch.randn(count, config.delta.channels + config.delta.values + 2 * config.delta.num_value_heads)
+            fused_TX = torch.randn(
+                count, config.delta.channels + config.delta.values + 2 * config.delta.num_value_heads
+            )
             fused_TX = fused_TX.to(visit.device, dtype)
             found, states = list[Tensor](), list[Tensor]()
             for run in (_by_kernels, _by_operations):

@@ -1,4 +1,5 @@
-"""Stage 13: Transformers' `generate` with the same 8B shape, each way that a user would try, and our rounds beside it."""
+"""Stage 13: Transformers' `generate` with the same 8B shape, each way that a user would try, and our rounds beside
+it."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from paceline.draft.base import NoDrafter
 
 
 def peers(visit: Visit) -> None:
-    """Tokens per second: ours, eager, with a static cache, with DFlash speculation, and compiled (last: it may not end).
+    """Tokens per second: ours, eager, with a static cache, with DFlash speculation, and compiled (last: it may not
+    end).
 
-    Drafters are random: of theirs about nothing is accepted, and our rounds keep one token, so that both make one token a
-    round.
+    Drafters are random: of theirs about nothing is accepted, and our rounds keep one token, so that both make one token
+    a round.
     """
     context, count = visit.sized(256, 12), visit.sized(64, 6)
     with visit.part("paceline"):

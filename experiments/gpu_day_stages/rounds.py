@@ -57,10 +57,16 @@ def seeded(
     visit: Visit, name: str, target: Any, drafter: Drafter | None, prompts: list[list[int]], count: int
 ) -> None:  # fmt: skip
     counts, differing, whole = dict[str, int](), list[Any](), 0
-    shapes: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.2, "top_k": 5}]
+    shapes: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.2, "top_k": 5},
+    ]
     for shape in shapes:
         for seed in range(visit.sized(10, 1)):
-            params = [SamplingParams(**shape, seed=100 * seed + row, max_tokens=count, ignore_eos=True) for row in range(3)]
+            params = [
+                SamplingParams(**shape, seed=100 * seed + row, max_tokens=count, ignore_eos=True) for row in range(3)
+            ]
             expected = texts(target, drafter, prompts, params, device=False)
             own = texts(target, drafter, prompts, params, counts=counts)
             differing += [(shape, seed, row) for row in range(3) if own[row] != expected[row]]

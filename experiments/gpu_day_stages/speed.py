@@ -178,7 +178,8 @@ def profile(visit: Visit) -> None:
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """Length of what the spans cover together. Kernels overlap: each starts, and waits, while the one before still runs."""
+    """Length of what the spans cover together. Kernels overlap: each starts, and waits, while the one before still
+    runs."""
     length, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
         length += max(0.0, end - max(begin, reached))
@@ -216,8 +217,8 @@ def _synchronisations(engine: Any, count: int) -> float:
 
 
 def mixtures(visit: Visit) -> None:
-    """Recorded passes of a mixture of experts and of a hybrid, as a share of what reading the experts that were chosen, all
-    else and the states takes; and whether the same pass has the same bits twice."""
+    """Recorded passes of a mixture of experts and of a hybrid, as a share of what reading the experts that were chosen,
+    all else and the states takes; and whether the same pass has the same bits twice."""
     for shape, what, counts in (
         ("30B-A3B", "Qwen3-30B-A3B", (1, 8, 16)),
         ("hybrid 27B", "hybrid 27B", (1, 16)),
@@ -240,7 +241,9 @@ def _mixture(visit: Visit, shape: str, what: str, counts: tuple[int, ...]) -> No
             ms=summary(samples), first_ms=first, experts_read=read, recordings=recordings, **figures,
         )  # fmt: skip
         wanted = 0.85 if read is None else 0.6
-        visit.goal(f"{what}, {count} positions: share of measured read bandwidth", figures["share_of_read"] or 0.0, wanted)
+        visit.goal(
+            f"{what}, {count} positions: share of measured read bandwidth", figures["share_of_read"] or 0.0, wanted
+        )
     counts_twice = {count: _is_repeatable(target, count) for count in visit.sized((16, 64), (16,))}
     visit.report(f"{what}, bits", same_twice=counts_twice)
 

@@ -1,4 +1,5 @@
-"""The argument of every stage of experiments/gpu_day.py, and its one way to report: lines, each sent to the driver at once.
+"""The argument of every stage of experiments/gpu_day.py, and its one way to report: lines, each sent to the driver at
+once.
 
 A line is a dict: a measurement has `what`, a check `check` and `passed`, a goal `goal`, `value`, `wanted` and `met`. A
 failed check fails the stage. A goal that is not met does not: it says how far the code is from what its design

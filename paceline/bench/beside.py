@@ -1,4 +1,5 @@
-"""Compares answers with plain decoding's and with those of Transformers' `generate`, in one process, with the same weights."""
+"""Compares answers with plain decoding's and with those of Transformers' `generate`, in one process, with the same
+weights."""
 
 from __future__ import annotations
 
@@ -29,14 +30,16 @@ PEERS = {"transformers": {}, "transformers-lookup": {"prompt_lookup_num_tokens":
 
 
 def transformers_model(path: Path, dtype: torch.dtype) -> Any:
-    """Load a model in Transformers' own code; the weights of a GGUF file are dequantised. Raises ConfigError if Transformers
-    does not support the model."""
+    """Load a model in Transformers' own code; the weights of a GGUF file are dequantised. Raises ConfigError if
+    Transformers does not support the model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if path.is_dir():
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     known = {key: value for key, value in config_json(path).items() if value is not None}
-    with reraised(ConfigError, f"Transformers cannot run {path}", "leave --against out", KeyError, ValueError, RuntimeError):
+    with reraised(
+        ConfigError, f"Transformers cannot run {path}", "leave --against out", KeyError, ValueError, RuntimeError
+    ):
         config = AutoConfig.for_model(**known)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
         weights = dict(load_tensors(path))
@@ -47,8 +50,9 @@ def transformers_model(path: Path, dtype: torch.dtype) -> Any:
 
 
 class TransformersPeer:
-    """Runs Transformers' greedy `generate`, one request at a time, with the LLM's weights, device and threads. The dtype is the
-    LLM's too. On a CPU without bfloat16 instructions float32 is used instead, which is many times faster there."""
+    """Runs Transformers' greedy `generate`, one request at a time, with the LLM's weights, device and threads. The
+    dtype is the LLM's too. On a CPU without bfloat16 instructions float32 is used instead, which is many times faster
+    there."""
 
     def __init__(self, llm: LLM) -> None:
         from transformers.utils import logging
@@ -61,7 +65,12 @@ class TransformersPeer:
         self._model = transformers_model(resolve(llm.config.model), getattr(torch, dtype)).to(llm.config.device)
 
     def run(
-        self, name: str, requests: list[Request], max_tokens: int, ignore_eos: bool, on_answer: Callable[[], None] = ignore
+        self,
+        name: str,
+        requests: list[Request],
+        max_tokens: int,
+        ignore_eos: bool,
+        on_answer: Callable[[], None] = ignore,
     ) -> Pass:
         """Answer the requests one after another; `name` is a key of PEERS."""
         answers = []
@@ -110,7 +119,8 @@ class Beside:
     top2_gap: float | None = None
     """Best logit minus second-best at the first difference; near 0 the target had a near-tie there."""
     doubt: str | None = None
-    """Reason for a missing verdict on the speed-up, from `statistics.doubt`; None for Transformers, a different engine."""
+    """Reason for a missing verdict on the speed-up, from `statistics.doubt`; None for Transformers, a different
+    engine."""
 
 
 def answer_plainly(llm: LLM, token_ids: list[int], params: SamplingParams) -> Completion:
@@ -129,7 +139,9 @@ def answer_plainly(llm: LLM, token_ids: list[int], params: SamplingParams) -> Co
 def beside_plain(llm: LLM, completion: Completion, plain: Completion, params: SamplingParams) -> Beside:
     """Compare the answer with `plain`, the result of `answer_plainly`."""
     speed = plain.stats.tokens_per_s
-    parted = parting(llm.target, plain.prompt_token_ids, completion.token_ids, plain.token_ids) if params.is_greedy else None
+    parted = (
+        parting(llm.target, plain.prompt_token_ids, completion.token_ids, plain.token_ids) if params.is_greedy else None
+    )
     identical = parted is None if params.is_greedy else None
     measured, stats = completion.stats.tokens_per_s / speed if speed else 0.0, completion.stats
     why = doubt(measured, stats.tokens_per_round, stats.num_output_tokens)

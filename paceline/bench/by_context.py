@@ -18,8 +18,9 @@ SHORTEST = 512
 
 
 def by_context(answers: Iterable[tuple[int, Sequence[Round]]]) -> list[dict[str, Any]]:
-    """Return bins of context length, each with the number of rounds that began in it and their acceptance length. `answers`:
-    (tokens of the prompt, rounds of its answer). Rounds without drafts lengthen the context but are not counted."""
+    """Return bins of context length, each with the number of rounds that began in it and their acceptance length.
+    `answers`: (tokens of the prompt, rounds of its answer). Rounds without drafts lengthen the context but are not
+    counted."""
     by_end = defaultdict[int, list[Round]](list)
     for length, rounds in answers:
         for one in rounds:

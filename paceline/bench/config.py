@@ -87,7 +87,8 @@ class MockConfig:
     """Options of `bench decode` with mocked acceptance. Raises ConfigError on invalid values."""
 
     tokens_per_round: tuple[Yield, ...] = (1.0, 2.0, 4.0, 8.0)
-    """Acceptance lengths to mock, the bonus token included, on random prompts. 1, plain decoding, is always measured."""
+    """Acceptance lengths to mock, the bonus token included, on random prompts. 1, plain decoding, is always
+    measured."""
     batches: tuple[Count, ...] = (1,)
     prompt_tokens: Count = 256
     """Tokens of each random prompt."""
@@ -226,7 +227,8 @@ class LatencyConfig:
     """Options of the requests that `bench latency` sends. Raises ConfigError on invalid values."""
 
     rate: Rate | None = None
-    """Requests per second, at random times (Poisson) [default: the workload's own; prompts of a file one after the other]."""
+    """Requests per second, at random times (Poisson) [default: the workload's own; prompts of a file one after the
+    other]."""
     concurrency: Count | None = None
     """Requests in flight, instead of a rate."""
     max_tokens: Count | None = None
@@ -277,7 +279,10 @@ class ArmsConfig:
     @property
     def named_drafters(self) -> list[tuple[str, str]]:
         """(name, drafter) pairs; a folder is named by its last part."""
-        return [_named(drafter, drafter.rstrip("/").rpartition("/")[2] or drafter) for drafter in dict.fromkeys(self.drafters)]
+        return [
+            _named(drafter, drafter.rstrip("/").rpartition("/")[2] or drafter)
+            for drafter in dict.fromkeys(self.drafters)
+        ]
 
     @property
     def named_urls(self) -> list[tuple[str, str]]:
@@ -293,10 +298,12 @@ def _named(text: str, name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class LossyConfig:
-    """Options of `bench lossy`; plain decoding and lossless speculation always run. Raises ConfigError on invalid values."""
+    """Options of `bench lossy`; plain decoding and lossless speculation always run. Raises ConfigError on invalid
+    values."""
 
     tasks: tuple[str, ...] = ()
-    """Tasks with checkable answers, as NAME=FILE of JSON lines: tickets (recipes/support_tickets.py), humaneval, gsm8k."""
+    """Tasks with checkable answers, as NAME=FILE of JSON lines: tickets (recipes/support_tickets.py), humaneval,
+    gsm8k."""
     settings: str = "typical:eps=0.3,delta=0.3;relaxed:n=2,delta=0.3;threshold:0.3;lenience:0.5;mixture:0.8"
     """Lossy rules with their values, separated by semicolons (docs/explanation/lossless.md)."""
     max_tv: float | None = None

@@ -2,9 +2,9 @@
 
     paceline bench decode --limit 4 --drafters default --batch 1,4
 
-Plain decoding (`none`) always runs, first, in the same process. To reduce noise, every repetition runs all settings in turn
-over the same requests, after a warm-up. Results are medians over repetitions, with bootstrap intervals over prompts.
-Acceptance is averaged over rounds, and so weighted by tokens. `evaluate` uses the same functions.
+Plain decoding (`none`) always runs, first, in the same process. To reduce noise, every repetition runs all settings in
+turn over the same requests, after a warm-up. Results are medians over repetitions, with bootstrap intervals over
+prompts. Acceptance is averaged over rounds, and so weighted by tokens. `evaluate` uses the same functions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,17 @@ from paceline.report.tables import Column, Table, ignore
 from paceline.runs.folder import plain
 from paceline.types import Round, SamplingParams
 
-ABOUT = ("device", "machine", "model", "dtype", "backend", "isa", "weight_format", "weight_bytes", "ceiling_tokens_per_s")
+ABOUT = (
+    "device",
+    "machine",
+    "model",
+    "dtype",
+    "backend",
+    "isa",
+    "weight_format",
+    "weight_bytes",
+    "ceiling_tokens_per_s",
+)
 """Keys of `introduction`."""
 ABOUT += ("max_tokens", "repeat")
 NUM_TEXTS = 4
@@ -91,7 +101,8 @@ class Drafting:
 
 
 def drafting(answers: Sequence[Sequence[Round]], num_drafted: int = 0) -> Drafting:
-    """Return the acceptance statistics of `answers`, each a list of its rounds. `num_drafted`: length of the survival curve."""
+    """Return the acceptance statistics of `answers`, each a list of its rounds. `num_drafted`: length of the survival
+    curve."""
     rounds = [one for answer in answers for one in answer]
     if not rounds:
         return Drafting(tokens_per_round=1.0)
@@ -167,11 +178,15 @@ class Result(Drafting):
 class Bench:
     """Runs all settings on a loaded model and summarises the passes: `run()`, then `results()`."""
 
-    def __init__(self, llm: LLM, prompts: list[Prompt], config: BenchConfig, notice: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, llm: LLM, prompts: list[Prompt], config: BenchConfig, notice: Callable[[str], None] = print
+    ) -> None:
         self.llm, self.config = llm, config
         rows = llm.target.cache.num_rows
         if max(config.batches) > rows:
-            raise ConfigError(f"batch {max(config.batches)} needs as many cache rows, this engine has {rows}: raise max_batch")
+            raise ConfigError(
+                f"batch {max(config.batches)} needs as many cache rows, this engine has {rows}: raise max_batch"
+            )
         self._engines = Engines(llm)
         for name in config.drafters:
             limit = {} if config.num_drafted is None or name == BASELINE else {"num_drafted": config.num_drafted}
@@ -193,7 +208,9 @@ class Bench:
         """Number of answers that `run` generates: the length of its progress bar."""
         return len(self.settings) * self.config.repeat * len(self.requests)
 
-    def run(self, on_answer: Callable[[Setting], None] = ignore, on_pass: Callable[[Setting, Pass], None] = ignore) -> None:
+    def run(
+        self, on_answer: Callable[[Setting], None] = ignore, on_pass: Callable[[Setting, Pass], None] = ignore
+    ) -> None:
         """Run all settings in turn, `repeat` times."""
         for _ in range(self.config.repeat):
             for setting in self.settings:
@@ -268,11 +285,13 @@ class Bench:
 def speedup_over(ours: list[Pass], theirs: list[Pass]) -> tuple[float, Interval]:
     """Return the ratio of tokens per second (median over paired repetitions), with a bootstrap interval over prompts.
 
-    With several requests in flight, an answer's time includes time in which others run. As all batch slots except the last
-    few are always occupied, tokens over the sum of these times is throughput divided by the batch size, which cancels in
-    the ratio. Idle slots at the end affect only the value, so the interval is scaled to be around the value.
+    With several requests in flight, an answer's time includes time in which others run. As all batch slots except the
+    last few are always occupied, tokens over the sum of these times is throughput divided by the batch size, which
+    cancels in the ratio. Idle slots at the end affect only the value, so the interval is scaled to be around the value.
     """
-    ratios = [one.tokens_per_s / other.tokens_per_s for one, other in zip(ours, theirs, strict=True) if other.tokens_per_s]
+    ratios = [
+        one.tokens_per_s / other.tokens_per_s for one, other in zip(ours, theirs, strict=True) if other.tokens_per_s
+    ]
     value = statistics.median(ratios) if ratios else 0.0
     items = [(*one, *other) for one, other in zip(rates(ours), rates(theirs), strict=True)]
     (low, high), over_answers = bootstrap(items, rate_ratio), rate_ratio(items)
@@ -288,11 +307,12 @@ def median_of(values: list[float | None]) -> float | None:
 
 
 def differences(target: Target, requests: list[Request], ours: Pass, baseline: Pass) -> list[Difference]:
-    """Return the first difference of every answer from the baseline's. The engine must be idle, since a cache row is used.
+    """Return the first difference of every answer from the baseline's. The engine must be idle, since a cache row is
+    used.
 
-    In float32, greedy answers must be equal. In bfloat16, a pass over more tokens multiplies matrices of another shape and
-    rounds differently, so near-ties may be decided differently; the logit gap is computed by one more pass over the common
-    prefix.
+    In float32, greedy answers must be equal. In bfloat16, a pass over more tokens multiplies matrices of another shape
+    and rounds differently, so near-ties may be decided differently; the logit gap is computed by one more pass over the
+    common prefix.
     """
     listed = []
     for request, one, other in zip(requests, ours.answers, baseline.answers, strict=True):
@@ -321,8 +341,8 @@ def set_figures(bench: Bench) -> dict[str, Any]:
     temperature.
 
     "looping_share" is that of the lowest temperature, where models loop most. "without_loops" counts only non-looping
-    answers (None without any). "by_context": acceptance length by context at the lowest temperature. "num_skipped": turns
-    that do not fit the context.
+    answers (None without any). "by_context": acceptance length by context at the lowest temperature. "num_skipped":
+    turns that do not fit the context.
     """
     config = bench.config
     drafter, batch = config.drafters[-1], min(config.batches)

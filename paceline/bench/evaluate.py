@@ -1,11 +1,12 @@
-"""Evaluates one drafter in the real engine, prompt set by prompt set: acceptance, speed-up, losslessness and sample texts.
+"""Evaluates one drafter in the real engine, prompt set by prompt set: acceptance, speed-up, losslessness and sample
+texts.
 
     evaluation = evaluate("runs/drafter", ["gsm8k.jsonl", "mt_bench.jsonl"], BenchConfig(batches=(1, 8)))
 
 `paceline evaluate` prints the result. Each set is measured as in `bench.decode` (plain decoding, then the drafter, same
-process, same requests). evaluation.json is rewritten after each set, and a second call with the same `out` measures only
-missing sets. Looping text is easy to draft and inflates acceptance, so each set also reports the share of answers that end
-in a loop, and tokens per round without them.
+process, same requests). evaluation.json is rewritten after each set, and a second call with the same `out` measures
+only missing sets. Looping text is easy to draft and inflates acceptance, so each set also reports the share of answers
+that end in a loop, and tokens per round without them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class PromptSet:
 
 
 def _content(prompt: Prompt) -> list[Any]:
-    """Return the hashed parts of a prompt. Tools and variables are included only if present, so that old hashes stay valid."""
+    """Return the hashed parts of a prompt. Tools and variables are included only if present, so that old hashes stay
+    valid."""
     more = [prompt.tools, prompt.variables] if prompt.tools or prompt.variables else []
     return [prompt.messages, prompt.turns or prompt.token_ids, *more]
 
@@ -68,7 +70,8 @@ def read_sets(sources: tuple[str, ...], limit: int | None) -> list[PromptSet]:
 
 
 def fingerprint(drafter: str) -> str | None:
-    """Return the hash of the drafter's weights, so that results of different weights are not mixed; None if built in."""
+    """Return the hash of the drafter's weights, so that results of different weights are not mixed; None if built
+    in."""
     if drafter in DRAFTERS:
         return None
     path = checkpoint_of(drafter)
@@ -97,7 +100,8 @@ class Evaluation:
 
     @classmethod
     def open(cls, drafter: str, settings: dict[str, Any], out: Path | None, sources: tuple[str, ...]) -> Evaluation:
-        """Return a new evaluation, or the one in `out`. Raises ConfigError if that has other settings, or is damaged."""
+        """Return a new evaluation, or the one in `out`. Raises ConfigError if that has other settings, or is
+        damaged."""
         if out and (out / EVALUATION).is_file():
             saved = read_json(out / EVALUATION, "choose another --out")
             if not isinstance(saved, dict) or any(name not in saved for name in ("settings", "sets", *ABOUT)):
@@ -167,9 +171,11 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate on every prompt set that is not in `out` yet; the model is loaded only if there is one.
 
-    `prompts`: files or data set ids [default: the built-in set]. `limit`: use only the first prompts of each. `config`: its
+    `prompts`: files or data set ids [default: the built-in set]. `limit`: use only the first prompts of each. `config`:
+    its
     drafters are ignored. `engine`: its drafter, num_drafted and max_batch are ignored. `out`: a new folder, an earlier
-    evaluation's to continue it, or a training run's. `shows_context`: also report each set's acceptance length by context.
+    evaluation's to continue it, or a training run's. `shows_context`: also report each set's acceptance length by
+    context.
 
     Raises ModelNotFoundError for a missing drafter, PromptError for missing prompts, ConfigError if `out` contains sets
     that were evaluated with other settings.
@@ -210,7 +216,9 @@ def _identity(about: dict[str, Any]) -> dict[str, Any]:
 def evaluation_config(drafter: str, config: BenchConfig) -> BenchConfig:
     """Return `config` with plain decoding and this one drafter. Raises ConfigError for "none", which drafts nothing."""
     if drafter == BASELINE:
-        raise ConfigError("none drafts nothing, so there is nothing to evaluate: name a drafter's folder, or use bench decode")
+        raise ConfigError(
+            "none drafts nothing, so there is nothing to evaluate: name a drafter's folder, or use bench decode"
+        )
     if config.against:
         raise ConfigError("an evaluation compares with plain decoding only: use bench decode --against for peers")
     batches, temperatures = tuple(dict.fromkeys(config.batches)), tuple(dict.fromkeys(config.temperatures))

@@ -3,8 +3,8 @@ checkable answers.
 
     paceline bench lossy --tasks tickets=heldout.jsonl,humaneval=humaneval.jsonl --settings "typical;lenience:0.5"
 
-Total variation and divergence come from the requests' ledgers (`verify/lossy.py`), computed in the verify passes. Speeds
-are compared with lossless speculation request by request; intervals are bootstraps over requests.
+Total variation and divergence come from the requests' ledgers (`verify/lossy.py`), computed in the verify passes.
+Speeds are compared with lossless speculation request by request; intervals are bootstraps over requests.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Result:
     tokens_per_round: float
     tokens_per_s: float
     beside_lossless: float | None
-    """Tokens per second over lossless speculation's, request by request. None if the setting is faster than plain decoding
-    by more than its acceptance length: then the machine was busy."""
+    """Tokens per second over lossless speculation's, request by request. None if the setting is faster than plain
+    decoding by more than its acceptance length: then the machine was busy."""
     beside_lossless_interval: Interval
     mean_tv: float
     mean_kl: float
@@ -102,21 +102,25 @@ class LossyBench:
         passes, base = self.passes[task.name, setting], self.passes[task.name, LOSSLESS]
         answers = passes[0].answers
         own, other = rates(passes), rates(base)
-        beside = [(*one, *two) for one, two in zip(own, other, strict=True)]
+        paired = [(*one, *two) for one, two in zip(own, other, strict=True)]
         scores = [(task.score(index, answer.text),) for index, answer in enumerate(answers)]
         others = [task.score(index, answer.text) for index, answer in enumerate(base[0].answers)]
         gains = [(score - before,) for (score,), before in zip(scores, others, strict=True)]
         acceptance_length = Rounds.counted([one for answer in answers for one in answer.rounds]).tokens_per_round
         plain = rates(self.passes[task.name, PLAIN])
-        is_sound = is_possible(rate_ratio([(*one, *two) for one, two in zip(own, plain, strict=True)]), acceptance_length)
+        is_sound = is_possible(
+            rate_ratio([(*one, *two) for one, two in zip(own, plain, strict=True)]), acceptance_length
+        )
         return Result(
             task=task.name,
             setting=setting,
             lossless=all(answer.lossless for answer in answers),
             tokens_per_round=acceptance_length,
             tokens_per_s=ratio_of_sums(own),
-            beside_lossless=rate_ratio(beside) if is_sound else None,
-            beside_lossless_interval=bootstrap(beside, rate_ratio) if is_sound and len(beside) >= FEWEST else (None, None),
+            beside_lossless=rate_ratio(paired) if is_sound else None,
+            beside_lossless_interval=bootstrap(paired, rate_ratio)
+            if is_sound and len(paired) >= FEWEST
+            else (None, None),
             mean_tv=_by_token(answers, "mean_tv"),
             mean_kl=_by_token(answers, "mean_kl"),
             share_changed=_by_token(answers, "share_changed"),
@@ -149,7 +153,8 @@ def _by_token(answers: list[Answer], name: str) -> float:
 
 
 def verdict(results: list[Result]) -> str:
-    """Return the conclusion in Markdown: the rules that are faster than lossless speculation, with their cost, if any is."""
+    """Return the conclusion in Markdown: the rules that are faster than lossless speculation, with their cost, if any
+    is."""
     lossy = [result for result in results if not result.lossless]
     faster = [result for result in lossy if result.is_faster]
     if not lossy:
@@ -158,9 +163,12 @@ def verdict(results: list[Result]) -> str:
         return f"No verdict: {BUSY}. A setting was faster than plain decoding by more than its acceptance length."
     if not faster:
         quicker = [result for result in lossy if result.beside_lossless is not None and result.beside_lossless > 1.0]
-        doubt = f" ({len(quicker)} of {len(lossy)} measured a little above it, within what chance does)" if quicker else ""
+        doubt = (
+            f" ({len(quicker)} of {len(lossy)} measured a little above it, within what chance does)" if quicker else ""
+        )
         return (
-            "**The lossless lane dominates everywhere**: no lossy setting is surely faster than it on any task, and each costs "
+            "**The lossless lane dominates everywhere**: no lossy setting is surely faster than it on any task, and "
+            "each costs "
             f"fidelity{doubt}. There is nothing to buy here."
         )
     lines = [
@@ -172,7 +180,9 @@ def verdict(results: list[Result]) -> str:
         for result in faster
     ]
     rest = len(lossy) - len(faster)
-    ending = [f"The lossless lane dominates the other {rest}: they are not surely faster and cost fidelity."] if rest else []
+    ending = (
+        [f"The lossless lane dominates the other {rest}: they are not surely faster and cost fidelity."] if rest else []
+    )
     return "\n".join(["Surely faster than the lossless lane, at a price:", "", *lines, "", *ending]).rstrip()
 
 
@@ -196,13 +206,15 @@ def table(results: list[Result]) -> Table:
     ]
     notes = [
         "intervals: bootstrap over requests; x lossless: tokens per second, request by request, all settings in turns",
-        "mean TV, KL (nats), changed: per token, from the verify passes; greedy answers count 1 where another token is said",
+        "mean TV, KL (nats), changed: per token, from the verify passes; greedy answers count 1 where another token "
+        "is said",
     ]
     return Table(columns, results, title="Lossy rules beside the lossless lane", notes=notes)
 
 
 def draw(results: list[Result]) -> str:
-    """Return an SVG of score and total variation over tokens/s, one column per task; a line joins Pareto-optimal settings."""
+    """Return an SVG of score and total variation over tokens/s, one column per task; a line joins Pareto-optimal
+    settings."""
     tasks = list(dict.fromkeys(result.task for result in results))
     with new_figure(WIDTH_INCHES * max(len(tasks), 1.4), 1.4 * WIDTH_INCHES) as figure:
         grid = figure.subplots(2, len(tasks), squeeze=False)
@@ -237,6 +249,8 @@ def as_line(bench: LossyBench) -> dict[str, Any]:
     return {
         "results": [asdict(result) for result in results],
         "verdict": verdict(results),
-        "lossless_dominates": None if is_busy else not any(result.is_faster for result in results if not result.lossless),
+        "lossless_dominates": None
+        if is_busy
+        else not any(result.is_faster for result in results if not result.lossless),
         **{name: getattr(bench.config, name) for name in ("temperature", "max_tokens", "repeat", "seed")},
     }

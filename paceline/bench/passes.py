@@ -48,13 +48,18 @@ def described(llm: LLM) -> dict[str, Any]:
 def mocked_engine(
     llm: LLM, drafter: Drafter, acceptance: float | Marginals, num_nodes: int = 0, device_rounds: bool | None = None
 ) -> Engine:
-    """Return an engine with mocked acceptance, independent of the target's output. `acceptance`: tokens accepted per round, or
-    marginals that set the acceptance of trees of `num_nodes` drafts."""
+    """Return an engine with mocked acceptance, independent of the target's output. `acceptance`: tokens accepted per
+    round, or marginals that set the acceptance of trees of `num_nodes` drafts."""
     chunk, planner = llm.config.prefill_chunk, None
     if isinstance(acceptance, Marginals):
         planner = MockedPlanner(most_chunk=chunk, num_nodes=num_nodes, marginals=acceptance)
     judge = RuleJudge(mocked(acceptance))
-    options: dict[str, Any] = {"judge": judge, "planner": planner, "prefill_chunk": chunk, "device_rounds": device_rounds}
+    options: dict[str, Any] = {
+        "judge": judge,
+        "planner": planner,
+        "prefill_chunk": chunk,
+        "device_rounds": device_rounds,
+    }
     engine = Engine(llm.target, llm.tokenizer, drafter, **options)
     engine.record(grows_trees=num_nodes > 0)
     return engine
@@ -113,7 +118,8 @@ class Pass:
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Tokens after each answer's first, over the time that was not prefill; None if prefill was not timed separately."""
+        """Tokens after each answer's first, over the time that was not prefill; None if prefill was not timed
+        separately."""
         if self.prefill_s is None or self.wall_s <= self.prefill_s:
             return None
         return (self.num_tokens - len(self.answers)) / (self.wall_s - self.prefill_s)
@@ -128,7 +134,11 @@ class Pass:
 
 
 def run_pass(
-    engine: Engine, requests: list[Request], params: list[SamplingParams], batch: int, on_answer: Callable[[], None] = ignore
+    engine: Engine,
+    requests: list[Request],
+    params: list[SamplingParams],
+    batch: int,
+    on_answer: Callable[[], None] = ignore,
 ) -> Pass:
     """Answer the requests, at most `batch` at the same time; the next one starts as soon as one is done."""
     waiting = deque(range(len(requests)))
@@ -179,13 +189,15 @@ def rates(passes: list[Pass]) -> list[tuple[float, ...]]:
 
 
 def rate_ratio(items: list[tuple[float, ...]]) -> float:
-    """Return the ratio of tokens per second. `items`: for each request (tokens, seconds, other's tokens, other's seconds)."""
+    """Return the ratio of tokens per second. `items`: for each request (tokens, seconds, other's tokens, other's
+    seconds)."""
     own, other = ratio_of_sums([item[:2] for item in items]), ratio_of_sums([item[2:] for item in items])
     return own / other if other else 0.0
 
 
 class Engines:
-    """One engine per drafter over one LLM's weights and cache: each drafter is bound, and its weights packed, only once."""
+    """One engine per drafter over one LLM's weights and cache: each drafter is bound, and its weights packed, only
+    once."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -199,7 +211,8 @@ class Engines:
         self._made[name] = self._llm.new_engine(drafter)
 
     def use(self, name: str) -> Engine:
-        """Give the LLM this drafter and its engine, and empty the cache so that no prefix of an earlier pass is reused."""
+        """Give the LLM this drafter and its engine, and empty the cache so that no prefix of an earlier pass is
+        reused."""
         llm = self._llm
         llm.engine, llm.drafter = self._made[name], self[name]
         llm.target.set_taps(llm.drafter.tap_layers)
@@ -214,8 +227,8 @@ class Engines:
 def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[list[Request], int]:
     """Return one request per user turn, and the number of turns that were left out because they do not fit the context.
 
-    Later turns follow plain greedy answers, so that every contender gets the same tokens. Raises ContextLengthError if no
-    turn fits.
+    Later turns follow plain greedy answers, so that every contender gets the same tokens. Raises ContextLengthError if
+    no turn fits.
     """
     requests: list[Request] = []
     num_skipped = 0
@@ -243,8 +256,8 @@ def make_requests(llm: LLM, prompts: list[Prompt], max_tokens: int) -> tuple[lis
 
 
 def parting(target: Target, prompt_ids: list[int], ours: list[int], theirs: list[int]) -> tuple[int, float] | None:
-    """Return (length of the common prefix of two answers, target's best logit minus its second-best there); None if equal. A
-    gap of 0 is a tie. The engine must be idle, since a cache row is used."""
+    """Return (length of the common prefix of two answers, target's best logit minus its second-best there); None if
+    equal. A gap of 0 is a tie. The engine must be idle, since a cache row is used."""
     index = first_difference(ours, theirs)
     if index is None:
         return None

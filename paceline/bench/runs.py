@@ -1,5 +1,5 @@
-"""Library calls of `bench decode` (on prompts or with mocked acceptance), `bench steps` and `bench lossy`: load, measure,
-write reports.
+"""Library calls of `bench decode` (on prompts or with mocked acceptance), `bench steps` and `bench lossy`: load,
+measure, write reports.
 
     line = bench_decode(EngineConfig(), BenchConfig(batches=(1, 8)), limit=4)
 
@@ -55,7 +55,9 @@ def bench_decode(
     with progress.bar("decoding", bench.num_answers) as advance:
         bench.run(
             on_answer=lambda setting: advance(str(setting)),
-            on_pass=lambda setting, done: run.log(**asdict(setting), tokens_per_s=done.tokens_per_s, wall_s=done.wall_s),
+            on_pass=lambda setting, done: run.log(
+                **asdict(setting), tokens_per_s=done.tokens_per_s, wall_s=done.wall_s
+            ),
         )
     line = as_line(bench, machine)
     if notice := write_run(run, bench, machine, line):
@@ -81,7 +83,8 @@ def bench_mock(
     trees = f" Trees are accepted by the marginals `{config.marginals}`, which give their tokens per round."
     report = markdown(
         f"Mocked acceptance: {line['model']}, {line['weights']} weights, drafter {line['drafter']}",
-        f"Real rounds over {config.prompt_tokens} tokens of prompt and {config.max_tokens} of answer, with mocked acceptance, "
+        f"Real rounds over {config.prompt_tokens} tokens of prompt and {config.max_tokens} of answer, with mocked "
+        "acceptance, "
         f"so the text means nothing: NOT lossless.{trees if config.trees else ''}",
         "The roofline moves bytes and multiplies at the machine's full rates, nothing else.",
         mock_table(line["results"]),
@@ -104,7 +107,9 @@ def bench_steps(
         bench.run(advance)
     steps = bench.as_json(machine, config_json(resolve(engine.model)))
     file = run.write_json("steps.json", steps)
-    verify, draft = ({(batch, width): 1e3 * spent for batch, width, spent in steps[name]} for name in ("verify", "draft"))
+    verify, draft = (
+        {(batch, width): 1e3 * spent for batch, width, spent in steps[name]} for name in ("verify", "draft")
+    )
     batches, widths = (sorted(set(column)) for column in zip(*verify, strict=True))
     columns = [Column("positions", lambda width: width)]
     for batch in batches:
@@ -144,7 +149,8 @@ def bench_lossy(
         lossy_table(results),
         "![score and total variation over tokens/s](pareto.svg)",
         f"Settings took turns over the same requests, one at a time, temperature {config.temperature:g}, "
-        f"{config.max_tokens} tokens at most, {config.repeat} repetitions. What each rule says: docs/explanation/lossless.md.",
+        f"{config.max_tokens} tokens at most, {config.repeat} repetitions. What each rule says: "
+        "docs/explanation/lossless.md.",
     )
     run.write("report.md", report)
     run.write_json("texts.json", bench.texts())
@@ -166,7 +172,11 @@ def mock_table(rows: list[dict[str, Any]]) -> Table:
         Column("drafted", lambda row: f"{'tree of ' if row['is_tree'] else ''}{row['num_drafted']}", align="right"),
         Column("step, ms", lambda row: row["step_ms"], "{:,.2f}", "right"),
         Column("tokens/s", lambda row: row["tokens_per_s"], "{:,.1f}", "right"),
-        Column("speed-up", lambda row: "busy: repeat" if row["speedup"] is None else f"{row['speedup']:.2f}x", align="right"),
+        Column(
+            "speed-up",
+            lambda row: "busy: repeat" if row["speedup"] is None else f"{row['speedup']:.2f}x",
+            align="right",
+        ),
         Column("roofline's step, ms", lambda row: row["roofline_step_ms"], "{:,.2f}", "right"),
         Column("its speed-up", lambda row: row["roofline_speedup"], "{:,.2f}x", "right"),
     )
@@ -190,14 +200,16 @@ def ceiling_line(llm: LLM, machine: Machine) -> str:
     rate = machine.read_bytes_per_s(num_bytes)
     cached = f" from memory, {rate / 1e9:.1f} GB/s of this much with its caches" if rate > machine.bytes_per_s else ""
     return (
-        f"ceiling: {machine.name} reads {machine.bytes_per_s / 1e9:.1f} GB/s{cached}, a pass reads {num_bytes / 1e6:.0f} MB of "
+        f"ceiling: {machine.name} reads {machine.bytes_per_s / 1e9:.1f} GB/s{cached}, a pass reads "
+        f"{num_bytes / 1e6:.0f} MB of "
         f"{form_of(llm.target).weight_format} weights: plain decoding of one request cannot exceed "
         f"{machine.ceiling_tokens_per_s(num_bytes):.1f} tokens/s"
     )
 
 
 def loaded(engine: EngineConfig, progress: Progress, **more: Any) -> tuple[LLM, Machine]:
-    """Load the model without a drafter, report it and the machine's ceiling, and return both. `more`: arguments of `LLM.of`."""
+    """Load the model without a drafter, report it and the machine's ceiling, and return both. `more`: arguments of
+    `LLM.of`."""
     llm = LLM.of(replace(engine, drafter="none"), **more)
     machine = this_machine(llm.config.device)
     progress.loaded(llm)
@@ -230,14 +242,16 @@ def raw_runs(bench: Bench) -> list[dict[str, Any]]:
 
 
 def write_run(run: RunFolder, bench: Bench, machine: Machine, line: dict[str, Any]) -> str | None:
-    """Write report.md, results.json, texts.json and report.html. Returns a notice if report.html could not be written."""
+    """Write report.md, results.json, texts.json and report.html. Returns a notice if report.html could not be
+    written."""
     results: list[Result] = line["results"]
     llm, config = bench.llm, bench.config
     report = markdown(
         f"Decoding speed: {llm.config.model}, {llm.config.dtype} ({form_of(llm.target)}), {machine.name}",
         verdict_on(results, line["looping"]),
         f"{ceiling_line(llm, machine)}.",
-        f"{len(bench.requests)} requests, up to {config.max_tokens} tokens each, medians of {config.repeat} repetitions; "
+        f"{len(bench.requests)} requests, up to {config.max_tokens} tokens each, medians of {config.repeat} "
+        "repetitions; "
         f"{bench.num_skipped} turns left out for length. {DECODING_NOTE}",
         table(results),
         "## Rounds by source of drafts",
@@ -253,7 +267,8 @@ def write_run(run: RunFolder, bench: Bench, machine: Machine, line: dict[str, An
         stages_table(results, machine),
         "## Differences from plain greedy decoding",
         [
-            f"{result.setting}, request {difference.request}: first at token {difference.index}, where the two best logits "
+            f"{result.setting}, request {difference.request}: first at token {difference.index}, where the two best "
+            "logits "
             f"were {difference.top2_gap:.4f} apart"
             for result in results
             for difference in result.differences

@@ -3,15 +3,15 @@ lossless.
 
     paceline bench steps --drafter random-dflash --context 256        ->  runs/bench-steps-*/steps.json
 
-`StepBench` measures the seconds of verification, drafting and the host for each (rows, positions) in turn, over a cache of
-`context` tokens. Drafts are replaced by random tokens, so that every width is verified. For a mixture of experts it also
-counts the experts that each size reads. The output is an input of `paceline simulate --table` and `--calibrate`.
+`StepBench` measures the seconds of verification, drafting and the host for each (rows, positions) in turn, over a cache
+of `context` tokens. Drafts are replaced by random tokens, so that every width is verified. For a mixture of experts it
+also counts the experts that each size reads. The output is an input of `paceline simulate --table` and `--calibrate`.
 
     paceline bench decode --weights random --mock-tokens-per-round 1,2,4,8
 
-`MockBench` measures the speed of a drafter with a given acceptance length, next to the roofline, after SGLang's experiment
-with dummy weights (docs/explanation/prediction.md): the cost of a round is real, its acceptance is set. Prompts are random
-tokens.
+`MockBench` measures the speed of a drafter with a given acceptance length, next to the roofline, after SGLang's
+experiment with dummy weights (docs/explanation/prediction.md): the cost of a round is real, its acceptance is set.
+Prompts are random tokens.
 """
 
 from __future__ import annotations
@@ -66,13 +66,15 @@ class FilledDrafter(Drafter):
 
     def propose(self, batch: Batch) -> DraftBlock:
         self.inner.propose(batch)
-        return DraftBlock.certain([self.draw.choices(self.tokens, k=limit) for limit in batch.draft_limits_B(self.num_drafted)])
+        return DraftBlock.certain(
+            [self.draw.choices(self.tokens, k=limit) for limit in batch.draft_limits_B(self.num_drafted)]
+        )
 
 
 Times = defaultdict[str, defaultdict[Size, list[float]]]
-"""Seconds of each repetition by stage and size. By (rows, positions): "verify" (target pass and verdict), "host" (commit,
-rollback, the drafter's update, text) and "rounds" (all of it). By (rows, drafts): "draft". By (1, tokens of a prompt):
-"prefill"."""
+"""Seconds of each repetition by stage and size. By (rows, positions): "verify" (target pass and verdict), "host"
+(commit, rollback, the drafter's update, text) and "rounds" (all of it). By (rows, drafts): "draft". By (1, tokens of a
+prompt): "prefill"."""
 
 
 def no_times() -> Times:
@@ -161,7 +163,8 @@ class StepBench:
         self._engine.planner = FixedPlanner(width, self.llm.config.prefill_chunk, whole_blocks=False)
 
     def as_json(self, machine: Machine, model_config: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the content of steps.json: medians over the repetitions; draft times of the drafter's own widths only."""
+        """Return the content of steps.json: medians over the repetitions; draft times of the drafter's own widths
+        only."""
         llm, times = self.llm, self.times
         own = {size: spent for size, spent in times["draft"].items() if size[1] <= self.drafter.num_drafted}
         return {
@@ -201,7 +204,8 @@ def table(times: dict[Size, list[float]]) -> list[list[float]]:
 
 
 def spread(times: dict[Size, list[float]]) -> float:
-    """Return how noisy the machine was: interquartile range over median of a size's times, as the median over all sizes."""
+    """Return how noisy the machine was: interquartile range over median of a size's times, as the median over all
+    sizes."""
     shares = []
     for runs in times.values():
         if len(runs) > 1:
@@ -267,9 +271,9 @@ class MockBench:
     def _result(self, setting: MockSetting) -> dict[str, Any]:
         """Return the medians over the repetitions of a setting.
 
-        "kept_tokens_per_round" is the measured acceptance length: an answer's last round may be cut short. "tokens_per_s"
-        covers all rows, without prefill. "speedup" is over plain decoding in the same repetition; None if the times rule it
-        out.
+        "kept_tokens_per_round" is the measured acceptance length: an answer's last round may be cut short.
+        "tokens_per_s" covers all rows, without prefill. "speedup" is over plain decoding in the same repetition; None
+        if the times rule it out.
         """
         batch, value, num_nodes = setting
         plain_setting = MockSetting(batch, PLAIN)
@@ -296,15 +300,21 @@ class MockBench:
         }
 
     def _roofline_s(self, setting: MockSetting) -> float:
-        """Return the seconds of a round at the machine's peak rates, with half of the answer in the cache. A DFlash drafter
-        costs its parameters and the target's head; other drafters count as free."""
+        """Return the seconds of a round at the machine's peak rates, with half of the answer in the cache. A DFlash
+        drafter costs its parameters and the target's head; other drafters count as free."""
         deployment = Deployment(self._machine, precisions_of(described(self.llm), self._shape.precisions))
         drafter, cost, num_slots = self._drafters[setting[1:]], NO_COST, self._num_slots(setting)
         if isinstance(drafter, DFlashDrafter):
             dtype, head = self.llm.config.dtype, self._shape.hidden_size * self.llm.target.vocab_size
-            rates, num_bytes = (deployment.flops_per_s(dtype), deployment.bytes_per_s), 4.0 if dtype == "float32" else 2.0
+            rates, num_bytes = (
+                (deployment.flops_per_s(dtype), deployment.bytes_per_s),
+                4.0 if dtype == "float32" else 2.0,
+            )
             cost = ShapeDrafter(num_parameters(drafter) + head, *rates, num_bytes, block=drafter.num_drafted + 1)
-        costs, context = RooflineCosts(self._shape, deployment, cost), self.config.prompt_tokens + self.config.max_tokens / 2
+        costs, context = (
+            RooflineCosts(self._shape, deployment, cost),
+            self.config.prompt_tokens + self.config.max_tokens / 2,
+        )
         verify_s = costs.verify_s(setting.batch, 1 + (setting.num_nodes or num_slots), context)
         return verify_s + costs.draft_s(setting.batch, num_slots, context) + costs.host_s
 

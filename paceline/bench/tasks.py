@@ -3,9 +3,9 @@
     task = read_task("tickets=heldout.jsonl", limit=20)
     task.score(0, text)                                      # 1.0 when the first row's answer is right, else 0.0
 
-Files are JSON lines, as written by recipes/support_tickets.py and as the data sets are published. The model's code runs in
-a separate process with limited time and memory, an empty environment and no writable files. This does not protect against
-malicious code.
+Files are JSON lines, as written by recipes/support_tickets.py and as the data sets are published. The model's code runs
+in a separate process with limited time and memory, an empty environment and no writable files. This does not protect
+against malicious code.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def read_task(given: str, limit: int | None = None) -> Task:
         raise PromptError(f"{file} is no file of task {name}: its rows need {', '.join(sorted(needed))}")
     prompts = read_prompts(file, limit)
     if len(prompts) != len(rows):
-        raise PromptError(f"{len(rows) - len(prompts)} rows of {file} are no prompts of their own: correct or remove them")
+        raise PromptError(
+            f"{len(rows) - len(prompts)} rows of {file} are no prompts of their own: correct or remove them"
+        )
     invalid = (ValueError, TypeError, LookupError, AttributeError)
     with reraised(PromptError, f"{file} has a row whose answer cannot be checked", "correct it", *invalid):
         for row in rows:
@@ -71,7 +73,11 @@ def score_ticket(row: Row, text: str) -> bool:
         answer = json.loads(text)
     except ValueError:
         return False
-    return bool(expected) and isinstance(answer, dict) and (answer.get("policy_id"), answer.get("action")) == expected.groups()
+    return (
+        bool(expected)
+        and isinstance(answer, dict)
+        and (answer.get("policy_id"), answer.get("action")) == expected.groups()
+    )
 
 
 def score_number(row: Row, text: str) -> bool:
@@ -89,7 +95,11 @@ def score_code(row: Row, text: str) -> bool:
     return runs(f"{row['prompt']}    pass\n\n{whole}\n\n{row['test']}\n\ncheck({row['entry_point']})\n")
 
 
-SCORERS: dict[str, Callable[[Row, str], bool]] = {"tickets": score_ticket, "gsm8k": score_number, "humaneval": score_code}
+SCORERS: dict[str, Callable[[Row, str], bool]] = {
+    "tickets": score_ticket,
+    "gsm8k": score_number,
+    "humaneval": score_code,
+}
 NEEDED = {"tickets": {"messages"}, "gsm8k": {"question", "answer"}, "humaneval": {"prompt", "entry_point", "test"}}
 
 
@@ -114,7 +124,8 @@ def runs(code: str) -> bool:
     command, before = [sys.executable, "-I", "-c", whole], limit if sys.platform != "win32" else None
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=WAIT_S, env={},
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=WAIT_S,
+            env={},
             cwd="/", check=False, preexec_fn=before, start_new_session=True,
         )  # fmt: skip
     except (subprocess.TimeoutExpired, ValueError):  # ValueError: code with a null byte

@@ -29,7 +29,9 @@ SERVERS = Changed(servers=Opt("--server"), patience_s=Opt("--patience"), num_dra
 
 
 @options
-def adapt_replay(config: ReplayConfig, seasonal: PolicyConfig, prices: PriceConfig, as_json: Json = False) -> dict[str, Any]:
+def adapt_replay(
+    config: ReplayConfig, seasonal: PolicyConfig, prices: PriceConfig, as_json: Json = False
+) -> dict[str, Any]:
     """Replay a policy on a virtual clock, without training.
 
     Uses synthetic traffic whose drift is known, or stored traces.
@@ -42,7 +44,11 @@ def adapt_replay(config: ReplayConfig, seasonal: PolicyConfig, prices: PriceConf
     figures = run(config, seasonal, prices, TerminalProgress())
     if not as_json:
         for name, value in figures.items():
-            say(f"{name.replace('_', ' ')}: {value:.2f}" if isinstance(value, float) else f"{name.replace('_', ' ')}: {value}")
+            say(
+                f"{name.replace('_', ' ')}: {value:.2f}"
+                if isinstance(value, float)
+                else f"{name.replace('_', ' ')}: {value}"
+            )
     return figures
 
 
@@ -113,7 +119,9 @@ def adapt_gate(
 def adapt_log(
     state: Annotated[Path, typer.Option(help="Folder of the log.")] = Path("runs/adapt"),
     hours: Annotated[int, typer.Option(help="Show only this many hours, the latest.")] = 24,
-    page: Annotated[bool, typer.Option(help="Also write report.html: acceptance by request class, with decisions.")] = False,
+    page: Annotated[
+        bool, typer.Option(help="Also write report.html: acceptance by request class, with decisions.")
+    ] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Show observations, decisions and actions by hour.

@@ -19,11 +19,19 @@ if TYPE_CHECKING:
 
 COLUMNS = (
     Column("answers", lambda each: each.answers, "{:,}", "right"),
-    Column("tokens/round", lambda each: f"{'at least ' if each.is_beyond else ''}{each.tokens_per_round:.2f}", align="right"),
+    Column(
+        "tokens/round",
+        lambda each: f"{'at least ' if each.is_beyond else ''}{each.tokens_per_round:.2f}",
+        align="right",
+    ),
     Column("over plain", lambda each: each.speedup, "{:.2f}x", "right"),
     Column("over now", lambda each: each.gain, "{:.2f}x", "right"),
     Column("tokens/s", lambda each: each.tokens_per_s, "{:,.0f}", "right"),
-    Column("training", lambda each: f"{60 * each.hours:.0f} min" if each.hours < 1.5 else f"{each.hours:.1f} h", align="right"),
+    Column(
+        "training",
+        lambda each: f"{60 * each.hours:.0f} min" if each.hours < 1.5 else f"{each.hours:.1f} h",
+        align="right",
+    ),
     Column("cost, $", lambda each: each.cost, "{:,.2f}", "right"),
     Column("saves $ an hour", lambda each: each.saved_per_hour, "{:,.2f}", "right"),
     Column("paid back after", lambda each: _days(each.pays_back_days), align="right"),
@@ -36,8 +44,12 @@ MOST_BYTES = 64 * 2**20
 def advise(
     costs: Annotated[CostsConfig, Without("toy", "expert_locality", "per_layer", "drafter_params")],
     config: Annotated[AdviceConfig, Changed(streams=Opt("--streams", "--batch"))],
-    traces: Annotated[Path | None, typer.Argument(help="Traces from paceline serve --traces or paceline record.")] = None,
-    url: Annotated[str | None, typer.Option(help="A running server (paceline, vLLM or SGLang): reads its /metrics.")] = None,
+    traces: Annotated[
+        Path | None, typer.Argument(help="Traces from paceline serve --traces or paceline record.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="A running server (paceline, vLLM or SGLang): reads its /metrics.")
+    ] = None,
     served_name: Annotated[
         str | None, typer.Option(help="With --url: the model to read, if the metrics are of several models.")
     ] = None,
@@ -82,7 +94,9 @@ def _server(url: str, model: str | None) -> Seen:
     if answer.failure:
         raise ConfigError(f"--url {url}: {answer.failure}: is a server running there?")
     if answer.status != 200 or len(answer.body) > MOST_BYTES:
-        raise ConfigError(f"--url {url}: GET /metrics answered {answer.status}: start vLLM or SGLang with its metrics on")
+        raise ConfigError(
+            f"--url {url}: GET /metrics answered {answer.status}: start vLLM or SGLang with its metrics on"
+        )
     return seen_in_server(parse_server(answer.body.decode("utf-8", errors="replace"), f"{url}/metrics", model), url)
 
 

@@ -23,7 +23,9 @@ STATUS = {"honest": 0, "faulty": 1, "unsure": 2}
 
 @options
 def audit(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Address of an OpenAI-compatible server, as http://HOST:PORT.")],
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="Address of an OpenAI-compatible server, as http://HOST:PORT.")
+    ],
     engine: Annotated[EngineConfig, FIELDS, NAMES],
     config: Annotated[AuditConfig, OPTIONS],
     prompts: PromptSource = None,
@@ -35,8 +37,8 @@ def audit(
 ) -> None:
     """Check that an endpoint runs the model it claims to run.
 
-    Compares sampled and greedy answers, seeds, log-probabilities, stop strings and token counts with the model, which is
-    loaded locally. Exit status 0: no fault found, 1: a fault, 2: undecided.
+    Compares sampled and greedy answers, seeds, log-probabilities, stop strings and token counts with the model, which
+    is loaded locally. Exit status 0: no fault found, 1: a fault, 2: undecided.
 
     Examples:
       paceline audit http://localhost:8000 --model smollm2-135m

@@ -38,7 +38,7 @@ MOCK_NAMES = Changed(
     trees=Opt("--mock-trees"),
     marginals=Opt("--mock-marginals"),
 )
-MEASURED = Opt(help="As --drafter of generate; random-dflash takes the draft lengths to measure.")
+MEASURED = Opt(help="The same as --drafter of generate; random-dflash takes the draft lengths to measure.")
 NO_MOCK = "does not go with --mock-tokens-per-round and --mock-trees: leave one of them out"
 
 LOAD_NAMES = Changed(
@@ -54,7 +54,9 @@ NOT_STARTED = Without("model", "num_drafted", "plan", "rule", "prefill_chunk")
 
 @options
 def bench_decode(
-    engine: Annotated[EngineConfig, NO_SERVER, Without("drafter", "num_drafted", "mocked_survival", "mocked_marginals"), MOCK],
+    engine: Annotated[
+        EngineConfig, NO_SERVER, Without("drafter", "num_drafted", "mocked_survival", "mocked_marginals"), MOCK
+    ],
     config: Annotated[BenchConfig, NAMES],
     mocked: Annotated[MockConfig, Only("tokens_per_round", "prompt_tokens", "trees", "marginals"), MOCK_NAMES],
     prompts: PromptSource = None,
@@ -97,7 +99,9 @@ def bench_decode(
 
 @options
 def bench_steps(
-    engine: Annotated[EngineConfig, NO_SERVER, NO_MOCKS, Without("num_drafted", "plan", "rule"), Changed(drafter=MEASURED)],
+    engine: Annotated[
+        EngineConfig, NO_SERVER, NO_MOCKS, Without("num_drafted", "plan", "rule"), Changed(drafter=MEASURED)
+    ],
     config: Annotated[StepsConfig, Changed(batches=Opt("--batch"), max_positions=Opt("--positions"))],
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/bench-steps-<time>].")] = None,
     as_json: Json = False,
@@ -177,10 +181,12 @@ def bench_latency(
     config: Annotated[LatencyConfig, Changed(timeout_s=Opt("--timeout"))],
     engine: Annotated[EngineConfig, NOT_STARTED, NO_MOCKS, Without("drafter")],
     workloads: Annotated[
-        list[str] | None, typer.Option("--workload", help="voice, coding or chat [default: voice, unless there are --prompts].")
+        list[str] | None,
+        typer.Option("--workload", help="voice, coding or chat [default: voice, unless there are --prompts]."),
     ] = None,
     prompts: Annotated[
-        list[str] | None, typer.Option("--prompts", help="A file of prompts, sent one after the other. May be repeated.")
+        list[str] | None,
+        typer.Option("--prompts", help="A file of prompts, sent one after the other. May be repeated."),
     ] = None,
     schema: Annotated[Path | None, typer.Option(help="JSON schema that answers to --prompts follow.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests of each workload.")] = None,
@@ -208,7 +214,9 @@ def bench_latency(
     from paceline.bench.serving import latency_run
 
     arms = replace(arms, words=words)
-    return latency_run.bench_latency(arms, config, workloads or (), prompts or (), schema, limit, out, TerminalProgress())
+    return latency_run.bench_latency(
+        arms, config, workloads or (), prompts or (), schema, limit, out, TerminalProgress()
+    )
 
 
 def _check_unused(words: Sequence[str], is_running: object) -> None:

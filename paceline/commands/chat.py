@@ -31,10 +31,12 @@ NO_OPTIONS = Without(
 def chat(
     engine: Annotated[
         EngineConfig,
-        Without("max_batch", "prefill_chunk", "weights", "mocked_tokens_per_round", "mocked_survival", "mocked_marginals"),
+        Without(
+            "max_batch", "prefill_chunk", "weights", "mocked_tokens_per_round", "mocked_survival", "mocked_marginals"
+        ),
     ],
     sampling: Annotated[SamplingParams, NO_OPTIONS, Changed(max_tokens=Opt(default=512))],
-    name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")] = None,
     system: System = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
@@ -106,7 +108,8 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) ->
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Defer the first Ctrl-C: yields a function that returns True after it. A second Ctrl-C raises KeyboardInterrupt."""
+    """Defer the first Ctrl-C: yields a function that returns True after it. A second Ctrl-C raises
+    KeyboardInterrupt."""
     pressed = []
 
     def note(number: int, frame: Any) -> None:

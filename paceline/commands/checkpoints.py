@@ -26,7 +26,7 @@ Folder = Annotated[
     str,
     typer.Argument(
         metavar="DRAFTER",
-        help="A drafter's folder or GGUF file, a hub id, a built-in model with a drafter, or default: the drafter of --model.",
+        help="A drafter's folder or GGUF file, a hub id, a built-in model with a drafter, or default: that of --model.",
     ),
 ]
 
@@ -39,13 +39,16 @@ def export(
         str,
         typer.Option(
             "--format",
-            help="For DFlash: speculators (vLLM), z-lab (vLLM, SGLang, the authors' package) or gguf (llama.cpp); for EAGLE-3: "
+            help="For DFlash: speculators (vLLM), z-lab (vLLM, SGLang, the authors' package) or gguf (llama.cpp); "
+            "for EAGLE-3: "
             "speculators or specforge; for an MTP layer: target, a copy of --model that contains the layer.",
         ),
     ] = "speculators",
     model: Annotated[
         str | None,
-        typer.Option(help="The target. Its name, its LM head rows and, for gguf, its tokenizer are copied into the files."),
+        typer.Option(
+            help="The target. Its name, its LM head rows and, for gguf, its tokenizer are copied into the files."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
@@ -96,7 +99,8 @@ def _eagle3(folder: Path, form: str, model: str | None, out: Path) -> dict[str, 
 
     if form not in ("speculators", "specforge"):
         raise ConfigError(
-            f"an EAGLE-3 drafter has no format {form!r}: give --format speculators (vLLM) or specforge (SGLang, SpecForge)"
+            f"an EAGLE-3 drafter has no format {form!r}: give --format speculators (vLLM) or specforge (SGLang, "
+            "SpecForge)"
         )
     check_new(out)
     checkpoint = read_eagle3(folder)
@@ -115,7 +119,8 @@ def _into_target(folder: Path, form: str, model: str | None, out: Path) -> dict[
 
     if form != "target" or not holds_mtp(folder) or model is None:
         raise ConfigError(
-            "format target, the only one for a trained MTP layer, puts it into a copy of its target: give the folder that "
+            "format target, the only one for a trained MTP layer, puts it into a copy of its target: give the folder "
+            "that "
             "paceline train --drafter-kind mtp wrote, and the target as --model"
         )
     names = stitch(read_mtp(folder), resolve_model(model), out)
@@ -147,21 +152,25 @@ def _target(model: str | None, needs_head: bool) -> tuple[HeadRows | None, dict[
 def inspect(
     drafter: Folder,
     engine: Annotated[EngineConfig, Only("dtype", "device", "max_len", "threads")],
-    model: Annotated[str | None, typer.Option(help="The target: measures the drafter's acceptance length with it.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The target: measures the drafter's acceptance length with it.")
+    ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, max=20, help="Number of built-in prompts to answer.")] = 20,
     max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 48,
     vary: Annotated[
         bool | None,
-        typer.Option("--vary/--no-vary", help="Try alternative values of each setting [default: if acceptance is low]."),
+        typer.Option(
+            "--vary/--no-vary", help="Try alternative values of each setting [default: if acceptance is low]."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Describe a drafter, and check that it fits a model.
 
-    A drafter with a wrong layer, mask token or draft position raises no error: it only has a low acceptance length. With
-    --model, twenty prompts are answered greedily. If the acceptance length is below 2.0, alternative values of each
-    setting are tried, one at a time, and ranked: layer ids, mask token, rotary style and length, window flags, head,
-    anchor position, norm flags.
+    A drafter with a wrong layer, mask token or draft position raises no error: it only has a low acceptance length.
+    With --model, twenty prompts are answered greedily. If the acceptance length is below 2.0, alternative values of
+    each setting are tried, one at a time, and ranked: layer ids, mask token, rotary style and length, window flags,
+    head, anchor position, norm flags.
 
     Examples:
       paceline inspect runs/mine/drafter --model smollm2-135m
@@ -204,7 +213,8 @@ def _measured(
     max_tokens: int,
     vary: bool | None,
 ) -> dict[str, Any]:
-    """Measure the drafter's acceptance length with the target and, if it is low or `vary` is set, that of each variation.
+    """Measure the drafter's acceptance length with the target and, if it is low or `vary` is set, that of each
+    variation.
 
     An MTP layer (without `stored`) has no variations, because its settings are the target's."""
     starting(engine.model)
@@ -223,7 +233,9 @@ def _measured(
     if not requests:
         raise ConfigError("the target's answers are empty: inspect needs a model that answers the built-in prompts")
     tokens_per_round = mismatch.measure(llm, llm.drafter, requests)
-    print(f"{'brings':17s} {tokens_per_round:.2f} tokens a round  ({len(requests)} answers, greedy; 1 is plain decoding)")
+    print(
+        f"{'brings':17s} {tokens_per_round:.2f} tokens a round  ({len(requests)} answers, greedy; 1 is plain decoding)"
+    )
     line: dict[str, Any] = {"fits": True, "tokens_per_round": tokens_per_round, "num_prompts": len(requests)}
     if stored is None or vary is False or (vary is None and tokens_per_round >= mismatch.LOW):
         return line

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 CHART = Changed(
-    results=Opt(metavar="RUN_FOLDER"), png=Opt(metavar="FILE"), columns=Opt(metavar="FILE"), columns_png=Opt(metavar="FILE")
+    results=Opt(metavar="RUN_FOLDER"),
+    png=Opt(metavar="FILE"),
+    columns=Opt(metavar="FILE"),
+    columns_png=Opt(metavar="FILE"),
 )
 COSTS = ("hardware", "gpus", "precision", "drafter_cost", "block", "table", "calibration", "overhead_ms", "plain_rate")
 
@@ -40,14 +43,20 @@ def compare(
     recorded: Annotated[
         Path | None, typer.Option("--from", metavar="RUN_FOLDER", help="Draw a recorded run again, without a model.")
     ] = None,
-    repeat: Annotated[int, typer.Option(help="Answers without and with drafts, in turns; keeps the median time of each.")] = 3,
+    repeat: Annotated[
+        int, typer.Option(help="Answers without and with drafts, in turns; keeps the median time of each.")
+    ] = 3,
     raw: Raw = False,
     system: System = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/compare-<time>, or that of --from].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder [default: runs/compare-<time>, or that of --from].")
+    ] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write an animated SVG.")] = None,
     svg_speed: Annotated[
         float | None,
-        typer.Option(help="Playback speed of the SVG: 1 is real time, 0.5 half as fast [default: slow enough to follow]."),
+        typer.Option(
+            help="Playback speed of the SVG: 1 is real time, 0.5 half as fast [default: slow enough to follow]."
+        ),
     ] = None,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Chart speed-up against acceptance length, predicted and measured.")
@@ -180,7 +189,8 @@ def _draw(run: RunFolder, timing: Timing, picture: Path | None, svg_speed: float
         files["svg"] = picture
     off, on = timing.off, timing.on
     say(
-        f"off {off.tokens_per_s:.1f} tokens/s, on {on.tokens_per_s:.1f} tokens/s ({on.tokens_per_round:.2f} tokens per round): "
+        f"off {off.tokens_per_s:.1f} tokens/s, on {on.tokens_per_s:.1f} tokens/s ({on.tokens_per_round:.2f} tokens "
+        "per round): "
         f"{timing.verdict}"
     )
     say("open in a browser: " + ", ".join(str(path) for path in files.values()))

@@ -13,7 +13,9 @@ from paceline.config import EngineConfig
 from paceline.loop.distill import config as asks
 from paceline.train.config import AnswerConfig, PromptsConfig
 
-TEACHER = Changed(model=Opt("--teacher", "--target", help="The large model: built-in name, folder, GGUF file or hub id."))
+TEACHER = Changed(
+    model=Opt("--teacher", "--target", help="The large model: built-in name, folder, GGUF file or hub id.")
+)
 ANSWERS = Only("max_tokens", "max_prompt_tokens", "system", "before")
 PROMPTS = Only("prompts", "limit")
 
@@ -29,14 +31,15 @@ def distill(
     gate: asks.GateConfig,
     files: asks.FilesConfig,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Time one training step on existing answers, print the run's costs, and stop.")
+        bool,
+        typer.Option("--dry-run", help="Time one training step on existing answers, print the run's costs, and stop."),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a smaller model on a larger one's answers.
 
-    The student has fewer layers than the teacher. The same command resumes an interrupted run. Exit status 0: passed; 1:
-    rejected because of its answers to held-out prompts. Models in service are not changed.
+    The student has fewer layers than the teacher. The same command resumes an interrupted run. Exit status 0: passed;
+    1: rejected because of its answers to held-out prompts. Models in service are not changed.
 
     Examples:
       paceline distill --teacher smollm2-135m --answers runs/answers/answers \\

@@ -19,7 +19,9 @@ PATH = "/admin/drafters"
 Server = Annotated[str, typer.Option("--server", help="The server's address.")]
 Key = Annotated[
     str | None,
-    typer.Option(help="The server's admin key [default: PACELINE_ADMIN_KEY]. The server's own machine may not need one."),
+    typer.Option(
+        help="The server's admin key [default: PACELINE_ADMIN_KEY]. The server's own machine may not need one."
+    ),
 ]
 Name = Annotated[str, typer.Argument(help="A drafter's name, as listed by `paceline drafters list`.")]
 HERE = "http://127.0.0.1:8000"
@@ -91,8 +93,11 @@ def drafters_unload(name: Name, server: Server = HERE, admin_key: Key = None, as
     return _list(server, admin_key, as_json)
 
 
-def _request(server: str, key: str | None, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Send a request to a server's admin API; returns the JSON response. Raises ConfigError with the server's error message."""
+def _request(
+    server: str, key: str | None, method: str, path: str, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Send a request to a server's admin API; returns the JSON response. Raises ConfigError with the server's error
+    message."""
     from paceline.net.streaming import Client
 
     key = key or os.environ.get("PACELINE_ADMIN_KEY") or None

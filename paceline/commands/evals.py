@@ -15,7 +15,9 @@ from paceline.loop.evals.config import EndpointConfig, EvalSampling, GateConfig,
 from paceline.loop.evals.sandbox.run import Limits
 
 ENGINE = Only("model", "drafter", "dtype", "max_len", "backend", "isa", "weight_format", "device", "threads")
-NAMES = Changed(drafter=Opt(default="none", help="none, default, ngram, a folder or hub id; must not change any answer."))
+NAMES = Changed(
+    drafter=Opt(default="none", help="none, default, ngram, a folder or hub id; must not change any answer.")
+)
 ENDPOINT = Changed(key_file=Opt("--api-key-file"), timeout_s=Opt("--timeout"))
 JUDGE = Changed(url=Opt("--judge"), served_name=Opt("--judge-name"), key_file=Opt("--judge-key-file"))
 LIMITS = Changed(
@@ -29,7 +31,9 @@ def evals_make(
     sources: Annotated[list[str], typer.Argument(help="A store (its evals side is used), or files of questions.")],
     config: Annotated[MakeConfig, Without("sources"), Changed(fields=Opt("--field"))],
     out: Annotated[Path, typer.Option(help="File of the suite.")] = Path("suite.jsonl"),
-    apart_from: Annotated[Path | None, typer.Option(help="A store: leave out cases similar to its training rows.")] = None,
+    apart_from: Annotated[
+        Path | None, typer.Option(help="A store: leave out cases similar to its training rows.")
+    ] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Make a suite of cases from a store or a file.
@@ -73,11 +77,14 @@ def evals_run(
     limit: Annotated[int | None, typer.Option(help="Only the first cases.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of this run in reports [default: model and drafter].")] = None,
     check_drafter: Annotated[
-        bool, typer.Option(help="With a drafter and greedy decoding: check that the model alone gives the same answers.")
+        bool,
+        typer.Option(help="With a drafter and greedy decoding: check that the model alone gives the same answers."),
     ] = True,
     unsafe_code: Annotated[
         bool,
-        typer.Option("--unsafe-code", help="Run code in answers without a sandbox if there is none. Only if you trust it."),
+        typer.Option(
+            "--unsafe-code", help="Run code in answers even where no sandbox is available. Only if you trust it."
+        ),
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/evals-<time>].")] = None,
     as_json: Json = False,
@@ -96,7 +103,8 @@ def evals_run(
     from paceline.loop.evals.run import Asked, evaluate
 
     request = Asked(
-        endpoint, judge, sampling, prices, limits, Gate(**asdict(gate)), samples, limit, name, check_drafter, unsafe_code,
+        endpoint, judge, sampling, prices, limits, Gate(**asdict(gate)), samples, limit, name, check_drafter,
+        unsafe_code,
     )  # fmt: skip
     done = evaluate(suite, engine, request, out=out, progress=TerminalProgress())
     finish(done.as_line(), as_json, REFUSED if done.refusals else 0)

@@ -65,7 +65,9 @@ def generate(
     max_tv: MaxTV = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also run plain decoding; show both speeds.")] = False,
     against: Annotated[str | None, typer.Option(help="transformers: also run its generate on the same prompt.")] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Also show accepted drafts by round, and phase times.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Also show accepted drafts by round, and phase times.")
+    ] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Answer one prompt and report speed and acceptance.
@@ -90,12 +92,12 @@ def generate(
     token_ids = encode(llm, prompt, system, raw)
     plain = answer_plainly(llm, token_ids, replace(sampling, lossy=None)) if compare else None
     completion = _stream(llm, token_ids, sampling, as_json)
-    beside = beside_plain(llm, completion, plain, sampling) if plain else None
+    plainly = beside_plain(llm, completion, plain, sampling) if plain else None
     peer = beside_transformers(llm, completion, sampling) if against else None
     machine, figures, spent_s = this_machine(llm.config.device), completion.stats, completion.stats.timings.verify_s
     read_per_s = llm.target.weight_bytes * figures.num_rounds / spent_s if spent_s else None
     values = {"llm": llm, "stats": figures, "machine": machine, "read_per_s": read_per_s}
-    say(render("answer.txt" if stats else "result.txt", **values, plain=beside, peer=peer).rstrip())
+    say(render("answer.txt" if stats else "result.txt", **values, plain=plainly, peer=peer).rstrip())
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,
@@ -110,7 +112,7 @@ def generate(
         "machine": machine,
         **({"logprobs": completion.logprobs} if sampling.logprobs is not None else {}),
         **({"prompt_logprobs": completion.prompt_logprobs} if sampling.prompt_logprobs is not None else {}),
-        **_compared(beside, peer),
+        **_compared(plainly, peer),
     }
 
 
@@ -157,7 +159,9 @@ def encode(llm: LLM, prompt: str, system: str | None, raw: bool) -> list[int]:
 def _stream(llm: LLM, token_ids: list[int], sampling: SamplingParams, as_json: bool) -> Completion:
     """Print the answer as it streams: to stdout or, with --json, to stderr."""
     out = sys.stderr if as_json else sys.stdout
-    [completion] = llm.generate_ids([token_ids], sampling, lambda chunk: print(chunk.text, end="", file=out, flush=True))
+    [completion] = llm.generate_ids(
+        [token_ids], sampling, lambda chunk: print(chunk.text, end="", file=out, flush=True)
+    )
     if not completion.text.endswith("\n"):
         print(file=out, flush=True)
     return completion

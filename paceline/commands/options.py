@@ -1,4 +1,5 @@
-"""Turns the fields of frozen config dataclasses into command-line options, so that each setting is defined in one place.
+"""Turns the fields of frozen config dataclasses into command-line options, so that each setting is defined in one
+place.
 
     @app.command()
     @options
@@ -8,10 +9,12 @@
 
 `max_len: int | None = None` becomes `--max-len` with the field's type and default; its docstring is the help text.
 
-- `tuple[int, ...]` and `tuple[float, ...]` are written `1,8`; `tuple[str, ...]` and `tuple[Path, ...]` by repeating the option.
+- `tuple[int, ...]` and `tuple[float, ...]` are written `1,8`; `tuple[str, ...]` and `tuple[Path, ...]` by repeating the
+  option.
 - `Literal["a", "b"]`, or `Annotated[str, ("a", "b")]`, shows the choices. `Annotated[int, "bytes"]` accepts `512M`.
 - A bool that is False by default is a flag; otherwise there is also `--no-...`. A field without a default is required.
-- `Annotated[EngineConfig, Without("prefill_chunk"), Changed(max_len=Opt(default=1024), drafter=Opt("--draft-model", "-d"))]`:
+- `Annotated[EngineConfig, Without("prefill_chunk"), Changed(max_len=Opt(default=1024), drafter=Opt("--draft-model",
+  "-d"))]`:
   excluded fields keep their defaults; `Opt` changes a field's name, help, default or metavar in this command.
 - Errors of the library name its parameters; here they are replaced by options: "max_batch must be at least 1" becomes
   "--max-batch must be at least 1".
@@ -125,7 +128,9 @@ class _Kind:
         if origin is Literal:
             return cls(str, **{**known, "choices": parts})
         if hint not in (str, int, float, bool, Path):
-            raise TypeError(f"no option can be made of {hint}: leave the field out, or give the command a parameter of its own")
+            raise TypeError(
+                f"no option can be made of {hint}: leave the field out, or give the command a parameter of its own"
+            )
         return cls(hint, **known)
 
 
@@ -243,7 +248,10 @@ def _note_threads(threads: int) -> None:
     """Print a note if there are more threads than cores."""
     cores = processor()["num_cores"]
     if isinstance(cores, int) and threads > cores:
-        print(f"note: --threads {threads} is more than the {cores} cores here, which is slower: give {cores}", file=sys.stderr)
+        print(
+            f"note: --threads {threads} is more than the {cores} cores here, which is slower: give {cores}",
+            file=sys.stderr,
+        )
 
 
 def given(context: typer.Context, *sources: str) -> list[str]:
@@ -286,7 +294,8 @@ def _options_of(owner: type, markers: list[Changed]) -> list[_Option]:
         chosen = [name for name in chosen if not (isinstance(marker, Without) and name in marker.fields)]
         opts |= marker.opts
     return [
-        _Option.of(owner, fields[name], hints[name], opts[name]) if name in opts else _usual(owner, name) for name in chosen
+        _Option.of(owner, fields[name], hints[name], opts[name]) if name in opts else _usual(owner, name)
+        for name in chosen
     ]
 
 
@@ -312,8 +321,8 @@ def _build(owner: type, values: list[tuple[_Option, Any]]) -> Any:
 def named(names: dict[str, str], also: str = "") -> Iterator[None]:
     """Replace fields by options (`names`: field -> option) in the messages of PacelineErrors.
 
-    Only words with an underscore outside paths are replaced, because "model" may be an ordinary word; `also` is a pattern of
-    more words to replace."""
+    Only words with an underscore outside paths are replaced, because "model" may be an ordinary word; `also` is a
+    pattern of more words to replace."""
     try:
         yield
     except PacelineError as error:
@@ -384,5 +393,7 @@ def _literals(owner: type) -> dict[str, str]:
         field.target.id: literal.value.value
         for field, literal in pairwise(body.body if isinstance(body, ast.ClassDef) else ())
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(literal, ast.Expr) and isinstance(literal.value, ast.Constant) and isinstance(literal.value.value, str)
+        if isinstance(literal, ast.Expr)
+        and isinstance(literal.value, ast.Constant)
+        and isinstance(literal.value.value, str)
     }

@@ -67,7 +67,8 @@ TAKES: dict[str, tuple[str, tuple[type, ...]]] = {
     "int": ("integer", (int, str)),
     "float": ("float", (int, float, str)),
 }
-"""Option type -> (its name in errors, accepted YAML types); other options accept text and numbers. click parses the texts."""
+"""Option type -> (its name in errors, accepted YAML types); other options accept text and numbers. click parses the
+texts."""
 
 
 def _option_value(option: Any, value: Any, where: str) -> Any:
@@ -102,22 +103,30 @@ def serve(
         typer.Option(callback=_read_config, is_eager=True, help="YAML file of these options; the command line wins."),
     ] = None,
     speculate: Annotated[
-        str, typer.Option(help="Draft length: auto (by measured speed), full (drafter's maximum), off, a number, or tree:N.")
+        str,
+        typer.Option(
+            help="Draft length: auto (by measured speed), full (drafter's maximum), off, a number, or tree:N."
+        ),
     ] = "auto",
     mock: Annotated[
         str | None,
         typer.Option(
             metavar="TOKENS_PER_ROUND|CURVE|MARGINALS|FILE",
-            help="Mock acceptance for a load test without a trained drafter: a number of tokens per round (4), a survival "
-            "curve (.8,.6,.4, or a file), or marginals for --speculate tree:N (greedy, or a file). --model may then be a "
-            "config.json or a name from simulate --list, with random weights. Answers are meaningless and marked lossless: "
+            help="Mock acceptance for a load test without a trained drafter: a number of tokens per round (4), a "
+            "survival "
+            "curve (.8,.6,.4, or a file), or marginals for --speculate tree:N (greedy, or a file). --model may then "
+            "be a "
+            "config.json or a name from simulate --list, with random weights. Answers are meaningless and marked "
+            "lossless: "
             "false, as is every metric; cannot be combined with --traces.",
         ),
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File of API keys, one per line.")] = None,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- OPTIONS]", show_default=False, help="With --engine: options passed to that engine."),
+        typer.Argument(
+            metavar="[-- OPTIONS]", show_default=False, help="With --engine: options passed to that engine."
+        ),
     ] = None,
     as_json: Json = False,
     context: typer.Context = None,  # pyright: ignore[reportArgumentType]  (typer gives it)
@@ -159,7 +168,10 @@ def _check_mock(serving: ServeConfig, tracing: TraceConfig) -> None:
             tracing.folder is not None,
             "--mock does not go with --traces: a drafter would be trained on meaningless text; leave one of them out",
         ),
-        (serving.features, "--mock does not go with --features: nothing is to be learned from it; leave one of them out"),
+        (
+            serving.features,
+            "--mock does not go with --features: nothing is to be learned from it; leave one of them out",
+        ),
     )
 
 
@@ -233,8 +245,13 @@ def _with_keys(serving: ServeConfig, api_key_file: Path | None) -> ServeConfig:
 
 
 def warm_up(llm: LLM) -> None:
-    """Run two short requests, so that weights and caches are in memory and the grammar library has read the vocabulary."""
+    """Run two short requests, so that weights and caches are in memory and the grammar library has read the
+    vocabulary."""
     prompt = llm.tokenizer.encode("Hello") or [0]
     llm.generate_ids([prompt], SamplingParams(max_tokens=8, ignore_eos=True))
-    if getattr(llm.tokenizer, "backend", None) is not None and llm.tokenizer.eos_token_ids and llm.config.mocked is None:
+    if (
+        getattr(llm.tokenizer, "backend", None) is not None
+        and llm.tokenizer.eos_token_ids
+        and llm.config.mocked is None
+    ):
         llm.generate_ids([prompt], SamplingParams(max_tokens=2, grammar=GrammarSpec("regex", "a")))

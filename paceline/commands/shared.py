@@ -45,7 +45,8 @@ def finish(line: dict[str, Any], as_json: bool, status: int = 0) -> None:
 
 
 def starting(model: str) -> None:
-    """Print "loading ..." at once, since imports and weights take seconds. Raises ModelNotFoundError for an invalid name."""
+    """Print "loading ..." at once, since imports and weights take seconds. Raises ModelNotFoundError for an invalid
+    name."""
     check_name(model)
     if sys.stderr.isatty():
         say(f"loading {model}")
@@ -78,7 +79,11 @@ class MinuteLines:
         if now - self._printed < self.EVERY_S:
             return
         self._printed = now
-        done = f"{self._done} of {self._total} ({self._done / max(1, self._total):.0%})" if share is None else f"{share:.0%}"
+        done = (
+            f"{self._done} of {self._total} ({self._done / max(1, self._total):.0%})"
+            if share is None
+            else f"{share:.0%}"
+        )
         if share is None:
             share = self._done / max(1, self._total)
         since = share - self._first
@@ -119,15 +124,21 @@ class TerminalProgress(Progress):
         table.show()
 
 
-Json = Annotated[bool, typer.Option("--json", help="Last line of stdout is one JSON object; everything else goes to stderr.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Last line of stdout is one JSON object; everything else goes to stderr.")
+]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text without the chat template.")]
 System = Annotated[str | None, typer.Option(help="System message.")]
-PromptSource = Annotated[str | None, typer.Option(help="JSON lines, Parquet or data set id [default: a small built-in set].")]
+PromptSource = Annotated[
+    str | None, typer.Option(help="JSON lines, Parquet or data set id [default: a small built-in set].")
+]
 JsonSchema = Annotated[
     str | None,
     typer.Option(metavar="FILE|TEXT", help="JSON schema of the answer; {} for any object. Needs paceline[serve]."),
 ]
-Regex = Annotated[str | None, typer.Option(help="Regular expression that the whole answer matches. Needs paceline[serve].")]
+Regex = Annotated[
+    str | None, typer.Option(help="Regular expression that the whole answer matches. Needs paceline[serve].")
+]
 Limit = Annotated[int | None, typer.Option(help="Only the first prompts.")]
 MOCK = Changed(mocked_tokens_per_round=Opt("--mock", metavar="TOKENS_PER_ROUND"))
 
@@ -141,14 +152,19 @@ LossyRule = Annotated[
     ),
 ]
 MaxTV = Annotated[
-    float | None, typer.Option(help="With --lossy: limit of the mean total variation; at the limit, verification is lossless.")
+    float | None,
+    typer.Option(help="With --lossy: limit of the mean total variation; at the limit, verification is lossless."),
 ]
 
 
 def lossy_of(text: str | None, max_tv: float | None) -> Lossy | None:
-    """Return the lossy rule of --lossy and --max-tv. Raises SamplingError (invalid rule), ConfigError (--max-tv alone)."""
+    """Return the lossy rule of --lossy and --max-tv. Raises SamplingError (invalid rule), ConfigError (--max-tv
+    alone)."""
     if text is None:
-        refuse(ConfigError, (max_tv is not None, "--max-tv is the budget of a lossy rule: give --lossy too, or leave it out"))
+        refuse(
+            ConfigError,
+            (max_tv is not None, "--max-tv is the budget of a lossy rule: give --lossy too, or leave it out"),
+        )
         return None
     lossy = Lossy.of(text)
     return lossy if max_tv is None else replace(lossy, max_tv=max_tv)
@@ -177,7 +193,8 @@ def is_named(engine: EngineConfig) -> bool:
 
 
 def prompt_of(word: str | None, example: str) -> str:
-    """Return the prompt from the command line, or stdin for `-`. Raises PromptError if it is missing; `example` shows usage."""
+    """Return the prompt from the command line, or stdin for `-`. Raises PromptError if it is missing; `example` shows
+    usage."""
     if word is None:
         raise PromptError(f'there is no prompt: give one, as in {example} "Why is the sky blue?", or - for stdin')
     if word == "-":

@@ -1,4 +1,5 @@
-"""`paceline simulate`, `simulate-serving` and `calculator`: predictions of speed-up, and fits to measured step times."""
+"""`paceline simulate`, `simulate-serving` and `calculator`: predictions of speed-up, and fits to measured step
+times."""
 
 from __future__ import annotations
 
@@ -79,20 +80,26 @@ def simulate(
     price: PriceConfig,
     calibrate: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FOLDER", help="Fit the roofline model to the step times of a bench steps run; repeatable."),
+        typer.Option(
+            metavar="FOLDER", help="Fit the roofline model to the step times of a bench steps run; repeatable."
+        ),
     ] = None,
-    flags: Annotated[bool, typer.Option("--flags", help="Also print flags for paceline, vLLM and SGLang servers.")] = False,
-    out: Annotated[Path | None, typer.Option(help="With --calibrate: output folder [default: that of the step times].")] = None,
+    flags: Annotated[
+        bool, typer.Option("--flags", help="Also print flags for paceline, vLLM and SGLang servers.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="With --calibrate: output folder [default: that of the step times].")
+    ] = None,
     list_known: Annotated[bool, typer.Option("--list", help="List models and machines.")] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Predict the speed-up of speculation before training.
 
     Prints the best draft length, the speed-up, and the time of each part of a round. A round drafts g tokens, verifies
-    g + 1 positions in one target pass and yields N(g) tokens: speed-up(g) = N(g) / (pass of g + 1 positions / plain pass
-    + drafting / plain pass). A dense model at a small batch size verifies drafts at almost no cost. A mixture of experts
-    does not: at batch sizes of 4 to 8 each draft activates more experts, whose weights must be read. Needs no GPU and no
-    weights; each prediction prints its limits. docs/explanation/prediction.md has the formulas.
+    g + 1 positions in one target pass and yields N(g) tokens: speed-up(g) = N(g) / (pass of g + 1 positions / plain
+    pass + drafting / plain pass). A dense model at a small batch size verifies drafts at almost no cost. A mixture of
+    experts does not: at batch sizes of 4 to 8 each draft activates more experts, whose weights must be read. Needs no
+    GPU and no weights; each prediction prints its limits. docs/explanation/prediction.md has the formulas.
 
     Examples:
       paceline simulate --model DeepSeek-V4-Pro --hardware B200 \\
@@ -138,7 +145,8 @@ def _price(answer: Answer, config: PredictConfig, price: PriceConfig, *, stderr:
 
 
 def _show(answer: Answer, *, stderr: bool) -> None:
-    """Print a row for each batch size; for a single one also speed-up by draft length and the effect of more acceptance."""
+    """Print a row for each batch size; for a single one also speed-up by draft length and the effect of more
+    acceptance."""
     columns = [
         Column("batch", lambda each: each.batch),
         Column("best draft", lambda each: each.best_draft_length),
@@ -194,7 +202,9 @@ def _overhead_notes(answer: Answer) -> list[str]:
         f"{speedup:.2f}x ({length} drafts)" + (f" at batch {prediction.batch}" if len(answer.predictions) > 1 else "")
         for prediction, (length, speedup) in zip(answer.predictions, answer.without, strict=True)
     )
-    return [f"overhead: {1e3 * overhead.seconds:.2f} ms of each round, {overhead.source}; the best without it: {speedups}"]
+    return [
+        f"overhead: {1e3 * overhead.seconds:.2f} ms of each round, {overhead.source}; the best without it: {speedups}"
+    ]
 
 
 def _parts(prediction: Prediction) -> str:
@@ -209,7 +219,10 @@ def _bar(prediction: Prediction, length: int, speedup: float) -> str:
 def print_notes(setup: Setup, *, stderr: bool) -> None:
     """Print a prediction's assumptions, warnings and first limits."""
     lines = [*filter(None, [setup.assumed]), *(f"warning: {warning}" for warning in setup.warnings)]
-    lines += ["Limits:", *(f"- {sentence}" for sentence in setup.limits[:2])]  # the same after each answer: two are enough
+    lines += [
+        "Limits:",
+        *(f"- {sentence}" for sentence in setup.limits[:2]),
+    ]  # the same after each answer: two are enough
     if left := setup.limits[2:]:
         lines.append(f"- {len(left)} more: with --json under limits; docs/explanation/prediction.md, What is left out")
     (say if stderr else print)("\n".join(lines))
@@ -223,7 +236,9 @@ def _list_known(as_json: bool) -> dict[str, Any]:
     unavailable = {name: entry["unavailable"] for name, entry in known.items() if "unavailable" in entry}
     for name in () if as_json else known:
         shape = shapes.get(name)
-        size = f"{shape.num_parameters / 1e9:.4g}B, {shape.num_active / 1e9:.3g}B active" if shape else unavailable[name]
+        size = (
+            f"{shape.num_parameters / 1e9:.4g}B, {shape.num_active / 1e9:.3g}B active" if shape else unavailable[name]
+        )
         print(f"{name:22s} {size}")
     if not as_json:
         print("machines: " + ", ".join([*catalogue.machines(), "this"]))
@@ -261,7 +276,9 @@ def _draw_fit(file: Path, fitted: Fitted) -> None:
         series.append(Series(f"batch {batch:g}", widths, [1e3 * one.seconds for one in own], color))
         series.append(Series(f"predicted {batch:g}", widths, predicted, color, is_faint=True))
     try:
-        _, drawn = curves("Rounds, measured and predicted", series, xlabel="positions of a row", ylabel="ms", ylim=(0, None))
+        _, drawn = curves(
+            "Rounds, measured and predicted", series, xlabel="positions of a row", ylabel="ms", ylim=(0, None)
+        )
     except ConfigError as error:
         say(f"no figure: {error}")
         return
@@ -276,7 +293,9 @@ def simulate_serving(
         Changed(table=Opt("--steps", "--table")),
     ],
     config: Annotated[ServingConfig, Changed(policy=Opt(comma=True), against=Opt(metavar="RUN_FOLDER"))],
-    out: Annotated[Path | None, typer.Option(help="Also write figures, a report and charts to this run folder.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write figures, a report and charts to this run folder.")
+    ] = None,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Predict a server's latency and throughput under load.
@@ -298,8 +317,10 @@ def simulate_serving(
     if config.against:
         say(
             f"{sum(load.has_throughput for load in answer.compared)} of {len(answer.compared)} loads within "
-            f"{THROUGHPUT_WITHIN:.0%} of the measured throughput, {answer.num_within} of them also {FIRST_TOKEN_WITHIN:.0%} "
-            f"of the median time to the first token; acceptance {'as given' if config.acceptance else 'as in the run'}: "
+            f"{THROUGHPUT_WITHIN:.0%} of the measured throughput, {answer.num_within} of them also "
+            f"{FIRST_TOKEN_WITHIN:.0%} "
+            f"of the median time to the first token; acceptance "
+            f"{'as given' if config.acceptance else 'as in the run'}: "
             + (", ".join(f"{share:.2f}" for share in answer.survival) or "nothing was drafted")
         )
     print_notes(answer.setup, stderr=as_json)
@@ -370,7 +391,9 @@ def _compared_plots(compared: list[Compared]) -> list[Plot]:
 def calculator(
     out: Annotated[Path, typer.Option(help="File of the page.")] = Path("calculator.html"),
     open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
-    this_machine: Annotated[bool, typer.Option("--this-machine", help="Also measure and include this machine.")] = False,
+    this_machine: Annotated[
+        bool, typer.Option("--this-machine", help="Also measure and include this machine.")
+    ] = False,
     as_json: Json = False,
 ) -> dict[str, Any]:
     """Write the predictions as one interactive HTML page.
@@ -392,7 +415,10 @@ def calculator(
     write_whole(out, page(machine))
     tables = data(machine)
     models, machines = list(tables["models"]), list(tables["machines"])
-    say(f"wrote {out}: {len(models)} models, {len(machines)} machines, {out.stat().st_size / 1e3:.0f} kB; open it in a browser")
+    say(
+        f"wrote {out}: {len(models)} models, {len(machines)} machines, {out.stat().st_size / 1e3:.0f} kB; open it in "
+        "a browser"
+    )
     if open_it and not webbrowser.open(out.resolve().as_uri()):
         say("found no browser to open it with")
     return {"page": out, "num_bytes": out.stat().st_size, "models": models, "machines": machines}

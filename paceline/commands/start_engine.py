@@ -30,7 +30,8 @@ def _given(context: typer.Context | None) -> list[str]:
 def check_own(words: Sequence[str], context: typer.Context | None) -> None:
     """Raises ConfigError for options that paceline's own engine does not have."""
     refuse(
-        ConfigError, (bool(words), f"what is {' '.join(words)!r}? Options behind -- are another engine's: give --engine too")
+        ConfigError,
+        (bool(words), f"what is {' '.join(words)!r}? Options behind -- are another engine's: give --engine too"),
     )
     for name in _given(context):
         if name in OTHERS:
@@ -40,9 +41,14 @@ def check_own(words: Sequence[str], context: typer.Context | None) -> None:
 
 
 def serve_with_other(
-    engine: EngineConfig, serving: ServeConfig, other: OtherEngineConfig, words: tuple[str, ...], context: typer.Context | None
+    engine: EngineConfig,
+    serving: ServeConfig,
+    other: OtherEngineConfig,
+    words: tuple[str, ...],
+    context: typer.Context | None,
 ) -> int:
-    """Run the other engine until it ends; returns its exit status. Raises ConfigError for options that it does not have."""
+    """Run the other engine until it ends; returns its exit status. Raises ConfigError for options that it does not
+    have."""
     options = _given(context)
     for name in options:
         if name not in (*TAKEN, *OTHERS, "engine"):

@@ -42,7 +42,9 @@ def store_add(
         if model is not None and model != opened.model:
             raise ConfigError(f"{store} holds tokens of {opened.model}, not of {model}: make another store for them")
         if config not in (SplitConfig(), opened.split):
-            raise ConfigError(f"{store} is split in another way: leave these options out, or split it again with store split")
+            raise ConfigError(
+                f"{store} is split in another way: leave these options out, or split it again with store split"
+            )
     elif model is None:
         raise ConfigError(f"{store} is new: say whose tokens it holds with --model")
     else:

@@ -47,18 +47,22 @@ def train(
     config: Annotated[asks.TrainConfig, Without("target", "asked", "answering", "elsewhere", "shape", "loop", "given")],
     target: Target,
     asked: asks.PromptsConfig,
-    answering: Annotated[asks.AnswerConfig, Without("seed", "top_k", *GIVEN), Changed(temperatures=Opt("--temperature"))],
+    answering: Annotated[
+        asks.AnswerConfig, Without("seed", "top_k", *GIVEN), Changed(temperatures=Opt("--temperature"))
+    ],
     elsewhere: asks.ElsewhereConfig,
     shape: Annotated[asks.DrafterShape, Changed(**SHAPE)],
     loop: Annotated[asks.LoopConfig, Without("loss", "optim"), Changed(autocast=Opt("--autocast/--full-precision"))],
     loss: Annotated[asks.LossConfig, Without("alpha"), LOSS],
     optim: Annotated[asks.OptimConfig, Only("name", "lr"), Changed(name=Opt("--optimiser"))],
     run_file: Annotated[
-        Path | None, typer.Option("--config", help="A run.yaml, as written by every run. The command line overrides it.")
+        Path | None,
+        typer.Option("--config", help="A run.yaml, as written by every run. The command line overrides it."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; loads no weights.")] = False,
     device_name: Annotated[
-        str | None, typer.Option(help="With --dry-run: plan for another machine, such as '8x H100' [default: this one].")
+        str | None,
+        typer.Option(help="With --dry-run: plan for another machine, such as '8x H100' [default: this one]."),
     ] = None,
     as_json: Json = False,
     context: typer.Context = None,  # pyright: ignore[reportArgumentType]  (typer gives it)
@@ -107,13 +111,18 @@ def train(
 
 def kept_files(run: Path) -> list[str]:
     """Return a sentence on the files needed only to resume the run, with their size, or an empty list."""
-    names = [path.name for path in sorted(run.iterdir()) if path.is_dir() and path.name.startswith(("checkpoints", "features"))]
+    names = [
+        path.name
+        for path in sorted(run.iterdir())
+        if path.is_dir() and path.name.startswith(("checkpoints", "features"))
+    ]
     size = sum(file.stat().st_size for name in names for file in (run / name).rglob("*") if file.is_file())
     if not size:
         return []
     folders = " and ".join(f"{run / name}" for name in names)
     return [
-        f"{folders} ({size / 1e6:,.0f} MB) may be deleted unless this run is to go on; serving needs {run / 'drafter'} alone"
+        f"{folders} ({size / 1e6:,.0f} MB) may be deleted unless this run is to go on; serving needs "
+        f"{run / 'drafter'} alone"
     ]
 
 

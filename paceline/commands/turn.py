@@ -16,11 +16,14 @@ from paceline.errors import ConfigError
 @options
 def turn(
     config: Annotated[
-        Path, typer.Option("--config", help="YAML file of the flywheel: the model, its answers, and the models to build.")
+        Path,
+        typer.Option("--config", help="YAML file of the flywheel: the model, its answers, and the models to build."),
     ],
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print each stage's minutes, tokens, disk space and money, and stop. Writes nothing."),
+        typer.Option(
+            "--dry-run", help="Print each stage's minutes, tokens, disk space and money, and stop. Writes nothing."
+        ),
     ] = False,
     show_ledger: Annotated[
         bool, typer.Option("--ledger", help="Show cost and quality of all iterations so far, and stop.")

@@ -4,8 +4,8 @@
 
 `regenerate` writes the shards and `features` reads them. A shard is written atomically; until then its answers are in a
 journal (`journal.py`). Each process writes files of its own, so no locks are needed. The server's traces
-(`serve/admin/traces.py`, traces-*.parquet) have the same columns first; further columns are ignored. If such a file is used
-as prompts, the token ids in `prompt_ids` are sent unchanged.
+(`serve/admin/traces.py`, traces-*.parquet) have the same columns first; further columns are ignored. If such a file is
+used as prompts, the token ids in `prompt_ids` are sent unchanged.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class AnswerShards:
         return path
 
     def note(self, answer: Answer, is_over: bool) -> None:
-        """Append an answer to the journal, which keeps it until a shard contains it. `is_over`: the conversation has ended. The
-        caller then passes all its answers to `write`."""
+        """Append an answer to the journal, which keeps it until a shard contains it. `is_over`: the conversation has
+        ended. The caller then passes all its answers to `write`."""
         self._journal.note(self._journal_path(self._next), answer, is_over)
 
     def recover(self) -> dict[str, list[Answer]]:
@@ -112,7 +112,8 @@ class AnswerShards:
         return self.read()
 
     def read(self, dropped: Dropped | None = None) -> Iterator[Answer]:
-        """Yield the same answers as iteration. Unusable rows are counted in `dropped`, or raise PromptError without it."""
+        """Yield the same answers as iteration. Unusable rows are counted in `dropped`, or raise PromptError without
+        it."""
         finished, _ = read_journals(self._journals())
         for path in self._paths():
             if path.exists():  # a running server deletes its oldest traces
@@ -125,14 +126,19 @@ class AnswerShards:
     def _journals(self, process: str = "") -> list[Path]:
         """Return the paths of the journals whose shard is not written yet."""
         paths = sorted(self.folder.glob(f"journal-{process}*.jsonl"))
-        return [path for path in paths if not path.with_name(f"{path.stem.replace('journal', 'answers', 1)}.parquet").exists()]
+        return [
+            path
+            for path in paths
+            if not path.with_name(f"{path.stem.replace('journal', 'answers', 1)}.parquet").exists()
+        ]
 
     def _paths(self) -> list[Path]:
         return sorted([*self.folder.glob("answers-*.parquet"), *self.folder.glob("traces-*.parquet")])
 
 
 def read_answers(path: Path | str, dropped: Dropped | None = None) -> Iterator[Answer]:
-    """Yield the answers of a Parquet file. Raises PromptError, also on a row without token ids unless `dropped` counts it."""
+    """Yield the answers of a Parquet file. Raises PromptError, also on a row without token ids unless `dropped` counts
+    it."""
     for number, row in enumerate(_read(path, SCHEMA.names).to_pylist(), start=1):
         if row["key"] is None or not _are_ids(row["prompt_ids"]) or not _are_ids(row["answer_ids"]):
             error = RowError(f"{path}, row {number}: no key, or no token ids of prompt and answer", "without token ids")

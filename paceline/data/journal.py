@@ -26,7 +26,8 @@ class Answer:
     """One answer of the target: its prompt, its tokens and its text."""
 
     key: str
-    """Identifies the conversation and the sample (source, prompt id, temperature). All turns of a conversation share it."""
+    """Identifies the conversation and the sample (source, prompt id, temperature). All turns of a conversation share
+    it."""
     source: str
     turn: int
     """Index of the answer in its conversation, from 0."""
@@ -81,7 +82,9 @@ def read_journals(paths: Iterable[Path]) -> tuple[list[Answer], dict[str, list[A
             if is_over:
                 over.add(answer.key)
     listed = {key: [answers[turn] for turn in sorted(answers)] for key, answers in turns.items()}
-    whole = {key: answers for key, answers in listed.items() if [answer.turn for answer in answers] == [*range(len(answers))]}
+    whole = {
+        key: answers for key, answers in listed.items() if [answer.turn for answer in answers] == [*range(len(answers))]
+    }
     finished = [answer for key, answers in whole.items() if key in over for answer in answers]
     return finished, {key: answers for key, answers in whole.items() if key not in over}
 

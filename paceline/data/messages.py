@@ -1,7 +1,8 @@
-"""Converts conversations and tools of OpenAI's API into one normal form for server, data rows, proxy, evals and library.
+"""Converts conversations and tools of OpenAI's API into one normal form for server, data rows, proxy, evals and
+library.
 
-`normalised` validates messages and names the invalid field. Its result is itself a valid request for any OpenAI-compatible
-server. `model/text/chat.py` renders it as a prompt.
+`normalised` validates messages and names the invalid field. Its result is itself a valid request for any
+OpenAI-compatible server. `model/text/chat.py` renders it as a prompt.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ UNUSED_CALLED_KEYS = {
     "parsed_arguments": "the arguments once more, as the openai package parsed them",
     "provider_specific_fields": "as of messages",
 }
-"""Keys that are accepted and ignored, as UNUSED_KEYS: in a part of a content, in a call, and in the function of a call."""
+"""Keys that are accepted and ignored, as UNUSED_KEYS: in a part of a content, in a call, and in the function of a
+call."""
 READ_KEYS = frozenset({*MESSAGE_KEYS, *ALIASES, *UNUSED_KEYS})
 FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 """Keys of a function in normal form, in the order in which a prompt renders them."""
 
 
 class MessageError(PromptError):
-    """A message that cannot become part of a prompt; `field` is the path of the invalid field, e.g. `messages[1].content`."""
+    """A message that cannot become part of a prompt; `field` is the path of the invalid field, e.g.
+    `messages[1].content`."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -130,19 +133,30 @@ def _calls(message: Message, field: str) -> list[dict[str, Any]]:
 
 def _call(call: Any, field: str) -> dict[str, Any]:
     if not isinstance(call, Mapping) or call.get("type") not in (None, "function"):
-        raise MessageError(field, 'must be {"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}')
+        raise MessageError(
+            field, 'must be {"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
+        )
     known = {name for name, value in call.items() if value is not None} - {"id", "type", "function", *UNUSED_CALL_KEYS}
     if known:
         raise MessageError(f"{field}.{sorted(map(str, known))[0]}", "no such field of a call: leave it out")
     name = _string(dict(call), "id", field) if call.get("id") is not None else ""
-    return ({"id": name} if name else {}) | {"type": "function", "function": _called(call.get("function"), f"{field}.function")}
+    return ({"id": name} if name else {}) | {
+        "type": "function",
+        "function": _called(call.get("function"), f"{field}.function"),
+    }
 
 
 def _called(function: Any, field: str) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise MessageError(f"{field}.name", "a call needs the name of its function")
-    if unknown := {key for key, value in function.items() if value is not None} - {"name", "arguments", *UNUSED_CALLED_KEYS}:
-        raise MessageError(f"{field}.{sorted(map(str, unknown))[0]}", "no such field of a called function: leave it out")
+    if unknown := {key for key, value in function.items() if value is not None} - {
+        "name",
+        "arguments",
+        *UNUSED_CALLED_KEYS,
+    }:
+        raise MessageError(
+            f"{field}.{sorted(map(str, unknown))[0]}", "no such field of a called function: leave it out"
+        )
     return {"name": function["name"], "arguments": _arguments(function.get("arguments"), f"{field}.arguments")}
 
 
@@ -156,12 +170,15 @@ def _arguments(given: Any, field: str) -> str:
         text = given if isinstance(given, str) else json.dumps(dict(given), ensure_ascii=False, allow_nan=False)
         arguments = parsed_object(text)
     except (ValueError, TypeError, RecursionError) as error:
-        raise MessageError(field, f"must be the text of a JSON object ({str(error)[:100]}), not {str(given)[:80]!r}") from None
+        raise MessageError(
+            field, f"must be the text of a JSON object ({str(error)[:100]}), not {str(given)[:80]!r}"
+        ) from None
     return text if arguments or text.strip() == "{}" else "{}"
 
 
 def parsed_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object. Raises ValueError on other text, NaN and out-of-range numbers, RecursionError on deep nesting."""
+    """Parse a JSON object. Raises ValueError on other text, NaN and out-of-range numbers, RecursionError on deep
+    nesting."""
     value = json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
     if not isinstance(value, dict):
         raise ValueError(f"it is of type {type(value).__name__}")

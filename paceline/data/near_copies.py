@@ -41,7 +41,8 @@ def common_pieces(texts: Sequence[np.ndarray]) -> np.ndarray:
 
 @cache
 def bands(threshold: float) -> tuple[int, int]:
-    """Return (bands, rows per band) of an LSH index for this threshold. Cached, since datasketch takes 0.2 s to find them."""
+    """Return (bands, rows per band) of an LSH index for this threshold. Cached, since datasketch takes 0.2 s to find
+    them."""
     from datasketch import MinHashLSH
 
     index = MinHashLSH(threshold=threshold, num_perm=NUM_HASHES)
@@ -56,13 +57,14 @@ class Near:
             from datasketch import MinHash, MinHashLSH
         self._overlap, self._common = overlap, common
         self._empty = MinHash(num_perm=NUM_HASHES, hashfunc=lambda data: int.from_bytes(data[:4], "little"))
-        # Lower than `overlap`, since the index misses some texts just above its threshold; `like` compares its candidates.
+        # Lower than `overlap`, since the index misses some texts just above its threshold; `like` compares its
+        # candidates.
         self._index = MinHashLSH(num_perm=NUM_HASHES, params=bands(0.75 * overlap)) if overlap < 1 else None
         self._pieces: dict[int, np.ndarray] = {}
 
     def like(self, pieces: np.ndarray) -> Iterator[int]:
-        """Yield the numbers of added texts that are near-duplicates of the text with these shingles. A text that consists of
-        common shingles only has no near-duplicate."""
+        """Yield the numbers of added texts that are near-duplicates of the text with these shingles. A text that
+        consists of common shingles only has no near-duplicate."""
         own = np.setdiff1d(pieces, self._common, assume_unique=True)
         if self._index is None or not len(own):
             return

@@ -1,17 +1,17 @@
 """Reads prompts from benchmark files (JSON lines), chats, Parquet, a server's traces, or a hub data set.
 
-    read_prompts("questions.jsonl", limit=20)      # question | text | prompt | turns | instruction | messages | conversations
-    read_prompts("traces")                         # a folder of Parquet files, or one of them
+    read_prompts("questions.jsonl", limit=20)      # question | text | prompt | turns | instruction | messages |
+    conversations read_prompts("traces")                         # a folder of Parquet files, or one of them
     read_prompts("openai/gsm8k/main:test")         # a hub data set: owner/name[/config][:split]
 
 The format is inferred from each row's keys. Keys that are not read are counted (`Dropped.unread`), or rejected with
-`strict`. Benchmarks get the wording of the DFlash paper's benchmark; a `question` whose `answer` contains "####" is taken
-for GSM8K, and any other question is sent unchanged. Traces, and answers written by `regenerate`, are sent as their token
-ids (`prompt_ids`).
+`strict`. Benchmarks get the wording of the DFlash paper's benchmark; a `question` whose `answer` contains "####" is
+taken for GSM8K, and any other question is sent unchanged. Traces, and answers written by `regenerate`, are sent as
+their token ids (`prompt_ids`).
 
-A row of `messages`, or of ShareGPT's `conversations`, may have `system`, `tools` as in the API, and `chat_template_kwargs`.
-The user's turns of a conversation are sent one after the other. A conversation with tool calls is sent once, up to its last
-message that is not the assistant's, because the tool results belong to the recorded calls.
+A row of `messages`, or of ShareGPT's `conversations`, may have `system`, `tools` as in the API, and
+`chat_template_kwargs`. The user's turns of a conversation are sent one after the other. A conversation with tool calls
+is sent once, up to its last message that is not the assistant's, because the tool results belong to the recorded calls.
 """
 
 from __future__ import annotations
@@ -35,25 +35,32 @@ HUMANEVAL = "Write a solution to the following problem and make sure that it pas
 WORDINGS = (("{}", "question"), (HUMANEVAL, "prompt", "entry_point"), ("{}", "prompt"), ("{}", "text"))
 """(wording, key of the text, further keys that the row must have). The first match is used."""
 METADATA_KEYS = (
-    "id ids task_id question_id prompt_id conversation_id chat_id row_id uuid hash idx index key name sources data_source "
-    "dataset dataset_name origin category subset split license url model app lang timestamp created created_at date metadata "
-    "meta score scores rating quality num_tokens num_turns answer answers answer_idx answer_index output outputs response "
+    "id ids task_id question_id prompt_id conversation_id chat_id row_id uuid hash idx index key name sources "
+    "data_source "
+    "dataset dataset_name origin category subset split license url model app lang timestamp created created_at date "
+    "metadata "
+    "meta score scores rating quality num_tokens num_turns answer answers answer_idx answer_index output outputs "
+    "response "
     "responses completion completions chosen rejected target targets label labels reference solution solutions "
-    "canonical_solution entry_point is_classification correct_answer final_answer ground_truth gold explanation rationale "
+    "canonical_solution entry_point is_classification correct_answer final_answer ground_truth gold explanation "
+    "rationale "
     "scorer"
 )
 NO_PART_OF_PROMPTS = frozenset(METADATA_KEYS.split())
 """Row keys of names, origins and answers. They are ignored without notice, since the target writes its own answers."""
 TOKEN_ROW_KEYS = (
-    "prompt_ids answer_ids key source turn temperature finish_reason text top_ids top_logprobs tag ended sampling seed drafted "
-    "accepted num_reused drafter cluster queue_s prefill_s first_token_s draft_s verify_s host_s total_s conversation prompt "
+    "prompt_ids answer_ids key source turn temperature finish_reason text top_ids top_logprobs tag ended sampling "
+    "seed drafted "
+    "accepted num_reused drafter cluster queue_s prefill_s first_token_s draft_s verify_s host_s total_s conversation "
+    "prompt "
     "digest version"
 )
 BESIDE_TOKENS = NO_PART_OF_PROMPTS | frozenset(TOKEN_ROW_KEYS.split())
-"""Further keys of rows with `prompt_ids` (traces, answers, stores, suites); ignored, since the tokens are the whole prompt."""
+"""Further keys of rows with `prompt_ids` (traces, answers, stores, suites); ignored, since the tokens are the whole
+prompt."""
 TASK_KEYS = ((frozenset({"test"}), ("entry_point",)), (frozenset({"code"}), ("test", "test_list")))
-"""(ignored keys, keys of which a row must have one): answers and tests of programming tasks. Other rows may use them for
-the subject of the prompt."""
+"""(ignored keys, keys of which a row must have one): answers and tests of programming tasks. Other rows may use them
+for the subject of the prompt."""
 SPOKEN_KEYS = ("from", "role", "value", "content")
 """Keys of a ShareGPT entry that are read."""
 KNOWN_KEYS = "messages, conversations, turns, question, prompt, text, instruction"
@@ -110,8 +117,8 @@ def read_prompts(
     """Read the first `limit` prompts (default: all) of a JSON lines file, a Parquet file or folder, or a hub data set.
 
     Raises PromptError, naming file and line, if a row is malformed or of unknown format, or if there is not a single
-    prompt. With `dropped`, such rows are skipped and counted there by reason, as are keys that are not read; without it,
-    unread keys are logged. `strict` rejects both.
+    prompt. With `dropped`, such rows are skipped and counted there by reason, as are keys that are not read; without
+    it, unread keys are logged. `strict` rejects both.
     """
     if limit is not None and limit < 1:
         raise PromptError(f"limit must be at least 1, not {limit}")
@@ -158,21 +165,24 @@ def _prompt_of(row: Row, where: str, source: str, index: int) -> tuple[Prompt, l
     if any(not turn.strip() for turn in turns):
         raise RowError(f"{where}: the prompt is empty", "empty prompt")
     system = row.get("system")
-    if isinstance(system, str) and (not system.strip() or first[0]["role"] != "system" or first[0]["content"] == system):
+    if isinstance(system, str) and (
+        not system.strip() or first[0]["role"] != "system" or first[0]["content"] == system
+    ):
         read.add("system")
         is_new = system.strip() and first[0]["role"] != "system"
         first = [{"role": "system", "content": system}, *first] if is_new else first
     tools, variables = read_tools(row.get("tools"), where), read_variables(row.get("chat_template_kwargs"), where)
     read |= {"tools", "chat_template_kwargs"} | NO_PART_OF_PROMPTS
-    for keys, beside in TASK_KEYS:
-        read |= keys if any(row.get(key) is not None for key in beside) else set()
+    for keys, signs in TASK_KEYS:
+        read |= keys if any(row.get(key) is not None for key in signs) else set()
     name = next((row[key] for key in ("id", "task_id", "question_id") if row.get(key) is not None), index)
     prompt = Prompt(printable(name), first, turns, source, tools=tools, variables=variables, where=where)
     return prompt, [*unread_keys(row, read), *dict.fromkeys(lost)]
 
 
 def unread_keys(row: Row, read: Iterable[str]) -> list[str]:
-    """Return the keys that have a value and are not in `read`. Parquet gives every row all keys, so empty ones do not count."""
+    """Return the keys that have a value and are not in `read`. Parquet gives every row all keys, so empty ones do not
+    count."""
     known = set(read)
     return [printable(key) for key, value in row.items() if key not in known and value not in (None, "", [], {})]
 
@@ -182,8 +192,8 @@ def _keys_within(entries: list[Row], prefix: str, read: Iterable[str]) -> list[s
 
 
 def read_variables(given: Any, where: str) -> tuple[tuple[str, Any], ...]:
-    """Return chat-template variables, sorted by name. Keys without a value are dropped: Parquet gives every row all keys of
-    its column. Raises PromptError if `given` is not an object, or contains a reserved name."""
+    """Return chat-template variables, sorted by name. Keys without a value are dropped: Parquet gives every row all
+    keys of its column. Raises PromptError if `given` is not an object, or contains a reserved name."""
     if given is None:
         return ()
     if not isinstance(given, dict):
@@ -194,7 +204,8 @@ def read_variables(given: Any, where: str) -> tuple[tuple[str, Any], ...]:
 
 
 def _messages_of(row: Row, where: str) -> tuple[Any, str]:
-    """Return (messages, their key), converted from ShareGPT's `conversations` if necessary; (None, "") without either."""
+    """Return (messages, their key), converted from ShareGPT's `conversations` if necessary; (None, "") without
+    either."""
     key = next((key for key in ("messages", *CHATS) if row.get(key) is not None), "")
     entries = row.get(key)
     if entries is None or key == "messages":
@@ -209,20 +220,25 @@ def _spoken(entry: Row, where: str) -> Message:
     speaker = entry.get("from", entry.get("role"))
     role = SPEAKERS.get(str(speaker).lower())
     if role is None:
-        raise RowError(f"{where}: nobody is called {speaker!r} here: speakers are {', '.join(SPEAKERS)}", "unknown speaker")
+        raise RowError(
+            f"{where}: nobody is called {speaker!r} here: speakers are {', '.join(SPEAKERS)}", "unknown speaker"
+        )
     content = entry.get("value", entry.get("content"))
     if str(speaker).lower() != "function_call":
         return {"role": role, "content": content}
     try:
         call: Any = json.loads(content) if isinstance(content, str) else content
-        calls = [{"name": one["name"], "arguments": one["arguments"]} for one in (call if isinstance(call, list) else [call])]
+        calls = [
+            {"name": one["name"], "arguments": one["arguments"]} for one in (call if isinstance(call, list) else [call])
+        ]
     except (ValueError, KeyError, TypeError) as error:
         raise RowError(f"{where}: a function_call must be a JSON object with name and arguments") from error
     return {"role": role, "content": "", "tool_calls": [{"type": "function", "function": one} for one in calls]}
 
 
 def _traced(token_ids: Any, where: str, source: str) -> Prompt:
-    """Return a prompt of token ids. Its id is their hash, since traces may be deleted or added before a run is resumed."""
+    """Return a prompt of token ids. Its id is their hash, since traces may be deleted or added before a run is
+    resumed."""
     if not isinstance(token_ids, list) or not token_ids or not all(type(token) is int for token in token_ids):
         raise RowError(f"{where}: 'prompt_ids' must be a list of token ids, at least one")
     name = hashlib.blake2b(repr(token_ids).encode(), digest_size=8).hexdigest()
@@ -283,7 +299,9 @@ def _turns_of(row: Row, where: str) -> tuple[tuple[str, ...], set[str]]:
             read |= {"instances"} if len(instances) == 1 else set()  # only the first instance is used
         elif given is None or isinstance(given, str):
             read.add("input")
-        return (f"{text('instruction')}\n\n{given}" if isinstance(given, str) and given.strip() else text("instruction"),), read
+        return (
+            f"{text('instruction')}\n\n{given}" if isinstance(given, str) and given.strip() else text("instruction"),
+        ), read
     present = ", ".join(map(printable, row)) or "nothing"
     raise RowError(f"{where}: none of the keys {KNOWN_KEYS} (found {present})", "of unknown shape")
 

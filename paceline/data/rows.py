@@ -1,9 +1,10 @@
 """Reads data rows from JSON lines and JSON arrays (both optionally gzipped), Parquet, and hub data sets.
 
-    for where, row in rows_of("chats.jsonl.gz")[1]: ...     # where: "chats.jsonl.gz, line 7"; row: a dict, or a RowError
+    for where, row in rows_of("chats.jsonl.gz")[1]: ...     # where: "chats.jsonl.gz, line 7"; row: a dict, or a
+    RowError
 
-A hub data set is `owner/name[/config][:split]`. Its Parquet or JSON files are downloaded one by one as they are read; its
-code is never run.
+A hub data set is `owner/name[/config][:split]`. Its Parquet or JSON files are downloaded one by one as they are read;
+its code is never run.
 """
 
 from __future__ import annotations
@@ -78,12 +79,15 @@ class Dropped:
 
     def __str__(self) -> str:
         """ "3 rows left out: 2 not JSON (a.jsonl, line 7: ...), 1 empty (...)"."""
-        listed = ", ".join(f"{number} {reason} ({self.examples[reason]})" for reason, number in self.counts.most_common())
+        listed = ", ".join(
+            f"{number} {reason} ({self.examples[reason]})" for reason, number in self.counts.most_common()
+        )
         return f"{self.counts.total()} rows left out: {listed}"
 
 
 def rows_of(source: str | Path) -> tuple[str, Rows]:
-    """Return (short name, rows) of a file, a folder of Parquet files, or a hub data set. Raises PromptError, DownloadError."""
+    """Return (short name, rows) of a file, a folder of Parquet files, or a hub data set. Raises PromptError,
+    DownloadError."""
     path, name = Path(source), str(source)
     if path.is_dir():
         return path.name, _folder_rows(path)
@@ -96,7 +100,8 @@ def rows_of(source: str | Path) -> tuple[str, Rows]:
 
 
 def file_rows(path: Path) -> Rows:
-    """Yield the rows of a file: Parquet (by its suffix), JSON lines or a JSON array. Raises PromptError if it is unreadable."""
+    """Yield the rows of a file: Parquet (by its suffix), JSON lines or a JSON array. Raises PromptError if it is
+    unreadable."""
     return _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
 
 
@@ -123,7 +128,10 @@ def _json_rows(path: Path) -> Rows:
             if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
                 while (more := lines.readline(MAX_LINE_BYTES)) and not more.endswith(b"\n"):
                     pass
-                yield where, RowError(f"{where}: longer than {MAX_LINE_BYTES >> 20} MiB: write one object per line", "too long")
+                yield (
+                    where,
+                    RowError(f"{where}: longer than {MAX_LINE_BYTES >> 20} MiB: write one object per line", "too long"),
+                )
                 continue
             try:
                 row = json.loads(line.decode("utf-8-sig"))
@@ -138,7 +146,9 @@ def _array_rows(path: Path, file: IO[bytes]) -> Rows:
     """Yield the objects of one JSON array, the format of ShareGPT's files."""
     text = file.read(MAX_ARRAY_BYTES + 1)
     if len(text) > MAX_ARRAY_BYTES:
-        raise PromptError(f"{path} is an array of more than {MAX_ARRAY_BYTES >> 30} GiB: write one object per line (.jsonl)")
+        raise PromptError(
+            f"{path} is an array of more than {MAX_ARRAY_BYTES >> 30} GiB: write one object per line (.jsonl)"
+        )
     with reraised(PromptError, f"{path} is no JSON", "write one object per line", ValueError, RecursionError):
         rows = json.loads(text.decode("utf-8-sig"))
     for number, row in enumerate(rows, start=1):
@@ -163,14 +173,17 @@ def _parquet_rows(path: Path) -> Rows:
 def _folder_rows(folder: Path) -> Rows:
     files = sorted(folder.glob("*.parquet"))
     if not files:
-        raise PromptError(f"{folder} is a folder without .parquet files: name a .jsonl file in it, or a folder of traces")
+        raise PromptError(
+            f"{folder} is a folder without .parquet files: name a .jsonl file in it, or a folder of traces"
+        )
     for file in files:
         if file.exists():  # a running server deletes its oldest traces
             yield from _parquet_rows(file)
 
 
 def _hub_rows(name: str) -> Rows:
-    """Yield the rows of a hub data set; each file is downloaded into the Hugging Face cache when its rows are needed."""
+    """Yield the rows of a hub data set; each file is downloaded into the Hugging Face cache when its rows are
+    needed."""
     repo, _, split = name.partition(":")
     parts = repo.split("/")
     config = parts.pop() if len(parts) == 3 else None
@@ -198,11 +211,14 @@ def _hub_files(repo_id: str, config: str | None, split: str, name: str) -> Itera
         for file in choose_files(listed, config, split, name):
             yield Path(huggingface_hub.hf_hub_download(repo_id, file, repo_type="dataset", revision=revision))
     except errors.GatedRepoError as error:
-        raise DownloadError(f"{repo_id} asks for permission: accept its terms on the hub, then run `hf auth login`") from error
+        raise DownloadError(
+            f"{repo_id} asks for permission: accept its terms on the hub, then run `hf auth login`"
+        ) from error
     except unreached as error:
         if isinstance(error, unknown):
             raise PromptError(
-                f"there is no file {name!r}, and no data set {repo_id!r} with readable files on the hub: check the spelling, "
+                f"there is no file {name!r}, and no data set {repo_id!r} with readable files on the hub: check the "
+                "spelling, "
                 "or give a .jsonl or .parquet file"
             ) from error
         raise DownloadError(
@@ -213,13 +229,18 @@ def _hub_files(repo_id: str, config: str | None, split: str, name: str) -> Itera
 
 
 def choose_files(listed: list[str], config: str | None, split: str, name: str) -> list[str]:
-    """Return the data files of one config and split (default: `train`). Raises PromptError that lists the existing files."""
+    """Return the data files of one config and split (default: `train`). Raises PromptError that lists the existing
+    files."""
     endings = (".parquet",) if any(file.endswith(".parquet") for file in listed) else JSON_ENDS
     files = [
-        file for file in sorted(listed) if file.endswith(endings) and not Path(file).name.startswith((".", "dataset_info"))
+        file
+        for file in sorted(listed)
+        if file.endswith(endings) and not Path(file).name.startswith((".", "dataset_info"))
     ]
     if config:
-        files = [file for file in files if config in re.split(r"[/.]", file) or Path(file).name.startswith(f"{config}-")]
+        files = [
+            file for file in files if config in re.split(r"[/.]", file) or Path(file).name.startswith(f"{config}-")
+        ]
     chosen = [file for file in files if _names(split or "train", file)]
     if not chosen and not split:
         chosen = [file for file in files if not any(_names(other, file) for other in SPLITS)]

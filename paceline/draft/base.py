@@ -1,9 +1,9 @@
 """The drafter interface: draft the next tokens, observe verified ones, forget finished sequences.
 
-One drafter serves a whole batch; its per-sequence state is keyed by the sequence's cache row. The engine calls `bind` once;
-then for each sequence `start`, `observe` once per prefill chunk, `propose` and `observe` every round, and finally `drop`. A
-drafter owns its cache and trims it: after `propose` the cache may hold entries of drafts, which the next `propose` must ignore
-unless they were accepted.
+One drafter serves a whole batch; its per-sequence state is keyed by the sequence's cache row. The engine calls `bind`
+once; then for each sequence `start`, `observe` once per prefill chunk, `propose` and `observe` every round, and finally
+`drop`. A drafter owns its cache and trims it: after `propose` the cache may hold entries of drafts, which the next
+`propose` must ignore unless they were accepted.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Drafter(ABC):
         """Load memory-mapped weights into memory, so that their files may change afterwards."""
 
     def record(self) -> None:
-        """Record the fixed-shape passes if the device replays recorded passes (CUDA graphs); takes seconds. Requires `bind`."""
+        """Record the fixed-shape passes if the device replays recorded passes (CUDA graphs); takes seconds. Requires
+        `bind`."""
 
     def start(self, seq: Sequence) -> None:
         """Reset row `seq.row` for a newly admitted sequence."""
@@ -82,9 +83,9 @@ class Drafter(ABC):
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
         """Take over cached state for a prefix of `seq` from row `source`; returns the number of positions taken over.
 
-        The first `length` tokens of both rows are equal, and `seq` was just started; it will observe only the positions after
-        the returned number. `source` may be the row of a running sequence, a dropped sequence's row that has not been
-        reallocated, or `seq.row` itself."""
+        The first `length` tokens of both rows are equal, and `seq` was just started; it will observe only the positions
+        after the returned number. `source` may be the row of a running sequence, a dropped sequence's row that has not
+        been reallocated, or `seq.row` itself."""
         return 0 if self.tap_layers else length
 
     def can_draft(self, seq: Sequence) -> bool:
@@ -92,8 +93,8 @@ class Drafter(ABC):
         return True
 
     def chance(self, seq: Sequence) -> float:
-        """Predicted acceptance probability of each draft, given that the previous ones are accepted; 0.0 without a draft.
-        Only for drafters with `is_at_hand`."""
+        """Predicted acceptance probability of each draft, given that the previous ones are accepted; 0.0 without a
+        draft. Only for drafters with `is_at_hand`."""
         return 0.0
 
     @abstractmethod
@@ -111,7 +112,8 @@ class Drafter(ABC):
 
 
 def sample_draft(seq: Sequence, logits_V: Tensor, place: int) -> tuple[int, Tensor]:
-    """(draft sampled from logits [V] with the request's sampling parameters, its distribution [V]). `place`: draft position."""
+    """(draft sampled from logits [V] with the request's sampling parameters, its distribution [V]). `place`: draft
+    position."""
     probs_V = target_probs(logits_V[None], seq.params)[0]
     return sample(probs_V, rng.uniform(seq.seed, rng.DRAFT, seq.cached_len, place)), probs_V
 

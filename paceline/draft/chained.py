@@ -4,9 +4,9 @@ Verified positions are read with the target's own features, in one pass over all
 (`TappedDrafter`); their keys and values are permanent. Entries of drafts follow them in the cache, and the next pass
 overwrites these. A cache entry holds one target position and the token after it.
 
-For trees, a step reads several drafts of a row, each attending to its ancestors: the most probable ones that the previous step
-proposed (EAGLE-2, arXiv 2406.16858, section 4.1), including the chain's next draft. A tree takes as many passes as a chain, of
-more tokens each.
+For trees, a step reads several drafts of a row, each attending to its ancestors: the most probable ones that the
+previous step proposed (EAGLE-2, arXiv 2406.16858, section 4.1), including the chain's next draft. A tree takes as many
+passes as a chain, of more tokens each.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ MOST_BRANCHES = 4
 
 
 class ChainPath(Protocol):
-    """A network prepared for decoding with one target. Its *drafting state* is the hidden state passed from step to step."""
+    """A network prepared for decoding with one target. Its *drafting state* is the hidden state passed from step to
+    step."""
 
     @property
     def cache(self) -> KVCache: ...
@@ -44,13 +45,16 @@ class ChainPath(Protocol):
     def residual_dtype(self) -> torch.dtype: ...
     @property
     def weight_bytes(self) -> int: ...
-    def extend(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor) -> Tensor:
-        """Append entries for newly verified positions; `tokens` holds the token after each of them. Returns the drafting state
-        after each row's last entry [B, D]. `taps_TF` may have more rows than there are tokens."""
+    def extend(
+        self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor
+    ) -> Tensor:
+        """Append entries for newly verified positions; `tokens` holds the token after each of them. Returns the
+        drafting state after each row's last entry [B, D]. `taps_TF` may have more rows than there are tokens."""
         ...
 
     def step(self, level: Level, tokens: list[int], state_TD: Tensor) -> Tensor:
-        """Compute entries of drafts, written after each row's verified entries. Returns their drafting states [T, D]."""
+        """Compute entries of drafts, written after each row's verified entries. Returns their drafting states [T,
+        D]."""
         ...
 
     def logits(self, state_TD: Tensor) -> Tensor:
@@ -85,8 +89,8 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     """The chain: at every draft position the most probable token, or the sampled one."""
     logprobs: list[float] = field(default_factory=list)
-    """Log-probabilities along the chain. Empty for sampled drafts: the number of checked drafts must not depend on sampled
-    tokens (`DraftBlock.sure_B`)."""
+    """Log-probabilities along the chain. Empty for sampled drafts: the number of checked drafts must not depend on
+    sampled tokens (`DraftBlock.sure_B`)."""
     probs: list[Tensor] = field(default_factory=list)
     """For each sampled draft, the distribution it was sampled from."""
     branches: dict[tuple[int, ...], Likely] = field(default_factory=dict)
@@ -106,8 +110,8 @@ class _Row:
         return not (self.grows or self.guesses or self.is_drawn)
 
     def next_nodes(self) -> list[tuple[int, _Node]]:
-        """Nodes for the next step, each with its parent's index in `nodes`: the chain's next draft and, for trees, the most
-        probable others. Empty once the row has enough drafts."""
+        """Nodes for the next step, each with its parent's index in `nodes`: the chain's next draft and, for trees, the
+        most probable others. Empty once the row has enough drafts."""
         if len(self.tokens) >= self.limit or len(self.tokens) == len(self.nodes[0].path):
             return []
         nodes: list[tuple[float, int, tuple[int, ...]]] = []
@@ -116,7 +120,9 @@ class _Row:
                 for token, logprob in zip(*self.branches.get(node.path, ([], [])), strict=True):
                     nodes.append((node.chance + logprob, place, (*node.path, token)))
             chain = next(each for each in nodes if each[2] == tuple(self.tokens))
-            others = sorted((each for each in nodes if each is not chain and each[0] >= math.log(LEAST_GAIN)), reverse=True)
+            others = sorted(
+                (each for each in nodes if each is not chain and each[0] >= math.log(LEAST_GAIN)), reverse=True
+            )
             nodes = [chain, *others[: MOST_BRANCHES - 1]]
         else:
             nodes = [(0.0, 0, tuple(self.tokens))]
@@ -128,8 +134,9 @@ class _Row:
 
 
 class ChainedDrafter(TappedDrafter):
-    """Greedy and seeded requests get deterministic drafts; sampled requests get drafts with their distribution, or noise-aware
-    drafts if the target's own sampling noise decides acceptance. `bind` of a subclass calls `_bind_path`, then `_begin`."""
+    """Greedy and seeded requests get deterministic drafts; sampled requests get drafts with their distribution, or
+    noise-aware drafts if the target's own sampling noise decides acceptance. `bind` of a subclass calls `_bind_path`,
+    then `_begin`."""
 
     is_stepwise, has_own_threads = True, False
     looks_ahead = 1
@@ -262,7 +269,9 @@ class ChainedDrafter(TappedDrafter):
     def _candidates(self, row: _Row) -> Candidates:
         chain = [row.branches[tuple(row.tokens[:length])] for length in range(len(row.tokens))]
         most = min(self._cache.max_len - row.seq.cached_len - 1, MOST_NODES)
-        return Candidates([tokens for tokens, _ in chain], [logprobs for _, logprobs in chain], most, branches=row.branches)
+        return Candidates(
+            [tokens for tokens, _ in chain], [logprobs for _, logprobs in chain], most, branches=row.branches
+        )
 
     def _token(self, place: int) -> int:
         """Token id of a column of the logits."""

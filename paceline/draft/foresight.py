@@ -1,13 +1,15 @@
-"""Noise-aware drafting: predict the token that the target will sample, from the sampling noise that the target will use.
+"""Noise-aware drafting: predict the token that the target will sample, from the sampling noise that the target will
+use.
 
-The target samples by an exponential race whose noise is keyed by seed, position and token (`model/sampling/race.py`), so the
-noise is known before the target's pass. If a drafter's probabilities equalled the target's, its race would have the same
-winner. They differ, so every candidate gets a winning probability: with log-probabilities l and noise e, the target's score of
-a token is scale * l - log e + error. For independent Gumbel errors with this spread, the probability that candidate x wins is
-the softmax over the candidates of (scale * l - log e) / spread.
+The target samples by an exponential race whose noise is keyed by seed, position and token (`model/sampling/race.py`),
+so the noise is known before the target's pass. If a drafter's probabilities equalled the target's, its race would have
+the same winner. They differ, so every candidate gets a winning probability: with log-probabilities l and noise e, the
+target's score of a token is scale * l - log e + error. For independent Gumbel errors with this spread, the probability
+that candidate x wins is the softmax over the candidates of (scale * l - log e) / spread.
 
-A drafter trained on greedy answers is overconfident at temperature 1, so its scale is below 1. Such drafts are deterministic,
-and are only used where the target's own samples decide acceptance (`Rule.draws`), so the output equals plain decoding.
+A drafter trained on greedy answers is overconfident at temperature 1, so its scale is below 1. Such drafts are
+deterministic, and are only used where the target's own samples decide acceptance (`Rule.draws`), so the output equals
+plain decoding.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from paceline.errors import ModelFileError
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """Parameters that turn log-probabilities and noise into winning probabilities; key `paceline.foresight` of config.json."""
+    """Parameters that turn log-probabilities and noise into winning probabilities; key `paceline.foresight` of
+    config.json."""
 
     scale: float = 0.8
     """Factor on log-probabilities; below 1 for a drafter that is more confident than its target."""

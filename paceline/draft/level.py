@@ -1,4 +1,5 @@
-"""The drafts that one step of an autoregressive drafter reads: one per row, or several tree nodes with their ancestors."""
+"""The drafts that one step of an autoregressive drafter reads: one per row, or several tree nodes with their
+ancestors."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from paceline.model.torch.attention import AttentionPlan, CacheWriter
 
 @dataclass(slots=True)
 class Level:
-    """Cache entries of one tree level: after each row's verified entries and those of earlier levels. All nodes of a level have
-    the same depth."""
+    """Cache entries of one tree level: after each row's verified entries and those of earlier levels. All nodes of a
+    level have the same depth."""
 
     rows: list[int] = field(default_factory=list)
     bases: list[int] = field(default_factory=list)
@@ -23,7 +24,8 @@ class Level:
     before: list[int] = field(default_factory=list)
     """Number of entries of earlier levels, for each row."""
     seen: list[Sequence[Sequence[int]]] = field(default_factory=list)
-    """For each row and entry, the entries of drafts it attends to: its ancestors, then itself; 0 is the row's first draft."""
+    """For each row and entry, the entries of drafts it attends to: its ancestors, then itself; 0 is the row's first
+    draft."""
 
     def add(self, row: int, base: int, before: int, seen: Sequence[Sequence[int]]) -> None:
         self.rows.append(row)

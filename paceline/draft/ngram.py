@@ -1,12 +1,14 @@
 """N-gram drafter (prompt lookup): drafts what followed the last occurrence of the current n-gram in prompt or answer.
 
-A hash map leads from the last two tokens to the positions after their earlier occurrences; the longest match wins, the latest
-one on ties. The acceptance probability of a draft is estimated from the length of the match and this sequence's history:
+A hash map leads from the last two tokens to the positions after their earlier occurrences; the longest match wins, the
+latest one on ties. The acceptance probability of a draft is estimated from the length of the match and this sequence's
+history:
 
     chance = distrusted + (trusted - distrusted) * trust      MATCH_CLASSES, by the length of the match
     trust: share of drafts accepted, decayed by 0.85 per round, initially 0.8
 
-The planner decides how many are checked (`paceline/plan/planner.py`). All state is per row: outputs are batch-invariant.
+The planner decides how many are checked (`paceline/plan/planner.py`). All state is per row: outputs are
+batch-invariant.
 """
 
 from __future__ import annotations

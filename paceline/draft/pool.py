@@ -1,8 +1,8 @@
 """The pool of drafters of one engine: named drafters that sequences are assigned to, and prompt lookup in addition.
 
 A sequence is assigned a drafter with its row and keeps it until its end: `put` replaces the drafter of a name for later
-sequences only, `remove` stops assigning it, and a replaced drafter is released when its last sequence has ended. "none" is
-always in the pool. The target taps the layers of all drafters; each drafter receives its own.
+sequences only, `remove` stops assigning it, and a replaced drafter is released when its last sequence has ended. "none"
+is always in the pool. The target taps the layers of all drafters; each drafter receives its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from paceline.plan.trees import Candidates
 from paceline.types import LOOKUP, NONE, Batch, DraftBlock, Sequence, Take
 
 LOOKUP_MATCH = 2
-"""Tokens that prompt lookup must match if the sequence also has a drafter: shorter matches predict less than any drafter."""
+"""Tokens that prompt lookup must match if the sequence also has a drafter: shorter matches predict less than any
+drafter."""
 
 
 @dataclass(slots=True)
@@ -38,8 +39,11 @@ class Member:
 class Pool:
     """Drafters of the rows of a batch. `propose` and `observe` pass every row to its own drafter."""
 
-    def __init__(self, target: Target, drafters: Drafter | Mapping[str, Drafter], lookups: NgramDrafter | None = None) -> None:
-        """`drafters`: drafters by name, or one under its own name. The first is the default. `lookups` drafts in addition to
+    def __init__(
+        self, target: Target, drafters: Drafter | Mapping[str, Drafter], lookups: NgramDrafter | None = None
+    ) -> None:
+        """`drafters`: drafters by name, or one under its own name. The first is the default. `lookups` drafts in
+        addition to
         every drafter that computes its drafts."""
         self.target, self.lookups = target, lookups
         self.members: dict[str, Member] = {}
@@ -114,8 +118,8 @@ class Pool:
         self._let_go()
 
     def put(self, name: str, drafter: Drafter) -> None:
-        """Add `drafter` to the pool, replacing any drafter of this name. Raises DrafterMismatchError, or ConfigError for a
-        reserved name, leaving the pool unchanged."""
+        """Add `drafter` to the pool, replacing any drafter of this name. Raises DrafterMismatchError, or ConfigError
+        for a reserved name, leaving the pool unchanged."""
         self._join(name, drafter)
         self._let_go()
 
@@ -141,8 +145,9 @@ class Pool:
         self._let_go()
 
     def start(self, seq: Sequence, guest: Drafter | None = None) -> None:
-        """Assign `seq` to the drafter that `seq.drafter` names if it is open, else to the default, and start it there. With
-        `guest`, a bound drafter outside the pool, assign it to that one, which is released when the sequence ends."""
+        """Assign `seq` to the drafter that `seq.drafter` names if it is open, else to the default, and start it there.
+        With `guest`, a bound drafter outside the pool, assign it to that one, which is released when the sequence
+        ends."""
         member = self.members.get(seq.drafter) or (self._plain if seq.drafter == NONE else self.default)
         member = Member(guest.name, guest) if guest else member if member.is_open else self.default
         self._leases[seq.row], seq.drafter = member, member.name
@@ -168,7 +173,8 @@ class Pool:
             self._let_go()
 
     def offers(self, seq: Sequence, planner: Planner, unwanted: AbstractSet[str] = frozenset()) -> list[Offer]:
-        """Drafts that could be checked next, by source; the sequence's own drafter first, without `unwanted` sources."""
+        """Drafts that could be checked next, by source; the sequence's own drafter first, without `unwanted`
+        sources."""
         drafter, offers = self._leases[seq.row].drafter, []
         for source in (drafter, self._lookups_for(drafter)):
             if source is None or source.name in unwanted:
@@ -225,8 +231,8 @@ class Pool:
         return self._leases[seq.row].drafter
 
     def advance(self, drafter: TappedDrafter, observed: list[Observed]) -> None:
-        """Like `observe`, for positions whose keys and values a recorded round already wrote into the cache of `drafter`, which
-        all of these sequences have."""
+        """Like `observe`, for positions whose keys and values a recorded round already wrote into the cache of
+        `drafter`, which all of these sequences have."""
         drafter.advance([one.sequence.row for one in observed], [one.start + one.count for one in observed])
         self._held |= {one.sequence.row: drafter for one in observed}
         if lookups := self._lookups_for(drafter):

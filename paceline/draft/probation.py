@@ -48,7 +48,9 @@ class Probation(Drafter):
         if self.done.done():
             return
         if self._error is None and not self._drafted:
-            self._error = DrafterMismatchError("the request that should try the drafter was ended before its prompt was read")
+            self._error = DrafterMismatchError(
+                "the request that should try the drafter was ended before its prompt was read"
+            )
         if self._error:
             self.done.set_exception(self._error)
         else:
@@ -61,7 +63,9 @@ class Probation(Drafter):
         block = self.drafter.propose(Batch([seq], [Take(self.drafter.name, most)], whole_blocks=False))
         tokens, logprobs = block.tokens_B[0], (block.sure_B or [None])[0]
         if any(not 0 <= token < self._vocab_size for token in tokens):
-            raise DrafterMismatchError("the drafter drafts tokens that the target does not have: it is of another model")
+            raise DrafterMismatchError(
+                "the drafter drafts tokens that the target does not have: it is of another model"
+            )
         if not tokens or not all(math.isfinite(each) for each in logprobs or ()):
             raise DrafterMismatchError("the drafter drafts nothing after a short text: its weights are damaged")
         self._drafted = tokens

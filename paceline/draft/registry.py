@@ -46,8 +46,8 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
 def make_drafter(spec: str | Drafter | None, target: Target, *, target_name: str = "", **options: Any) -> Drafter:
     """Create the drafter that `spec` names: one of DRAFTERS, a folder, a hub id or a built-in model; None is "none".
 
-    `options` that are not None go to its constructor. Raises ModelNotFoundError for an unknown name, ConfigError if a Drafter
-    instance comes with options, and the errors of reading a checkpoint.
+    `options` that are not None go to its constructor. Raises ModelNotFoundError for an unknown name, ConfigError if a
+    Drafter instance comes with options, and the errors of reading a checkpoint.
     """
     options = {name: value for name, value in options.items() if value is not None}
     if isinstance(spec, Drafter):
@@ -77,16 +77,18 @@ def _make(spec: str, target: Target, target_name: str, options: dict[str, Any]) 
 
 
 def folder_of(name: str, target_name: str | None = None) -> Path:
-    """Path of a drafter's checkpoint: a folder, a GGUF file, a hub id, or a built-in model that has a drafter; "default" is the
-    target's.
+    """Path of a drafter's checkpoint: a folder, a GGUF file, a hub id, or a built-in model that has a drafter;
+    "default" is the target's.
 
-    Raises ModelNotFoundError, DownloadError if a shipped drafter is missing, ModelFileError unless it is a DFlash or EAGLE-3
-    drafter or an MTP layer, ConfigError for "default" if the target has no drafter.
+    Raises ModelNotFoundError, DownloadError if a shipped drafter is missing, ModelFileError unless it is a DFlash or
+    EAGLE-3 drafter or an MTP layer, ConfigError for "default" if the target has no drafter.
     """
     if name == "default":
         if target_name not in shipped.SHIPPED:
             having = ", ".join(sorted(shipped.SHIPPED))
-            raise ConfigError(f"default is the drafter that ships for a model: name that model (--model), one of {having}")
+            raise ConfigError(
+                f"default is the drafter that ships for a model: name that model (--model), one of {having}"
+            )
         name = target_name
     folder = shipped_or_checkpoint(name)
     if not (holds_dflash(folder) or holds_eagle3(folder) or holds_mtp(folder)):

@@ -59,7 +59,8 @@ def find(name: str) -> Path:
 
 @functools.cache
 def find_or_report(name: str) -> Path | None:
-    """Like `find`, but prints the error and returns None if the drafter is missing. Cached: searches once per process."""
+    """Like `find`, but prints the error and returns None if the drafter is missing. Cached: searches once per
+    process."""
     try:
         return find(name)
     except (DownloadError, CacheError) as error:

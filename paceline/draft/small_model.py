@@ -1,8 +1,8 @@
 """Drafts with a smaller language model that has the target's tokenizer: one forward pass per draft, batched over rows.
 
-The model is a Target with its own cache, whose rows are the target's rows. It runs prompts chunk by chunk as they are observed.
-After a round the rejected drafts are rolled back, and the next `propose` begins with the tokens missing from the cache:
-the last token, and also the last draft if all were accepted.
+The model is a Target with its own cache, whose rows are the target's rows. It runs prompts chunk by chunk as they are
+observed. After a round the rejected drafts are rolled back, and the next `propose` begins with the tokens missing from
+the cache: the last token, and also the last draft if all were accepted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from paceline.types import Batch, DraftBlock, Sequence
 
 
 class SmallModelDrafter(Drafter):
-    """Greedy and seeded requests get deterministic drafts; sampled requests get drafts with their distribution, under the same
-    sampling parameters."""
+    """Greedy and seeded requests get deterministic drafts; sampled requests get drafts with their distribution, under
+    the same sampling parameters."""
 
     name, is_stepwise = "small_model", True
 
@@ -61,7 +61,8 @@ class SmallModelDrafter(Drafter):
         assert row == seq.row
 
     def adopt(self, seq: Sequence, source: int, length: int) -> int:
-        """Keep all positions: `observe` runs the whole prompt through the model, including prefixes shared in the target."""
+        """Keep all positions: `observe` runs the whole prompt through the model, including prefixes shared in the
+        target."""
         return length
 
     def observe(self, observed: list[Observed]) -> None:
@@ -69,9 +70,13 @@ class SmallModelDrafter(Drafter):
         cache = self.model.cache
         rows, ends = [one.sequence.row for one in observed], [one.start + one.count for one in observed]
         cache.rollback(rows, [min(cache.lengths[row], end) for row, end in zip(rows, ends, strict=True)])
-        prompts = [(one.sequence, end) for one, end in zip(observed, ends, strict=True) if end <= one.sequence.prompt_len]
+        prompts = [
+            (one.sequence, end) for one, end in zip(observed, ends, strict=True) if end <= one.sequence.prompt_len
+        ]
         if prompts:
-            self.model.forward(self._lacking([seq for seq, _ in prompts], [seq.tokens[:end] for seq, end in prompts], "none"))
+            self.model.forward(
+                self._lacking([seq for seq, _ in prompts], [seq.tokens[:end] for seq, end in prompts], "none")
+            )
 
     def propose(self, batch: Batch) -> DraftBlock:
         limits = batch.draft_limits_B(self.num_drafted)
@@ -95,7 +100,9 @@ class SmallModelDrafter(Drafter):
             block.probs_B[index] = torch.stack(probs_K) if probs_K else None
         return block
 
-    def _lacking(self, sequences: list[Sequence], texts: list[list[int]], logits: Literal["last", "none"]) -> ForwardBatch:
+    def _lacking(
+        self, sequences: list[Sequence], texts: list[list[int]], logits: Literal["last", "none"]
+    ) -> ForwardBatch:
         """A batch with the tokens of each text that the model's cache lacks."""
         rows = [seq.row for seq in sequences]
         starts = [self.model.cache.lengths[row] for row in rows]

@@ -1,7 +1,8 @@
 """Base of drafters that read the target's hidden states: observed features wait per row until the row drafts.
 
-A row that never drafts never computes keys and values of its features. When it drafts, all its pending features go in one pass;
-a long queue is shortened early, so that it does not delay a round of other rows. Prefixes are copied from other rows.
+A row that never drafts never computes keys and values of its features. When it drafts, all its pending features go in
+one pass; a long queue is shortened early, so that it does not delay a round of other rows. Prefixes are copied from
+other rows.
 """
 
 from __future__ import annotations
@@ -36,15 +37,16 @@ class TappedDrafter(Drafter):
     network: Any
     """An nn.Module with the weights as read."""
     looks_ahead = 0
-    """Number of following tokens that a position's keys and values depend on; that many last positions of a shared prefix are
-    recomputed."""
+    """Number of following tokens that a position's keys and values depend on; that many last positions of a shared
+    prefix are recomputed."""
     _overwrites_taps: bool
     _path: Any
     """The decode path for the bound target."""
     _bound: tuple[Target, KVCache] | None = None
 
     def _bind_path(self, target: Target, make_path: Callable[[], Any]) -> None:
-        """Make the decode path for a target; if the drafter is bound to its current cache, keep the path and reset all rows."""
+        """Make the decode path for a target; if the drafter is bound to its current cache, keep the path and reset all
+        rows."""
         if self._bound is not None and self._bound[0] is target and self._bound[1] is target.cache:
             self._cache.rollback(list(range(target.cache.num_rows)), [0] * target.cache.num_rows)
         else:
@@ -74,7 +76,8 @@ class TappedDrafter(Drafter):
         self._unsorted: list[list[Observed]] = []
         """Positions verified by the latest passes, not sorted by row yet."""
         self._fresh: set[int] = set()
-        """Rows whose sequence has just started: their cache belongs to an earlier sequence, which the new one may adopt."""
+        """Rows whose sequence has just started: their cache belongs to an earlier sequence, which the new one may
+        adopt."""
 
     def keep_weights(self) -> None:
         own = {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
@@ -87,7 +90,9 @@ class TappedDrafter(Drafter):
     def observe(self, observed: list[Observed]) -> None:
         """Keep the features; keys and values are computed when the row drafts."""
         if self._overwrites_taps:
-            observed = [replace(one, taps_TF=one.taps_NF.clone(), begin=0) for one in observed if one.taps_NF is not None]
+            observed = [
+                replace(one, taps_TF=one.taps_NF.clone(), begin=0) for one in observed if one.taps_NF is not None
+            ]
         self._unsorted.append(observed)
         if len(self._unsorted) >= MOST_UNSORTED:
             self._sort()
@@ -141,7 +146,8 @@ class TappedDrafter(Drafter):
         self._inject(rows)
 
     def advance(self, rows: list[int], lengths: list[int]) -> None:
-        """Set the cache lengths of these rows after a recorded round wrote their keys and values; none may be pending."""
+        """Set the cache lengths of these rows after a recorded round wrote their keys and values; none may be
+        pending."""
         self._cache.append(rows, [length - self._cache.lengths[row] for row, length in zip(rows, lengths, strict=True)])
 
     def can_draft(self, seq: Sequence) -> bool:

@@ -49,7 +49,9 @@ def split(tensors: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Tensor],
     ids, head_VD = _ids(tensors.get(OFFSETS), tensors.get(IS_DRAFTED), path), tensors.get(HEAD)
     if head_VD is not None and ids is not None and len(head_VD) != len(ids):
         if len(head_VD) <= int(ids[-1]):
-            raise ModelFileError(f"{path}: {HEAD} has {len(head_VD)} rows for {len(ids)} draft tokens: fetch the drafter again")
+            raise ModelFileError(
+                f"{path}: {HEAD} has {len(head_VD)} rows for {len(ids)} draft tokens: fetch the drafter again"
+            )
         head_VD = head_VD[ids]
     return network, Vocabulary(ids, head_VD), others
 

@@ -63,4 +63,5 @@ class Completion:
     logprobs: list[TokenLogprob]
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprob]
-    """Log-probabilities of each prompt token except the first, if `SamplingParams.prompt_logprobs` is set; else empty."""
+    """Log-probabilities of each prompt token except the first, if `SamplingParams.prompt_logprobs` is set; else
+    empty."""

@@ -1,13 +1,15 @@
-"""Whole rounds on the device: draft, verify, accept, commit and inject as one recorded region, with one read by the host.
+"""Whole rounds on the device: draft, verify, accept, commit and inject as one recorded region, with one read by the
+host.
 
-Lengths, anchors and settings of all rows are stored on the device. A round drafts a block, verifies it, counts the accepted
-drafts, updates each row's length and anchor, and writes the features of all its positions into the drafter's cache; those after
-the accepted ones are unused, as in the target's cache. The host waits once and reads one small tensor. A round without drafts
-is plain decoding.
+Lengths, anchors and settings of all rows are stored on the device. A round drafts a block, verifies it, counts the
+accepted drafts, updates each row's length and anchor, and writes the features of all its positions into the drafter's
+cache; those after the accepted ones are unused, as in the target's cache. The host waits once and reads one small
+tensor. A round without drafts is plain decoding.
 
-A round qualifies if all its rows do: greedy, or sampled by temperature, min-p, top-k and top-p, with drafts of one DFlash
-drafter or none. Otherwise the whole batch takes `round.decode_round`. If sampling a row needs the whole distribution, the host
-samples it from the same pass. Drafts are not cut by confidence: the planner's number of drafts is verified.
+A round qualifies if all its rows do: greedy, or sampled by temperature, min-p, top-k and top-p, with drafts of one
+DFlash drafter or none. Otherwise the whole batch takes `round.decode_round`. If sampling a row needs the whole
+distribution, the host samples it from the same pass. Drafts are not cut by confidence: the planner's number of drafts
+is verified.
 """
 
 from __future__ import annotations
@@ -86,8 +88,11 @@ class StaticRound(Region):
         self._slot_J = torch.arange(count, device=device)
         self._out = torch.zeros(num_rows, 3 + 2 * self._num_drafted, dtype=torch.float64, device=device)
         is_cuda = device.type == "cuda"
-        self.read_out = torch.zeros_like(self._out, device="cpu").pin_memory() if is_cuda else torch.zeros_like(self._out)
-        """Copy of the result in host memory: per row the accepted drafts, bonus token, width, drafts and confidences."""
+        self.read_out = (
+            torch.zeros_like(self._out, device="cpu").pin_memory() if is_cuda else torch.zeros_like(self._out)
+        )
+        """Copy of the result in host memory: per row the accepted drafts, bonus token, width, drafts and
+        confidences."""
         self.marks = Marks(device, 3)
 
     @property
@@ -122,7 +127,8 @@ class StaticRound(Region):
         self.marks.set(2)
 
     def _draft(self, is_live_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns anchors and drafts [B, J], their confidence [B, K], and the number of verified drafts of each row [B]."""
+        """Returns anchors and drafts [B, J], their confidence [B, K], and the number of verified drafts of each row
+        [B]."""
         state, num_drafted = self._rows.first(self._num_rows), self._num_drafted
         width_B = state.width_B.clamp(max=num_drafted)
         anchors_B1 = state.anchor_B[:, None]
@@ -187,8 +193,8 @@ class DeviceRounds:
         assert target.recorder is not None
         self._target, self._pool, self._judge, self._recorder = target, pool, judge, target.recorder
         self.counts = Counter[str]()
-        """Number of rounds: ROUNDS counts device rounds, the reasons count rounds that did not qualify. "whole distribution"
-        counts rows of device rounds that the host sampled."""
+        """Number of rounds: ROUNDS counts device rounds, the reasons count rounds that did not qualify. "whole
+        distribution" counts rows of device rounds that the host sampled."""
 
     @classmethod
     def of(cls, target: Target, pool: Pool, judge: RuleJudge, wanted: bool | None) -> DeviceRounds | None:
@@ -207,7 +213,8 @@ class DeviceRounds:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record the rounds of the pool's drafters, greedy and sampled, unless shapes are recorded at their first use."""
+        """Record the rounds of the pool's drafters, greedy and sampled, unless shapes are recorded at their first
+        use."""
         if self._recorder.records_late:
             return
         paths = [each for each in self._pool.drafters if isinstance(each, DFlashDrafter) and each.round_path]
@@ -228,8 +235,8 @@ class DeviceRounds:
         return target.rounds["rows"]
 
     def _recordings(self, form: Form) -> Recordings[StaticRound]:
-        """Returns the recordings of this form and the present tap layers; the drafter's path, or else the target, stores
-        them."""
+        """Returns the recordings of this form and the present tap layers; the drafter's path, or else the target,
+        stores them."""
         target, rows = self._target, self._rows
         recordings = form.path.rounds if form.path else target.rounds
         key = form.is_drawn, form.is_mocked, target.tap_layers
@@ -243,15 +250,17 @@ class DeviceRounds:
             if form.drafter:
                 every = pass_grid(target.cache.num_rows, 1 + form.drafter.num_drafted).sizes[1]
                 counts = [count for count in every if count > 1]
-            recordings[key] = Recordings(self._recorder, StaticRound.kind, Grid(row_sizes(target.cache.num_rows), counts), make)
+            recordings[key] = Recordings(
+                self._recorder, StaticRound.kind, Grid(row_sizes(target.cache.num_rows), counts), make
+            )
         return recordings[key]
 
     def __call__(self, batch: Batch) -> RoundStats | None:
         """Computes one round like `decode_round`, without narrowing.
 
         Returns None, and changes nothing but the count of the reason, if the batch does not qualify or its shape is not
-        recorded. Seconds of drafting and verifying are measured by events in the CUDA graph, or else estimated by the bytes
-        that drafter and target read.
+        recorded. Seconds of drafting and verifying are measured by events in the CUDA graph, or else estimated by the
+        bytes that drafter and target read.
         """
         drafter, reason = self._qualified(batch)
         if reason:

@@ -81,7 +81,8 @@ class RowState:
 
 
 class DeviceRows:
-    """Values of all rows of a cache, on its device. The host copies them only if they differ from the result of the latest
+    """Values of all rows of a cache, on its device. The host copies them only if they differ from the result of the
+    latest
     round: a row joined, left, drafts another number of tokens, or was cut short."""
 
     def __init__(self, num_rows: int, max_len: int, device: torch.device) -> None:
@@ -106,7 +107,8 @@ class DeviceRows:
         self._known = [RowValues()] * len(self._known)
 
     def set(self, sequences: list[Sequence], most_B: list[int]) -> None:
-        """Prepare the next round: these rows with at most `most_B` drafts, all others idle. Copies at most once and does not
+        """Prepare the next round: these rows with at most `most_B` drafts, all others idle. Copies at most once and
+        does not
         wait: the host waits for every round before it copies again."""
         wanted = [RowValues()] * len(self._known)
         for seq, most in zip(sequences, most_B, strict=True):
@@ -133,7 +135,9 @@ class DeviceRows:
         """Fill the table of `survivors` from the rule, for these requests."""
         assert rule.survives is not None
         if self._survivors_RS is None:
-            self._survivors_RS = torch.zeros(len(self._known), self._max_len, dtype=torch.int64, device=self.values.device)
+            self._survivors_RS = torch.zeros(
+                len(self._known), self._max_len, dtype=torch.int64, device=self.values.device
+            )
         for seq in sequences:
             if self._mocked.get(seq.row) == (rule, seq):
                 continue
@@ -164,7 +168,8 @@ class Marks:
             self._times[index] = time.perf_counter()
 
     def seconds(self) -> list[float] | None:
-        """Returns the seconds between marks of the latest run, which must have ended; None if they cannot be measured."""
+        """Returns the seconds between marks of the latest run, which must have ended; None if they cannot be
+        measured."""
         if self._is_cuda:
             pairs = zip(self._events, self._events[1:], strict=False)
             return [1e-3 * first.elapsed_time(last) for first, last in pairs] or None

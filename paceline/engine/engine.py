@@ -31,7 +31,17 @@ from paceline.model.text.tokenizer import TextStream, Tokenizer
 from paceline.plan.planner import AdaptivePlanner, FixedPlanner, Plan, Planner, Row
 from paceline.plan.routes import Router
 from paceline.plan.trees import MOST_NODES
-from paceline.types import Batch, Constraint, DraftBlock, FinishReason, Round, RoundStats, Route, SamplingParams, Sequence
+from paceline.types import (
+    Batch,
+    Constraint,
+    DraftBlock,
+    FinishReason,
+    Round,
+    RoundStats,
+    Route,
+    SamplingParams,
+    Sequence,
+)
 from paceline.verify.rules import MOCKED
 
 
@@ -66,15 +76,19 @@ class Engine:
         max_tv: float | None = None,
         device_rounds: bool | None = None,
     ) -> None:
-        """`drafter` may be a mapping of several by name, the pool; `router` then chooses for requests that name none. `planner`
-        None: all drafts of the drafter in every round, chunks of `prefill_chunk` prompt tokens. `lookups` adds prompt lookup
-        drafts to a drafter that computes. `allow_lossy` permits lossy rules, with at most `max_tv` mean total variation.
-        `device_rounds` computes qualifying rounds as one recorded region each (`device_round.py`); None: if the device replays
-        passes."""
+        """`drafter` may be a mapping of several by name, the pool; `router` then chooses for requests that name none.
+        `planner`
+        None: all drafts of the drafter in every round, chunks of `prefill_chunk` prompt tokens. `lookups` adds prompt
+        lookup
+        drafts to a drafter that computes. `allow_lossy` permits lossy rules, with at most `max_tv` mean total
+        variation. `device_rounds` computes qualifying rounds as one recorded region each (`device_round.py`); None: if
+        the device replays passes."""
         self.target, self.tokenizer = target, tokenizer
         self.planner = planner or FixedPlanner(most_chunk=prefill_chunk)
         self.pool = Pool(
-            target, NoDrafter() if drafter is None else drafter, NgramDrafter(min_match=LOOKUP_MATCH) if lookups else None
+            target,
+            NoDrafter() if drafter is None else drafter,
+            NgramDrafter(min_match=LOOKUP_MATCH) if lookups else None,
         )
         self.router = router
         if router:
@@ -102,7 +116,7 @@ class Engine:
         return self.pool.drafter
 
     def swap(self, drafter: Drafter) -> None:
-        """Replace the default drafter for new requests; requests that run or have a row keep theirs. Raises
+        """Replace the default drafter for new requests; requests that run or have a row keep their drafter. Raises
         DrafterMismatchError, and changes nothing, if it does not fit the target."""
         self.pool.swap(drafter)
         self._forget(drafter.name)
@@ -136,9 +150,10 @@ class Engine:
     ) -> int:
         """Queue a request; returns its id.
 
-        `constraint`: its grammar's state from `grammars`, if already compiled. `route`: the requested drafter of the pool, or
-        the request's classes for the router. `guest`: a drafter to try on this request alone, which then goes to the front of
-        the queue. Raises PromptError, ContextLengthError or SamplingError for invalid input.
+        `constraint`: its grammar's state from `grammars`, if already compiled. `route`: the requested drafter of the
+        pool, or
+        the request's classes for the router. `guest`: a drafter to try on this request alone, which then goes to the
+        front of the queue. Raises PromptError, ContextLengthError or SamplingError for invalid input.
         """
         params = params or SamplingParams()
         self._check(prompt_ids, params)
@@ -181,12 +196,15 @@ class Engine:
         if params.lossy and not self.allow_lossy:
             raise SamplingError(NOT_ALLOWED)
         if params.lossy and self.judge.rule.name == MOCKED:
-            raise SamplingError("lossy does not go with a mocked acceptance, which looks at no token: leave one of them out")
+            raise SamplingError(
+                "lossy does not go with a mocked acceptance, which looks at no token: leave one of them out"
+            )
         needed = len(prompt_ids) + params.max_tokens
         if needed > max_len:
             raise ContextLengthError(
                 f"prompt of {len(prompt_ids)} and answer of {params.max_tokens} tokens need {needed}, the cache holds "
-                f"{max_len}: shorten the prompt, lower max_tokens, or raise max_len (this model: {self.target.max_position})"
+                f"{max_len}: shorten the prompt, lower max_tokens, or raise max_len (this model: "
+                f"{self.target.max_position})"
             )
 
     def abort(self, request_id: int) -> Sequence | None:
@@ -200,8 +218,8 @@ class Engine:
         return seq
 
     def record(self, most_drafted: int = 0, *, grows_trees: bool = False) -> None:
-        """Record the passes of rounds on a device that replays passes: for as many drafts as the present drafters make, or
-        `most_drafted`, or for trees. Takes seconds on CUDA, during which all requests wait."""
+        """Record the passes of rounds on a device that replays passes: for as many drafts as the present drafters make,
+        or `most_drafted`, or for trees. Takes seconds on CUDA, during which all requests wait."""
         most = max(most_drafted, *(drafter.num_drafted for drafter in self.pool.drafters))
         if most and self.pool.lookups:
             most = max(most, self.pool.lookups.num_drafted)
@@ -212,7 +230,8 @@ class Engine:
             self.device_rounds.record()
 
     def whole_chunks(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context, prefill chunks have the maximum size even while rows decode: for work that is not streamed."""
+        """Within this context, prefill chunks have the maximum size even while rows decode: for work that is not
+        streamed."""
         return self.planner.chunks.whole() if isinstance(self.planner, AdaptivePlanner) else contextlib.nullcontext()
 
     @torch.inference_mode()
@@ -300,7 +319,10 @@ class Engine:
         batch.takes_B, batch.whole_blocks = plan.drafts, plan.whole_blocks
         takes_trees = self.target.takes_trees and self.judge.takes_trees
         batch.foresees = self.judge.rule.draws
-        batch.num_candidates, batch.tells_said = self.planner.num_candidates if takes_trees else 0, self.planner.tells_said
+        batch.num_candidates, batch.tells_said = (
+            self.planner.num_candidates if takes_trees else 0,
+            self.planner.tells_said,
+        )
         stats = self.device_rounds(batch) if self.device_rounds else None
         if stats is None:
             stats = decode_round(batch, self.target, self.pool, self.judge, partial(self.planner.narrow, plan))
@@ -363,6 +385,8 @@ class Engine:
     def check_integrity(self) -> None:
         """Assert that the engine's bookkeeping is consistent; cheap enough for every step of a test."""
         self.scheduler.check_integrity()
-        alive = {seq.request_id for seq in (*self.scheduler.waiting, *self.scheduler.prefilling, *self.scheduler.running)}
+        alive = {
+            seq.request_id for seq in (*self.scheduler.waiting, *self.scheduler.prefilling, *self.scheduler.running)
+        }
         assert alive == set(self._requests), "a request leaked"
         assert not self.prefix or self.prefix.deferred <= alive, "a deferred request is no longer queued"

@@ -1,8 +1,8 @@
 """Grammar-constrained decoding: JSON, JSON of a schema, or a regex, token by token, with speculation.
 
 `Grammars` compiles `SamplingParams.grammar` with llguidance; the state is `Sequence.constraint`. In each round
-`within_grammars` advances the state along the drafts before verification and cuts them at the first refused one; the judge then
-masks every verified position by the drafts before it. Only committed tokens stay in the matcher.
+`within_grammars` advances the state along the drafts before verification and cuts them at the first refused one; the
+judge then masks every verified position by the drafts before it. Only committed tokens stay in the matcher.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 WHITESPACE = r"[ \t\r\n]{0,16}"
 """Whitespace between the parts of a JSON text; bounded, because a small model may indent forever."""
 MAX_CHARACTERS = 65_536
-"""Maximum characters of a schema or regex; compiling is quadratic in the number of properties, two seconds at this length."""
+"""Maximum characters of a schema or regex; compiling is quadratic in the number of properties, two seconds at this
+length."""
 SPECIAL_LOOK = re.compile("<.*>", re.DOTALL)
 """Added tokens that llguidance treats as special."""
 _LEAST = -1e30
@@ -78,7 +79,9 @@ class Grammars:
             while True:
                 renamed_json, ends = _with_renamed(text, renamed), list(self._eos_token_ids)
                 read = LLTokenizer(renamed_json, n_vocab=num_tokens, eos_token=ends)
-                misread = {token for token in added.keys() - renamed if not _is_spelled(read, token, added[token].content)}
+                misread = {
+                    token for token in added.keys() - renamed if not _is_spelled(read, token, added[token].content)
+                }
                 if not misread:
                     return read
                 renamed |= misread
@@ -87,8 +90,8 @@ class Grammars:
 def _with_renamed(tokenizer_json: str, tokens: set[int]) -> str:
     """Returns the `tokenizers` JSON with these added tokens renamed to strings that no text contains.
 
-    llguidance encodes forced text with the tokenizer, which turns a special token's text into that token, and then refuses the
-    token. Without that string in the vocabulary, the text becomes ordinary tokens.
+    llguidance encodes forced text with the tokenizer, which turns a special token's text into that token, and then
+    refuses the token. Without that string in the vocabulary, the text becomes ordinary tokens.
     """
     tokenizer, nonce = json.loads(tokenizer_json), secrets.token_hex(16)
     names = {each["content"]: f"<{nonce}:{each['id']}>" for each in tokenizer["added_tokens"] if each["id"] in tokens}
@@ -117,7 +120,9 @@ def _source(spec: GrammarSpec) -> str:
     if spec.kind not in get_args(GrammarKind):
         raise SamplingError(f"grammar: kind must be one of {', '.join(get_args(GrammarKind))}, not {spec.kind!r}")
     if len(spec.text) > MAX_CHARACTERS:
-        raise SamplingError(f"grammar: {len(spec.text):,} characters are too long, the most are {MAX_CHARACTERS:,}: shorten it")
+        raise SamplingError(
+            f"grammar: {len(spec.text):,} characters are too long, the most are {MAX_CHARACTERS:,}: shorten it"
+        )
     try:
         spec.text.encode()
         if spec.kind == "regex":
@@ -132,7 +137,9 @@ def _source(spec: GrammarSpec) -> str:
 
 def _refusal(spec: GrammarSpec, reason: str) -> SamplingError:
     first = " ".join(reason.split())[:300]
-    return SamplingError(f"grammar: this {spec.kind.replace('_', ' ')} cannot be used ({first}): correct or simplify it")
+    return SamplingError(
+        f"grammar: this {spec.kind.replace('_', ' ')} cannot be used ({first}): correct or simplify it"
+    )
 
 
 class Grammar:
@@ -145,13 +152,15 @@ class Grammar:
         self._matcher = matcher
         self._num_consumed = 0
         self._masks: list[bytes] = []
-        """Bitmask of the allowed tokens at each position of the latest walk, which began after `_num_consumed` tokens."""
+        """Bitmask of the allowed tokens at each position of the latest walk, which began after `_num_consumed`
+        tokens."""
 
     def follow(self, seq: Sequence, drafts: list[int], corrects: bool = False) -> list[int]:
-        """Returns the leading drafts that the grammar allows; stores the masks of their positions and of the next one for
-        `mask`.
+        """Returns the leading drafts that the grammar allows; stores the masks of their positions and of the next one
+        for `mask`.
 
-        With `corrects` a refused draft is replaced by the grammar's token if it allows only one, which is sure to be accepted.
+        With `corrects` a refused draft is replaced by the grammar's token if it allows only one, which is sure to be
+        accepted.
         """
         matcher = self._matcher
         matcher.consume_tokens(seq.tokens[seq.prompt_len + self._num_consumed :])
@@ -178,7 +187,8 @@ class Grammar:
         return self._matcher.is_error()
 
     def mask(self, seq: Sequence, logits_JV: Tensor) -> Tensor:
-        """Returns a copy of the logits [J, V] with -inf for refused tokens; positions after a refused draft are unchanged.
+        """Returns a copy of the logits [J, V] with -inf for refused tokens; positions after a refused draft are
+        unchanged.
 
         Those positions are never used, because the refused draft before them cannot be accepted.
         """
@@ -186,7 +196,9 @@ class Grammar:
             self.follow(seq, [])
         num_masked, num_vocab = len(self._masks), logits_JV.shape[-1]
         bits = np.frombuffer(b"".join(self._masks), np.uint8).reshape(num_masked, -1)
-        refused = torch.from_numpy(np.unpackbits(~bits, axis=1, count=num_vocab, bitorder="little")).to(logits_JV.device)
+        refused = torch.from_numpy(np.unpackbits(~bits, axis=1, count=num_vocab, bitorder="little")).to(
+            logits_JV.device
+        )
         # The grammar has priority: a token forbidden by other settings is accepted where the grammar allows no other.
         is_shaped = seq.params.logit_bias or seq.shapes_logits
         masked_JV = logits_JV.clamp(min=_LEAST) if is_shaped else logits_JV.clone()
@@ -205,10 +217,11 @@ def _only(mask: bytes) -> int | None:
 
 
 def within_grammars(batch: Batch, draft: DraftBlock) -> DraftBlock:
-    """Returns the drafts corrected and cut by the grammars, so that the target verifies only acceptable ones. Never longer.
+    """Returns the drafts corrected and cut by the grammars, so that the target verifies only acceptable ones. Never
+    longer.
 
-    Sampled drafts are not corrected, and a refused one stays as the last of its row: its replacement is sampled from the
-    residual with its own distribution, and would have another distribution if the draft were removed.
+    Sampled drafts are not corrected, and a refused one stays as the last of its row: its replacement is sampled from
+    the residual with its own distribution, and would have another distribution if the draft were removed.
     """
     if all(seq.constraint is None for seq in batch.sequences):
         return draft

@@ -51,8 +51,9 @@ LATER = 7
 class LLM:
     """A model with its drafter. Settings are the fields of `EngineConfig`; `drafter` may also be a Drafter object.
 
-    `drafters` gives several by name; the first is the default, and `router` chooses for requests of `engine.add` with a route.
-    `allow_lossy` permits lossy rules (`SamplingParams.lossy`) with at most `max_tv` mean total variation. Raises the errors of
+    `drafters` gives several by name; the first is the default, and `router` chooses for requests of `engine.add` with a
+    route. `allow_lossy` permits lossy rules (`SamplingParams.lossy`) with at most `max_tv` mean total variation. Raises
+    the errors of
     paceline.errors: a missing model, a drafter for another target, a cache beyond its budget.
     """
 
@@ -106,8 +107,8 @@ class LLM:
         return self.target.cache.num_bytes + sum(each.cache_bytes(self.target) for each in self.engine.pool.drafters)
 
     def new_engine(self, drafter: Drafter | Mapping[str, Drafter]) -> Engine:
-        """Returns an engine with the same weights and cache and another drafter, or several; use one engine at a time. On CUDA
-        this first records passes, which takes seconds.
+        """Returns an engine with the same weights and cache and another drafter, or several; use one engine at a time.
+        On CUDA this first records passes, which takes seconds.
 
         If the plan adapts and no number of drafts is set, prompt lookup is added to a drafter that computes.
         """
@@ -132,7 +133,8 @@ class LLM:
         return self.config.plan == "auto" and self.config.mocked is None
 
     def _pool_changed(self) -> None:
-        """Update the default drafter. Record passes if idle; otherwise rounds run unrecorded until a change while idle."""
+        """Update the default drafter. Record passes if idle; otherwise rounds run unrecorded until a change while
+        idle."""
         self.drafter = self.engine.drafter
         if not self.engine.has_work:
             self.record_passes(self.engine)
@@ -143,7 +145,8 @@ class LLM:
         engine.record(LATER if self.router else 0, grows_trees=grows)
 
     def _planner_of(self, *drafters: Drafter) -> Planner:
-        """Returns the planner of these drafters. An adaptive planner is kept with the first drafter, with its estimates."""
+        """Returns the planner of these drafters. An adaptive planner is kept with the first drafter, with its
+        estimates."""
         chunk = self.config.prefill_chunk
         if self.config.plan != "auto":
             fixed, mock = fixed_planner(self.config.plan, chunk), self.config.mocked
@@ -165,11 +168,13 @@ class LLM:
         return self._planners[first]
 
     def make_drafter(self, drafter: str | Drafter | None, **options: Any) -> Drafter:
-        """Creates a drafter by name for this target; `options` go to its constructor. Raises the errors of `draft.registry`."""
+        """Creates a drafter by name for this target; `options` go to its constructor. Raises the errors of
+        `draft.registry`."""
         return make_drafter(drafter, self.target, target_name=self.config.model, **options)
 
     def use_drafter(self, drafter: str | Drafter | None, **options: Any) -> None:
-        """Replace the drafter for new requests. Raises the errors of creating and binding it, and changes nothing then."""
+        """Replace the drafter for new requests. Raises the errors of creating and binding it, and changes nothing
+        then."""
         created = self.make_drafter(drafter, **options)
         self.engine.swap(created)
         self._pool_changed()
@@ -182,7 +187,8 @@ class LLM:
         return {name: replace(member) for name, member in self.engine.pool.members.items()}
 
     def use_members(self, members: Mapping[str, Member]) -> None:
-        """Replace the engine by one with these drafters. Raises ConfigError while answers are running, or a binding error."""
+        """Replace the engine by one with these drafters. Raises ConfigError while answers are running, or a binding
+        error."""
         self._refuse_while_running("drafters cannot be exchanged all at once")
         self._replace_engine(members)
 
@@ -200,8 +206,8 @@ class LLM:
         self.drafter = self.engine.drafter
 
     def put_drafter(self, name: str, drafter: Drafter) -> None:
-        """Add a drafter to the pool under this name, or replace the one there, which running requests keep. Raises the errors
-        of binding it; nothing has changed then."""
+        """Add a drafter to the pool under this name, or replace the one there, which running requests keep. Raises the
+        errors of binding it; nothing has changed then."""
         self.engine.put(name, drafter)
         self._pool_changed()
 
@@ -211,20 +217,21 @@ class LLM:
         self._pool_changed()
 
     def remove_drafter(self, name: str) -> None:
-        """Stop giving this drafter to new requests, and remove it after its last one. Raises the errors of `drain_drafter`."""
+        """Stop giving this drafter to new requests, and remove it after its last one. Raises the errors of
+        `drain_drafter`."""
         self.engine.remove(name)
         self._pool_changed()
 
     def renew(self) -> None:
-        """Start a new engine after a failure, with the same weights and drafters and an empty cache. Running answers are lost:
-        their streams raise EngineReplacedError."""
+        """Start a new engine after a failure, with the same weights and drafters and an empty cache. Running answers
+        are lost: their streams raise EngineReplacedError."""
         cache, members = self.target.cache, self.members
         self.target.allocate_cache(cache.num_rows, cache.max_len)
         self._replace_engine(members)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the model's weights, for example after a policy update: tensors of the same shapes, by their Hugging Face
-        names. Drafters stay; all keys, values and features are discarded.
+        """Replace the model's weights, for example after a policy update: tensors of the same shapes, by their Hugging
+        Face names. Drafters stay; all keys, values and features are discarded.
 
         Raises ConfigError while answers are running, and the errors of `Target.load_weights`; nothing has changed then.
         """
@@ -234,9 +241,13 @@ class LLM:
         self._replace_engine(members)
 
     def encode_chat(
-        self, messages: list[Message], tools: Iterable[Message] | None = None, variables: Mapping[str, Any] | None = None
+        self,
+        messages: list[Message],
+        tools: Iterable[Message] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Returns a conversation's token ids by the model's chat template, with these `variables`. Raises PromptError."""
+        """Returns a conversation's token ids by the model's chat template, with these `variables`. Raises
+        PromptError."""
         return chat_ids(self.tokenizer, messages, tools or (), variables)
 
     def chat(
@@ -264,7 +275,8 @@ class LLM:
     ) -> list[Completion]:
         """Continue each list of token ids. An error or interrupt aborts every request of this call.
 
-        Without `on_chunk` and other streams prompts are prefilled in maximum chunks: the batch as a whole finishes sooner.
+        Without `on_chunk` and other streams prompts are prefilled in maximum chunks: the batch as a whole finishes
+        sooner.
         """
         each = params if isinstance(params, list) else [params] * len(prompts)
         texts, done = [""] * len(prompts), dict[int, Completion]()
@@ -276,7 +288,11 @@ class LLM:
                 seq = chunk.sequence
                 texts[place] += chunk.text
                 if chunk.finish_reason is not None:
-                    prompt_ids, scores, stats = seq.tokens[: seq.prompt_len], seq.prompt_logprobs, GenerationStats.of(seq)
+                    prompt_ids, scores, stats = (
+                        seq.tokens[: seq.prompt_len],
+                        seq.prompt_logprobs,
+                        GenerationStats.of(seq),
+                    )
                     ids, reason = seq.output_ids, chunk.finish_reason
                     done[place] = Completion(texts[place], ids, reason, stats, seq.logprobs, prompt_ids, scores)
                 if on_chunk:
@@ -284,7 +300,8 @@ class LLM:
         return [done[place] for place in range(len(prompts))]
 
     def stream(self, prompt: list[Message] | str | list[int], params: SamplingParams | None = None) -> Generator[Chunk]:
-        """Yields chunks of one answer as they are committed. Messages go through the chat template, a string is raw text.
+        """Yields chunks of one answer as they are committed. Messages go through the chat template, a string is raw
+        text.
 
         Several streams may be read in turns, and other answers generated between two chunks; each gets its own chunks.
         """
@@ -330,14 +347,15 @@ class LLM:
 
 
 def _tokenizer(config: EngineConfig, path: Path) -> Tokenizer | None:
-    """Returns the tokenizer; None for random weights in a folder without one, which use a stand-in."""
+    """Returns the tokenizer; None for random weights in a folder without one."""
     if config.weights == "random" and path.is_dir() and not (path / "tokenizer.json").is_file():
         return None
     return Tokenizer.from_path(path)
 
 
 def _fit_budget(config: EngineConfig, target: Target, drafters: list[Drafter]) -> None:
-    """Allocate as many cache rows as fit in the memory budget, at most max_batch. Raises MemoryBudgetError if none fits."""
+    """Allocate as many cache rows as fit in the memory budget, at most max_batch. Raises MemoryBudgetError if none
+    fits."""
     if config.kv_memory is None:
         return
     row_bytes = target.cache.num_bytes + sum(drafter.cache_bytes(target) for drafter in drafters)

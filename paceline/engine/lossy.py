@@ -1,6 +1,7 @@
 """Judges requests with a lossy rule: from logits to the distributions that `verify/lossy.py` reads.
 
-Each decision is added to the sequence's ledger immediately; `Sequence.accept` removes those of tokens that were not committed.
+Each decision is added to the sequence's ledger immediately; `Sequence.accept` removes those of tokens that were not
+committed.
 """
 
 from __future__ import annotations

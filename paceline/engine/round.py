@@ -2,9 +2,9 @@
 
 `device_round.py` computes the same on the device for batches that qualify.
 
-The judge turns the verify pass's logits into a verdict: each request's own distribution, judged by the selected rule. Greedy
-rows without penalties need only the argmax of each position, computed for the whole batch at once; every other row first gets
-its bias, penalties and filters. The rules themselves are pure functions in `verify/rules.py`.
+The judge turns the verify pass's logits into a verdict: each request's own distribution, judged by the selected rule.
+Greedy rows without penalties need only the argmax of each position, computed for the whole batch at once; every other
+row first gets its bias, penalties and filters. The rules themselves are pure functions in `verify/rules.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ Narrow = Callable[[list[list[float] | None], list[Candidates | None] | None], li
 def decode_round(
     batch: Batch, target: Target, drafter: Drafter | Pool, judge: RuleJudge, narrow: Narrow | None = None
 ) -> RoundStats:
-    """Run one round for every sequence of the batch: draft K tokens, verify J = K+1 positions, commit the accepted ones."""
+    """Run one round for every sequence of the batch: draft K tokens, verify J = K+1 positions, commit the accepted
+    ones."""
     started, recording_s = time.perf_counter(), target.recording_s
     proposed = drafter.propose(batch)
     if narrow:
@@ -125,15 +126,16 @@ def _outcomes(draft: DraftBlock, verdict: Verdict) -> list[Outcome | None] | Non
     if not draft.trees_B or not verdict.kept_B:
         return None
     return [
-        None if tree is None else Outcome(tree, path or []) for tree, path in zip(draft.trees_B, verdict.kept_B, strict=True)
+        None if tree is None else Outcome(tree, path or [])
+        for tree, path in zip(draft.trees_B, verdict.kept_B, strict=True)
     ]
 
 
 def commit(batch: Batch, draft: DraftBlock, verdict: Verdict) -> list[int]:
     """Append the accepted drafts and the bonus token to each sequence, up to a token that ends it.
 
-    Returns the number of tokens that each row gained: at least 1, but 0 for a failed request. `cached_len` becomes the length
-    of the sequence without its last token.
+    Returns the number of tokens that each row gained: at least 1, but 0 for a failed request. `cached_len` becomes the
+    length of the sequence without its last token.
     """
     fail(batch, verdict)
     gained = []
@@ -163,7 +165,8 @@ def _observed(
 
 
 class RuleJudge:
-    """Decides which drafts are accepted: by `rule`, but greedy rows by the longest match if the rule needs probabilities."""
+    """Decides which drafts are accepted: by `rule`, but greedy rows by the longest match if the rule needs
+    probabilities."""
 
     def __init__(self, rule: Rule = RULES["auto"]) -> None:
         self.rule = rule
@@ -177,8 +180,8 @@ class RuleJudge:
         return all(_is_plain(seq) and seq.params.logprobs is None for seq in batch.sequences)
 
     def __call__(self, batch: Batch, draft: DraftBlock, out: ForwardOutput) -> Verdict:
-        """Judges a verify pass; `out` has its positions packed row after row. Adds log-probabilities of the tokens to be
-        committed to the sequences that request them."""
+        """Judges a verify pass; `out` has its positions packed row after row. Adds log-probabilities of the tokens to
+        be committed to the sequences that request them."""
         plain = [_is_plain(seq) for seq in batch.sequences]
         argmax_T = out.best_T() if any(plain) else []
         accepted: list[int] = []
@@ -196,7 +199,9 @@ class RuleJudge:
                 kept_B[index] = list(path) if tree else None
             elif tree:
                 logits_JV = None if out.logits_TV is None else out.logits_TV[begin:end]
-                row_verdict, path = self._judge_tree(seq, tree, argmax_T[begin:end] if plain[index] else None, logits_JV)
+                row_verdict, path = self._judge_tree(
+                    seq, tree, argmax_T[begin:end] if plain[index] else None, logits_JV
+                )
                 kept_B[index] = list(path)
             elif plain[index]:
                 row_verdict = self._judge_greedy(seq, tokens, argmax_T[begin:end])
@@ -224,8 +229,8 @@ class RuleJudge:
     def _judge_tree(
         self, seq: Sequence, tree: Tree, argmax_J: list[int] | None, logits_JV: Tensor | None
     ) -> tuple[RowVerdict, list[int]]:
-        """Returns the accepted path of a tree, which the target's own samples follow, each with its position's noise, and the
-        next token; if the rule has a `walk`, the target samples only the last token."""
+        """Returns the accepted path of a tree, which the target's own samples follow, each with its position's noise,
+        and the next token; if the rule has a `walk`, the target samples only the last token."""
         children = {} if self.rule.walk else tree.children()
         path = self.rule.walk(tree, Uniforms.of(seq)) if self.rule.walk else []
         while True:
@@ -234,15 +239,17 @@ class RuleJudge:
                 token = argmax_J[node + 1]
             else:
                 assert logits_JV is not None
-                token = self._draw(seq, [tree.tokens[each] for each in path], [0, *(each + 1 for each in path)], logits_JV)
+                token = self._draw(
+                    seq, [tree.tokens[each] for each in path], [0, *(each + 1 for each in path)], logits_JV
+                )
             child = children.get((node, token))
             if child is None:
                 return RowVerdict(len(path), token), path
             path.append(child)
 
     def _draw(self, seq: Sequence, path: list[int], slots: list[int], logits_JV: Tensor) -> int:
-        """Returns the target's token after the accepted drafts, or -1. `slots`: rows of the logits of the anchor and the
-        drafts."""
+        """Returns the target's token after the accepted drafts, or -1. `slots`: rows of the logits of the anchor and
+        the drafts."""
         if seq.params.logit_bias or seq.params.has_penalties or seq.shapes_logits:
             logits_JV = shape(seq, penalise(logits_JV[slots], seq.params, seq.tokens, seq.counts, path), path)
             slots = list(range(len(slots)))
@@ -258,27 +265,36 @@ class RuleJudge:
             return match_prefix(tokens, argmax_J.__getitem__)
         return self.rule.verify(CheckedRow(tokens, None, Uniforms.of(seq), argmax_J.__getitem__, _no_probs))
 
-    def _judge_row(self, seq: Sequence, tokens: list[int], draft_probs_KV: Tensor | None, logits_JV: Tensor) -> RowVerdict:
+    def _judge_row(
+        self, seq: Sequence, tokens: list[int], draft_probs_KV: Tensor | None, logits_JV: Tensor
+    ) -> RowVerdict:
         logits_JV = shape(seq, penalise(logits_JV, seq.params, seq.tokens, seq.counts, tokens), tokens)
         if seq.constraint is not None:
             logits_JV = seq.constraint.mask(seq, logits_JV)
         if seq.params.is_greedy:
             return self._judge_greedy(seq, tokens, ForwardOutput(logits_JV, None).best_T())
         try:
-            return self.rule.verify(checked_row(seq, tokens, draft_probs_KV if self.rule.needs_probs else None, logits_JV))
+            return self.rule.verify(
+                checked_row(seq, tokens, draft_probs_KV if self.rule.needs_probs else None, logits_JV)
+            )
         except NumericsError:
             return RowVerdict(0, _NONE)
 
 
 def failure_reason(seq: Sequence, num_accepted: int, logits_JV: Tensor | None) -> str:
-    """Returns the reason for a missing token. `logits_JV`: the model's own, before penalties and grammar, if relevant."""
+    """Returns the reason for a missing token. `logits_JV`: the model's own, before penalties and grammar, if
+    relevant."""
     best_J = [_NONE] * (num_accepted + 1) if logits_JV is None else ForwardOutput(logits_JV, None).best_T()
     if _NONE not in best_J:
         place = len(seq.tokens) + num_accepted
-        return f"no token is left to choose at position {place}: logit_bias, bad_words, min_tokens or the grammar forbid all"
+        return (
+            f"no token is left to choose at position {place}: logit_bias, bad_words, min_tokens or the grammar forbid "
+            "all"
+        )
     slot = num_accepted if logits_JV is None else best_J.index(_NONE)
     return (
-        f"the model's logits are not finite at position {len(seq.tokens) + slot}: its weights are damaged, or too large for "
+        f"the model's logits are not finite at position {len(seq.tokens) + slot}: its weights are damaged, or too "
+        "large for "
         "their dtype; check the model's files, or try float32"
     )
 

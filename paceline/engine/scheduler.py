@@ -1,12 +1,13 @@
 """Scheduler: requests wait, get a cache row, are prefilled in chunks, decode, and leave; at any step, in any order.
 
-Each step does at most one prefill chunk and one decode round, so a long prompt delays the others by one chunk at a time.
+Each step does at most one prefill chunk and one decode round, so a long prompt delays the others by one chunk at a
+time.
 
-Prompts with a common prefix share work: its keys, values and drafter features are copied between rows. A row remembers the
-tokens in its cache after its sequence has ended, until it is allocated again. A new sequence reuses the longest prefix of any
-row; in its own row without a copy. If a longer prefix is about to be prefilled for another request, as in a group of answers to
-one prompt, it waits for that until its own prefill starts. This is only done for batch-invariant targets
-(`Target.is_width_invariant`), where reuse does not change outputs.
+Prompts with a common prefix share work: its keys, values and drafter features are copied between rows. A row remembers
+the tokens in its cache after its sequence has ended, until it is allocated again. A new sequence reuses the longest
+prefix of any row; in its own row without a copy. If a longer prefix is about to be prefilled for another request, as in
+a group of answers to one prompt, it waits for that until its own prefill starts. This is only done for batch-invariant
+targets (`Target.is_width_invariant`), where reuse does not change outputs.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ LEAST = 16
 
 
 class PrefixReuse:
-    """Tracks the tokens in each row of the cache, and copies common prefixes. `Engine` reports admissions and releases."""
+    """Tracks the tokens in each row of the cache, and copies common prefixes. `Engine` reports admissions and
+    releases."""
 
     def __init__(self, target: Target, drafters: Pool) -> None:
         self._target, self._drafters = target, drafters
@@ -106,8 +108,8 @@ class PrefixReuse:
         return best if best is not None and lengths[best] >= LEAST else None
 
     def admitted(self, seq: Sequence) -> None:
-        """Call after `seq.row` is allocated and the drafter has started the row: reuses the longest prefix of another row, or
-        waits while another row is prefilling a longer one.
+        """Call after `seq.row` is allocated and the drafter has started the row: reuses the longest prefix of another
+        row, or waits while another row is prefilling a longer one.
 
         A prompt with requested log-probabilities is computed completely, because a cache holds no logits.
         """
@@ -134,7 +136,8 @@ class PrefixReuse:
         return [other for other in self._running.values() if other is not seq and other.cached_len < other.prompt_len]
 
     def _known(self, seq: Sequence) -> dict[int, int]:
-        """Returns row -> length of the prompt's prefix in its cache; the sequence's own row counts with its earlier content."""
+        """Returns row -> length of the prompt's prefix in its cache; the sequence's own row counts with its earlier
+        content."""
         held = self._still_held(seq.row)
         held |= {row: other.tokens[: other.cached_len] for row, other in self._running.items() if other is not seq}
         return {row: _common(tokens, seq) for row, tokens in held.items()}
@@ -163,5 +166,6 @@ class PrefixReuse:
 
 
 def _common(tokens: list[int], seq: Sequence) -> int:
-    """Returns the length of the common prefix of `tokens` and the prompt without its last token, which is always computed."""
+    """Returns the length of the common prefix of `tokens` and the prompt without its last token, which is always
+    computed."""
     return num_common(tokens, seq.tokens[: seq.prompt_len - 1])

@@ -1,6 +1,7 @@
 """Masks logits for `min_tokens` (no end token before it) and `bad_words`, in addition to bias and penalties.
 
-Row j of the J = K+1 verified positions is masked as if draft[:j] were already in the answer, so speculation stays exact.
+Row j of the J = K+1 verified positions is masked as if draft[:j] were already in the answer, so speculation stays
+exact.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs PyTorch on one thread while the engine steps, without affecting other threads of the process.
 
-torch.set_num_threads sets the number for the whole process: threads that compute for the first time during a step would keep
-it, including those of other libraries and engines. OpenMP and MKL, which PyTorch computes with, also have a number for each
-calling thread. This module sets those, in the libraries that PyTorch has loaded.
+torch.set_num_threads sets the number for the whole process: threads that compute for the first time during a step would
+keep it, including those of other libraries and engines. OpenMP and MKL, which PyTorch computes with, also have a number
+for each calling thread. This module sets those, in the libraries that PyTorch has loaded.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SETTERS = _setters()
 
 
 def limit_threads() -> tuple[int, int] | None:
-    """Limits the calling thread's computations to one thread, until `restore_threads` gets the returned value. These are two
-    functions because a context manager took 4% of a tiny model's step."""
+    """Limits the calling thread's computations to one thread, until `restore_threads` gets the returned value. These
+    are two functions because a context manager took 4% of a tiny model's step."""
     num_threads = torch.get_num_threads()  # has a thread that did not compute yet take the process's number now
     if num_threads == 1 or not _SETTERS:
         return None

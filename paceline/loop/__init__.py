@@ -1,1 +1,4 @@
-"""What goes round the core: record, evaluate, adapt, distill, learn from rewards. Imports the core; is never imported by it."""
+"""Everything built around the core: record, evaluate, adapt, distill, learn from rewards.
+
+It imports the core and is never imported by it.
+"""

@@ -26,8 +26,8 @@ from paceline.model.torch.graphs import GraphDecoder
 
 
 def settle(settings: EngineConfig) -> EngineConfig:
-    """Resolve "auto" values (`config.resolve`); dtype "auto" becomes bfloat16 if matrix products read block-quantised weights,
-    as that needs no bfloat16 instructions.
+    """Resolve "auto" values (`config.resolve`); dtype "auto" becomes bfloat16 if matrix products read block-quantised
+    weights, as that needs no bfloat16 instructions.
 
     Also selects the instruction set. Raises NativeError if it is unavailable, and the errors of `config.resolve` and
     `hub.resolve`.
@@ -35,9 +35,16 @@ def settle(settings: EngineConfig) -> EngineConfig:
     resolved = engine_config.resolve(settings)
     if settings.isa != "auto":
         native_lib.use(settings.isa)
-    if settings.dtype != "auto" or resolved.device != "cpu" or resolved.weights == "random" or resolved.backend == "torch":
+    if (
+        settings.dtype != "auto"
+        or resolved.device != "cpu"
+        or resolved.weights == "random"
+        or resolved.backend == "torch"
+    ):
         return resolved
-    in_blocks = resolved.weight_format in KINDS or (resolved.weight_format != "dense" and is_gguf(resolve(resolved.model)))
+    in_blocks = resolved.weight_format in KINDS or (
+        resolved.weight_format != "dense" and is_gguf(resolve(resolved.model))
+    )
     takes_blocks = in_blocks and native_lib.load() is not None and native_lib.multiplies_blocks(torch.bfloat16)
     return replace(resolved, dtype="bfloat16") if takes_blocks else resolved
 
@@ -45,11 +52,13 @@ def settle(settings: EngineConfig) -> EngineConfig:
 def load_target(settings: EngineConfig) -> Target:
     """Load the target of resolved settings.
 
-    Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError, CacheError, or NativeError if the native
-    pass was requested and cannot run.
+    Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError, CacheError, or NativeError if the
+    native pass was requested and cannot run.
     """
     dtype, device, weights = getattr(torch, settings.dtype), torch.device(settings.device), settings.weights
-    num_rows = 1 if settings.kv_memory else settings.max_batch  # a memory budget is divided later, with the drafter's cache
+    num_rows = (
+        1 if settings.kv_memory else settings.max_batch
+    )  # a memory budget is divided later, with the drafter's cache
     weight_format = settings.weight_format
     path = resolve(settings.model)
     keep_sums_in_float32(device)
@@ -78,12 +87,15 @@ def load_target(settings: EngineConfig) -> Target:
         tensors = check_tensors(config, stored, path)
         if is_rounded:
             tensors = (
-                (name, weight if name.endswith(ROUTERS) else quantise(weight, KINDS[weight_format])) for name, weight in tensors
+                (name, weight if name.endswith(ROUTERS) else quantise(weight, KINDS[weight_format]))
+                for name, weight in tensors
             )
         target: Target = NativeDecoder(config, tensors, num_rows=num_rows, max_len=max_len, dtype=dtype)
     else:
         if is_rounded:
-            raise NativeError(f"weights in {weight_format} need the native pass: leave --backend or --weight-format out")
+            raise NativeError(
+                f"weights in {weight_format} need the native pass: leave --backend or --weight-format out"
+            )
         dense = random_tensors(config, 0, device, dtype) if weights == "random" else load_tensors(path)
         decoder = GraphDecoder if device.type == "cuda" else Decoder
         tensors = check_tensors(config, dense, path)
@@ -95,8 +107,8 @@ def load_target(settings: EngineConfig) -> Target:
 def keep_sums_in_float32(device: torch.device) -> None:
     """Accumulate half-precision matrix products in float32 on CUDA, for the whole process.
 
-    By default cuBLAS may round partial sums to the input dtype when it splits the inner dimension, which depends on the number
-    of positions in a pass: plain decoding and verification would differ by that rounding.
+    By default cuBLAS may round partial sums to the input dtype when it splits the inner dimension, which depends on the
+    number of positions in a pass: plain decoding and verification would differ by that rounding.
     """
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -110,8 +122,8 @@ ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
 
 
 def _keeps_blocks(weight_format: str, config: DecoderConfig, dtype: torch.dtype) -> bool:
-    """True if a file's quantised blocks are used directly. "auto": if matrix products support them and are faster so, or if a
-    dense copy would take more than half of the memory (every pass then expands the blocks)."""
+    """True if a file's quantised blocks are used directly. "auto": if matrix products support them and are faster so,
+    or if a dense copy would take more than half of the memory (every pass then expands the blocks)."""
     if weight_format != "auto":
         return weight_format != "dense"
     dense_bytes = dtype.itemsize * sum(map(math.prod, expected_shapes(config).values()))
@@ -165,7 +177,8 @@ def form_of(target: Target) -> Form:
 
 
 def _return_freed_memory() -> None:
-    """Return freed heap memory to the system; packing leaves some 60 MB of holes for the built-in model (glibc only)."""
+    """Return freed heap memory to the system; packing leaves some 60 MB of holes for the built-in model (glibc
+    only)."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

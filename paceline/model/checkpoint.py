@@ -1,7 +1,8 @@
 """Reads checkpoints: a Hugging Face folder or a GGUF file becomes a DecoderConfig and a stream of named tensors.
 
-`load_config` reads config.json or GGUF metadata, `load_tensors` yields one memory-mapped tensor at a time under its Hugging
-Face name, `check_tensors` rejects tensors that do not fit the config. Weights are safetensors or GGUF; pickles are never read.
+`load_config` reads config.json or GGUF metadata, `load_tensors` yields one memory-mapped tensor at a time under its
+Hugging Face name, `check_tensors` rejects tensors that do not fit the config. Weights are safetensors or GGUF; pickles
+are never read.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from paceline.model.layout import DELTA_NORM, as_ours, layer_shapes
 def load_config(path: Path | str) -> DecoderConfig:
     """Config of the model in a Hugging Face folder or GGUF file.
 
-    Raises ModelNotFoundError, UnsupportedModelError (architecture or option not implemented) or ModelFileError (a key is
-    missing or invalid).
+    Raises ModelNotFoundError, UnsupportedModelError (architecture or option not implemented) or ModelFileError (a key
+    is missing or invalid).
     """
     return decoder_config(config_json(path), Path(path).expanduser())
 
@@ -48,8 +49,8 @@ def load_tensors(path: Path | str, keep_blocks: bool) -> Iterator[tuple[str, Wei
 def load_tensors(path: Path | str, keep_blocks: bool = False) -> Iterator[tuple[str, Weight]]:
     """Yield (Hugging Face name, tensor) for every weight: as stored in safetensors, float32 from GGUF.
 
-    With `keep_blocks`, quantised matrices of a GGUF file are yielded as Blocks. Raises ModelFileError if a file is missing,
-    truncated or pickled.
+    With `keep_blocks`, quantised matrices of a GGUF file are yielded as Blocks. Raises ModelFileError if a file is
+    missing, truncated or pickled.
     """
     path = existing(path)
     if is_gguf(path):
@@ -92,8 +93,8 @@ def random_weights(
 def drawn_as(device: torch.device, dtype: torch.dtype) -> tuple[torch.device, torch.dtype]:
     """Device and dtype in which random weights for this device and dtype are generated.
 
-    A GPU generates them in its compute dtype: one CPU thread takes 93 s for 8B parameters. Other devices use float32 from the
-    CPU's generator, so the numbers do not depend on the dtype.
+    A GPU generates them in its compute dtype: one CPU thread takes 93 s for 8B parameters. Other devices use float32
+    from the CPU's generator, so the numbers do not depend on the dtype.
     """
     return (device, dtype) if device.type == "cuda" else (torch.device("cpu"), torch.float32)
 
@@ -112,8 +113,8 @@ def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 def check_tensors(
     config: DecoderConfig, tensors: Iterable[tuple[str, AnyWeight]], source: Path | str
 ) -> Iterator[tuple[str, AnyWeight]]:
-    """Yield `tensors` after checking names and shapes. Redundant tensors of tied or old checkpoints are dropped, fused ones
-    split.
+    """Yield `tensors` after checking names and shapes. Redundant tensors of tied or old checkpoints are dropped, fused
+    ones split.
 
     Raises ModelFileError naming a tensor that is unknown or wrongly shaped or, at the end, missing.
     """
@@ -141,17 +142,20 @@ def check_tensors(
 
 
 def check_finite(name: str, weight: Weight, source: Path | str) -> None:
-    """Raises ModelFileError if a tensor holds NaN or an infinity, or is not floating-point. Checks the sum first, as it is
-    cheap."""
+    """Raises ModelFileError if a tensor holds NaN or an infinity, or is not floating-point. Checks the sum first, as it
+    is cheap."""
     if isinstance(weight, Blocks):
         return check_finite(name, weight.scales(), source)
     if not weight.is_floating_point() or weight.is_complex():
         raise ModelFileError(f"{source}: tensor {name!r} holds {weight.dtype}, not fractions: fetch the model again")
     values = weight.float() if weight.element_size() == 1 else weight
-    is_finite = not values.numel() or math.isfinite(values.sum()) or bool(torch.stack(torch.aminmax(values)).isfinite().all())
+    is_finite = (
+        not values.numel() or math.isfinite(values.sum()) or bool(torch.stack(torch.aminmax(values)).isfinite().all())
+    )
     if not is_finite:  # the sum of finite values may overflow; minimum and maximum cannot
         raise ModelFileError(
-            f"{source}: tensor {name!r} holds NaN or an infinity: the training that made it failed, or the file is damaged; "
+            f"{source}: tensor {name!r} holds NaN or an infinity: the training that made it failed, or the file is "
+            "damaged; "
             "use another checkpoint"
         )
     return None
@@ -162,7 +166,9 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         fault = "is no regular file" if path.exists() else "is missing"
         raise ModelFileError(f"{path} {fault}: give a Hugging Face model folder or a .gguf file")
-    with reraised(ModelFileError, f"{path} cannot be read", "fetch the model again", OSError, ValueError, RecursionError):
+    with reraised(
+        ModelFileError, f"{path} cannot be read", "fetch the model again", OSError, ValueError, RecursionError
+    ):
         value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise ModelFileError(f"{path} does not hold a JSON object: fetch the model again")
@@ -177,7 +183,9 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
             value = read_json(folder / name).get("eos_token_id")
             ids += value if isinstance(value, list) else [] if value is None else [value]
     if any(not is_whole(token) or not 0 <= token <= MAX_SIZE for token in ids):
-        raise ModelFileError(f"{folder}: eos_token_id must be an id or a list of ids (got {short(ids)}): correct the config")
+        raise ModelFileError(
+            f"{folder}: eos_token_id must be an id or a list of ids (got {short(ids)}): correct the config"
+        )
     return tuple(dict.fromkeys(ids))
 
 
@@ -196,11 +204,14 @@ def shards_of(folder: Path) -> dict[Path, list[str]]:
     if not index.is_file():
         if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
             raise ModelFileError(
-                f"{folder} holds pickled weights only, which can run code and are never read: convert them to safetensors"
+                f"{folder} holds pickled weights only, which can run code and are never read: convert them to "
+                "safetensors"
             )
         if ggufs := sorted(folder.glob("*.gguf")):
             raise ModelFileError(f"{folder} holds no model.safetensors: give the GGUF file itself, such as {ggufs[0]}")
-        raise ModelFileError(f"{folder} holds no model.safetensors nor model.safetensors.index.json: fetch the model again")
+        raise ModelFileError(
+            f"{folder} holds no model.safetensors nor model.safetensors.index.json: fetch the model again"
+        )
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFileError(f"{index} holds no weight_map: fetch the model again")
@@ -226,10 +237,15 @@ MOST_TENSORS, MOST_HEADER_BYTES = 2**16, 2**24
 
 def check_header(file: Path) -> None:
     """Raises ModelFileError if a safetensors header is too large for a model, before it is parsed."""
-    with reraised(ModelFileError, f"{file} cannot be read", "fetch the model again", OSError), file.open("rb") as opened:
+    with (
+        reraised(ModelFileError, f"{file} cannot be read", "fetch the model again", OSError),
+        file.open("rb") as opened,
+    ):
         num_bytes = int.from_bytes(opened.read(8), "little")
     if MOST_HEADER_BYTES < num_bytes <= file.stat().st_size:
-        raise ModelFileError(f"{file} has a header of {num_bytes >> 20} MiB, no model needs that: fetch the model again")
+        raise ModelFileError(
+            f"{file} has a header of {num_bytes >> 20} MiB, no model needs that: fetch the model again"
+        )
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:

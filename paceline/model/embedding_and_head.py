@@ -28,7 +28,8 @@ from paceline.model.torch.decoder import end_scales
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 SCALED = ("embedding_multiplier", "scale_emb", "logits_scaling", "logit_scale", "final_logit_softcapping")
-"""Config keys that change embedding or head scaling; unsupported for families that paceline's decoder does not implement."""
+"""Config keys that change embedding or head scaling; unsupported for families that paceline's decoder does not
+implement."""
 LIGHT = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
@@ -68,13 +69,22 @@ def _fetched(repo_id: str, patterns: tuple[str, ...]) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
-    unreached = (errors.HTTPError, errors.HFValidationError, errors.LocalEntryNotFoundError, ConnectionError, TimeoutError)
-    with reraised(DownloadError, f"{repo_id} cannot be fetched", "check the network, or give a local folder", *unreached):
+    unreached = (
+        errors.HTTPError,
+        errors.HFValidationError,
+        errors.LocalEntryNotFoundError,
+        ConnectionError,
+        TimeoutError,
+    )
+    with reraised(
+        DownloadError, f"{repo_id} cannot be fetched", "check the network, or give a local folder", *unreached
+    ):
         return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=list(patterns)))
 
 
 def load_ends(settings: EngineConfig) -> Target:
-    """Load embedding and head of a target in the dtype of the resolved settings; a GGUF file is loaded as a whole target.
+    """Load embedding and head of a target in the dtype of the resolved settings; a GGUF file is loaded as a whole
+    target.
 
     Raises ModelFileError if they are missing, UnsupportedModelError if the model scales them in an unknown way.
     """
@@ -89,7 +99,9 @@ def load_ends(settings: EngineConfig) -> Target:
     scaled = [key for key in SCALED if raw.get(key) not in (None, 1, 1.0)]
     if config is None and (scaled or str(raw.get("model_type", "")).startswith("gemma")):
         what = scaled[0] if scaled else str(raw["model_type"])
-        raise UnsupportedModelError(f"a target elsewhere with {what} is not implemented: its embedding or head is scaled")
+        raise UnsupportedModelError(
+            f"a target elsewhere with {what} is not implemented: its embedding or head is scaled"
+        )
     if HUB_ID.fullmatch(settings.model) and not Path(settings.model).exists():
         folder = _fetched(settings.model, (*LIGHT, *_files_of_ends(folder)))
     is_tied = bool(raw.get("tie_word_embeddings", False)) if config is None else config.tie_embeddings

@@ -1,7 +1,7 @@
 """The KV cache: a fixed number of rows with room for `max_len` positions each, allocated once.
 
-A row belongs to one sequence from `allocate` to `free`. A forward pass appends; `rollback` removes rejected positions by
-reducing the row's length, and later passes overwrite them.
+A row belongs to one sequence from `allocate` to `free`. A forward pass appends; `rollback` removes rejected positions
+by reducing the row's length, and later passes overwrite them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class KVCache(ABC):
         General form of `rollback` for passes over trees: the kept positions are a path from the root.
         """
         for row, start, own_slots in zip(rows, starts, slots, strict=True):
-            assert own_slots == sorted(set(own_slots)) and all(0 <= slot < self.lengths[row] - start for slot in own_slots)
+            assert own_slots == sorted(set(own_slots)) and all(
+                0 <= slot < self.lengths[row] - start for slot in own_slots
+            )
             if own_slots != list(range(len(own_slots))):
                 self._move(row, start, own_slots)
         self.rollback(rows, [start + len(own_slots) for start, own_slots in zip(starts, slots, strict=True)])

@@ -85,12 +85,17 @@ def _mlps(config: DecoderConfig, index: int) -> list[tuple[str, int, bool]]:
     """A layer's MLPs: (name, inner width, whether there are biases)."""
     if not config.has_experts(index):
         return [("mlp", config.intermediate_size, config.mlp_bias)]
-    mlps = [(f"mlp.experts.{expert}", config.expert_size, config.has_expert_biases) for expert in range(config.num_experts)]
+    mlps = [
+        (f"mlp.experts.{expert}", config.expert_size, config.has_expert_biases) for expert in range(config.num_experts)
+    ]
     return [*mlps, ("mlp.shared_expert", config.shared_expert_size, False)] if config.shared_expert_size else mlps
 
 
 def as_ours(
-    config: DecoderConfig, expected: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, AnyWeight]], source: object
+    config: DecoderConfig,
+    expected: Mapping[str, tuple[int, ...]],
+    tensors: Iterable[tuple[str, AnyWeight]],
+    source: object,
 ) -> Iterator[tuple[str, AnyWeight]]:
     """Yield the tensors under the names of `expected`, renaming them and splitting fused ones into views.
 

@@ -17,12 +17,12 @@ _MEASURE_S, _LEAST_TURNS, _MOST_TURNS = 0.2, 2, 8
 
 
 def measure_passes(target: Target, most: int, width: int | None = None) -> PassCosts:
-    """Time passes of several sizes up to `most` positions on free rows, for 0.2 seconds in addition to one untimed warm-up pass
-    of each size.
+    """Time passes of several sizes up to `most` positions on free rows, for 0.2 seconds in addition to one untimed
+    warm-up pass of each size.
 
-    On CUDA the sizes are 1, 8, 16, 64, 128, ... and `most`, on rows of up to `width` tokens each, as in rounds, timed by
-    events; on other devices 1, 2, 4, ... on as few rows as possible, timed by the clock. Sizes alternate and the fastest run of
-    each counts, which reduces noise from the machine. Sizes without a measurement are extrapolated.
+    On CUDA the sizes are 1, 8, 16, 64, 128, ... and `most`, on rows of up to `width` tokens each, as in rounds, timed
+    by events; on other devices 1, 2, 4, ... on as few rows as possible, timed by the clock. Sizes alternate and the
+    fastest run of each counts, which reduces noise from the machine. Sizes without a measurement are extrapolated.
     """
     on_cuda = target.device.type == "cuda"
     sizes = _cuda_sizes(most) if on_cuda else [1 << power for power in range(max(most.bit_length(), 2))]

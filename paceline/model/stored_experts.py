@@ -35,7 +35,8 @@ def taken_apart(
         owner, which, kind = match[1], match[2], match[3] or ""
         if len(tensor) != config.num_experts or tensor.ndim != {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}[kind]:
             raise ModelFileError(
-                f"{source}: tensor {name!r} has shape {tuple(tensor.shape)}, the config asks for {config.num_experts} experts: "
+                f"{source}: tensor {name!r} has shape {tuple(tensor.shape)}, the config asks for {config.num_experts} "
+                "experts: "
                 "config and weights are of different models, fetch the model again"
             )
         if kind in ("_blocks", "_scales"):
@@ -51,7 +52,8 @@ def taken_apart(
 
 
 def _each(config: DecoderConfig, owner: str, which: str, kind: str, tensor: Tensor) -> Iterator[tuple[str, Any]]:
-    """Yield one expert's tensors after another; gate and up are interleaved in gpt-oss, concatenated in other families."""
+    """Yield one expert's tensors after another; gate and up are interleaved in gpt-oss, concatenated in other
+    families."""
     for expert, rows in enumerate(tensor):
         if which == "down":
             yield f"{owner}{expert}.down_proj.{kind}", rows
@@ -72,7 +74,9 @@ def expanded(blocks: Tensor, scales: Tensor, name: str) -> Tensor:
         or blocks.shape[:-1] != scales.shape
         or blocks.shape[-1] != 16
     ):
-        raise ModelFileError(f"{name} is no MXFP4 ({tuple(blocks.shape)}, {tuple(scales.shape)}): fetch the model again")
+        raise ModelFileError(
+            f"{name} is no MXFP4 ({tuple(blocks.shape)}, {tuple(scales.shape)}): fetch the model again"
+        )
     table = torch.tensor([*FP4, *(-value for value in FP4)], dtype=torch.bfloat16)
     halves = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
     return torch.ldexp(table[halves.int()], scales.int()[..., None] - SCALE_BIAS).to(torch.bfloat16).flatten(-2)

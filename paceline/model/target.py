@@ -1,6 +1,7 @@
 """The target interface: the forward pass that every engine round calls.
 
-Implementations: the PyTorch decoder, Transformers models and the native pass. `forward(ForwardBatch) -> ForwardOutput` appends
+Implementations: the PyTorch decoder, Transformers models and the native pass. `forward(ForwardBatch) -> ForwardOutput`
+appends
 the given tokens to the cache; `cache.rollback` removes rejected ones.
 """
 
@@ -48,8 +49,8 @@ class ForwardBatch:
     only_argmax: bool = False
     """True if only the argmax of each logits row will be read; the implementation may omit the logits."""
     parents: list[int] | None = None
-    """For a tree: each token's parent as an index among its row's tokens in this pass, -1 if the token follows the cache;
-    parents come first. None: every token follows the previous one."""
+    """For a tree: each token's parent as an index among its row's tokens in this pass, -1 if the token follows the
+    cache; parents come first. None: every token follows the previous one."""
 
     @property
     def num_tokens(self) -> int:
@@ -83,8 +84,8 @@ class ForwardOutput:
     """Results of a pass; tensors are views of buffers that the next pass may overwrite."""
 
     logits_TV: Tensor | None
-    """Logits [T, V] for "all", [B, V] for "last"; float32 or the model's dtype. None for "none", or if `only_argmax` omitted
-    them."""
+    """Logits [T, V] for "all", [B, V] for "last"; float32 or the model's dtype. None for "none", or if `only_argmax`
+    omitted them."""
     taps_TF: Tensor | None
     """[T, len(tap_layers) * hidden_size], concatenated outputs of the tapped layers; None without taps."""
     argmax_T: list[int] | None = None
@@ -154,8 +155,8 @@ class Target(ABC):
     """Records and replays passes of fixed shape, also those of drafters; None for a target that does not."""
 
     ends: EndScales = PLAIN_ENDS
-    """Scale factors not contained in the embedding and head matrices. Drafters read the matrices and have factors of their
-    own."""
+    """Scale factors not contained in the embedding and head matrices. Drafters read the matrices and have factors of
+    their own."""
 
     @property
     def experts_read(self) -> float | None:
@@ -170,7 +171,8 @@ class Target(ABC):
         self._experts_read = read
 
     def set_taps(self, tap_layers: tuple[int, ...]) -> None:
-        """Choose the layers whose outputs `forward` returns (0-based; layer l is Transformers' hidden_states[l + 1])."""
+        """Choose the layers whose outputs `forward` returns (0-based; layer l is Transformers' hidden_states[l +
+        1])."""
         self.tap_layers = tuple(tap_layers)
 
     @property
@@ -184,14 +186,15 @@ class Target(ABC):
         No-op without a recorder. Takes seconds on CUDA; `allocate_cache` discards the recordings."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights, given by Hugging Face name with unchanged shapes. `cache` is replaced by an empty one. Tensors
-        are copied; memory must suffice for both sets meanwhile.
+        """Replace the weights, given by Hugging Face name with unchanged shapes. `cache` is replaced by an empty one.
+        Tensors are copied; memory must suffice for both sets meanwhile.
 
         Raises ModelFileError naming a tensor that is unknown, missing, not finite or wrongly shaped, leaving everything
         unchanged; UnsupportedModelError if the implementation cannot replace weights.
         """
         raise UnsupportedModelError(
-            f"{type(self).__name__} keeps the weights it was loaded with: new ones go into paceline's own decoder only (its "
+            f"{type(self).__name__} keeps the weights it was loaded with: new ones go into paceline's own decoder "
+            "only (its "
             "families stand in docs/reference/families.md)"
         )
 
@@ -202,7 +205,9 @@ class Target(ABC):
     def check_len(self, max_len: int) -> None:
         """Raises ContextLengthError if the model's context is shorter than `max_len`."""
         if max_len > self.max_position:
-            raise ContextLengthError(f"max_len {max_len} is beyond the model's {self.max_position} tokens: lower max_len")
+            raise ContextLengthError(
+                f"max_len {max_len} is beyond the model's {self.max_position} tokens: lower max_len"
+            )
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
@@ -239,7 +244,8 @@ def head_weight(target: Target) -> Tensor:
         expected = probe.float() @ weight_VD.float().T
         if (target.matrix_head(probe).float() - expected).abs().max() > 0.05 * expected.abs().max():
             raise UnsupportedModelError(
-                "this target's head is no plain matrix, it has a bias: training a drafter for it, and drafting over a part "
+                "this target's head is no plain matrix, it has a bias: training a drafter for it, and drafting over a "
+                "part "
                 "of the vocabulary, are not implemented"
             )
     return weight_VD

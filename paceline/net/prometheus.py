@@ -3,9 +3,9 @@
     engines = engines_of(text)                       # {"0": {"vllm:generation_tokens_total": 2900.0, ...}, "1": ...}
     totals(engines)["vllm:generation_tokens_total"]  # over all engines
 
-Names of vLLM, SGLang and paceline are unchanged; those of llama.cpp are mapped to vLLM's. Each engine (label `engine` in vLLM,
-`dp_rank` in SGLang) has its own counters. Ranks of one engine report the same values and count once; series of a draft engine
-are skipped.
+Names of vLLM, SGLang and paceline are unchanged; those of llama.cpp are mapped to vLLM's. Each engine (label `engine`
+in vLLM, `dp_rank` in SGLang) has its own counters. Ranks of one engine report the same values and count once; series of
+a draft engine are skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ LLAMACPP = {
 """llama.cpp's metric names -> vLLM's; `_name` maps those of speculation, which lack `_total`."""
 ENGINES = ("engine", "dp_rank")
 """Labels that number the engines of a server."""
-RANKS = frozenset({"tp_rank", "pp_rank", "ep_rank", "moe_ep_rank", "attn_tp_rank", "attn_cp_rank", "cp_rank", "dcp_rank"})
+RANKS = frozenset(
+    {"tp_rank", "pp_rank", "ep_rank", "moe_ep_rank", "attn_tp_rank", "attn_cp_rank", "cp_rank", "dcp_rank"}
+)
 """Labels that number the processes of one engine."""
 ROLES = ("engine", "engine_type", "engine_role", "role", "worker", "worker_type")
 """Labels whose value may mark a draft engine."""
@@ -68,8 +70,8 @@ def _name(name: str) -> str:
 def engines_of(text: str, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
     """Return engine -> metric name -> value; {} for a page without known metrics.
 
-    Series that differ in other labels are summed; each label in `by` adds a sum named NAME{VALUE}. Raises ConfigError if the
-    page has metrics of several models and `model` names none."""
+    Series that differ in other labels are summed; each label in `by` adds a sum named NAME{VALUE}. Raises ConfigError
+    if the page has metrics of several models and `model` names none."""
     series = [one for one in read_series(text) if not _is_draft(one)]
     if not any(one.name.startswith((*PREFIXES, "paceline:")) for one in series):
         return {}
@@ -91,10 +93,13 @@ def _of_model(series: list[Series], model: str | None) -> list[Series]:
     names = sorted({one.labels["model_name"] for one in series if "model_name" in one.labels})
     if model is not None and model not in names and names:
         raise ConfigError(
-            f"the metrics have no model {model!r}, only {', '.join(names)}: name one of them (FILE:MODEL, or served_name)"
+            f"the metrics have no model {model!r}, only {', '.join(names)}: name one of them (FILE:MODEL, or "
+            "served_name)"
         )
     if model is None and len(names) > 1:
-        raise ConfigError(f"the metrics have several models, {', '.join(names)}: name one of them (FILE:MODEL, or served_name)")
+        raise ConfigError(
+            f"the metrics have several models, {', '.join(names)}: name one of them (FILE:MODEL, or served_name)"
+        )
     return [one for one in series if model is None or one.labels.get("model_name", model) == model]
 
 

@@ -1,8 +1,8 @@
 """Requests to a remote server from many threads, retried while the server is down.
 
 A request is retried while the server is unreachable or busy (408, 425, 429, 5xx), after a pause that doubles up to some
-seconds, until no request has succeeded for `patience_s` seconds. Other 4xx and 3xx statuses are final: redirects are not
-followed. The key is read from the environment only.
+seconds, until no request has succeeded for `patience_s` seconds. Other 4xx and 3xx statuses are final: redirects are
+not followed. The key is read from the environment only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Refused(PacelineError):
 
 
 class Client:
-    """Sends requests to one HTTP server and retries them for `patience_s` while it is down. Threads may share a client."""
+    """Sends requests to one HTTP server and retries them for `patience_s` while it is down. Threads may share a
+    client."""
 
     def __init__(self, url: str, option: str, patience_s: float) -> None:
         """`url` with or without /v1; errors name `option`. Raises ConfigError."""

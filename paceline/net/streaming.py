@@ -1,7 +1,7 @@
 """An HTTP client for streamed responses that uses little CPU time, because benchmarks run it on the server's machine.
 
-Each request runs in a thread of the caller. Response bytes are only buffered with their arrival times and parsed after the
-run. Connections are kept alive and reused.
+Each request runs in a thread of the caller. Response bytes are only buffered with their arrival times and parsed after
+the run. Connections are kept alive and reused.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Client:
         keeps: bool = True,
         key_name: str = "the API key",
     ) -> None:
-        """`url` with or without /v1; `keeps` reuses connections. Errors call the address `option` and the key `key_name`.
+        """`url` with or without /v1; `keeps` reuses connections. Errors call the address `option` and the key
+        `key_name`.
 
         Raises ConfigError for an invalid address or key."""
         self._timeout_s, self._keeps = timeout_s, keeps
@@ -86,7 +87,9 @@ class Client:
             parts = urlsplit(url)
             self._port = parts.port
         if parts.username or parts.password:
-            raise ConfigError(f"{option} holds a password: write it as http://127.0.0.1:8000, and give {key_name} instead")
+            raise ConfigError(
+                f"{option} holds a password: write it as http://127.0.0.1:8000, and give {key_name} instead"
+            )
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ConfigError(f"{option} {url!r} is no address of a server: write it as http://127.0.0.1:8000")
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -189,7 +192,8 @@ class Client:
 
 
 def _is_open(idle: socket.socket) -> bool:
-    """Return True if the server has not closed the idle connection: its socket has neither an end nor stray bytes to read."""
+    """Return True if the server has not closed the idle connection: its socket has neither an end nor stray bytes to
+    read."""
     waiting = select.poll()
     waiting.register(idle, select.POLLIN)
     return not waiting.poll(0)

@@ -23,10 +23,11 @@ _CONFIDENCE_EDGES = tuple(math.log(share) for share in (0.05, 0.12, 0.22, 0.35, 
 _SIBLING_WEIGHT = 4.0
 """Weight, in tokens, of the drafter's own probabilities for tokens other than its top one."""
 _WATCH_KEEP, _SURPRISE, _DOUBT = 0.9, 4.0, 0.2
-"""If the latest 10 or so rounds deviate by more than _SURPRISE standard deviations, older counts are scaled by _DOUBT."""
+"""If the latest 10 or so rounds deviate by more than _SURPRISE standard deviations, older counts are scaled by
+_DOUBT."""
 _BUCKET_WEIGHT, _CELL_WEIGHT, _BUCKET_KEEP = 4.0, 12.0, 0.995
-"""Weight of a slot's average in the estimate of a confidence bucket; weight of that in the estimate of the bucket at one
-slot; factor applied to older counts of both."""
+"""Weight of a slot's average in the estimate of a confidence bucket; weight of that in the estimate of the bucket at
+one slot; factor applied to older counts of both."""
 
 
 @dataclass(slots=True)
@@ -96,7 +97,8 @@ class Chances:
         self._sibling_factor = self._sibling_truth.near(1.0, _SIBLING_WEIGHT)
 
     def record(self, num_checked: int, num_accepted: int, confidence: Sequence[float] | None = None) -> None:
-        """Update the estimates with one row's drafts: the first `num_checked` were verified, the first `num_accepted` accepted.
+        """Update the estimates with one row's drafts: the first `num_checked` were verified, the first `num_accepted`
+        accepted.
 
         A slot that was drafted but not verified counts with the chance that its confidence promised. Without that the
         estimates would be biased upwards, because only promising drafts are verified.
@@ -121,7 +123,8 @@ class Chances:
             chance = self.average[slot] = tally.near(chance, _PRIOR_WEIGHT)
 
     def _detect_shift(self, chances: Sequence[float], num_accepted: int) -> None:
-        """Discount all counts if recent outcomes are statistically implausible: the text or the drafter's weights changed."""
+        """Discount all counts if recent outcomes are statistically implausible: the text or the drafter's weights
+        changed."""
         gain, expected, squares = 1.0, 0.0, 0.0
         for slot, chance in enumerate(chances):
             gain *= chance

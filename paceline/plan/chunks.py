@@ -9,12 +9,13 @@ from collections.abc import Iterator
 LEAST_CHUNK = 8
 """Minimum prompt tokens per chunk; smaller ones cost as much time as they save."""
 FREE_EVERY = 8
-"""While prompts are waiting, every 8th round is planned without a time limit, to measure how long such a round takes."""
+"""While prompts are waiting, every 8th round is planned without a time limit, to measure how long such a round
+takes."""
 
 
 class ChunkSizes:
-    """Chooses prefill chunk sizes: the maximum while no row decodes, otherwise the tokens that take about one decode round,
-    so that a stream waits about two rounds for its next token."""
+    """Chooses prefill chunk sizes: the maximum while no row decodes, otherwise the tokens that take about one decode
+    round, so that a stream waits about two rounds for its next token."""
 
     def __init__(self, most: int, adapts: bool) -> None:
         self._most, self._adapts = most, adapts
@@ -23,8 +24,8 @@ class ChunkSizes:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Within this context chunks have the maximum size: higher throughput, but a running answer waits longer for its next
-        token. For work that is not streamed."""
+        """Within this context chunks have the maximum size: higher throughput, but a running answer waits longer for
+        its next token. For work that is not streamed."""
         adapts, self._adapts = self._adapts, False
         try:
             yield
@@ -38,8 +39,8 @@ class ChunkSizes:
 
     @property
     def most_round_s(self) -> float:
-        """Maximum seconds of the next round if a chunk runs in the same step: the duration of unlimited rounds, or infinity.
-        Rounds under the limit do not lower it; otherwise each shorter one would shorten all later ones."""
+        """Maximum seconds of the next round if a chunk runs in the same step: the duration of unlimited rounds, or
+        infinity. Rounds under the limit do not lower it; otherwise each shorter one would shorten all later ones."""
         is_free = not self._adapts or self._num_limited >= FREE_EVERY - 1
         return math.inf if is_free or not self._free_s else self._free_s
 
@@ -57,5 +58,6 @@ class ChunkSizes:
 
 
 def _average(known: float, value: float, most: float, weight: float = 0.2) -> float:
-    """Updates a running average; `value` is clipped to `most` times the average, so that one disturbance has little effect."""
+    """Updates a running average; `value` is clipped to `most` times the average, so that one disturbance has little
+    effect."""
     return known + weight * (min(value, most * known) - known) if known else value

@@ -1,8 +1,8 @@
 """Request clusters: classes of similar requests, for which a router chooses drafters. Imports no PyTorch.
 
-A request's tag is its cluster. Without a tag, the cluster is derived from the language or script, and from digests of the
-template (the system prompt, or how a raw text begins), the tools and the schema of the answer. No name of a cluster reveals the
-request's text.
+A request's tag is its cluster. Without a tag, the cluster is derived from the language or script, and from digests of
+the template (the system prompt, or how a raw text begins), the tools and the schema of the answer. No name of a cluster
+reveals the request's text.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _LANGUAGES = {name: frozenset(words.split()) for name, words in _WORDS.items()}
 def clusters_of(
     texts: Sequence[tuple[str, str]], *, tag: str | None = None, schema: str = "", tools: str = ""
 ) -> tuple[str, ...]:
-    """Returns the classes of a request, the most specific first. `texts`: its (role, text) messages, or one text with the role
-    RAW; `schema` and `tools`: any text form."""
+    """Returns the classes of a request, the most specific first. `texts`: its (role, text) messages, or one text with
+    the role RAW; `schema` and `tools`: any text form."""
     if tag:
         return (f"tag:{tag}",)
     system = "".join(text for role, text in texts if role in ("system", "developer"))

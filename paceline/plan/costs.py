@@ -39,8 +39,8 @@ class RoundCosts:
     """Estimated durations of rounds of one type (all rows greedy, or not), in seconds at the speed the machine had when
     `passes` was measured.
 
-    `slowness` follows the machine's speed, which changes within seconds. A factor for each size of pass corrects the measured
-    table; it comes from consecutive rounds of different sizes, which ran at the same speed.
+    `slowness` follows the machine's speed, which changes within seconds. A factor for each size of pass corrects the
+    measured table; it comes from consecutive rounds of different sizes, which ran at the same speed.
     """
 
     passes: PassCosts
@@ -77,7 +77,8 @@ class RoundCosts:
         return low * (high / low) ** ((size - below) / (above - below))
 
     def drafting_s(self, source: str, num_rows: int) -> float:
-        """Returns the seconds of drafting for `num_rows` rows, scaled from the nearest measured number; 0 without any."""
+        """Returns the seconds of drafting for `num_rows` rows, scaled from the nearest measured number; 0 without
+        any."""
         if num_rows == 0:
             return 0.0
         known = self._draft_s.get((source, num_rows))
@@ -102,7 +103,8 @@ class RoundCosts:
         self._num_rounds += 1
 
     def drafted(self, source: str, num_rows: int, draft_s: float) -> None:
-        """Record the time in which a source computed drafts for `num_rows` rows, in the round just passed to `record`."""
+        """Record the time in which a source computed drafts for `num_rows` rows, in the round just passed to
+        `record`."""
         seconds = draft_s / self.slowness
         if source not in self._has_drafted:  # not representative: the first draft touches memory for the first time
             self._has_drafted.add(source)
@@ -111,8 +113,8 @@ class RoundCosts:
         self._draft_s[source, num_rows] = seconds if not known else known + 0.1 * (min(seconds, 4 * known) - known)
 
     def _compare(self, size: int, measured: float) -> None:
-        """Correct the factors of two sizes by comparing consecutive rounds. The first comparisons have full weight, later ones
-        little; outliers are clipped."""
+        """Correct the factors of two sizes by comparing consecutive rounds. The first comparisons have full weight,
+        later ones little; outliers are clipped."""
         before, measured_before = self._latest
         if before is None:
             return
@@ -128,7 +130,8 @@ class RoundCosts:
 def drafting_by(stats: RoundStats, rows_by: Mapping[str, int]) -> dict[str, float]:
     """Returns the seconds of a round's drafting by source.
 
-    `rows_by`: for each source, the number of rows that it computed drafts for. Seconds that belong to no source, such as
+    `rows_by`: for each source, the number of rows that it computed drafts for. Seconds that belong to no source, such
+    as
     choosing how many drafts to verify, are divided by rows."""
     shared_s = max(stats.draft_s - sum(stats.source_s.values()), 0.0)
     num_rows = sum(rows_by.values())

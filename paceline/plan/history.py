@@ -1,5 +1,5 @@
-"""History of rounds, from which a planner (`planner.py`) decides whether to draft: trials, rounds without drafts, and pauses of
-drafters that lose time. Imports no PyTorch."""
+"""History of rounds, from which a planner (`planner.py`) decides whether to draft: trials, rounds without drafts, and
+pauses of drafters that lose time. Imports no PyTorch."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ class Trials:
 
 
 class PlainRounds:
-    """Schedules rounds without drafts, which show what such a round takes at present: ever more rarely, by batch size."""
+    """Schedules rounds without drafts, which show what such a round takes at present: ever more rarely, by batch
+    size."""
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[int, int]] = {}
@@ -93,8 +94,8 @@ class PlainRounds:
 
 
 class Pauses:
-    """Pauses sources whose drafts lose time: compares rounds with drafts with the plain ones that follow them, which depends
-    neither on estimates nor on the speed of the machine."""
+    """Pauses sources whose drafts lose time: compares rounds with drafts with the plain ones that follow them, which
+    depends neither on estimates nor on the speed of the machine."""
 
     def __init__(self) -> None:
         self._latest: list[tuple[int, float]] = []
@@ -104,20 +105,26 @@ class Pauses:
         self._gains: dict[tuple[str, int], tuple[float, int]] = {}
         """(sources, rows) -> (log of tokens per second with drafts over those without, number of comparisons)."""
         self._pauses: dict[str, tuple[int, int]] = {}
-        """Source -> (rounds left in its pause, length of the next one, which doubles with each loss right after a pause)."""
+        """Source -> (rounds left in its pause, length of the next one, which doubles with each loss right after a
+        pause)."""
 
     def record(self, num_rows: int, num_tokens: int, seconds: float, sources: set[str]) -> bool:
         """Record a round, in wall-clock seconds, and the sources of its drafts. Returns True if they are paused now."""
         drafting = ("+".join(sorted(sources)), num_rows)
         if len(sources) == 1 or (sources and LOOKUP not in sources):  # several drafters of a pool count as one
-            self._latest = [*(self._latest[1 - COMPARED :] if drafting == self._drafting else []), (num_tokens, seconds)]
+            self._latest = [
+                *(self._latest[1 - COMPARED :] if drafting == self._drafting else []),
+                (num_tokens, seconds),
+            ]
             self._drafting = drafting
             return False
         joined, rows = self._drafting
         compared, self._latest = self._latest, []
         if sources or not compared or rows != num_rows:
             return False
-        gain = math.log(sum(tokens for tokens, _ in compared) * seconds / (sum(spent for _, spent in compared) * num_tokens))
+        gain = math.log(
+            sum(tokens for tokens, _ in compared) * seconds / (sum(spent for _, spent in compared) * num_tokens)
+        )
         known, count = self._gains.get((joined, rows), (0.0, 0))
         known += max(_GAIN_WEIGHT, 1.0 / (1 + count)) * (min(max(gain, -_CLIP), _CLIP) - known)
         self._gains[joined, rows] = known, count + 1
@@ -167,7 +174,8 @@ class RoundHistory:
     def record(
         self, num_rows: int, num_tokens: int, round_s: float, sources: set[str], is_trial: bool, has_chunk: bool
     ) -> None:
-        """Record a round: its tokens, wall-clock seconds, the sources of its drafts, and whether a prefill chunk ran too."""
+        """Record a round: its tokens, wall-clock seconds, the sources of its drafts, and whether a prefill chunk ran
+        too."""
         seconds = round_s / self.costs.slowness
         self._rates.setdefault(num_rows, Ratio()).add(num_tokens, seconds, RECENT)
         self.trials.record(num_rows, num_tokens, seconds, self.costs.pass_s(num_rows), is_trial)

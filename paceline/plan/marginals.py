@@ -1,16 +1,16 @@
-"""Acceptance chances of a block drafter's candidates by slot and rank (marginals), and the acceptance length of trees of n
-drafts that they predict. Imports no PyTorch.
+"""Acceptance chances of a block drafter's candidates by slot and rank (marginals), and the acceptance length of trees
+of n drafts that they predict. Imports no PyTorch.
 
-    tally.add(target_ranks(candidates, tokens))          # after each round: ranks of the target's tokens among the candidates
-    marginals = Marginals.of(tally)
-    marginals.expected(32)[32].tokens                    # acceptance length of the best trees of 32 drafts
+    tally.add(target_ranks(candidates, tokens))          # after each round: ranks of the target's tokens among the
+    candidates marginals = Marginals.of(tally) marginals.expected(32)[32].tokens                    # acceptance length
+    of the best trees of 32 drafts
 
-A marginal is counted over the rounds in which the top candidate was right at every earlier slot: in those the target's token at
-the slot is known, whatever was verified, a chain or a tree. Trees differ between rounds because a drafter's confidence varies
-by slot, and much of their acceptance comes from that. Here the drafter's probability of a slot's top token is Beta distributed
-around the marginal, as in `simulate/server/server.py`, and the other ranks share the rest in proportion. Candidates after a
-sibling are assumed to be accepted as often as those after the top token; `tests/simulate/test_tree_prediction.py` compares the
-predictions with measured trees.
+A marginal is counted over the rounds in which the top candidate was right at every earlier slot: in those the target's
+token at the slot is known, whatever was verified, a chain or a tree. Trees differ between rounds because a drafter's
+confidence varies by slot, and much of their acceptance comes from that. Here the drafter's probability of a slot's top
+token is Beta distributed around the marginal, as in `simulate/server/server.py`, and the other ranks share the rest in
+proportion. Candidates after a sibling are assumed to be accepted as often as those after the top token;
+`tests/simulate/test_tree_prediction.py` compares the predictions with measured trees.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from paceline.plan.trees import NONE_OF_THEM, Candidates, Said, Weigh, grow
 from paceline.types import Row
 
 CONCENTRATION = 1.5
-"""Concentration (sum of both parameters) of the Beta distribution of a drafter's probabilities; small if its confidence varies
-much. The shipped drafter on 12 GSM8K questions: slots with a mean of 0.80 had a variance of 0.06."""
+"""Concentration (sum of both parameters) of the Beta distribution of a drafter's probabilities; small if its confidence
+varies much. The shipped drafter on 12 GSM8K questions: slots with a mean of 0.80 had a variance of 0.06."""
 DRAWS, _FINER = 1000, 4
 """Rounds over which trees are averaged; random numbers drawn for each of them, of which evenly spread ones are used."""
 _PRIOR = 20.0
-"""Weight, in tries of a slot, of its prior: the chance of the slot before it, and the average shares of the other ranks."""
+"""Weight, in tries of a slot, of its prior: the chance of the slot before it, and the average shares of the other
+ranks."""
 _LEAST = 1e-4
 Chances = tuple[tuple[float, ...], ...]
-"""By slot and rank: the chance that this candidate is the target's token if the top candidate is at every earlier slot."""
+"""By slot and rank: the chance that this candidate is the target's token if the top candidate is at every earlier
+slot."""
 
 
 @dataclass(slots=True)
@@ -116,7 +118,8 @@ class Marginals:
 
     @classmethod
     def of(cls, tally: Tally) -> Marginals:
-        """Estimates the chances; slots that few rounds reached are smoothed towards the slot before and the average ranks."""
+        """Estimates the chances; slots that few rounds reached are smoothed towards the slot before and the average
+        ranks."""
         left = sum(tally.tried) - sum(own[0] for own in tally.stood if own)
         sums = [sum(counts) for counts in itertools.zip_longest(*(own[1:] for own in tally.stood), fillvalue=0)]
         shares = [each / left if left else 0.0 for each in sums]
@@ -141,7 +144,8 @@ class Marginals:
         return tuple(itertools.accumulate(self.firsts, operator.mul))
 
     def with_firsts(self, firsts: Sequence[float]) -> Marginals:
-        """Returns marginals with these chances of each slot's top token; other ranks keep their average shares of the rest."""
+        """Returns marginals with these chances of each slot's top token; other ranks keep their average shares of the
+        rest."""
         left = sum(1 - first for first in self.firsts)
         ranks = itertools.zip_longest(*(own[1:] for own in self.chances_KM), fillvalue=0.0)
         shares = [sum(each) / left if left else 0.0 for each in ranks]
@@ -196,7 +200,8 @@ def _spread_evenly(luck: random.Random, chance: float) -> list[float]:
 
 @dataclass(slots=True)
 class MockedPlanner(FixedPlanner):
-    """Plans trees of `num_nodes` drafts by given marginals, not by the drafter's probabilities: for a mocked acceptance."""
+    """Plans trees of `num_nodes` drafts by given marginals, not by the drafter's probabilities: for a mocked
+    acceptance."""
 
     marginals: Marginals | None = None
 
@@ -207,9 +212,11 @@ class MockedPlanner(FixedPlanner):
 
 
 def path_that_stands(parents: Sequence[int], gains: Sequence[float], lucks: Sequence[float]) -> list[int]:
-    """Draws the accepted nodes of a tree, root to leaf: at most one child after each accepted node, each with its own chance.
+    """Draws the accepted nodes of a tree, root to leaf: at most one child after each accepted node, each with its own
+    chance.
 
-    `gains` as in `Tree.gains`; `lucks`: a random number in [0, 1) for each slot. The expected number of nodes is sum(gains).
+    `gains` as in `Tree.gains`; `lucks`: a random number in [0, 1) for each slot. The expected number of nodes is
+    sum(gains).
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):

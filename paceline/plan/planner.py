@@ -1,16 +1,18 @@
-"""Plans each engine step: how much of a prompt to prefill, and which drafts every running row verifies. Imports no PyTorch.
+"""Plans each engine step: how much of a prompt to prefill, and which drafts every running row verifies. Imports no
+PyTorch.
 
     plan = planner.next(rows)                      # Row: a sequence and the drafts it could verify (Offer) -> Plan
-    widths = planner.narrow(plan, confidence_B)    # after drafting: how many drafts of each row to verify, or which tree
-    planner.learn(plan, stats)                     # durations of the round, and which drafts were accepted
+    widths = planner.narrow(plan, confidence_B)    # after drafting: how many drafts of each row to verify, or which
+    tree planner.learn(plan, stats)                     # durations of the round, and which drafts were accepted
 
-The engine executes a plan with the real target, `simulate` with a cost model; both use the same planner. A draft is verified
-if the tokens it is expected to add are worth its time at the rate that rounds reach anyway:
+The engine executes a plan with the real target, `simulate` with a cost model; both use the same planner. A draft is
+verified if the tokens it is expected to add are worth its time at the rate that rounds reach anyway:
 
-    expected tokens > rate * extra seconds        rate: tokens per second without drafts, or of recent rounds if that is more
+    expected tokens > rate * extra seconds        rate: tokens per second without drafts, or of recent rounds if that is
+    more
 
-All inputs are known before a round's tokens are sampled: the confidence at a slot comes from the drafter's distribution, never
-from the sampled token, so a plan does not change the generated text.
+All inputs are known before a round's tokens are sampled: the confidence at a slot comes from the drafter's
+distribution, never from the sampled token, so a plan does not change the generated text.
 """
 
 from __future__ import annotations
@@ -27,7 +29,18 @@ from paceline.plan.chances import PRIORS, Calibration, Chances
 from paceline.plan.chunks import ChunkSizes
 from paceline.plan.costs import PassCosts, RoundCosts, drafting_by
 from paceline.plan.history import RECENT, RoundHistory
-from paceline.plan.shares import TREE_S, Drafted, Objective, TreeWorth, Want, gains_of, grown, share_out, spared_by, surplus_of
+from paceline.plan.shares import (
+    TREE_S,
+    Drafted,
+    Objective,
+    TreeWorth,
+    Want,
+    gains_of,
+    grown,
+    share_out,
+    spared_by,
+    surplus_of,
+)
 from paceline.plan.trees import MOST_NODES, Candidates, Growing, Tree, Weigh, drafter_probs, grow
 from paceline.types import Offer, RoundStats, Row, RowKind, Take
 
@@ -36,11 +49,13 @@ MARGIN = 0.02
 LIFT_WEIGHT = 0.05
 """Weight of the latest round in the average gain from cutting drafts of low confidence."""
 SURE_TRIALS, HOPELESS = 3, 5.0
-"""After SURE_TRIALS trials, further ones are HOPELESS times rarer if no drafter could pay (many rows, slow processor)."""
+"""After SURE_TRIALS trials, further ones are HOPELESS times rarer if no drafter could pay (many rows, slow
+processor)."""
 FEW_CANDIDATES, MOST_CANDIDATES = 8, 32
 """Candidate tokens per slot for a tree: the adaptive planner's number, and the maximum."""
 SPARE = 2
-"""Slots that a block drafter drafts beyond those that are worth verifying on average; its confidence there may be high."""
+"""Slots that a block drafter drafts beyond those that are worth verifying on average; its confidence there may be
+high."""
 NO_DRAFTS = Take()
 Confidences = Sequence[Sequence[float] | None]
 """For each row the log-probability of the drafter's top token at each slot; None if unknown."""
@@ -74,13 +89,14 @@ class Planner(Protocol):
         ...
 
     def offer(self, source: str, kind: RowKind, most: int, *, is_stepwise: bool = False) -> Offer:
-        """Returns the expected acceptance and cost of a source's drafts for a row of this kind that may verify `most` of them.
+        """Returns the expected acceptance and cost of a source's drafts for a row of this kind that may verify `most`
+        of them.
         `is_stepwise`: the source computes each draft in a separate step."""
         ...
 
     def next(self, rows: list[Row], prompt_left: int = 0) -> Plan:
-        """Plans the next step. `prompt_left`: tokens still to prefill of the current prompt; if the step's chunk ends it, its
-        row decodes in this step too."""
+        """Plans the next step. `prompt_left`: tokens still to prefill of the current prompt; if the step's chunk ends
+        it, its row decodes in this step too."""
         ...
 
     def join(self, plan: Plan, index: int, row: Row) -> None:
@@ -89,15 +105,17 @@ class Planner(Protocol):
     def narrow(
         self, plan: Plan, confidence_B: Confidences, candidates_B: Sequence[Candidates | None] | None = None
     ) -> list[int | Tree]:
-        """Returns how many drafts of each row to verify, or which tree. `candidates_B`: of rows that may verify a tree."""
+        """Returns how many drafts of each row to verify, or which tree. `candidates_B`: of rows that may verify a
+        tree."""
         ...
 
     def learn(self, plan: Plan, stats: RoundStats) -> None:
         """Update the estimates with a finished round."""
 
     def price(self, plan: Plan, index: int, num_checked: int, num_alike: int) -> float | None:
-        """Returns a row's share of a round's time in units of a round without drafts: 1.0 if it drafted nothing, whatever other
-        rows did; None if costs are unknown. `num_checked`: its verified drafts; `num_alike`: rows that share its drafting."""
+        """Returns a row's share of a round's time in units of a round without drafts: 1.0 if it drafted nothing,
+        whatever other rows did; None if costs are unknown. `num_checked`: its verified drafts; `num_alike`: rows that
+        share its drafting."""
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """Record a prefill chunk."""
@@ -108,7 +126,8 @@ class Planner(Protocol):
 
 @dataclass(slots=True)
 class FixedPlanner(Planner):
-    """Plans the same number of drafts in every round, from the first offer, and chunks of one size; ignores all timings."""
+    """Plans the same number of drafts in every round, from the first offer, and chunks of one size; ignores all
+    timings."""
 
     num_drafted: int | None = None
     """Drafts per row; None: all that are offered."""
@@ -151,8 +170,12 @@ class FixedPlanner(Planner):
         self, plan: Plan, confidence_B: Confidences, candidates_B: Sequence[Candidates | None] | None = None
     ) -> list[int | Tree]:
         return [
-            grow(candidates, self.weigh(row, candidates), self.num_nodes) if candidates and self.num_nodes else take.count
-            for row, take, candidates in zip(plan.rows, plan.drafts, candidates_B or [None] * len(plan.rows), strict=True)
+            grow(candidates, self.weigh(row, candidates), self.num_nodes)
+            if candidates and self.num_nodes
+            else take.count
+            for row, take, candidates in zip(
+                plan.rows, plan.drafts, candidates_B or [None] * len(plan.rows), strict=True
+            )
         ]
 
     def weigh(self, row: Row, candidates: Candidates) -> Weigh:
@@ -174,7 +197,8 @@ def fixed_planner(plan: str, most_chunk: int = 256) -> FixedPlanner:
 
 
 class AdaptivePlanner:
-    """Maximises tokens per second by measured durations and acceptance; slower than plain decoding only in short trials."""
+    """Maximises tokens per second by measured durations and acceptance; slower than plain decoding only in short
+    trials."""
 
     def __init__(
         self,
@@ -185,13 +209,17 @@ class AdaptivePlanner:
         grows_trees: bool = False,
         objective: Objective = "throughput",
     ) -> None:
-        """`passes`: seconds of a target pass, measured at the start. Set `adapts_chunks` only for a target whose outputs do not
-        depend on chunk sizes, and `grows_trees` only for one that accepts trees. `objective`: see `shares.share_out`."""
+        """`passes`: seconds of a target pass, measured at the start. Set `adapts_chunks` only for a target whose
+        outputs do not
+        depend on chunk sizes, and `grows_trees` only for one that accepts trees. `objective`: see
+        `shares.share_out`."""
         self._is_for_latency = objective == "latency"
         self._share_out = partial(share_out, sooner=self._is_for_latency)
         self.tells_said, self._trees = False, TreeWorth() if grows_trees else None
         self._histories = {name: RoundHistory(RoundCosts(passes)) for name in ("greedy", "drawn")}
-        self._history = self._histories["greedy"]  # of the rows planned last: prices drafting, whatever a row's own kind
+        self._history = self._histories[
+            "greedy"
+        ]  # of the rows planned last: prices drafting, whatever a row's own kind
         self._chances: dict[tuple[str, str], Chances] = {}
         """By source and kind of row."""
         self._lifts: dict[tuple[str, str], float] = {}
@@ -267,7 +295,8 @@ class AdaptivePlanner:
     def _best(
         self, costs: RoundCosts, rate: float, num_rows: int, index: int, row: Row, may_compute: bool, paused: set[str]
     ) -> Want | None:
-        """Returns the row's offer with the largest surplus if no other row drafted; all rows share the cost of drafting."""
+        """Returns the row's offer with the largest surplus if no other row drafted; all rows share the cost of
+        drafting."""
         best, most = None, -math.inf if self._is_for_latency else 0.0
         for offer in row.offers:
             if (offer.cost_s and not may_compute) or offer.source in paused:
@@ -290,7 +319,9 @@ class AdaptivePlanner:
             if offer is None:
                 continue
             count = min(3, len(offer.chances))
-            extra_s = offer.cost_s + count * offer.each_s + costs.pass_s(plan.num_rows + count) - costs.pass_s(plan.num_rows)
+            extra_s = (
+                offer.cost_s + count * offer.each_s + costs.pass_s(plan.num_rows + count) - costs.pass_s(plan.num_rows)
+            )
             is_hopeless = trials.count >= SURE_TRIALS and not self._could_pay(history, plan)
             trials.wanted_s = extra_s * (HOPELESS if is_hopeless else 1.0)
             if trials.is_affordable:
@@ -305,7 +336,9 @@ class AdaptivePlanner:
             for index, row in enumerate(plan.rows)
             for offer in row.offers[:1]
         ]
-        return any(self._share_out(history.costs, history.rate(plan.num_rows), plan.num_rows, wants, math.inf, margin=MARGIN))
+        return any(
+            self._share_out(history.costs, history.rate(plan.num_rows), plan.num_rows, wants, math.inf, margin=MARGIN)
+        )
 
     def narrow(
         self, plan: Plan, confidence_B: Confidences, candidates_B: Sequence[Candidates | None] | None = None
@@ -345,7 +378,9 @@ class AdaptivePlanner:
         history, num_rows = self._history_of(plan.rows), len(plan.rows)
         costs, computing, longest = history.costs, dict[str, int](), dict[str, int]()
         confidence_B, trees_B = stats.sure_B or [None] * num_rows, stats.trees_B or [None] * num_rows
-        outcomes = zip(plan.rows, plan.drafts, stats.num_drafted_B, stats.num_accepted_B, confidence_B, trees_B, strict=True)
+        outcomes = zip(
+            plan.rows, plan.drafts, stats.num_drafted_B, stats.num_accepted_B, confidence_B, trees_B, strict=True
+        )
         for row, take, num_drafted, num_accepted, confidence, outcome in outcomes:
             if not take.count:
                 continue
@@ -362,7 +397,9 @@ class AdaptivePlanner:
                     known.record_tree(outcome, confidence)
             elif num_drafted:
                 expected = sum(offer.chances[: min(num_accepted + 1, num_drafted)])
-                self._calibrations.setdefault((take.source, row.kind), Calibration()).add(num_accepted, expected, RECENT)
+                self._calibrations.setdefault((take.source, row.kind), Calibration()).add(
+                    num_accepted, expected, RECENT
+                )
         costs.record(num_rows + sum(stats.num_checked_B), stats.verify_s + stats.host_s)
         for source, drafting_s in drafting_by(stats, computing).items():
             drafting_s = max(drafting_s - plan.num_trees[source] * TREE_S, 0.5 * drafting_s)  # trees: see TreeWorth

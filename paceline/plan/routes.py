@@ -1,21 +1,23 @@
-"""Routing: chooses the drafter of a pool that brings each request cluster the most tokens per second. Imports no PyTorch.
+"""Routing: chooses the drafter of a pool that brings each request cluster the most tokens per second. Imports no
+PyTorch.
 
     router = Router()
     drafter, cluster = router.choose(request_id, clusters, ["general", "tickets", "none"])
     router.learn(sequences, stats, price)      # after each round
     router.ended(request_id)
 
-The router is a multi-armed bandit for each cluster (`clusters.py`), with the drafters as arms. The reward is the tokens per
-second relative to plain decoding at the same load: the tokens of a request's rounds over the duration of those rounds in units
-of rounds without drafts, by the planner's estimated costs (`Planner.price`), so that neither a slow neighbour nor machine noise
-nor a change of load affects it. Plain decoding is 1.0 by definition: "none" is chosen if no drafter is faster, and needs no
-trial. Rounds may also verify prompt lookup drafts, which are free and the same for every drafter: of drafters that may be
-equally fast, one whose own drafts bring far fewer tokens is not chosen.
+The router is a multi-armed bandit for each cluster (`clusters.py`), with the drafters as arms. The reward is the tokens
+per second relative to plain decoding at the same load: the tokens of a request's rounds over the duration of those
+rounds in units of rounds without drafts, by the planner's estimated costs (`Planner.price`), so that neither a slow
+neighbour nor machine noise nor a change of load affects it. Plain decoding is 1.0 by definition: "none" is chosen if no
+drafter is faster, and needs no trial. Rounds may also verify prompt lookup drafts, which are free and the same for
+every
+drafter: of drafters that may be equally fast, one whose own drafts bring far fewer tokens is not chosen.
 
 Older requests count less (discounted UCB, Garivier and Moulines 2008), so changes in a drafter's quality are detected.
-Exploration is bounded: in each cluster every drafter gets FIRST requests, or one; after that CREDIT requests per drafter, and
-then a share EXPLORED of all requests, may go to drafters that do not have the best estimate but may be the best. A cluster that
-is pinned to a drafter (`pin`) does not explore.
+Exploration is bounded: in each cluster every drafter gets FIRST requests, or one; after that CREDIT requests per
+drafter, and then a share EXPLORED of all requests, may go to drafters that do not have the best estimate but may be the
+best. A cluster that is pinned to a drafter (`pin`) does not explore.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ SPREAD, SPREAD_WEIGHT = 0.25, 2.0
 PRIOR_ROUNDS = 8.0
 """Weight, in rounds, of the priors "as fast as plain decoding" and "its own drafts bring as much as any"."""
 FAR_FEWER = 0.5
-"""A drafter whose own drafts bring less than this share of another's tokens per round must be clearly faster to be chosen."""
+"""A drafter whose own drafts bring less than this share of another's tokens per round must be clearly faster to be
+chosen."""
 WHOLE = 32
 """Tokens from which a request has full weight; a shorter one counts less."""
 Price = Callable[[int, int, int], float | None]
@@ -187,7 +190,8 @@ class Router:
                 arm.num_running = 0
 
     def choose(self, key: int, clusters: Sequence[str], drafters: list[str]) -> tuple[str, str]:
-        """Returns a request's drafter, one of `drafters`, and its cluster. `clusters`: its classes, as from `clusters_of`."""
+        """Returns a request's drafter, one of `drafters`, and its cluster. `clusters`: its classes, as from
+        `clusters_of`."""
         name = self._classes.of(clusters)
         if self._classes.evicted:
             self.clusters.pop(self._classes.evicted, None)
@@ -220,7 +224,9 @@ class Router:
 
     def learn(self, sequences: Sequence[Request], stats: RoundStats, price: Price) -> None:
         """Record a finished round of these sequences."""
-        alike = Counter(seq.cluster for seq in sequences)  # these would draft together if the drafter were the cluster's best
+        alike = Counter(
+            seq.cluster for seq in sequences
+        )  # these would draft together if the drafter were the cluster's best
         for index, seq in enumerate(sequences):
             session = self._sessions.get(seq.request_id)
             paid = price(index, stats.num_checked_B[index], alike[seq.cluster]) if session else None

@@ -16,10 +16,11 @@ Objective = Literal["throughput", "latency"]
 FIRST_NODES = 24
 """Initial number of tree nodes; a tree grows further if more than half of them are worth verifying."""
 TREE_S, TREE_EVERY, TREE_WEIGHT = 2e-4, 16, 0.05
-"""Host seconds of one row's candidates and tree; rounds without trees until they are tried again; weight of the latest tree in
-the running average of their worth."""
+"""Host seconds of one row's candidates and tree; rounds without trees until they are tried again; weight of the latest
+tree in the running average of their worth."""
 LEAST_GAIN = 0.01
-"""Minimum chance of a draft to be accepted; later ones are not considered, because that takes longer than they are worth."""
+"""Minimum chance of a draft to be accepted; later ones are not considered, because that takes longer than they are
+worth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ def gains_of(chances: Sequence[float]) -> list[float]:
 
 
 def surplus_of(costs: RoundCosts, rate: float, num_rows: int, gains: Sequence[float], each_s: float = 0.0) -> float:
-    """Returns the largest surplus, in tokens, of verifying the first of these drafts over its time, if no other row drafts."""
+    """Returns the largest surplus, in tokens, of verifying the first of these drafts over its time, if no other row
+    drafts."""
     best, expected, plain_s = 0.0, 0.0, costs.pass_s(num_rows)
     for count, gain in enumerate(gains, start=1):
         expected += gain
@@ -86,8 +88,8 @@ class Drafted:
 
 
 def grown(drafted: Sequence[Drafted], share: Callable[[list[Want]], list[int]]) -> list[int]:
-    """Returns the number of drafts of each row, as `share` allocates them; trees grow while more than half of one would be
-    verified. Most possible nodes are not worth a position, and considering one takes as long as verifying it."""
+    """Returns the number of drafts of each row, as `share` allocates them; trees grow while more than half of one would
+    be verified. Most possible nodes are not worth a position, and considering one takes as long as verifying it."""
     limit = FIRST_NODES
     while True:
         counts = share([each.want(limit) for each in drafted])
@@ -101,8 +103,8 @@ def grown(drafted: Sequence[Drafted], share: Callable[[list[Want]], list[int]]) 
 
 
 class TreeWorth:
-    """Decides whether drafters return candidates and trees are grown. Both take host time even if a chain results, as where a
-    position is expensive; in that case trees are tried only once in TREE_EVERY rounds."""
+    """Decides whether drafters return candidates and trees are grown. Both take host time even if a chain results, as
+    where a position is expensive; in that case trees are tried only once in TREE_EVERY rounds."""
 
     def __init__(self) -> None:
         self._worth = 0.0
@@ -115,7 +117,8 @@ class TreeWorth:
         return self._worth >= 0.0 or self._num_without >= TREE_EVERY
 
     def record(self, gains: Sequence[float], rate: float) -> None:
-        """Record a planned round. `gains`: surplus of each tree over the chain's, in tokens; `rate`: tokens per second."""
+        """Record a planned round. `gains`: surplus of each tree over the chain's, in tokens; `rate`: tokens per
+        second."""
         self._num_without = 0 if gains else self._num_without + 1
         for gain in gains:
             self._worth += TREE_WEIGHT * (gain - rate * TREE_S - self._worth)
@@ -140,12 +143,15 @@ class _Drafting:
             self._rows[offer.source] = self._rows.get(offer.source, 0) + (count == 1)
             self._longest[offer.source] = max(self._longest.get(offer.source, 1), count) if offer.each_s else 1
             drafting = self._rows.items()
-            self._seconds = sum(self._costs.drafting_s(source, rows) * self._longest[source] for source, rows in drafting)
+            self._seconds = sum(
+                self._costs.drafting_s(source, rows) * self._longest[source] for source, rows in drafting
+            )
         return self._seconds
 
 
 def _steps(wants: Sequence[Want], sooner: bool) -> list[tuple[float, int]]:
-    """Returns (value, index of the want) of each draft, largest first: its gain, or with `sooner` the decrease of 1 / E."""
+    """Returns (value, index of the want) of each draft, largest first: its gain, or with `sooner` the decrease of 1 /
+    E."""
     steps: list[tuple[float, int]] = []
     for index, want in enumerate(wants):
         expected = 1.0
@@ -169,14 +175,15 @@ def share_out(
 ) -> list[int]:
     """Returns how many drafts of each want to verify: the most valuable first, as many as give the best round.
 
-    `num_fixed` further drafts are verified in any case. `most_s` limits the round's seconds. Drafts must improve the round by
-    `margin`, relative to one without drafts. The best round has the largest surplus of tokens over `rate` * its extra seconds.
+    `num_fixed` further drafts are verified in any case. `most_s` limits the round's seconds. Drafts must improve the
+    round by `margin`, relative to one without drafts. The best round has the largest surplus of tokens over `rate` *
+    its extra seconds.
 
-    With `sooner` (the objective "latency") it has the least mean time per token over the rows. A row that expects E tokens per
-    round has one every (round time / E) seconds, so round time * sum of 1 / E is minimised. Each further draft of a row reduces
-    its 1 / E by less, independently of other rows. Rows without drafts, and those about to join, count with E = 1; `spared` is
-    the sum of 1 - 1 / E over rows that are not among the wants. A plan with a smaller value than plain decoding also has more
-    tokens per second, because the mean of E is at least its harmonic mean.
+    With `sooner` (the objective "latency") it has the least mean time per token over the rows. A row that expects E
+    tokens per round has one every (round time / E) seconds, so round time * sum of 1 / E is minimised. Each further
+    draft of a row reduces its 1 / E by less, independently of other rows. Rows without drafts, and those about to join,
+    count with E = 1; `spared` is the sum of 1 - 1 / E over rows that are not among the wants. A plan with a smaller
+    value than plain decoding also has more tokens per second, because the mean of E is at least its harmonic mean.
     """
     steps, drafting, base = _steps(wants, sooner), _Drafting(costs, wants), num_rows + num_fixed
     base_s, total = costs.pass_s(base), 0.0

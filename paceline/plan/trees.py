@@ -1,10 +1,11 @@
 """Draft trees: several continuations that one target pass verifies. Imports no PyTorch.
 
-A block drafter returns the likely tokens of each slot whatever the other slots hold; a drafter that reads its own drafts
-returns them for each path that it tried. A tree is built best first: the next node is always the most probable continuation
-(DDTree, 2604.12989, section 3; EAGLE-2, 2406.16858, section 4.2), so it has the paths with the largest products. The target's
-own token is sampled at each node, with the noise of its position, and the path that these tokens follow is accepted: the text
-equals plain decoding's, whatever the tree.
+A block drafter returns the likely tokens of each slot whatever the other slots hold; a drafter that reads its own
+drafts returns them for each path that it tried. A tree is built best first: the next node is always the most probable
+continuation (DDTree, 2604.12989, section 3; EAGLE-2, 2406.16858, section 4.2), so it has the paths with the largest
+products. The target's own token is sampled at each node, with the noise of its position, and the path that these tokens
+follow is
+accepted: the text equals plain decoding's, whatever the tree.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Candidates:
     most: int = MOST_NODES
     """Maximum nodes: the free positions of the row's cache."""
     behind: Callable[[int, int], Likely] | None = None
-    """(slot, token at the slot before it) -> candidates, for a drafter that conditions on that token; slots count from 0."""
+    """(slot, token at the slot before it) -> candidates, for a drafter that conditions on that token; slots count from
+    0."""
     branches: dict[tuple[int, ...], Likely] | None = None
     """Path of drafts -> candidates after it, for a drafter that reads its drafts; empty after other paths."""
 
@@ -100,7 +102,9 @@ class Tree:
 
     def children(self) -> dict[tuple[int, int], int]:
         """Maps (parent, token) to the node."""
-        return {(parent, token): node for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True))}
+        return {
+            (parent, token): node for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True))
+        }
 
 
 Weigh = Callable[[int, list[float]], list[float]]
@@ -126,7 +130,9 @@ class Growing:
     @property
     def is_whole(self) -> bool:
         """True if the tree cannot grow further."""
-        return len(self.tree.tokens) >= self._candidates.most or not self._frontier or -self._frontier[0][0] < LEAST_GAIN
+        return (
+            len(self.tree.tokens) >= self._candidates.most or not self._frontier or -self._frontier[0][0] < LEAST_GAIN
+        )
 
     def to(self, most: int) -> Tree:
         """Grows the tree to `most` nodes, or until it is whole, and returns it."""
@@ -184,8 +190,8 @@ class Outcome:
         return count
 
     def siblings(self) -> list[tuple[float, bool]]:
-        """Returns (log-probability in the drafter, is accepted) of the nodes that follow an accepted one or the anchor and are
-        not their slot's top token."""
+        """Returns (log-probability in the drafter, is accepted) of the nodes that follow an accepted one or the anchor
+        and are not their slot's top token."""
         accepted, tree = {-1, *self.accepted}, self.tree
         return [
             (tree.logprobs[node], node in accepted)
@@ -200,7 +206,8 @@ class Said(NamedTuple):
     num_first: int
     """Number of leading slots at which the target's token was the top candidate."""
     rank: int | None
-    """Rank of the target's token at the next slot, NONE_OF_THEM if it is not a candidate, None without a token or slot."""
+    """Rank of the target's token at the next slot, NONE_OF_THEM if it is not a candidate, None without a token or
+    slot."""
 
 
 def target_ranks(candidates: Candidates, tokens: Sequence[int]) -> Said:

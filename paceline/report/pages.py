@@ -43,7 +43,15 @@ WIDTH_INCHES = 4.4
 """Width of a plot: 302 points, so that text is not scaled down on a phone of 390 pixels."""
 FEW_POINTS = 30
 LONGEST_LABEL = 20
-INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "legend.labelcolor", "grid.color")
+INKED = (
+    "text.color",
+    "axes.edgecolor",
+    "axes.labelcolor",
+    "xtick.color",
+    "ytick.color",
+    "legend.labelcolor",
+    "grid.color",
+)
 STYLE: Any = {"svg.hashsalt": "paceline", "svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
 
 
@@ -72,7 +80,13 @@ def _environment() -> Environment:
 
 def number(value: Any, digits: int = 2) -> str:
     """Format a number with thousands separators; other values become a dash."""
-    return "-" if not isinstance(value, int | float) else f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
+    return (
+        "-"
+        if not isinstance(value, int | float)
+        else f"{value:,}"
+        if isinstance(value, int)
+        else f"{value:,.{digits}f}"
+    )
 
 
 Block = str | Table | list[str]
@@ -91,11 +105,17 @@ def markdown(title: str, *blocks: Block) -> str:
 
 
 def write_report(
-    run: RunFolder, draw: Callable[[], list[Plot]], title: str, verdict: str, sections: dict[str, list[Block]], **values: Any
+    run: RunFolder,
+    draw: Callable[[], list[Plot]],
+    title: str,
+    verdict: str,
+    sections: dict[str, list[Block]],
+    **values: Any,
 ) -> str | None:
     """Write report.md and report.html. Returns a notice if report.html could not be written.
 
-    `draw` makes the plots at the end of the first section of the page. `sections`: heading -> blocks. `values`, for the page
+    `draw` makes the plots at the end of the first section of the page. `sections`: heading -> blocks. `values`, for the
+    page
     only: `tone`; `explained`, keys of the glossary in `words.html.j2`; `settings`, (name, value) pairs.
     """
     blocks = [part for heading, parts in sections.items() if parts for part in (f"## {heading}", *parts)]
@@ -118,8 +138,8 @@ def write_load_report(
     listed: dict[str, list[str]],
     **values: Any,
 ) -> str | None:
-    """Write the report of a server under load, measured or simulated. `about`: first paragraph. `note`: explanation of the
-    columns of `figures`. `listed`: heading -> sentences. `values`: further arguments of `write_report`."""
+    """Write the report of a server under load, measured or simulated. `about`: first paragraph. `note`: explanation of
+    the columns of `figures`. `listed`: heading -> sentences. `values`: further arguments of `write_report`."""
     sections: dict[str, list[Block]] = {"Under load": [about] if about else [], "Figures": [note, figures]}
     sections |= {heading: [sentences] for heading, sentences in listed.items()}
     return write_report(run, draw, sections=sections, explained=["load"], **values)
@@ -167,7 +187,9 @@ def curves(
         axes.set(xlabel=xlabel, ylabel=ylabel, ylim=ylim)
         for mark in marks:
             axes.axvline(mark.x, color=INK, linewidth=1, linestyle=":")
-            axes.text(mark.x, 0.98, f" {mark.label}", rotation=90, va="top", fontsize=7, transform=axes.get_xaxis_transform())
+            axes.text(
+                mark.x, 0.98, f" {mark.label}", rotation=90, va="top", fontsize=7, transform=axes.get_xaxis_transform()
+            )
         places = [float(place) for line in shown for place in line.x]
         if max(places, default=0) >= 1000 or all(place.is_integer() for place in places):
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -193,7 +215,8 @@ class LoadPlot:
             return {"": quantity}
         scale = 1e3 if self.ylabel == "ms" else 1.0
         return {
-            name: None if value is None else scale * value for name, value in ((" p50", quantity.p50), (" p99", quantity.p99))
+            name: None if value is None else scale * value
+            for name, value in ((" p50", quantity.p50), (" p99", quantity.p99))
         }
 
 
@@ -205,8 +228,8 @@ LOAD_PLOTS = (
 
 
 def load_plots(plots: Sequence[LoadPlot], records: Sequence[tuple[float | None, int | None, str, Any]]) -> list[Plot]:
-    """Plot each quantity over requests in flight and over request rate, with one line per contender. `records`: (request rate
-    or None, requests in flight or None, contender, record)."""
+    """Plot each quantity over requests in flight and over request rate, with one line per contender. `records`:
+    (request rate or None, requests in flight or None, contender, record)."""
     drawn = []
     by_flight = [(float(in_flight), name, record) for _, in_flight, name, record in records if in_flight]
     by_rate = [(rate, name, record) for rate, _, name, record in records if rate]
@@ -237,7 +260,8 @@ def bars(
     first: int = 0,
     ylim: tuple[float, float] | None = None,
 ) -> Plot:
-    """Plot grouped bars, one colour per group. Positions count from `first`; the bars of a position are centred on its tick."""
+    """Plot grouped bars, one colour per group. Positions count from `first`; the bars of a position are centred on its
+    tick."""
     shown = [(label, values) for label, values in groups if len(values)]
 
     def fill(axes: Axes) -> None:
@@ -252,7 +276,8 @@ def bars(
 
 
 def _offset(groups: Sequence[tuple[str, Sequence[float]]], index: int, place: int) -> float:
-    """Return the offset of group `index`'s bar from the tick at `place`, in bar widths; groups without a bar take no space."""
+    """Return the offset of group `index`'s bar from the tick at `place`, in bar widths; groups without a bar take no
+    space."""
     present = [other for other, (_, values) in enumerate(groups) if place < len(values) and values[place]]
     return present.index(index) - (len(present) - 1) / 2 if index in present else 0.0
 
@@ -260,7 +285,8 @@ def _offset(groups: Sequence[tuple[str, Sequence[float]]], index: int, place: in
 def ranges(
     title: str, rows: Sequence[tuple[str, float, Sequence[float | None], int]], xlabel: str, mark: float | None = None
 ) -> Plot:
-    """Plot horizontal bars with error bars, one per (label, value, interval, colour). `mark` adds a dotted vertical line."""
+    """Plot horizontal bars with error bars, one per (label, value, interval, colour). `mark` adds a dotted vertical
+    line."""
 
     def fill(axes: Axes) -> None:
         for place, (_, value, (low, high), color) in enumerate(rows):
@@ -308,8 +334,8 @@ def short(label: str) -> str:
 
 @contextlib.contextmanager
 def new_figure(width: float, height: float, ink: str = "black") -> Iterator[Figure]:
-    """Yield an empty matplotlib figure of this size in inches, to be filled and saved within the context. `ink`: colour of text
-    and axes. Equal input gives equal SVG bytes. Raises ConfigError if matplotlib is missing."""
+    """Yield an empty matplotlib figure of this size in inches, to be filled and saved within the context. `ink`: colour
+    of text and axes. Equal input gives equal SVG bytes. Raises ConfigError if matplotlib is missing."""
     with needing(ConfigError, "drawing needs matplotlib: pip install 'paceline[plots]'"):
         import matplotlib
         from matplotlib.figure import Figure

@@ -1,7 +1,8 @@
 """Statistics of measurements, in plain Python: percentiles, histograms of accepted drafts, bootstrap intervals,
 comparisons.
 
-Each quantity is computed here for the whole package, so that a name always means the same calculation. Imports no PyTorch.
+Each quantity is computed here for the whole package, so that a name always means the same calculation. Imports no
+PyTorch.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def is_possible(speedup: float, tokens_per_round: float | None) -> bool:
 
 
 def possible_speedup(speedup: float | None, tokens_per_round: float | None) -> float | None:
-    """Return the measured speed-up over plain decoding, or None if `is_possible` rules it out. Every speed-up that is printed,
-    plotted or stored passes through here; `doubt` explains a missing one."""
+    """Return the measured speed-up over plain decoding, or None if `is_possible` rules it out. Every speed-up that is
+    printed, plotted or stored passes through here; `doubt` explains a missing one."""
     return speedup if speedup is not None and is_possible(speedup, tokens_per_round) else None
 
 
@@ -56,7 +57,8 @@ def tone_of(speedups: Sequence[float], gain: float = GAIN) -> Tone:
 
 
 def doubt(speedup: float | None, tokens_per_round: float | None, num_tokens: int | None) -> str | None:
-    """Return the reason why a measured speed-up allows no verdict, or None. `num_tokens`: output tokens timed, if known."""
+    """Return the reason why a measured speed-up allows no verdict, or None. `num_tokens`: output tokens timed, if
+    known."""
     if speedup is not None and not is_possible(speedup, tokens_per_round):
         return BUSY
     if num_tokens is not None and num_tokens < FEWEST_TOKENS:
@@ -144,8 +146,8 @@ def shares(histogram: Sequence[int]) -> list[float]:
 
 
 def survival(histogram: Sequence[float], num_drafted: int = 0) -> list[float]:
-    """Return the share of rounds whose first i drafts were all accepted, at index i - 1, for i = 1..num_drafted. Rounds near
-    the end of an answer draft fewer tokens but count as rounds, so short answers lower the tail a little."""
+    """Return the share of rounds whose first i drafts were all accepted, at index i - 1, for i = 1..num_drafted. Rounds
+    near the end of an answer draft fewer tokens but count as rounds, so short answers lower the tail a little."""
     num_rounds = sum(histogram)
     depth = max(num_drafted, len(histogram) - 1)
     return [sum(histogram[i:]) / num_rounds for i in range(1, depth + 1)] if num_rounds else []
@@ -169,14 +171,18 @@ def ratio_of_sums(pairs: Sequence[tuple[float, ...]]) -> float:
 
 
 def repetition(answers: Sequence[Sequence[int]], size: int = 8) -> float:
-    """Return the share of token n-grams that occurred earlier in the same answer. Near 1 the text loops: easy to draft."""
+    """Return the share of token n-grams that occurred earlier in the same answer. Near 1 the text loops: easy to
+    draft."""
     num_all = sum(max(len(answer) - size + 1, 0) for answer in answers)
-    num_distinct = sum(len({tuple(answer[at : at + size]) for at in range(len(answer) - size + 1)}) for answer in answers)
+    num_distinct = sum(
+        len({tuple(answer[at : at + size]) for at in range(len(answer) - size + 1)}) for answer in answers
+    )
     return (num_all - num_distinct) / num_all if num_all else 0.0
 
 
 def is_loop(token_ids: Sequence[int], tail: int = 32, max_period: int = 8) -> bool:
-    """Return True if the last `tail` tokens repeat with a period of at most `max_period`; False for a shorter answer."""
+    """Return True if the last `tail` tokens repeat with a period of at most `max_period`; False for a shorter
+    answer."""
     last = list(token_ids[-tail:])
     return len(last) == tail and any(last[period:] == last[:-period] for period in range(1, max_period + 1))
 

@@ -1,12 +1,12 @@
 """Progress messages of long work, and one table for the terminal, Markdown reports and HTML reports.
 
-    columns = [Column("drafter", lambda row: row.name), Column("tokens/s", lambda row: row.rate, "{:.1f}", align="right")]
-    table = Table(columns, results, title="Decoding", notes=["rate: median of 3 repetitions"])
-    table.show()             # to stderr
-    {{ table(results) }}     # in a template of `report/templates`, for report.md and report.html
+    columns = [Column("drafter", lambda row: row.name), Column("tokens/s", lambda row: row.rate, "{:.1f}",
+    align="right")] table = Table(columns, results, title="Decoding", notes=["rate: median of 3 repetitions"])
+    table.show()             # to stderr {{ table(results) }}     # in a template of `report/templates`, for report.md
+    and report.html
 
-A row is any record; each column reads its cell from it. Library calls report their progress to a `Progress`; the commands'
-implementation writes to the terminal. Imports no PyTorch, and rich only when a table is shown.
+A row is any record; each column reads its cell from it. Library calls report their progress to a `Progress`; the
+commands' implementation writes to the terminal. Imports no PyTorch, and rich only when a table is shown.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ class Advance(Protocol):
     """Progress callback: one more item is done."""
 
     def __call__(self, text: str, share: float | None = None, /) -> None:
-        """`text`: the current item. `share`: completed share of the whole (0 to 1), if the number of items does not show it."""
+        """`text`: the current item. `share`: completed share of the whole (0 to 1), if the number of items does not
+        show it."""
 
 
 class Progress:
@@ -183,7 +184,11 @@ def with_interval(value: float | None, interval: Interval | None, form: str = "{
     if value is None:
         return None
     low, high = interval or (None, None)
-    return form.format(value) + unit + ("" if low is None or high is None else f" [{form.format(low)}, {form.format(high)}]")
+    return (
+        form.format(value)
+        + unit
+        + ("" if low is None or high is None else f" [{form.format(low)}, {form.format(high)}]")
+    )
 
 
 def printable(text: str) -> str:

@@ -60,7 +60,8 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """Open a run to continue it; drops a last line of metrics cut short by a crash. Raises CacheError without a run."""
+        """Open a run to continue it; drops a last line of metrics cut short by a crash. Raises CacheError without a
+        run."""
         if not (Path(path) / "config.json").is_file():
             raise CacheError(f"{path} is not a run folder (no config.json): check the path")
         drop_cut_line(Path(path) / "metrics.jsonl")
@@ -114,7 +115,8 @@ def _ends_whole(file: Path) -> bool:
 
 
 def append_lines(file: Path, lines: Iterable[Any], *, is_synced: bool = False) -> None:
-    """Append objects as JSON Lines, all or none: drops a line cut by a crash first; on an error, truncates to the old size.
+    """Append objects as JSON Lines, all or none: drops a line cut by a crash first; on an error, truncates to the old
+    size.
 
     `is_synced`: calls fsync before returning. Raises OSError.
     """
@@ -162,7 +164,8 @@ def check_file(out: Path, remedy: str) -> Path | None:
 
 
 def check_folder(out: Path) -> None:
-    """Raises CacheError if `out` cannot be a run folder: it is a file, or has a file's suffix. Call it before any work."""
+    """Raises CacheError if `out` cannot be a run folder: it is a file, or has a file's suffix. Call it before any
+    work."""
     if out.exists() and not out.is_dir():
         raise CacheError(f"{out} is a file, and a run needs a folder: {REMEDY}")
     if out.suffix in (".html", ".json", ".jsonl", ".md", ".svg"):
@@ -180,7 +183,8 @@ def check_new(out: Path, what: str = "folder") -> None:
 def whole_file(path: Path, remedy: str = REMEDY, mode: int = 0o666) -> Iterator[Path]:
     """Yields a new empty temporary file in the same folder; on exit it is synced and replaces `path`.
 
-    `mode`: permissions of the new file, less the umask. Temporary files of killed writers are deleted when they are a day
+    `mode`: permissions of the new file, less the umask. Temporary files of killed writers are deleted when they are a
+    day
     old. Raises CacheError with the remedy when the disk cannot be written; `path` is then unchanged.
     """
     from safetensors import SafetensorError
@@ -201,10 +205,12 @@ def whole_file(path: Path, remedy: str = REMEDY, mode: int = 0o666) -> Iterator[
 
 @functools.lru_cache(maxsize=1024)
 def _drop_leftovers(folder: Path) -> None:
-    """Delete abandoned temporary files; cached, so once per process and folder, because listing a large folder is slow."""
+    """Delete abandoned temporary files; cached, so once per process and folder, because listing a large folder is
+    slow."""
     for left in folder.glob("*.part"):
         if SCRATCH.fullmatch(left.name):
-            # An error is harmless: the file was renamed, another process deletes it too, or it is another user's in /tmp.
+            # An error is harmless: the file was renamed, another process deletes it too, or it is another user's in
+            # /tmp.
             with contextlib.suppress(OSError):
                 if time.time() - left.stat().st_mtime > LEFT_S:
                     left.unlink()
@@ -226,7 +232,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Convert to JSON types: dataclasses to objects, paths to text, NaN and infinities to null, arrays and tensors to lists."""
+    """Convert to JSON types: dataclasses to objects, paths to text, NaN and infinities to null, arrays and tensors to
+    lists."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain(asdict(value))
     if isinstance(value, dict):
@@ -248,7 +255,8 @@ def write_results(path: Path, figures: dict[str, Any], peers: dict[str, str] | N
 
 
 def record_of(figures: dict[str, Any], peers: dict[str, str] | None = None) -> dict[str, Any]:
-    """Returns figures with their provenance: command, date, processor, versions (`peers`: of other programs), commit."""
+    """Returns figures with their provenance: command, date, processor, versions (`peers`: of other programs),
+    commit."""
     program = Path(sys.argv[0])
     words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
     provenance = {

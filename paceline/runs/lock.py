@@ -1,7 +1,7 @@
 """One run per folder: a kernel lock (flock) on runs/x/.lock, which holds pid, activity and group of its latest owner.
 
-Two runs in one folder would write lines twice and delete each other's unfinished files. The kernel releases the lock when
-the process ends, also when it is killed. All processes of one torchrun share the lock.
+Two runs in one folder would write lines twice and delete each other's unfinished files. The kernel releases the lock
+when the process ends, also when it is killed. All processes of one torchrun share the lock.
 """
 
 from __future__ import annotations

@@ -19,7 +19,10 @@ class Ranks:
     def here(cls) -> Ranks:
         """Reads torchrun's environment variables; without them this is the only process."""
         return cls(
-            *(int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+            *(
+                int(os.environ.get(name, default))
+                for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+            )
         )
 
     @property

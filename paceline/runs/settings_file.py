@@ -11,7 +11,8 @@ from paceline.errors import ConfigError, needing, reraised
 def read_settings_file(file: Path, remedy: str) -> dict[str, Any]:
     """Returns the file's top-level mapping.
 
-    Raises ConfigError with the remedy when the file cannot be read or is not a mapping; for a duplicate key, with its line.
+    Raises ConfigError with the remedy when the file cannot be read or is not a mapping; for a duplicate key, with its
+    line.
     """
     with needing(ConfigError, f"reading {file} needs PyYAML: pip install 'paceline[serve]'"):
         import yaml
@@ -22,7 +23,9 @@ def read_settings_file(file: Path, remedy: str) -> dict[str, Any]:
             for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
                 name, line = str(key.value), key.start_mark.line + 1
                 if name in seen and name != "<<":
-                    raise ConfigError(f"{file}, line {line}: {name} stands twice, first in line {seen[name]}: remove one")
+                    raise ConfigError(
+                        f"{file}, line {line}: {name} stands twice, first in line {seen[name]}: remove one"
+                    )
                 seen[name] = line
             return super().construct_mapping(node, deep)
 

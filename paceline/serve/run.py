@@ -1,11 +1,11 @@
 """Runs the server: one process, with the engine in its own thread and a graceful shutdown on SIGTERM or Ctrl-C.
 
-The port answers at once (/health); /ready reports when the model is loaded. The first signal drains the server: it rejects new
-requests and finishes running ones. A second signal ends it at once.
+The port answers at once (/health); /ready reports when the model is loaded. The first signal drains the server: it
+rejects new requests and finishes running ones. A second signal ends it at once.
 
-`Connection` adds timeouts and JSON errors to uvicorn's connections: request line and headers must arrive, and response data
-must be read, within some seconds each (`security.py` limits bodies). Connections of slower clients are closed and their
-answers aborted.
+`Connection` adds timeouts and JSON errors to uvicorn's connections: request line and headers must arrive, and response
+data must be read, within some seconds each (`security.py` limits bodies). Connections of slower clients are closed and
+their answers aborted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from paceline.serve.settings import ServeConfig
 from paceline.serve.worker.worker import EngineWorker, M
 
 SWITCH_SECONDS = 0.0005
-"""Switch interval of Python's threads: the default of 5 ms would delay the engine's rounds when the event loop is busy."""
+"""Switch interval of Python's threads: the default of 5 ms would delay the engine's rounds when the event loop is
+busy."""
 CLOSE_SECONDS = 5
 BEGINNING = b"HTTP/1.1 "
 """First bytes of every response."""
@@ -40,8 +41,9 @@ PROBE_SECONDS = 0.1
 class Probing:
     """Transport that detects whether a client that has closed its sending side has also stopped reading.
 
-    Only a write can detect this: the operating system of a client that is gone rejects the data, and asyncio reports a lost
-    connection. So the first bytes, the same for all responses, are written early, one by one, at doubling intervals.
+    Only a write can detect this: the operating system of a client that is gone rejects the data, and asyncio reports a
+    lost connection. So the first bytes, the same for all responses, are written early, one by one, at doubling
+    intervals.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -97,7 +99,8 @@ class Connection(H11Protocol):
         self._watch_headers()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return True, which keeps the connection open, if the client may still wait for the response to a complete request."""
+        """Return True, which keeps the connection open, if the client may still wait for the response to a complete
+        request."""
         self._has_ended = True
         if not self._is_answering or self.cycle.more_body:
             return False
@@ -115,8 +118,8 @@ class Connection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _watch_headers(self) -> None:
-        """Start or stop the header timeout, which runs from the connection (or a later request's first byte) to the headers'
-        end."""
+        """Start or stop the header timeout, which runs from the connection (or a later request's first byte) to the
+        headers' end."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             if self._headers_due:
                 self._headers_due.cancel()
@@ -135,7 +138,9 @@ class Connection(H11Protocol):
     def _hang_up(self, error: ApiError) -> None:
         if not self._is_answering or not self.cycle.response_started:
             body = dump(error.body)
-            head = f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            head = (
+                f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            )
             self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self.transport.close()
 
@@ -221,7 +226,10 @@ def run(worker: EngineWorker[M], *, say: Callable[[str], None], introduce: Calla
     async def serve(bound: socket.socket) -> None:
         server = make_server(worker)
         worker.start()
-        tasks = [asyncio.create_task(_greet(worker, bound, say, introduce)), asyncio.create_task(_supervise(server, worker))]
+        tasks = [
+            asyncio.create_task(_greet(worker, bound, say, introduce)),
+            asyncio.create_task(_supervise(server, worker)),
+        ]
         try:
             await server.serve(sockets=[bound])
         finally:

@@ -32,16 +32,17 @@ class ServeConfig:
     port: Annotated[int, within("between 0 and 65535", least=0, most=65535)] = 8000
     """Port; 0 selects a free one."""
     drafters: tuple[str, ...] = ("default",)
-    """default (the drafter shipped for the model, else ngram), none, ngram, mtp (the model's own MTP layer), random-dflash, a
-    folder, or a hub id. Several as NAME=DRAFTER: each request gets one of them, by --route, or none."""
+    """default (the drafter shipped for the model, else ngram), none, ngram, mtp (the model's own MTP layer),
+    random-dflash, a folder, or a hub id. Several as NAME=DRAFTER: each request gets one of them, by --route, or
+    none."""
     route: str = "auto"
-    """Selects one of several drafters. auto: the drafter with the most tokens per second for the request's class (by tag, else
-    by language, template, tools and answer format; each drafter is tried on 2 requests of a class, on at most 6 more if the
-    result is uncertain, and later at most 2% of the requests go to drafters that seem slower); tag or header:NAME: the drafter
-    named by the request's tag or header."""
+    """Selects one of several drafters. auto: the drafter with the most tokens per second for the request's class (by
+    tag, else by language, template, tools and answer format; each drafter is tried on 2 requests of a class, on at most
+    6 more if the result is uncertain, and later at most 2% of the requests go to drafters that seem slower); tag or
+    header:NAME: the drafter named by the request's tag or header."""
     admin_keys: tuple[str, ...] = ()
-    """Key for /admin. Without a key, /admin is open to this machine only, and closed if there are API keys. Also read from
-    PACELINE_ADMIN_KEY."""
+    """Key for /admin. Without a key, /admin is open to this machine only, and closed if there are API keys. Also read
+    from PACELINE_ADMIN_KEY."""
     api_keys: tuple[str, ...] = ()
     """Key for the API. Without a key, the API is open to all who reach the port. Also read from PACELINE_API_KEY."""
     cors_origins: tuple[str, ...] = ()
@@ -72,7 +73,8 @@ class ServeConfig:
     drain_seconds: Amount = 30.0
     """Seconds that running answers may take after SIGTERM."""
     allow_lossy: bool = False
-    """Allow requests with lossy rules, which change the model's output (docs/explanation/lossless.md). Their answers are marked
+    """Allow requests with lossy rules, which change the model's output (docs/explanation/lossless.md). Their answers
+    are marked
     lossless: false and never recorded as traces."""
     max_tv: Share | None = None
     """Limit of the mean total variation of a lossy answer; at the limit, verification is lossless."""
@@ -81,15 +83,22 @@ class ServeConfig:
     features_bytes: Bytes = 2**30
     """Largest response with hidden states."""
     stream_interval_ms: Annotated[float, within("between 0 and 1000", least=0, most=1000)] = 16.0
-    """Longest time that streamed tokens wait to be sent with the next round's, in milliseconds; 0 sends every round at once."""
+    """Longest time that streamed tokens wait to be sent with the next round's, in milliseconds; 0 sends every round at
+    once."""
 
     def __post_init__(self) -> None:
         check(self)
         refuse(
             ConfigError,
-            (self.max_tv is not None and not self.allow_lossy, "max_tv is the budget of lossy rules: it needs allow_lossy"),
+            (
+                self.max_tv is not None and not self.allow_lossy,
+                "max_tv is the budget of lossy rules: it needs allow_lossy",
+            ),
             (any(not key.strip() for key in self.api_keys), "an API key must not be empty"),
-            (any(not key.isascii() for key in self.api_keys), "an API key must be ASCII text: HTTP headers carry nothing else"),
+            (
+                any(not key.isascii() for key in self.api_keys),
+                "an API key must be ASCII text: HTTP headers carry nothing else",
+            ),
             (
                 any(not key.strip() or not key.isascii() for key in self.admin_keys),
                 "an admin key must be ASCII text, not empty",
@@ -114,12 +123,16 @@ def named_drafters(drafters: Sequence[str]) -> dict[str, str]:
         name, _, drafter = text.partition("=")
         if not drafter or "/" in name:
             name, drafter = "", text
-            refuse(ConfigError, (len(drafters) > 1, f"drafter {text!r} is one of several and needs a name: NAME={text}"))
+            refuse(
+                ConfigError, (len(drafters) > 1, f"drafter {text!r} is one of several and needs a name: NAME={text}")
+            )
         else:
             check_name(name)
         refuse(ConfigError, (name in named, f"two drafters are called {name!r}: give each a name of its own"))
         named[name] = drafter
-    refuse(ConfigError, (len(named) > MOST_DRAFTERS, f"at most {MOST_DRAFTERS} drafters, not {len(named)}: leave some out"))
+    refuse(
+        ConfigError, (len(named) > MOST_DRAFTERS, f"at most {MOST_DRAFTERS} drafters, not {len(named)}: leave some out")
+    )
     return named
 
 

@@ -82,13 +82,16 @@ class Setup:
 
 
 def set_up(config: CostsConfig, loads: Sequence[Load]) -> Setup:
-    """Resolves the costs and adds the overhead at the first load's context. `loads` affect warnings. Raises PacelineError."""
+    """Resolves the costs and adds the overhead at the first load's context. `loads` affect warnings. Raises
+    PacelineError."""
     setup = _source(config, loads)
     overhead = overhead_of(setup.costs, loads[0].context, config.overhead_ms, config.plain_rate, config.server_log)
     if overhead:
         setup.overhead, setup.bare = overhead, setup.costs
         setup.costs = with_overhead(setup.costs, overhead.seconds)
-        setup.limits.insert(1, limits.TEXTS["overhead"].format(ms=f"{1e3 * overhead.seconds:.3g}", source=overhead.source))
+        setup.limits.insert(
+            1, limits.TEXTS["overhead"].format(ms=f"{1e3 * overhead.seconds:.3g}", source=overhead.source)
+        )
     return setup
 
 
@@ -138,9 +141,11 @@ def _calibrated(config: CostsConfig, calibration: Calibration) -> Setup:
     return setup.ignore(config, *(("drafter_cost", "drafter_params", "block") if calibration.draft else ()))
 
 
-def deployment_of(config: CostsConfig, known: Precisions, measured: Machine | None = None, locality: float = 0.0) -> Deployment:
-    """Returns the deployment: the requested machine, or else the `measured` one; the requested precisions, or else the `known`
-    ones; the requested expert locality, or else the measured `locality`."""
+def deployment_of(
+    config: CostsConfig, known: Precisions, measured: Machine | None = None, locality: float = 0.0
+) -> Deployment:
+    """Returns the deployment: the requested machine, or else the `measured` one; the requested precisions, or else the
+    `known` ones; the requested expert locality, or else the measured `locality`."""
     number, name = counted(config.hardware)
     if number > 1 and config.gpus not in (1, number):
         raise ConfigError(f"--hardware {config.hardware!r} and --gpus {config.gpus} are two numbers: leave one out")
@@ -172,8 +177,8 @@ def _fraction(config: CostsConfig) -> FractionDrafter:
 
 
 def machine_named(name: str | None) -> Machine:
-    """Returns a known machine by its name, ignoring case and spaces; None and "this" measure this machine's GPU, or else its
-    CPU. Raises ConfigError, which lists the names."""
+    """Returns a known machine by its name, ignoring case and spaces; None and "this" measure this machine's GPU, or
+    else its CPU. Raises ConfigError, which lists the names."""
     wanted = (name or THIS).strip().lower().replace("-", " ").replace("_", " ")
     if wanted in (THIS, "this machine", "cpu"):
         return this_machine(resolve(EngineConfig(device="cpu" if wanted == "cpu" else "auto")).device)
@@ -254,11 +259,18 @@ def predict_all(costs: CostsConfig, config: PredictConfig) -> Answer:
         setup.warnings += limits.load_warnings(setup.shape, setup.deployment, loads)
     flags = server_flags(_serving(costs, config, setup, predictions[0]))
     trees = _trees(costs, config, setup, marginals, loads, predictions) if marginals else []
-    return Answer(setup, acceptance, predictions, flags, [(each.best_draft_length, each.speedup) for each in bare], trees)
+    return Answer(
+        setup, acceptance, predictions, flags, [(each.best_draft_length, each.speedup) for each in bare], trees
+    )
 
 
 def _trees(
-    costs: CostsConfig, config: PredictConfig, setup: Setup, marginals: Marginals, loads: list[Load], chains: list[Prediction]
+    costs: CostsConfig,
+    config: PredictConfig,
+    setup: Setup,
+    marginals: Marginals,
+    loads: list[Load],
+    chains: list[Prediction],
 ) -> list[TreePrediction]:
     """Predicts trees for each load; adds the assumptions to the limits."""
     sizes, num_slots = parse_sizes(config.tree or BEST), loads[0].max_draft

@@ -18,7 +18,9 @@ def assumed(context: float = CONTEXT, streams: str | int = STREAMS, acceptance: 
     """Returns the assumptions of a prediction in one sentence, each with the default that it differs from."""
     parts = [
         _part(f"{context:,.0f} tokens of context", context != CONTEXT, f"{CONTEXT:,}"),
-        _part(f"{streams} {'stream' if str(streams) == '1' else 'streams'}", str(streams) != str(STREAMS), str(STREAMS)),
+        _part(
+            f"{streams} {'stream' if str(streams) == '1' else 'streams'}", str(streams) != str(STREAMS), str(STREAMS)
+        ),
         _part(f"acceptance {acceptance}", acceptance != ACCEPTANCE, ACCEPTANCE),
     ]
     return "assumed: " + ", ".join(parts)

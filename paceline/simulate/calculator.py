@@ -1,7 +1,8 @@
 """The calculator page: one self-contained HTML file with formulas, catalogue and machines, which works offline.
 
-`page/` holds its parts: JavaScript modules that are joined into one script, a style sheet, and uPlot for the charts (vendor/).
-The catalogue is embedded as JSON. The content security policy lists the hashes of script and style and forbids all loading.
+`page/` holds its parts: JavaScript modules that are joined into one script, a style sheet, and uPlot for the charts
+(vendor/). The catalogue is embedded as JSON. The content security policy lists the hashes of script and style and
+forbids all loading.
 """
 
 from __future__ import annotations
@@ -79,10 +80,13 @@ def data(this_machine: Machine | None = None) -> dict[str, Any]:
 
 
 def measured() -> dict[str, dict[str, Any]]:
-    """Returns the measured points of the page: name -> label, note and points in the form that `bench.speedup_chart` reads."""
+    """Returns the measured points of the page: name -> label, note and points in the form that `bench.speedup_chart`
+    reads."""
     system = landmarks.TOLD["systems"][0]
     points = [each for each in system["points"] if "tokens_per_round" in each]
-    published = [_point("mocked", each["tokens_per_round"], each["rate"] / system["plain_rate"], True) for each in points]
+    published = [
+        _point("mocked", each["tokens_per_round"], each["rate"] / system["plain_rate"], True) for each in points
+    ]
     own = read_json(Path(__file__).with_name("measured.json"), "install paceline again")
     drafters = [
         _point(
@@ -100,7 +104,13 @@ def measured() -> dict[str, dict[str, Any]]:
 
 
 def _point(label: str, tokens_per_round: float, speedup: float, is_mocked: bool) -> dict[str, Any]:
-    return {"label": label, "batch": 1, "tokens_per_round": tokens_per_round, "speedup": speedup, "is_mocked": is_mocked}
+    return {
+        "label": label,
+        "batch": 1,
+        "tokens_per_round": tokens_per_round,
+        "speedup": speedup,
+        "is_mocked": is_mocked,
+    }
 
 
 def passage() -> list[str]:

@@ -15,7 +15,8 @@ DraftLength = Annotated[int, within("between 0 and 1024", least=0, most=1024)]
 
 @dataclass(frozen=True, slots=True)
 class CostsConfig:
-    """Source of step times: a model on a machine, measured steps, a calibration, or the toy model. Raises ConfigError."""
+    """Source of step times: a model on a machine, measured steps, a calibration, or the toy model. Raises
+    ConfigError."""
 
     model: str | None = None
     """A model name from --list, a config.json, a folder with one, or a GGUF file [default: smollm2-135m]."""
@@ -26,7 +27,8 @@ class CostsConfig:
     precision: str | None = None
     """bf16, fp8, ... for weights and experts, or by part: weights=fp8,experts=fp4,attention=bf16,kv=fp8."""
     expert_locality: Share | None = None
-    """0: each position selects its experts independently; 1: all positions of a sequence share them; 0.255: measured [default:
+    """0: each position selects its experts independently; 1: all positions of a sequence share them; 0.255: measured
+    [default:
     0; with a calibration, the value counted in the passes that it was fitted to]."""
     per_layer: bool = False
     """Take the larger of attention's arithmetic and reading for each kind of layer, not over all layers."""
@@ -47,7 +49,8 @@ class CostsConfig:
     plain_rate: Rate | None = None
     """Measured tokens/s of plain decoding with one stream; the overhead of every round is derived from it."""
     server_log: Path | None = None
-    """A log of vLLM or SGLang under a steady load, or the text of its /metrics; the overhead is fitted to its rounds."""
+    """A log of vLLM or SGLang under a steady load, or the text of its /metrics; the overhead is fitted to its
+    rounds."""
 
     def __post_init__(self) -> None:
         num_sources = sum((self.toy, self.table is not None, self.calibration is not None))
@@ -58,7 +61,10 @@ class CostsConfig:
             ConfigError,
             (num_sources > 1, "--toy, --table and --calibration exclude each other: leave all but one out"),
             (is_double, "--drafter-cost and --drafter-params say the same in two ways: leave one out"),
-            (sum(overheads) > 1, "--overhead-ms, --plain-rate and --server-log exclude each other: leave all but one out"),
+            (
+                sum(overheads) > 1,
+                "--overhead-ms, --plain-rate and --server-log exclude each other: leave all but one out",
+            ),
             (self.toy and any(overheads), "--toy has no seconds to add an overhead to: leave one of the two out"),
         )
 
@@ -72,18 +78,20 @@ class PredictConfig:
     context: Count = CONTEXT
     """Tokens in each sequence's cache."""
     acceptance: str | None = None
-    """One chance (0.8), a chance for each draft position (0.8,0.75,0.7), survival:.77,.57,.42, histogram:20,10,5, or a bench
-    decode run, its results.json, a trace, or a log or the metrics of vLLM, SGLang or llama.cpp (FILE:MODEL if they cover
-    several models) [default: 0.8, with --tree that of the marginals]."""
+    """One chance (0.8), a chance for each draft position (0.8,0.75,0.7), survival:.77,.57,.42, histogram:20,10,5, or a
+    bench decode run, its results.json, a trace, or a log or the metrics of vLLM, SGLang or llama.cpp (FILE:MODEL if
+    they cover several models) [default: 0.8, with --tree that of the marginals]."""
     max_draft: DraftLength = 16
     """Longest draft considered."""
     tree: str | None = None
-    """Also predict trees of this many drafts: 32, or 8,16,32; the best size is always reported, and best reports only that."""
+    """Also predict trees of this many drafts: 32, or 8,16,32; the best size is always reported, and best reports only
+    that."""
     marginals: str | None = None
-    """With --tree, acceptance by rank of a slot's candidates: greedy or sampled, measured on GSM8K, or a bench decode run with
-    --plan tree:32 [default: greedy]."""
+    """With --tree, acceptance by rank of a slot's candidates: greedy or sampled, measured on GSM8K, or a bench decode
+    run with --plan tree:32 [default: greedy]."""
     method: str | None = None
-    """Method in the server command lines: dflash, mtp, eagle3, draft-model, ngram [default: dflash with --block, else mtp]."""
+    """Method in the server command lines: dflash, mtp, eagle3, draft-model, ngram [default: dflash with --block, else
+    mtp]."""
     drafter: str | None = None
     """Drafter in the server command lines: a folder or hub id."""
 
@@ -117,8 +125,8 @@ class ServingConfig:
     """Draft lengths to compare: off, best (for the batch size), adaptive (as the engine), numbers, or tree:N with
     --marginals."""
     marginals: str | None = None
-    """Marginals of a block drafter, as in simulate: greedy, sampled or a run. With them, adaptive also uses trees, and chains
-    have their acceptance."""
+    """Marginals of a block drafter, as in simulate: greedy, sampled or a run. With them, adaptive also uses trees, and
+    chains have their acceptance."""
     max_rows: Count | None = None
     """Maximum batch size [default: 8, or that of the server of --against]."""
     prefill_chunk: Whole = 256
@@ -128,7 +136,8 @@ class ServingConfig:
     seed: int = 0
     """Random seed of arrivals, lengths and acceptance."""
     against: Path | None = None
-    """Replay a bench serving run, with its own step times unless others are given; prints simulated and measured figures."""
+    """Replay a bench serving run, with its own step times unless others are given; prints simulated and measured
+    figures."""
 
     def __post_init__(self) -> None:
         check(self)

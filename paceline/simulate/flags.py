@@ -38,7 +38,8 @@ class Serving:
 def server_flags(serving: Serving) -> dict[str, str]:
     """Returns the command line of each server that realises a prediction; with 0 drafts, plain decoding.
 
-    Block sizes count the anchor: drafts + 1. If paceline cannot serve the setting, its entry is a remark instead of a command.
+    Block sizes count the anchor: drafts + 1. If paceline cannot serve the setting, its entry is a remark instead of a
+    command.
     """
     method, drafts = METHODS[serving.method], serving.num_drafted
     checkpoint = {"model": serving.drafter} if method["model"] else {}
@@ -46,7 +47,10 @@ def server_flags(serving: Serving) -> dict[str, str]:
     values = {**asdict(serving), "block": drafts + 1, "sglang": method["sglang"], "vllm_config": json.dumps(config)}
     values["own_drafter"] = (method["paceline"] or "").format(drafter=serving.drafter)
     facts = {"": True, "plain": drafts == 0, "drafts": drafts > 0, "gpus": serving.num_gpus > 1}
-    facts |= {"8bit_cache": serving.has_8bit_cache, **{name: drafts > 0 and method[name] for name in ("model", "steps")}}
+    facts |= {
+        "8bit_cache": serving.has_8bit_cache,
+        **{name: drafts > 0 and method[name] for name in ("model", "steps")},
+    }
     commands = {
         server: shlex.join(word.format(**values) for fact, words in lines if facts[fact] for word in words)
         for server, lines in FLAGS["servers"].items()

@@ -1,11 +1,12 @@
-"""Compares published systems with the roofline's predictions, without and with an overhead fitted to the plain rate alone.
+"""Compares published systems with the roofline's predictions, without and with an overhead fitted to the plain rate
+alone.
 
     for row in served():
         row.published, row.without, row.within, row.error_with
 
-`landmarks.json` has the published figures, their sources and the assumptions; `python docs/make_landmarks.py` writes the tables
-into docs/explanation/landmarks.md. A point's own figures are not used in its prediction: the overhead comes from the system's
-plain rate of one stream; drafter costs, chances and contexts are those of the published walk-through.
+`landmarks.json` has the published figures, their sources and the assumptions; `python docs/make_landmarks.py` writes
+the tables into docs/explanation/landmarks.md. A point's own figures are not used in its prediction: the overhead comes
+from the system's plain rate of one stream; drafter costs, chances and contexts are those of the published walk-through.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ WAYS = {"token by token": (0.75, None), "in blocks": (0.89, 16)}
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One published rate of a system, in tokens/s of one stream. Speed-ups are over plain decoding and count all streams."""
+    """One published rate of a system, in tokens/s of one stream. Speed-ups are over plain decoding and count all
+    streams."""
 
     system: str
     setting: str
@@ -156,9 +158,15 @@ def best_lengths() -> Iterator[BestLengths]:
 
 
 def experts() -> list[tuple[int, float, float, float]]:
-    """Returns (positions, measured, predicted uniform, predicted with locality) numbers of distinct experts in a layer."""
+    """Returns (positions, measured, predicted uniform, predicted with locality) numbers of distinct experts in a
+    layer."""
     table = TOLD["experts"]
     return [
-        (positions, measured, distinct_experts(256, 8, 1, positions), distinct_experts(256, 8, 1, positions, MEASURED_LOCALITY))
+        (
+            positions,
+            measured,
+            distinct_experts(256, 8, 1, positions),
+            distinct_experts(256, 8, 1, positions, MEASURED_LOCALITY),
+        )
         for positions, measured in zip(table["positions"], table["published"], strict=True)
     ]

@@ -30,7 +30,8 @@ LOOKUPS = ("ngram",)
 
 
 def cost_by_method(costs: CostsConfig, method: str | None) -> tuple[CostsConfig, list[str]]:
-    """Returns the costs with the drafter cost of a method, unless another option sets it, and the limits that explain it."""
+    """Returns the costs with the drafter cost of a method, unless another option sets it, and the limits that explain
+    it."""
     is_said = costs.drafter_cost is not None or costs.drafter_params is not None
     if method is None or is_said or costs.toy or costs.table is not None or costs.calibration is not None:
         return costs, []
@@ -81,7 +82,8 @@ def acceptance_limits(acceptance: Acceptance, load: Load) -> list[str]:
 
 
 def load_warnings(shape: ModelShape, deployment: Deployment, loads: Sequence[Load]) -> list[str]:
-    """Warnings for the smallest load that exceeds the memory (larger ones do too), and for a context that is too long."""
+    """Warnings for the smallest load that exceeds the memory (larger ones do too), and for a context that is too
+    long."""
     needs = [(memory_need(shape, deployment, each.batch, each.context), each) for each in loads]
     needs.sort(key=lambda pair: pair[1].batch)
     too_large = [memory_warning(need, load, deployment, shape) for need, load in needs if not need.fits][:1]

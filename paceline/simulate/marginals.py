@@ -1,8 +1,9 @@
 """Reads marginals: built in, or counted by `paceline bench decode --plan tree:32`.
 
-read_marginals("greedy")                 # or sampled: `marginals.json`, measured with the drafter shipped for smollm2-135m
-read_marginals("runs/bench-decode-1")    # the setting with the most rounds; runs/bench-decode-1:default picks a drafter
-read_marginals("mine.json")              # {"marginals": {"tried": [...], "stood": [[...], ...]}} or [[0.7, 0.1], ...]
+read_marginals("greedy")                 # or sampled: `marginals.json`, measured with the drafter shipped for
+smollm2-135m read_marginals("runs/bench-decode-1")    # the setting with the most rounds; runs/bench-decode-1:default
+picks a drafter read_marginals("mine.json")              # {"marginals": {"tried": [...], "stood": [[...], ...]}} or
+[[0.7, 0.1], ...]
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from paceline.simulate.files import is_amount, read_json, with_name
 
 BUILT_IN = Path(__file__).with_name("marginals.json")
 REMEDY = (
-    'give greedy, sampled, a run of paceline bench decode --plan tree:32, or a JSON file with its counts under "marginals" '
+    "give greedy, sampled, a run of paceline bench decode --plan tree:32, "
+    'or a JSON file with its counts under "marginals" '
     "or with chances by slot and rank"
 )
 
@@ -44,7 +46,9 @@ def marginals_in(content: Any, name: str, drafter: str = "") -> Marginals:
     marginals = content.get("marginals") if isinstance(content, dict) else content
     if isinstance(marginals, dict):
         return Marginals.of(Tally.of(marginals))
-    if not isinstance(marginals, list) or not all(isinstance(own, list) and all(map(is_amount, own)) for own in marginals):
+    if not isinstance(marginals, list) or not all(
+        isinstance(own, list) and all(map(is_amount, own)) for own in marginals
+    ):
         raise ConfigError(f"{name} holds no marginals: {REMEDY}")
     return Marginals(tuple(tuple(map(float, own)) for own in marginals))
 
@@ -53,6 +57,8 @@ def _of_run(results: list[dict[str, Any]], name: str, drafter: str) -> dict[str,
     known = [each for each in results if each.get("marginals")]
     chosen = [each for each in known if not drafter or drafter in (each.get("drafter"), each.get("drafter_name"))]
     if not chosen:
-        names = ", ".join(dict.fromkeys(str(each.get("drafter")) for each in known)) or "none that was asked for candidates"
+        names = (
+            ", ".join(dict.fromkeys(str(each.get("drafter")) for each in known)) or "none that was asked for candidates"
+        )
         raise ConfigError(f"{name} has no marginals{f' of {drafter!r}' if drafter else ''}: it holds {names}; {REMEDY}")
     return max(chosen, key=lambda each: each["marginals"]["tried"][0])["marginals"]

@@ -6,14 +6,15 @@
 
 Lines that are read:
 
-    vLLM     Engine 000: Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 612.3 tokens/s, Running: 8 reqs, ...
+    vLLM     Engine 000: Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 612.3 tokens/s, Running: 8
+    reqs, ...
              SpecDecoding metrics: Mean acceptance length: 3.20, ..., Per-position acceptance rate: 0.801, 0.620, ...
     SGLang   Decode batch, #running-req: 8, #token: 34816, ..., accept len: 3.20, accept rate: 0.55, ...,
              gen throughput (token/s): 456.7, #queue-req: 0
 
-Each line covers an interval. Only intervals with the same number of running requests at their beginning and end, and almost no
-prompt tokens, count as rounds. Counters of metrics (llama.cpp's too) are averaged since the start; the number of running
-requests is the present one.
+Each line covers an interval. Only intervals with the same number of running requests at their beginning and end, and
+almost no prompt tokens, count as rounds. Counters of metrics (llama.cpp's too) are averaged since the start; the number
+of running requests is the present one.
 """
 
 from __future__ import annotations
@@ -92,11 +93,13 @@ def is_server_text(text: str) -> bool:
 
 
 def read_server(file: Path, model: str | None = None) -> Seen:
-    """Reads a log, or the text of GET /metrics; with several models, that of `model` or of FILE:MODEL. Raises ConfigError if
-    the file does not exist or has no known line."""
+    """Reads a log, or the text of GET /metrics; with several models, that of `model` or of FILE:MODEL. Raises
+    ConfigError if the file does not exist or has no known line."""
     path, name = with_name(str(file))
     file, model = Path(path), name or model
-    with reraised(ConfigError, f"cannot read {file}", "give a log of vLLM or SGLang, or what their /metrics says", OSError):
+    with reraised(
+        ConfigError, f"cannot read {file}", "give a log of vLLM or SGLang, or what their /metrics says", OSError
+    ):
         if file.stat().st_size > MOST_BYTES:
             raise ConfigError(f"{file} is larger than {MOST_BYTES >> 20} MiB: give the part under load, tail -n 100000")
         text = file.read_text(encoding="utf-8", errors="replace")
@@ -104,8 +107,8 @@ def read_server(file: Path, model: str | None = None) -> Seen:
 
 
 def parse_server(text: str, name: str = "the text", model: str | None = None) -> Seen:
-    """Parses a log or metrics; of metrics with several models, those of `model`. Raises ConfigError if it has no known line, or
-    if several models are present and none is selected."""
+    """Parses a log or metrics; of metrics with several models, those of `model`. Raises ConfigError if it has no known
+    line, or if several models are present and none is selected."""
     lines = text.splitlines()
     if any(line.startswith(PREFIXES) for line in lines):
         return _metrics(text, name, model)
@@ -114,7 +117,8 @@ def parse_server(text: str, name: str = "the text", model: str | None = None) ->
     if "Decode batch" in text:
         return _sglang(lines, name)
     raise ConfigError(
-        f"{name} holds neither vLLM's 'Avg generation throughput' lines, nor SGLang's 'Decode batch' lines, nor metrics: give "
+        f"{name} holds neither vLLM's 'Avg generation throughput' lines, nor SGLang's 'Decode batch' lines, nor "
+        "metrics: give "
         "the server's own log, with its statistics on, or the text of GET /metrics"
     )
 
@@ -149,14 +153,17 @@ def _vllm(lines: list[str], name: str) -> Seen:
         for before, now in itertools.pairwise(intervals)
         if now.running == before.running > 0 and now.prompt_rate < FEW_PROMPTS * now.tokens_per_s
     ]
-    drafting = [each for intervals in engines.values() for each in intervals if each.places and each.tokens_per_round > 1]
+    drafting = [
+        each for intervals in engines.values() for each in intervals if each.places and each.tokens_per_round > 1
+    ]
     rounds = [each.accepted / (each.tokens_per_round - 1) for each in drafting]
     survival = _weighed([each.places for each in drafting], rounds)
     return _seen("vLLM", samples, survival, None, name)
 
 
 def _sglang(lines: list[str], name: str) -> Seen:
-    """Parses decode lines of each rank; skips the first one after a prefill of its rank, which took part of the interval."""
+    """Parses decode lines of each rank; skips the first one after a prefill of its rank, which took part of the
+    interval."""
     before: dict[str, int] = {}
     samples, lengths = [], []
     for line in lines:
@@ -205,7 +212,9 @@ def _metrics(text: str, name: str, model: str | None) -> Seen:
     per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     values = totals(engines_of(text, model, ("position",)))
     by_place = {
-        int(key[len(per_position) + 1 : -1]): value for key, value in values.items() if key.startswith(per_position + "{")
+        int(key[len(per_position) + 1 : -1]): value
+        for key, value in values.items()
+        if key.startswith(per_position + "{")
     }
     owner = "sglang:" if any(metric.startswith("sglang:") for metric in values) else "vllm:"
     is_vllm = owner == "vllm:"
@@ -219,7 +228,9 @@ def _metrics(text: str, name: str, model: str | None) -> Seen:
         mean = values.get("sglang:spec_accept_length", 0.0)
     running = values.get("vllm:num_requests_running" if is_vllm else "sglang:num_running_reqs", 0.0)
     drafted = values.get("vllm:spec_decode_num_draft_tokens_total", 0.0) / rounds if rounds else 0.0
-    gap_s = _mean(values, owner + "inter_token_latency_seconds") or _mean(values, owner + "time_per_output_token_seconds")
+    gap_s = _mean(values, owner + "inter_token_latency_seconds") or _mean(
+        values, owner + "time_per_output_token_seconds"
+    )
     samples = []
     if running and gap_s:
         tokens_per_round = mean or 1.0

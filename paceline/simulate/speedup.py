@@ -1,14 +1,15 @@
 """Predicts speed-up by draft length, tokens per second and the time split of a round, from acceptance and costs.
 
-speedup(g) = N(g) * round(0) / round(g), where round(g) = target pass of g + 1 positions + drafting of g + host; speedup(0) = 1.
-With no host time this is N(g) / [T(B, g+1, S) / T(B, 1, S) + D(g)]. N(g) comes from one chance, a chance for each draft
-position, or a recorded run:
+speedup(g) = N(g) * round(0) / round(g), where round(g) = target pass of g + 1 positions + drafting of g + host;
+speedup(0) = 1. With no host time this is N(g) / [T(B, g+1, S) / T(B, 1, S) + D(g)]. N(g) comes from one chance, a
+chance for each draft position, or a recorded run:
 
-    0.8                      one chance          0.8,0.75,0.7            a chance for each position, given that earlier ones are
+    0.8                      one chance          0.8,0.75,0.7            a chance for each position, given that earlier
+    ones are
                                                                          accepted
-    survival:.77,.57,.42     shares of rounds    histogram:20,10,5,2     counts of rounds with 0, 1, 2, ... accepted drafts
-    runs/bench-decode-x      a bench run's results (or results.json), a trace in JSON lines or Parquet
-    vllm.log                 a log of vLLM or SGLang, or the text of GET /metrics (`server_logs.py`)
+    survival:.77,.57,.42     shares of rounds    histogram:20,10,5,2     counts of rounds with 0, 1, 2, ... accepted
+    drafts runs/bench-decode-x      a bench run's results (or results.json), a trace in JSON lines or Parquet vllm.log
+    a log of vLLM or SGLang, or the text of GET /metrics (`server_logs.py`)
 
 A bench run counts with its setting with the most accepted drafts; runs/x:default selects a drafter.
 """
@@ -38,7 +39,8 @@ DELTAS = (-0.1, -0.05, -0.01, 0.01, 0.05, 0.1)
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Acceptance chances by draft position; deeper drafts than given have the last one. Raises ConfigError outside 0..1."""
+    """Acceptance chances by draft position; deeper drafts than given have the last one. Raises ConfigError outside
+    0..1."""
 
     conditional: tuple[float, ...]
     """conditional[i - 1]: chance that draft i is accepted if all earlier ones are."""
@@ -70,13 +72,16 @@ class Acceptance:
 
 
 def tokens_per_round(acceptance: Acceptance, num_drafted: int) -> float:
-    """Returns N(g) = 1 + sum over i <= g of survival_i, including the bonus token; (1 - p^(g+1)) / (1 - p) for one chance p."""
+    """Returns N(g) = 1 + sum over i <= g of survival_i, including the bonus token; (1 - p^(g+1)) / (1 - p) for one
+    chance p."""
     return 1.0 + sum(acceptance.survival(num_drafted))
 
 
 def shifted(acceptance: Acceptance, points: float) -> Acceptance:
     """Returns the acceptance with every chance raised by `points` (0.01 is one point), clipped to 0..1."""
-    return replace(acceptance, conditional=tuple(min(max(chance + points, 0.0), 1.0) for chance in acceptance.conditional))
+    return replace(
+        acceptance, conditional=tuple(min(max(chance + points, 0.0), 1.0) for chance in acceptance.conditional)
+    )
 
 
 def constant(chance: float) -> Acceptance:
@@ -86,7 +91,9 @@ def constant(chance: float) -> Acceptance:
 def chance_for(wanted: float, num_drafted: int) -> float:
     """Returns the constant chance at which `num_drafted` drafts give `wanted` tokens per round. Raises ConfigError."""
     if not 1 <= wanted <= num_drafted + 1:
-        raise ConfigError(f"{num_drafted} drafts bring between 1 and {num_drafted + 1} tokens a round, never {wanted:g}")
+        raise ConfigError(
+            f"{num_drafted} drafts bring between 1 and {num_drafted + 1} tokens a round, never {wanted:g}"
+        )
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -109,13 +116,16 @@ def from_survival(shares: Sequence[float]) -> Acceptance:
 
 
 def from_histogram(counts: Sequence[float]) -> Acceptance:
-    """Builds the acceptance from `counts[n]`, the rounds with exactly n accepted drafts, as in bench results and traces.
+    """Builds the acceptance from `counts[n]`, the rounds with exactly n accepted drafts, as in bench results and
+    traces.
 
     Shorter rounds count as if they had drafted the maximum, so the chances of late drafts are slightly too low. Raises
     ConfigError without rounds or without drafts.
     """
     if not all(map(is_amount, counts)) or len(counts) < 2 or sum(counts) == 0:
-        raise ConfigError("the histogram needs counts of rounds with 0, 1, 2, ... accepted drafts, at least two of them")
+        raise ConfigError(
+            "the histogram needs counts of rounds with 0, 1, 2, ... accepted drafts, at least two of them"
+        )
     shares = survival(counts)
     while len(shares) > 1 and shares[-1] == 0:
         shares.pop()
@@ -123,7 +133,8 @@ def from_histogram(counts: Sequence[float]) -> Acceptance:
 
 
 def from_rounds(rounds: Iterable[tuple[int, int]]) -> Acceptance:
-    """Builds the acceptance from (drafted, accepted) of each round; counts each draft over the rounds that reached it."""
+    """Builds the acceptance from (drafted, accepted) of each round; counts each draft over the rounds that reached
+    it."""
     pairs = [(drafted, accepted) for drafted, accepted in rounds if drafted > 0]
     if not pairs:
         raise ConfigError("no round drafted anything: record a run with a drafter")
@@ -136,7 +147,11 @@ def from_rounds(rounds: Iterable[tuple[int, int]]) -> Acceptance:
     return Acceptance(tuple(chances), "histogram", len(pairs))
 
 
-WRITTEN = {"survival": from_survival, "conditional": lambda chances: Acceptance(tuple(chances)), "histogram": from_histogram}
+WRITTEN = {
+    "survival": from_survival,
+    "conditional": lambda chances: Acceptance(tuple(chances)),
+    "histogram": from_histogram,
+}
 
 
 def parse_acceptance(text: str) -> Acceptance:
@@ -187,7 +202,8 @@ def _is_servers(file: Path) -> bool:
 
 
 def _of_server(file: Path, model: str | None) -> Acceptance:
-    """Reads a server's survival curve, or else the constant chance that gives its mean tokens per round. Raises ConfigError."""
+    """Reads a server's survival curve, or else the constant chance that gives its mean tokens per round. Raises
+    ConfigError."""
     seen = read_server(file, model)
     if seen.survival:
         return from_survival(seen.survival)
@@ -199,7 +215,9 @@ def _of_server(file: Path, model: str | None) -> Acceptance:
 
 def _best_histogram(results: Sequence[dict[str, Any]], drafter: str, file: Path) -> list[int]:
     known = [result for result in results if len(result.get("accepted_histogram") or ()) > 1]
-    chosen = [result for result in known if not drafter or drafter in (result.get("drafter"), result.get("drafter_name"))]
+    chosen = [
+        result for result in known if not drafter or drafter in (result.get("drafter"), result.get("drafter_name"))
+    ]
     if not chosen:
         names = ", ".join(str(result.get("drafter")) for result in known) or "none that drafted"
         raise ConfigError(f"{file} has no recorded drafts{f' of {drafter!r}' if drafter else ''}: it holds {names}")

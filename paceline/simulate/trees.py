@@ -1,8 +1,8 @@
 """Predicts the speed-up of draft trees from measured marginals.
 
-speed-up(tree of n) = E[tokens of n] * round(0) / round(tree of n), where round(tree of n) = target pass of n + 1 positions +
-drafting + host. A block drafter's pass covers all slots and costs the same for any tree; a drafter that drafts token by token
-is assumed to need as many passes as the tree is deep. E[tokens of n] is `Marginals.expected`.
+speed-up(tree of n) = E[tokens of n] * round(0) / round(tree of n), where round(tree of n) = target pass of n + 1
+positions + drafting + host. A block drafter's pass covers all slots and costs the same for any tree; a drafter that
+drafts token by token is assumed to need as many passes as the tree is deep. E[tokens of n] is `Marginals.expected`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class TreePrediction:
 
     batch: int
     best_nodes: int
-    """The smallest tree with the highest speed-up, of up to MOST_NODES drafts; 0: plain decoding is faster than any tree."""
+    """The smallest tree with the highest speed-up, of up to MOST_NODES drafts; 0: plain decoding is faster than any
+    tree."""
     best: TreePoint
     points: list[TreePoint]
     """Predictions for the requested sizes."""
@@ -66,7 +67,12 @@ def expected_of(marginals: Marginals, num_slots: int) -> list[Expected]:
 
 
 def predict_trees(
-    costs: StepCosts, expected: Sequence[Expected], load: Load, chain: Prediction, sizes: Sequence[int], has_unit: bool = True
+    costs: StepCosts,
+    expected: Sequence[Expected],
+    load: Load,
+    chain: Prediction,
+    sizes: Sequence[int],
+    has_unit: bool = True,
 ) -> TreePrediction:
     """Predicts one load. `expected`: from `expected_of`; `chain`: the prediction of the same load."""
 

@@ -30,8 +30,8 @@ def train(config: TrainConfig, *, progress: Progress | None = None) -> TrainResu
 
 def regenerate(config: RegenerateConfig, *, progress: Progress | None = None) -> Regenerated:
     """Has the target answer prompts into a folder; answers already in the folder are not generated again. Raises
-    ConfigError if the folder holds a run with other settings or another run is active there, PromptError for unreadable or
-    unusable prompts, CacheError for disk errors, NumericsError if the model fails on a prompt."""
+    ConfigError if the folder holds a run with other settings or another run is active there, PromptError for unreadable
+    or unusable prompts, CacheError for disk errors, NumericsError if the model fails on a prompt."""
     from paceline.train.answers.on_ray import run
 
     return run(config, progress or Progress())

@@ -30,7 +30,8 @@ CHUNK = 1 << 22
 
 
 def target_hash(name: str) -> str:
-    """Returns "sha256:..." of the target's GGUF file, or of all its weight files in order. Raises like `hub.resolve`."""
+    """Returns "sha256:..." of the target's GGUF file, or of all its weight files in order. Raises like
+    `hub.resolve`."""
     if name in BUILTINS:
         return f"sha256:{BUILTINS[name].gguf_sha256}"
     path = resolve(name)
@@ -47,7 +48,8 @@ def target_hash(name: str) -> str:
 
 
 def write_card(config: TrainConfig, drafter: Path, figures: dict[str, Any], served: dict[str, Any]) -> Path:
-    """Writes README.md from `figures` (steps, blocks, eal, loss, prompts) and `served` (heldout.json). Raises CacheError."""
+    """Writes README.md from `figures` (steps, blocks, eal, loss, prompts) and `served` (heldout.json). Raises
+    CacheError."""
     file = drafter / "README.md"
     write_whole(file, card_text(config, drafter, figures, served))
     return file
@@ -69,7 +71,8 @@ def _kind(config: TrainConfig, drafter: Path, raw: dict[str, Any], named: str) -
     if is_mtp(raw):
         layout = "Qwen3-Next and Qwen3.5" if raw[MARK]["layout"] == "qwen" else "DeepSeek-V3"
         about = (
-            f"One multi-token-prediction layer, in the layout of {layout}: its tensors have the names that the target's file "
+            f"One multi-token-prediction layer, in the layout of {layout}: its tensors have the names that the "
+            "target's file "
         )
         about += f"has for them, {size}. Embedding and head are"
         return _Kind("MTP", raw[MARK]["steps"], about, [])
@@ -77,7 +80,10 @@ def _kind(config: TrainConfig, drafter: Path, raw: dict[str, Any], named: str) -
     if config.shape.kind == "eagle3":
         return _Kind("EAGLE-3", DEFAULT_DRAFTED, f"EAGLE-3 in SpecForge's {sizes} The embedding is", [])
     place = _place(config, drafter)
-    block, is_second = int(raw.get("block_size", 0)) or 1 + DEFAULT_DRAFTED, ARCHITECTURE_2 in (raw.get("architectures") or [])
+    block, is_second = (
+        int(raw.get("block_size", 0)) or 1 + DEFAULT_DRAFTED,
+        ARCHITECTURE_2 in (raw.get("architectures") or []),
+    )
     return _Kind(
         "DFlash",
         block - 1,
@@ -104,7 +110,8 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
     head = ["---", f"license: {licence}", f"base_model: {_base(target)}", "library_name: paceline"]
     head += [f"tags: [{tag}, speculative-decoding, drafter]", "---", f"# {kind.title} drafter for {_base(target)}", ""]
     body = [
-        f"Drafts {kind.drafts} tokens a round for `{_base(target)}` ({_hash(config)}). {kind.about} the target's. What is "
+        f"Drafts {kind.drafts} tokens a round for `{_base(target)}` ({_hash(config)}). {kind.about} the target's. "
+        "What is "
         "drafted is checked by the target, so its text stays the target's.",
         "",
         "## Data",
@@ -113,7 +120,8 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
         "",
         "## Training",
         "",
-        f"{figures.get('steps')} steps, {figures.get('blocks')} blocks, loss {config.loop.loss.name}, {config.loop.optim.name} "
+        f"{figures.get('steps')} steps, {figures.get('blocks')} blocks, loss {config.loop.loss.name}, "
+        f"{config.loop.optim.name} "
         f"{config.loop.optim.lr:g}, {first}. Finished on {finished} with paceline "
         f"{__version__}. `paceline train --config run.yaml` does the same again.",
         "",
@@ -139,10 +147,12 @@ def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], serve
 def _engines(target: str, drafter: str, block: int) -> list[str]:
     """Returns shell commands that start vLLM and SGLang with this DFlash v1 drafter."""
     return [
-        "# elsewhere num_speculative_tokens must be given, or SGLang's number with the anchor: there is no default for DFlash",
+        "# elsewhere num_speculative_tokens must be given, or SGLang's number with the anchor: there is no default "
+        "for DFlash",
         f"vllm serve {shlex.quote(_loaded_from(target))} --speculative-config "
         + shlex.quote(json.dumps({"method": "dflash", "model": drafter, "num_speculative_tokens": block - 1})),
-        f"python -m sglang.launch_server --model-path {shlex.quote(_loaded_from(target))} --speculative-algorithm DFLASH "
+        f"python -m sglang.launch_server --model-path {shlex.quote(_loaded_from(target))} --speculative-algorithm "
+        "DFLASH "
         f"--speculative-draft-model-path {shlex.quote(drafter)} --speculative-num-draft-tokens {block}",
     ]
 
@@ -187,8 +197,13 @@ def _data(config: TrainConfig, figures: dict[str, Any]) -> str:
     parts = [", ".join(sources)] if sources else []
     parts += [f"{own} prompts that the target wrote itself"] if own else []
     temperatures = ", ".join(f"{value:g}" for value in config.answering.temperatures)
-    return f"The target's own answers (at most {config.answering.max_tokens} tokens, temperature {temperatures}) to: " + (
-        " and ".join(parts) + "." + (f" Learned from {figures['prompts']:,} prompts." if "prompts" in figures else "")
+    return (
+        f"The target's own answers (at most {config.answering.max_tokens} tokens, temperature {temperatures}) to: "
+        + (
+            " and ".join(parts)
+            + "."
+            + (f" Learned from {figures['prompts']:,} prompts." if "prompts" in figures else "")
+        )
     )
 
 
@@ -206,27 +221,33 @@ def _figures(figures: dict[str, Any], served: dict[str, Any]) -> list[str]:
         ("loss there", figures.get("loss"), "{:.2f}"),
     ]
     lines = [f"| {name} | {form.format(value)} |" for name, value, form in rows if value is not None]
-    return ["| on prompts that were held out | |", "|---|---|", *lines] if lines else ["Nothing was held out: none are known."]
+    return (
+        ["| on prompts that were held out | |", "|---|---|", *lines]
+        if lines
+        else ["Nothing was held out: none are known."]
+    )
 
 
 def _limits(raw: dict[str, Any], drafter: Path) -> list[str]:
     limits = []
     if raw.get("attention_bias"):
         limits.append(
-            "It has biases in its attention (`attention_bias`), as its target: paceline and PyPI's `dflash` read them; vLLM "
+            "It has biases in its attention (`attention_bias`), as its target: paceline and PyPI's `dflash` read "
+            "them; vLLM "
             "and SGLang were not tried."
         )
     if (drafter / "draft_ids.safetensors").is_file():
         limits.append(
-            "paceline drafts among the tokens of `draft_ids.safetensors` only; other engines read the same weights and use the "
+            "paceline drafts among the tokens of `draft_ids.safetensors` only; other engines read the same weights "
+            "and use the "
             "whole head, unless they get what `paceline export --format speculators` writes."
         )
     return ["## Limits", "", " ".join(limits), ""] if limits else []
 
 
 def push(drafter: Path, repo: str, *, is_public: bool = False) -> str:
-    """Uploads the drafter's folder to a hub repository, which is created if needed; returns the repository's URL. Raises
-    ConfigError for an invalid repository name, DownloadError if the hub refuses or cannot be reached."""
+    """Uploads the drafter's folder to a hub repository, which is created if needed; returns the repository's URL.
+    Raises ConfigError for an invalid repository name, DownloadError if the hub refuses or cannot be reached."""
     import huggingface_hub
     from huggingface_hub import errors
 

@@ -1,7 +1,7 @@
 """Settings of a drafter's training: one frozen dataclass per part, validated on construction.
 
-`train` accepts a `TrainConfig`, `regenerate` a `RegenerateConfig`; the other classes are parts of these two. The fields are
-the commands' options, with their docstrings as help. Does not import PyTorch.
+`train` accepts a `TrainConfig`, `regenerate` a `RegenerateConfig`; the other classes are parts of these two. The fields
+are the commands' options, with their docstrings as help. Does not import PyTorch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class AnswerConfig:
     samples: Count = 1
     """Answers to each prompt at each temperature above 0."""
     top_k: Annotated[int, within("between 0 and 100", least=0, most=100)] = 0
-    """Also store this many most probable tokens at each position, with log-probabilities, for distilling a smaller model."""
+    """Also store this many most probable tokens at each position, with log-probabilities, for distilling a smaller
+    model."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -60,7 +61,10 @@ class AnswerConfig:
         refuse(
             ConfigError,
             (not self.temperatures, "give at least one temperature"),
-            (len(distinct) < len(self.temperatures), f"temperatures must differ from each other, unlike {self.temperatures}"),
+            (
+                len(distinct) < len(self.temperatures),
+                f"temperatures must differ from each other, unlike {self.temperatures}",
+            ),
         )
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature, seed=self.seed)
@@ -71,7 +75,9 @@ class AnswerConfig:
         for variable in self.variables:
             name, sign, text = variable.partition("=")
             if not sign or not name.isidentifier():
-                raise ConfigError(f"variables: {variable!r} has no value, write NAME=VALUE, as in enable_thinking=false")
+                raise ConfigError(
+                    f"variables: {variable!r} has no value, write NAME=VALUE, as in enable_thinking=false"
+                )
             try:
                 variables[name] = json.loads(text)
             except ValueError:
@@ -106,25 +112,29 @@ class PromptsConfig:
     self_written: Whole = 0
     """Also answer this many prompts that the target writes itself."""
     openers: Path | None = None
-    """Text file of beginnings of self-written prompts, one per line; in synthesize, {name} becomes that property's value."""
+    """Text file of beginnings of self-written prompts, one per line; in synthesize, {name} becomes that property's
+    value."""
 
     def __post_init__(self) -> None:
         check(self)
 
     @property
     def num_self_written(self) -> int:
-        """Number of prompts that the target writes itself: as requested, or a default number if no prompts are given."""
+        """Number of prompts that the target writes itself: as requested, or a default number if no prompts are
+        given."""
         return self.self_written or (0 if self.prompts else DEFAULT_SELF_WRITTEN)
 
 
 @dataclass(frozen=True, slots=True)
 class ElsewhereConfig:
-    """A server or Ray workers that run the target instead of this machine. PACELINE_ELSEWHERE_KEY holds the server's key."""
+    """A server or Ray workers that run the target instead of this machine. PACELINE_ELSEWHERE_KEY holds the server's
+    key."""
 
     answers_from: str | None = None
     """Address of an OpenAI-compatible server of the target that writes the answers [default: this machine does]."""
     features_from: str | None = None
-    """Address of vLLM with hidden-state extraction, or of paceline serve --features [default: this machine computes them]."""
+    """Address of vLLM with hidden-state extraction, or of paceline serve --features [default: this machine computes
+    them]."""
     features_folder: Path | None = None
     """Folder where vLLM's connector writes (shared_storage_path), as this machine sees it."""
     served_name: str | None = None
@@ -134,7 +144,8 @@ class ElsewhereConfig:
     patience_minutes: Positive = 15.0
     """Give up after this many minutes without any response from the server; finished work is kept."""
     ray: str | None = None
-    """Ray cluster whose workers run the target, for answers and hidden states: auto, HOST:PORT, ray://HOST:PORT, or local."""
+    """Ray cluster whose workers run the target, for answers and hidden states: auto, HOST:PORT, ray://HOST:PORT, or
+    local."""
     ray_workers: Count | None = None
     """Number of Ray workers [default: one for each GPU of the cluster, else for each machine]."""
 
@@ -143,7 +154,9 @@ class ElsewhereConfig:
         for name in ("answers_from", "features_from"):
             has_both = self.ray is not None and getattr(self, name) is not None
             refuse(ConfigError, (has_both, f"ray and {name} both say who runs the target: leave one out"))
-        refuse(ConfigError, (self.ray_workers is not None and self.ray is None, "ray_workers needs ray: give its address"))
+        refuse(
+            ConfigError, (self.ray_workers is not None and self.ray is None, "ray_workers needs ray: give its address")
+        )
 
     @property
     def answers_at(self) -> str | None:
@@ -178,7 +191,8 @@ class LossConfig:
     name: Annotated[str, LOSSES] = "d-pace"
     """Loss function over the draft positions."""
     gamma: Positive | None = None
-    """Decay of ce and kl over draft positions [default: by block size, 4 for 8, 5 for 10, 7 for 16; mtp: 0.6 per position]."""
+    """Decay of ce and kl over draft positions [default: by block size, 4 for 8, 5 for 10, 7 for 16; mtp: 0.6 per
+    position]."""
     alpha: Share = 0.5
     """Lower bound of d-pace's confidence: 0 uses the drafter's own confidence, 1 ignores it."""
     selector: Positive = 1.0
@@ -215,7 +229,8 @@ class OptimConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoopConfig:
-    """Settings of the training loop. A resumed run must have the same values, except those in `checkpoint.FREE_TO_CHANGE`."""
+    """Settings of the training loop. A resumed run must have the same values, except those in
+    `checkpoint.FREE_TO_CHANGE`."""
 
     epochs: Positive = 6.0
     """Passes over the documents, each with new anchors."""
@@ -252,11 +267,14 @@ class LoopConfig:
     serve_share: Share = 0.05
     """Largest share of the training time for serving held-out prompts during training; 0 serves only at the end."""
     selector_from: Share = 0.3
-    """Share of the run after which a selector is trained too (dflash2); body and convolutions are trained from the start."""
+    """Share of the run after which a selector is trained too (dflash2); body and convolutions are trained from the
+    start."""
     selector_share: Annotated[float, within("above 0 and at most 1", above=0, most=1)] = 0.25
-    """Share of a step's blocks that train the selector, others in every step (dflash2): fewer are faster and noisier."""
+    """Share of a step's blocks that train the selector, others in every step (dflash2): fewer are faster and
+    noisier."""
     parallel: Annotated[str, ("auto", "replicated", "sharded")] = "auto"
-    """With several processes (torchrun): each holds the whole network (replicated), or a part of it (sharded, FSDP2)."""
+    """With several processes (torchrun): each holds the whole network (replicated), or a part of it (sharded,
+    FSDP2)."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -281,12 +299,13 @@ class DrafterShape:
     tap_layers: tuple[int, ...] | None = None
     """Indices of the target layers to read, comma-separated, 0-based."""
     start: Literal["random", "copied", "target"] = "random"
-    """Initial layers: random, or copies of the target's (copied or target). mtp: the target's own layer, or a copy of its
-    last layer if it has no mtp layer."""
+    """Initial layers: random, or copies of the target's (copied or target). mtp: the target's own layer, or a copy of
+    its last layer if it has no mtp layer."""
     attention_bias: bool | None = None
     """Whether the attention has biases [default: copied layers have them if the target does]."""
     is_causal: bool | None = None
-    """Whether draft positions attend only to earlier draft positions. Without, the format decides: they attend both ways."""
+    """Whether draft positions attend only to earlier draft positions. Without, the format decides: they attend both
+    ways."""
     sliding_window: int | None = None
     """Positions that draft layers attend to [default: all]."""
     mask_token_id: int | None = None
@@ -294,8 +313,8 @@ class DrafterShape:
     draft_vocab: SomeTokens | None = None
     """Draft only the most frequent tokens, this many; 0 for all."""
     kind: Annotated[str, ("dflash", "dflash2", "eagle3", "mtp")] = "dflash"
-    """Drafting method. dflash2 adds convolutions and a selector to a new drafter or to that of --init; eagle3 is EAGLE-3;
-    mtp trains the target's own multi-token-prediction layer."""
+    """Drafting method. dflash2 adds convolutions and a selector to a new drafter or to that of --init; eagle3 is
+    EAGLE-3; mtp trains the target's own multi-token-prediction layer."""
     ttt_steps: Count = 3
     """Drafts per block that an eagle3 or mtp drafter learns, one after another; its blocks are these and the anchor."""
     eagle_version: Annotated[str, ("3.1", "3")] = "3.1"
@@ -303,7 +322,8 @@ class DrafterShape:
     selector_rank: Count = 64
     """Values per token in the codebooks of a new dflash2 selector."""
     codebooks: Annotated[str, ("factored", "free")] = "factored"
-    """A new selector's codebooks: computed from the target's embedding (factored), or one trained row per token (free)."""
+    """A new selector's codebooks: computed from the target's embedding (factored), or one trained row per token
+    (free)."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -326,7 +346,8 @@ class TrainConfig:
     out: Path = Path("runs/train")
     """Run folder; repeat the same command to resume."""
     target: EngineConfig = field(default_factory=EngineConfig)
-    """The model to speed up, and how it runs; only model, device, dtype, threads, backend and weight_format are read."""
+    """The model to speed up, and how it runs; only model, device, dtype, threads, backend and weight_format are
+    read."""
     asked: PromptsConfig = field(default_factory=PromptsConfig)
     answers: tuple[Path, ...] = ()
     """Folder of answers from regenerate, or of a server's traces."""
@@ -353,25 +374,31 @@ class TrainConfig:
     public: bool = False
     """Make the repository that `push_to_hub` creates public."""
     features: Annotated[str, ("auto", "online", "cached", "streamed")] = "auto"
-    """Hidden states: computed when needed (online), stored on disk (cached), or prefetched into a buffer (streamed, with
-    documents on disk, in bounded memory). auto stores them if documents are seen again and the disk has room."""
+    """Hidden states: computed when needed (online), stored on disk (cached), or prefetched into a buffer (streamed,
+    with documents on disk, in bounded memory). auto stores them if documents are seen again and the disk has room."""
     feature_dtype: Annotated[str, ("model", "int8")] = "model"
     """Precision of stored hidden states: as computed by the model, or 8 bits with a scale per vector."""
     stream_buffer: Annotated[int, "bytes"] = 256 * 2**20
     """Size of the buffer for streamed hidden states, in bytes."""
     step_timeout_minutes: Positive = 30.0
-    """Minutes that one of several processes waits for the others within a step; between stages, as long as they are alive."""
+    """Minutes that one of several processes waits for the others within a step; between stages, as long as they are
+    alive."""
     answering: AnswerConfig = field(default_factory=AnswerConfig)
     elsewhere: ElsewhereConfig = field(default_factory=ElsewhereConfig)
     shape: DrafterShape = field(default_factory=DrafterShape)
     loop: LoopConfig = field(default_factory=LoopConfig)
     given: tuple[str, ...] | None = None
-    """Fields that the user gave, such as shape.num_layers; no plan changes them. None: all that differ from defaults."""
+    """Fields that the user gave, such as shape.num_layers; no plan changes them. None: all that differ from
+    defaults."""
 
     def __post_init__(self) -> None:
         check(self)
-        if self.elsewhere.ray is not None and (self.features not in ("auto", "cached") or self.feature_dtype != "model"):
-            raise ConfigError("ray keeps hidden states on disk, as the model gives them: leave features and feature_dtype out")
+        if self.elsewhere.ray is not None and (
+            self.features not in ("auto", "cached") or self.feature_dtype != "model"
+        ):
+            raise ConfigError(
+                "ray keeps hidden states on disk, as the model gives them: leave features and feature_dtype out"
+            )
 
     def is_given(self, name: str) -> bool:
         """Returns True if the user gave this field, such as shape.num_layers."""

@@ -77,10 +77,12 @@ class TrainResult:
     steps: int
     blocks: int
     eal: float | None
-    """Latest expected accepted length: on held-out documents if there are any, else on the documents of the last step."""
+    """Latest expected accepted length: on held-out documents if there are any, else on the documents of the last
+    step."""
     loss: float | None
     heldout: dict[str, float] = field(default_factory=dict)
-    """Acceptance length of held-out prompts served by the real engine. With several processes, only the first one serves."""
+    """Acceptance length of held-out prompts served by the real engine. With several processes, only the first one
+    serves."""
 
 
 def run(config: TrainConfig, progress: Progress) -> TrainResult:
@@ -97,8 +99,8 @@ def run(config: TrainConfig, progress: Progress) -> TrainResult:
 
 
 def _planned(config: TrainConfig, ranks: Ranks, wait: Callable[[], None], progress: Progress) -> TrainConfig:
-    """Returns the config with a choice for every setting that the user did not give. The first process makes the plan and
-    reports it; a resumed run uses its stored plan."""
+    """Returns the config with a choice for every setting that the user did not give. The first process makes the plan
+    and reports it; a resumed run uses its stored plan."""
     if config.scale == "tiny":
         if ranks.is_first:
             write_run_file(config)
@@ -142,7 +144,8 @@ def _others(config: TrainConfig, prompts: tuple[str, ...]) -> PromptsConfig:
 
 
 def _at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """Replaces the target by a random tiny one with --scale tiny, and shrinks every setting that the user did not give."""
+    """Replaces the target by a random tiny one with --scale tiny, and shrinks every setting that the user did not
+    give."""
     if config.scale == "default":
         return config
     folder, file = config.out / "target", config.out / "prompts.jsonl"
@@ -161,7 +164,9 @@ def _at_scale(config: TrainConfig, ranks: Ranks) -> TrainConfig:
 class _Stages:
     """The stages of a run, in one process."""
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, wait: Callable[[], None], progress: Progress, stop: Stop) -> None:
+    def __init__(
+        self, config: TrainConfig, ranks: Ranks, wait: Callable[[], None], progress: Progress, stop: Stop
+    ) -> None:
         self.config, self.ranks, self.wait, self.everyone, self.stop = config, ranks, wait, progress, stop
         self.progress = progress if ranks.is_first else Progress()
         self.began = time.monotonic()
@@ -172,7 +177,8 @@ class _Stages:
         corpus = self._corpus(answers, kept_out)
         num_places = sum(document.num_anchors for document in corpus.train)
         progress.say(
-            f"{len(corpus.train)} documents to learn from ({num_places} places for blocks), {len(corpus.heldout)} held out; "
+            f"{len(corpus.train)} documents to learn from ({num_places} places for blocks), {len(corpus.heldout)} "
+            "held out; "
             f"{corpus.told() or 'all of them whole'}"
         )
         folder = self._open()
@@ -209,12 +215,17 @@ class _Stages:
             corpus = read_corpus(*options)
         if kept_out is not None:
             heldout = list(read_corpus([kept_out], config.max_len, 0.0).train[:MAX_HELDOUT])
-            corpus = replace(corpus, train=without(corpus.train, {document.key for document in heldout}), heldout=heldout)
+            corpus = replace(
+                corpus, train=without(corpus.train, {document.key for document in heldout}), heldout=heldout
+            )
             if not corpus.train:
-                raise PromptError("nothing is left to learn from: every document is held out; give --heldout other prompts")
+                raise PromptError(
+                    "nothing is left to learn from: every document is held out; give --heldout other prompts"
+                )
         if len(corpus.heldout) < MIN_HELDOUT:
             self.progress.say(
-                f"note: only {len(corpus.heldout)} documents are held out, so their figures are rough: give more prompts, or a "
+                f"note: only {len(corpus.heldout)} documents are held out, so their figures are rough: give more "
+                "prompts, or a "
                 "file of others (--heldout)"
             )
         return corpus
@@ -231,7 +242,9 @@ class _Stages:
 
     def _regenerate(self, prompts: PromptsConfig, name: str) -> Path:
         config = self.config
-        settings = RegenerateConfig(config.out / name, config.target, prompts, config.answering, elsewhere=config.elsewhere)
+        settings = RegenerateConfig(
+            config.out / name, config.target, prompts, config.answering, elsewhere=config.elsewhere
+        )
         return regenerate(settings, self.everyone).answers
 
     def _open(self) -> RunFolder:
@@ -282,7 +295,9 @@ class _Stages:
                 weights, rates["eal"] = best
             if draft_ids is None:
                 draft_ids = continued_draft_ids(init_folder(config.init, config.target.model), corpus, target)
-            finished_drafter(trainer.drafter.raw, materialised(weights, trainer.embedding_VD.cpu()), draft_ids).save(folder)
+            finished_drafter(trainer.drafter.raw, materialised(weights, trainer.embedding_VD.cpu()), draft_ids).save(
+                folder
+            )
         return TrainResult(folder, run.path, trainer.state.step, trainer.state.num_blocks, **rates)
 
     def _set_training_minutes(self, trainer: Trainer) -> None:
@@ -293,7 +308,8 @@ class _Stages:
             return
         if self.ranks.is_first:
             left = config.minutes - (time.monotonic() - self.began) / 60
-            # An earlier start may have written the answers in an unknown time: MOST_GAINED bounds what the steps gain by it.
+            # An earlier start may have written the answers in an unknown time: MOST_GAINED bounds what the steps gain
+            # by it.
             minutes = min(max(left, LEAST_LEARNING * config.minutes), MOST_GAINED * planned)
             plan["values"]["loop.max_minutes"] = minutes
             if abs(minutes - planned) > 0.05 * planned:
@@ -319,7 +335,9 @@ class _Stages:
         """Returns the best weights and their expected accepted length."""
         best = best_checkpoint(trainer.folder)
         if best is None:
-            self.progress.say("note: --keep best has no effect: there are no held-out documents, so the last weights are taken")
+            self.progress.say(
+                "note: --keep best has no effect: there are no held-out documents, so the last weights are taken"
+            )
             return None
         weights, figures = best
         served = f", {figures['served']:.2f} served" if "served" in figures else ""
@@ -332,7 +350,9 @@ class _Stages:
         """Returns a trainer of a new drafter, of `init`, or of the newest checkpoint, with all documents' features."""
         config, loop = self.config, self.config.loop
         initial = initial_drafter(config, target, draft_ids)
-        self.sources = sources = Sources(config, target, initial.taps, corpus.train, self.ranks, self.progress, self.wait)
+        self.sources = sources = Sources(
+            config, target, initial.taps, corpus.train, self.ranks, self.progress, self.wait
+        )
         features = sources.of(corpus.train)
         scale_F = use_scaled_units(initial, *sources.scale(features))
         here = MachineFacts(this_machine(target.device.type))
@@ -343,7 +363,8 @@ class _Stages:
         flops_per_s = here.machine.flops_per_s.get("bfloat16" if loop.autocast else "float32")
         trainer = Trainer(
             initial.drafter, corpus, ScaledFeatures(features, scale_F), embedding_matrix(target), initial.head, loop,
-            folder=config.out / "checkpoints", peak_flops=flops_per_s, ranks=self.ranks, heldout_head=initial.drafting_head,
+            folder=config.out / "checkpoints", peak_flops=flops_per_s, ranks=self.ranks,
+            heldout_head=initial.drafting_head,
             wait=self.wait,
         )  # fmt: skip
         ood_documents = read_corpus([ood], config.max_len, 0.0).train[:MAX_HELDOUT] if ood else []
@@ -355,8 +376,9 @@ class _Stages:
         return trainer
 
     def _serve_while_training(self, trainer: Trainer, corpus: Corpus, target: Target, draft_ids: Tensor | None) -> None:
-        """Makes the trainer select the weights that serve held-out prompts best, if every process has memory to load the
-        model a second time. All processes must decide alike; the first one serves. A remote target cannot be served here."""
+        """Makes the trainer select the weights that serve held-out prompts best, if every process has memory to load
+        the model a second time. All processes must decide alike; the first one serves. A remote target cannot be served
+        here."""
         config, documents = self.config, corpus.heldout[:SERVED_WHILE_TRAINING]
         if not documents or not config.loop.serve_share or config.elsewhere.features_at:
             return
@@ -382,7 +404,8 @@ class _Stages:
         figures = final_figures(self.config.target, read_finished(drafter), documents, self.config.answering.max_tokens)
         run.write_json("heldout.json", figures)
         progress.say(
-            f"held-out prompts, served: {figures['tokens_per_round']:.2f} tokens per round over {figures['num_rounds']} rounds"
+            f"held-out prompts, served: {figures['tokens_per_round']:.2f} tokens per round over "
+            f"{figures['num_rounds']} rounds"
         )
         if line := agreement(figures):
             progress.say(line)

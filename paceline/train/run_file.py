@@ -61,13 +61,16 @@ def drop_removed(file: Path, loop: dict[str, Any], notice: Callable[[str], None]
     """Removes fields of a stored LoopConfig that only earlier versions had, with a note. Raises ConfigError if
     `round_starts` is set: it decided where blocks begin."""
     if loop.pop("round_starts", 0.0) != 0.0:
-        raise ConfigError(f"{file}: this version has no loop.round_starts: remove it, blocks then begin at random places")
+        raise ConfigError(
+            f"{file}: this version has no loop.round_starts: remove it, blocks then begin at random places"
+        )
     if removed := [f"loop.{name}" for name in REMOVED if loop.pop(name, None) is not None]:
         notice(f"note: {file}: {' and '.join(removed)} are of an earlier version and have no effect")
 
 
 def read_settings(file: Path, owner: type, remedy: str) -> dict[str, Any]:
-    """Reads a settings file for any dataclass. Raises ConfigError with the remedy, or the name nearest to an unknown one."""
+    """Reads a settings file for any dataclass. Raises ConfigError with the remedy, or the name nearest to an unknown
+    one."""
     tree = read_settings_file(file, remedy)
     _check_names(file, (owner, owner), tree, "")
     return tree
@@ -80,7 +83,8 @@ def config_of(tree: Mapping[str, Any], source: Path | str = RUN_FILE) -> TrainCo
 
 
 def settings_of(owner: type, tree: Mapping[str, Any], source: Path | str, remedy: str) -> Any:
-    """Returns a dataclass from a tree of `read_settings`. Raises ConfigError, with the remedy, for a value of a wrong type."""
+    """Returns a dataclass from a tree of `read_settings`. Raises ConfigError, with the remedy, for a value of a wrong
+    type."""
     return _built(owner, tree, "", source, remedy)
 
 
@@ -132,7 +136,11 @@ def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _fields(owner: type) -> dict[str, Any]:
     hints = get_type_hints(owner)
-    return {field.name: hints[field.name] for field in dataclasses.fields(owner) if field.init and field.name not in LEFT_OUT}
+    return {
+        field.name: hints[field.name]
+        for field in dataclasses.fields(owner)
+        if field.init and field.name not in LEFT_OUT
+    }
 
 
 def _inner(hint: Any) -> type | None:
@@ -151,7 +159,8 @@ def _every_name(owner: type, prefix: str = "") -> Iterator[str]:
 
 
 def _check_names(file: Path, within: tuple[type, type], tree: Mapping[Any, Any], prefix: str) -> None:
-    """Raises ConfigError for an unknown name. `within`: the dataclass with these names, and the outermost one around it."""
+    """Raises ConfigError for an unknown name. `within`: the dataclass with these names, and the outermost one around
+    it."""
     owner, whole = within
     fields = _fields(owner)
     for name, value in tree.items():
@@ -159,14 +168,17 @@ def _check_names(file: Path, within: tuple[type, type], tree: Mapping[Any, Any],
             raise ConfigError(f"{file}: unknown setting {prefix}{name}{_nearest(within, str(name), prefix)}")
         inner = _inner(fields[name])
         if inner and not isinstance(value, Mapping):
-            raise ConfigError(f"{file}: {prefix}{name} must hold settings by name, such as {next(iter(_fields(inner)))}")
+            raise ConfigError(
+                f"{file}: {prefix}{name} must hold settings by name, such as {next(iter(_fields(inner)))}"
+            )
         whole_part = inner or _part_of(fields[name]) if isinstance(value, Mapping) else None
         if whole_part:
             _check_names(file, (whole_part, whole), value, f"{prefix}{name}.")
 
 
 def _nearest(within: tuple[type, type], name: str, prefix: str) -> str:
-    """Returns a hint with the nearest known name, preferring the same part; an option's name (layers) finds its field."""
+    """Returns a hint with the nearest known name, preferring the same part; an option's name (layers) finds its
+    field."""
     owner, whole = within
     word, every = name.replace("-", "_"), {full.rpartition(".")[2]: full for full in _every_name(whole)}
     if known := every.get(word) or every.get(f"num_{word}"):
@@ -195,7 +207,8 @@ _WRONG = object()
 
 
 def _value(hint: Any, value: Any) -> Any:
-    """Converts a value to its field's type: lists to tuples, text to paths. Returns `_WRONG` for a value of another type."""
+    """Converts a value to its field's type: lists to tuples, text to paths. Returns `_WRONG` for a value of another
+    type."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _value(parts[0], value)

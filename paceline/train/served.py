@@ -1,9 +1,9 @@
 """Serves held-out prompts in the real engine, during training and at its end, and compares with teacher forcing.
 
-The training loop's figures are optimistic: they weigh all positions of a text equally, while served rounds begin where a
-draft was rejected. `walked` evaluates the training's teacher-forced blocks only where the engine would begin a round: at an
-anchor, then at the first token that would have been rejected. The result must agree with the served acceptance length
-(`AGREE`); otherwise training and serving compute different things.
+The training loop's figures are optimistic: they weigh all positions of a text equally, while served rounds begin where
+a draft was rejected. `walked` evaluates the training's teacher-forced blocks only where the engine would begin a round:
+at an anchor, then at the first token that would have been rejected. The result must agree with the served acceptance
+length (`AGREE`); otherwise training and serving compute different things.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class HeldoutFigures(Rounds):
 def serve_heldout(
     llm: LLM, drafter: Drafter, documents: list[Document], max_tokens: int
 ) -> tuple[HeldoutFigures, list[Document]]:
-    """Answers the documents' prompts greedily with this drafter. Returns the figures, and the answers as documents. Raises
-    ContextLengthError when a prompt does not fit the cache."""
+    """Answers the documents' prompts greedily with this drafter. Returns the figures, and the answers as documents.
+    Raises ContextLengthError when a prompt does not fit the cache."""
     llm.use_drafter(drafter)
     llm.engine.planner = FixedPlanner()  # always draft full blocks: the drafter is measured, not this machine's speed
     prompts = [document.tokens[: document.answer_start].tolist() for document in documents]
@@ -113,8 +113,8 @@ def read_finished(folder: Path) -> Finished:
 def heldout_server(
     target: EngineConfig, raw: dict[str, Any], documents: list[Document], max_tokens: int, draft_ids: Tensor | None
 ) -> Callable[[dict[str, Tensor]], float]:
-    """Returns a function: weights -> served acceptance length of a few held-out prompts, with the weights rounded as the
-    finished drafter's are. Its first call loads the model a second time."""
+    """Returns a function: weights -> served acceptance length of a few held-out prompts, with the weights rounded as
+    the finished drafter's are. Its first call loads the model a second time."""
     load = functools.cache(partial(_loaded, target, documents, max_tokens))
 
     def served(weights: dict[str, Tensor]) -> float:
@@ -139,7 +139,8 @@ def has_room(target: Target) -> bool:
 
 @torch.no_grad()
 def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> float:
-    """Returns the acceptance length of teacher-forced blocks over these answers, with rounds where the engine has them."""
+    """Returns the acceptance length of teacher-forced blocks over these answers, with rounds where the engine has
+    them."""
     config = drafter.config
     documents = [answer for answer in answers if answer.num_anchors > 0]
     float_network = network_of(config, {name: tensor.float() for name, tensor in drafter.network.state_dict().items()})
@@ -154,7 +155,9 @@ def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> f
 
 
 @torch.no_grad()
-def accepted_at(drafter: DFlashTrainable, packer: Packer, head: Head, embedding_VD: Tensor, number: int) -> NDArray[np.int64]:
+def accepted_at(
+    drafter: DFlashTrainable, packer: Packer, head: Head, embedding_VD: Tensor, number: int
+) -> NDArray[np.int64]:
     """Returns the number of accepted drafts [P] of a block anchored at each possible position of document `number`."""
     document = packer.documents[number]
     places = np.arange(document.answer_start, len(document) - 1)
@@ -176,9 +179,9 @@ def starts_of(accepted_P: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def final_figures(target: EngineConfig, drafter: Drafter, documents: list[Document], max_tokens: int) -> dict[str, Any]:
-    """Returns all figures measured at the end of a run, for heldout.json. They are tokens_per_round and its parts, served;
-    `teacher_forced`, for the same answers; tokens/s of one stream without a drafter, with this one, and with the one that
-    ships for the target, if it is on this machine."""
+    """Returns all figures measured at the end of a run, for heldout.json. They are tokens_per_round and its parts,
+    served; `teacher_forced`, for the same answers; tokens/s of one stream without a drafter, with this one, and with
+    the one that ships for the target, if it is on this machine."""
     llm = _loaded(target, documents, max_tokens)
     figures, answers = serve_heldout(llm, drafter, documents, max_tokens)
     report = {"tokens_per_round": figures.tokens_per_round, **asdict(figures)}
@@ -202,11 +205,14 @@ def agreement(figures: dict[str, Any]) -> str | None:
     if not forced or not served:
         return None
     apart = abs(served / forced - 1.0)
-    both = f"teacher-forced blocks give {forced:.2f} tokens a round, the engine {served:.2f} on the same {WALKED} answers"
+    both = (
+        f"teacher-forced blocks give {forced:.2f} tokens a round, the engine {served:.2f} on the same {WALKED} answers"
+    )
     if apart <= AGREE:
         return f"{both}, {apart:.1%} apart"
     return (
-        f"warning: {both}, more than {AGREE:.0%} apart: training and serving do not compute the same, so report this with the "
+        f"warning: {both}, more than {AGREE:.0%} apart: training and serving do not compute the same, so report this "
+        "with the "
         "run's folder"
     )
 
@@ -234,7 +240,8 @@ def _timed(llm: LLM, drafter: str | Drafter, documents: list[Document], max_toke
 
 
 def _speedup(plain: _Timed, drafted: _Timed) -> dict[str, Any]:
-    """Returns both rates and the speed-up for heldout.json; for a doubtful measurement, a "doubt" instead of the speed-up."""
+    """Returns both rates and the speed-up for heldout.json; for a doubtful measurement, a "doubt" instead of the
+    speed-up."""
     measured = drafted.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else None
     why = doubt(measured, drafted.tokens_per_round, drafted.num_tokens)
     rates = {"plain_tokens_per_s": plain.tokens_per_s, "drafted_tokens_per_s": drafted.tokens_per_s}

@@ -25,7 +25,9 @@ def write_tiny_target(folder: Path, seed: int = 0) -> Path:
         byte_tokenizer(PARTS["special_tokens"]).save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text(json.dumps(PARTS["tokenizer_config"]), encoding="utf-8")
         # Larger weights than usual and an untied head: otherwise the model repeats one token forever.
-        tensors = {name: tensor if "norm" in name else tensor * 4 for name, tensor in random_tensors(load_config(folder), seed)}
+        tensors = {
+            name: tensor if "norm" in name else tensor * 4 for name, tensor in random_tensors(load_config(folder), seed)
+        }
         save_file(tensors, folder / "model.safetensors")
     return folder
 

@@ -1,8 +1,8 @@
 """Lossy verification: rules that accept drafts which lossless rules would reject, and the cost of that. Pure functions.
 
-`target` is the request's own distribution at a position (temperature, filters, penalties, grammar), `draft` the distribution
-that a draft was sampled from; a certain draft has draft(x) = 1. Every rule is a probability a(x) of accepting the draft x, at
-least the lossless one:
+`target` is the request's own distribution at a position (temperature, filters, penalties, grammar), `draft` the
+distribution that a draft was sampled from; a certain draft has draft(x) = 1. Every rule is a probability a(x) of
+accepting the draft x, at least the lossless one:
 
     a0(x) = min(1, target(x) / draft(x)),    a0(x) <= a(x) <= 1,    a(x) = 0 where target(x) = 0
 
@@ -13,36 +13,38 @@ least the lossless one:
     lenience     a = min(1, target(x) / (l * draft(x)))
     mixture      a = min(1, lam * target(x) / draft(x) + 1 - lam)
 
-A token with target(x) = 0 is never accepted, whatever the rule. A rejected draft is replaced as by the rule `rejection`: by a
-sample from the residual max(target - draft, 0). So, for every rule, the **output distribution** at a position is
+A token with target(x) = 0 is never accepted, whatever the rule. A rejected draft is replaced as by the rule
+`rejection`: by a sample from the residual max(target - draft, 0). So, for every rule, the **output distribution** at a
+position is
 
     output(x) = target(x) + e(x) - E / Z * max(target(x) - draft(x), 0)
     e(x) = draft(x) * (a(x) - a0(x)),   E = sum of e,   Z = sum of max(target - draft, 0)
 
-E is also the total variation between output and target. The output is, for **typical**, **relaxed**, and **threshold** with
-acc 1: draft(x) itself for allowed tokens that the draft overrates, not the target cut to the allowed set; for **lenience**:
-min(draft(x), target(x) / l) for overrated tokens; for **mixture**: exactly lam * target + (1 - lam) * draft, if target(x) > 0
-wherever draft(x) > 0.
+E is also the total variation between output and target. The output is, for **typical**, **relaxed**, and **threshold**
+with acc 1: draft(x) itself for allowed tokens that the draft overrates, not the target cut to the allowed set; for
+**lenience**: min(draft(x), target(x) / l) for overrated tokens; for **mixture**: exactly lam * target + (1 - lam) *
+draft, if target(x) > 0 wherever draft(x) > 0.
 
-**Certain drafts and trees.** The children c_1 .. c_m of a node, in the drafter's order, are certain drafts. The target's own
-token is sampled with the noise of its position, as in plain decoding; a child that equals this token is accepted. Otherwise
-child i is accepted, if no child before it was, with probability b_i = (a(c_i) - target(c_i)) / (1 - target(c_i)); if none is,
-the target's token is the output:
+**Certain drafts and trees.** The children c_1 .. c_m of a node, in the drafter's order, are certain drafts. The
+target's own token is sampled with the noise of its position, as in plain decoding; a child that equals this token is
+accepted. Otherwise child i is accepted, if no child before it was, with probability b_i = (a(c_i) - target(c_i)) / (1 -
+target(c_i)); if none is, the target's token is the output:
 
     output(c_i) = target(c_i) + (1 - target(C)) * b_i * product over j < i of (1 - b_j),  C = all children
     output(x) = target(x) * product of (1 - b_j)  for x not in C
 
-With one child, a chain, this is output(c) = a(c) and output(x) = (1 - a(c)) * target(x) / (1 - target(c)): the formula above.
-If every b is 0, the text equals plain decoding's, bit for bit.
+With one child, a chain, this is output(c) = a(c) and output(x) = (1 - a(c)) * target(x) / (1 - target(c)): the formula
+above. If every b is 0, the text equals plain decoding's, bit for bit.
 
-**Greedy requests** output the most probable token. Another draft is accepted if the model's distribution at temperature 1,
-`model`, allows it: typical and relaxed as above with `model` for target; threshold: model(x) >= single or model(x) > acc *
-max(model); lenience: model(x) > l * max(model) (2211.17192, A.5); mixture: lam * model(x) + 1 - lam > lam * max(model), the
-argmax of the mixture with a certain draft. Of several children the first allowed one is accepted. Output and target are single
-tokens then: the total variation is 1 if they differ, else 0, and instead of the Kullback-Leibler divergence, which would be
-infinite, the log of max(model) / model(x) is counted.
+**Greedy requests** output the most probable token. Another draft is accepted if the model's distribution at temperature
+1, `model`, allows it: typical and relaxed as above with `model` for target; threshold: model(x) >= single or model(x) >
+acc * max(model); lenience: model(x) > l * max(model) (2211.17192, A.5); mixture: lam * model(x) + 1 - lam > lam *
+max(model), the argmax of the mixture with a certain draft. Of several children the first allowed one is accepted.
+Output and target are single tokens then: the total variation is 1 if they differ, else 0, and instead of the
+Kullback-Leibler divergence, which would be infinite, the log of max(model) / model(x) is counted.
 
-Budget: with `Ledger.max_tv`, a position is decided losslessly if its total variation exceeds the remaining budget. E is known
+Budget: with `Ledger.max_tv`, a position is decided losslessly if its total variation exceeds the remaining budget. E is
+known
 before anything is sampled there (for certain drafts: given the drafts).
 """
 
@@ -85,7 +87,8 @@ def _likeliest(target_V: Tensor, count: int) -> Tensor:
 
 
 def chances(rule: Rule, target_X: Tensor, draft_X: Tensor, allowed_X: Tensor | None) -> Tensor:
-    """Returns a(x) from the probabilities of any tokens, [X] each; `allowed_X` is the result of `allowed` for these tokens.
+    """Returns a(x) from the probabilities of any tokens, [X] each; `allowed_X` is the result of `allowed` for these
+    tokens.
 
     If draft(x) is 0 the token cannot be drafted and the value is meaningless.
     """
@@ -169,7 +172,8 @@ def drawn(lossy: Lossy, row: CheckedRow, ledger: Ledger) -> RowVerdict:
 
 
 def child_chances(rule: Rule, target_V: Tensor, children: list[int]) -> list[float]:
-    """Returns b_i of each child: its acceptance chance if no child is the target's token and no earlier child was accepted."""
+    """Returns b_i of each child: its acceptance chance if no child is the target's token and no earlier child was
+    accepted."""
     if not children:
         return []
     ids_N = torch.tensor(children, device=target_V.device)
@@ -218,9 +222,9 @@ def follow(
 ) -> Followed:
     """Judges a tree of certain drafts (a chain is one) and adds the cost to the ledger.
 
-    `own` returns the target's own token after the accepted nodes; `probs` returns its distribution there, [V], for a greedy
-    request at temperature 1; `coin` returns the random number of a slot. With lossless settings this equals `rules.match` along
-    the tree, bit for bit.
+    `own` returns the target's own token after the accepted nodes; `probs` returns its distribution there, [V], for a
+    greedy request at temperature 1; `coin` returns the random number of a slot. With lossless settings this equals
+    `rules.match` along the tree, bit for bit.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
@@ -262,7 +266,8 @@ def _greedy_step(
 
 
 def accepts_greedily(rule: Rule, prob: float, best: float, is_allowed: bool) -> bool:
-    """True if a draft that is not the top token is accepted, from the model's probabilities of both at temperature 1."""
+    """True if a draft that is not the top token is accepted, from the model's probabilities of both at temperature
+    1."""
     if isinstance(rule, Lenience | Threshold):
         part = rule.l if isinstance(rule, Lenience) else rule.acc
         return prob > 0 and (is_allowed or prob > part * best)

@@ -2,22 +2,26 @@
 
 Four keep the target's distribution for any drafter: match, rejection, block, and auto, which selects one of them.
 
-- `match`: sample the target's own token at each position (`model/sampling/race.py`); a draft is accepted if it equals that
-  token. The text equals plain decoding's with the same seed. At temperature 0 the sample is the most probable token (Stern et
-  al. 1811.03115, section 3).
+- `match`: sample the target's own token at each position (`model/sampling/race.py`); a draft is accepted if it equals
+  that
+  token. The text equals plain decoding's with the same seed. At temperature 0 the sample is the most probable token
+  (Stern et al. 1811.03115, section 3).
 - `rejection` (Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2): draft x is accepted with
   probability min(1, target(x) / draft(x)); the first rejected one is replaced by a token sampled from the residual
   max(target - draft, 0).
-- `block` (Sun et al. 2403.10444, algorithm 2): decides on the drafts together and accepts as many as rejection or more. With
-  x_1 .. x_K drafted, pi_0 = 1 and pi_i = min(pi_{i-1} * target(x_i) / draft(x_i), 1), the first i drafts are accepted with
-  probability pi_i. Independent random numbers eta_i give this with
-      h_i = R_i / (R_i + 1 - pi_i),  R_i = sum over x of max(pi_i * target(x) - draft(x), 0) after x_1 .. x_i,  h_K = pi_K:
-  num_accepted is the largest i with eta_i < h_i (0 if none), and the next token is sampled from max(pi_i * target - draft, 0)
-  after x_1 .. x_i, or from the target if all K are accepted. Row i of the tensors is the distribution after x_1 .. x_i.
+- `block` (Sun et al. 2403.10444, algorithm 2): decides on the drafts together and accepts as many as rejection or more.
+  With
+  x_1 .. x_K drafted, pi_0 = 1 and pi_i = min(pi_{i-1} * target(x_i) / draft(x_i), 1), the first i drafts are accepted
+  with probability pi_i. Independent random numbers eta_i give this with
+      h_i = R_i / (R_i + 1 - pi_i),  R_i = sum over x of max(pi_i * target(x) - draft(x), 0) after x_1 .. x_i,  h_K =
+      pi_K:
+  num_accepted is the largest i with eta_i < h_i (0 if none), and the next token is sampled from max(pi_i * target -
+  draft, 0) after x_1 .. x_i, or from the target if all K are accepted. Row i of the tensors is the distribution after
+  x_1 .. x_i.
 
-Rejection and block are exact if the drafts were sampled from the given probabilities. `mocked` is not lossless: it measures
-speed at an acceptance that no drafter has yet. The rules of `verify/lossy.py`, which a request may select, are not lossless
-either.
+Rejection and block are exact if the drafts were sampled from the given probabilities. `mocked` is not lossless: it
+measures speed at an acceptance that no drafter has yet. The rules of `verify/lossy.py`, which a request may select, are
+not lossless either.
 """
 
 from __future__ import annotations
@@ -96,7 +100,8 @@ class Rule:
     name: str
     verify: Callable[[CheckedRow], RowVerdict]
     lossless: bool
-    """True if answers have plain decoding's distribution with any drafter. All statistics of a rule's answers include it."""
+    """True if answers have plain decoding's distribution with any drafter. All statistics of a rule's answers include
+    it."""
     needs_probs: bool
     """True if it uses the drafts' distributions; otherwise all drafts count as certain."""
     draws: bool = False
@@ -110,7 +115,8 @@ class Rule:
 
 
 def match_prefix(draft_tokens: list[int], draw: Callable[[int], int]) -> RowVerdict:
-    """Accepts the longest prefix that equals the target's own tokens; calls `draw(slot)` in order, up to the first mismatch."""
+    """Accepts the longest prefix that equals the target's own tokens; calls `draw(slot)` in order, up to the first
+    mismatch."""
     for slot, drafted in enumerate(draft_tokens):
         token = draw(slot)
         if token != drafted:
@@ -124,7 +130,8 @@ def match(row: CheckedRow) -> RowVerdict:
 
 
 def auto(row: CheckedRow) -> RowVerdict:
-    """Judges certain drafts by `match` (the same text as without a drafter), sampled ones by `block` (the most accepted)."""
+    """Judges certain drafts by `match` (the same text as without a drafter), sampled ones by `block` (the most
+    accepted)."""
     return match(row) if row.draft_probs_KV is None else block(row)
 
 
@@ -138,7 +145,8 @@ def rejection(row: CheckedRow) -> RowVerdict:
 
 
 def block(row: CheckedRow) -> RowVerdict:
-    """Judges by block verification; searches the accepted prefix from the end, so that few whole distributions are read."""
+    """Judges by block verification; searches the accepted prefix from the end, so that few whole distributions are
+    read."""
     target_probs_JV, num_drafted = row.target_probs(), len(row.draft_tokens)
     probs_J = prefix_probs(row.draft_tokens, row.draft_probs_KV, target_probs_JV)
     if num_drafted == 0 or row.uniforms.accept(num_drafted - 1) < probs_J[num_drafted]:
@@ -154,7 +162,8 @@ def block(row: CheckedRow) -> RowVerdict:
 
 
 def drafted_probs(draft_tokens: list[int], probs_KV: Tensor | None) -> list[float]:
-    """Returns the probability of each drafted token in its row: K numbers, without reading the rest; None is one-hot."""
+    """Returns the probability of each drafted token in its row: K numbers, without reading the rest; None is
+    one-hot."""
     if probs_KV is None:
         return [1.0] * len(draft_tokens)
     ids_K1 = torch.tensor(draft_tokens, dtype=torch.int64, device=probs_KV.device).unsqueeze(-1)
@@ -162,7 +171,8 @@ def drafted_probs(draft_tokens: list[int], probs_KV: Tensor | None) -> list[floa
 
 
 def accept_probs(draft_tokens: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor) -> list[float]:
-    """Returns the acceptance probability of each draft if all earlier ones are accepted: min(1, target / draft), K numbers."""
+    """Returns the acceptance probability of each draft if all earlier ones are accepted: min(1, target / draft), K
+    numbers."""
     pairs = zip(drafted_probs(draft_tokens, target_probs_JV), drafted_probs(draft_tokens, draft_probs_KV), strict=True)
     return [_at_most_one(target, draft) for target, draft in pairs]
 
@@ -184,7 +194,8 @@ def _at_most_one(target: float, draft: float) -> float:
 
 
 def stop_prob(prefix_prob: float, residual_mass: float) -> float:
-    """Returns h_i for i < K: the probability that i drafts are accepted if no longer prefix is; `residual_mass` is R_i."""
+    """Returns h_i for i < K: the probability that i drafts are accepted if no longer prefix is; `residual_mass` is
+    R_i."""
     if prefix_prob == 1.0:
         return 1.0  # also if R_i is 0: then every longer prefix is accepted too, and h_i is not needed
     return residual_mass / (residual_mass + 1.0 - prefix_prob)
@@ -227,11 +238,12 @@ MOCKED = "mocked"
 def mocked(acceptance: float | Sequence[float] | Marginals) -> Rule:
     """Returns a rule that accepts drafts whatever the target's tokens are, never more than were drafted.
 
-    A number, the tokens per round: `acceptance` - 1 drafts on average, as evenly as possible. A survival curve: at least i
-    drafts in a share acceptance[i - 1] of the rounds, with a random number for each row and round, as in the simulated server
-    (`simulate/server/server.py`). Marginals: a chain by the curve of each slot's top token; for a tree, a random path by the
-    tree's gains, so that a round has 1 + their sum tokens on average, if the tree was grown by the same marginals
-    (`marginals.MockedPlanner`). Raises ConfigError for a number below 1, and for an invalid curve.
+    A number, the tokens per round: `acceptance` - 1 drafts on average, as evenly as possible. A survival curve: at
+    least i drafts in a share acceptance[i - 1] of the rounds, with a random number for each row and round, as in the
+    simulated server (`simulate/server/server.py`). Marginals: a chain by the curve of each slot's top token; for a
+    tree, a random path by the tree's gains, so that a round has 1 + their sum tokens on average, if the tree was grown
+    by the same marginals (`marginals.MockedPlanner`). Raises ConfigError for a number below 1, and for an invalid
+    curve.
     """
     if isinstance(acceptance, Marginals):
         return replace(mocked(acceptance.survival), takes_trees=True, walk=_walk)

@@ -66,7 +66,10 @@ def prompts(*turns: tuple[str, ...]) -> list[Prompt]:
 
 def bench(config: BenchConfig, *turns: tuple[str, ...], max_len: int = 256) -> Bench:
     return Bench(
-        cast(Any, FakeLLM(max_len)), prompts(*(turns or (("one",), ("two",), ("three",)))), config, notice=lambda _: None
+        cast(Any, FakeLLM(max_len)),
+        prompts(*(turns or (("one",), ("two",), ("three",)))),
+        config,
+        notice=lambda _: None,
     )
 
 
@@ -89,7 +92,9 @@ def test_a_drafter_is_bound_once_however_many_passes_there_are(monkeypatch: pyte
     """Binding packs the weights of a drafter anew: seconds for each pass."""
     bound: list[str] = []
     before = ScriptedDrafter.bind
-    monkeypatch.setattr(ScriptedDrafter, "bind", lambda self, target: (bound.append(self.name), before(self, target))[1])
+    monkeypatch.setattr(
+        ScriptedDrafter, "bind", lambda self, target: (bound.append(self.name), before(self, target))[1]
+    )
     made = bench(BenchConfig(("none", "good"), (1, 2), (0.0, 1.0), max_tokens=8, repeat=3))
     made.run()
     assert len(bound) == 1
@@ -184,7 +189,9 @@ def test_later_turns_follow_the_models_answer() -> None:
 def test_tools_and_template_variables_of_a_prompt_are_part_of_each_turn() -> None:
     llm, tool = FakeLLM(), {"type": "function", "function": {"name": "f"}}
     llm.tokenizer.chat_template = "{{ tools | length }} tools, {{ tone }}: {{ messages[-1].content }}"
-    prompt = Prompt("p", [{"role": "user", "content": "a"}], ("a", "b"), "x", tools=(tool,), variables=(("tone", "dry"),))
+    prompt = Prompt(
+        "p", [{"role": "user", "content": "a"}], ("a", "b"), "x", tools=(tool,), variables=(("tone", "dry"),)
+    )
     requests, _ = make_requests(cast(Any, llm), [prompt], 4)
     assert [llm.tokenizer.decode(each.token_ids) for each in requests] == ["1 tools, dry: a", "1 tools, dry: b"]
 

@@ -1,4 +1,5 @@
-"""`bench lossy`: what it says where the lossless lane dominates and where not, what beats what, and how answers are scored."""
+"""`bench lossy`: what it says where the lossless lane dominates and where not, what beats what, and how answers are
+scored."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ ADD = {
 }
 
 
-def result(setting: str, speed: float, interval: tuple[float, float], lossless: bool = False, score: float = 0.5) -> Result:
+def result(
+    setting: str, speed: float, interval: tuple[float, float], lossless: bool = False, score: float = 0.5
+) -> Result:
     return Result(
         task="tickets",
         setting=setting,
@@ -69,7 +72,9 @@ def test_answers_are_scored() -> None:
     )
     assert not score_number({"answer": "#### 5"}, "none")
     assert score_code(ADD, "```python\ndef add(a, b):\n    return a + b\n```") and score_code(ADD, "    return a + b\n")
-    assert not score_code(ADD, "```python\ndef add(a, b):\n    return a - b\n```") and not score_code(ADD, "I cannot.\0")
+    assert not score_code(ADD, "```python\ndef add(a, b):\n    return a - b\n```") and not score_code(
+        ADD, "I cannot.\0"
+    )
 
 
 @pytest.mark.slow
@@ -102,7 +107,10 @@ def test_tasks_and_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SamplingError, match="lossy rule"):
         LossyConfig(tasks=("tickets=x",), settings="lenient:1")
     both = LossyConfig(tasks=("tickets=x",), settings="lenience:0.5;typical:eps=0.3,delta=0.09,max_tv=0.1", max_tv=0.02)
-    assert [str(each) for each in both.rules()] == ["lenience:l=0.5,max_tv=0.02", "typical:eps=0.3,delta=0.09,max_tv=0.1"]
+    assert [str(each) for each in both.rules()] == [
+        "lenience:l=0.5,max_tv=0.02",
+        "typical:eps=0.3,delta=0.09,max_tv=0.1",
+    ]
 
 
 @pytest.mark.slow
@@ -115,7 +123,9 @@ def test_all_settings_run_in_turns_and_are_told(tmp_path: Path) -> None:
     drafter = ScriptedDrafter(llm.target, accuracy=0.5)
     make = llm.make_drafter
     llm.make_drafter = lambda name, **more: drafter if name == "scripted" else make(name, **more)  # type: ignore[method-assign]
-    config = LossyConfig(tasks=(f"tickets={file}",), settings="relaxed:n=258,delta=1;lenience:1", max_tokens=24, repeat=2)
+    config = LossyConfig(
+        tasks=(f"tickets={file}",), settings="relaxed:n=258,delta=1;lenience:1", max_tokens=24, repeat=2
+    )
     bench, told = LossyBench(llm, "scripted", config), list[str]()
     bench.run(lambda text, share=None: told.append(text))
     settings = [PLAIN, LOSSLESS, "relaxed:n=258,delta=1", "lenience:l=1"]

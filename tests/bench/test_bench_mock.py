@@ -1,4 +1,5 @@
-"""`paceline bench decode --mock-tokens-per-round`: rounds keep what is asked for, times are real, beside the roofline."""
+"""`paceline bench decode --mock-tokens-per-round`: rounds keep what is asked for, times are real, beside the
+roofline."""
 
 from __future__ import annotations
 
@@ -34,7 +35,13 @@ def config_only(tmp_path: Path) -> Path:
 
 def measured(folder: Path, config: MockConfig) -> MockBench:
     rows = max(config.batches)
-    settings = {"weights": "random", "device": "cpu", "dtype": "float32", "max_batch": rows, "max_len": config.needed_len}
+    settings = {
+        "weights": "random",
+        "device": "cpu",
+        "dtype": "float32",
+        "max_batch": rows,
+        "max_len": config.needed_len,
+    }
     bench = MockBench(LLM(str(folder), drafter="none", **settings), config, find(str(folder)), MACHINE)
     bench.run()
     return bench
@@ -55,7 +62,9 @@ def test_rounds_keep_what_was_asked_for(config_only: Path) -> None:
         assert one.num_passes == pytest.approx(32 / each["tokens_per_round"], abs=1 + each["batch"])
         assert [len(answer.token_ids) for answer in one.answers] == [33] * each["batch"]
     assert results[0]["speedup"] == 1.0 and results[0]["roofline_speedup"] == pytest.approx(1.0)
-    assert results[2]["roofline_speedup"] == pytest.approx(4 * results[0]["roofline_step_ms"] / results[2]["roofline_step_ms"])
+    assert results[2]["roofline_speedup"] == pytest.approx(
+        4 * results[0]["roofline_step_ms"] / results[2]["roofline_step_ms"]
+    )
 
 
 @pytest.mark.slow
@@ -102,13 +111,36 @@ def test_nonsense_is_refused(options: dict[str, Any], told: str) -> None:
 
 @pytest.mark.slow
 def test_the_command_needs_a_config_only(config_only: Path, tmp_path: Path) -> None:
-    words = ["bench", "decode", "--model", str(config_only), "--weights", "random", "--mock-tokens-per-round", "1,2", "--json"]
+    words = [
+        "bench",
+        "decode",
+        "--model",
+        str(config_only),
+        "--weights",
+        "random",
+        "--mock-tokens-per-round",
+        "1,2",
+        "--json",
+    ]
     words += ["--mock-trees", "3"]
-    words += ["--mock-prompt-tokens", "16", "--max-tokens", "12", "--repeat", "1", "--device", "cpu", "--dtype", "float32"]
+    words += [
+        "--mock-prompt-tokens",
+        "16",
+        "--max-tokens",
+        "12",
+        "--repeat",
+        "1",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
     run = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "run")])
     assert run.exit_code == 0, run.output
     line = json.loads(run.stdout.splitlines()[-1])
-    assert [each["tokens_per_round"] for each in line["results"][:2]] == [1, 2] and line["results"][2]["num_drafted"] == 3
+    assert [each["tokens_per_round"] for each in line["results"][:2]] == [1, 2] and line["results"][2][
+        "num_drafted"
+    ] == 3
     assert line["marginals"] == "greedy" and "tree of 3" in (tmp_path / "run" / "report.md").read_text()
     assert line["lossless"] is False and line["drafter"] == "dflash"
     assert "NOT lossless" in (tmp_path / "run" / "report.md").read_text()

@@ -87,7 +87,9 @@ def test_loads_requests_and_turns() -> None:
     turns = [(closed, "off"), (closed, "auto"), (opened, "auto"), (opened, "off")]
     assert order == [*turns, (closed, "auto"), (closed, "off"), (opened, "off"), (opened, "auto")]
     sent = sorted([body for body in off.bodies if body["max_tokens"] == 5][:7], key=lambda body: str(body["seed"]))
-    assert [body["seed"] for body in sent] == [*range(40, 47)] and sent[0]["speculate"] == "off" and sent[0]["ignore_eos"]
+    assert (
+        [body["seed"] for body in sent] == [*range(40, 47)] and sent[0]["speculate"] == "off" and sent[0]["ignore_eos"]
+    )
     assert (sent[0]["path"], sent[0]["messages"]) == ("/v1/chat/completions", PROMPTS[0].messages)
     assert (sent[1]["path"], sent[1]["prompt"]) == ("/v1/completions", [1, 2])
     assert "speculate" not in auto.bodies[0]
@@ -99,7 +101,9 @@ def test_loads_requests_and_turns() -> None:
 def test_tools_and_template_variables_of_a_prompt_are_sent() -> None:
     client, tool = Recording(0.0), {"type": "function", "function": {"name": "f"}}
     asked = replace(PROMPTS[0], tools=(tool,), variables=(("enable_thinking", False),))
-    ServingBench([Contender("x", client)], "m", [asked], ServingConfig(concurrencies=(1,), num_requests=1, max_tokens=1)).run()
+    ServingBench(
+        [Contender("x", client)], "m", [asked], ServingConfig(concurrencies=(1,), num_requests=1, max_tokens=1)
+    ).run()
     assert client.bodies
     for body in client.bodies:
         assert (body["tools"], body["chat_template_kwargs"]) == ([tool], {"enable_thinking": False})
@@ -227,7 +231,10 @@ def test_what_can_be_wrong_with_a_server(tmp_path: Path) -> None:
         with pytest.raises(ModelNotFoundError, match="does not serve 'gpt': choose --model from fake"):
             run("--url", live.url, "--model", "gpt", "--api-key-file", str(key), *out)
         run("--url", live.url, "--api-key-file", str(key), *FAST, *out)
-        assert "right" not in (tmp_path / "run" / "command.txt").read_text() + (tmp_path / "run" / "config.json").read_text()
+        assert (
+            "right"
+            not in (tmp_path / "run" / "command.txt").read_text() + (tmp_path / "run" / "config.json").read_text()
+        )
         key.write_text("wrong")
         with pytest.raises(ConfigError, match="does not take this API key"):
             run("--url", live.url, "--api-key-file", str(key), *out)
@@ -361,7 +368,9 @@ def test_started_servers_understand_the_words() -> None:
         "weights": "random",
     }
     words = words_of(EngineConfig(**changed))
-    assert dict(zip(words[::2], words[1::2], strict=True)) == {f"--{k.replace('_', '-')}": str(v) for k, v in changed.items()}
+    assert dict(zip(words[::2], words[1::2], strict=True)) == {
+        f"--{k.replace('_', '-')}": str(v) for k, v in changed.items()
+    }
     asked = {
         "drafter",
         "max_batch",

@@ -82,7 +82,9 @@ def test_experts_that_passes_read_are_counted() -> None:
             self.experts_read = float(len(batch.tokens))
             return super().forward(batch)
 
-    bench = StepBench(fake_llm(Mixture(vocab_size=64, num_rows=2, max_len=160)), StepsConfig((1, 2), 3, 60, repeat=2), "none")
+    bench = StepBench(
+        fake_llm(Mixture(vocab_size=64, num_rows=2, max_len=160)), StepsConfig((1, 2), 3, 60, repeat=2), "none"
+    )
     bench.run()
     assert bench.as_json(MACHINE)["experts"] == [[rows, width, rows * width] for rows in (1, 2) for width in (1, 2, 3)]
     assert measured(StepsConfig((1,), max_positions=2, context=60, repeat=1)).as_json(MACHINE)["experts"] == []

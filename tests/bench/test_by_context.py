@@ -9,7 +9,8 @@ from paceline.types import Round
 
 
 def test_rounds_count_where_they_began() -> None:
-    """At 500, 504, 508 and 512, and at 1100 and 1101: a round without drafts moves the context on and counts nowhere."""
+    """At 500, 504, 508 and 512, and at 1100 and 1101: a round without drafts moves the context on and counts
+    nowhere."""
     short = 500, [Round(4, 3), Round(4, 3), Round(4, 3), Round(4, 1)]
     long = 1099, [Round(0, 0), Round(4, 0), Round(4, 1)]
     assert by_context([short, long]) == [

@@ -53,7 +53,9 @@ def test_what_can_be_wrong_with_an_answer(whole: Stream, error: str) -> None:
 
 def test_servers_that_tell_less() -> None:
     """Windows line ends, completions, no usage."""
-    data = b'data: {"choices": [{"text": "a"}]}\r\n\r\ndata: {"choices": [{"text": "b", "finish_reason": "stop"}]}\r\n\r\n'
+    data = (
+        b'data: {"choices": [{"text": "a"}]}\r\n\r\ndata: {"choices": [{"text": "b", "finish_reason": "stop"}]}\r\n\r\n'
+    )
     answer = read_answer(stream(data + b"data: [DONE]\r\n\r\n"))
     assert (answer.text, answer.num_tokens, answer.num_rounds) == ("ab", 2, None)
     assert tokens_per_round([answer]) is None

@@ -1,4 +1,5 @@
-"""An evaluation on a fake target: its figures, loops told apart, and a second run that goes on where the first ended."""
+"""An evaluation on a fake target: its figures, loops told apart, and a second run that goes on where the first
+ended."""
 
 from __future__ import annotations
 
@@ -76,7 +77,9 @@ def prompts(*turns: str) -> list[Prompt]:
 
 
 def run_bench(config: BenchConfig = CONFIG, *turns: str) -> Bench:
-    made = Bench(cast(Any, FakeLLM()), prompts(*(turns or ("one", "two", "three", "four", "five"))), config, lambda _: None)
+    made = Bench(
+        cast(Any, FakeLLM()), prompts(*(turns or ("one", "two", "three", "four", "five"))), config, lambda _: None
+    )
     made.run()
     return made
 
@@ -166,7 +169,9 @@ def test_the_figures_of_one_set() -> None:
     first = figures["texts"][0]
     answer = made.passes[made.settings[1]][0].answers[0]
     assert (first["prompt"], first["text"], first["num_tokens"]) == ("one", answer.text, 40)
-    assert first["tokens_per_round"] == pytest.approx(1 + sum(one.num_accepted for one in answer.rounds) / len(answer.rounds))
+    assert first["tokens_per_round"] == pytest.approx(
+        1 + sum(one.num_accepted for one in answer.rounds) / len(answer.rounds)
+    )
     assert json.dumps(plain(figures))
     assert figures["looping_share"] == figures["looping"][0]["looping_share"]
 
@@ -243,7 +248,9 @@ def test_a_run_writes_its_evaluation(ask: Asked) -> None:
 
 @pytest.mark.slow
 def test_the_command_shows_and_prints_the_evaluation(ask: Asked, capsys: pytest.CaptureFixture[str]) -> None:
-    command.evaluate(ask.drafter, EngineConfig(model="org/fake"), ask.config, list(ask.prompts), out=ask.out, as_json=True)
+    command.evaluate(
+        ask.drafter, EngineConfig(model="org/fake"), ask.config, list(ask.prompts), out=ask.out, as_json=True
+    )
     told = capsys.readouterr()
     line = json.loads(told.out.splitlines()[-1])
     assert list(line["sets"]) == ["easy", "hard"]

@@ -232,7 +232,13 @@ def test_a_step_and_its_check_may_share_a_line(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("undrawn")
 def test_prompts_served_after_training_are_shown(tmp_path: Path) -> None:
     path = folder(tmp_path / "run", [step(1)])
-    served = {"tokens_per_round": 2.125, "num_prompts": 8, "num_rounds": 16, "accepted_histogram": [4, 6, 6], "texts": [EVIL]}
+    served = {
+        "tokens_per_round": 2.125,
+        "num_prompts": 8,
+        "num_rounds": 16,
+        "accepted_histogram": [4, 6, 6],
+        "texts": [EVIL],
+    }
     (path / "heldout.json").write_text(json.dumps(served))
     text = page(read_run(path))
     assert "2.12 (batched, greedy, 8 held-out prompts)" in text
@@ -258,7 +264,9 @@ def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
         "Figures",
         "Texts",
     ]
-    no_ood = re.sub("<dl>.*?</dl>", "", page(read_run(folder(tmp_path / "no-ood", [check(1, ood=False)]))), flags=re.DOTALL)
+    no_ood = re.sub(
+        "<dl>.*?</dl>", "", page(read_run(folder(tmp_path / "no-ood", [check(1, ood=False)]))), flags=re.DOTALL
+    )
     assert "held out" in no_ood and "out of domain" not in no_ood
 
 
@@ -291,7 +299,8 @@ def verdict_of(run: Path) -> str:
     [
         (
             {},
-            "d makes answers 1.85x as fast as plain decoding (one request at a time, greedy), 2.50 tokens a round: a good",
+            "d makes answers 1.85x as fast as plain decoding (one request at a time, greedy), 2.50 tokens a round: a "
+            "good",
         ),
         ({}, "Next: use it, paceline serve --drafter d."),
         ({}, "25% of the answers end in a loop"),
@@ -346,7 +355,9 @@ def test_a_verdict_judges_by_the_settings_that_can_be(tmp_path: Path) -> None:
 def test_a_verdict_names_the_worst_setting(tmp_path: Path) -> None:
     found = evaluation()
     found["sets"]["gsm8k"]["results"][3]["speedup"] = 0.9
-    assert "The worst setting is 0.90x (d, 8 requests together, greedy)." in verdict_of(folder(tmp_path / "run", None, found))
+    assert "The worst setting is 0.90x (d, 8 requests together, greedy)." in verdict_of(
+        folder(tmp_path / "run", None, found)
+    )
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -392,7 +403,9 @@ def test_a_training_ends_with_expected_and_got_and_keeps_the_better_drafter(tmp_
     worse = training_verdict(read_run(trained(tmp_path / "worse", 2.38)))
     assert "brings 1.06 tokens a round" in worse and "(expected: about 1.10): little." in worse
     assert "brings 2.38 on the same prompts: yours is worse, keep that." in worse
-    assert worse.endswith("Next: keep the shipped drafter (--drafter default), or collect 3,000 answers and train again.")
+    assert worse.endswith(
+        "Next: keep the shipped drafter (--drafter default), or collect 3,000 answers and train again."
+    )
     assert "1.17" not in worse and "No verdict on its speed: the machine was busy: repeat." in worse
     better = training_verdict(read_run(trained(tmp_path / "better", 1.02, speedup=1.04)))
     assert "keep that" not in better and "One stream on this machine: 1.04 times" in better
@@ -428,7 +441,10 @@ def test_words_are_explained_and_settings_are_folded_away(tmp_path: Path) -> Non
     text = page(read_run(folder(tmp_path / "run", [step(1)], evaluation())))
     folded = re.findall(r"<details>\s*<summary>(.*?)</summary>(.*?)</details>", text, re.DOTALL)
     inside = dict(folded)
-    assert "<dt>tokens per round</dt>" in inside["What the words mean"] and "<dt>held out</dt>" in inside["What the words mean"]
+    assert (
+        "<dt>tokens per round</dt>" in inside["What the words mean"]
+        and "<dt>held out</dt>" in inside["What the words mean"]
+    )
     assert "paceline train --target m" in inside["Settings"] and "versions.torch" in inside["Settings"]
     evaluated = page(read_run(folder(tmp_path / "evaluated", None, evaluation())))
     assert "<dt>held out</dt>" not in evaluated

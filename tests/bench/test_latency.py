@@ -156,7 +156,12 @@ def test_clocks_are_joined_without_a_common_one() -> None:
     each = measured(heard(timings))
     assert each.total_s == 4.0 and each.is_told
     assert each.parts["connect"] == each.parts["send"] == 0.25 and each.parts["first_byte"] == 0.5
-    assert (each.parts["queue"], each.parts["prefill"], each.parts["verify"], each.parts["sending"]) == (0.5, 0.25, 2.0, 0.2)
+    assert (each.parts["queue"], each.parts["prefill"], each.parts["verify"], each.parts["sending"]) == (
+        0.5,
+        0.25,
+        2.0,
+        0.2,
+    )
     assert each.parts["unattributed"] == pytest.approx(0.05)
     assert sum(each.parts.values()) == pytest.approx(4.0)
     early = measured(heard(timings | {"first_byte_s": 1.7, "total_s": 3.7, "queue_s": 1.2}))
@@ -176,7 +181,8 @@ def test_mocked_answers_are_never_told_as_a_gain(tmp_path: Path) -> None:
     """`lossless: false` of any chunk goes into figures, table and verdict."""
     assert measured(heard(None)).lossless and not measured(heard(None, lossless=False)).lossless
     honest, mocked = (
-        Measured(total_s=1.0, parts={"verify": x}, is_told=True, lossless=is_so) for x, is_so in ((1.0, True), (0.5, False))
+        Measured(total_s=1.0, parts={"verify": x}, is_told=True, lossless=is_so)
+        for x, is_so in ((1.0, True), (0.5, False))
     )
     bench = LatencyBench(
         [Contender(name, Client("http://127.0.0.1:1"), OURS) for name in ("none", "mock")], [asked()], LatencyConfig()
@@ -226,7 +232,9 @@ def test_another_server_is_asked_in_its_own_words_and_shown_as_one_part(
     monkeypatch.setattr(OtherServer, "forms", [])
     with answering(OtherServer) as url:
         arms = ArmsConfig(urls=(f"llama={url}",))
-        line = latency_run.bench_latency(arms, LatencyConfig(repeat=1, rate=100.0), ("voice",), limit=3, out=tmp_path / "run")
+        line = latency_run.bench_latency(
+            arms, LatencyConfig(repeat=1, rate=100.0), ("voice",), limit=3, out=tmp_path / "run"
+        )
     assert [form["type"] for form in OtherServer.forms] == ["json_schema"] + 4 * ["json_object"]
     assert OtherServer.forms[-1]["schema"] == WORKLOADS["voice"]["schema"]
     (result,) = line["results"]
@@ -305,7 +313,9 @@ def test_the_command_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
             yield [live.url] * len(named)
 
         monkeypatch.setattr(latency_run, "started", started)
-        arms = ArmsConfig(drafters=("default", "runs/own/drafter"), urls=(f"there={live.url}",), words=("--threads", "1"))
+        arms = ArmsConfig(
+            drafters=("default", "runs/own/drafter"), urls=(f"there={live.url}",), words=("--threads", "1")
+        )
         line = latency_run.bench_latency(
             arms, LatencyConfig(repeat=1, max_tokens=9), ("voice",), (str(prompts),), schema, 2, tmp_path / "run"
         )
@@ -316,11 +326,17 @@ def test_the_command_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [(each["workload"], each["arm"]) for each in line["results"]] == [
         (workload, name) for workload in ("voice", "tickets") for name in ("default", "drafter", "there")
     ]
-    assert {each["num_answers"] for each in line["results"]} == {2} and not any(each["num_failed"] for each in line["results"])
+    assert {each["num_answers"] for each in line["results"]} == {2} and not any(
+        each["num_failed"] for each in line["results"]
+    )
     assert len(line["pairs"]) == 2 * 2 * (1 + len(GROUPS))
     report, page = ((tmp_path / "run" / name).read_text() for name in ("report.md", "report.html"))
     for text in (report, page):
-        assert "To make it less:" in text and "The parts add up to what the client saw" in text and "p50 / p90 / p99" in text
+        assert (
+            "To make it less:" in text
+            and "The parts add up to what the client saw" in text
+            and "p50 / p90 / p99" in text
+        )
     assert page.count("<svg") == 1 + 2
     logged = [json.loads(each) for each in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(logged) == 12 and all(statistics.fmean(each["parts"].values()) > 0 for each in logged)

@@ -1,4 +1,5 @@
-"""Two columns of text at predicted rates: `paceline compare --simulate --columns`, and the calculator's third tab beside it."""
+"""Two columns of text at predicted rates: `paceline compare --simulate --columns`, and the calculator's third tab
+beside it."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def test_both_sides_have_the_predicted_rates() -> None:
 
 def test_a_batch_is_watched_one_sequence_at_a_time() -> None:
     timing = predicted(
-        CostsConfig(model="DeepSeek-V4-Pro", hardware="B200", block=16), ChartConfig(batch=32, context=4096, acceptance="0.89")
+        CostsConfig(model="DeepSeek-V4-Pro", hardware="B200", block=16),
+        ChartConfig(batch=32, context=4096, acceptance="0.89"),
     )
     assert timing.verdict.startswith("Predicted: 2.98x, 23 to 68 tokens/s for each of 32 sequences")
 
@@ -83,7 +85,9 @@ def test_the_page_reads_runs_and_draws_curves_as_the_chart_does(tmp_path: Path) 
     (tmp_path / "results.json").write_text(json.dumps(told))
     expected = [(each.label, each.tokens_per_round, each.speedup, each.is_mocked) for each in read_points(tmp_path, 1)]
     points = run_js("(text) => readPoints(text)", json.dumps(told))
-    assert [(each["label"], each["tokens_per_round"], each["speedup"], each["is_mocked"]) for each in points] == expected
+    assert [
+        (each["label"], each["tokens_per_round"], each["speedup"], each["is_mocked"]) for each in points
+    ] == expected
     slopes = run_js("(pairs) => [slope(pairs), slope([[1, 5]])]", [[2, 1.5], [3, 2.5]])
     assert slopes == [pytest.approx((0.5 + 2 * 1.5) / 5), None]
     between = run_js("(curve) => [1, 1.5, 3, 4, 0.5].map((x) => between(curve, x))", [[1, 1], [2, 3], [3, 4]])
@@ -94,7 +98,17 @@ def test_the_page_reads_runs_and_draws_curves_as_the_chart_does(tmp_path: Path) 
 @pytest.mark.slow
 def test_the_command_writes_the_pictures(tmp_path: Path) -> None:
     files = [tmp_path / "a" / "columns.svg", tmp_path / "a" / "columns.png"]
-    words = ["--simulate", "--model", "Qwen3.5-122B-A10B", "--hardware", "B200", "--precision", "fp8", "--plain-rate", "250"]
+    words = [
+        "--simulate",
+        "--model",
+        "Qwen3.5-122B-A10B",
+        "--hardware",
+        "B200",
+        "--precision",
+        "fp8",
+        "--plain-rate",
+        "250",
+    ]
     words += [
         "--block",
         "16",

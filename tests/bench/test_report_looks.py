@@ -1,4 +1,5 @@
-"""What reports look like: verdicts coloured by what they say, charts without empty room, one style sheet for all pages."""
+"""What reports look like: verdicts coloured by what they say, charts without empty room, one style sheet for all
+pages."""
 
 from __future__ import annotations
 
@@ -25,7 +26,15 @@ pytest_plugins = ("undrawn",)
 
 @pytest.mark.parametrize(
     ("speedups", "tone"),
-    [([], ""), ([1.0], ""), ([1.09], ""), ([1.1], "good"), ([0.96], "cost"), ([2.0, 0.9], "cost"), ([2.0, 0.97], "good")],
+    [
+        ([], ""),
+        ([1.0], ""),
+        ([1.09], ""),
+        ([1.1], "good"),
+        ([0.96], "cost"),
+        ([2.0, 0.9], "cost"),
+        ([2.0, 0.97], "good"),
+    ],
 )
 def test_green_is_for_gains_and_amber_for_costs(speedups: list[float], tone: str) -> None:
     assert tone_of(speedups) == tone
@@ -66,7 +75,11 @@ def test_scores_audits_and_alarms_are_coloured_too() -> None:
     assert evals_tone([found["better"]], ["too slow"]) == "bad"
     assert TONES == {"honest": "good", "faulty": "bad", "unsure": ""}
     line: dict[str, Any] = {"hour": 1, "mix": {}, "decision": {"action": "none", "why": "why", "declined": {}}}
-    for state, shown in (("held", 'class="verdict cost"'), ("calm", 'class="verdict"'), ("learning", 'class="verdict"')):
+    for state, shown in (
+        ("held", 'class="verdict cost"'),
+        ("calm", 'class="verdict"'),
+        ("learning", 'class="verdict"'),
+    ):
         seen = {"all": {"state": state, "tokens_per_round": 2.0, "expected": 2.1, "loss": 0.1}}
         assert shown in adapt_page([line | {"seen": seen}])
 
@@ -82,7 +95,9 @@ def test_charts_leave_no_room_for_nothing() -> None:
 def test_prompts_stand_before_their_answers(tmp_path: Path) -> None:
     run = folder(tmp_path / "run", [step(1)])
     served = {"tokens_per_round": 2.1, "num_prompts": 2, "num_rounds": 9, "accepted_histogram": [4, 5]}
-    (run / "heldout.json").write_text(json.dumps(served | {"texts": ["Blue.", "Red."], "prompts": ["The sky?", "<b>Fire?"]}))
+    (run / "heldout.json").write_text(
+        json.dumps(served | {"texts": ["Blue.", "Red."], "prompts": ["The sky?", "<b>Fire?"]})
+    )
     text = page(read_run(run))
     places = [text.index(each) for each in ("The sky?", "Blue.", "&lt;b&gt;Fire?", "Red.")]
     assert places == sorted(places)

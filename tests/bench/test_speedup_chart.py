@@ -91,11 +91,22 @@ def test_the_same_picture_twice(runs: list[Path], tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_command(runs: list[Path], tmp_path: Path) -> None:
     words = ["compare", "--simulate", "--model", "Qwen3.5-27B", "--hardware", "B200", "--plain-rate", "75", "--json"]
-    words += ["--out", str(tmp_path / "out"), "--context", "6144", *(word for run in runs for word in ("--results", str(run)))]
+    words += [
+        "--out",
+        str(tmp_path / "out"),
+        "--context",
+        "6144",
+        *(word for run in runs for word in ("--results", str(run))),
+    ]
     result = CliRunner().invoke(app, words, catch_exceptions=False)
     told = json.loads(result.stdout.splitlines()[-1])
     assert told["slopes"]["drafters"] == pytest.approx(0.5)
-    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"speedup.svg", "speedup.png", "speedup.json", "command.txt"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {
+        "speedup.svg",
+        "speedup.png",
+        "speedup.json",
+        "command.txt",
+    }
     assert "slope through 1, 1" in result.stderr
 
 

@@ -78,7 +78,9 @@ def test_the_tokens_of_a_round_come_together_drafts_first() -> None:
 
 def test_a_headline_says_no_speedup_that_cannot_be() -> None:
     def answer(last_s: float, num_rounds: int, count: int) -> TimedAnswer:
-        tokens = [TimedToken("x", last_s * (at + 1) / count, at * num_rounds // (count - 1), False) for at in range(count)]
+        tokens = [
+            TimedToken("x", last_s * (at + 1) / count, at * num_rounds // (count - 1), False) for at in range(count)
+        ]
         return TimedAnswer("d", tuple(tokens))
 
     busy = replace(story(), off=answer(9.0, 119, 120), on=answer(1.0, 60, 120))
@@ -105,7 +107,8 @@ def test_an_interrupted_recording_leaves_the_drafter() -> None:
 
 def test_figures() -> None:
     tokens = tuple(
-        TimedToken("x", at, number, drafted) for at, number, drafted in ((0.5, 0, False), (1.0, 1, True), (1.0, 1, False))
+        TimedToken("x", at, number, drafted)
+        for at, number, drafted in ((0.5, 0, False), (1.0, 1, True), (1.0, 1, False))
     )
     answer = TimedAnswer("ngram", tokens)
     assert (answer.total_s, answer.tokens_per_s, answer.tokens_per_round) == (1.0, 3.0, 2.0)
@@ -190,7 +193,9 @@ def test_the_picture_is_well_formed_and_complete() -> None:
     assert re.sub(r"\s", "", "".join(pieces)) == said * 2
     groups = [each.get("class", "") for each in picture.iter(f"{SVG}g") if each.get("class", "").startswith("r ")]
     style = next(picture.iter(f"{SVG}style")).text or ""
-    assert len(groups) == len({(token.round) for token in timing.off.tokens}) + len({token.round for token in timing.on.tokens})
+    assert len(groups) == len({(token.round) for token in timing.off.tokens}) + len(
+        {token.round for token in timing.on.tokens}
+    )
     for group in groups:
         assert f"@keyframes {group.split()[1]}{{" in style
     assert "prefers-reduced-motion" in style
@@ -204,7 +209,9 @@ def test_rounds_appear_in_the_pictures_time() -> None:
         begins = dict(re.findall(r"@keyframes (\w+)\{0%\{opacity:0\}([\d.]+)%", svg(timing, speed)))
         for prefix, answer in (("a", timing.off), ("b", timing.on)):
             for token in answer.tokens:
-                assert float(begins[f"{prefix}{token.round}"]) / 100 * loop_s == pytest.approx(token.at_s / speed, abs=0.001)
+                assert float(begins[f"{prefix}{token.round}"]) / 100 * loop_s == pytest.approx(
+                    token.at_s / speed, abs=0.001
+                )
         assert f"shown at {speed:g}x speed" in svg(timing, speed) or speed == 1
 
 
@@ -249,7 +256,17 @@ def run(*words: str) -> str:
 
 def test_a_run_leaves_page_times_and_picture(tmp_path: Path) -> None:
     model, out, picture = tiny_model(tmp_path / "model"), tmp_path / "run", tmp_path / "demo.svg"
-    words = ["Say a a a a a a a a a", "--model", str(model), "--drafter", "ngram", "--dtype", "float32", "--max-tokens", "12"]
+    words = [
+        "Say a a a a a a a a a",
+        "--model",
+        str(model),
+        "--drafter",
+        "ngram",
+        "--dtype",
+        "float32",
+        "--max-tokens",
+        "12",
+    ]
     line = json.loads(run(*words, "--repeat", "1", "--out", str(out), "--svg", str(picture), "--json").splitlines()[-1])
     assert line["first_difference"] is None and line["lossless"] is True
     assert line["on"]["num_tokens"] == line["off"]["num_tokens"]

@@ -142,12 +142,18 @@ def test_the_tokens_of_a_round_light_up_together(visit: Any) -> None:
     tab = visit()
     tab.pass_s(0.3)
     on = tab.timing.on.tokens
-    lit = tab.page.locator(".answer").nth(1).evaluate("(answer) => [...answer.children].map((span) => span.matches('.fresh'))")
+    lit = (
+        tab.page.locator(".answer")
+        .nth(1)
+        .evaluate("(answer) => [...answer.children].map((span) => span.matches('.fresh'))")
+    )
     for place, token in enumerate(on):
         assert lit[place] == lit[max(at for at, other in enumerate(on) if other.round == token.round)]
     assert any(lit) and not all(lit)
     drafted = (
-        tab.page.locator(".answer").nth(1).evaluate("(answer) => [...answer.children].map((span) => span.matches('.drafted'))")
+        tab.page.locator(".answer")
+        .nth(1)
+        .evaluate("(answer) => [...answer.children].map((span) => span.matches('.drafted'))")
     )
     assert drafted == [token.is_drafted for token in on]
     assert tab.page.locator(".answer").first.locator(".drafted").count() == 0
@@ -257,7 +263,9 @@ def test_the_picture_moves_in_an_image(browser: Any, tmp_path: Path) -> None:
     total = tab.evaluate("document.querySelectorAll('.r').length")
     for share, count in ((0.0, 0), (0.3, None), (1.0, total)):
         at_ms = 1000 * share * story().off.total_s + 1
-        tab.evaluate("(now) => document.getAnimations().forEach((one) => { one.pause(); one.currentTime = now; })", at_ms)
+        tab.evaluate(
+            "(now) => document.getAnimations().forEach((one) => { one.pause(); one.currentTime = now; })", at_ms
+        )
         found = tab.evaluate(visible)
         assert found == count if count is not None else 0 < found < total
     photograph(tab, "compare-svg.png")

@@ -15,7 +15,9 @@ from paceline.errors import PromptError
 
 def write(folder: Path, *rows: Any) -> Path:
     file = folder / "prompts.jsonl"
-    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+    file.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
+    )
     return file
 
 
@@ -26,7 +28,10 @@ SHAPES = [
     ),
     (
         {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f"},
-        ("Write a solution to the following problem and make sure that it passes the tests:\n```python\ndef f():\n\n```",),
+        (
+            "Write a solution to the following problem and make sure that it passes the tests:\n```python\ndef "
+            "f():\n\n```",
+        ),
     ),
     ({"question": "Capital of Peru?", "answer": "Lima"}, ("Capital of Peru?",)),
     ({"text": "Write f.", "code": "def f(): ..."}, ("Write f.",)),

@@ -39,7 +39,11 @@ def test_sharegpt(tmp_path: Path) -> None:
 def test_sharegpt_s_calls_are_the_api_s(tmp_path: Path) -> None:
     call = json.dumps({"name": "weather", "arguments": {"city": "Ulm"}})
     row = chat(
-        ("human", "Weather?"), ("function_call", call), ("observation", "rain"), ("gpt", "Rain."), tools=json.dumps([TOOL])
+        ("human", "Weather?"),
+        ("function_call", call),
+        ("observation", "rain"),
+        ("gpt", "Rain."),
+        tools=json.dumps([TOOL]),
     )
     (prompt,) = read_prompts(write(tmp_path, row | {"system": "Call."}))
     assert [message["role"] for message in prompt.messages] == ["system", "user", "assistant", "tool"]
@@ -62,7 +66,9 @@ def test_a_row_s_own_template_variables_and_system_message(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.jsonl"])
 def test_packed_or_not(tmp_path: Path, name: str) -> None:
-    assert [prompt.turns[0] for prompt in read_prompts(write(tmp_path, {"prompt": "a"}, {"prompt": "b"}, name=name))] == [
+    assert [
+        prompt.turns[0] for prompt in read_prompts(write(tmp_path, {"prompt": "a"}, {"prompt": "b"}, name=name))
+    ] == [
         "a",
         "b",
     ]
@@ -95,7 +101,9 @@ def test_a_line_beyond_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
-    file = write(tmp_path, {"prompt": "a"}, "{", "[1]", {"prompt": " "}, {"foo": 1}, {"prompt": 3}, "{x", {"prompt": "b"})
+    file = write(
+        tmp_path, {"prompt": "a"}, "{", "[1]", {"prompt": " "}, {"foo": 1}, {"prompt": 3}, "{x", {"prompt": "b"}
+    )
     dropped = Dropped()
     assert [prompt.id for prompt in read_prompts(file, dropped=dropped)] == ["0", "7"]
     reasons = {"not JSON": 2, "not an object": 1, "empty prompt": 1, "of unknown shape": 1, "malformed": 1}
@@ -149,7 +157,9 @@ def test_the_hub_s_own_parquet_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     parquet.write_table(arrow.table({"question": ["1+1?"]}), tmp_path / "0000.parquet")
     copies = ["main/train/0000.parquet", "main/test/0000.parquet", "socratic/train/0000.parquet"]
     hub = FakeHub(tmp_path, {None: ["set.py", "data.zip"], rows.CONVERTED: copies}).into(monkeypatch)
-    assert read_prompts("org/set/main:test")[0].turns[0].startswith("1+1?") and hub.fetched == ["main/test/0000.parquet"]
+    assert read_prompts("org/set/main:test")[0].turns[0].startswith("1+1?") and hub.fetched == [
+        "main/test/0000.parquet"
+    ]
     with pytest.raises(PromptError, match=r"several configs \(main, socratic\): name one"):
         read_prompts("org/set")
     with pytest.raises(PromptError, match="no Parquet or JSON files of this config and split: choose among main/test"):
@@ -173,6 +183,8 @@ def test_a_hub_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         "no", response=http.Response(404, request=http.Request("GET", "https://example.org"))
     )
     for error, kind in ((missing, PromptError), (http.ConnectError("no route"), DownloadError)):
-        monkeypatch.setattr("huggingface_hub.HfApi", lambda error=error: type("", (), {"list_repo_files": raising(error)}))
+        monkeypatch.setattr(
+            "huggingface_hub.HfApi", lambda error=error: type("", (), {"list_repo_files": raising(error)})
+        )
         with pytest.raises(kind, match="org/set"):
             list(rows_of("org/set")[1])

@@ -1,4 +1,5 @@
-"""Gateways in front of two regions of replicas: nginx and vLLM's router as they run, Envoy's configuration by its schema."""
+"""Gateways in front of two regions of replicas: nginx and vLLM's router as they run, Envoy's configuration by its
+schema."""
 
 from __future__ import annotations
 
@@ -151,7 +152,9 @@ def nginx(render: Any, replicas: list[Replica], tmp_path: Path) -> Iterator[Runn
         pytest.skip("nginx is not installed")
     port = free_port()
     given = [f"eu={replicas[0].name},{replicas[1].name}", f"us={replicas[2].name}"]
-    text = render.render("nginx", render.read_regions(given), port).replace("/tmp/paceline-nginx", str(tmp_path / "nginx"))
+    text = render.render("nginx", render.read_regions(given), port).replace(
+        "/tmp/paceline-nginx", str(tmp_path / "nginx")
+    )
     (tmp_path / "nginx.conf").write_text(text)
     words = [program, "-c", str(tmp_path / "nginx.conf"), "-p", str(tmp_path)]
     tested = subprocess.run([*words, "-t"], capture_output=True, text=True)
@@ -167,7 +170,10 @@ def test_a_session_stays_with_its_replica(nginx: Running) -> None:
     assert all(len(each) == 1 for each in found.values())
     shares = [sum(each == {replica.name} for each in found.values()) for replica in (first, second)]
     assert sum(shares) == 24 and min(shares) >= 4
-    keys = {name: {ask(nginx.port, {"Authorization": f"Bearer {name}"})[1] for _ in range(2)} for name in map(str, range(12))}
+    keys = {
+        name: {ask(nginx.port, {"Authorization": f"Bearer {name}"})[1] for _ in range(2)}
+        for name in map(str, range(12))
+    }
     assert all(len(each) == 1 for each in keys.values()) and len(set.union(*keys.values())) == 2
     mixed = {ask(nginx.port, {"Authorization": f"Bearer {name}", "x-session-id": "one"})[1] for name in range(8)}
     assert len(mixed) == 1, "the session counts before the key"
@@ -177,7 +183,9 @@ def test_a_region_is_asked_by_its_header(nginx: Running) -> None:
     *eu, us = nginx.replicas
     assert {ask(nginx.port, {"x-region": "us", "x-session-id": str(each)})[1] for each in range(8)} == {us.name}
     for header in ({"x-region": "eu"}, {"x-region": "mars"}, {}):
-        assert {ask(nginx.port, header | {"x-session-id": str(each)})[1] for each in range(12)} == {each.name for each in eu}
+        assert {ask(nginx.port, header | {"x-session-id": str(each)})[1] for each in range(12)} == {
+            each.name for each in eu
+        }
 
 
 def test_a_full_replica_keeps_its_sessions(nginx: Running) -> None:
@@ -223,7 +231,9 @@ def test_tokens_come_as_they_are_made(nginx: Running) -> None:
         replica.go_on.clear()
     connection = http.client.HTTPConnection("127.0.0.1", nginx.port, timeout=30)
     with contextlib.closing(connection):
-        connection.request("POST", "/v1/chat/completions", json.dumps({"stream": True}), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps({"stream": True}), {"Content-Type": "application/json"}
+        )
         answer = connection.getresponse()
         assert answer.readline() == b"data: first\n", "while the second piece is held back"
         for replica in nginx.replicas:
@@ -248,7 +258,8 @@ def test_envoys_configuration_is_of_its_schema(render: Any) -> None:
         assert {*aggregate.clusters} == {f"replicas_{each}" for each in regions}
         ends = clusters[f"replicas_{name}"].load_assignment.endpoints[0].lb_endpoints
         found = [
-            (each.endpoint.address.socket_address.address, each.endpoint.address.socket_address.port_value) for each in ends
+            (each.endpoint.address.socket_address.address, each.endpoint.address.socket_address.port_value)
+            for each in ends
         ]
         assert found == [(replica.host, replica.port) for replica in replicas]
         assert clusters[f"replicas_{name}"].health_checks[0].http_health_check.path == "/ready"
@@ -256,11 +267,18 @@ def test_envoys_configuration_is_of_its_schema(render: Any) -> None:
     assert read.static_resources.listeners[0].filter_chains[0].filters[0].typed_config.Unpack(manager)
     closed, *routes = manager.route_config.virtual_hosts[0].routes
     assert (closed.match.prefix, closed.direct_response.status) == ("/admin/", 404) and manager.use_remote_address.value
-    asked = [(each.match.headers[0].string_match.exact if each.match.headers else "", each.route.cluster) for each in routes]
-    assert asked == [("us", "region_us"), ("no", "region_no"), ("", "region_eu")], "the first region takes what names no other"
+    asked = [
+        (each.match.headers[0].string_match.exact if each.match.headers else "", each.route.cluster) for each in routes
+    ]
+    assert asked == [("us", "region_us"), ("no", "region_no"), ("", "region_eu")], (
+        "the first region takes what names no other"
+    )
     for route in routes:
         hashed = [each.header.header_name for each in route.route.hash_policy]
-        assert hashed == ["x-session-id", "authorization", ""] and route.route.hash_policy[2].connection_properties.source_ip
+        assert (
+            hashed == ["x-session-id", "authorization", ""]
+            and route.route.hash_policy[2].connection_properties.source_ip
+        )
     told["static_resources"]["clusters"][0]["lb_polic"] = "RANDOM"
     with pytest.raises(json_format.ParseError):
         json_format.ParseDict(told, bootstrap.Bootstrap())

@@ -1,4 +1,5 @@
-"""deploy/jobs: what is rendered for Slurm, KubeRay, vLLM's production stack and SGLang is valid, and asks for what there is."""
+"""deploy/jobs: what is rendered for Slurm, KubeRay, vLLM's production stack and SGLang is valid, and asks for what
+there is."""
 
 from __future__ import annotations
 
@@ -31,7 +32,17 @@ WORDS = (
     "/data/drafter",
 )
 STACK_KEYS = {
-    *("name", "repository", "tag", "modelURL", "replicaCount", "requestCPU", "requestMemory", "requestGPU", "vllmConfig"),
+    *(
+        "name",
+        "repository",
+        "tag",
+        "modelURL",
+        "replicaCount",
+        "requestCPU",
+        "requestMemory",
+        "requestGPU",
+        "vllmConfig",
+    ),
     *("extraVolumes", "extraVolumeMounts"),
 }
 """Of the chart's values.schema.json (vllm-project/production-stack a6c01db), as far as they are used here."""
@@ -99,7 +110,9 @@ def test_kuberays_job(rendered: Any) -> None:
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": template["spec"]}
         kubernetes_validate.validate(pod, VERSION, strict=True)
         (one,) = template["spec"]["containers"]
-        assert one["resources"]["limits"]["nvidia.com/gpu"] == "1" and template["spec"]["securityContext"]["runAsNonRoot"]
+        assert (
+            one["resources"]["limits"]["nvidia.com/gpu"] == "1" and template["spec"]["securityContext"]["runAsNonRoot"]
+        )
         assert asked["out"].is_relative_to(one["volumeMounts"][0]["mountPath"])
     head, worker = (each["spec"]["volumes"][0] for each in (cluster["headGroupSpec"]["template"], workers["template"]))
     assert "readOnly" not in head["persistentVolumeClaim"] and worker["persistentVolumeClaim"]["readOnly"]
@@ -121,7 +134,9 @@ def test_sglang(rendered: Any) -> None:
         kubernetes_validate.validate(each, VERSION, strict=True)
     (one,) = deployment["spec"]["template"]["spec"]["containers"]
     words = one["args"]
-    found = {name: words[words.index(f"--{name}") + 1] for name in ("model-path", "tp-size", "port", "speculative-algorithm")}
+    found = {
+        name: words[words.index(f"--{name}") + 1] for name in ("model-path", "tp-size", "port", "speculative-algorithm")
+    }
     assert found == {"model-path": "Qwen/Qwen3-8B", "tp-size": "8", "port": "8000", "speculative-algorithm": "EAGLE3"}
     assert one["ports"][0]["containerPort"] == 8000 and all(isinstance(word, str) for word in words)
     assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()

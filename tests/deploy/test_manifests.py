@@ -83,7 +83,9 @@ def container() -> dict[str, Any]:
 @pytest.mark.slow
 def test_probes_ask_what_the_server_answers() -> None:
     paths = {kind: container()[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
-    assert paths == {"startup": "/ready", "liveness": "/health", "readiness": "/ready"}, "a draining server must not be killed"
+    assert paths == {"startup": "/ready", "liveness": "/health", "readiness": "/ready"}, (
+        "a draining server must not be killed"
+    )
     source = (ROOT / "paceline/serve/http/app.py").read_text()
     assert all(f'@app.get("{path}"' in source for path in SERVED)
     ports = {port["name"]: port["containerPort"] for port in container()["ports"]}
@@ -115,14 +117,20 @@ def test_options_are_those_of_the_command() -> None:
 def test_nothing_runs_as_root_or_without_limits() -> None:
     spec, one = manifests()["Deployment/paceline"]["spec"]["template"]["spec"], container()
     assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] == 10001
-    assert one["securityContext"]["readOnlyRootFilesystem"] and one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert {"cpu", "memory"} <= one["resources"]["limits"].keys() and {"cpu", "memory"} <= one["resources"]["requests"].keys()
+    assert one["securityContext"]["readOnlyRootFilesystem"] and one["securityContext"]["capabilities"] == {
+        "drop": ["ALL"]
+    }
+    assert {"cpu", "memory"} <= one["resources"]["limits"].keys() and {"cpu", "memory"} <= one["resources"][
+        "requests"
+    ].keys()
     assert {each["mountPath"] for each in one["volumeMounts"]} == {"/models", "/tmp"}
 
 
 def test_the_autoscaler_asks_for_what_the_adapter_makes_of_our_metrics() -> None:
     scaler = manifests()["HorizontalPodAutoscaler/paceline"]["spec"]
-    assert scaler["scaleTargetRef"]["name"] == "paceline" and "replicas" not in manifests()["Deployment/paceline"]["spec"]
+    assert (
+        scaler["scaleTargetRef"]["name"] == "paceline" and "replicas" not in manifests()["Deployment/paceline"]["spec"]
+    )
     asked = [each["pods"]["metric"]["name"] for each in scaler["metrics"]]
     rules = documents(KUBERNETES / "prometheus-adapter.yaml")[0]["rules"]["custom"]
     assert asked == [rule["name"]["as"] for rule in rules] == ["paceline_queue_seconds", "paceline_requests_waiting"]
@@ -149,10 +157,14 @@ def test_prometheus_and_grafana_are_given_what_they_mount() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("hadolint", path=str(Path(sys.executable).parent)) is None, reason="hadolint is not installed")
+@pytest.mark.skipif(
+    shutil.which("hadolint", path=str(Path(sys.executable).parent)) is None, reason="hadolint is not installed"
+)
 def test_the_dockerfile_is_linted() -> None:
     hadolint = Path(sys.executable).parent / "hadolint"
-    done = subprocess.run([hadolint, "--failure-threshold", "style", DEPLOY / "Dockerfile"], capture_output=True, text=True)
+    done = subprocess.run(
+        [hadolint, "--failure-threshold", "style", DEPLOY / "Dockerfile"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -201,7 +213,9 @@ def test_what_the_image_is_asked_is_asked_of_a_server(check_image: ModuleType, t
 
 
 @pytest.mark.slow
-def test_a_server_that_keeps_other_tokens_than_it_was_told_to_is_found_out(check_image: ModuleType, tmp_path: Path) -> None:
+def test_a_server_that_keeps_other_tokens_than_it_was_told_to_is_found_out(
+    check_image: ModuleType, tmp_path: Path
+) -> None:
     from live_server import serving  # only here: other tests of this file need no PyTorch
 
     from paceline.engine.llm import LLM
@@ -215,7 +229,9 @@ def test_a_server_that_keeps_other_tokens_than_it_was_told_to_is_found_out(check
         check_image.check_server(live.port, ["true"])
 
 
-def test_a_builder_that_does_not_work_is_none(check_image: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_builder_that_does_not_work_is_none(
+    check_image: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, status in (("docker", 1), ("podman", 0)):
         (tmp_path / name).write_text(f"#!/bin/sh\nexit {status}\n")
         (tmp_path / name).chmod(0o755)
@@ -229,7 +245,9 @@ def test_a_builder_that_does_not_work_is_none(check_image: ModuleType, tmp_path:
 def test_the_build_is_given_what_it_copies() -> None:
     """The ignore file leaves everything out but what COPY names."""
     lines = [
-        line for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line and not line.startswith("#")
+        line
+        for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+        if line and not line.startswith("#")
     ]
     copied = re.findall(r"^COPY (?!--from)(.+) \S+$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     assert lines[0] == "**" and {line[1:] for line in lines if line.startswith("!")} == {*" ".join(copied).split()}

@@ -14,7 +14,10 @@ from paceline.errors import DrafterMismatchError
 
 
 def drafter(folder: Path, value: float, ids: tuple[int, ...] | None = (1, 4), hidden: int = 32) -> Path:
-    tensors = {"layers.0.weight": torch.full((4, hidden), value, dtype=torch.bfloat16), "norm.weight": torch.full((3,), -value)}
+    tensors = {
+        "layers.0.weight": torch.full((4, hidden), value, dtype=torch.bfloat16),
+        "norm.weight": torch.full((3,), -value),
+    }
     raw = new_config(hidden, 258, 2, num_layers=1, num_taps=1, head_dim=8, intermediate_size=48, block_size=4)
     write_checkpoint(folder, raw, tensors, None if ids is None else torch.tensor(ids))
     return folder

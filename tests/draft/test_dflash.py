@@ -195,7 +195,9 @@ def test_fewer_slots_are_the_first_of_the_same_block() -> None:
     for num_drafted in (7, 3):
         drafter = DFlashDrafter(network(raw_config()), num_drafted=num_drafted)
         ready(target, drafter)
-        drafts.append(drafter.propose(Batch([admit(target, drafter, PROMPT, SamplingParams(max_tokens=40))])).tokens_B[0])
+        drafts.append(
+            drafter.propose(Batch([admit(target, drafter, PROMPT, SamplingParams(max_tokens=40))])).tokens_B[0]
+        )
     assert drafts[1] == drafts[0][:3]
 
 

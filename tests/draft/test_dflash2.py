@@ -59,7 +59,10 @@ def test_a_new_one_says_what_its_v1_body_says() -> None:
     network = DFlash2Network.random(DFlashConfig.from_json(raw))
     body = DFlashNetwork.of(
         DFlashConfig.from_json(raw_config()),
-        {name: network.state_dict()[name] for name in DFlashNetwork.random(DFlashConfig.from_json(raw_config())).state_dict()},
+        {
+            name: network.state_dict()[name]
+            for name in DFlashNetwork.random(DFlashConfig.from_json(raw_config())).state_dict()
+        },
     )
     loud_(body)
     network.load_state_dict(body.state_dict(), strict=False)
@@ -106,13 +109,17 @@ def test_native_calls_where_channels_are_grouped_by_sixteen() -> None:
     texts = [generate(target, drafter, [PROMPT], 30)[0] for drafter in (by_16, by_4, NoDrafter())]
     assert isinstance(by_16._path, DFlash2NativePath) and isinstance(by_4._path, DFlash2Path)
     assert texts[0] == texts[1] == texts[2]
-    assert by_16.cache_bytes(target) == by_16._path.cache.num_bytes and by_4.cache_bytes(target) == by_4._path.cache.num_bytes
+    assert (
+        by_16.cache_bytes(target) == by_16._path.cache.num_bytes
+        and by_4.cache_bytes(target) == by_4._path.cache.num_bytes
+    )
 
 
 @needs_native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blocks_of_many_rows_do_not_touch(dtype: str) -> None:
-    """Three blocks of eight are more tokens than a thread makes inputs of by itself: mixed together, yet each for itself."""
+    """Three blocks of eight are more tokens than a thread makes inputs of by itself: mixed together, yet each for
+    itself."""
     target = tiny_target(kind=NativeDecoder, dtype=getattr(torch, dtype))
     drafter = Recording2(network_2(raw_2()))
     ready(target, drafter)
@@ -222,7 +229,9 @@ class TestFiles:
         DFlash2Drafter(network_2(raw)).save(tmp_path / "drafter")
         with pytest.raises(UnsupportedModelError, match="read it with dflash2.read_drafter"):
             DFlashDrafter.from_folder(tmp_path / "drafter")
-        with pytest.raises(ModelFileError, match="conv_kernel_size is of DFlash 2, the architecture is DFlashDraftModel"):
+        with pytest.raises(
+            ModelFileError, match="conv_kernel_size is of DFlash 2, the architecture is DFlashDraftModel"
+        ):
             DFlashConfig.from_json({**raw, "architectures": ["DFlashDraftModel"]})
 
     @pytest.mark.parametrize(
@@ -230,7 +239,10 @@ class TestFiles:
         [
             ({"selector_top_k": None}, "'selector_top_k' as a whole number"),
             ({"conv_group_size": 5}, "conv_group_size 5 does not divide hidden_size 32"),
-            ({"sample_from_anchor": True, "shift_label": False}, "sample_from_anchor and shift_label must be true or false"),
+            (
+                {"sample_from_anchor": True, "shift_label": False},
+                "sample_from_anchor and shift_label must be true or false",
+            ),
         ],
     )
     def test_impossible_configs(self, changes: dict[str, Any], message: str) -> None:
@@ -251,7 +263,8 @@ class TestFiles:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("version", [1, 2])
 def test_slots_that_say_the_token_behind_them(version: int, kind: Any) -> None:
-    """With the flag a block of 8 drafts 8, the first from the anchor's own slot: the same hidden states, one slot earlier."""
+    """With the flag a block of 8 drafts 8, the first from the anchor's own slot: the same hidden states, one slot
+    earlier."""
     target = tiny_target(kind=kind)
     blocks = []
     for flag in (False, True):
@@ -266,7 +279,9 @@ def test_slots_that_say_the_token_behind_them(version: int, kind: Any) -> None:
             books_of(network)[1].data.zero_()
         drafter = drafter_of(network)
         ready(target, drafter)
-        blocks.append(drafter.propose(Batch([admit(target, drafter, PROMPT, SamplingParams(max_tokens=40))])).tokens_B[0])
+        blocks.append(
+            drafter.propose(Batch([admit(target, drafter, PROMPT, SamplingParams(max_tokens=40))])).tokens_B[0]
+        )
         assert generate(target, drafter, [PROMPT], 30)[0] == generate(target, NoDrafter(), [PROMPT], 30)[0]
     assert len(blocks[1]) == 8 and blocks[1][1:] == blocks[0]
 
@@ -303,7 +318,10 @@ def test_every_instruction_set_scores_alike(isa: str, dtype: str) -> None:
     with restored():
         use(isa, 2)
         ready(target, drafter)
-        rows = [admit(target, drafter, prompt, SamplingParams(max_tokens=40)) for prompt in (PROMPT, PROMPT[::-1], PROMPT[3:])]
+        rows = [
+            admit(target, drafter, prompt, SamplingParams(max_tokens=40))
+            for prompt in (PROMPT, PROMPT[::-1], PROMPT[3:])
+        ]
         for batch in (rows[:1], rows):
             drafter.propose(Batch(batch))
             numbers = [row.row for row in batch], [row.tokens[-1] for row in batch]

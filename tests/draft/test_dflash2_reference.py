@@ -33,7 +33,9 @@ from paceline.types import Batch, SamplingParams
 pytestmark = pytest.mark.slow
 
 
-def reference_rounds(raw: dict[str, Any], network: DFlash2Network, model: Any, max_tokens: int, temperature: float) -> Any:
+def reference_rounds(
+    raw: dict[str, Any], network: DFlash2Network, model: Any, max_tokens: int, temperature: float
+) -> Any:
     """(rounds, all tokens) of the authors' loop; a round: anchor's place, logits, path, candidates, q."""
     authors, reference = reference_of(raw, network)
     rounds, select = [], reference.candidate_selector.select
@@ -46,7 +48,9 @@ def reference_rounds(raw: dict[str, Any], network: DFlash2Network, model: Any, m
     reference.candidate_selector.select = record
     authors._cuda_time = time.perf_counter
     prompt = torch.tensor([PROMPT])
-    told = authors.dflash_generate(reference, model, prompt, max_tokens, None, temperature=temperature, return_stats=True)
+    told = authors.dflash_generate(
+        reference, model, prompt, max_tokens, None, temperature=temperature, return_stats=True
+    )
     starts = accumulate(told.acceptance_lengths, initial=len(PROMPT))
     return [(start, *each) for start, each in zip(starts, rounds, strict=False)], told.output_ids[0].tolist()
 
@@ -70,7 +74,9 @@ def test_rounds_are_the_references(name: str, kind: Any) -> None:
 
 def selects(drafter: Recording2) -> bool:
     """Whether any draft is not the most likely token."""
-    greedy = [logits.argmax(-1).tolist()[: len(drafts)] for logits, drafts in zip(drafter.logits, drafter.drafts, strict=True)]
+    greedy = [
+        logits.argmax(-1).tolist()[: len(drafts)] for logits, drafts in zip(drafter.logits, drafter.drafts, strict=True)
+    ]
     return greedy != drafter.drafts
 
 
@@ -97,7 +103,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], D
     embedding_VD = teacher.embed(torch.arange(VOCAB)).clone()
     drafter = trainable_of(network, raw)
     folder = tmp_path_factory.mktemp("trained")
-    Trainer(drafter, Corpus(texts, []), features, embedding_VD, Head(head_weight(teacher)), settings, folder=folder).run()
+    Trainer(
+        drafter, Corpus(texts, []), features, embedding_VD, Head(head_weight(teacher)), settings, folder=folder
+    ).run()
     fresh = DFlash2Network.random(network.config).state_dict()
     for name in ("layers.0.mlp_conv.kernel_projection.weight", "candidate_selector.successor_codebook"):
         assert (network.state_dict()[name] - fresh[name]).abs().max() > 1e-2, "the test needs parts that learned"
@@ -106,7 +114,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], D
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rounds_of_trained_weights_are_the_references(kind: Any, trained: tuple[dict[str, Any], DFlash2Network]) -> None:
+def test_rounds_of_trained_weights_are_the_references(
+    kind: Any, trained: tuple[dict[str, Any], DFlash2Network]
+) -> None:
     model, target = targets(kind=kind)
     assert_same_rounds(*trained, model, target, 30, 5)
 

@@ -34,13 +34,18 @@ def test_checkpoint_goes_round_unchanged(tmp_path: Path) -> None:
 
 
 def test_checkpoint_in_8_bits(tmp_path: Path) -> None:
-    """Half the bytes, every number within a half step of its block and a rounding to bfloat16, and all else as it was."""
+    """Half the bytes, every number within a half step of its block and a rounding to bfloat16, and all else as it
+    was."""
     raw = raw_config(num_layers=2)
     state = {name: tensor.bfloat16() for name, tensor in network(raw).state_dict().items()}
     drafter = DFlashDrafter(DFlashNetwork.of(DFlashConfig.from_json(raw), state), draft_ids=torch.arange(0, VOCAB, 2))
     drafter.save(tmp_path / "dense")
     drafter.save(tmp_path / "small", in_8_bits=True)
-    assert sorted(file.name for file in (tmp_path / "small").iterdir()) == ["config.json", "draft_ids.safetensors", PACKED]
+    assert sorted(file.name for file in (tmp_path / "small").iterdir()) == [
+        "config.json",
+        "draft_ids.safetensors",
+        PACKED,
+    ]
     sizes = [weights_file(tmp_path / name).stat().st_size for name in ("dense", "small")]
     assert sizes[1] < 0.7 * sizes[0]  # of such a tiny network names take much
     again = DFlashDrafter.from_folder(tmp_path / "small")
@@ -124,7 +129,10 @@ def test_tensor_names_are_those_of_the_format() -> None:
         ({"vocab_size": 12}, "vocabulary: the drafter says 12, the target has 11"),
         ({"num_target_layers": 7}, "target layers: the drafter says 7, the target has 6"),
         ({"dflash_config": {"mask_token_id": 11, "target_layer_ids": [1]}}, "mask token: the drafter says 11"),
-        ({"dflash_config": {"mask_token_id": 10, "target_layer_ids": [1, 6]}}, r"tapped layers: the drafter says \[6\]"),
+        (
+            {"dflash_config": {"mask_token_id": 10, "target_layer_ids": [1, 6]}},
+            r"tapped layers: the drafter says \[6\]",
+        ),
     ],
 )
 def test_a_drafter_for_another_target_is_refused(keys: dict[str, Any], message: str) -> None:

@@ -94,7 +94,8 @@ def test_beside_a_native_target_steps_are_native(kind: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounds_whose_drafts_stand_are_the_formulas(kind: Any) -> None:
-    """Accepted drafts are read again with true features: taking the drafts' own keys would show in the next round's logits."""
+    """Accepted drafts are read again with true features: taking the drafts' own keys would show in the next round's
+    logits."""
     target, drafter = tiny_target(kind=kind), recording(raw_eagle3(num_hidden_layers=2), num_drafted=4)
     prompt = PROMPT[:5]
     expected = generate(target, NoDrafter(), [prompt], 22)[0][0]
@@ -155,7 +156,9 @@ def test_the_network_is_the_formulas(name: str) -> None:
         heads = [rope.rotate(query_THD, tables), rope.rotate(key_THD, tables), value_THD]
         distance = torch.arange(len(query_THD))[:, None] - torch.arange(len(query_THD))
         mask = (distance >= 0) & (distance < (window or 99))
-        out = scaled_dot_product_attention(*(each.transpose(0, 1)[None] for each in heads), attn_mask=mask, enable_gqa=True)
+        out = scaled_dot_product_attention(
+            *(each.transpose(0, 1)[None] for each in heads), attn_mask=mask, enable_gqa=True
+        )
         return out[0].transpose(0, 1).flatten(1)
 
     hidden_TD = network.features(taps_NF)
@@ -175,7 +178,9 @@ def test_batched_rows_of_different_lengths_draft_what_they_draft_alone() -> None
     alone = [generate(target, drafter, [prompt], 10)[0][0] for prompt in prompts]
     apart, drafter.rounds = sorted(drafter.rounds, key=lambda each: each[0]), []
     together, rounds = generate(target, drafter, prompts, 10, chunk=4)
-    assert together == alone and any(len(set(found.num_drafted_B)) > 1 for found in rounds), "rows that end at different places"
+    assert together == alone and any(len(set(found.num_drafted_B)) > 1 for found in rounds), (
+        "rows that end at different places"
+    )
     for mine, other in zip(sorted(drafter.rounds, key=lambda each: each[0]), apart, strict=True):
         assert mine[:2] == other[:2]
         torch.testing.assert_close(torch.stack(mine[2]), torch.stack(other[2]), atol=1e-4, rtol=1e-3)
@@ -246,7 +251,9 @@ def test_a_shared_beginning_is_taken_over_but_for_its_last_position(source: str)
     seq = admit_adopting(target, drafter, prompt, before.row, shared)
     drafter.propose(Batch([seq]))
     assert drafter.rounds[-1][:2] == other.rounds[-1][:2]
-    torch.testing.assert_close(torch.stack(drafter.rounds[-1][2]), torch.stack(other.rounds[-1][2]), atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(
+        torch.stack(drafter.rounds[-1][2]), torch.stack(other.rounds[-1][2]), atol=1e-4, rtol=1e-3
+    )
     if source == "another row":
         drafter.propose(Batch([before]))  # what it lent it still has
         assert len(drafter.rounds[-1][1]) == 5

@@ -223,4 +223,6 @@ def test_which_configs_are_eagle3() -> None:
     """The original repository's say LlamaForCausalLM with a draft vocabulary."""
     assert is_eagle3({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000})
     assert is_eagle3({"architectures": ["Eagle3LlamaForCausalLM"]}) and is_eagle3({"speculators_model_type": "eagle3"})
-    assert not is_eagle3({"architectures": ["LlamaForCausalLM"]}) and not is_eagle3({"speculators_model_type": "peagle"})
+    assert not is_eagle3({"architectures": ["LlamaForCausalLM"]}) and not is_eagle3(
+        {"speculators_model_type": "peagle"}
+    )

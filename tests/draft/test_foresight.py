@@ -90,7 +90,9 @@ def test_its_numbers_stand_in_config_json() -> None:
     assert DFlashConfig.from_json(raw_config()).foresight == Foresight()
 
 
-@pytest.mark.parametrize("wrong", [3, {"scale": 0}, {"scale": "1"}, {"spread": True}, {"spread": math.inf}, {"size": 1.0}])
+@pytest.mark.parametrize(
+    "wrong", [3, {"scale": 0}, {"scale": "1"}, {"spread": True}, {"spread": math.inf}, {"size": 1.0}]
+)
 def test_wrong_numbers_are_refused(wrong: Any) -> None:
     with pytest.raises(ModelFileError, match="paceline.foresight"):
         Foresight.of({"paceline": {"foresight": wrong}}, Path("config.json"))
@@ -102,7 +104,9 @@ def test_only_drafts_that_are_held_against_the_targets_draws_are_guessed() -> No
     drafter = DFlashDrafter(network(raw_config(), 3))
     ready(target, drafter)
     asked = SamplingParams(temperature=1.0, seed=4, max_tokens=30)
-    seeded, lossy = (admit(target, drafter, list(PROMPT), params) for params in (asked, replace(asked, lossy="lenience:0.5")))
+    seeded, lossy = (
+        admit(target, drafter, list(PROMPT), params) for params in (asked, replace(asked, lossy="lenience:0.5"))
+    )
 
     def drafts(foresees: bool) -> list[list[int]]:
         rows = [seeded, lossy]

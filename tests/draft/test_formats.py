@@ -43,7 +43,9 @@ def ids_of(folder: Path) -> list[int] | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("raw", [raw_config(), raw_config(**BOTH_WAYS), raw_config(**CAUSAL), raw_2(), raw_2(**BOTH_WAYS)])
+@pytest.mark.parametrize(
+    "raw", [raw_config(), raw_config(**BOTH_WAYS), raw_config(**CAUSAL), raw_2(), raw_2(**BOTH_WAYS)]
+)
 def test_there_and_back_keeps_every_key_and_tensor(tmp_path: Path, raw: dict[str, Any]) -> None:
     raw = {**raw, "auto_map": {"": "config.Mine"}, "note": "mine"}
     raw["dflash_config"]["more"] = [1]
@@ -73,7 +75,9 @@ def test_the_config_is_that_of_speculators(tmp_path: Path) -> None:
         ],
         "verifier": VERIFIER,
     }
-    assert made["sliding_window_non_causal"] and made["draft_vocab_size"] == VOCAB and made["mask_token_id"] == VOCAB - 1
+    assert (
+        made["sliding_window_non_causal"] and made["draft_vocab_size"] == VOCAB and made["mask_token_id"] == VOCAB - 1
+    )
     assert made["transformer_layer_config"]["model_type"] == "qwen3"
     assert not {"dflash_config", "block_size", "num_target_layers"} & made["transformer_layer_config"].keys()
     assert "lm_head.weight" not in load_file(tmp_path / "spec/model.safetensors")
@@ -102,7 +106,9 @@ def test_the_export_drafts_the_same(tmp_path: Path, raw: dict[str, Any], kind: A
 @pytest.mark.slow
 def test_what_a_format_has_no_place_for_is_said_or_refused(tmp_path: Path) -> None:
     source = written(tmp_path / "own", raw_config(), IDS)
-    with pytest.raises(ConfigError, match="drafts among 4 tokens, and the format wants the target's head for them: name it"):
+    with pytest.raises(
+        ConfigError, match="drafts among 4 tokens, and the format wants the target's head for them: name it"
+    ):
         exported(source, "speculators", tmp_path / "spec")
     said = exported(source, "z-lab", tmp_path / "z")[0]
     assert "draft vocabulary of 4 tokens" in said and "name the target (--model)" in said
@@ -153,7 +159,9 @@ def test_z_labs_format_has_the_draft_vocabulary_as_vllm_reads_it(tmp_path: Path)
     assert exported(source, "z-lab", out, head_rows=rows_of(head_weight(target))) == []
     raw, stored = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
     assert raw == raw_config() | {"draft_vocab_size": len(IDS)}
-    assert stored["d2t"].tolist() == [1, 3, 3, 6] and torch.equal(stored["lm_head.weight"], head_weight(target).float()[IDS])
+    assert stored["d2t"].tolist() == [1, 3, 3, 6] and torch.equal(
+        stored["lm_head.weight"], head_weight(target).float()[IDS]
+    )
     assert {*stored} == {*json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]}
     assert not (out / "draft_ids.safetensors").exists() and ids_of(out) == IDS.tolist()
     drafts = [drafted(target, make_drafter(str(folder), target)) for folder in (source, out)]
@@ -165,7 +173,8 @@ def test_z_labs_format_has_the_draft_vocabulary_as_vllm_reads_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("raw", "flag"), [(raw_config(), True), (raw_2(), True), (raw_config(**BOTH_WAYS), True), (raw_config(**CAUSAL), False)]
+    ("raw", "flag"),
+    [(raw_config(), True), (raw_2(), True), (raw_config(**BOTH_WAYS), True), (raw_config(**CAUSAL), False)],
 )
 def test_full_layers_are_not_said_to_be_causal(tmp_path: Path, raw: dict[str, Any], flag: bool) -> None:
     """vLLM takes sliding_window_non_causal for every layer, also where none has a window."""
@@ -200,7 +209,10 @@ def test_what_is_not_understood_is_said(tmp_path: Path, caplog: pytest.LogCaptur
     (source / "mask_embedding.pt").write_bytes(b"")
     with caplog.at_level(logging.WARNING):
         read_stored(source)
-    assert "not read, as nothing here knows what to do with it: note, dflash_config.use_magic, mask_embedding.pt" in caplog.text
+    assert (
+        "not read, as nothing here knows what to do with it: note, dflash_config.use_magic, mask_embedding.pt"
+        in caplog.text
+    )
     exported(written(tmp_path / "plain", raw_config()), "speculators", tmp_path / "spec")
     made = json.loads((tmp_path / "spec/config.json").read_text()) | {"anchor_mixing": 3}
     made["transformer_layer_config"] |= {"window_shift": 1}

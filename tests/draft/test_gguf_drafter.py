@@ -44,7 +44,9 @@ def fields_of(file: Path) -> dict[str, Any]:
     return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
 
 
-def exported(tmp_path: Path, raw: dict[str, Any], ids: torch.Tensor | None = None, **options: Any) -> tuple[Path, list[str]]:
+def exported(
+    tmp_path: Path, raw: dict[str, Any], ids: torch.Tensor | None = None, **options: Any
+) -> tuple[Path, list[str]]:
     file = tmp_path / "out" / "drafter.gguf"
     left_out = export(read_stored(written(tmp_path / "own", raw, ids)), "gguf", file, **options)
     return file, left_out
@@ -88,7 +90,8 @@ def test_there_and_back_keeps_every_key_and_tensor(
     assert back.config == stored.config and back.config.raw == raw and back.form == "gguf"
     assert back.tensors.keys() == stored.tensors.keys()
     assert all(
-        torch.equal(back.tensors[name], each) and back.tensors[name].dtype == dtype for name, each in stored.tensors.items()
+        torch.equal(back.tensors[name], each) and back.tensors[name].dtype == dtype
+        for name, each in stored.tensors.items()
     )
     found = read_draft_ids(file)
     assert (found is None and ids is None) or (found is not None and ids is not None and torch.equal(found, ids))
@@ -101,7 +104,9 @@ def test_keys_and_names_are_llama_cpps(tmp_path: Path) -> None:
     file, _ = exported(tmp_path, raw_2(**BOTH_WAYS))
     fields, config = fields_of(file), read_stored(tmp_path / "own").config
     assert {key: fields[key] for key in RECORDED} == RECORDED
-    assert fields["dflash.target_layers"] == [layer + 1 for layer in config.target_layer_ids], "it names inputs of layers"
+    assert fields["dflash.target_layers"] == [layer + 1 for layer in config.target_layer_ids], (
+        "it names inputs of layers"
+    )
     assert [
         fields[f"dflash.{name}"] for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     ] == [2, 4, 5, 6]
@@ -113,7 +118,9 @@ def test_keys_and_names_are_llama_cpps(tmp_path: Path) -> None:
         "ffn_up", "ffn_down", "attn_conv_proj", "ffn_conv_proj",
     }  # fmt: skip
     whole = {"fc", "enc.output_norm", "output_norm", "selector_predecessor", "selector_successor", "selector_hidden"}
-    expected = {f"{name}.weight" for name in whole} | {f"blk.{index}.{name}.weight" for index in range(3) for name in layer}
+    expected = {f"{name}.weight" for name in whole} | {
+        f"blk.{index}.{name}.weight" for index in range(3) for name in layer
+    }
     expected |= {f"blk.{index}.{side}_conv_base" for index in range(3) for side in ("attn", "ffn")}
     assert tensors.keys() == expected
     assert tensors["blk.0.attn_conv_base"].shape.tolist() == [32, 2, 2], "hidden size, taps, sides"

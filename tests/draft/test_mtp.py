@@ -33,9 +33,19 @@ from paceline.verify.rules import RULES
 PROMPTS = [text(5), text(19, 1), text(12, 2)]
 NUM_TOKENS = 14
 HIDDEN = 32
-QWEN = {"fc": "mtp.fc", "embedding": "mtp.pre_fc_norm_embedding", "hidden": "mtp.pre_fc_norm_hidden", "final": "mtp.norm"}
+QWEN = {
+    "fc": "mtp.fc",
+    "embedding": "mtp.pre_fc_norm_embedding",
+    "hidden": "mtp.pre_fc_norm_hidden",
+    "final": "mtp.norm",
+}
 LAST = "model.layers.4."
-DEEPSEEK = {"fc": f"{LAST}eh_proj", "embedding": f"{LAST}enorm", "hidden": f"{LAST}hnorm", "final": f"{LAST}shared_head.norm"}
+DEEPSEEK = {
+    "fc": f"{LAST}eh_proj",
+    "embedding": f"{LAST}enorm",
+    "hidden": f"{LAST}hnorm",
+    "final": f"{LAST}shared_head.norm",
+}
 
 
 def block_of(name: str, config: Any) -> tuple[Any, Any]:
@@ -103,7 +113,9 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
 
     def one(name: str) -> Made:
         if name not in made:
-            made[name] = _write(*model_of(name, written, tmp_path_factory), name, tmp_path_factory.mktemp("mtp") / "model")
+            made[name] = _write(
+                *model_of(name, written, tmp_path_factory), name, tmp_path_factory.mktemp("mtp") / "model"
+            )
         return made[name]
 
     return one
@@ -167,7 +179,9 @@ def recording(folder: Path, num_drafted: int = 3) -> Recording:
     return drafter
 
 
-def texts(folder: Path, drafter: Drafter | None, params: SamplingParams, rule: str = "auto", nodes: int = 0) -> list[list[int]]:
+def texts(
+    folder: Path, drafter: Drafter | None, params: SamplingParams, rule: str = "auto", nodes: int = 0
+) -> list[list[int]]:
     target = target_of(folder, num_rows=3, max_len=64)
     planner = FixedPlanner(0 if drafter is None else None, most_chunk=8, num_nodes=nodes)
     engine = Engine(target, ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule]), planner=planner)
@@ -200,7 +214,9 @@ def test_branches_are_the_reference_s_and_trees_keep_the_text(name: str, make: C
         for path, (likely, logprobs) in branches.items():
             logprobs_V = reference.logits(tokens, list(path))[-1].float().log_softmax(-1)
             torch.testing.assert_close(logprobs_V[likely], torch.tensor(logprobs), atol=1e-3, rtol=1e-3)
-            torch.testing.assert_close(logprobs_V.topk(len(likely)).values, torch.tensor(logprobs), atol=1e-3, rtol=1e-3)
+            torch.testing.assert_close(
+                logprobs_V.topk(len(likely)).values, torch.tensor(logprobs), atol=1e-3, rtol=1e-3
+            )
 
 
 @pytest.mark.slow
@@ -219,9 +235,9 @@ def test_sampled_requests_are_told_what_the_drafts_were_drawn_from(make: Callabl
 def test_a_seed_s_text_is_plain_decoding_s(make: Callable[[str], Made]) -> None:
     folder, _ = make("qwen3-next")
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.9, seed=11, ignore_eos=True)
-    assert texts(folder, make_drafter("mtp", target_of(folder), target_name=str(folder), num_drafted=2), params) == texts(
-        folder, None, params
-    )
+    assert texts(
+        folder, make_drafter("mtp", target_of(folder), target_name=str(folder), num_drafted=2), params
+    ) == texts(folder, None, params)
 
 
 def copied(folder: Path, to: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Path:
@@ -245,7 +261,9 @@ def test_a_target_without_one_says_so(make: Callable[[str], Made], tmp_path: Pat
 
 def test_what_is_not_implemented_or_does_not_fit_is_named(make: Callable[[str], Made], tmp_path: Path) -> None:
     qwen, deepseek = make("qwen3.5")[0], make("qwen3")[0]
-    second = copied(qwen, tmp_path / "two", lambda given: given | {"mtp.layers.1.input_layernorm.weight": torch.ones(HIDDEN)})
+    second = copied(
+        qwen, tmp_path / "two", lambda given: given | {"mtp.layers.1.input_layernorm.weight": torch.ones(HIDDEN)}
+    )
     with pytest.raises(UnsupportedModelError, match="mtp of more than one layer is not implemented"):
         read_mtp(second)
     latent = f"{LAST}self_attn.kv_a_proj_with_mqa.weight"

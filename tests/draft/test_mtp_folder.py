@@ -1,4 +1,5 @@
-"""A trained MTP layer in a folder of its own: what every command makes of it, and its way back into the target's file."""
+"""A trained MTP layer in a folder of its own: what every command makes of it, and its way back into the target's
+file."""
 
 from __future__ import annotations
 
@@ -72,7 +73,10 @@ def test_a_folder_holds_the_layer_by_the_target_s_own_names(name: str, folder_of
 def test_answers_with_it_are_plain_decoding_s(folder_of: Folder, tmp_path: Path) -> None:
     model = folder_of("qwen3.5+")
     folder = drafter_for(model, tmp_path / "drafter")
-    prompts, params = ["one and two", "what is said again is said again"], SamplingParams(max_tokens=16, ignore_eos=True)
+    prompts, params = (
+        ["one and two", "what is said again is said again"],
+        SamplingParams(max_tokens=16, ignore_eos=True),
+    )
     llm = LLM.of(EngineConfig(str(model), drafter=str(folder), dtype="float32", device="cpu", max_batch=2, max_len=96))
     assert isinstance(llm.drafter, MtpDrafter) and llm.drafter.num_drafted == 4
     llm.engine.planner = FixedPlanner()
@@ -85,7 +89,9 @@ def test_answers_with_it_are_plain_decoding_s(folder_of: Folder, tmp_path: Path)
 def test_engines_are_told_where_they_read_it(folder_of: Folder, tmp_path: Path) -> None:
     model = folder_of("qwen3.5+")
     folder = drafter_for(model, tmp_path / "drafter")
-    with pytest.raises(UnsupportedModelError, match="MTP layer, which vllm reads in the files of its target: put it there"):
+    with pytest.raises(
+        UnsupportedModelError, match="MTP layer, which vllm reads in the files of its target: put it there"
+    ):
         given_to(Start("vllm", str(model), str(folder)), tmp_path / "given")
 
 
@@ -104,7 +110,9 @@ def test_inspect_says_what_it_is_and_what_it_brings(folder_of: Folder, tmp_path:
 def test_a_copy_of_the_target_has_it_in_its_file(name: str, folder_of: Folder, tmp_path: Path) -> None:
     model = folder_of(name)
     folder, out = drafter_for(model, tmp_path / "drafter"), tmp_path / "whole"
-    told = json.loads(run("export", str(folder), "--format", "target", "--model", str(model), "--out", str(out), "--json"))
+    told = json.loads(
+        run("export", str(folder), "--format", "target", "--model", str(model), "--out", str(out), "--json")
+    )
     before, after = load_file(model / "model.safetensors"), load_file(out / "model.safetensors")
     changed = {each for each in before if not torch.equal(before[each], after[each])}
     assert before.keys() == after.keys() and changed == set(told["written"]) and len(changed) > 10

@@ -23,7 +23,9 @@ PASS_COSTS = PassCosts(((1, 1.0), (4, 1.08), (8, 1.22), (16, 1.5)))
 
 def started(drafter: NgramDrafter, prompt: list[int], max_tokens: int = 100, row: int = 0) -> Sequence:
     """Prefilled; the prompt's last token is taken as the anchor."""
-    seq = Sequence(row, list(prompt), len(prompt), SamplingParams(max_tokens=max_tokens), row=row, cached_len=len(prompt) - 1)
+    seq = Sequence(
+        row, list(prompt), len(prompt), SamplingParams(max_tokens=max_tokens), row=row, cached_len=len(prompt) - 1
+    )
     drafter.start(seq)
     drafter.observe([Observed(seq, 0, seq.cached_len, None)])
     return seq
@@ -91,7 +93,9 @@ def test_limits() -> None:
 
 
 @pytest.mark.slow
-@given(st.lists(st.integers(0, 3), min_size=2, max_size=30), st.lists(st.integers(0, 3), max_size=30), st.integers(1, 7))
+@given(
+    st.lists(st.integers(0, 3), min_size=2, max_size=30), st.lists(st.integers(0, 3), max_size=30), st.integers(1, 7)
+)
 def test_index_agrees_with_a_scan(tokens: list[int], more: list[int], chunk: int) -> None:
     drafter = NgramDrafter(min_match=2)
     seq = Sequence(0, tokens, len(tokens), SamplingParams(max_tokens=99), row=0, cached_len=len(tokens) - 1)

@@ -1,4 +1,5 @@
-"""Several drafters in one engine: a row keeps its own, lookups stand beside it, and what one computed is not another's."""
+"""Several drafters in one engine: a row keeps its own, lookups stand beside it, and what one computed is not
+another's."""
 
 from __future__ import annotations
 
@@ -37,11 +38,12 @@ def finished(engine: Engine) -> dict[int, list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after"), [(layers, LAYERS[(place + step) % 5]) for place, layers in enumerate(LAYERS) for step in (0, 2)]
+    ("before", "after"),
+    [(layers, LAYERS[(place + step) % 5]) for place, layers in enumerate(LAYERS) for step in (0, 2)],
 )
 def test_rows_keep_the_drafter_they_began_with(before: tuple[int, ...], after: tuple[int, ...]) -> None:
-    """Each is handed the features of its own layers, in its own order (ScriptedDrafter compares them); every text is plain
-    decoding's; the old drafter is let go with its last row."""
+    """Each is handed the features of its own layers, in its own order (ScriptedDrafter compares them); every text is
+    plain decoding's; the old drafter is let go with its last row."""
     target = FakeTarget(num_rows=4, is_width_invariant=True)
     old, new = (ScriptedDrafter(target, accuracy=0.7, tap_layers=layers) for layers in (before, after))
     engine = engine_with(target, old, prefill_chunk=8)
@@ -305,7 +307,9 @@ class TestProbation:
 
     def tried(self, drafter: Drafter, target: FakeTarget) -> tuple[list[int], list[list[int]]]:
         """What it drafted, after the texts of two requests beside it were compared with plain decoding's."""
-        engine = Engine(target, ByteTokenizer(), ScriptedDrafter(target, accuracy=0.7, tap_layers=(1,)), prefill_chunk=8)
+        engine = Engine(
+            target, ByteTokenizer(), ScriptedDrafter(target, accuracy=0.7, tap_layers=(1,)), prefill_chunk=8
+        )
         prompts = [[number, 2, 9] * 5 for number in range(1, 4)]
         for prompt in prompts:
             engine.add(prompt, SamplingParams(max_tokens=20, ignore_eos=True))
@@ -335,7 +339,9 @@ class TestProbation:
         with pytest.raises(DrafterMismatchError, match="fails: RuntimeError weights of lead"):
             self.tried(drafter, target)
 
-    @pytest.mark.parametrize(("tokens", "reason"), [([], "drafts nothing"), ([99], "tokens that the target does not have")])
+    @pytest.mark.parametrize(
+        ("tokens", "reason"), [([], "drafts nothing"), ([99], "tokens that the target does not have")]
+    )
     def test_one_that_drafts_nothing_of_use_is_refused(self, tokens: list[int], reason: str) -> None:
         target = FakeTarget(num_rows=2, is_width_invariant=True)
         drafter = ScriptedDrafter(target)

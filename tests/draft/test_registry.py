@@ -26,14 +26,21 @@ def target() -> FakeTarget:
 
 
 def test_names(target: FakeTarget) -> None:
-    for name, kind in (("none", NoDrafter), (None, NoDrafter), ("ngram", NgramDrafter), ("random-dflash", DFlashDrafter)):
+    for name, kind in (
+        ("none", NoDrafter),
+        (None, NoDrafter),
+        ("ngram", NgramDrafter),
+        ("random-dflash", DFlashDrafter),
+    ):
         assert type(make_drafter(name, target)) is kind
         make_drafter(name, target, num_drafted=3).bind(target)
     assert make_drafter("ngram", target, num_drafted=3, min_match=2).num_drafted == 3
     assert make_drafter("random-dflash", target, block_size=4, num_layers=2).num_drafted == 3
 
 
-def test_default_is_the_shipped_one_else_ngram(target: FakeTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_is_the_shipped_one_else_ngram(
+    target: FakeTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shipped, "BESIDE", tmp_path)
     assert type(make_drafter("default", target, target_name="tiny")) is NgramDrafter
     monkeypatch.setitem(shipped.SHIPPED, "tiny", {})
@@ -60,8 +67,20 @@ def test_folders_say_what_they_are(target: FakeTarget, tmp_path: Path) -> None:
     folder = tmp_path / "lm"
     folder.mkdir()
     save_file(dict(random_tensors(config)), folder / "model.safetensors")
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    raw = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes, "num_key_value_heads": 1, "head_dim": 8}
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **sizes,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
     (folder / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 4096}))
     small = make_drafter(str(folder), target, num_drafted=2)
     assert type(small) is SmallModelDrafter and small.num_drafted == 2

@@ -1,4 +1,5 @@
-"""The drafter that ships is the default, drafts as the authors' package does with the same weights, and is worth its size."""
+"""The drafter that ships is the default, drafts as the authors' package does with the same weights, and is worth its
+size."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from paceline.types import Batch, DraftBlock
 pytestmark = pytest.mark.slow
 
 MODEL = "smollm2-135m"
-QUESTION = "A farmer has 12 hens. Each lays 5 eggs a week. How many eggs does he collect in 4 weeks? Think step by step."
+QUESTION = (
+    "A farmer has 12 hens. Each lays 5 eggs a week. How many eggs does he collect in 4 weeks? Think step by step."
+)
 MAX_TOKENS = 30
 
 
@@ -69,7 +72,8 @@ def test_the_text_is_plain_decodings_in_fewer_passes(llm: LLM) -> None:
 
 @pytest.mark.nightly
 def test_drafts_are_those_of_the_authors_package(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same weights in PyPI's dflash 0.1.0 over Transformers' Llama: the same rounds, hence the same drafts and text.
+    """The same weights in PyPI's dflash 0.1.0 over Transformers' Llama: the same rounds, hence the same drafts and
+    text.
 
     Its authors' package drafts among all tokens: so does ours here. Rounds of other weights: test_dflash2_reference.py.
     """

@@ -1,8 +1,8 @@
 """Training and decoding are one function: for the same tokens, the same logits in every slot of every block.
 
-The hazards that other trainers met (reference/dflash.md, section 3): a window counted per block, causality that differs, a
-block that sees the anchor's features, positions off by one. All blocks of all documents go through training's packed forward at
-once; decoding meets each anchor as a round does, after observing every position before it.
+The hazards that other trainers met (reference/dflash.md, section 3): a window counted per block, causality that
+differs, a block that sees the anchor's features, positions off by one. All blocks of all documents go through
+training's packed forward at once; decoding meets each anchor as a round does, after observing every position before it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def decoded(net: DFlashNetwork, target: Decoder, *, chunk: int) -> Tensor:
 @pytest.mark.parametrize(("name", "way"), list(zip(VARIANTS, cycle(WAYS), strict=False)))
 @torch.inference_mode()
 def test_every_slot_of_several_anchors_as_decoding_sees_it(name: str, way: str) -> None:
-    """Each variant with one way of attention, by turns; that all ways agree is tested in tests/train/test_attention.py."""
+    """Each variant with one way of attention, by turns; that all ways agree is tested in
+    tests/train/test_attention.py."""
     keys = VARIANTS[name]
     net, target = network(raw_config(**keys)), tiny_target()
     expected = decoded(net, target, chunk=4)

@@ -125,7 +125,7 @@ def test_drafts_that_stand_are_committed_and_injected(monkeypatch: pytest.Monkey
             rows = [seq.row for seq in engine.scheduler.running]
             drafter.take_in_pending(rows)
             caches.append([(row, length, [each[:, row, :, :length].clone() for each in held]) for cache, held in (
-                (own.kv, (own.kv.keys, own.kv.values)), (drafter._cache, (drafter._path.cache.keys, drafter._path.cache.values))
+                (own.kv, (own.kv.keys, own.kv.values)), (drafter._cache, (drafter._path.cache.keys, drafter._path.cache.values))  # noqa: E501
             ) for row in rows for length in [cache.lengths[row]]])  # fmt: skip
             for request in ids:
                 engine.abort(request)
@@ -164,7 +164,9 @@ def test_texts_of_seeds_are_those_of_ordinary_rounds(drafts: bool, shape: str) -
     expected = texts(engine_of(own, None, on=False), PROMPTS, params)
     engine = engine_of(own, dflash(own) if drafts else None)
     assert texts(engine, PROMPTS, params) == expected
-    assert [texts(engine, [prompt], [each])[0] for prompt, each in zip(PROMPTS[:2], params, strict=False)] == expected[:2]
+    assert [texts(engine, [prompt], [each])[0] for prompt, each in zip(PROMPTS[:2], params, strict=False)] == expected[
+        :2
+    ]
     assert count_of(engine) > 20 and len(engine.device_rounds.counts) == 1  # pyright: ignore[reportOptionalMemberAccess]
 
 
@@ -212,7 +214,9 @@ def test_end_tokens_stop_strings_and_limits_cut_a_round_short(monkeypatch: pytes
     engine = engine_of(own, dflash(own))
     right_now_and_then(monkeypatch, engine, [prompt + text for prompt, text in zip(PROMPTS, expected, strict=True)])
     after = run(engine, PROMPTS, ends)
-    assert [(seq.output_ids, seq.finish_reason) for seq in after] == [(seq.output_ids, seq.finish_reason) for seq in before]
+    assert [(seq.output_ids, seq.finish_reason) for seq in after] == [
+        (seq.output_ids, seq.finish_reason) for seq in before
+    ]
     assert {seq.finish_reason for seq in after} == {"stop", "length"}
 
 
@@ -305,7 +309,11 @@ def test_what_a_round_tells_of_itself() -> None:
     drafted = [each for each in stats if any(each.num_drafted_B)]
     assert drafted and all(each.draft_s > 0 and each.verify_s > 0 and each.host_s > 0 for each in drafted)
     for each in drafted:
-        assert each.source_s == {"dflash": each.draft_s} and each.lossless and len(each.drafter_B) == len(each.num_drafted_B)
+        assert (
+            each.source_s == {"dflash": each.draft_s}
+            and each.lossless
+            and len(each.drafter_B) == len(each.num_drafted_B)
+        )
         for count, sure, source in zip(each.num_drafted_B, each.sure_B, each.source_B, strict=True):
             assert len(sure or ()) == count <= 3 and source == ("dflash" if count else "none")
 

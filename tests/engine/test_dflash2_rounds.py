@@ -65,12 +65,13 @@ CASES = [
     pytest.param(12, "its own", NativeDecoder, "seeded, filtered", marks=BUILT),
     pytest.param(0, "sometimes", NativeDecoder, "seeded, shaped", marks=BUILT),
 ]
-"""Nodes of a tree (0: a chain), how often drafts agree with the text, the target, the request: every request with a chain
-and with a tree, and every kind of agreement too, not all combinations."""
+"""Nodes of a tree (0: a chain), how often drafts agree with the text, the target, the request: every request with a
+chain and with a tree, and every kind of agreement too, not all combinations."""
 
 
 class Agreeing(DFlash2Drafter):
-    """Says what the texts say, at a share of the places; at the others what they do not say. The pass is the drafter's own."""
+    """Says what the texts say, at a share of the places; at the others what they do not say. The pass is the drafter's
+    own."""
 
     texts: dict[tuple[int, ...], list[int]]
     """By prompt."""
@@ -163,13 +164,16 @@ def expected_answers() -> dict[tuple[int, ...], float]:
 
 
 def p_value(rule: str, monkeypatch: pytest.MonkeyPatch, num_samples: int = 300) -> float:
-    """Chi-square of answers without a seed. Their drafts are drawn from the selector's own distribution, or guessed (auto)."""
+    """Chi-square of answers without a seed. Their drafts are drawn from the selector's own distribution, or guessed
+    (auto)."""
     numbers = random.Random(4)
     monkeypatch.setattr(types.os, "urandom", numbers.randbytes)
     drafter = DFlash2Drafter(network())
     engine = Engine(tiny_target(num_rows=30, kind=FASTEST), ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule]))
     found = run(engine, [PROMPT] * num_samples, SAMPLED)
-    assert sum(each.num_accepted for seq in found for each in seq.rounds) > num_samples / 8, "the test needs drafts that stand"
+    assert sum(each.num_accepted for seq in found for each in seq.rounds) > num_samples / 8, (
+        "the test needs drafts that stand"
+    )
     counts, expected = Counter(tuple(seq.output_ids) for seq in found), expected_answers()
     assert set(counts) <= set(expected)
     common = [answer for answer, mass in expected.items() if mass * num_samples >= 5]

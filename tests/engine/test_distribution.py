@@ -1,4 +1,5 @@
-"""Sampled answers have the target's distribution, whatever drafts and whichever rule: by chi-square tests that see mistakes."""
+"""Sampled answers have the target's distribution, whatever drafts and whichever rule: by chi-square tests that see
+mistakes."""
 
 from __future__ import annotations
 
@@ -120,7 +121,9 @@ class OneDrawForBoth(Uniforms):
         return self.accept(slot)
 
 
-def with_uniforms(verify: Callable[[CheckedRow], RowVerdict], kind: type[Uniforms]) -> Callable[[CheckedRow], RowVerdict]:
+def with_uniforms(
+    verify: Callable[[CheckedRow], RowVerdict], kind: type[Uniforms]
+) -> Callable[[CheckedRow], RowVerdict]:
     return lambda row: verify(replace(row, uniforms=kind(row.uniforms.seed, row.uniforms.anchor_position)))
 
 

@@ -73,11 +73,14 @@ def test_the_text_is_plain_decodings(kind: Any, way: str) -> None:
 
 @pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (1.0, 3)])
 def test_trees_of_branches_stand_where_the_target_follows_them(temperature: float, seed: int | None) -> None:
-    """The likeliest tokens of each place are drafted side by side: more stands than of chains, and never beyond a tree."""
+    """The likeliest tokens of each place are drafted side by side: more stands than of chains, and never beyond a
+    tree."""
     kept = []
     for nodes in (0, 40):
         params = SamplingParams(max_tokens=40, temperature=temperature, seed=seed, ignore_eos=True)
-        rounds = [each for seq in answers(FASTEST, params, FixedPlanner(num_nodes=nodes), small()) for each in seq.rounds]
+        rounds = [
+            each for seq in answers(FASTEST, params, FixedPlanner(num_nodes=nodes), small()) for each in seq.rounds
+        ]
         kept.append(sum(each.num_accepted for each in rounds) / len(rounds))
         assert max(each.num_accepted for each in rounds) <= 5
     assert kept[1] > 1.5 * kept[0] > 0
@@ -114,7 +117,10 @@ def conversations(engine: Engine) -> dict[int, list[int]]:
     for _ in range(14):
         start = luck.choice([base, base[:25], *prompts[-2:]])
         prompts.append(
-            [*start[: luck.randrange(20, len(start) + 1)], *(luck.randrange(VOCAB) for _ in range(luck.randrange(1, 5)))]
+            [
+                *start[: luck.randrange(20, len(start) + 1)],
+                *(luck.randrange(VOCAB) for _ in range(luck.randrange(1, 5))),
+            ]
         )
         engine.add(prompts[-1], SamplingParams(max_tokens=8))
         unwanted = engine.add([*prompts[-1], 1], SamplingParams(max_tokens=40))
@@ -178,7 +184,9 @@ def p_value(rule: str, drafter: Eagle3Drafter, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(types.os, "urandom", numbers.randbytes)
     engine = Engine(tiny_target(num_rows=30, kind=FASTEST), ByteTokenizer(), drafter, judge=RuleJudge(RULES[rule]))
     found = run(engine, [PROMPT] * num_samples, SAMPLED)
-    assert sum(each.num_accepted for seq in found for each in seq.rounds) > num_samples / 12, "the test needs drafts that stand"
+    assert sum(each.num_accepted for seq in found for each in seq.rounds) > num_samples / 12, (
+        "the test needs drafts that stand"
+    )
     counts, expected = Counter(tuple(seq.output_ids) for seq in found), expected_answers()
     assert set(counts) <= set(expected)
     common = [answer for answer, mass in expected.items() if mass * num_samples >= 5]

@@ -1,4 +1,5 @@
-"""The engine with a target that answers from its cache: drafters that always, never, sometimes agree; any order of events."""
+"""The engine with a target that answers from its cache: drafters that always, never, sometimes agree; any order of
+events."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def test_a_step_records_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operation would pay for them: a step is entered in inference mode, and nobody below needs to know."""
     target, seen = byte_target(), []
     engine, forward = Engine(target, ByteTokenizer(), ScriptedDrafter(target)), target.forward
-    monkeypatch.setattr(target, "forward", lambda batch: seen.append(torch.is_inference_mode_enabled()) or forward(batch))
+    monkeypatch.setattr(
+        target, "forward", lambda batch: seen.append(torch.is_inference_mode_enabled()) or forward(batch)
+    )
     run(engine, PROMPTS[:1], SamplingParams(max_tokens=4))
     assert seen and all(seen) and not torch.is_inference_mode_enabled()
 
@@ -74,7 +77,9 @@ def test_tokens_per_round_follow_the_drafter() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_seed_gives_the_same_text_alone_and_in_a_batch(name: str) -> None:
     target = byte_target(sharpness=1.0, num_rows=8)
-    params = [SamplingParams(temperature=0.9, top_p=0.95, presence_penalty=0.4, seed=seed, max_tokens=10) for seed in range(8)]
+    params = [
+        SamplingParams(temperature=0.9, top_p=0.95, presence_penalty=0.4, seed=seed, max_tokens=10) for seed in range(8)
+    ]
     prompts = [[seed, 2 * seed + 1] for seed in range(8)]
     engine = Engine(target, ByteTokenizer(), drafters(target)[name])
     together = [seq.output_ids for seq in run(engine, prompts, params)]
@@ -106,7 +111,9 @@ class _Spelling(FakeTarget):
 @pytest.mark.parametrize(
     ("stop", "text", "num_tokens"), [(("fg",), "abcde", 7), (("gx", "ef"), "abcd", 6), (("zzz",), "abcdefghijkl", 12)]
 )
-def test_stop_strings_end_text_and_tokens_inside_a_block(name: str, stop: tuple[str, ...], text: str, num_tokens: int) -> None:
+def test_stop_strings_end_text_and_tokens_inside_a_block(
+    name: str, stop: tuple[str, ...], text: str, num_tokens: int
+) -> None:
     target = _Spelling(vocab_size=258)
     engine = Engine(target, ByteTokenizer(), drafters(target)[name])
     engine.add([1], SamplingParams(max_tokens=12, stop=stop, logprobs=0))
@@ -155,7 +162,9 @@ class _Sparing(FakeTarget):
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         out = super().forward(batch)
-        return ForwardOutput(None, out.taps_TF, out.best_T()) if batch.only_argmax and out.logits_TV is not None else out
+        return (
+            ForwardOutput(None, out.taps_TF, out.best_T()) if batch.only_argmax and out.logits_TV is not None else out
+        )
 
 
 @pytest.mark.parametrize(

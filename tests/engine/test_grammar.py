@@ -1,4 +1,5 @@
-"""Answers that keep to a grammar: the same with and without drafts, of the right distribution, ended where they may end."""
+"""Answers that keep to a grammar: the same with and without drafts, of the right distribution, ended where they may
+end."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ class _Knowing(Drafter):
 
     def propose(self, batch: Batch) -> DraftBlock:
         limits = batch.draft_limits_B(self.num_drafted)
-        return DraftBlock.certain([self._draft(seq)[:limit] for seq, limit in zip(batch.sequences, limits, strict=True)])
+        return DraftBlock.certain(
+            [self._draft(seq)[:limit] for seq, limit in zip(batch.sequences, limits, strict=True)]
+        )
 
     def _draft(self, seq: Sequence) -> list[int]:
         answer = self.answers.get(tuple(seq.tokens[: seq.prompt_len]), [])
@@ -94,7 +97,9 @@ def constrained_greedy(target: FakeTarget, spec: GrammarSpec, prompt: list[int],
     """Token by token, from the library alone: a fresh matcher that never saw a draft, and the target's own logits."""
     matcher, answer = matcher_of(spec), list[int]()
     while len(answer) < params.max_tokens and answer[-1:] != [EOS]:
-        logits = penalise(target.logits_after(prompt + answer)[None], params, prompt + answer, Counter(answer), [])[0].clone()
+        logits = penalise(target.logits_after(prompt + answer)[None], params, prompt + answer, Counter(answer), [])[
+            0
+        ].clone()
         mask = matcher.compute_bitmask()
         logits[[token for token in range(258) if not mask[token >> 3] >> (token & 7) & 1]] = -torch.inf
         answer.append(int(logits.argmax()))
@@ -114,7 +119,11 @@ def is_right(spec: GrammarSpec, text: str) -> bool:
     parsed = json.loads(text)
     if spec == OBJECT:
         return isinstance(parsed, dict)
-    return list(parsed) == ["name", "age", "langs"] and 0 <= parsed["age"] <= 120 and set(parsed["langs"]) <= {"de", "en", "fr"}
+    return (
+        list(parsed) == ["name", "age", "langs"]
+        and 0 <= parsed["age"] <= 120
+        and set(parsed["langs"]) <= {"de", "en", "fr"}
+    )
 
 
 @pytest.mark.slow
@@ -160,7 +169,9 @@ def tiny_tokenizer() -> Tokenizer:
 
 @pytest.mark.parametrize(("most", "is_allowed"), [(0, True), (1, True), (16, True), (17, False)])
 @pytest.mark.parametrize("spec", [OBJECT, SCHEMA], ids=["object", "schema"])
-def test_json_has_at_most_sixteen_characters_of_white_space_in_a_row(spec: GrammarSpec, most: int, is_allowed: bool) -> None:
+def test_json_has_at_most_sixteen_characters_of_white_space_in_a_row(
+    spec: GrammarSpec, most: int, is_allowed: bool
+) -> None:
     space = (" \t\r\n" * 5)[:most]
     text = f'{{{space}"name"{space}:{space}"Ada",{space}"age":{space}36,"langs":[{space}"de"{space}]{space}}}'
     matcher, tokens = matcher_of(spec), list(text.encode())
@@ -284,7 +295,11 @@ def test_a_vocabulary_is_read_once_and_only_for_a_grammar() -> None:
 def test_what_is_over_or_aborted_keeps_nothing() -> None:
     engine = byte_engine(byte_target(num_rows=1))
     params = SamplingParams(max_tokens=60, grammar=SCHEMA)
-    ids = [engine.add([1, 2], params), engine.add([3, 4], params), engine.add([5], SamplingParams(max_tokens=5, grammar=DATE))]
+    ids = [
+        engine.add([1, 2], params),
+        engine.add([3, 4], params),
+        engine.add([5], SamplingParams(max_tokens=5, grammar=DATE)),
+    ]
     sequences = [seq for seq, _ in engine._requests.values()]
     states = [weakref.ref(seq.constraint) for seq in sequences]  # pyright: ignore[reportArgumentType]
     for _ in range(4):
@@ -317,16 +332,20 @@ def test_a_refused_draft_gives_way_to_the_only_token_there_is() -> None:
     spec, prompt = GrammarSpec("regex", "the quick brown fox"), [1, 2]
     target = byte_target()
     answer = [*b"the quick brown fox", EOS]
-    (seq,) = run(byte_engine(target, _Knowing({tuple(prompt): answer})), [prompt], SamplingParams(max_tokens=40, grammar=spec))
+    (seq,) = run(
+        byte_engine(target, _Knowing({tuple(prompt): answer})), [prompt], SamplingParams(max_tokens=40, grammar=spec)
+    )
     assert seq.output_ids == answer
     assert len(seq.rounds) == 3  # 1 + 8 + 8 + 3 tokens
 
 
 def test_a_grammar_that_grows_too_large_cuts_its_own_answer_short() -> None:
-    """The library gives up in the middle; the neighbour does not notice, and nobody is told that this was the answer."""
+    """The library gives up in the middle; the neighbour does not notice, and nobody is told that this was the
+    answer."""
     target = byte_target()
     params = [
-        SamplingParams(max_tokens=80, grammar=spec) for spec in (GrammarSpec("regex", "((a{30,1000}){30,1000}){30,1000}"), None)
+        SamplingParams(max_tokens=80, grammar=spec)
+        for spec in (GrammarSpec("regex", "((a{30,1000}){30,1000}){30,1000}"), None)
     ]
     (grown, neighbour) = run(byte_engine(target, drafters(target)["sometimes"]), PROMPTS[:2], params)
     assert grown.finish_reason == "length" and set(grown.output_ids[:-1]) == {ord("a")} and grown.output_ids[-1] == EOS
@@ -346,7 +365,9 @@ def test_the_grammar_has_the_last_word_over_a_bias() -> None:
     """y is forbidden, and so is every other way to begin."""
     params = SamplingParams(max_tokens=9, grammar=GrammarSpec("regex", "yes"), logit_bias={ord("y"): -torch.inf})
     for temperature in (0.0, 1.0):
-        sampled = SamplingParams(max_tokens=9, grammar=params.grammar, logit_bias=params.logit_bias, temperature=temperature)
+        sampled = SamplingParams(
+            max_tokens=9, grammar=params.grammar, logit_bias=params.logit_bias, temperature=temperature
+        )
         (seq,) = run(byte_engine(byte_target()), [[1]], sampled)
         assert bytes(seq.output_ids[:-1]) == b"yes"
     either = SamplingParams(max_tokens=9, grammar=GrammarSpec("regex", "yes|no"), logit_bias=params.logit_bias)
@@ -385,7 +406,9 @@ def test_the_built_in_model_answers_a_schema() -> None:
     """Batched, drafted by what ships, in float32: the tokens of constrained plain decoding, and JSON."""
     llm = LLM("smollm2-135m", dtype="float32", max_batch=2, max_len=192, plan="fixed")
     names = ("Marie Curie", "Alan Turing")
-    prompts = [llm.encode_chat([{"role": "user", "content": f"Describe {name} as JSON: name, age, langs."}]) for name in names]
+    prompts = [
+        llm.encode_chat([{"role": "user", "content": f"Describe {name} as JSON: name, age, langs."}]) for name in names
+    ]
     params = SamplingParams(max_tokens=64, grammar=SCHEMA)
     drafted = llm.generate_ids(prompts, params)
     llm.use_drafter("none")

@@ -1,4 +1,5 @@
-"""Where grammars are compiled: in any thread, the vocabulary read once, the engine handed what is ready; special tokens."""
+"""Where grammars are compiled: in any thread, the vocabulary read once, the engine handed what is ready; special
+tokens."""
 
 from __future__ import annotations
 
@@ -70,8 +71,8 @@ def test_a_mocked_acceptance_keeps_to_no_grammar_and_says_so(name: str, params: 
 
 
 def tokenizer_with_marks() -> Tokenizer:
-    """Bytes, an added word of a non-ASCII spelling, a tool mark that is not special, and two special tokens, one of them
-    among the model's own pieces."""
+    """Bytes, an added word of a non-ASCII spelling, a tool mark that is not special, and two special tokens, one of
+    them among the model's own pieces."""
     pieces = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {piece: token for token, piece in enumerate([*pieces, "<|im_start|>"])}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))

@@ -85,7 +85,9 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(
     drafts_B = [[1, 1], [1, 1], [1, 1]]
     verdict = verdict_on(torch.cat([fine_JV, spoilt_JV, fine_JV]), drafts_B, WAYS[way], rule, certain)
     assert (
-        (verdict.num_accepted_B[0], verdict.next_token_B[0]) == (verdict.num_accepted_B[2], verdict.next_token_B[2]) == (2, 1)
+        (verdict.num_accepted_B[0], verdict.next_token_B[0])
+        == (verdict.num_accepted_B[2], verdict.next_token_B[2])
+        == (2, 1)
     )
     if not verdict.failed_B:  # a rule may keep fewer drafts and see it in the next round
         assert rule in ("auto", "block") and verdict.num_accepted_B[1] == 0 and verdict.next_token_B[1] == 1

@@ -30,7 +30,9 @@ WAYS: dict[str, dict[str, Any]] = {
 SHAPES = {"chain": FixedPlanner(), "tree": FixedPlanner(num_nodes=20)}
 
 
-def engine_of(planner: Planner, *, probs: bool = False, accuracy: float = 0.8, rule: str = "auto", **more: Any) -> Engine:
+def engine_of(
+    planner: Planner, *, probs: bool = False, accuracy: float = 0.8, rule: str = "auto", **more: Any
+) -> Engine:
     target = FakeTarget(vocab_size=24, sharpness=1.5, num_rows=3, max_len=64)
     kind = ScriptedDrafter if probs else TreeDrafter
     drafter = kind(target, accuracy=accuracy, with_probs=probs, tap_layers=(0, 2))
@@ -38,10 +40,14 @@ def engine_of(planner: Planner, *, probs: bool = False, accuracy: float = 0.8, r
     return Engine(target, ByteTokenizer(), drafter, planner=planner, judge=RuleJudge(RULES[rule]), **more)
 
 
-def answers(engine: Engine, lossy: Any, way: dict[str, Any], num_seeds: int = 3, max_tokens: int = 24) -> list[Sequence]:
+def answers(
+    engine: Engine, lossy: Any, way: dict[str, Any], num_seeds: int = 3, max_tokens: int = 24
+) -> list[Sequence]:
     prompts = [prompt for prompt in PROMPTS for _ in range(num_seeds)]
     params = [
-        SamplingParams(seed=seed, max_tokens=max_tokens, lossy=lossy, **way) for _ in PROMPTS for seed in range(num_seeds)
+        SamplingParams(seed=seed, max_tokens=max_tokens, lossy=lossy, **way)
+        for _ in PROMPTS
+        for seed in range(num_seeds)
     ]
     return run(engine, prompts, params)
 
@@ -108,7 +114,9 @@ def test_no_part_of_an_answer_exceeds_the_budget(probs: bool, way: str) -> None:
     assert spent > 0.2, "else there is nothing to keep within"
     for own, engines, least in ((None, 0.1, 0.1), (0.5, 0.1, 0.1), (0.1, 0.5, 0.1)):
         asked = "lenience:0.05" + (f",max_tv={own}" if own else "")
-        done = answers(engine_of(FixedPlanner(), probs=probs, max_tv=engines), asked, WAYS[way], num_seeds=2, max_tokens=32)
+        done = answers(
+            engine_of(FixedPlanner(), probs=probs, max_tv=engines), asked, WAYS[way], num_seeds=2, max_tokens=32
+        )
         for seq in done:
             assert seq.ledger is not None and seq.ledger.max_tv == least and len(seq.ledger.sums) == seq.num_output
             assert all(sums.tv / place <= least for place, sums in enumerate(seq.ledger.sums, 1))
@@ -147,7 +155,9 @@ def test_a_grammar_still_holds() -> None:
     engine = Engine(
         target, ByteTokenizer(), TreeDrafter(target), planner=FixedPlanner(), eos_token_ids=(257,), allow_lossy=True
     )
-    params = SamplingParams(max_tokens=20, grammar=GrammarSpec("regex", "[0-9]{3,8}"), lossy=Lossy.of("relaxed:n=258,delta=1"))
+    params = SamplingParams(
+        max_tokens=20, grammar=GrammarSpec("regex", "[0-9]{3,8}"), lossy=Lossy.of("relaxed:n=258,delta=1")
+    )
     [seq] = run(engine, [[1, 2]], params)
     assert bytes(token for token in seq.output_ids if token < 256).decode().isdigit()
 

@@ -97,7 +97,9 @@ def test_where_bits_depend_on_the_chunk_its_size_depends_on_nothing(monkeypatch:
 def test_answers_of_one_token_do_not_hold_up_the_others() -> None:
     engine = Engine(FakeTarget(vocab_size=258, num_rows=2, max_len=256), ByteTokenizer())
     running = engine.add([1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True))
-    assert [len(chunk.token_ids) for chunk in engine.step()] == [1], "alone, a first token goes out before its first round"
+    assert [len(chunk.token_ids) for chunk in engine.step()] == [1], (
+        "alone, a first token goes out before its first round"
+    )
     for number in range(5):
         engine.add([number + 9], SamplingParams(max_tokens=1))
     for _ in range(5):

@@ -56,7 +56,9 @@ def test_a_conversation_goes_on_where_it_was() -> None:
     (said,) = sequences(engine, [SYSTEM])
     turn = [*SYSTEM, *said.output_ids, 9, 9]
     (again,) = sequences(engine, [turn])
-    assert again.num_reused == len(SYSTEM) + len(said.output_ids) - 1, "all but the last token, which was never a pass's input"
+    assert again.num_reused == len(SYSTEM) + len(said.output_ids) - 1, (
+        "all but the last token, which was never a pass's input"
+    )
 
 
 def test_a_running_sequence_lends_what_it_has() -> None:
@@ -131,12 +133,15 @@ def test_a_row_that_others_used_meanwhile_lends_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("accuracy", [None, 0.0, 0.6, 1.0])
 def test_any_order_of_events_gives_the_text_without_reuse(accuracy: float | None) -> None:
-    """Random conversations over few rows: chat turns, shared systems, aborts; FakeTarget answers from what its rows hold."""
+    """Random conversations over few rows: chat turns, shared systems, aborts; FakeTarget answers from what its rows
+    hold."""
     draw = random.Random(3)
     prompts = []
     for _ in range(60):
         base = draw.choice([SYSTEM, SYSTEM[:30], [8] * 40, *prompts[-3:]])
-        prompts.append([*base[: draw.randrange(1, len(base) + 1)], *(draw.randrange(250) for _ in range(draw.randrange(1, 9)))])
+        prompts.append(
+            [*base[: draw.randrange(1, len(base) + 1)], *(draw.randrange(250) for _ in range(draw.randrange(1, 9)))]
+        )
 
     def answers(reuses: bool) -> list[list[int]]:
         engine, target = engine_of(3, reuses=reuses, accuracy=accuracy)
@@ -168,14 +173,17 @@ def test_any_order_of_events_gives_the_text_without_reuse(accuracy: float | None
 @pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_native_pass_with_a_drafter_that_reads_features(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_native_pass_with_a_drafter_that_reads_features(
+    dtype: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Text and drafts to the bit: what a sequence adopts is what it would have computed."""
     folder = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
     llm = LLM(str(folder), drafter="none", dtype=dtype, backend="native", max_batch=3, max_len=256, plan="fixed")
     drafter = DFlashDrafter.random(llm.target, head_dim=8, block_size=5)
     system = "You are a patient teacher who explains everything with apples. "
     prompts = [
-        llm.tokenizer.encode(system + end) for end in ("Why is the sky blue?", "What is a tide?", "Why?", "Why is it so?")
+        llm.tokenizer.encode(system + end)
+        for end in ("Why is the sky blue?", "What is a tide?", "Why?", "Why is it so?")
     ]
     params = SamplingParams(max_tokens=20, ignore_eos=True)
 

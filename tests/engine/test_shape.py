@@ -25,12 +25,20 @@ PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
 
 
 def engine_of(target: FakeTarget, drafter: Drafter | None = None) -> Engine:
-    return Engine(target, ByteTokenizer(), drafter, judge=RuleJudge(RULES["auto"]), eos_token_ids=(EOS,), prefill_chunk=3)
+    return Engine(
+        target, ByteTokenizer(), drafter, judge=RuleJudge(RULES["auto"]), eos_token_ids=(EOS,), prefill_chunk=3
+    )
 
 
 def drafter_of(name: str, target: FakeTarget) -> Drafter | None:
     accuracy = {"always": 1.0, "never": 0.0, "sometimes": 0.6}
-    return NgramDrafter() if name == "ngram" else ScriptedDrafter(target, accuracy=accuracy[name]) if name in accuracy else None
+    return (
+        NgramDrafter()
+        if name == "ngram"
+        else ScriptedDrafter(target, accuracy=accuracy[name])
+        if name in accuracy
+        else None
+    )
 
 
 def answers(params: SamplingParams, name: str = "none") -> list[Sequence]:
@@ -40,7 +48,9 @@ def answers(params: SamplingParams, name: str = "none") -> list[Sequence]:
 
 SHAPES = {
     "min_tokens": SamplingParams(max_tokens=30, min_tokens=12, logit_bias={EOS: 8.0}),
-    "stop_token_ids": SamplingParams(max_tokens=30, min_tokens=9, stop_token_ids=tuple(range(0, 256, 2)), ignore_eos=True),
+    "stop_token_ids": SamplingParams(
+        max_tokens=30, min_tokens=9, stop_token_ids=tuple(range(0, 256, 2)), ignore_eos=True
+    ),
     "bad_words": SamplingParams(max_tokens=30, bad_words=("a", "\x01\x02", "b")),
     "both, seeded": SamplingParams(max_tokens=30, temperature=1.0, seed=5, min_tokens=20, bad_words=("z", "q")),
     "beside penalties": SamplingParams(max_tokens=30, min_tokens=20, frequency_penalty=0.5, bad_words=("e",)),
@@ -82,7 +92,9 @@ def test_bad_words_are_forbidden_as_sequences_of_tokens() -> None:
     assert SamplingParams(bad_words="no").bad_words == ("no",)  # pyright: ignore[reportArgumentType]
     (plain,) = run(engine_of(byte_target()), [[1, 2]], SamplingParams(max_tokens=40, ignore_eos=True))
     word = next(bytes(pair).decode() for pair in itertools.pairwise(plain.output_ids) if max(pair) < 128)
-    (without,) = run(engine_of(byte_target()), [[1, 2]], SamplingParams(max_tokens=40, ignore_eos=True, bad_words=(word,)))
+    (without,) = run(
+        engine_of(byte_target()), [[1, 2]], SamplingParams(max_tokens=40, ignore_eos=True, bad_words=(word,))
+    )
     assert word in tokenizer.decode(plain.output_ids) and word not in tokenizer.decode(without.output_ids)
 
 
@@ -146,7 +158,9 @@ def test_scores_of_a_prompt_are_the_targets_own(name: str, monkeypatch: pytest.M
     monkeypatch.setattr(torch, "logsumexp", watched)
     run(engine, [prompt], SamplingParams(max_tokens=3))  # leaves the prompt in the cache
     for seq in run(engine, [prompt, prompt[:20]], params):
-        expected = [torch.log_softmax(target.logits_after(prompt[:place]).float(), -1) for place in range(1, seq.prompt_len)]
+        expected = [
+            torch.log_softmax(target.logits_after(prompt[:place]).float(), -1) for place in range(1, seq.prompt_len)
+        ]
         assert [each.token_id for each in seq.prompt_logprobs] == prompt[1 : seq.prompt_len]
         own = [float(scores[token]) for scores, token in zip(expected, prompt[1:], strict=False)]
         assert [each.logprob for each in seq.prompt_logprobs] == pytest.approx(own, abs=1e-4)

@@ -1,4 +1,5 @@
-"""One LLM, several callers: every chunk reaches the request it belongs to, and drafters are swapped while requests run."""
+"""One LLM, several callers: every chunk reaches the request it belongs to, and drafters are swapped while requests
+run."""
 
 from __future__ import annotations
 
@@ -125,7 +126,9 @@ class Failing(FakeTarget):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("prompt", [[4, 13], [4, 5, 6]])
-def test_a_request_whose_logits_are_no_numbers_ends_with_an_error_and_alone(temperature: float, prompt: list[int]) -> None:
+def test_a_request_whose_logits_are_no_numbers_ends_with_an_error_and_alone(
+    temperature: float, prompt: list[int]
+) -> None:
     """In its prompt, or in the middle of its answer; the neighbours' texts are what they would be."""
     target = Failing(vocab_size=16, num_rows=3, is_width_invariant=True)
     engine = Engine(target, ByteTokenizer(), ScriptedDrafter(target, accuracy=0.8))

@@ -90,7 +90,9 @@ def numbers_for(winner: int, shares: list[float], lead: float) -> list[float]:
     return [share * (lead if token == winner else 1.0) if share else lead / 2 for token, share in enumerate(shares)]
 
 
-def said(way: str, monkeypatch: pytest.MonkeyPatch, planner: FixedPlanner | None = None, accuracy: float = 0.7) -> list[bool]:
+def said(
+    way: str, monkeypatch: pytest.MonkeyPatch, planner: FixedPlanner | None = None, accuracy: float = 0.7
+) -> list[bool]:
     """Of each answer whether the engine gives it, with numbers by which its tokens hardly win, and by far."""
     known = [(answer, shares) for answer, shares in answers_of(way).items() for _ in range(2)]
     numbers = [
@@ -101,7 +103,11 @@ def said(way: str, monkeypatch: pytest.MonkeyPatch, planner: FixedPlanner | None
 
     def told(noise: Noise, tokens: list[int]) -> list[float]:
         is_own = noise.seed < len(numbers) and 0 <= noise.position - len(PROMPT) < NUM_TOKENS
-        return [numbers[noise.seed][noise.position - len(PROMPT)][each] for each in tokens] if is_own else right(noise, tokens)
+        return (
+            [numbers[noise.seed][noise.position - len(PROMPT)][each] for each in tokens]
+            if is_own
+            else right(noise, tokens)
+        )
 
     monkeypatch.setattr(Noise, "exponentials", told)
     target = target_of()
@@ -118,7 +124,9 @@ def said(way: str, monkeypatch: pytest.MonkeyPatch, planner: FixedPlanner | None
 @pytest.mark.parametrize("way", WAYS)
 def test_every_answer_comes_with_its_probability(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = answers_of(way)
-    masses = [math.prod(each[token] for token, each in zip(answer, shares, strict=True)) for answer, shares in found.items()]
+    masses = [
+        math.prod(each[token] for token, each in zip(answer, shares, strict=True)) for answer, shares in found.items()
+    ]
     assert sum(masses) == pytest.approx(1.0, abs=1e-5)
     assert len(found) == 1 if WAYS[way].get("temperature") is None else len(found) > 10
     assert all(said(way, monkeypatch))
@@ -164,7 +172,9 @@ def wrong_ancestor(patch: pytest.MonkeyPatch) -> None:
             parents = list(range(-1, len(tokens) - 1)) if tree is None else tree.parents
             siblings = [node for node, parent in enumerate(parents) if parent < 0]
             moved = [
-                next((each for each in siblings if each != parent and each < node), parent) if parent in siblings else parent
+                next((each for each in siblings if each != parent and each < node), parent)
+                if parent in siblings
+                else parent
                 for node, parent in enumerate(parents)
             ]
             hung += [-1, *(parent + 1 for parent in moved)]

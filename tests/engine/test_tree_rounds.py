@@ -86,10 +86,15 @@ def test_the_text_is_plain_decodings(num_nodes: int, name: str, way: str) -> Non
 
 @pytest.mark.slow
 def test_a_tree_keeps_more_than_its_spine() -> None:
-    """The target's token is among three at any rank: one path finds it a third of the time, a tree of them nearly always."""
+    """The target's token is among three at any rank: one path finds it a third of the time, a tree of them nearly
+    always."""
     rounds = {}
     for name, planner in (("chain", FixedPlanner()), ("tree", FixedPlanner(num_nodes=40))):
-        done = answers(planner, {}, accuracy=1.0, num_drafted=3) if name == "tree" else answers(planner, {}, accuracy=1 / 3)
+        done = (
+            answers(planner, {}, accuracy=1.0, num_drafted=3)
+            if name == "tree"
+            else answers(planner, {}, accuracy=1 / 3)
+        )
         rounds[name] = sum(len(seq.rounds) for seq in done)
     assert rounds["tree"] * 1.5 < rounds["chain"]
 

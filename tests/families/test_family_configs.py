@@ -1,4 +1,5 @@
-"""Each family's config: as Transformers writes it and as files on the hub have it, for our decoder and for `simulate`."""
+"""Each family's config: as Transformers writes it and as files on the hub have it, for our decoder and for
+`simulate`."""
 
 from __future__ import annotations
 
@@ -35,20 +36,27 @@ def test_simulate_reads_it(name: str, made: tuple[Path, Any]) -> None:
     assert windows == sorted(str(group.window) for group in shape.attention for _ in range(group.layers))
 
 
-YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.2079441541679836}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "attention_factor": 1.2079441541679836,
+}
 PHI_FACTORS = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0 + step / 8 for step in range(48)]}
 HUB: dict[str, dict[str, Any]] = {
     "SmolLM3-3B": {
         "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "vocab_size": 128256, "hidden_size": 2048,
         "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 4,
         "max_position_embeddings": 65536, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9,
-        "rope_theta": 5000000.0, "sliding_window": None, "use_sliding_window": False, "layer_types": ["full_attention"] * 36,
+        "rope_theta": 5000000.0, "sliding_window": None, "use_sliding_window": False,
+        "layer_types": ["full_attention"] * 36,
     },
     "granite-3.3-2b-instruct": {
         "architectures": ["GraniteForCausalLM"], "model_type": "granite", "vocab_size": 49159, "hidden_size": 2048,
         "intermediate_size": 8192, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
         "max_position_embeddings": 131072, "rope_theta": 10000000.0, "rope_scaling": None, "rms_norm_eps": 1e-5,
-        "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0,
+        "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
         "tie_word_embeddings": True,
     },
     "OLMo-2-0425-1B": {
@@ -65,7 +73,8 @@ HUB: dict[str, dict[str, Any]] = {
     "Phi-4": {
         "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "vocab_size": 100352, "hidden_size": 5120,
         "intermediate_size": 17920, "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 10,
-        "max_position_embeddings": 16384, "original_max_position_embeddings": 16384, "rope_theta": 250000, "rope_scaling": None,
+        "max_position_embeddings": 16384, "original_max_position_embeddings": 16384, "rope_theta": 250000,
+        "rope_scaling": None,
     },
     "Phi-4-mini-instruct": {
         "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "vocab_size": 200064, "hidden_size": 3072,
@@ -75,13 +84,16 @@ HUB: dict[str, dict[str, Any]] = {
     },
     "gemma-2-2b-it": {
         "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304,
-        "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "max_position_embeddings": 8192, "rope_theta": 10000.0, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 4096,
+        "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 8192, "rope_theta": 10000.0, "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": 4096,
         "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
     },
     "gemma-3-1b-it": {
         "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 1152,
-        "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+        "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 256,
         "max_position_embeddings": 32768, "rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None,
         "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 512,
         "sliding_window_pattern": 6, "attn_logit_softcapping": None, "final_logit_softcapping": None,
@@ -90,7 +102,8 @@ HUB: dict[str, dict[str, Any]] = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
         "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
         "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1000000.0,
-        "rope_scaling": None, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "rope_scaling": None, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
         "mlp_only_layers": [], "sliding_window": None, "use_sliding_window": False, "max_window_layers": 48,
     },
     "Mixtral-8x7B-Instruct-v0.1": {
@@ -101,7 +114,8 @@ HUB: dict[str, dict[str, Any]] = {
     },
     "gpt-oss-20b": {
         "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
-        "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "head_dim": 64,
         "max_position_embeddings": 131072, "rope_theta": 150000, "num_local_experts": 32, "num_experts_per_tok": 4,
         "experts_per_token": 4, "sliding_window": 128,
         "quantization_config": {"quant_method": "mxfp4"}, "swiglu_limit": 7.0, "attention_bias": True,
@@ -112,19 +126,24 @@ HUB: dict[str, dict[str, Any]] = {
         },
     },
     "Qwen3-Next-80B-A3B-Instruct": {
-        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048,
-        "intermediate_size": 5120, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 512,
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5120, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "num_experts": 512,
         "num_experts_per_tok": 10, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
         "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
         "max_position_embeddings": 262144, "rope_theta": 10000000, "rope_scaling": None, "partial_rotary_factor": 0.25,
-        "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
         "linear_num_value_heads": 32, "linear_value_head_dim": 128, "attention_bias": False, "hidden_act": "silu",
     },
     "Qwen3.5-9B": {
-        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 4096,
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": 248320,
+        "hidden_size": 4096,
         "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4,
         "head_dim": 256, "max_position_embeddings": 262144, "full_attention_interval": 4, "attn_output_gate": True,
-        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
         "linear_value_head_dim": 128, "hidden_act": "silu", "mtp_num_hidden_layers": 1,
         "rope_parameters": {
             "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000,
@@ -152,7 +171,9 @@ def test_a_file_of_the_hub_means_what_transformers_makes_of_it(model: str) -> No
     assert replace(found, **ROPE_FIELDS) == replace(again, **ROPE_FIELDS)
     for kind in rotated(found):
         for longest in (64, 30000):
-            for ours, other in zip(rope_tables(found, 64, kind, longest), rope_tables(again, 64, kind, longest), strict=True):
+            for ours, other in zip(
+                rope_tables(found, 64, kind, longest), rope_tables(again, 64, kind, longest), strict=True
+            ):
                 assert torch.equal(ours, other)
 
 
@@ -171,10 +192,17 @@ def test_what_the_files_say() -> None:
     gemma2, gemma3 = read["gemma-2-2b-it"], read["gemma-3-1b-it"]
     assert (gemma2.embedding_scale, gemma2.attention_scale) == (48.0, 1 / 16)
     assert (gemma2.attention_cap, gemma2.logit_cap, gemma2.windows[:2]) == (50.0, 30.0, (4096, None))
-    assert (gemma3.norm_offset, gemma3.activation, gemma3.logit_cap, gemma3.tie_embeddings) == (1.0, "gelu_tanh", 0.0, True)
+    assert (gemma3.norm_offset, gemma3.activation, gemma3.logit_cap, gemma3.tie_embeddings) == (
+        1.0,
+        "gelu_tanh",
+        0.0,
+        True,
+    )
     assert (gemma3.rope_theta, gemma3.local_rope_theta, gemma3.windows[4:7]) == (1e6, 1e4, (512, None, 512))
     following, dense = read["Qwen3-Next-80B-A3B-Instruct"], read["Qwen3.5-9B"]
-    assert following.linear_layers == tuple(layer for layer in range(48) if layer % 4 != 3) and following.has_mixed_delta
+    assert (
+        following.linear_layers == tuple(layer for layer in range(48) if layer % 4 != 3) and following.has_mixed_delta
+    )
     assert (
         following.delta == dense.delta == DeltaShape(16, 32, 128, 128, 4)
         and dense.linear_layers == following.linear_layers[:24]
@@ -204,7 +232,11 @@ def test_simulate_and_the_decoder_count_the_same_parameters(model: str) -> None:
         ("OLMo-2-0425-1B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not implemented"),
         ("Qwen3.5-9B", {"layer_types": ["sliding_attention"] * 32}, "is not implemented"),
         ("Qwen3.5-9B", {"attn_output_gate": False}, "attn_output_gate False is not implemented"),
-        ("SmolLM3-3B", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per-layer rope is not implemented"),
+        (
+            "SmolLM3-3B",
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "per-layer rope is not implemented",
+        ),
     ],
 )
 def test_what_no_family_computes_goes_to_transformers(model: str, changes: dict[str, Any], message: str) -> None:
@@ -218,8 +250,16 @@ def test_what_no_family_computes_goes_to_transformers(model: str, changes: dict[
         ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers needs a 0 or a 1 for each layer"),
         ("SmolLM3-3B", {"no_rope_layers": [2] * 36}, "no_rope_layers needs a 0 or a 1 for each layer"),
         ("granite-3.3-2b-instruct", {"logits_scaling": 0}, "needs 'logits_scaling' as a number above"),
-        ("Phi-4-mini-instruct", {"rope_scaling": PHI_FACTORS | {"long_factor": [1.0]}}, "long_factor has 1 numbers, not 48"),
-        ("Phi-4-mini-instruct", {"rope_scaling": PHI_FACTORS | {"long_factor": 2.0}}, "needs a list of numbers 'long_factor'"),
+        (
+            "Phi-4-mini-instruct",
+            {"rope_scaling": PHI_FACTORS | {"long_factor": [1.0]}},
+            "long_factor has 1 numbers, not 48",
+        ),
+        (
+            "Phi-4-mini-instruct",
+            {"rope_scaling": PHI_FACTORS | {"long_factor": 2.0}},
+            "needs a list of numbers 'long_factor'",
+        ),
         ("Phi-4-mini-instruct", {"partial_rotary_factor": 0.001}, "of heads of 128 cannot be rotated"),
         ("Mixtral-8x7B-Instruct-v0.1", {"num_experts_per_tok": 9}, "9 of 8 experts for each token are not possible"),
         ("Qwen3-30B-A3B", {"num_experts": 2**20}, "experts for each token are not possible"),
@@ -235,7 +275,9 @@ def test_impossible_values_are_named(model: str, changes: dict[str, Any], messag
 
 
 def test_the_text_part_of_a_model_of_pictures() -> None:
-    text = {key: value for key, value in HUB["Qwen3.5-9B"].items() if key not in ("architectures", "tie_word_embeddings")}
+    text = {
+        key: value for key, value in HUB["Qwen3.5-9B"].items() if key not in ("architectures", "tie_word_embeddings")
+    }
     whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text, "vision_config": {"depth": 2}}
     assert decoder_config(whole, HERE) == decoder_config(HUB["Qwen3.5-9B"], HERE)
     assert decoder_config(whole | {"tie_word_embeddings": True}, HERE).tie_embeddings
@@ -269,7 +311,10 @@ JUNK: list[Any] = [
 def test_whatever_a_key_holds_it_is_read_or_refused(model: str) -> None:
     rng, refused = random.Random(model), 0
     for _ in range(60):
-        raw = copy.deepcopy(HUB[model]) | {"layer_types": None, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}
+        raw = copy.deepcopy(HUB[model]) | {
+            "layer_types": None,
+            "rope_parameters": {"full_attention": {"rope_theta": 1e4}},
+        }
         if rng.random() < 0.7:
             del raw["rope_parameters"]
         for _ in range(rng.randint(1, 2)):

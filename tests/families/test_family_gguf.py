@@ -1,5 +1,5 @@
-"""Families from GGUF files as llama.cpp's convert_hf_to_gguf.py writes them: names by the gguf package's own table, norms with
-their offset, rows of queries and keys in the order of ggml's rope, experts in one tensor."""
+"""Families from GGUF files as llama.cpp's convert_hf_to_gguf.py writes them: names by the gguf package's own table,
+norms with their offset, rows of queries and keys in the order of ggml's rope, experts in one tensor."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ ARCHITECTURES = {
         norm_offset=1.0,
         keys={"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"},
     ),
-    "gemma3": Stored("gemma3", {"query_pre_attn_scalar": 8, "layer_types": None, "num_hidden_layers": 7}, norm_offset=1.0),
+    "gemma3": Stored(
+        "gemma3", {"query_pre_attn_scalar": 8, "layer_types": None, "num_hidden_layers": 7}, norm_offset=1.0
+    ),
     "qwen3-moe": Stored("qwen3moe", {"mlp_only_layers": [], "moe_intermediate_size": 32}),
     "mixtral": Stored("llama", is_permuted=True),
 }

@@ -1,4 +1,5 @@
-"""Each family's pass is Transformers': whole, in chunks with drafts taken back, ragged, as a tree, and of fixed shape."""
+"""Each family's pass is Transformers': whole, in chunks with drafts taken back, ragged, as a tree, and of fixed
+shape."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def test_chunks_with_refused_drafts_and_another_row(name: str, made: Made, backe
 
 
 def test_longrope_has_other_factors_for_long_texts(written: Written, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """From the first position on, by what a row of the cache may hold: Transformers chooses by the last one of each pass."""
+    """From the first position on, by what a row of the cache may hold: Transformers chooses by the last one of each
+    pass."""
     folder, model = model_of("phi4-mini", written, tmp_path_factory)
     tokens = text(90)
     target = target_of(folder, max_len=128)

@@ -1,4 +1,5 @@
-"""Each family's greedy text is Transformers' `generate`, token for token, with a twin, DFlash and one other kind of drafter."""
+"""Each family's greedy text is Transformers' `generate`, token for token, with a twin, DFlash and one other kind of
+drafter."""
 
 from __future__ import annotations
 

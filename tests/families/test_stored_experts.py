@@ -1,4 +1,5 @@
-"""Experts of files that hold a layer's together, in any of the forms: the same model as from each expert's own tensors."""
+"""Experts of files that hold a layer's together, in any of the forms: the same model as from each expert's own
+tensors."""
 
 from __future__ import annotations
 

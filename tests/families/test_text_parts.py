@@ -1,4 +1,5 @@
-"""The text of a model of pictures, as Qwen3.5's files hold it: an inner config, longer names, parts that are left out."""
+"""The text of a model of pictures, as Qwen3.5's files hold it: an inner config, longer names, parts that are left
+out."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ def whole(written: Written, tmp_path_factory: pytest.TempPathFactory, tmp_path: 
     shutil.copytree(source, folder)
     inner = json.loads((source / "config.json").read_text())
     tied = inner.pop("tie_word_embeddings")
-    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "vision_config": {"depth": 1}}
+    outer = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "vision_config": {"depth": 1},
+    }
     (folder / "config.json").write_text(json.dumps({**outer, "tie_word_embeddings": tied, "text_config": inner}))
     tensors = {
         name.replace("model.", "model.language_model.", 1): tensor

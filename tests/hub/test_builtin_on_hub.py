@@ -60,7 +60,9 @@ def refusals() -> dict[str, Exception]:
 
     from huggingface_hub import errors
 
-    httpx = importlib.import_module(errors.HTTPError.__module__.partition(".")[0])  # its name changes with the hub's version
+    httpx = importlib.import_module(
+        errors.HTTPError.__module__.partition(".")[0]
+    )  # its name changes with the hub's version
     response = httpx.Response(404, request=httpx.Request("HEAD", "https://example.org"))
     return {
         "no route": httpx.ConnectError("no route"),

@@ -253,7 +253,11 @@ def test_builtin_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.num_layers, config.hidden_size, config.tie_embeddings) == (30, 576, True)
     blocks = dict(check_tensors(config, load_tensors(file, keep_blocks=True), file))
     kinds = {name: tensor.kind for name, tensor in blocks.items() if isinstance(tensor, Blocks)}
-    assert len(kinds) == 1 + 7 * 30 and kinds.pop("model.embed_tokens.weight") == "Q8_0" and set(kinds.values()) == {"Q4_1"}
+    assert (
+        len(kinds) == 1 + 7 * 30
+        and kinds.pop("model.embed_tokens.weight") == "Q8_0"
+        and set(kinds.values()) == {"Q4_1"}
+    )
     for name, tensor in load_tensors(file):
         if ".layers.7." in name:
             kept = blocks[name]

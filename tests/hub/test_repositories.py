@@ -1,4 +1,5 @@
-"""Models from the Hugging Face hub, as far as can be tested without one: its errors, what is asked for, the offline switch."""
+"""Models from the Hugging Face hub, as far as can be tested without one: its errors, what is asked for, the offline
+switch."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def hub_errors() -> list[tuple[Exception, type[Exception]]]:
 
     from huggingface_hub import errors
 
-    httpx = importlib.import_module(errors.HTTPError.__module__.partition(".")[0])  # its name changes with the hub's version
+    httpx = importlib.import_module(
+        errors.HTTPError.__module__.partition(".")[0]
+    )  # its name changes with the hub's version
     response = httpx.Response(404, request=httpx.Request("GET", "https://example.org"))
     return [
         (errors.RepositoryNotFoundError("no", response=response), ModelNotFoundError),
@@ -47,7 +50,9 @@ def test_hub_never_asks_for_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     from huggingface_hub.utils import filter_repo_objects
 
     asked: dict[str, Any] = {}
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo_id, **kwargs: asked.update(kwargs) or str(tmp_path))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda repo_id, **kwargs: asked.update(kwargs) or str(tmp_path)
+    )
     assert resolve("org/name") == tmp_path
     files = [
         "config.json",

@@ -26,7 +26,9 @@ from paceline.model.torch.kernels.triton.attend import attend_split, combine_spl
 POINTERS = {"torch.float32": "*fp32", "torch.bfloat16": "*bf16", "torch.float16": "*fp16"}
 
 
-def compiled(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], warps: int, arch: int) -> tuple[int, str]:
+def compiled(
+    kernel: Any, pointers: dict[str, str], constants: dict[str, Any], warps: int, arch: int
+) -> tuple[int, str]:
     """Bytes of shared memory, and what cuobjdump says of registers and local memory."""
     kinds: dict[str, str] = {}
     for name in kernel.arg_names:
@@ -59,7 +61,11 @@ def both(group: int, head_dim: int, dtype: str, count: int, has_all: bool, arch:
     name = f"{group} heads of {head_dim}, {count} tokens in {dtype} on sm_{arch}"
     split = compiled(attend_split, pointers, constants, tiles.warps, arch)
     combined = compiled(
-        combine_splits, parts | {"sinks_H": "*fp32", "out": pointer}, {**shape, "CHUNK": CHUNK, "HAS_SINKS": True}, 4, arch
+        combine_splits,
+        parts | {"sinks_H": "*fp32", "out": pointer},
+        {**shape, "CHUNK": CHUNK, "HAS_SINKS": True},
+        4,
+        arch,
     )
     return [(f"split, {name}", limit, *split), (f"combined, {name}", limit, *combined)]
 

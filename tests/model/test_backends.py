@@ -143,7 +143,8 @@ def test_auto_is_bfloat16_where_blocks_are_multiplied_as_they_are(
 @needs_library
 @pytest.mark.parametrize("kind", ["q8_0", "q4_1"])
 def test_larger_weights_can_be_rounded_to_blocks(folder: Path, tmp_path: Path, kind: str) -> None:
-    """Rounded at load, they are the numbers that rounding them beforehand gives; speculation leaves that model as it is."""
+    """Rounded at load, they are the numbers that rounding them beforehand gives; speculation leaves that model as it
+    is."""
     wide = tiny_model(tmp_path / "wide")
     rounded, exact = load(wide, weight_format=kind), load(wide)
     assert form_of(rounded).weight_format == kind.upper() and rounded.weight_bytes < 0.5 * exact.weight_bytes
@@ -191,9 +192,9 @@ def test_what_the_native_pass_cannot(dtype: torch.dtype, device: str, head_dim: 
 def test_what_transformers_runs_has_no_native_pass(tmp_path: Path) -> None:
     import transformers
 
-    transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=2)).save_pretrained(
-        tmp_path
-    )
+    transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=2)
+    ).save_pretrained(tmp_path)
     with pytest.raises(NativeError, match="GPT2LMHeadModel is not implemented .* leave --backend out"):
         load(tmp_path, backend="native")
     assert form_of(load(tmp_path)) == Form("torch", None, "float32")
@@ -226,7 +227,9 @@ def test_an_llm_says_how_it_computes_and_sets_the_threads(folder: Path, gguf_fil
     assert f" on cpu, float32 (weights float32, native {isa}), drafter none; weights " in introduce(llm)
     llm.target = load(gguf_file, weight_format="blocks")
     machine = Machine("test", 1e9, {}, 1, 1)
-    assert f"a pass reads {llm.target.weight_bytes / 1e6:.0f} MB of Q4_1+Q5_0+Q8_0 weights" in ceiling_line(llm, machine)
+    assert f"a pass reads {llm.target.weight_bytes / 1e6:.0f} MB of Q4_1+Q5_0+Q8_0 weights" in ceiling_line(
+        llm, machine
+    )
 
 
 def test_the_backend_and_the_device_must_agree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,5 +246,7 @@ def test_the_instruction_set_can_be_forced(gguf_file: Path) -> None:
             settle(EngineConfig(model=str(gguf_file), device="cpu", isa=isa))
             assert form_of(load(gguf_file)).isa == isa
     missing = next(isa for isa in ("amx", "avx512bf16", "avx512", "avxvnni", "avx2", "none") if isa not in ISAS)
-    with pytest.raises(NativeError, match=f"cannot run on {missing} here: choose --isa from .*portable, or leave it out"):
+    with pytest.raises(
+        NativeError, match=f"cannot run on {missing} here: choose --isa from .*portable, or leave it out"
+    ):
         native_lib.use(missing)

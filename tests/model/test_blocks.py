@@ -9,7 +9,16 @@ from native_models import quantised
 
 from paceline.model.gguf.blocks import BLOCK_KINDS, BLOCK_SIZES, BlockKind, Blocks, quantise
 
-STEPS: dict[BlockKind, int] = {"Q4_0": 15, "Q4_1": 15, "Q5_0": 31, "Q5_1": 31, "Q8_0": 254, "Q4_K": 15, "Q5_K": 31, "Q6_K": 62}
+STEPS: dict[BlockKind, int] = {
+    "Q4_0": 15,
+    "Q4_1": 15,
+    "Q5_0": 31,
+    "Q5_1": 31,
+    "Q8_0": 254,
+    "Q4_K": 15,
+    "Q5_K": 31,
+    "Q6_K": 62,
+}
 """Codes of a block from its least to its largest number."""
 
 

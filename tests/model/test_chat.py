@@ -90,7 +90,11 @@ WAYS = [through_the_server, through_the_library, through_rows, through_the_proxy
 texts = st.text(string.ascii_letters + " \n{}\"'<>é中😀", max_size=12)
 names = st.text(string.ascii_lowercase, min_size=1, max_size=6)
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | texts,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(names, inner, max_size=2),
     max_leaves=4,
 )
@@ -128,7 +132,9 @@ tools = st.lists(
     st.builds(
         lambda name, more: {"type": "function", "function": dict([*more.items(), ("name", name)])},
         names,
-        st.fixed_dictionaries({}, optional={"parameters": objects, "description": texts, "strict": st.booleans() | st.none()}),
+        st.fixed_dictionaries(
+            {}, optional={"parameters": objects, "description": texts, "strict": st.booleans() | st.none()}
+        ),
     ),
     max_size=2,
 )
@@ -143,7 +149,9 @@ def test_one_conversation_is_one_prompt_everywhere(template: str, messages: list
     prompts = {way.__name__: way(tokenizer, messages, tools) for way in WAYS}
     if not tools:
         prompts["evals"] = through_evals(tokenizer, messages, tools)
-    assert len(set(map(tuple, prompts.values()))) == 1, {name: tokenizer.decode(ids, False) for name, ids in prompts.items()}
+    assert len(set(map(tuple, prompts.values()))) == 1, {
+        name: tokenizer.decode(ids, False) for name, ids in prompts.items()
+    }
     assert normalised(normalised(messages)) == normalised(messages)
 
 

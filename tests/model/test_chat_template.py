@@ -97,7 +97,10 @@ def test_size_is_bounded(template: str) -> None:
         ("{{ messages | map(attribute='content') | join(', ') }}", "hi"),
         ("{{ 'a</think>b'.split('</think>')[-1].lstrip('\n') | replace('b', 'c') | upper }}", "C"),
         ("{{ {'time': 1700000000, 'a': [1, None]} | tojson(indent=4) | length }}", "68"),
-        ("{% set ns = namespace(n=0) %}{% for i in range(2000) %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}", "1999000"),
+        (
+            "{% set ns = namespace(n=0) %}{% for i in range(2000) %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}",
+            "1999000",
+        ),
         ("{{ messages[0] == {'role': 'user', 'content': 'hi'} }}{{ none }}{{ 1.5 }}{{ [1] }}{{ x }}", "TrueNone1.5[1]"),
         ("{% macro f(x, y='-') %}{{ x ~ y ~ caller() }}{% endmacro %}{% call f('a') %}b{% endcall %}", "a-b"),
         ("{{ 'x' in 'xyz' and 'role' in messages[0] and 3 is divisibleby(3) }}", "True"),

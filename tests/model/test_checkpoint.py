@@ -52,7 +52,11 @@ def test_attention_and_mlp_bias(tmp_path: Path) -> None:
 
 def test_defaults_when_keys_are_absent(tmp_path: Path) -> None:
     write_config(
-        tmp_path, "Qwen3ForCausalLM", max_position_embeddings="absent", num_attention_heads=32, num_key_value_heads="absent"
+        tmp_path,
+        "Qwen3ForCausalLM",
+        max_position_embeddings="absent",
+        num_attention_heads=32,
+        num_key_value_heads="absent",
     )
     config = load_config(tmp_path)
     assert (config.head_dim, config.num_kv_heads, config.max_position, config.rope_theta) == (128, 32, 32768, 10000.0)
@@ -68,7 +72,12 @@ def test_defaults_when_keys_are_absent(tmp_path: Path) -> None:
         ({"architecture": "MistralForCausalLM"}, (4096, 4096)),
         ({"architecture": "Qwen2ForCausalLM", "sliding_window": 16, "use_sliding_window": False}, ()),
         (
-            {"architecture": "Qwen2ForCausalLM", "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1},
+            {
+                "architecture": "Qwen2ForCausalLM",
+                "sliding_window": 16,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
             (None, 16),
         ),
         (
@@ -93,7 +102,10 @@ def test_rope_keys_old_and_new(tmp_path: Path) -> None:
     new = load_config(write_config(tmp_path, rope_parameters=scaling | {"rope_type": "llama3", "rope_theta": 5e5}))
     assert old == new
     assert (new.rope_theta, new.rope_scaling) == (5e5, scaling | {"rope_type": "llama3"})
-    assert load_config(write_config(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 2.0})).rope_scaling is None
+    assert (
+        load_config(write_config(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 2.0})).rope_scaling
+        is None
+    )
 
 
 def test_eos_ids_of_both_files(tmp_path: Path) -> None:

@@ -137,7 +137,9 @@ def test_ragged_rows_do_not_see_each_other(family: str, counts: tuple[int, ...])
     packed = [token for tokens, start in zip(texts, starts, strict=True) for token in tokens[start:]]
     out = decoder.forward(ForwardBatch([row for row in rows if row is not None], starts, list(counts), packed))
     assert out.logits_TV is not None
-    expected = torch.cat([reference(model, tokens).logits[0, start:] for tokens, start in zip(texts, starts, strict=True)])
+    expected = torch.cat(
+        [reference(model, tokens).logits[0, start:] for tokens, start in zip(texts, starts, strict=True)]
+    )
     torch.testing.assert_close(out.logits_TV, expected, atol=1e-4, rtol=1e-4)
 
 

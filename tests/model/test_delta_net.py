@@ -1,4 +1,5 @@
-"""Gated delta nets with a state that lags behind: against the recurrence token by token, and taken back in every way."""
+"""Gated delta nets with a state that lags behind: against the recurrence token by token, and taken back in every
+way."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from paceline.model.torch.graphs import GraphDecoder
 VOCAB = 50
 SHAPE = DeltaShape(num_key_heads=2, num_value_heads=4, key_dim=4, value_dim=3, kernel=3)
 CONFIG = DecoderConfig(
-    "qwen3_5_text", VOCAB, 16, 24, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=8, max_position=512, qk_norm=True,
+    "qwen3_5_text", VOCAB, 16, 24, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=8, max_position=512,
+    qk_norm=True,
     norm_offset=1.0, output_gate=True, rotary_dim=4, delta=SHAPE, linear_layers=(0, 2),
 )  # fmt: skip
 
@@ -87,7 +89,9 @@ def recurrence(parts: dict[str, Tensor], hidden_TD: Tensor) -> Tensor:
         q, k = (part.view(SHAPE.num_key_heads, -1).repeat_interleave(share, 0) for part in (q, k))
         q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
         v, beta = v.view(SHAPE.num_value_heads, -1), torch.sigmoid(w["in_proj_b.weight"] @ x[at])
-        state = state * (-w["A_log"].exp() * F.softplus(w["in_proj_a.weight"] @ x[at] + w["dt_bias"])).exp()[:, None, None]
+        state = (
+            state * (-w["A_log"].exp() * F.softplus(w["in_proj_a.weight"] @ x[at] + w["dt_bias"])).exp()[:, None, None]
+        )
         change = beta[:, None] * (v - torch.einsum("hkv,hk->hv", state, k))
         state = state + torch.einsum("hk,hv->hkv", k, change)
         found = torch.einsum("hkv,hk->hv", state, q) * SHAPE.key_dim**-0.5
@@ -102,7 +106,9 @@ def test_the_layer_is_the_recurrence() -> None:
     prefix = "model.layers.0."
     parts = {name.removeprefix(prefix): tensor for name, tensor in weights().items() if name.startswith(prefix)}
     hidden_TD = torch.randn(3 * ROOM + 20, 16, generator=torch.Generator().manual_seed(1))
-    expected = recurrence({name: tensor for name, tensor in parts.items() if name.startswith("linear_attn.")}, hidden_TD)
+    expected = recurrence(
+        {name: tensor for name, tensor in parts.items() if name.startswith("linear_attn.")}, hidden_TD
+    )
     layer, cache = DeltaNet(CONFIG, parts), DeltaCache(CONFIG, 1, 300, torch.float32)
     cache.allocate()
     at = 0
@@ -131,12 +137,15 @@ def test_random_weights_have_norms_of_one() -> None:
     """All the same, whether a family adds one to what is stored or not."""
     stored = dict(random_tensors(CONFIG))
     assert (stored["model.layers.0.linear_attn.norm.weight"] == 1.0).all()
-    assert all((tensor == 0.0).all() for name, tensor in stored.items() if name.endswith(("layernorm.weight", "q_norm.weight")))
+    assert all(
+        (tensor == 0.0).all() for name, tensor in stored.items() if name.endswith(("layernorm.weight", "q_norm.weight"))
+    )
 
 
 @pytest.mark.slow
 def test_rows_with_different_accepted_lengths(made: Made) -> None:
-    """Three rows in one pass, of equal and of unequal counts; each takes back what it likes, until all have settled twice."""
+    """Three rows in one pass, of equal and of unequal counts; each takes back what it likes, until all have settled
+    twice."""
     target, rng = target_of(made=made), random.Random(1)
     texts = [text(110, seed) for seed in range(3)]
     expected = [one_by_one(tokens) for tokens in texts]

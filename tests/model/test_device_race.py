@@ -89,7 +89,10 @@ def test_what_is_no_distribution_is_seen() -> None:
     bad = torch.zeros(3, 1, 40)
     bad[0, 0, 3], bad[1, 0, 5], bad[2] = float("nan"), float("inf"), float("-inf")
     params = [SamplingParams(temperature=1.0)] * 3
-    assert device_race.race(bad, drawn_by(params, [1, 2, 3]), torch.zeros(3, 1, dtype=torch.int64)).tolist() == [[FAILED]] * 3
+    assert (
+        device_race.race(bad, drawn_by(params, [1, 2, 3]), torch.zeros(3, 1, dtype=torch.int64)).tolist()
+        == [[FAILED]] * 3
+    )
     for row in range(3):
         with pytest.raises(NumericsError):
             race(bad[row, 0], params[0], Noise(1, 0))

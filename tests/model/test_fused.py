@@ -85,7 +85,9 @@ def test_bfloat16_is_as_near_as_bfloat16_can_be(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["swiglu", "rotate"])  # the norm computes in float32: too coarse for finite differences
+@pytest.mark.parametrize(
+    "name", ["swiglu", "rotate"]
+)  # the norm computes in float32: too coarse for finite differences
 def test_gradients_by_finite_differences(name: str) -> None:
     fused, _, shapes = CASES[name]
     inputs = [values(*shape, seed=seed, dtype=torch.float64) for seed, shape in enumerate(shapes)]

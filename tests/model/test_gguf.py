@@ -111,9 +111,17 @@ def test_a_rope_factor_without_a_type_is_linear(tmp_path: Path) -> None:
 def test_blocks_are_kept_where_the_native_pass_reads_them(tmp_path: Path) -> None:
     """Mixed quantisations, as in most files: matrices stay as they are, Llama's rows in our order."""
     model = transformers_model("LlamaForCausalLM", attention_bias=True)
-    kinds = {"self_attn.q_proj": Quant.Q4_1, "mlp.up_proj": Quant.Q8_0, "self_attn.v_proj": Quant.Q5_0, "lm_head": Quant.BF16}
+    kinds = {
+        "self_attn.q_proj": Quant.Q4_1,
+        "mlp.up_proj": Quant.Q8_0,
+        "self_attn.v_proj": Quant.Q5_0,
+        "lm_head": Quant.BF16,
+    }
     write_gguf(tmp_path / "model.gguf", model, "llama", kinds)
-    dense, kept = dict(load_tensors(tmp_path / "model.gguf")), dict(load_tensors(tmp_path / "model.gguf", keep_blocks=True))
+    dense, kept = (
+        dict(load_tensors(tmp_path / "model.gguf")),
+        dict(load_tensors(tmp_path / "model.gguf", keep_blocks=True)),
+    )
     config = load_config(tmp_path / "model.gguf")
     assert list(dict(check_tensors(config, kept.items(), "model.gguf"))) == list(dense)
     blocks = {name: tensor for name, tensor in kept.items() if isinstance(tensor, Blocks)}
@@ -165,7 +173,8 @@ def test_q6_k_block_by_hand(tmp_path: Path) -> None:
 
 
 def test_q4_k_block_by_hand(tmp_path: Path) -> None:
-    """block_q4_K: half d, half dmin, scales[12] (eight 6-bit scales and mins), qs[128]. Weight = d*scale*q - dmin*min."""
+    """block_q4_K: half d, half dmin, scales[12] (eight 6-bit scales and mins), qs[128]. Weight = d*scale*q -
+    dmin*min."""
     rng = np.random.default_rng(2)
     packed, nibbles = rng.integers(0, 256, 12, dtype=np.uint8), rng.integers(0, 256, 128, dtype=np.uint8)
     block = np.concatenate([half(0.5), half(0.125), packed, nibbles])
@@ -262,7 +271,9 @@ def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (tokenizer.vocab_size, config.num_layers, len(tensors)) == (352, 2, 27)
     assert len(maps) == 1
     write_gguf(path, transformers_model("Qwen2ForCausalLM", tie_word_embeddings=True), "qwen2")
-    assert load_config(path).tie_embeddings and not config.tie_embeddings  # another file under the same name is read anew
+    assert (
+        load_config(path).tie_embeddings and not config.tie_embeddings
+    )  # another file under the same name is read anew
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
@@ -294,7 +305,8 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eom|>", "<end_of_t
 def test_every_token_that_ends_an_answer(
     arch: str, template: str | None, named: dict[str, int], ends: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """Those that the file names, and those of Qwen's, Gemma's and Phi's chat models; none that others happen to have."""
+    """Those that the file names, and those of Qwen's, Gemma's and Phi's chat models; none that others happen to
+    have."""
     writer = gguf.GGUFWriter(tmp_path / "t.gguf", arch)
     vocabulary = byte_level_vocabulary(302, SPECIALS)
     for key, value in vocabulary.items():
@@ -313,7 +325,10 @@ SAID = "Don't SHOUT'LL, 12345 été\n\n x/\n"
 @pytest.mark.parametrize(
     ("pre", "words"),
     [
-        ("refact", ["Don", "'t", " SHOUT", "'", "LL", ",", " ", "1", "2", "3", "4", "5", " été", "\n\n", " x", "/", "\n"]),
+        (
+            "refact",
+            ["Don", "'t", " SHOUT", "'", "LL", ",", " ", "1", "2", "3", "4", "5", " été", "\n\n", " x", "/", "\n"],
+        ),
         ("dbrx", ["Don", "'t", " SHOUT", "'LL", ",", " ", "123", "45", " été", "\n\n", " x", "/\n"]),
         ("smaug-bpe", ["Don", "'t", " SHOUT", "'LL", ",", " ", "123", "45", " été", "\n\n", " x", "/\n"]),
         ("gpt-4o", ["Don't", " SHOUT'LL", ",", " ", "123", "45", " été", "\n\n", " x", "/\n"]),

@@ -35,7 +35,10 @@ def test_a_folder_has_the_files_numbers_words_and_ends(source: Path, tmp_path: P
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in theirs)
     assert checkpoint.load_config(folder) == checkpoint.load_config(source)
     words = [Tokenizer.from_path(each) for each in (source, folder)]
-    assert words[0].encode("Hello he 12") == words[1].encode("Hello he 12") and words[0].eos_token_ids == words[1].eos_token_ids
+    assert (
+        words[0].encode("Hello he 12") == words[1].encode("Hello he 12")
+        and words[0].eos_token_ids == words[1].eos_token_ids
+    )
     with pytest.raises(CacheError, match="choose another folder"):
         write_folder(source, folder)
 
@@ -60,7 +63,8 @@ def test_a_file_says_what_its_dequantised_folder_says(source: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_what_was_not_changed_keeps_its_blocks(source: Path, tmp_path: Path) -> None:
-    """Written anew as Q4_1, the embedding of a student in bfloat16 that left it alone is still the teacher's in Q8_0."""
+    """Written anew as Q4_1, the embedding of a student in bfloat16 that left it alone is still the teacher's in
+    Q8_0."""
     student = write_folder(source, tmp_path / "student", "bfloat16")
     same = write_gguf(student, source, tmp_path / "same.gguf", "q4_1")
     other = write_gguf(student, source, tmp_path / "other.gguf", "q4_1", embedding="q4_1")

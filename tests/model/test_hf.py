@@ -34,7 +34,14 @@ GATED_DELTA = {
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
-MAMBA2 = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 3, "state_size": 8, "head_dim": 16, "num_heads": 4}
+MAMBA2 = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 3,
+    "state_size": 8,
+    "head_dim": 16,
+    "num_heads": 4,
+}
 CONFIGS = {
     "llama": ("LlamaConfig", ATTENTION),
     "qwen3": ("Qwen3Config", {**ATTENTION, "tie_word_embeddings": True}),
@@ -53,17 +60,17 @@ CONFIGS = {
     "mamba2": ("Mamba2Config", {**MAMBA2, "expand": 2, "n_groups": 2, "chunk_size": 16}),
     "falcon_h1": (
         "FalconH1Config",
-        {**ATTENTION, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8,
+        {**ATTENTION, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8,  # noqa: E501
          "mamba_chunk_size": 16, "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5},
     ),
     "bamba": (  # counts positions from 0 unless told
         "BambaConfig",
-        {**ATTENTION, "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16,
+        {**ATTENTION, "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16,  # noqa: E501
          "attn_layer_indices": [1]},
     ),
     "jamba": (
         "JambaConfig",
-        {**ATTENTION, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2,
+        {**ATTENTION, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2,  # noqa: E501
          "num_experts_per_tok": 1, "use_mamba_kernels": False},
     ),
     "llama4": (
@@ -72,7 +79,7 @@ CONFIGS = {
     ),
     "lfm2": (
         "Lfm2Config",
-        {**ATTENTION, "layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        {**ATTENTION, "layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False},  # noqa: E501
     ),
 }  # fmt: skip
 RECURRENT = {"qwen3_5", "qwen3_next", "mamba", "mamba2", "falcon_h1", "bamba", "jamba", "lfm2"}
@@ -132,7 +139,9 @@ def speculate(target, row, truth, rng, seen, rounds=8):
         out = feed(target, row, block)
         target.cache.rollback([row], [at + num_kept])
         assert target.cache.lengths[row] == at + num_kept
-        seen.append((at, out.logits_TV[:num_kept].clone(), None if out.taps_TF is None else out.taps_TF[:num_kept].clone()))
+        seen.append(
+            (at, out.logits_TV[:num_kept].clone(), None if out.taps_TF is None else out.taps_TF[:num_kept].clone())
+        )
 
 
 def test_rollback_loop_equals_one_full_pass(named):
@@ -195,7 +204,9 @@ def test_rows_do_not_cross_talk(named):
     for _ in range(6):
         starts = [target.cache.lengths[row] for row in rows]
         kept = [rng.randint(1, 5), rng.randint(1, 5)]
-        blocks = [truths[i][starts[i] : starts[i] + kept[i]] + [rng.randrange(VOCAB)] * rng.randint(0, 3) for i in range(2)]
+        blocks = [
+            truths[i][starts[i] : starts[i] + kept[i]] + [rng.randrange(VOCAB)] * rng.randint(0, 3) for i in range(2)
+        ]
         out = target.forward(ForwardBatch(rows, starts, [len(block) for block in blocks], blocks[0] + blocks[1]))
         first, second = out.logits_TV.split([len(block) for block in blocks])
         assert_close(first[: kept[0]], full[0][starts[0] : starts[0] + kept[0]])
@@ -258,7 +269,9 @@ def test_mamba_1_goes_token_by_token_and_others_do_not():
 
 def test_state_outside_the_cache_is_refused():
     recurrent_gemma = transformers.RecurrentGemmaConfig(**ATTENTION, lru_width=WIDTH, attention_window_size=WINDOW)
-    rwkv = transformers.RwkvConfig(vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=2, attention_hidden_size=WIDTH)
+    rwkv = transformers.RwkvConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=2, attention_hidden_size=WIDTH
+    )
     for config in (recurrent_gemma, rwkv):
         with pytest.raises(UnsupportedModelError, match="outside the cache"):
             HFTarget(transformers.AutoModelForCausalLM.from_config(config), 1, MAX_LEN)
@@ -316,7 +329,8 @@ def test_long_rope_factors_follow_max_len(max_len, factors):
 
 def test_long_rope_with_two_scales_may_not_cross_the_trained_length():
     moe = transformers.PhimoeConfig(
-        **ATTENTION | LONG | {"rope_parameters": LONG_ROPE | {"short_mscale": 1.1, "long_mscale": 1.3}}, num_local_experts=2
+        **ATTENTION | LONG | {"rope_parameters": LONG_ROPE | {"short_mscale": 1.1, "long_mscale": 1.3}},
+        num_local_experts=2,
     )
     target = HFTarget(build_config(moe), 1, 32)
     with pytest.raises(ContextLengthError, match="beyond 32 tokens"):

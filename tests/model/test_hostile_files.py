@@ -37,7 +37,22 @@ from paceline.model.text.tokenizer import Tokenizer
 from paceline.model.torch.attention import rope_tables
 from paceline.train.learn.checkpoint import latest_checkpoint
 
-JUNK: tuple[Any, ...] = ("x", -1, 0, 10**9, 10**400, 1.5, float("inf"), float("nan"), None, True, [], [[1]], {}, {"a": [{}]})
+JUNK: tuple[Any, ...] = (
+    "x",
+    -1,
+    0,
+    10**9,
+    10**400,
+    1.5,
+    float("inf"),
+    float("nan"),
+    None,
+    True,
+    [],
+    [[1]],
+    {},
+    {"a": [{}]},
+)
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 
 
@@ -89,7 +104,10 @@ def test_fuzzed_configs(tmp_path: Path) -> None:
     """Whatever a key of a model's or drafter's config holds, it is read or refused."""
     rng = random.Random(1)
     write_config(tmp_path, "Qwen3ForCausalLM", rope_scaling=dict(YARN), use_sliding_window=True, sliding_window=8)
-    base = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": 1, "layer_types": ["full_attention"] * 2}
+    base = json.loads((tmp_path / "config.json").read_text()) | {
+        "eos_token_id": 1,
+        "layer_types": ["full_attention"] * 2,
+    }
     drafter = new_config(32, 96, 8, num_layers=2, head_dim=16)
     save_file({f"layers.{layer}.norm.weight": torch.ones(32) for layer in range(2)}, tmp_path / "model.safetensors")
     outcomes: Counter[tuple[str, bool]] = Counter()
@@ -103,7 +121,9 @@ def test_fuzzed_configs(tmp_path: Path) -> None:
             (tmp_path / "config.json").write_text(json.dumps(changed))
             is_dflash(changed)
             outcomes[read.__name__, _is_read(read, tmp_path)] += 1
-    assert len(outcomes) == 4 and min(outcomes.values()) >= 20  # else the junk says nothing: all is read, or all refused
+    assert (
+        len(outcomes) == 4 and min(outcomes.values()) >= 20
+    )  # else the junk says nothing: all is read, or all refused
 
 
 def _is_read(read: Callable[[Path], object], path: Path) -> bool:
@@ -136,7 +156,9 @@ def test_fuzzed_gguf_headers(tmp_path: Path) -> None:
         data = bytearray(whole)
         for _ in range(rng.randint(1, 3)):
             at = rng.choice([rng.randrange(header), rng.randrange(1200), rng.randrange(header - 2000, header - 8)])
-            change = rng.choice([b"\x00", b"\xff", b"\xff" * 8, b"\x00\x00\x00\x80", struct.pack("<Q", rng.randrange(2**63))])
+            change = rng.choice(
+                [b"\x00", b"\xff", b"\xff" * 8, b"\x00\x00\x00\x80", struct.pack("<Q", rng.randrange(2**63))]
+            )
             data[at : at + len(change)] = change
         path.write_bytes(data)
         for number, read in enumerate((load_config, Tokenizer.from_path, lambda file: list(load_tensors(file)))):
@@ -176,7 +198,9 @@ def test_absurd_gguf_headers(data: bytes, tmp_path: Path) -> None:
         list(load_tensors(tmp_path / "a.gguf"))
 
 
-@pytest.mark.parametrize(("key", "value"), [("block_count", 2**31), ("block_count", 10**6), ("embedding_length", 2**31)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("block_count", 2**31), ("block_count", 10**6), ("embedding_length", 2**31)]
+)
 def test_absurd_gguf_sizes(key: str, value: int, tmp_path: Path) -> None:
     path, model = tmp_path / "a.gguf", transformers_model("Qwen2ForCausalLM")
     write_gguf(path, model, "qwen2")
@@ -212,7 +236,9 @@ def _empty_tensors(folder: Path, number: int) -> None:
 
 
 @pytest.mark.slow
-def test_many_tensors_parse_their_header_a_bounded_number_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tensors_parse_their_header_a_bounded_number_of_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each opening of the file parses all of its header."""
     opened, real = Counter[str](), checkpoint.safe_open
     monkeypatch.setattr(checkpoint, "safe_open", lambda *words, **more: (opened.update("o"), real(*words, **more))[1])
@@ -280,7 +306,8 @@ def _read_gguf(folder: Path) -> None:
 def test_too_little_memory_is_no_damaged_file(
     of: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `inspect` of a file that is larger than the memory of its process may be; nobody is told to delete the file."""
+    """As `inspect` of a file that is larger than the memory of its process may be; nobody is told to delete the
+    file."""
     if of == "gguf" and isinstance(error, (RuntimeError, SafetensorError)):
         pytest.skip("the header of a GGUF file is read without these libraries")
     monkeypatch.setattr(checkpoint, "safe_open", raising(error))

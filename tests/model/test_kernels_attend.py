@@ -19,7 +19,8 @@ from paceline.model.torch.kernels.attend import MOST_POSITIONS, PROGRAMS, Tiles,
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: extra gpu-dev")
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 CARDS = {90: 227 * 1024, 80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024}
-"""Bytes of shared memory that a program may use on an H100, an A100, an RTX 3090 and an RTX 4090, by their sm numbers."""
+"""Bytes of shared memory that a program may use on an H100, an A100, an RTX 3090 and an RTX 4090, by their sm
+numbers."""
 SHAPES = {"1.5B": (6, 128), "8B": (4, 128), "27B": (5, 128), "32B": (8, 128), "hybrid 27B": (6, 256), "small": (3, 64)}
 """Query heads of a key head, and the head size, of the models of experiments/gpu_day.py."""
 
@@ -58,7 +59,9 @@ def test_the_kernels_fit_their_cards(tmp_path: Path) -> None:
     """Compiled to machine code: nothing spills in half precision, and shared memory suffices."""
     h100, *others = CARDS.items()
     wanted = [(*shape, "bfloat16", count, False, *h100) for shape in SHAPES.values() for count in (1, 2, 8, 16)]
-    wanted += [(*SHAPES["8B"], dtype, 16, has_all, *h100) for dtype, has_all in (("bfloat16", True), ("float32", False))]
+    wanted += [
+        (*SHAPES["8B"], dtype, 16, has_all, *h100) for dtype, has_all in (("bfloat16", True), ("float32", False))
+    ]
     wanted += [(*SHAPES[name], "bfloat16", 16, False, *card) for name in ("27B", "hybrid 27B") for card in others]
     program = Path(__file__).with_name("compiled_attend.py")
     found = json.loads(in_a_process([str(program), json.dumps(wanted)], TRITON_CACHE_DIR=str(tmp_path)))

@@ -36,7 +36,9 @@ def test_kernels_are_used_where_one_starts(monkeypatch: pytest.MonkeyPatch) -> N
     assert not available.can_use("cuda")
 
 
-def test_a_triton_that_starts_no_kernel_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_triton_that_starts_no_kernel_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def starts(index: int) -> bool:
         raise FileNotFoundError("gcc")
 

@@ -40,9 +40,13 @@ ROWS = ((5, 3, 0), (ROOM - 4, 4, HALF + 9), (ROOM, 0, 20), (0, 1, 0), (2, 2, 7))
 
 def layer_of(config: DecoderConfig, dtype: torch.dtype) -> DeltaNet:
     prefix, generator = "model.layers.0.", torch.Generator().manual_seed(1)
-    shapes = {name.removeprefix(prefix): size for name, size in expected_shapes(config).items() if name.startswith(prefix)}
+    shapes = {
+        name.removeprefix(prefix): size for name, size in expected_shapes(config).items() if name.startswith(prefix)
+    }
     parts = {name: torch.randn(size, generator=generator) * 0.3 for name, size in shapes.items()}
-    return DeltaNet(config, {name: (part - 2.0 if name.endswith("A_log") else part).to(dtype) for name, part in parts.items()})
+    return DeltaNet(
+        config, {name: (part - 2.0 if name.endswith("A_log") else part).to(dtype) for name, part in parts.items()}
+    )
 
 
 def stage_of(count: int, parents: list[list[int]] | None) -> FixedStage:
@@ -85,7 +89,8 @@ def left(memory: DeltaMemory, stage: FixedStage) -> Iterator[tuple[str, Tensor]]
 
 
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
-    """One token a row, chains and trees; rows that settle, idle rows with a full trail; values in tiles that are not full."""
+    """One token a row, chains and trees; rows that settle, idle rows with a full trail; values in tiles that are not
+    full."""
     shapes = {"large": CONFIG, "small": replace(CONFIG, delta=DeltaShape(2, 4, 4, 3, 3))}
     tree = [[-1, 0, 0], [-1, 0, 0, 1], [], [-1], [-1, -1]]
     for name, config in shapes.items():
@@ -155,7 +160,9 @@ def resources() -> dict[str, dict[str, int]]:
         }
         aligned = {(at,): [["tt.divisibility", 16]] for at, value in enumerate(args) if isinstance(value, Tensor)}
         signature |= dict.fromkeys(constants, "constexpr")
-        source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+        source = ASTSource(
+            function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned
+        )
         made: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
         used[f"{kernel} {constants}"] = {"stack": stack_of(made.asm["cubin"]), "shared": made.metadata.shared}
 
@@ -166,7 +173,10 @@ def resources() -> dict[str, dict[str, int]]:
     memory = DeltaCache(config, 2, 64, torch.bfloat16, "meta").memories[0]
     full = {"dtype": torch.float32, "device": "meta"}
     weights = delta.DeltaWeights(
-        torch.empty(4, shape.channels, **full), torch.empty(48, **full), torch.empty(48, **full), torch.empty(128, **full)
+        torch.empty(4, shape.channels, **full),
+        torch.empty(48, **full),
+        torch.empty(48, **full),
+        torch.empty(128, **full),
     )
     for count in (1, 16):
         starts_B, relation_2BJ = (
@@ -186,7 +196,9 @@ def resources() -> dict[str, dict[str, int]]:
 def test_the_kernels_compile_for_an_h100() -> None:
     used = in_a_process("print(json.dumps(resources()))")
     assert len(used) == 2 + 2 * 2
-    assert {name: each for name, each in used.items() if each["stack"] > MOST_STACK or each["shared"] >= MOST_SHARED} == {}
+    assert {
+        name: each for name, each in used.items() if each["stack"] > MOST_STACK or each["shared"] >= MOST_SHARED
+    } == {}
 
 
 def test_lengths_on_the_device_are_the_cache_s() -> None:

@@ -68,8 +68,8 @@ def route_cases(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
 
 
 def mix_cases(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
-    """One token, one block of them, and lists; fewer pairs than experts and more; idle tokens; biases; inputs of padding
-    that are no numbers."""
+    """One token, one block of them, and lists; fewer pairs than experts and more; idle tokens; biases; inputs of
+    padding that are no numbers."""
     for num_tokens, activation, has_biases, num_idle in (
         (1, "silu", False, 0),
         (3, "clamped_swiglu", True, 1),
@@ -145,7 +145,9 @@ def resources(model: str) -> dict[str, dict[str, int]]:
         }
         aligned = {(at,): [["tt.divisibility", 16]] for at, value in enumerate(args) if isinstance(value, Tensor)}
         signature |= dict.fromkeys(constants, "constexpr")
-        source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+        source = ASTSource(
+            function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned
+        )
         made: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
         used[f"{kernel} {constants}"] = {"stack": stack_of(made.asm["cubin"]), "shared": made.metadata.shared}
 
@@ -206,7 +208,9 @@ def test_stacks_hold_what_each_expert_does(monkeypatch: pytest.MonkeyPatch) -> N
     assert not [name for name in parts if ".mlp." in name]
     for expert in range(9):
         own = {
-            name.removeprefix(f"mlp.experts.{expert}."): tensor for name, tensor in original.items() if f".{expert}." in name
+            name.removeprefix(f"mlp.experts.{expert}."): tensor
+            for name, tensor in original.items()
+            if f".{expert}." in name
         }
         assert torch.equal(stack.gate_up_EXD[expert], torch.cat([own["gate_proj.weight"], own["up_proj.weight"]]))
         assert torch.equal(stack.gate_up_bias_EX[expert], torch.cat([own["gate_proj.bias"], own["up_proj.bias"]]))
@@ -218,7 +222,8 @@ def test_stacks_hold_what_each_expert_does(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_kernels_run_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded passes of any size, and small ordinary ones; a long prompt is sorted, as an expert then has many tokens."""
+    """Recorded passes of any size, and small ordinary ones; a long prompt is sorted, as an expert then has many
+    tokens."""
     stack, mlps = drawn(TINY, torch.float32)
     launched = list[str]()
     monkeypatch.setattr(available, "can_use", lambda device: True)

@@ -30,7 +30,12 @@ from paceline.model.torch.parts import RMSNorm, WholeNorm
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 DTYPES = {"float32": (torch.float32, 1e-5), "bfloat16": (torch.bfloat16, 1e-2)}
-SIZES = {"1.5B": (1536, 12, 2, 8960), "8B": (4096, 32, 8, 12288), "27B": (5120, 40, 8, 17408), "32B": (5120, 64, 8, 25600)}
+SIZES = {
+    "1.5B": (1536, 12, 2, 8960),
+    "8B": (4096, 32, 8, 12288),
+    "27B": (5120, 40, 8, 17408),
+    "32B": (5120, 64, 8, 25600),
+}
 """Widths of hidden states, numbers of query and key heads of 128, and inner widths of MLPs."""
 WIRINGS = ("qwen3", "smollm3", "granite", "olmo2", "phi4-mini", "gemma2", "gemma3", "qwen3.5", "gpt-oss")
 """Families whose layers differ in norms, scales, rotation, windows or gates."""
@@ -129,7 +134,9 @@ def head_cases(kind: dict[str, Any]) -> Iterator[tuple[str, float]]:
         if rotary:
             angles = torch.randn(positions, rotary // 2).repeat(1, 2)
             rope = Rope(angles.cos().to(dtype), angles.sin().to(dtype))
-            tables = rope.tables([start + at for start, count in zip(starts, counts, strict=True) for at in range(count)])
+            tables = rope.tables(
+                [start + at for start, count in zip(starts, counts, strict=True) for at in range(count)]
+            )
         caches = torch.full((4, 3, 2 * num_kv_heads, positions, size), 7.0, **kind)
         # Heads of a layer may be some of those of a longer cache.
         keys, values, expected_keys, expected_values = caches[:, :, num_kv_heads:]
@@ -207,7 +214,8 @@ def in_a_process(call: str, **environment: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("cases", "dtype"), [(cases, dtype) for cases in CASES for dtype in DTYPES if (cases, dtype) != ("decoders", "bfloat16")]
+    ("cases", "dtype"),
+    [(cases, dtype) for cases in CASES for dtype in DTYPES if (cases, dtype) != ("decoders", "bfloat16")],
 )
 def test_a_kernel_equals_its_twin(cases: str, dtype: str) -> None:
     errors = in_a_process(f"interpreted({cases!r}, {dtype!r})", TRITON_INTERPRET="1")

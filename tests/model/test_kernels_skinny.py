@@ -69,7 +69,9 @@ def errors() -> dict[str, list[float]]:
             for bias in (None, torch.randn(num_rows).to(dtype)):
                 ours = skinny.product(inputs, weight, bias, activation)
                 expected = skinny.product_twin(inputs, weight, bias, activation)
-                name = f"{num_tokens} x {inner}, {size} rows, {dtype}, {activation}, {'no ' if bias is None else ''}bias"
+                name = (
+                    f"{num_tokens} x {inner}, {size} rows, {dtype}, {activation}, {'no ' if bias is None else ''}bias"
+                )
                 found[name] = [error(ours, expected), 1e-5 if dtype == torch.float32 else 1e-2]
     return found
 
@@ -101,7 +103,8 @@ def resources() -> dict[str, list[int]]:
 
 
 def in_a_process(call: str, **variables: str) -> Any:
-    """What a function of this file returns in a process of its own: Triton chooses its interpreter when it is imported."""
+    """What a function of this file returns in a process of its own: Triton chooses its interpreter when it is
+    imported."""
     paths = [HERE.parents[1], HERE, HERE.parent, EXPERIMENTS, *sys.path]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))} | variables
     code = f"import json, test_kernels_skinny; print(json.dumps(test_kernels_skinny.{call}()))"

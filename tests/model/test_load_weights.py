@@ -1,4 +1,5 @@
-"""Weights swapped in a model that runs: afterwards it says what a model says that was made of them, whatever was cached."""
+"""Weights swapped in a model that runs: afterwards it says what a model says that was made of them, whatever was
+cached."""
 
 from __future__ import annotations
 
@@ -97,7 +98,9 @@ def test_nothing_cached_is_used_again(tmp_path: Path, backend: str, drafter: str
     fresh.target.load_weights(weights.items())
     fresh.renew()
     after = llm.generate_ids([PROMPT, PROMPT], asked)
-    assert [each.token_ids for each in after] == [each.token_ids for each in fresh.generate_ids([PROMPT, PROMPT], asked)]
+    assert [each.token_ids for each in after] == [
+        each.token_ids for each in fresh.generate_ids([PROMPT, PROMPT], asked)
+    ]
     assert after[0].token_ids != before
     assert list(llm.members) == [drafter.removeprefix("random-")]
 
@@ -120,7 +123,13 @@ def test_log_probabilities_at_the_temperature(tmp_path: Path) -> None:
     for scaled in (False, True):
         for most in (0, None):
             asked = SamplingParams(
-                max_tokens=12, temperature=0.5, seed=3, logprobs=0, scaled_logprobs=scaled, max_drafted=most, ignore_eos=True
+                max_tokens=12,
+                temperature=0.5,
+                seed=3,
+                logprobs=0,
+                scaled_logprobs=scaled,
+                max_drafted=most,
+                ignore_eos=True,
             )
             (answer,) = llm.generate_ids([PROMPT], asked)
             told.append([each.logprob for each in answer.logprobs])

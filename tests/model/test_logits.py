@@ -1,4 +1,5 @@
-"""Logits to distributions: every filter against a plain full-sort reference, penalties against one position at a time."""
+"""Logits to distributions: every filter against a plain full-sort reference, penalties against one position at a
+time."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def test_filters_match_the_full_sort(temperature: float, filters: dict[str, floa
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
-    rows=st.lists(st.lists(st.sampled_from([-3.0, -1.0, 0.0, 0.5, 0.5, 2.0]), min_size=9, max_size=9), min_size=1, max_size=3),
+    rows=st.lists(
+        st.lists(st.sampled_from([-3.0, -1.0, 0.0, 0.5, 0.5, 2.0]), min_size=9, max_size=9), min_size=1, max_size=3
+    ),
     top_k=st.integers(0, 10),
     top_p=st.sampled_from([0.15, 0.45, 0.77, 0.93, 1.0]),
     min_p=st.sampled_from([0.0, 0.1, 1.0]),
@@ -98,10 +101,14 @@ def test_extreme_temperatures_and_forbidden_tokens_give_no_nan() -> None:
     logits_JV = torch.tensor([[1e4, 9e3, -math.inf, 0.0]])
     assert target_probs(logits_JV, SamplingParams(temperature=1e-45)).tolist() == [[1.0, 0.0, 0.0, 0.0]]
     assert target_probs(logits_JV, SamplingParams(temperature=1e30))[0, 2] == 0
-    assert target_probs(logits_JV, SamplingParams(temperature=1.0, top_p=0.5, min_p=1.0)).tolist() == [[1.0, 0.0, 0.0, 0.0]]
+    assert target_probs(logits_JV, SamplingParams(temperature=1.0, top_p=0.5, min_p=1.0)).tolist() == [
+        [1.0, 0.0, 0.0, 0.0]
+    ]
 
 
-def reference_penalise(logits: list[float], params: SamplingParams, context: list[int], answer: list[int]) -> list[float]:
+def reference_penalise(
+    logits: list[float], params: SamplingParams, context: list[int], answer: list[int]
+) -> list[float]:
     logits = [logit + (params.logit_bias or {}).get(token, 0.0) for token, logit in enumerate(logits)]
     for token in set(context):
         factor = params.repetition_penalty
@@ -132,7 +139,11 @@ def test_penalties_follow_the_drafted_prefix(
     bias: dict[int, float] | None,
 ) -> None:
     params = SamplingParams(
-        temperature=1.0, repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency, logit_bias=bias
+        temperature=1.0,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias=bias,
     )
     logits_JV = torch.randn(len(draft) + 1, 8, generator=torch.Generator().manual_seed(4)) * 3
     before = logits_JV.clone()
@@ -160,7 +171,9 @@ def test_sample_is_the_inverse_of_the_running_sum() -> None:
 
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.1, 1.0]), min_size=1, max_size=20), st.floats(0, 1, exclude_max=True))
+@given(
+    st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.1, 1.0]), min_size=1, max_size=20), st.floats(0, 1, exclude_max=True)
+)
 def test_sample_never_returns_an_impossible_token(weights: list[float], draw: float) -> None:
     if sum(weights) > 0:
         for number in (draw, 0.0, 1 - 2**-53):

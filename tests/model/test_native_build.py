@@ -17,7 +17,13 @@ from pathlib import Path
 import pytest
 
 from paceline.model.native import build
-from paceline.model.native.build import NativeBuildError, build_for_install, compile_library, find_compiler, library_name
+from paceline.model.native.build import (
+    NativeBuildError,
+    build_for_install,
+    compile_library,
+    find_compiler,
+    library_name,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +77,11 @@ API int sets() {
 
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CXX", "PACELINE_NATIVE_BUILD", "LD_PRELOAD"):  # make sanitize preloads its runtime: not into the compiler
+    for name in (
+        "CXX",
+        "PACELINE_NATIVE_BUILD",
+        "LD_PRELOAD",
+    ):  # make sanitize preloads its runtime: not into the compiler
         monkeypatch.delenv(name, raising=False)
 
 
@@ -192,7 +202,9 @@ def test_require_makes_the_failure_an_error(
         build_for_install(sources, tmp_path / library_name())
 
 
-def test_zero_compiles_nothing_and_leaves_what_is_there(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_compiles_nothing_and_leaves_what_is_there(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PACELINE_NATIVE_BUILD", "0")
     (tmp_path / library_name()).write_text("mine")
     assert not build_for_install(sources, tmp_path / library_name())
@@ -208,7 +220,9 @@ def test_an_unknown_wish_is_refused(sources: Path, tmp_path: Path, monkeypatch: 
 @pytest.fixture
 def project(sources: Path, tmp_path: Path) -> Path:
     """The real setup.py and pyproject.toml around the small sources."""
-    if int(version("setuptools").split(".")[0]) < 77:  # asked without importing it: it will not go with another's distutils
+    if (
+        int(version("setuptools").split(".")[0]) < 77
+    ):  # asked without importing it: it will not go with another's distutils
         pytest.skip("needs setuptools 77")
     folder = tmp_path / "project"
     native = folder / "paceline" / "model" / "native"

@@ -1,4 +1,5 @@
-"""The native decoder against the PyTorch one, family by family; and against itself in other company: no bit may differ."""
+"""The native decoder against the PyTorch one, family by family; and against itself in other company: no bit may
+differ."""
 
 from __future__ import annotations
 
@@ -92,7 +93,9 @@ def same_output(left: ForwardOutput, right: ForwardOutput) -> bool:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("shape", [shape for shape, config in SHAPES.items() if not config.num_experts and not config.delta])
+@pytest.mark.parametrize(
+    "shape", [shape for shape, config in SHAPES.items() if not config.num_experts and not config.delta]
+)
 def test_bfloat16_errs_no_more_than_pytorch_and_flips_near_ties_only(shape: str, isa: str) -> None:
     native = tapped_twins(shape, torch.bfloat16)[1]
     use(isa)
@@ -116,7 +119,8 @@ def test_bfloat16_errs_no_more_than_pytorch_and_flips_near_ties_only(shape: str,
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("shape", ["oss-experts", "shared-expert", "delta-nets"])
 def test_bfloat16_errs_no_more_than_pytorch_in_the_middle(shape: str, isa: str) -> None:
-    """A few tokens are further off: rounding sends them to another expert, or a norm makes much of what is all but nothing."""
+    """A few tokens are further off: rounding sends them to another expert, or a norm makes much of what is all but
+    nothing."""
     native = tapped_twins(shape, torch.bfloat16)[1]
     use(isa)
     off: tuple[list[Tensor], list[Tensor]] = [], []
@@ -148,12 +152,24 @@ def test_what_is_not_asked_for_changes_nothing(shape: str, dtype: torch.dtype) -
             assert full.argmax_T is None
 
 
-SPLITS = [[1] * 64, [64], [2] * 32, [3] * 21 + [1], [5, 6, 7, 8, 9, 10, 11, 8], [16] * 4, [17, 31, 16], [33, 12, 19], [1, 63]]
+SPLITS = [
+    [1] * 64,
+    [64],
+    [2] * 32,
+    [3] * 21 + [1],
+    [5, 6, 7, 8, 9, 10, 11, 8],
+    [16] * 4,
+    [17, 31, 16],
+    [33, 12, 19],
+    [1, 63],
+]
 
 
 BATCHED = ["llama", "mistral-window", "qwen2-biases", "qwen3-norms", "gemma-around", "olmo-after"]
 BATCHED += ["oss-experts", "shared-expert"]
-COMPANY = [(shape, isa, DTYPES[(number + place) % 2]) for number, shape in enumerate(BATCHED) for place, isa in enumerate(ISAS)]
+COMPANY = [
+    (shape, isa, DTYPES[(number + place) % 2]) for number, shape in enumerate(BATCHED) for place, isa in enumerate(ISAS)
+]
 """Every pair of a shape, an instruction set and a number type."""
 
 
@@ -177,8 +193,11 @@ def live(native: NativeDecoder, row: int) -> tuple[Tensor, Tensor]:
     return native.kv.keys[:, row, :, :64].clone(), native.kv.values[:, row, :, :64].clone()
 
 
-def chunked(native: NativeDecoder, tokens: list[int], split: list[int], company: random.Random | None = None) -> ForwardOutput:
-    """Logits, taps and largest of every token in passes of these sizes; with company in row 2, others before and behind it."""
+def chunked(
+    native: NativeDecoder, tokens: list[int], split: list[int], company: random.Random | None = None
+) -> ForwardOutput:
+    """Logits, taps and largest of every token in passes of these sizes; with company in row 2, others before and behind
+    it."""
     while native.cache.allocate() is not None:
         pass
     native.cache.rollback([0, 1, 2, 3], [0] * 4)
@@ -218,7 +237,9 @@ def test_a_full_pass_of_many_rows(dtype: torch.dtype) -> None:
         assert same_bits(native.forward(ForwardBatch([row], [0], [1], [token])).logits_TV, together[row : row + 1])
 
 
-def assert_at_least_as_close(ours: list[ForwardOutput], theirs: list[ForwardOutput], exact: list[ForwardOutput]) -> None:
+def assert_at_least_as_close(
+    ours: list[ForwardOutput], theirs: list[ForwardOutput], exact: list[ForwardOutput]
+) -> None:
     """Integer products round neither weights nor sums: on average no further from float32 than bfloat16 products."""
     errors = []
     for outputs in (ours, theirs):
@@ -235,7 +256,8 @@ EXPERTS: dict[str, Any] = {"num_experts": 5, "experts_per_token": 2, "expert_siz
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
 def test_experts_in_blocks(kind: BlockKind, isa: str) -> None:
-    """In float32 they are their dense numbers; in bfloat16, whose products take planes, the same bits in any company."""
+    """In float32 they are their dense numbers; in bfloat16, whose products take planes, the same bits in any
+    company."""
     config = replace(WHOLE_BLOCKS, **EXPERTS, dense_layers=(0,))
     blocks = blocks_of(random_weights(config), (kind,))
     dense = {name: tensor.dense() if isinstance(tensor, Blocks) else tensor for name, tensor in blocks.items()}
@@ -259,14 +281,18 @@ MIXTURES: list[tuple[BlockKind | None, ...]] = [
     ("Q4_1",), ("Q8_0",), ("Q5_0",), ("Q4_1", "Q8_0"), ("Q8_0", None, "Q4_1", "Q5_1", None),
 ]  # fmt: skip
 QUANTISED = [
-    (kinds, DTYPES[(number + place) % 2], isa) for number, kinds in enumerate(MIXTURES) for place, isa in enumerate(ISAS)
+    (kinds, DTYPES[(number + place) % 2], isa)
+    for number, kinds in enumerate(MIXTURES)
+    for place, isa in enumerate(ISAS)
 ]
 """Every pair of formats, a number type and an instruction set."""
 
 
 @pytest.mark.parametrize(("kinds", "dtype", "isa"), QUANTISED)
 def test_blocks_are_their_dense_numbers(kinds: tuple[BlockKind | None, ...], dtype: torch.dtype, isa: str) -> None:
-    config = WHOLE_BLOCKS if len(kinds) < 3 else replace(WHOLE_BLOCKS, tie_embeddings=False, qkv_bias=True, family="qwen2")
+    config = (
+        WHOLE_BLOCKS if len(kinds) < 3 else replace(WHOLE_BLOCKS, tie_embeddings=False, qkv_bias=True, family="qwen2")
+    )
     blocks = blocks_of(random_weights(config), kinds)
     dense = {name: tensor.dense() if isinstance(tensor, Blocks) else tensor for name, tensor in blocks.items()}
     use(isa)
@@ -287,8 +313,8 @@ def test_blocks_are_their_dense_numbers(kinds: tuple[BlockKind | None, ...], dty
 def test_blocks_give_the_same_bits_on_every_instruction_set() -> None:
     """Products in integers, norms, attention and what lies between: a pass of a model in blocks is the same everywhere.
 
-    Sums of another order differ in the last of 24 bits, and what is rounded to eight of them shows one in thousands: many
-    numbers are needed to see it. Products of every format have a test of their own in test_native_lib.py.
+    Sums of another order differ in the last of 24 bits, and what is rounded to eight of them shows one in thousands:
+    many numbers are needed to see it. Products of every format have a test of their own in test_native_lib.py.
     """
     config = replace(WHOLE_BLOCKS, hidden_size=512, intermediate_size=1024, num_heads=8, head_dim=64)
     blocks = blocks_of(random_weights(config), ("Q6_K", "Q5_1"))

@@ -55,7 +55,9 @@ def width_of(kind: BlockKind) -> int:
 def weights_of(rows: int, cols: int) -> list[tuple[Tensor | Blocks, Tensor]]:
     """A random matrix in every format that its columns allow, and what it holds as float32."""
     values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows * 1000 + cols))
-    made: list[tuple[Tensor | Blocks, Tensor]] = [(each, each.float()) for each in (values, values.bfloat16(), values.half())]
+    made: list[tuple[Tensor | Blocks, Tensor]] = [
+        (each, each.float()) for each in (values, values.bfloat16(), values.half())
+    ]
     for blocks in [quantised(values, kind) for kind in KINDS if cols % width_of(kind) == 0]:
         made.append((blocks, blocks.dense()))
     return made
@@ -84,11 +86,15 @@ def test_matrices_are_numpy_s(rows: int, cols: int, isa: str) -> None:
                 x_TD = torch.randn(num_tokens, cols)
                 out = matrix.multiply(x_TD, dtype)
                 in_planes = isinstance(weight, Blocks) and dtype == torch.bfloat16
-                factors = dense if in_planes else held  # planes: weights are not rounded, inputs to 2^-16 of a block's largest
+                factors = (
+                    dense if in_planes else held
+                )  # planes: weights are not rounded, inputs to 2^-16 of a block's largest
                 exact = x_TD.to(dtype).double().numpy() @ factors.double().numpy().T
                 scale = np.linalg.norm(x_TD.numpy(), axis=1)[:, None] * np.linalg.norm(held.numpy(), axis=1) + 1e-30
                 error = np.abs(out.numpy() - exact)
-                assert error.max() < (4e-3 if in_planes else 1e-4) and (error / scale).max() < (2e-5 if in_planes else 1e-6)
+                assert error.max() < (4e-3 if in_planes else 1e-4) and (error / scale).max() < (
+                    2e-5 if in_planes else 1e-6
+                )
                 assert same_bits(part.multiply(x_TD, dtype), out[:, ids])
                 assert same_bits(matrix.multiply(x_TD[num_tokens // 2 :], dtype), out[num_tokens // 2 :])
 
@@ -96,7 +102,8 @@ def test_matrices_are_numpy_s(rows: int, cols: int, isa: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_integer_products_at_their_limits(kind: BlockKind, isa: str) -> None:
-    """All codes and inputs at the end of their range, nothing but one tiny input, nothing at all, and what is no number."""
+    """All codes and inputs at the end of their range, nothing but one tiny input, nothing at all, and what is no
+    number."""
     use(isa, 1)
     blocks = quantised(torch.full((16, 768), -1.0), kind)
     matrix, dense = packed(blocks), blocks.dense()

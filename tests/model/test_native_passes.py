@@ -62,7 +62,8 @@ def test_passes_refuse(batch: ForwardBatch, said: str) -> None:
 
 
 def test_structs_are_as_long_as_the_library_s() -> None:
-    """A field that one side lacks would shift all behind it: a pass whose every pointer is set works only when none is."""
+    """A field that one side lacks would shift all behind it: a pass whose every pointer is set works only when none
+    is."""
     config, native = tiny()
     native.set_taps((0,))
     stages = torch.zeros(len(native_lib.STAGES))
@@ -77,11 +78,14 @@ def test_structs_are_as_long_as_the_library_s() -> None:
     assert argmax[0] == logits.argmax() and (stages > 0).sum() >= 6
     expected = Decoder(config, random_weights(config).items(), max_len=128)
     expected.cache.allocate()
-    torch.testing.assert_close(logits, expected.forward(ForwardBatch([0], [0], [1], [5])).logits_TV, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        logits, expected.forward(ForwardBatch([0], [0], [1], [5])).logits_TV, atol=1e-4, rtol=1e-4
+    )
 
 
 SENTINEL = 0x7FB1
-"""Bits of a NaN that nothing computes: what is read where nothing was written spoils the result, what is written shows."""
+"""Bits of a NaN that nothing computes: what is read where nothing was written spoils the result, what is written
+shows."""
 
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -147,7 +151,8 @@ def random_traits(rng: random.Random, num_layers: int) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 def test_passes_write_their_own_places_only(seed: int) -> None:
-    """Random shapes and batches: numbers as PyTorch's, guards around outputs untouched, NaNs wherever nothing is written."""
+    """Random shapes and batches: numbers as PyTorch's, guards around outputs untouched, NaNs wherever nothing is
+    written."""
     rng = random.Random(seed)
     config, dtype, num_rows, max_len = random_shape(rng), rng.choice(DTYPES), rng.randint(1, 5), rng.randint(81, 96)
     weights = random_weights(config, seed)
@@ -187,7 +192,10 @@ def guarded_pass(
 ) -> tuple[Tensor, list[int], Tensor]:
     """Logits of the wanted tokens, their largest, and taps: all stand between guards, logits have some in each row."""
     vocab, width = native.vocab_size, len(taps) * native.hidden_size
-    logits, tapped = guarded((len(wanted) + 2, vocab + 3), torch.float32), guarded((batch.num_tokens + 2, width), native.dtype)
+    logits, tapped = (
+        guarded((len(wanted) + 2, vocab + 3), torch.float32),
+        guarded((batch.num_tokens + 2, width), native.dtype),
+    )
     argmax = native_lib.int32s([-7] * (len(wanted) + 2))
     arrays = {"rows": batch.rows, "starts": batch.starts, "counts": batch.counts, "tokens": batch.tokens}
     arrays |= {"tap_layers": list(taps), "logit_rows": wanted}
@@ -223,7 +231,8 @@ def in_a_row(native: NativeDecoder) -> list[Tensor]:
 
 
 def check_cache(native: NativeDecoder, before: list[Tensor], batch: ForwardBatch) -> None:
-    """New positions hold numbers; everything else is as it was, but for the value that shares a pair with the last new one."""
+    """New positions hold numbers; everything else is as it was, but for the value that shares a pair with the last new
+    one."""
     head_dim, is_paired = native.config.head_dim, native.dtype == torch.bfloat16
     for now, then, is_value in zip(in_a_row(native), before, (False, True), strict=True):
         expected = then.clone()
@@ -238,7 +247,9 @@ def check_cache(native: NativeDecoder, before: list[Tensor], batch: ForwardBatch
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("name", "place"), [("lm_head.weight", 3), ("lm_head.weight", 90), ("model.embed_tokens.weight", 3)])
+@pytest.mark.parametrize(
+    ("name", "place"), [("lm_head.weight", 3), ("lm_head.weight", 90), ("model.embed_tokens.weight", 3)]
+)
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_have_no_largest(wrong: float, name: str, place: int, isa: str) -> None:
     """-1 in place of a token, as PyTorch's path has it, however many threads share the head."""

@@ -33,7 +33,8 @@ def grid(rows: int, size: int, steps: int) -> Tensor:
 
 
 def first(logits_V: Tensor, count: int) -> list[int]:
-    """The likeliest by their weights, of equals the lowest ids; all that is e^-87 as likely as the first or less weighs 0."""
+    """The likeliest by their weights, of equals the lowest ids; all that is e^-87 as likely as the first or less weighs
+    0."""
     below_V = logits_V - logits_V.max()
     below_V[below_V < -87] = -INFINITE
     return sorted(range(len(below_V)), key=lambda each: (-float(below_V[each]), each))[:count]

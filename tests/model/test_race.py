@@ -81,7 +81,9 @@ def test_filters_leave_what_the_distribution_has(size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"top_k": 4}, {"top_k": 20}, {"top_p": 0.3}, {"top_p": 0.6}, {"top_k": 30, "top_p": 0.4}])
+@pytest.mark.parametrize(
+    "settings", [{"top_k": 4}, {"top_k": 20}, {"top_p": 0.3}, {"top_p": 0.6}, {"top_k": 30, "top_p": 0.4}]
+)
 def test_of_equals_at_a_filters_cut_those_are_drawn_that_the_distribution_has(settings: dict[str, Any]) -> None:
     """Tokens of one probability: which of them a sort has first is its own affair, and two sorts may differ."""
     for size in (50, 300):

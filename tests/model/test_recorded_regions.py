@@ -44,7 +44,8 @@ LAUNCHES = dict.fromkeys(FAMILIES, 10) | {
 ONCE, ONCE_HYBRID = 20, 27
 """Positions, tables, taps, embedding and head, once a pass; and lengths of trails."""
 ROUND_ONCE, RACE_ONCE, FORESEEN_ONCE = 50, 160, 75
-"""Of a round what it adds to its passes: widths, acceptance, commitment; where rows are drawn their race, and drafts for it."""
+"""Of a round what it adds to its passes: widths, acceptance, commitment; where rows are drawn their race, and drafts
+for it."""
 DRAFT_LAUNCHES, DRAFT_LAUNCHES_2, INJECT_LAUNCHES, DRAFT_ONCE = 10, 40, 10, 24
 """The same of a layer of DFlash, of DFlash 2 with its convolutions, of an injection as a whole, and of a block once."""
 
@@ -149,7 +150,9 @@ def test_a_recorded_round_needs_nothing_of_the_host_but_its_result(
     config = family_config("qwen3", tmp_path)
     target = on_meta(config)
     raw = new_config(config.hidden_size, config.vocab_size, config.num_layers, head_dim=16, intermediate_size=48)
-    drafter = DFlashDrafter(DFlashNetwork.random(DFlashConfig.from_json(raw)), draft_ids=torch.arange(30) if is_drawn else None)
+    drafter = DFlashDrafter(
+        DFlashNetwork.random(DFlashConfig.from_json(raw)), draft_ids=torch.arange(30) if is_drawn else None
+    )
     monkeypatch.setattr(
         dflash_paths, "head_weight", lambda target: torch.empty(config.vocab_size, config.hidden_size, device="meta")
     )
@@ -227,7 +230,9 @@ HYBRID = replace(MIXTURE, delta=DeltaShape(2, 4, 4, 3, 3), linear_layers=(0, 2))
 
 def memories(cache: Any) -> list[torch.Tensor]:
     """All that a cache holds."""
-    states = [tensor for memory in cache.memories for tensor in memory.tensors()] if isinstance(cache, DeltaCache) else []
+    states = (
+        [tensor for memory in cache.memories for tensor in memory.tensors()] if isinstance(cache, DeltaCache) else []
+    )
     return [cache.keys, cache.values, *states]
 
 

@@ -33,7 +33,9 @@ SCALINGS: list[dict[str, Any] | None] = [
 
 
 def decoder_config(scaling: dict[str, Any] | None, head_dim: int = 64, theta: float = 10000.0) -> DecoderConfig:
-    return DecoderConfig("llama", 100, 4 * head_dim, 64, 1, 4, 2, head_dim, 4096, rope_theta=theta, rope_scaling=scaling)
+    return DecoderConfig(
+        "llama", 100, 4 * head_dim, 64, 1, 4, 2, head_dim, 4096, rope_theta=theta, rope_scaling=scaling
+    )
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: "-".join(map(str, (scaling or {"none": 0}).values())))
@@ -45,7 +47,12 @@ def test_equals_transformers(scaling: dict[str, Any] | None, family: str) -> Non
 
     theta = 500000.0 if family == "llama" else 1000000.0
     parameters = dict(scaling or {"rope_type": "default"}) | {"rope_theta": theta}
-    shape: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "max_position_embeddings": 4096}
+    shape: dict[str, Any] = {
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+    }
     if family == "llama":
         rope = LlamaRotaryEmbedding(LlamaConfig(**shape, rope_parameters=parameters))
     else:

@@ -1,4 +1,5 @@
-"""The tokenizer against Transformers and a plain SentencePiece reference; chat templates in their sandbox; streaming text."""
+"""The tokenizer against Transformers and a plain SentencePiece reference; chat templates in their sandbox; streaming
+text."""
 
 from __future__ import annotations
 
@@ -97,12 +98,20 @@ def test_folder_equals_its_gguf(smollm: Tokenizer) -> None:
 
 
 def test_chat_as_in_transformers(smollm: Tokenizer, reference: Any) -> None:
-    conversation = [{"role": "system", "content": "Be brief."}, *MESSAGES, {"role": "assistant", "content": "4"}, *MESSAGES]
+    conversation = [
+        {"role": "system", "content": "Be brief."},
+        *MESSAGES,
+        {"role": "assistant", "content": "4"},
+        *MESSAGES,
+    ]
     for messages in (MESSAGES, conversation):
         for prompt in (True, False):
             expected = reference.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
             assert smollm.apply_chat_template(messages, prompt) == expected
-        assert smollm.encode_chat(messages) == reference.apply_chat_template(messages, add_generation_prompt=True).input_ids
+        assert (
+            smollm.encode_chat(messages)
+            == reference.apply_chat_template(messages, add_generation_prompt=True).input_ids
+        )
 
 
 def with_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
@@ -113,7 +122,10 @@ def with_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
     ("template", "expected"),
     [
         ("{{ bos_token }}{{ messages[0]['content'] }}", "<|im_start|>What is 2+2?"),
-        ("{% for m in messages %}\n  {% if true %}\nx\n  {% endif %}\n{% endfor %}\n", "x\n"),  # trim_blocks, lstrip_blocks
+        (
+            "{% for m in messages %}\n  {% if true %}\nx\n  {% endif %}\n{% endfor %}\n",
+            "x\n",
+        ),  # trim_blocks, lstrip_blocks
         ("{{ {'a': '<é>'} | tojson }}", '{"a": "<é>"}'),
         ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
         ("{% generation %}a{{ messages | length }}{% endgeneration %}", "a1"),
@@ -157,7 +169,9 @@ def test_no_template(smollm: Tokenizer) -> None:
         with_template(smollm, None).encode_chat(MESSAGES)
 
 
-@pytest.mark.parametrize("messages", [[], ["hi"], [{"role": "user"}], [{"content": "x"}], [{"role": 1, "content": "x"}]])
+@pytest.mark.parametrize(
+    "messages", [[], ["hi"], [{"role": "user"}], [{"content": "x"}], [{"role": 1, "content": "x"}]]
+)
 def test_bad_messages(messages: Any, smollm: Tokenizer) -> None:
     with pytest.raises(PromptError):
         smollm.encode_chat(messages)
@@ -274,7 +288,9 @@ def test_pre_tokenizers(pre: str, smollm: Tokenizer, tmp_path: Path) -> None:
         assert [word for word, _ in words] == ["123", "45", "Ġcan", "'t", "ĊĊ", "Ġx"]
         return
     kind: Any = Qwen2Tokenizer if pre == "qwen2" else GPT2Tokenizer
-    theirs = kind(vocab={token: index for index, token in enumerate(tokens)}, merges=[tuple(merge.split()) for merge in merges])
+    theirs = kind(
+        vocab={token: index for index, token in enumerate(tokens)}, merges=[tuple(merge.split()) for merge in merges]
+    )
     for text in TEXTS:
         if "<|" not in text:
             assert ours.encode(text) == theirs(text).input_ids
@@ -296,7 +312,8 @@ MERGED = {
 
 
 def sentencepiece_reference(text: str, scores: dict[str, float]) -> list[str]:
-    """llama.cpp's algorithm: join the neighbouring pair of the best-scored piece, leftmost first, until none is left."""
+    """llama.cpp's algorithm: join the neighbouring pair of the best-scored piece, leftmost first, until none is
+    left."""
     symbols = list("▁" + text.replace(" ", "▁"))
     while True:
         pairs = [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(symbols)) if a + b in scores]

@@ -8,7 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 from doubles import FakeTarget
-from native_models import SHAPES, blocks_of, in_turns, native_decoder, needs_library, random_weights, restored, twins, use
+from native_models import (
+    SHAPES,
+    blocks_of,
+    in_turns,
+    native_decoder,
+    needs_library,
+    random_weights,
+    restored,
+    twins,
+    use,
+)
 from torch import Tensor
 
 from paceline.errors import NativeError, UnsupportedModelError
@@ -63,7 +73,8 @@ def drafted(row: int, size: int) -> list[int]:
 
 
 def along_chains(target: Decoder | NativeDecoder) -> tuple[Tensor, Tensor]:
-    """Logits and taps of every node of PARENTS, each from a pass over nothing but its path, as plain decoding has them."""
+    """Logits and taps of every node of PARENTS, each from a pass over nothing but its path, as plain decoding has
+    them."""
     logits, taps = [], []
     for row, start, parents in zip(ROWS, STARTS, PARENTS, strict=True):
         tokens = drafted(row, len(parents))

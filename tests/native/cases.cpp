@@ -154,7 +154,9 @@ struct Hash {
         if (dtype == PN_F32) floats(static_cast<const float*>(from), count);
         else bfloats(static_cast<const uint16_t*>(from), count);
     }
-    void print(const std::string& name) const { printf("%s %016llx\n", name.c_str(), static_cast<unsigned long long>(value)); }
+    void print(const std::string& name) const {
+        printf("%s %016llx\n", name.c_str(), static_cast<unsigned long long>(value));
+    }
 };
 
 const char* name_of(int dtype) { return dtype == PN_F32 ? "float32" : "bfloat16"; }
@@ -189,8 +191,8 @@ void one_matrix(int format, int dtype, int rows, int cols) {
     if (!selected) stop("pn_matrix_select");
     multiply(hash, selected, int(ids.size()), cols, dtype, random.numbers(size_t(5 * cols), 1.0f));
     pn_matrix_free(selected);
-    hash.print(std::string(is_exact(format, dtype) ? "blocks " : "dense ") + kNames[format] + " in " + name_of(dtype) + " " +
-               std::to_string(rows) + "x" + std::to_string(cols));
+    hash.print(std::string(is_exact(format, dtype) ? "blocks " : "dense ") + kNames[format] + " in " + name_of(dtype) +
+               " " + std::to_string(rows) + "x" + std::to_string(cols));
 }
 
 // Inputs at the end of their range, tiny ones, nothing at all, and what is no number.
@@ -286,7 +288,8 @@ void likeliest() {
 
 // Three blocks of four slots, and a walk through each.
 void picks(int dtype) {
-    constexpr int kBlocks = 3, kSlots = 4, kTaken = kBlocks * kSlots, kSize = 4500, kCount = 13, kRank = 21, kHidden = 75;
+    constexpr int kBlocks = 3, kSlots = 4, kTaken = kBlocks * kSlots, kSize = 4500, kCount = 13, kRank = 21,
+                  kHidden = 75;
     Random random = {uint64_t(dtype + 9)};
     Hash hash;
     const std::vector<float> logits = random.numbers(size_t(kTaken * kSize), 3.0f);
@@ -299,7 +302,8 @@ void picks(int dtype) {
     std::vector<int32_t> chosen(size_t(kTaken * kCount)), tokens(chosen.size()), places(kTaken);
     std::vector<float> scores(size_t(kTaken * kCount * kCount));
     PnPick pick = {};
-    pick.rows = kTaken, pick.size = kSize, pick.count = kCount, pick.slots = kSlots, pick.dtype = pick.book_dtype = dtype;
+    pick.rows = kTaken, pick.size = kSize, pick.count = kCount, pick.slots = kSlots,
+    pick.dtype = pick.book_dtype = dtype;
     pick.vocabulary = kSize, pick.rank = kRank, pick.predecessors = before.data(), pick.successors = after.data();
     pick.gate = gate.own, pick.logits = logits.data(), pick.anchors = anchors.data(), pick.hidden = hidden.data();
     pick.hidden_stride = kSlots * kHidden;
@@ -375,7 +379,8 @@ struct Model {
             layer.gate_up = matrix({inner, inner}, sizes.hidden);
             layer.down = matrix({sizes.hidden}, sizes.inner);
             if (sizes.has_biases) {
-                layer.qkv_bias = vector(queries + 2 * kv, 0.3f, 0.0f), layer.output_bias = vector(sizes.hidden, 0.3f, 0.0f);
+                layer.qkv_bias = vector(queries + 2 * kv, 0.3f, 0.0f),
+                layer.output_bias = vector(sizes.hidden, 0.3f, 0.0f);
                 layer.gate_up_bias = vector(2 * inner, 0.3f, 0.0f), layer.down_bias = vector(sizes.hidden, 0.3f, 0.0f);
             }
             layer.window = index % 2 ? sizes.window : 0;
@@ -386,13 +391,15 @@ struct Model {
         config.dtype = dtype, config.eps = 1e-5f, config.layers = layers.data(), config.embedding_scale = 1.0f;
         config.embedding = matrix({kVocabulary}, sizes.hidden), config.head = matrix({kVocabulary}, sizes.hidden);
         config.final_norm = vector(sizes.hidden, 0.3f, 1.0f);
-        config.cos = vector(kMaxLen * sizes.head_dim, 0.5f, 0.0f), config.sin = vector(kMaxLen * sizes.head_dim, 0.5f, 0.0f);
+        config.cos = vector(kMaxLen * sizes.head_dim, 0.5f, 0.0f),
+        config.sin = vector(kMaxLen * sizes.head_dim, 0.5f, 0.0f);
         config.fc = matrix({sizes.hidden}, kFeatures), config.hidden_norm = vector(sizes.hidden, 0.3f, 1.0f);
         config.context_kv = matrix({2 * kLayers * kv}, sizes.hidden);
         if (sizes.has_biases) config.context_bias = vector(2 * kLayers * kv, 0.3f, 0.0f);
         own = pn_model_new(&config);
         if (!own) stop("pn_model_new");
-        const size_t head = size_t(kMaxLen) * size_t(pn_padded_head_dim(sizes.head_dim)), row = head * size_t(sizes.kv_heads);
+        const size_t head = size_t(kMaxLen) * size_t(pn_padded_head_dim(sizes.head_dim)),
+                     row = head * size_t(sizes.kv_heads);
         keys.resize(row * kRows * kLayers * (dtype == PN_F32 ? 4 : 2)), values.resize(keys.size());
         cache = {keys.data(), values.data(), int64_t(row * kRows), int64_t(row), int64_t(head), kMaxLen, kRows};
     }
@@ -408,11 +415,13 @@ struct Model {
         for (int token = 0; token < num_tokens; ++token)
             tokens.push_back(random.below(kVocabulary)), logit_rows.push_back(token);
         const std::vector<int32_t> tapped = {1, 0};
-        const size_t element = dtype == PN_F32 ? 4 : 2, num_taps = size_t(num_tokens) * tapped.size() * size_t(sizes.hidden);
+        const size_t element = dtype == PN_F32 ? 4 : 2,
+                     num_taps = size_t(num_tokens) * tapped.size() * size_t(sizes.hidden);
         std::vector<uint8_t> taps(num_taps * element);
         std::vector<float> logits(size_t(num_tokens) * kVocabulary);
         PnPass pass = {};
-        pass.num_rows = int32_t(rows.size()), pass.rows = rows.data(), pass.starts = starts.data(), pass.counts = counts.data();
+        pass.num_rows = int32_t(rows.size()), pass.rows = rows.data(), pass.starts = starts.data(),
+        pass.counts = counts.data();
         pass.tokens = tokens.data(), pass.num_taps = int32_t(tapped.size()), pass.tap_layers = tapped.data();
         pass.taps = taps.data(), pass.num_logit_rows = num_tokens, pass.logit_rows = logit_rows.data();
         pass.logits = has_logits ? logits.data() : nullptr, pass.logits_stride = kVocabulary, pass.argmax = best.data();
@@ -451,15 +460,20 @@ void model(const Sizes& sizes, int dtype, const std::vector<int32_t>& formats, c
 
 void models() {
     const Sizes shapes[] = {
-        {"llama", 50, 70, 4, 2, 16, false, false, true, 0},         {"biases", 36, 45, 6, 3, 6, true, false, true, 0},
-        {"one key head", 33, 80, 3, 1, 8, false, false, true, 0},   {"windows", 64, 80, 2, 1, 40, false, false, true, 7},
-        {"norms of heads", 40, 80, 2, 2, 80, false, true, true, 0}, {"drafter", 72, 96, 4, 1, 64, true, true, false, 9},
+        {"llama", 50, 70, 4, 2, 16, false, false, true, 0},
+        {"biases", 36, 45, 6, 3, 6, true, false, true, 0},
+        {"one key head", 33, 80, 3, 1, 8, false, false, true, 0},
+        {"windows", 64, 80, 2, 1, 40, false, false, true, 7},
+        {"norms of heads", 40, 80, 2, 2, 80, false, true, true, 0},
+        {"drafter", 72, 96, 4, 1, 64, true, true, false, 9},
     };
     for (const Sizes& sizes : shapes)
-        for (const int dtype : {PN_F32, PN_BF16}) model(sizes, dtype, {dtype}, std::string("dense model: ") + sizes.name);
+        for (const int dtype : {PN_F32, PN_BF16})
+            model(sizes, dtype, {dtype}, std::string("dense model: ") + sizes.name);
     const Sizes wide = {"blocks", 256, 512, 4, 2, 64, true, false, true, 33};
     for (int format = 0; format < PN_NUM_FORMATS; ++format)
-        if (shape_of(format).block_cols > 1) model(wide, PN_BF16, {format}, std::string("blocks model: ") + kNames[format]);
+        if (shape_of(format).block_cols > 1)
+            model(wide, PN_BF16, {format}, std::string("blocks model: ") + kNames[format]);
     model(wide, PN_F32, {PN_Q4_K, PN_Q6_K, PN_Q5_0, PN_Q8_0, PN_IQ4_XS}, "dense model: a mixture");
     model(wide, PN_BF16, {PN_Q4_K, PN_BF16, PN_F16, PN_Q6_K}, "dense model: a mixture with dense parts");
     check(pn_set_threads(2), "pn_set_threads");

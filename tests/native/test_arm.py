@@ -2,9 +2,10 @@
 
     make test-arm        (Debian: apt-get install g++-aarch64-linux-gnu qemu-user)
 
-`cases.cpp` runs every function of the interface on inputs that are the same everywhere: products with every format in every
-size of tile, sampling, and whole passes. What it prints must not depend on the processor: weights in blocks have the bits of
-any x86 instruction set, dense ones those of AVX2. `tests/model/test_native_*.py` say that these are the right ones.
+`cases.cpp` runs every function of the interface on inputs that are the same everywhere: products with every format in
+every size of tile, sampling, and whole passes. What it prints must not depend on the processor: weights in blocks have
+the bits of any x86 instruction set, dense ones those of AVX2. `tests/model/test_native_*.py` say that these are the
+right ones.
 """
 
 from __future__ import annotations
@@ -52,7 +53,17 @@ def compiled(folder: Path, compiler: str) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", compiler)
         build.compile_library(NATIVE, library)
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi", "-Werror", "-pthread", f"-I{NATIVE}"]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-ffp-contract=off",
+        "-Wall",
+        "-Wextra",
+        "-Wno-psabi",
+        "-Werror",
+        "-pthread",
+        f"-I{NATIVE}",
+    ]
     run(compiler, *flags, HERE / "cases.cpp", library, f"-Wl,-rpath,{library.parent}", "-o", cases)
     return cases
 

@@ -1,4 +1,5 @@
-"""What kind of request it is: told by its tag or its looks, in a bounded number of clusters, none of which tells its text."""
+"""What kind of request it is: told by its tag or its looks, in a bounded number of clusters, none of which tells its
+text."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ def test_a_tag_is_the_cluster_and_stands_in_no_label() -> None:
 def test_template_form_and_tools_tell_requests_apart_and_other_words_do_not() -> None:
     plain = clusters_of(ASKED)
     assert plain[-1] == "en" and plain[0].startswith("en-p")
-    other_day = [("system", "You answer tickets. Today is 2027-01-05."), ("user", "The mug is broken and it was a gift.")]
+    other_day = [
+        ("system", "You answer tickets. Today is 2027-01-05."),
+        ("user", "The mug is broken and it was a gift."),
+    ]
     assert clusters_of(other_day) == plain
     assert clusters_of([("system", "You are a pirate."), ASKED[1]])[0] != plain[0]
     with_form, with_tools = clusters_of(ASKED, schema='{"type": "object"}'), clusters_of(ASKED, tools="look_up")
@@ -47,7 +51,9 @@ def test_template_form_and_tools_tell_requests_apart_and_other_words_do_not() ->
 
 def test_of_a_raw_text_the_beginning_is_the_template_and_of_a_question_it_is_not() -> None:
     """Questions that are asked again and again would each be a cluster."""
-    first, second = ([("raw", f"Translate into French, and only that, please, the following text: {text}")] for text in "ab")
+    first, second = (
+        [("raw", f"Translate into French, and only that, please, the following text: {text}")] for text in "ab"
+    )
     assert clusters_of(first)[0] == clusters_of(second)[0] != clusters_of([("raw", "What is it that the cat has?")])[0]
     assert clusters_of([("user", "What is it that the cat has?")]) == ("en",) and clusters_of([]) == ("symbols",)
 

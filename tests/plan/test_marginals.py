@@ -1,4 +1,5 @@
-"""Marginals: what a round says beside a drafter's candidates, what trees keep by it, and rounds that are mocked by them."""
+"""Marginals: what a round says beside a drafter's candidates, what trees keep by it, and rounds that are mocked by
+them."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_what_a_round_says_beside_the_candidates() -> None:
 
 
 def test_candidates_that_depend_on_the_token_before() -> None:
-    candidates = Candidates([[1, 2], [0, 0]], [[0.0] * 2] * 2, behind=lambda slot, before: ([10 * before, 7], [0.0, -1.0]))
+    candidates = Candidates(
+        [[1, 2], [0, 0]], [[0.0] * 2] * 2, behind=lambda slot, before: ([10 * before, 7], [0.0, -1.0])
+    )
     assert target_ranks(candidates, [1, 10, 5]) == Said(2, None) and target_ranks(candidates, [1, 7]) == Said(1, 1)
 
 
@@ -104,7 +107,9 @@ def test_more_drafts_bring_more_and_the_same_seed_the_same() -> None:
     assert found[0] == (1.0, 0.0) and all(gain >= 0 for gain in gains)
     assert all(after <= before + 1e-9 for before, after in itertools.pairwise(gains)), "the best come first"
     assert found == THREE.expected(20) and found[8] == THREE.expected(8)[8]
-    assert THREE.expected(8)[8].tokens > Marginals(tuple(own[:1] for own in THREE.chances_KM)).expected(8)[8].tokens + 0.2
+    assert (
+        THREE.expected(8)[8].tokens > Marginals(tuple(own[:1] for own in THREE.chances_KM)).expected(8)[8].tokens + 0.2
+    )
 
 
 @pytest.mark.slow
@@ -138,7 +143,9 @@ def test_a_path_stands_by_its_gains() -> None:
     assert path_that_stands([], [], []) == [] and path_that_stands(tree.parents, tree.gains, [0.0] * 3)[0] == 0
 
 
-def mocked_answers(planner: FixedPlanner, way: dict[str, Any], num_answers: int = 12, accuracy: float = 0.0) -> list[Sequence]:
+def mocked_answers(
+    planner: FixedPlanner, way: dict[str, Any], num_answers: int = 12, accuracy: float = 0.0
+) -> list[Sequence]:
     """Whatever the drafter and the target say: the drafter never names the target's token."""
     target = FakeTarget(vocab_size=24, num_rows=4, max_len=256)
     drafter = TreeDrafter(target, num_drafted=4, width=3, accuracy=accuracy, tap_layers=(0, 2))
@@ -165,7 +172,10 @@ def test_mocked_trees_keep_more_than_mocked_chains() -> None:
         sum(len(seq.rounds) for seq in mocked_answers(planner, {}, num_answers=6))
         for planner in (FixedPlanner(), MockedPlanner(num_nodes=12, marginals=THREE))
     )
-    assert chain / tree == pytest.approx(THREE.expected(12)[12].tokens / (1 + sum(THREE.survival)), rel=0.06) and chain > tree
+    assert (
+        chain / tree == pytest.approx(THREE.expected(12)[12].tokens / (1 + sum(THREE.survival)), rel=0.06)
+        and chain > tree
+    )
 
 
 def test_of_a_mocked_round_nothing_is_learned() -> None:
@@ -218,7 +228,10 @@ def test_a_planner_that_measures_nothing_is_not_told() -> None:
 def test_settings_of_a_mocked_tree() -> None:
     chances = ((0.7, 0.1), (0.6, 0.2))
     config = EngineConfig(mocked_marginals=chances, plan="tree:8")
-    assert config.mocked == Marginals(chances) and config.mocked_as == "marginals of 2 slots, the likeliest token's 0.7, 0.6"
+    assert (
+        config.mocked == Marginals(chances)
+        and config.mocked_as == "marginals of 2 slots, the likeliest token's 0.7, 0.6"
+    )
     rule = mocked(Marginals(chances))
     assert rule.name == MOCKED and not rule.lossless and rule.takes_trees and not mocked(3.0).takes_trees
     with pytest.raises(ConfigError, match="exclude each other"):

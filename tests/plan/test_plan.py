@@ -1,4 +1,5 @@
-"""The planner: the most tokens per second by what is known, never below plain decoding, nothing decided by the drawn token."""
+"""The planner: the most tokens per second by what is known, never below plain decoding, nothing decided by the drawn
+token."""
 
 from __future__ import annotations
 
@@ -98,9 +99,14 @@ class TestNeverBelowPlain:
         ],
     )
     def test_whatever_the_drafter_and_the_start_up_table(self, chances: list[float], table: str, num_rows: int) -> None:
-        """A bad drafter, or a table measured while another program ran: from the first round on at least 0.97 of plain."""
+        """A bad drafter, or a table measured while another program ran: from the first round on at least 0.97 of
+        plain."""
         true = PassCosts(((1, 3.0), (2, 3.2), (4, 3.9), (8, 6.0), (16, 11.0), (32, 22.0), (64, 44.0)))
-        told = {"right": true, "flat": PassCosts(((1, 100.0), (64, 115.0))), "steep": PassCosts(((1, 1.0), (64, 64.0)))}[table]
+        told = {
+            "right": true,
+            "flat": PassCosts(((1, 100.0), (64, 115.0))),
+            "steep": PassCosts(((1, 1.0), (64, 64.0))),
+        }[table]
         machine = Machine(AdaptivePlanner(told), true, 1.4, num_rows=num_rows)
         first = machine.rounds(300, chances)
         later = machine.rounds(2000, chances)
@@ -121,7 +127,8 @@ class TestNeverBelowPlain:
     @pytest.mark.slow
     @pytest.mark.parametrize(("num_rows", "draft_s"), [(1, 0.2), (1, 0.8), (4, 0.2), (4, 0.4)])
     def test_a_good_drafter_that_turns_bad_is_soon_left(self, num_rows: int, draft_s: float) -> None:
-        """Another text: what hundreds of rounds taught is doubted after a few; trials are not saved up for that moment."""
+        """Another text: what hundreds of rounds taught is doubted after a few; trials are not saved up for that
+        moment."""
         true = PassCosts(((1, 1.0), (8, 1.6), (16, 2.6), (64, 9.0)))
         machine = Machine(AdaptivePlanner(true), true, draft_s, num_rows=num_rows)
         machine.rounds(600, [0.9] * 7)
@@ -327,7 +334,8 @@ class TestUnsteady:
 
     @pytest.mark.parametrize("seed", [27, 59, 5, 0, 1, 2])
     def test_drafts_that_lose_time_are_left(self, seed: int) -> None:
-        """Of seeds 27 and 59 the first rounds make checking look cheap: without pauses they end at 0.77 and 0.91 of plain."""
+        """Of seeds 27 and 59 the first rounds make checking look cheap: without pauses they end at 0.77 and 0.91 of
+        plain."""
         machine = UnsteadyMachine(AdaptivePlanner(self.PASSES), self.PASSES, 2.6, seed=seed)
         machine.unsteady(800, [0.42, 0.37, 0.28, 0.3, 0.31, 0.32, 0.32])
         assert machine.tokens / machine.quiet_s * 6.1 > 0.93

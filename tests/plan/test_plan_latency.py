@@ -47,7 +47,8 @@ def test_the_least_mean_time_per_token_by_trying_all(seed: int) -> None:
 
 
 def test_what_one_row_gains_is_weighed_against_what_the_other_waits() -> None:
-    """One row's drafts stand, the other's do not: all tokens together come fastest with long drafts, each row's next do not."""
+    """One row's drafts stand, the other's do not: all tokens together come fastest with long drafts, each row's next do
+    not."""
     chances = [(0.95,) * 8, (0.05,) * 8]
     picked = {}
     for objective in ("throughput", "latency"):
@@ -99,7 +100,9 @@ def test_no_text_changes(params: dict[str, float]) -> None:
         drafter = ScriptedDrafter(target, accuracy=0.7) if options else None
         planner = AdaptivePlanner(PassCosts(((1, 1.0), (64, 1.5))), **options) if options else None  # pyright: ignore
         engine = Engine(target, ByteTokenizer(), drafter, planner=planner, lookups=bool(options))
-        return [seq.output_ids for seq in run(engine, prompts, SamplingParams(max_tokens=40, ignore_eos=True, **params))]  # pyright: ignore
+        return [
+            seq.output_ids for seq in run(engine, prompts, SamplingParams(max_tokens=40, ignore_eos=True, **params))
+        ]  # pyright: ignore
 
     assert said(objective="latency") == said(objective="throughput") == said()
 

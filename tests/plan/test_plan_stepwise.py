@@ -1,4 +1,5 @@
-"""The planner beside drafters that take a step for each draft: the more is drafted the longer it takes, however sure."""
+"""The planner beside drafters that take a step for each draft: the more is drafted the longer it takes, however
+sure."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ STEP_S = 0.3
 
 @pytest.mark.parametrize("is_stepwise", [True, False])
 def test_steps_are_paid_one_by_one(is_stepwise: bool) -> None:
-    """Passes cost nothing more for another position: what is drafted alone decides. The third draft hardly ever stands."""
+    """Passes cost nothing more for another position: what is drafted alone decides. The third draft hardly ever
+    stands."""
     planner, drafted = AdaptivePlanner(FLAT), list[int]()
     for _ in range(300):
         offer = planner.offer("eagle3", "greedy", 5, is_stepwise=is_stepwise)

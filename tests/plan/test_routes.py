@@ -1,4 +1,5 @@
-"""Routing by tokens per second: simulated members, whose requests bring more or less than plain decoding, with noise."""
+"""Routing by tokens per second: simulated members, whose requests bring more or less than plain decoding, with
+noise."""
 
 from __future__ import annotations
 
@@ -27,10 +28,17 @@ def request(key: int, cluster: str = "") -> Sequence:
 
 
 def serve(
-    router: Router, key: int, member: str, cluster: str, gain: float, luck: random.Random, num_rounds: int = 16, own: int = 16
+    router: Router,
+    key: int,
+    member: str,
+    cluster: str,
+    gain: float,
+    luck: random.Random,
+    num_rounds: int = 16,
+    own: int = 16,
 ) -> float:
-    """A request of two tokens in each of so many rounds, its drafter's own in `own` of them; returns what it took, in rounds
-    without drafts for each token."""
+    """A request of two tokens in each of so many rounds, its drafter's own in `own` of them; returns what it took, in
+    rounds without drafts for each token."""
     each = gain * luck.lognormvariate(0.0, NOISE) if member != "none" else 1.0
     for number in range(num_rounds):
         source = member if number < own else LOOKUP
@@ -64,7 +72,12 @@ def traffic(
     return served, router
 
 
-MIXED: Gains = {("gsm8k", "general"): 2.0, ("gsm8k", "tickets"): 1.6, ("tickets", "general"): 1.6, ("tickets", "tickets"): 4.0}
+MIXED: Gains = {
+    ("gsm8k", "general"): 2.0,
+    ("gsm8k", "tickets"): 1.6,
+    ("tickets", "general"): 1.6,
+    ("tickets", "tickets"): 4.0,
+}
 
 
 @pytest.mark.slow
@@ -213,7 +226,8 @@ def test_one_member_gets_everything_and_is_counted() -> None:
 
 
 def test_what_a_neighbour_does_is_not_blamed_on_a_request() -> None:
-    """The price of a row that drafts nothing is that of a round without drafts, whatever its neighbour drafts and takes."""
+    """The price of a row that drafts nothing is that of a round without drafts, whatever its neighbour drafts and
+    takes."""
     planner = AdaptivePlanner(PassCosts([(1, 1.0), (16, 4.0)]))
     offers = [Offer("a", (0.9,) * 7, 0.5), Offer("b", (0.9,) * 7, 2.0)]
     rows = [Row(number, "greedy", [offer]) for number, offer in enumerate(offers)]
@@ -251,7 +265,8 @@ def test_older_requests_count_less() -> None:
 
 @pytest.mark.slow
 def test_a_cluster_that_is_pinned_gets_its_member_while_that_may_be_worth_it() -> None:
-    """Under its name or its label; not below plain decoding; and chosen again when it is released or the member is gone."""
+    """Under its name or its label; not below plain decoding; and chosen again when it is released or the member is
+    gone."""
     router, members = Router(), ["good", "bad", "none"]
 
     def ask(key: int, gain: float, there: list[str] = members) -> str:

@@ -77,8 +77,8 @@ def test_an_outcome_tells_the_spine_from_its_siblings() -> None:
 
 
 def test_siblings_are_believed_as_often_as_they_stood() -> None:
-    """A drafter that gives its second token half of its true chance is believed twice as much in the end, and never beyond what
-    the first one leaves."""
+    """A drafter that gives its second token half of its true chance is believed twice as much in the end, and never
+    beyond what the first one leaves."""
     chances, source = Chances(1, 0.5), random.Random(1)
     logprobs_KM = [[-0.7, -2.3, -3.0]]  # 0.5, 0.1, 0.05
     tree = grow(Candidates([[1, 2, 3]], logprobs_KM), drafter_probs, 3)
@@ -123,7 +123,8 @@ def test_a_tree_that_grows_in_steps_is_the_tree_grown_at_once(seed: int) -> None
 def test_only_trees_that_are_wanted_grow() -> None:
     flat = [[0.45] * 3] * 6  # over 300 nodes that are likely enough
     drafted = [
-        Drafted(place, Offer("block", (0.45,) * 6), [], Growing(candidates_of(flat, 200), drafter_probs)) for place in range(2)
+        Drafted(place, Offer("block", (0.45,) * 6), [], Growing(candidates_of(flat, 200), drafter_probs))
+        for place in range(2)
     ]
     asked: list[list[int]] = []
 

@@ -49,7 +49,9 @@ def test_a_prompt_that_holds_an_unseen_one_is_left_out(script: dict[str, Any], t
 
 
 def test_a_prompt_that_names_an_unseen_function_is_left_out(script: dict[str, Any], tmp_path: Path) -> None:
-    texts = unseen(script, tmp_path, {"prompt": "def close(a):\n    '''Near?'''\n"}, {"text": "Anything", "code": TASK["code"]})
+    texts = unseen(
+        script, tmp_path, {"prompt": "def close(a):\n    '''Near?'''\n"}, {"text": "Anything", "code": TASK["code"]}
+    )
     for name in ("close", "larger"):
         assert texts.reason(f"```python\ndef {name}(x):\n") == "a function of the name of an unseen one"
     assert texts.reason("```python\ndef closed(x):\n") is None
@@ -63,7 +65,10 @@ def test_the_script_writes_tasks_and_functions_and_counts_what_it_leaves_out(tmp
     (tmp_path / "unseen.jsonl").write_text(json.dumps({"text": TASK["text"], "code": TASK["code"]}) + "\n")
     words = ["--mbpp", tmp_path / "mbpp.jsonl", "--unseen", tmp_path / "unseen.jsonl", "--out", tmp_path]
     done = subprocess.run(
-        [sys.executable, SCRIPT, *words, "--self-written", "0", "--signatures", "0"], capture_output=True, text=True, check=True
+        [sys.executable, SCRIPT, *words, "--self-written", "0", "--signatures", "0"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     tasks = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
     assert [task["id"] for task in tasks] == ["mbpp-602"]

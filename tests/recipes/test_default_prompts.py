@@ -39,7 +39,9 @@ def test_a_task_becomes_a_function_to_complete(script: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize("change", [{"code": "def larger(a:\n"}, {"code": "larger = max"}, {"test_list": ["assert other(1)"]}])
+@pytest.mark.parametrize(
+    "change", [{"code": "def larger(a:\n"}, {"code": "larger = max"}, {"test_list": ["assert other(1)"]}]
+)
 def test_tasks_that_cannot_be_read_are_left_out(script: dict[str, Any], change: dict[str, Any]) -> None:
     assert script["function_prompt"](TASK | change) is None
 

@@ -82,7 +82,16 @@ def test_worked_examples_are_answers_as_wanted(generator: ModuleType) -> None:
 
 
 def test_the_command_writes_what_read_prompts_reads(generator: ModuleType, tmp_path: Path) -> None:
-    command = [sys.executable, str(RUNS / "support_tickets.py"), "--train", "12", "--heldout", "5", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(RUNS / "support_tickets.py"),
+        "--train",
+        "12",
+        "--heldout",
+        "5",
+        "--out",
+        str(tmp_path),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     prompts = read_prompts(tmp_path / "train.jsonl")
     assert [prompt.messages for prompt in prompts] == [row["messages"] for row in generator.train_tickets(12)]

@@ -35,7 +35,9 @@ def test_markdown_has_alignment_and_escapes_bars() -> None:
 
 def test_a_page_escapes_every_cell() -> None:
     figures = Table(COLUMNS, ROWS, title="<t>", notes=["<n>\x00\ud800"])
-    made = render("report.html", title="", verdict="", explained=[], sections={"Figures": [figures]}, drawn=[], settings=[])
+    made = render(
+        "report.html", title="", verdict="", explained=[], sections={"Figures": [figures]}, drawn=[], settings=[]
+    )
     assert "<td>a|&lt;b&gt;[/x]</td>" in made and "<h3>&lt;t&gt;</h3>" in made
     assert '<p class="note">&lt;n&gt;\ufffd\ufffd</p>' in made
     assert '<td class="number">1.50 [1.40, 1.60]</td>' in made
@@ -74,7 +76,9 @@ def test_a_histogram_of_accepted_drafts() -> None:
 def terminal(table: Table, width: int, monkeypatch: pytest.MonkeyPatch) -> str:
     """What `show` prints on a terminal of so many letters."""
     out = io.StringIO()
-    monkeypatch.setattr("rich.console.Console", lambda **_: Console(file=out, width=width, force_terminal=True, no_color=True))
+    monkeypatch.setattr(
+        "rich.console.Console", lambda **_: Console(file=out, width=width, force_terminal=True, no_color=True)
+    )
     table.show()
     return out.getvalue()
 

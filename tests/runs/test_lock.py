@@ -57,7 +57,9 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None
     first = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert first.stdout is not None and first.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=rf"another run is training here: .*run \(pid {first.pid}\): wait until it ends"):
+        with pytest.raises(
+            ConfigError, match=rf"another run is training here: .*run \(pid {first.pid}\): wait until it ends"
+        ):
             paceline(*TINY, "--out", run, "--max-steps", "1")
     finally:
         first.send_signal(signal.SIGKILL)

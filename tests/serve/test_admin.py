@@ -1,4 +1,5 @@
-"""The admin API: drafters loaded, drained and unloaded while the server answers; what is bad is refused and changes nothing."""
+"""The admin API: drafters loaded, drained and unloaded while the server answers; what is bad is refused and changes
+nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def drafter(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drafters") / "random"
-    DFlashDrafter.random(LLM(str(target), drafter="none", dtype="float32", device="cpu", max_len=64).target).save(folder)
+    DFlashDrafter.random(LLM(str(target), drafter="none", dtype="float32", device="cpu", max_len=64).target).save(
+        folder
+    )
     return folder
 
 
@@ -215,7 +218,8 @@ def test_names_that_cannot_be_and_too_many_are_refused(live: Live) -> None:
         path, method = (f"{PATH}/unknown/drain", "POST") if name == "drain" else (f"{PATH}/unknown", "DELETE")
         status, body, _ = live.request(method, path, b"{}", {"content-type": "application/json"})
         assert (
-            status == 404 and "there is no drafter 'unknown' here: there are general, words, none" in body["error"]["message"]
+            status == 404
+            and "there is no drafter 'unknown' here: there are general, words, none" in body["error"]["message"]
         )
     for number in range(2, MOST_DRAFTERS):
         assert load(live, f"more{number}", "ngram")[0] == 200
@@ -296,7 +300,10 @@ def test_an_answer_tells_whose_drafts_it_had(target: Path, drafter: Path) -> Non
 
 def test_requests_are_counted_by_drafter_and_kind(live: Live) -> None:
     for _ in range(8):
-        assert live.post("/v1/chat/completions", asked(max_tokens=12, temperature=0), {"x-paceline-tag": "user-4711"})[0] == 200
+        assert (
+            live.post("/v1/chat/completions", asked(max_tokens=12, temperature=0), {"x-paceline-tag": "user-4711"})[0]
+            == 200
+        )
     wait_until(live.is_idle)
     _, body, _ = live.request("GET", PATH)
     (kind,) = (each for each in body["clusters"] if each["cluster"] == "tag:user-4711")
@@ -350,7 +357,9 @@ class TestWhoMay:
 
 def test_a_kind_of_requests_is_sent_to_one_member(live: Live) -> None:
     def drafter_of() -> str:  # one token takes no round, of which a router could learn that plain decoding is faster
-        _, answer, _ = live.post("/v1/chat/completions", asked(max_tokens=1, return_metrics=True), {"x-paceline-tag": "t"})
+        _, answer, _ = live.post(
+            "/v1/chat/completions", asked(max_tokens=1, return_metrics=True), {"x-paceline-tag": "t"}
+        )
         return answer["metrics"]["speculative_decoding"]["drafter"]
 
     for _ in range(4):

@@ -1,4 +1,5 @@
-"""The official `anthropic` client, unmodified, against /v1/messages of a real server with a real (tiny, random) model."""
+"""The official `anthropic` client, unmodified, against /v1/messages of a real server with a real (tiny, random)
+model."""
 
 from __future__ import annotations
 
@@ -100,7 +101,14 @@ def test_the_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_forced_tool_is_called(client: anthropic.Anthropic, choice: Any, is_stream: bool) -> None:
-    asked: Any = {"model": MODEL, "messages": HELLO, "tools": [WEATHER], "tool_choice": choice, "max_tokens": 300, **GREEDY}
+    asked: Any = {
+        "model": MODEL,
+        "messages": HELLO,
+        "tools": [WEATHER],
+        "tool_choice": choice,
+        "max_tokens": 300,
+        **GREEDY,
+    }
     if is_stream:
         with client.messages.stream(**asked) as stream:
             pieces = [event.partial_json for event in stream if event.type == "input_json"]
@@ -132,7 +140,11 @@ def test_turns_with_a_tool_result_give_the_chats_prompt(client: anthropic.Anthro
     function = {"name": "weather", "arguments": json.dumps(call.input)}
     history = [
         *HELLO,
-        {"role": "assistant", "content": None, "tool_calls": [{"id": call.id, "type": "function", "function": function}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": call.id, "type": "function", "function": function}],
+        },
         {"role": "tool", "tool_call_id": call.id, "content": "snow"},
         {"role": "user", "content": "And now?"},
     ]
@@ -144,7 +156,9 @@ def test_turns_with_a_tool_result_give_the_chats_prompt(client: anthropic.Anthro
 
 def test_an_answer_goes_on_with_the_assistants_last_text(client: anthropic.Anthropic, live: Live) -> None:
     begun: Any = [*HELLO, {"role": "assistant", "content": "The answer"}]
-    expected = chat(live, messages=begun, continue_final_message=True, max_tokens=12)["choices"][0]["message"]["content"]
+    expected = chat(live, messages=begun, continue_final_message=True, max_tokens=12)["choices"][0]["message"][
+        "content"
+    ]
     assert text_of(client.messages.create(model=MODEL, messages=begun, max_tokens=12, **GREEDY)) == expected
     called: Any = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "weather", "input": {}}]}
     with pytest.raises(anthropic.BadRequestError, match=r"messages\[1\]"):

@@ -1,4 +1,5 @@
-"""The page at `/docs`: the server's own OpenAPI document as text, nothing from elsewhere. In Chromium where there is one."""
+"""The page at `/docs`: the server's own OpenAPI document as text, nothing from elsewhere. In Chromium where there is
+one."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def test_every_field_of_a_request_is_described_and_every_example_is_answered() -
             for field, about in body["properties"].items():
                 parts = [about, *about.get("anyOf", [])]
                 described = [
-                    part.get("description") or schemas.get(part.get("$ref", "")[21:], {}).get("description") for part in parts
+                    part.get("description") or schemas.get(part.get("$ref", "")[21:], {}).get("description")
+                    for part in parts
                 ]
                 assert any(described), f"{field} of {path}"
             if not path.startswith("/admin/"):  # closed to pages
@@ -62,7 +64,15 @@ def test_it_shows_every_endpoint_and_field() -> None:
         page.goto(live.url + "/docs")
         api.expect(page.get_by_role("heading", name="Schemas")).to_be_attached(timeout=30_000)
         text = page.locator("main").text_content()
-        for each in ("/v1/chat/completions", "/tokenize", "/metrics", "guided_regex", "min_p", "x-paceline-tag", "ErrorAnswer"):
+        for each in (
+            "/v1/chat/completions",
+            "/tokenize",
+            "/metrics",
+            "guided_regex",
+            "min_p",
+            "x-paceline-tag",
+            "ErrorAnswer",
+        ):
             assert each in text
         chat = page.locator("details", has=page.get_by_label("Body of a request to /v1/chat/completions"))
         api.expect(chat).to_contain_text(f"curl {live.url}/v1/chat/completions -H 'Content-Type: application/json' -d")

@@ -113,7 +113,9 @@ def test_a_demanded_call_waits_for_its_end() -> None:
 
 @pytest.mark.parametrize("before", ["", "Sure. <tool_call>", "```json\n"])
 @pytest.mark.parametrize("is_whole", [False, True])
-def test_a_long_call_is_not_read_again_with_every_piece(before: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_call_is_not_read_again_with_every_piece(
+    before: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads: list[int] = []
     read = reading._read_objects
     monkeypatch.setattr(reading, "_read_objects", lambda *given: (reads.append(len(given[0])), read(*given))[1])

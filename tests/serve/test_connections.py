@@ -99,7 +99,9 @@ def test_an_empty_name_is_refused() -> None:
 def test_other_names_are_refused_on_every_path(live: Live) -> None:
     """As when a page of attacker.example points its own name at this machine."""
     for method, path in (("GET", "/"), ("GET", "/metrics"), ("POST", "/v1/chat/completions"), ("GET", "/health")):
-        status, body, _ = live.request(method, path, b"{}" if method == "POST" else None, {"host": "attacker.example:80"})
+        status, body, _ = live.request(
+            method, path, b"{}" if method == "POST" else None, {"host": "attacker.example:80"}
+        )
         assert (status, body["error"]["code"]) == (421, "host_not_allowed")
         assert set(body["error"]) == {"message", "type", "param", "code"}
     assert live.request("GET", "/health", headers={"host": f"LocalHost:{live.port}"})[0] == 200
@@ -148,7 +150,8 @@ def test_headers_that_do_not_come_are_not_waited_for(hasty: Live) -> None:
 
 
 def test_the_second_request_of_a_connection_is_due_as_well(hasty: Live) -> None:
-    """While it is kept alive, and nothing is asked yet, a long answer on another connection outlives the time as well."""
+    """While it is kept alive, and nothing is asked yet, a long answer on another connection outlives the time as
+    well."""
     whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with connect(hasty) as connection:
         connection.sendall(whole)

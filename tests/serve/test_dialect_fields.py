@@ -1,4 +1,5 @@
-"""What becomes of every request field of Anthropic's Messages and OpenAI's Responses: held, refused or without effect."""
+"""What becomes of every request field of Anthropic's Messages and OpenAI's Responses: held, refused or without
+effect."""
 
 from __future__ import annotations
 
@@ -52,7 +53,12 @@ TYPES: list[tuple[type[Closed], set[str]]] = [
     (MessageTurn, names(messages.MessageParam.__args__[0], messages.AssistantMessageParam)),  # type: ignore[attr-defined]
     (
         ContentBlock,
-        names(messages.TextBlockParam, messages.ToolUseBlockParam, messages.ToolResultBlockParam, messages.ThinkingBlockParam),
+        names(
+            messages.TextBlockParam,
+            messages.ToolUseBlockParam,
+            messages.ToolResultBlockParam,
+            messages.ThinkingBlockParam,
+        ),
     ),
     (MessageTool, names(messages.ToolParam)),
     (
@@ -81,7 +87,9 @@ TYPES: list[tuple[type[Closed], set[str]]] = [
     ),
     (
         ResponsePart,
-        names(responses.ResponseInputTextParam, responses.ResponseOutputTextParam, responses.ResponseOutputRefusalParam),
+        names(
+            responses.ResponseInputTextParam, responses.ResponseOutputTextParam, responses.ResponseOutputRefusalParam
+        ),
     ),
     (ResponseTool, names(responses.FunctionToolParam)),
     (ResponseToolChoice, names(responses.ToolChoiceFunctionParam)),
@@ -142,9 +150,15 @@ def nested(tables: dict[str, Any]) -> set[str]:
 
 
 def test_the_guide_lists_what_is_refused_and_what_has_no_effect() -> None:
-    assert listed("Fields of Messages without effect") == {*fields.MESSAGES_UNUSED} | nested(fields.MESSAGES_NESTED_UNUSED)
-    assert listed("Fields of Messages that are refused") == {*fields.MESSAGES_REFUSED} | nested(fields.MESSAGES_NESTED_REFUSED)
-    assert listed("Fields of Responses without effect") == {*fields.RESPONSES_UNUSED} | nested(fields.RESPONSES_NESTED_UNUSED)
+    assert listed("Fields of Messages without effect") == {*fields.MESSAGES_UNUSED} | nested(
+        fields.MESSAGES_NESTED_UNUSED
+    )
+    assert listed("Fields of Messages that are refused") == {*fields.MESSAGES_REFUSED} | nested(
+        fields.MESSAGES_NESTED_REFUSED
+    )
+    assert listed("Fields of Responses without effect") == {*fields.RESPONSES_UNUSED} | nested(
+        fields.RESPONSES_NESTED_UNUSED
+    )
     assert listed("Fields of Responses that are refused") == {*fields.RESPONSES_REFUSED} | nested(
         fields.RESPONSES_NESTED_REFUSED
     )

@@ -78,7 +78,9 @@ def listed(heading: str) -> set[str]:
 
 
 def test_the_guide_lists_what_is_refused_and_what_has_no_effect() -> None:
-    nested = [{f"{parent}.{name}" for parent, own in each.items() for name in own} for each in (NESTED_UNUSED, NESTED_REFUSED)]
+    nested = [
+        {f"{parent}.{name}" for parent, own in each.items() for name in own} for each in (NESTED_UNUSED, NESTED_REFUSED)
+    ]
     assert listed("Fields without effect") == UNUSED.keys() | nested[0]
     assert listed("Fields that are refused") == CHAT_REFUSED.keys() | TEXT_REFUSED.keys() | nested[1]
 

@@ -25,7 +25,8 @@ EVERYTHING = "relaxed:n=258,delta=1"
 
 
 def loose() -> LLM:
-    """A model that allows lossy rules, up to a mean total variation of 0.25, and a drafter that is wrong half of the time."""
+    """A model that allows lossy rules, up to a mean total variation of 0.25, and a drafter that is wrong half of the
+    time."""
     llm = fake_llm(Talker(num_rows=2, max_len=256, eos_bonus=-60.0), plan="fixed")
     llm.allow_lossy, llm.max_tv = True, 0.25
     assert isinstance(llm.target, FakeTarget)
@@ -81,13 +82,20 @@ def test_every_answer_says_that_it_is_not_lossless_and_what_it_cost(live: Live) 
         assert price["rule"] == EVERYTHING and price["max_tv"] == 0.25
         assert 0 < price["mean_tv"] == price["share_changed"] <= 0.25, "the server's budget holds"
     _, both = ask(live, n=2, lossy=EVERYTHING + ",max_tv=0.1")
-    assert [each["max_tv"] for each in both["lossy"]] == [0.1, 0.1] and all(each["mean_tv"] <= 0.1 for each in both["lossy"])
+    assert [each["max_tv"] for each in both["lossy"]] == [0.1, 0.1] and all(
+        each["mean_tv"] <= 0.1 for each in both["lossy"]
+    )
     assert ask(live, lossy="lenience:1", paceline_timings=True)[1]["paceline"]["lossless"] is False
 
 
 def test_every_chunk_says_so(live: Live) -> None:
     body = asked(
-        max_tokens=60, temperature=0, lossy=EVERYTHING, ignore_eos=True, stream=True, stream_options={"include_usage": True}
+        max_tokens=60,
+        temperature=0,
+        lossy=EVERYTHING,
+        ignore_eos=True,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     request = urllib.request.Request(
         live.url + "/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
@@ -117,7 +125,9 @@ def test_metrics_count_it_apart() -> None:
             <= 15
         )
         assert number(told, "paceline:lossy_rounds_total") > 5
-        assert number(told, "vllm:spec_decode_num_drafts_total") == 0, "what stands by a lossy rule is no drafter's merit"
+        assert number(told, "vllm:spec_decode_num_drafts_total") == 0, (
+            "what stands by a lossy rule is no drafter's merit"
+        )
         assert "paceline:drafter_rounds_total{" not in told
         ask(live)
         assert number(metrics(live), "vllm:spec_decode_num_drafts_total") > 0

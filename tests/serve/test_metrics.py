@@ -85,9 +85,17 @@ def test_right_drafts_by_hand() -> None:
         "paceline:tokens_per_round_count": 3, "paceline:draft_width_sum": 9, "paceline:worker_restarts_total": 0,
     }  # fmt: skip
     assert {name: seen[name, ()] for name in expected} == expected
-    assert [seen["vllm:spec_decode_num_accepted_tokens_per_pos_total", (str(place),)] for place in range(4)] == [3, 3, 3, 0]
+    assert [seen["vllm:spec_decode_num_accepted_tokens_per_pos_total", (str(place),)] for place in range(4)] == [
+        3,
+        3,
+        3,
+        0,
+    ]
     assert seen["paceline:draft_width_bucket", ("2.0",)] == 0 and seen["paceline:draft_width_bucket", ("3.0",)] == 3
-    assert seen["paceline:tokens_per_round_bucket", ("3.0",)] == 0 and seen["paceline:tokens_per_round_bucket", ("4.0",)] == 3
+    assert (
+        seen["paceline:tokens_per_round_bucket", ("3.0",)] == 0
+        and seen["paceline:tokens_per_round_bucket", ("4.0",)] == 3
+    )
     counts = {key: count for key, (count, _) in timed.metrics.step_times.items()}
     assert counts == {("step", 1): 4, ("prefill", 5): 1, ("verify", 4): 3, ("draft", 3): 3}
     reasons = {key[1][0]: value for key, value in seen.items() if key[0] == "vllm:request_success_total"}
@@ -200,7 +208,9 @@ def test_refusals_crashes_and_traces() -> None:
     offered: list[Any] = []
     metrics = Metrics(
         "tiny",
-        cast(Any, SimpleNamespace(written=5, dropped={"queue": 2, "disk": 0}, offer=lambda *ended: offered.append(ended))),
+        cast(
+            Any, SimpleNamespace(written=5, dropped={"queue": 2, "disk": 0}, offer=lambda *ended: offered.append(ended))
+        ),
     )
     metrics.refused("queue_full")
     metrics.refused("queue_full")
@@ -217,7 +227,9 @@ def test_refusals_crashes_and_traces() -> None:
     assert seen["paceline:worker_restarts_total", ()] == 1 and seen["vllm:request_success_total", ("error",)] == 1
     assert seen["vllm:num_requests_running", ()] == 0, "the engine that failed is forgotten"
     assert seen["paceline:traces_written_total", ()] == 5
-    assert seen["paceline:traces_dropped_total", ("queue",)] == 2 and seen["paceline:traces_dropped_total", ("disk",)] == 0
+    assert (
+        seen["paceline:traces_dropped_total", ("queue",)] == 2 and seen["paceline:traces_dropped_total", ("disk",)] == 0
+    )
 
 
 def test_names_with_quotes_and_wide_drafts_are_exported() -> None:

@@ -1,4 +1,5 @@
-"""`serve --mock`: what acceptance is mocked, which model gets random weights, and that nothing it says is taken for real."""
+"""`serve --mock`: what acceptance is mocked, which model gets random weights, and that nothing it says is taken for
+real."""
 
 from __future__ import annotations
 
@@ -29,7 +30,13 @@ from paceline.serve.worker.worker import EngineWorker
 from paceline.simulate.marginals import read_marginals
 from paceline.types import SamplingParams
 
-SHAPE = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 SHAPE |= {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
@@ -58,7 +65,13 @@ def switch_interval() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def live(config_only: Path) -> Iterator[Live]:
     def load() -> LLM:
-        settings = {"device": "cpu", "dtype": "float32", "max_batch": 2, "weights": "random", "mocked_tokens_per_round": 4}
+        settings = {
+            "device": "cpu",
+            "dtype": "float32",
+            "max_batch": 2,
+            "weights": "random",
+            "mocked_tokens_per_round": 4,
+        }
         return LLM(str(config_only), drafter="random-dflash", **settings)
 
     with serving(load) as live:
@@ -75,7 +88,9 @@ def test_a_number_and_a_curve(tmp_path: Path) -> None:
     assert read_mock(str(file)) == (0.9, 0.5)
     file.write_text('{"survival": [0.7, 0.2], "drafter": "mine"}')
     assert read_mock(str(file)) == (0.7, 0.2)
-    file.write_text(json.dumps({"results": [{"drafter": "x", "tokens_per_round": 1.7, "accepted_histogram": [4, 5, 1]}]}))
+    file.write_text(
+        json.dumps({"results": [{"drafter": "x", "tokens_per_round": 1.7, "accepted_histogram": [4, 5, 1]}]})
+    )
     assert read_mock(str(file)) == pytest.approx((0.6, 0.1)), "of a bench decode run"
 
 
@@ -107,7 +122,9 @@ def test_a_config_alone_gets_random_weights(config_only: Path, tmp_path: Path) -
     known = mocked_engine(EngineConfig(model="Qwen3-0.6B"), "3", tmp_path)
     config = json.loads((Path(known.model) / "config.json").read_text())
     assert Path(known.model).name == "Qwen3-0.6B" and known.weights == "random"
-    assert config["architectures"] == ["Qwen3ForCausalLM"] and config["hidden_size"] == 1024, "or only Transformers knew it"
+    assert config["architectures"] == ["Qwen3ForCausalLM"] and config["hidden_size"] == 1024, (
+        "or only Transformers knew it"
+    )
     real = mocked_engine(EngineConfig(model=str(tiny_model(tmp_path / "real"))), "3", tmp_path)
     assert real.weights == "checkpoint", "there are weights"
     assert mocked_engine(EngineConfig(), "3", tmp_path).weights == "checkpoint"
@@ -138,7 +155,10 @@ def test_a_drafter_that_drafts_in_every_round(config_only: Path) -> None:
 
 @pytest.mark.slow
 def test_answers_of_other_apis_say_it_too(live: Live) -> None:
-    messages, responses = {"messages": asked()["messages"], "max_tokens": 24}, {"input": "hello", "max_output_tokens": 24}
+    messages, responses = (
+        {"messages": asked()["messages"], "max_tokens": 24},
+        {"input": "hello", "max_output_tokens": 24},
+    )
     for path, body in (("/v1/messages", messages), ("/v1/responses", responses)):
         status, told, _ = live.post(path, body)
         assert status == 200 and told["lossless"] is False
@@ -182,7 +202,12 @@ def test_a_grammar_is_refused_and_nothing_is_harmed(live: Live) -> None:
 
 def labels(metrics: Metrics) -> list[tuple[str, dict[str, str]]]:
     families = text_string_to_metric_families(metrics.render()[0].decode())
-    return [(each.name, each.labels) for family in families for each in family.samples if not each.name.startswith("process_")]
+    return [
+        (each.name, each.labels)
+        for family in families
+        for each in family.samples
+        if not each.name.startswith("process_")
+    ]
 
 
 def test_every_series_says_so() -> None:
@@ -237,11 +262,16 @@ def refused(*words: str) -> str:
         ),
         (("--mock", "4", "--features"), "--mock does not go with --features"),
         (("--mock", "4", "--drafter", "ngram"), "--drafter ngram does not draft in every round"),
-        (("--mock", "4", "--drafter", "a=default", "--drafter", "b=random-dflash"), "it needs --speculate auto, and no --mock"),
+        (
+            ("--mock", "4", "--drafter", "a=default", "--drafter", "b=random-dflash"),
+            "it needs --speculate auto, and no --mock",
+        ),
         (("--mock", "0.5"), "--mock 0.5 counts the target's own token of every round"),
     ],
 )
-def test_what_does_not_go_together(words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_go_together(
+    words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PACELINE_API_KEY", "key")
     assert said in refused(*[str(tmp_path / word) if word == "traces" else word for word in words])
     assert not (tmp_path / "traces").exists()

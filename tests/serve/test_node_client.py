@@ -1,4 +1,5 @@
-"""OpenAI's client for Node streams an answer, through serving_clients.cjs. Skips where there is no node or no package."""
+"""OpenAI's client for Node streams an answer, through serving_clients.cjs. Skips where there is no node or no
+package."""
 
 from __future__ import annotations
 
@@ -29,11 +30,14 @@ def test_the_node_client_streams_with_usage() -> None:
         pytest.skip("node is not installed")
     if found is None:
         pytest.skip(
-            "the npm package openai is in neither NODE_PATH nor CLIENTS_VENV: experiments/serving_clients.sh node installs it"
+            "the npm package openai is in neither NODE_PATH nor CLIENTS_VENV: experiments/serving_clients.sh node "
+            "installs it"
         )
     with serving(talker()) as live:
         command = [node, str(SCRIPT), live.url, "fake"]
-        ran = subprocess.run(command, env={**os.environ, "NODE_PATH": str(found)}, capture_output=True, text=True, timeout=300)
+        ran = subprocess.run(
+            command, env={**os.environ, "NODE_PATH": str(found)}, capture_output=True, text=True, timeout=300
+        )
         assert ran.returncode == 0, ran.stderr
         answer = json.loads(ran.stdout)
         assert answer["chunks"] > 2 and answer["text"]

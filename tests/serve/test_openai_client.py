@@ -160,7 +160,14 @@ def test_several_prompts_and_token_ids(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_tool_call_parses(client: openai.OpenAI, choice: object, stream: bool) -> None:
-    asked = {"model": MODEL, "messages": MESSAGES, "tools": [WEATHER], "tool_choice": choice, "max_tokens": 200, "seed": 1}
+    asked = {
+        "model": MODEL,
+        "messages": MESSAGES,
+        "tools": [WEATHER],
+        "tool_choice": choice,
+        "max_tokens": 200,
+        "seed": 1,
+    }
     if stream:
         chunks = list(client.chat.completions.create(**asked, stream=True))
         calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
@@ -181,7 +188,9 @@ def test_tools_and_their_results_reach_the_prompt(client: openai.OpenAI) -> None
         {
             "role": "assistant",
             "content": None,
-            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Oslo"}'}}],
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Oslo"}'}}
+            ],
         },
         {"role": "tool", "tool_call_id": "1", "content": "snow"},
     ]
@@ -200,10 +209,17 @@ def test_tools_and_their_results_reach_the_prompt(client: openai.OpenAI) -> None
 
 @pytest.mark.slow
 def test_a_json_schema_holds(client: openai.OpenAI) -> None:
-    schema = {"type": "object", "properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2, 3]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
     form = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema, "strict": True}}
     for seed in range(5):
-        answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=form, max_tokens=150, seed=seed)
+        answer = client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, response_format=form, max_tokens=150, seed=seed
+        )
         assert json.loads(answer.choices[0].message.content or "")["n"] in (1, 2, 3)
 
 
@@ -225,7 +241,11 @@ def test_speculation_is_accounted_for(client: openai.OpenAI) -> None:
     figures = answer.model_extra["metrics"]["speculative_decoding"]
     rounds = sum(figures["acceptance_histogram"])
     by_source = figures["rounds_by_source"].values()
-    assert sum(each["num_rounds"] for each in by_source) == sum(sum(each["accepted_histogram"]) for each in by_source) == rounds
+    assert (
+        sum(each["num_rounds"] for each in by_source)
+        == sum(sum(each["accepted_histogram"]) for each in by_source)
+        == rounds
+    )
     assert figures["mean_acceptance_length"] == pytest.approx(1 + details.accepted_prediction_tokens / rounds)
     drafted = details.accepted_prediction_tokens + (details.rejected_prediction_tokens or 0)
     assert figures["draft_acceptance_rate"] == pytest.approx(details.accepted_prediction_tokens / drafted)
@@ -235,7 +255,11 @@ def test_speculation_is_accounted_for(client: openai.OpenAI) -> None:
     assert timings["drafted"] == details.accepted_prediction_tokens
     assert timings["total_s"] >= timings["verify_s"] > 0
     assert (
-        timings["num_plain"] == figures["rounds_by_source"]["none"]["num_rounds"] > 0 < timings["plain_s"] < timings["total_s"]
+        timings["num_plain"]
+        == figures["rounds_by_source"]["none"]["num_rounds"]
+        > 0
+        < timings["plain_s"]
+        < timings["total_s"]
     )
     streamed = list(client.chat.completions.create(**asked, extra_body=extra, stream=True))
     told = [chunk.model_extra["paceline"] for chunk in streamed if chunk.choices]

@@ -1,4 +1,5 @@
-"""Tokens are held back for no longer than the interval, firsts and ends not at all, and nothing is lost or turned around."""
+"""Tokens are held back for no longer than the interval, firsts and ends not at all, and nothing is lost or turned
+around."""
 
 from __future__ import annotations
 

@@ -157,7 +157,9 @@ def test_counts_held_text_and_the_drafter_of_a_pool_are_shown(chat: Any) -> None
     expect(reply).to_contain_text(f"{PER_ROUND:.2f} tokens per round")
     reply = tab.ask("pool")
     done(reply)
-    expect(reply.locator(".by")).to_have_text("smol-135m, drafter words, rounds drafted: 27 by dflash, 2 by text lookup")
+    expect(reply.locator(".by")).to_have_text(
+        "smol-135m, drafter words, rounds drafted: 27 by dflash, 2 by text lookup"
+    )
 
 
 def test_the_factor_over_plain_decoding(chat: Any, server: PageServer) -> None:
@@ -336,7 +338,9 @@ def test_it_fits_and_is_photographed(chat: Any) -> None:
     tab.settings()
     shoot("settings", "dark")
     tab.settings()
-    reply = tab.ask("How many loaves does a baker sell in a day who sells 24 in the morning and half as many in the afternoon?")
+    reply = tab.ask(
+        "How many loaves does a baker sell in a day who sells 24 in the morning and half as many in the afternoon?"
+    )
     done(reply)
     reply.get_by_text("Where the time went").click()
     done(tab.ask("markdown"))

@@ -1,5 +1,5 @@
-"""The chat page: a drafter is chosen, a reload keeps the conversation, speed-ups that cannot be are not shown, words explained;
-what it makes of an answer's markup: fences, markdown, and text that would do harm.
+"""The chat page: a drafter is chosen, a reload keeps the conversation, speed-ups that cannot be are not shown, words
+explained; what it makes of an answer's markup: fences, markdown, and text that would do harm.
 
 Also the header that names a drafter, in the server. In Chromium where there is one.
 """
@@ -155,7 +155,9 @@ def test_settings_push_nothing_down_and_a_phones_header_has_two_rows(chat: Any) 
     reply.get_by_text("Where the time went").click()
     expect(reply.get_by_role("row", name="Connection and page")).to_be_in_viewport()
     last = reply.locator(".more").evaluate(BOX)[1]
-    tab.page.wait_for_function("(top) => document.querySelector('footer').getBoundingClientRect().top >= top - 1", arg=last)
+    tab.page.wait_for_function(
+        "(top) => document.querySelector('footer').getBoundingClientRect().top >= top - 1", arg=last
+    )
     assert tab.fits() and re.match(r"\d+\.\d\d×", tab.page.locator("#speed").inner_text())
 
 
@@ -192,7 +194,9 @@ def test_a_fence_that_is_still_open(chat: Any, server: PageServer) -> None:
     expect(reply.locator("pre")).to_have_text("x = 24")
     expect(reply.get_by_text("After.")).to_be_visible()
     assert "`" not in text_of(reply)
-    assert tab.page.evaluate("document.activeElement.getAttribute('aria-label')") == "Copy code"  # the same button all along
+    assert (
+        tab.page.evaluate("document.activeElement.getAttribute('aria-label')") == "Copy code"
+    )  # the same button all along
 
 
 @pytest.mark.slow
@@ -206,7 +210,8 @@ def test_markdown_is_shown_whole(chat: Any) -> None:
         "h3": ["Palindromes"], "strong": ["palindrome"], "em": ["reads"], "del": ["twice"],
         ":not(pre) > code": ["level", "True"],
         "ul > li": ["until one letter is left", "☑ or none"], "ol > li > .code pre": ["word[0] == word[-1]"],
-        "blockquote": ["Case matters.\nSo do spaces."], "th": ["word", "answer"], "td": ["level", "True", "lever", "False"],
+        "blockquote": ["Case matters.\nSo do spaces."], "th": ["word", "answer"],
+        "td": ["level", "True", "lever", "False"],
         ".language": ["python", "js"], "a": ["the page", "https://example.org/c"],
     }.items():  # fmt: skip
         assert answer.locator(element).all_text_contents() == texts, element
@@ -232,7 +237,9 @@ def test_hostile_markdown_does_nothing(chat: Any) -> None:
     answer = reply.locator(".answer")
     assert tab.page.title() == "paceline"
     assert answer.locator("img, script, style, iframe, svg, object").count() == 0
-    schemes = answer.locator("[href], [src]").evaluate_all("all => all.map(each => [each.tagName, each.protocol, each.host])")
+    schemes = answer.locator("[href], [src]").evaluate_all(
+        "all => all.map(each => [each.tagName, each.protocol, each.host])"
+    )
     assert schemes and all(each == ["A", "https:", "evil.example"] for each in schemes)
     names = answer.locator("*").evaluate_all("all => [...new Set(all.flatMap(each => each.getAttributeNames()))]")
     assert set(names) <= {"class", "href", "title", "target", "rel", "tabindex", "type", "aria-label", "scope", "style"}

@@ -21,7 +21,8 @@ def test_what_it_returns_and_raises() -> None:
 
 
 def test_a_slow_disk_does_not_hold_up_the_end_of_the_process() -> None:
-    """Python waits for threads that are no daemons, and for those of its executors; the loop may be gone when it is done."""
+    """Python waits for threads that are no daemons, and for those of its executors; the loop may be gone when it is
+    done."""
     gate, is_reading = threading.Event(), threading.Event()
     found: list[threading.Thread] = []
 

@@ -96,13 +96,18 @@ def test_an_answer_keeps_to_what_is_asked_for(live: Live, path: str, fields: dic
         ({"guided_grammar": "root ::= x"}, "guided_grammar"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
         ({"response_format": {"type": "json_schema", "json_schema": SCHEMA}}, "response_format.json_schema.schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+            "response_format.json_schema.schema",
+        ),
         ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema"),
         ({"response_format": {"type": "json_object", "regex": "a"}}, "response_format.regex"),
         ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.type"),
     ],
 )
-def test_a_grammar_that_cannot_hold_is_refused_by_the_name_of_its_field(live: Live, fields: dict[str, Any], param: str) -> None:
+def test_a_grammar_that_cannot_hold_is_refused_by_the_name_of_its_field(
+    live: Live, fields: dict[str, Any], param: str
+) -> None:
     for path in (CHAT, TEXT):
         error = refused(live, path, **fields)
         assert error["param"] == param, error["message"]
@@ -127,7 +132,9 @@ def test_a_grammar_that_cannot_hold_is_refused_by_the_name_of_its_field(live: Li
         (TEXT, {"prompt": "x" * 200_000}, "prompt"),
     ],
 )
-def test_the_field_at_fault_is_named_wherever_it_is_found(live: Live, path: str, fields: dict[str, Any], param: str) -> None:
+def test_the_field_at_fault_is_named_wherever_it_is_found(
+    live: Live, path: str, fields: dict[str, Any], param: str
+) -> None:
     error = refused(live, path, **fields)
     assert error["param"] == param, error
 
@@ -200,7 +207,9 @@ def test_equal_prompts_with_a_seed_have_equal_answers(live: Live) -> None:
         ({"top_p": -0.1}, "top_p", "greater than or equal to 0"),
     ],
 )
-def test_a_refusal_names_the_field_as_the_client_wrote_it(live: Live, fields: dict[str, Any], param: str, said: str) -> None:
+def test_a_refusal_names_the_field_as_the_client_wrote_it(
+    live: Live, fields: dict[str, Any], param: str, said: str
+) -> None:
     error = refused(live, **fields)
     assert (error["param"], said in error["message"]) == (param, True), error
 
@@ -213,7 +222,12 @@ def test_a_refusal_names_the_field_as_the_client_wrote_it(live: Live, fields: di
         (TEXT, {"max_completion_tokens": 5}, "max_completion_tokens", "only at /v1/chat/completions"),
         (CHAT, {"prompt": "x"}, "prompt", "only at /v1/completions and /tokenize"),
         (CHAT, {"tokens": [1]}, "tokens", "only at /detokenize"),
-        (CHAT, {"tools": [{"function": {"name": "f"}, "defer_loading": True}]}, "tools[0].defer_loading", "all tools go"),
+        (
+            CHAT,
+            {"tools": [{"function": {"name": "f"}, "defer_loading": True}]},
+            "tools[0].defer_loading",
+            "all tools go",
+        ),
         (TEXT, {"tools": [{"function": {"name": "f"}}]}, "tools", "use /v1/chat/completions"),
         ("/tokenize", {"echo": True}, "echo", "only at /v1/completions"),
     ],
@@ -221,7 +235,9 @@ def test_a_refusal_names_the_field_as_the_client_wrote_it(live: Live, fields: di
 def test_a_field_of_another_endpoint_is_said_to_be_one(
     live: Live, path: str, fields: dict[str, Any], param: str, says: str
 ) -> None:
-    base: dict[str, Any] = {CHAT: {"messages": MESSAGES}, TEXT: {"prompt": "x"}, "/tokenize": {"prompt": "x"}}.get(path, {})
+    base: dict[str, Any] = {CHAT: {"messages": MESSAGES}, TEXT: {"prompt": "x"}, "/tokenize": {"prompt": "x"}}.get(
+        path, {}
+    )
     status, body, _ = live.post(path, (base or {"tokens": [1]}) | fields)
     assert (status, body["error"]["param"], says in body["error"]["message"]) == (400, param, True), body
 
@@ -237,7 +253,12 @@ LONG = "x" * 200_000
         {"messages": [*MESSAGES, {"role": "assistant", "content": "x", "reasoning": LONG}]},
         {"messages": [*MESSAGES, {"role": "assistant", "refusal": LONG}]},
         {"messages": [*MESSAGES, {"role": "assistant", "function_call": {"name": "f", "arguments": {"x": LONG}}}]},
-        {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": LONG}}}]}]},
+        {
+            "messages": [
+                *MESSAGES,
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": LONG}}}]},
+            ]
+        },
         {"tools": [{"function": {"name": "f", "description": LONG}}]},
     ],
 )
@@ -305,7 +326,9 @@ def test_echo_with_logprobs_scores_the_prompt(live: Live, offline: LLM, speculat
         assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(ids) + 3
         assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
         scores = [
-            offline.generate_ids([ids[:place]], SamplingParams(max_tokens=1, logprobs=100, logit_bias={ids[place]: 1000.0}))[0]
+            offline.generate_ids(
+                [ids[:place]], SamplingParams(max_tokens=1, logprobs=100, logit_bias={ids[place]: 1000.0})
+            )[0]
             for place in range(1, len(ids))
         ]
         expected = [score.logprobs[0].logprob for score in scores]
@@ -316,7 +339,9 @@ def test_echo_with_logprobs_scores_the_prompt(live: Live, offline: LLM, speculat
 
 def test_prompt_scores_are_the_same_with_and_without_drafts_streamed_or_not(live: Live) -> None:
     asked = {"prompt": "abcabcabcabcabc", "echo": True, "logprobs": 1, "max_tokens": 6, "temperature": 0}
-    bodies = [ask(live, TEXT, **asked, speculate=speculate)["choices"][0]["logprobs"] for speculate in ("off", "full", 2)]
+    bodies = [
+        ask(live, TEXT, **asked, speculate=speculate)["choices"][0]["logprobs"] for speculate in ("off", "full", 2)
+    ]
     assert bodies[0] == bodies[1] == bodies[2]
     status, body, _ = live.post(TEXT, asked | {"stream": True})
     chunks = [json.loads(line[6:]) for line in body.decode().split("\n\n") if line[6:7] == "{"]
@@ -328,7 +353,9 @@ def test_prompt_scores_are_the_same_with_and_without_drafts_streamed_or_not(live
 
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("speculate", ["off", "full"])
-def test_min_tokens_holds_back_ends_and_stop_strings(live: Live, folder: Path, temperature: float, speculate: str) -> None:
+def test_min_tokens_holds_back_ends_and_stop_strings(
+    live: Live, folder: Path, temperature: float, speculate: str
+) -> None:
     end = str(Tokenizer.from_path(folder).eos_token_ids[0])
     asked = {"logit_bias": {end: 100}, "max_tokens": 20, "temperature": temperature, "seed": 1, "speculate": speculate}
     assert ask(live, **asked)["usage"]["completion_tokens"] == 1
@@ -364,7 +391,8 @@ def test_a_final_message_is_continued_and_tokenize_says_the_same(live: Live) -> 
 
 
 @pytest.mark.parametrize(
-    ("template", "fault"), [("{{ raise_exception('no user speaks here') }}", "no user speaks here"), (None, "no chat template")]
+    ("template", "fault"),
+    [("{{ raise_exception('no user speaks here') }}", "no user speaks here"), (None, "no chat template")],
 )
 def test_a_template_that_refuses_is_told_in_words_of_http(template: str | None, fault: str) -> None:
     tokenizer = ByteTokenizer()
@@ -455,14 +483,19 @@ def test_metrics_have_all_keys_of_vllm(live: Live) -> None:
     assert figures["num_draft_tokens"] == sum(each["num_drafted"] for each in drafted) > 0
     assert figures["num_spec_steps"] == sum(each["num_rounds"] for each in drafted) > 0
     assert figures["num_spec_tokens"] >= len(histogram) - 1 > 0
-    assert math.isclose(figures["draft_acceptance_rate"], figures["num_accepted_draft_tokens"] / figures["num_draft_tokens"])
+    assert math.isclose(
+        figures["draft_acceptance_rate"], figures["num_accepted_draft_tokens"] / figures["num_draft_tokens"]
+    )
 
 
 @pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}'])
 def test_histories_with_arguments_of_either_shape_are_one_prompt(live: Live, arguments: Any) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     history = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    expected = [*MESSAGES, {"role": "assistant", "content": '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'}]
+    expected = [
+        *MESSAGES,
+        {"role": "assistant", "content": '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'},
+    ]
     counts = [live.post("/tokenize", {"messages": each})[1]["tokens"] for each in (history, expected)]
     assert counts[0] == counts[1]
     call["function"] = {"name": "f", "arguments": "{broken"}
@@ -474,10 +507,17 @@ def test_calls_of_a_stream_are_those_of_the_whole_answer(parallel: bool) -> None
     call = '<tool_call>{"name": "f", "arguments": {"a": 1.10}}</tool_call>'
     said = [*f"Sure.\n{call}\n{call}".encode(), ByteTokenizer.eos_token_id]
     tools = [{"type": "function", "function": {"name": "f"}}]
-    asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 180, "temperature": 0, "tool_choice": "auto"}
+    asked = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 180,
+        "temperature": 0,
+        "tool_choice": "auto",
+    }
     asked |= {"tools": tools, "parallel_tool_calls": parallel}
     tokenizer = ByteTokenizer()
-    tokenizer.chat_template = f"{tokenizer.chat_template}{{# knows tools #}}"  # so that none are described in the prompt
+    tokenizer.chat_template = (
+        f"{tokenizer.chat_template}{{# knows tools #}}"  # so that none are described in the prompt
+    )
     with serving(lambda: fake_llm(Parrot("assistant: ", said), tokenizer=tokenizer)) as live:
         body = ask(live, **asked)
         status, streamed, _ = live.post(CHAT, asked | {"stream": True})

@@ -25,7 +25,13 @@ SCHEMA: dict[str, object] = {
     "required": ["place"],
     "additionalProperties": False,
 }
-WEATHER: Any = {"type": "function", "name": "weather", "description": "Of a place.", "parameters": SCHEMA, "strict": True}
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "Of a place.",
+    "parameters": SCHEMA,
+    "strict": True,
+}
 FUNCTION = {"name": "weather", "description": "Of a place.", "parameters": SCHEMA, "strict": True}
 
 
@@ -89,7 +95,9 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
     assert last.response.usage and whole.usage
     assert last.response.usage.output_tokens == whole.usage.output_tokens == 30
     with client.responses.stream(**asked) as stream:
-        assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == whole.output_text
+        assert (
+            "".join(event.delta for event in stream if event.type == "response.output_text.delta") == whole.output_text
+        )
 
 
 @pytest.mark.slow
@@ -178,7 +186,10 @@ def test_a_json_schema_holds(client: openai.OpenAI) -> None:
 def test_log_probabilities_are_the_chats(client: openai.OpenAI) -> None:
     asked: Any = {"model": MODEL, "temperature": 0, "top_logprobs": 2}
     answer = client.responses.create(
-        **asked, input=QUESTION, max_output_tokens=5, include=["message.output_text.logprobs", "reasoning.encrypted_content"]
+        **asked,
+        input=QUESTION,
+        max_output_tokens=5,
+        include=["message.output_text.logprobs", "reasoning.encrypted_content"],
     )
     (item,) = answer.output
     assert item.type == "message"
@@ -186,7 +197,9 @@ def test_log_probabilities_are_the_chats(client: openai.OpenAI) -> None:
     assert part.type == "output_text"
     expected = client.chat.completions.create(**asked, messages=HELLO, logprobs=True, max_tokens=5).choices[0].logprobs  # type: ignore[arg-type]
     assert expected and expected.content and part.logprobs
-    assert [(each.token, each.logprob) for each in part.logprobs] == [(each.token, each.logprob) for each in expected.content]
+    assert [(each.token, each.logprob) for each in part.logprobs] == [
+        (each.token, each.logprob) for each in expected.content
+    ]
     with pytest.raises(openai.BadRequestError, match="include") as wrong:
         client.responses.create(**asked, input=QUESTION)
     assert wrong.value.param == "top_logprobs"
@@ -206,7 +219,10 @@ def test_log_probabilities_are_the_chats(client: openai.OpenAI) -> None:
         ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "x"}}}),
         ("text.format", {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}}),
         ("reasoning.effort", {"reasoning": {"effort": "high"}}),
-        ("input[0].content[0].type", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
+        (
+            "input[0].content[0].type",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        ),
         ("input[0].type", {"input": [{"type": "item_reference", "id": "x"}]}),
         (
             "input[1].arguments",

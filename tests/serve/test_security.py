@@ -29,7 +29,12 @@ def live() -> Iterator[Live]:
 @pytest.mark.slow
 def test_keys_open_the_api() -> None:
     with serving(talker(), api_keys=("first", "second")) as live:
-        for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic first"}, {"authorization": "Bearer "}):
+        for header in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "Basic first"},
+            {"authorization": "Bearer "},
+        ):
             status, body, headers = live.post("/v1/chat/completions", asked(max_tokens=1), header)
             assert (status, body["error"]["code"]) == (401, "invalid_api_key")
             assert headers["www-authenticate"] == "Bearer"
@@ -37,12 +42,16 @@ def test_keys_open_the_api() -> None:
             assert live.post("/v1/chat/completions", asked(max_tokens=1), {"authorization": f"Bearer {key}"})[0] == 200
         assert live.request("GET", "/v1/models")[0] == 401
         assert live.request("GET", "/nothing")[0] == 401
-        assert [live.request("GET", path)[0] for path in ("/health", "/ready", "/version", "/openapi.json")] == [200] * 4
+        assert [live.request("GET", path)[0] for path in ("/health", "/ready", "/version", "/openapi.json")] == [
+            200
+        ] * 4
         for path, file in PAGES.items():
             status, body, headers = live.request("GET", path)
             assert (status, body, headers["x-content-type-options"]) == (200, file.read_bytes(), "nosniff"), path
             assert headers["content-security-policy"] == "frame-ancestors 'none'"
-            assert headers["content-type"].startswith({".js": "text/javascript", ".css": "text/css"}.get(file.suffix, "text/"))
+            assert headers["content-type"].startswith(
+                {".js": "text/javascript", ".css": "text/css"}.get(file.suffix, "text/")
+            )
         for path in ("/page/", "/page/index.html", "/page/../app.py", "/page/%2e%2e/app.py", "/page/vendor/README.md"):
             assert live.request("GET", path)[0] == 404, path
         assert set(live.seen.refusals) == {"invalid_api_key"}
@@ -76,7 +85,18 @@ def test_pages_of_other_origins_are_let_in_only_when_named(live: Live) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", b"\xff\xfe{}", b"[1]", b"null", b'"x"', b"NaN", b"[" * 9000, b'{"messages": ' + b"9" * 6000 + b"}", b"\x00"],
+    [
+        b"",
+        b"{",
+        b"\xff\xfe{}",
+        b"[1]",
+        b"null",
+        b'"x"',
+        b"NaN",
+        b"[" * 9000,
+        b'{"messages": ' + b"9" * 6000 + b"}",
+        b"\x00",
+    ],
 )
 def test_broken_bodies_are_refused(live: Live, data: bytes) -> None:
     status, body, _ = live.post("/v1/chat/completions", data)
@@ -110,7 +130,10 @@ def test_long_bodies_without_a_length_are_refused(live: Live) -> None:
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_a_client_that_sends_first_and_reads_then_sees_the_refusal(live: Live, is_chunked: bool) -> None:
     """A connection that is closed under a client that still sends is reset, and the answer with it."""
-    for path, host, code in (("/v1/completions", "localhost", b"body_too_large"), ("/health", "other", b"host_not_allowed")):
+    for path, host, code in (
+        ("/v1/completions", "localhost", b"body_too_large"),
+        ("/health", "other", b"host_not_allowed"),
+    ):
         with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
             length = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {64 * 2**17}"
             connection.sendall(f"POST {path} HTTP/1.1\r\nHost: {host}\r\n{length}\r\n\r\n".encode())
@@ -206,14 +229,19 @@ JSON = st.recursive(
     max_leaves=5,
 )
 FIELDS = [
-    "n stop seed tools top_p top_k min_p logprobs logit_bias max_tokens temperature tool_choice top_logprobs messages stream",
-    "stream_options response_format guided_regex guided_json presence_penalty frequency_penalty repetition_penalty speculate",
-    "ignore_eos stop_token_ids max_completion_tokens chat_template_kwargs return_metrics return_timings paceline_timings model",
+    "n stop seed tools top_p top_k min_p logprobs logit_bias max_tokens temperature tool_choice top_logprobs messages "
+    "stream",
+    "stream_options response_format guided_regex guided_json presence_penalty frequency_penalty repetition_penalty "
+    "speculate",
+    "ignore_eos stop_token_ids max_completion_tokens chat_template_kwargs return_metrics return_timings "
+    "paceline_timings model",
 ]
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+)
 @given(more=st.dictionaries(st.sampled_from(" ".join(FIELDS).split()), JSON, min_size=1, max_size=2))
 def test_no_field_takes_the_server_down(live: Live, more: dict[str, Any]) -> None:
     status, _, _ = live.post("/v1/chat/completions", json.dumps(asked("x", max_tokens=2) | more).encode())

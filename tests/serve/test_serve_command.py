@@ -86,14 +86,17 @@ def num_requests(port: int) -> tuple[int, int]:
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=300)) as connection:
         connection.request("GET", "/metrics")
         metrics = connection.getresponse().read().decode()
-    waiting, running = (re.findall(rf"vllm:num_requests_{name}\{{.*\}} (\S+)", metrics)[0] for name in ("waiting", "running"))
+    waiting, running = (
+        re.findall(rf"vllm:num_requests_{name}\{{.*\}} (\S+)", metrics)[0] for name in ("waiting", "running")
+    )
     return int(float(waiting)), int(float(running))
 
 
 def test_sigterm_under_load_finishes_what_waits_too_and_refuses_the_rest(
     running: tuple[subprocess.Popen[str], int], tmp_path: Path
 ) -> None:
-    """Rows for two of twelve: most wait in the queue, and all are answered; who comes then is told so, to the last moment.
+    """Rows for two of twelve: most wait in the queue, and all are answered; who comes then is told so, to the last
+    moment.
 
     Before, a request that names one of the drafters is answered with it."""
     process, port = running
@@ -101,7 +104,9 @@ def test_sigterm_under_load_finishes_what_waits_too_and_refuses_the_rest(
     assert told["metrics"]["speculative_decoding"]["drafter"] == "blocks"
     answers: list[bytes] = []
     body: dict[str, object] = {"prompt": "abc", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
-    clients = [threading.Thread(target=lambda: answers.append(ask(port, body | {"stream": True})[1])) for _ in range(12)]
+    clients = [
+        threading.Thread(target=lambda: answers.append(ask(port, body | {"stream": True})[1])) for _ in range(12)
+    ]
     for client in clients:
         client.start()
     num_waiting = num_running = 0

@@ -1,4 +1,5 @@
-"""Hundreds of requests from 32 clients at once, a third of them hanging up, some absurd: nothing leaks, nothing mixes."""
+"""Hundreds of requests from 32 clients at once, a third of them hanging up, some absurd: nothing leaks, nothing
+mixes."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ def num_tasks(live: Live) -> int:
 
 
 def settle(live: Live) -> None:
-    """Everybody has left, and the server has noticed: first nobody is there who could ask, then nothing is answered any more.
-    The other way round, a request that came at the last moment would be found under way."""
+    """Everybody has left, and the server has noticed: first nobody is there who could ask, then nothing is answered any
+    more. The other way round, a request that came at the last moment would be found under way."""
     wait_until(lambda: not live.server.server_state.connections and not live.server.server_state.tasks)
     wait_until(lambda: live.is_idle() and not live.worker._inbox)
 
@@ -93,7 +94,9 @@ def test_requests_of_which_many_are_bad(tmp_path: Path) -> None:
         assert num_tasks(live) == tasks_before
         assert num_files() <= files_before + 1
         assert num_threads() == threads_between
-        assert threading.active_count() - num_threads() <= COMPILERS + min(32, (os.cpu_count() or 1) + 4), "pools have limits"
+        assert threading.active_count() - num_threads() <= COMPILERS + min(32, (os.cpu_count() or 1) + 4), (
+            "pools have limits"
+        )
         del live.seen.outcomes[:], live.seen.refusals[:], live.seen.tags[:], soak.wrong[:]
         grown = memory_mb() - memory_between, len(gc.get_objects()) - objects_between
         for seed in (2000, 3000, 4000):  # a leak grows with every half, what a busy machine piled up does not

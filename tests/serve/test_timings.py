@@ -37,7 +37,8 @@ def timed(live: Live, **more: Any) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_parts_add_up_and_say_who_waited() -> None:
-    """Five requests at once, three of them streams, two rows: of each the parts are the whole, and nothing is unexplained."""
+    """Five requests at once, three of them streams, two rows: of each the parts are the whole, and nothing is
+    unexplained."""
     with serving(talker(PASS_S)) as live, ThreadPoolExecutor(5) as threads:
         timed(live)
         told = list(threads.map(lambda place: timed(live, stream=place % 2 == 0), range(5)))

@@ -79,12 +79,15 @@ def test_definitions_move_to_the_root() -> None:
     with pytest.raises(RequestRefused, match="define 'P' differently"):
         forced_schema(request(tools=[tool("a", {"type": "string"}), tool("b", True)], tool_choice="required"))
     forced_schema(
-        request(tools=[tool("a", 1) | {"function": {"name": "a", "parameters": {"$defs": [1]}}}], tool_choice="required")
+        request(
+            tools=[tool("a", 1) | {"function": {"name": "a", "parameters": {"$defs": [1]}}}], tool_choice="required"
+        )
     )
 
 
 @pytest.mark.parametrize(
-    "parameters", [..., None, {}, {"type": "object"}, {"type": "object", "properties": {}}, {"type": "object", "required": []}]
+    "parameters",
+    [..., None, {}, {"type": "object"}, {"type": "object", "properties": {}}, {"type": "object", "required": []}],
 )
 def test_a_tool_without_parameters_is_called_with_an_empty_object(parameters: object) -> None:
     function = {"name": "now"} | ({} if parameters is ... else {"parameters": parameters})

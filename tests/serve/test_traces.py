@@ -39,7 +39,10 @@ def eventually(holds: Any, seconds: float = 20.0) -> None:
 def test_a_trace_says_what_the_engine_did(tmp_path: Path) -> None:
     target = FakeTarget(vocab_size=258)
     engine = Engine(target, BYTES, ScriptedDrafter(target, 3, accuracy=0.6))
-    params = [SamplingParams(max_tokens=20), SamplingParams(temperature=0.7, top_k=5, seed=3, max_tokens=9, stop=("\0\0\0",))]
+    params = [
+        SamplingParams(max_tokens=20),
+        SamplingParams(temperature=0.7, top_k=5, seed=3, max_tokens=9, stop=("\0\0\0",)),
+    ]
     ids = [engine.add(BYTES.encode(text), each) for text, each in zip(("one", "two"), params, strict=True)]
     one, done = writer(tmp_path), dict[int, Sequence]()
     began = time.time()
@@ -102,7 +105,10 @@ def test_every_kind_of_parameter_and_odd_text(tmp_path: Path) -> None:
     one.close()
     (row,) = rows(tmp_path)
     sampling = json.loads(row["sampling"])
-    assert sampling["logit_bias"] == {"3": "-inf", "4": "1.5"} and sampling["grammar"] == {"kind": "regex", "text": "a+"}
+    assert sampling["logit_bias"] == {"3": "-inf", "4": "1.5"} and sampling["grammar"] == {
+        "kind": "regex",
+        "text": "a+",
+    }
     assert row["tag"] == "t?g" and row["text"] == "It."
 
 
@@ -302,7 +308,13 @@ def test_a_shard_that_cannot_be_deleted_keeps_no_other(
 def test_a_row_that_fits_no_column_takes_no_other_with_it(tmp_path: Path, odd: dict[str, Any]) -> None:
     """Nor does it end the thread that writes."""
     one = writer(tmp_path)
-    told: dict[str, Any] = {"prompt_ids": [1], "answer_ids": [2], "finish_reason": "stop", "ended": 1e9, "temperature": 0.0}
+    told: dict[str, Any] = {
+        "prompt_ids": [1],
+        "answer_ids": [2],
+        "finish_reason": "stop",
+        "ended": 1e9,
+        "temperature": 0.0,
+    }
     for more in ({}, odd, {}):
         one.put(lambda more=more: [Trace(**{**told, "sampling": {}, **more})])
     one.close()

@@ -36,7 +36,10 @@ def test_redaction(tmp_path: Path, prompt: str, answer: str, kept_prompt: str, k
 
 def test_redaction_with_a_real_tokenizer_and_template(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_path(tiny_model(tmp_path / "model"))
-    messages = [{"role": "system", "content": "Mail help@example.com ✓"}, {"role": "user", "content": "I am a@b.cd, né?"}]
+    messages = [
+        {"role": "system", "content": "Mail help@example.com ✓"},
+        {"role": "user", "content": "I am a@b.cd, né?"},
+    ]
     prompt_ids = tokenizer.encode_chat(messages)
     clean = [{**message, "content": Redactor([MAIL], tokenizer).text(message["content"])} for message in messages]
     redacted = Redactor([MAIL], tokenizer).tokens(prompt_ids, tokenizer.encode("Hello"))

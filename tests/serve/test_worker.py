@@ -47,7 +47,9 @@ def test_greedy_answers_equal_the_offline_ones_in_company() -> None:
 
         for thread in in_threads(len(texts), ask):
             thread.join()
-        assert [answers[index]["choices"][0]["message"]["content"] for index in range(len(texts))] == [e.text for e in expected]
+        assert [answers[index]["choices"][0]["message"]["content"] for index in range(len(texts))] == [
+            e.text for e in expected
+        ]
         wait_until(live.is_idle)
         live.llm.engine.check_integrity()
         assert set(live.seen.outcomes) <= {"stop", "length"}
@@ -80,7 +82,9 @@ def test_a_client_that_leaves_frees_its_row(stream: bool) -> None:
             assert b"200 OK" in connection.recv(4096)
         else:
             client = http.client.HTTPConnection("127.0.0.1", live.port)
-            client.request("POST", "/v1/chat/completions", json.dumps(asked(**LONG)), {"content-type": "application/json"})
+            client.request(
+                "POST", "/v1/chat/completions", json.dumps(asked(**LONG)), {"content-type": "application/json"}
+            )
             wait_until(lambda: live.llm.engine.scheduler.running)
             assert client.sock
             connection = client.sock
@@ -255,7 +259,8 @@ def test_the_openapi_document_names_every_endpoint() -> None:
 
 
 def test_a_first_token_is_not_held_back_beside_others() -> None:
-    """Tokens may wait for a second here; the first one of the later answer comes while that answer is still being made."""
+    """Tokens may wait for a second here; the first one of the later answer comes while that answer is still being
+    made."""
     with serving(talker(0.02), stream_interval_ms=1000.0) as live:
         other = live.client().chat.completions.create(model="fake", stream=True, max_tokens=200, **asked("one"))
         next(iter(other))

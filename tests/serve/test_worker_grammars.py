@@ -1,4 +1,5 @@
-"""Grammars are compiled beside the engine: nobody waits for another's, and what cannot be compiled is the request's fault."""
+"""Grammars are compiled beside the engine: nobody waits for another's, and what cannot be compiled is the request's
+fault."""
 
 from __future__ import annotations
 

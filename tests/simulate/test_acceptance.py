@@ -28,7 +28,9 @@ DFLASH = (0.772, 0.565, 0.42, 0.323, 0.256, 0.208, 0.17, 0.141, 0.12, 0.103, 0.0
 @pytest.mark.slow
 @given(chance=st.floats(0, 0.999), length=st.integers(0, 40))
 def test_one_chance_has_the_closed_form(chance: float, length: int) -> None:
-    assert tokens_per_round(constant(chance), length) == pytest.approx((1 - chance ** (length + 1)) / (1 - chance), rel=1e-12)
+    assert tokens_per_round(constant(chance), length) == pytest.approx(
+        (1 - chance ** (length + 1)) / (1 - chance), rel=1e-12
+    )
 
 
 def test_certain_drafts_all_stand() -> None:

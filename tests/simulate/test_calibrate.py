@@ -74,7 +74,9 @@ def test_held_out_sizes_are_not_fitted() -> None:
     held = held_out_sizes(steps_of([steps_file()]))
     file = steps_file(replace(PLANTED, host_s=0.0))
     file["verify"] = [[batch, width, spent * (1 + ((batch, width) in held))] for batch, width, spent in file["verify"]]
-    file["draft"] = [[batch, width, spent * (1 + ((batch, width + 1) in held))] for batch, width, spent in file["draft"]]
+    file["draft"] = [
+        [batch, width, spent * (1 + ((batch, width + 1) in held))] for batch, width, spent in file["draft"]
+    ]
     found = fitted(steps_of([file]), SHAPE, DEPLOYMENT)
     assert all(point.error == pytest.approx(1.0, abs=2e-3) for point in found.held_out)
 
@@ -111,7 +113,9 @@ def test_too_few_times_are_refused() -> None:
         steps_of([{"verify": [[1, 1, 0.01], [1, 2, 0.02]]}])
 
 
-@pytest.mark.parametrize("wrong", [{"host_s": "often"}, {"host_s": -1.0}, {"context": "long"}, {"draft": [[1, 1, "quick"]]}])
+@pytest.mark.parametrize(
+    "wrong", [{"host_s": "often"}, {"host_s": -1.0}, {"context": "long"}, {"draft": [[1, 1, "quick"]]}]
+)
 def test_steps_that_are_no_times_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="of the table must be numbers|is not \\[batch"):
         steps_of([steps_file() | wrong])
@@ -163,7 +167,9 @@ def test_least_squares_without_negative_terms() -> None:
         columns *= 10.0 ** draw.integers(-6, 6, size=8)
         found = nnls(columns, wanted)
         assert (found >= 0).all()
-        assert np.linalg.norm(columns @ found - wanted) == pytest.approx(optimize.nnls(columns, wanted)[1], rel=1e-6, abs=1e-9)
+        assert np.linalg.norm(columns @ found - wanted) == pytest.approx(
+            optimize.nnls(columns, wanted)[1], rel=1e-6, abs=1e-9
+        )
     assert list(nnls(np.zeros((3, 2)), np.ones(3))) == [0.0, 0.0]
 
 
@@ -173,7 +179,10 @@ MOE = catalogue.find("Qwen3-30B-A3B")
 def moe_steps(locality: float) -> dict[str, Any]:
     """Times of a mixture of experts whose positions share so many of them, and the counted experts."""
     deployment = replace(DEPLOYMENT, precisions=MOE.precisions, expert_locality=locality)
-    costs, sizes = PLANTED.costs(MOE, deployment), [(batch, width) for batch in (1, 2, 4, 8, 16) for width in range(1, 9)]
+    costs, sizes = (
+        PLANTED.costs(MOE, deployment),
+        [(batch, width) for batch in (1, 2, 4, 8, 16) for width in range(1, 9)],
+    )
     assert MOE.experts
     routed, chosen = MOE.experts.num_routed, MOE.experts.per_token
     return steps_file() | {
@@ -194,7 +203,9 @@ def test_experts_that_were_counted_tell_the_locality_of_what_was_measured(tmp_pa
     assert found.calibration.expert_locality == pytest.approx(0.5)
     assert found.worst_error < 2e-3
     uncounted = calibrated_moe(tmp_path, moe_steps(0.5) | {"experts": []})
-    assert uncounted.calibration.expert_locality == 0 and uncounted.worst_error > 0.05, "uniform experts do not fit these times"
+    assert uncounted.calibration.expert_locality == 0 and uncounted.worst_error > 0.05, (
+        "uniform experts do not fit these times"
+    )
     assert calibrated_moe(tmp_path, moe_steps(0.5), expert_locality=0.25).calibration.expert_locality == 0.25
 
 

@@ -44,7 +44,8 @@ def test_published_totals(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "active"), [("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13), ("DeepSeek-V3", 36.6), ("Qwen3-235B-A22B", 21.6)]
+    ("name", "active"),
+    [("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13), ("DeepSeek-V3", 36.6), ("Qwen3-235B-A22B", 21.6)],
 )
 def test_published_active_parameters(name: str, active: float) -> None:
     assert catalogue.find(name).num_active / 1e9 == pytest.approx(active, rel=0.01)

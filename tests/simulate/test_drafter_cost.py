@@ -17,7 +17,9 @@ MTP = ShapeDrafter(5.394e8, **RATES)
 
 def test_shares() -> None:
     assert FractionDrafter(0.1).draft_s(5, 1, plain_s=2.0) == pytest.approx(1.0)
-    assert [FractionDrafter(0.1, 16).draft_s(count, 1, 1.0) for count in (0, 1, 16, 17)] == pytest.approx([0, 0.1, 0.1, 0.2])
+    assert [FractionDrafter(0.1, 16).draft_s(count, 1, 1.0) for count in (0, 1, 16, 17)] == pytest.approx(
+        [0, 0.1, 0.1, 0.2]
+    )
 
 
 def test_a_block_drafter_is_read_once_and_then_bound_by_arithmetic() -> None:

@@ -61,7 +61,10 @@ def test_head_width_of_its_own_and_no_groups() -> None:
         ({"model_type": "mistral", "sliding_window": 16}, [16] * 4),
         ({"model_type": "mistral", "sliding_window": None}, [None] * 4),
         ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": False}, [None] * 4),
-        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3}, [None] * 3 + [16]),
+        (
+            {"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3},
+            [None] * 3 + [16],
+        ),
         ({"model_type": "gemma2", "sliding_window": 16}, [16, None, 16, None]),
         ({"model_type": "gemma3_text", "sliding_window": 16, "sliding_window_pattern": 4}, [16, 16, 16, None]),
         ({"layer_types": ["full_attention", *["sliding_attention"] * 3], "sliding_window": 16}, [None, 16, 16, 16]),

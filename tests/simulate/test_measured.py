@@ -27,13 +27,18 @@ def test_straight_lines_between_and_beyond() -> None:
 
 
 times = st.lists(
-    st.tuples(st.integers(1, 8), st.integers(1, 17), st.floats(1e-4, 1.0)), min_size=1, max_size=30, unique_by=lambda p: p[:2]
+    st.tuples(st.integers(1, 8), st.integers(1, 17), st.floats(1e-4, 1.0)),
+    min_size=1,
+    max_size=30,
+    unique_by=lambda p: p[:2],
 )
 
 
 @pytest.mark.slow
 @given(points=times, batch=st.floats(0.5, 16), width=st.floats(0.5, 40), more=st.floats(0, 8))
-def test_more_work_never_takes_less(points: list[tuple[int, int, float]], batch: float, width: float, more: float) -> None:
+def test_more_work_never_takes_less(
+    points: list[tuple[int, int, float]], batch: float, width: float, more: float
+) -> None:
     table = TimeTable.of(points)
     here = table.seconds(batch, width)
     assert here > 0

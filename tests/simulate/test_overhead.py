@@ -27,7 +27,9 @@ def test_plain_decoding_comes_out_at_the_rate_it_was_solved_from(batch: int, rat
     load = Load(batch, 4096)
     slower = with_overhead(COSTS, overhead_s(COSTS, load, rate))
     assert 1 / slower.round_s(batch, 0, 4096) == pytest.approx(rate)
-    assert slower.round_s(batch, 5, 4096) - COSTS.round_s(batch, 5, 4096) == pytest.approx(overhead_s(COSTS, load, rate))
+    assert slower.round_s(batch, 5, 4096) - COSTS.round_s(batch, 5, 4096) == pytest.approx(
+        overhead_s(COSTS, load, rate)
+    )
 
 
 def test_a_rate_that_needs_no_overhead() -> None:

@@ -134,7 +134,8 @@ def test_no_control_is_left_out(visit: Any) -> None:
     numbers = tab.page.eval_on_selector_all("input[type=range]", "(all) => all.map((each) => each.id)")
     assert set(numbers) == {f"{name}-slider" for name in SLIDERS}
     unnamed = (
-        "(all) => all.filter((one) => !(one.labels[0]?.textContent || one.getAttribute('aria-label'))).map((one) => one.id)"
+        "(all) => all.filter((one) => !(one.labels[0]?.textContent || one.getAttribute('aria-label'))).map((one) => "
+        "one.id)"
     )
     assert tab.page.eval_on_selector_all("input, select, textarea", unnamed) == []
 

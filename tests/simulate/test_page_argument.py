@@ -1,4 +1,5 @@
-"""The calculator page's drafters and its argument, in headless Chromium: cards, sentences, pasted runs, assumptions, contrast.
+"""The calculator page's drafters and its argument, in headless Chromium: cards, sentences, pasted runs, assumptions,
+contrast.
 
     pytest tests/simulate/test_page_argument.py
 
@@ -23,7 +24,13 @@ RUN = json.dumps(
         "model": "mine",
         "results": [
             {"drafter": "none", "batch": 1, "speedup": 1.0},
-            {"drafter": "d", "batch": 1, "tokens_per_round": 3.0, "speedup": 2.0, "accepted_histogram": [10, 10, 20, 30]},
+            {
+                "drafter": "d",
+                "batch": 1,
+                "tokens_per_round": 3.0,
+                "speedup": 2.0,
+                "accepted_histogram": [10, 10, 20, 30],
+            },
         ],
     }
 )
@@ -163,7 +170,9 @@ def test_units_and_assumptions_are_one_click_away(visit: Any) -> None:
     tab.set("plain_rate", "75")
     assert tab.figure("speedup") > bare and "--plain-rate 75" in tab.code("command")
     assert tab.figure("rate") / tab.figure("speedup") == pytest.approx(75)
-    found = re.search(r"overhead[^%]*%, ([\d.]+) ms", tab.page.locator("#time-chart .legend").inner_text().replace("\n", " "))
+    found = re.search(
+        r"overhead[^%]*%, ([\d.]+) ms", tab.page.locator("#time-chart .legend").inner_text().replace("\n", " ")
+    )
     assert found and found[1] == "6.87"
 
 

@@ -63,7 +63,10 @@ def test_the_policy_names_script_and_style_and_nothing_is_loaded() -> None:
     assert f"script-src '{hash_of(script)}'; style-src '{hash_of(style)}'" in whole
     assert not re.findall(r"/\* (?:SCRIPT|STYLE|DATA|LICENCE) \*/|(?:SCRIPT|STYLE)-HASH", whole)
     told = {"http://www.w3.org/2000/svg", "https://github.com/leeoniya/uPlot"}
-    assert set(re.findall(r"https?://[^\s'\"`<>)]+", re.sub(r'<script type="application/json".*?</script>', "", whole))) <= told
+    assert (
+        set(re.findall(r"https?://[^\s'\"`<>)]+", re.sub(r'<script type="application/json".*?</script>', "", whole)))
+        <= told
+    )
     assert not re.search(r"\bimport\b[ ({]|fetch\(|XMLHttpRequest|<link[^>]+stylesheet|@import|url\(", whole)
 
 

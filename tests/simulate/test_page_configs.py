@@ -101,9 +101,16 @@ def test_a_pasted_shape_is_checked() -> None:
         {**good, "attention": [{"kind": "x", "layers": 43}]},
         {**good, "hidden_size": "<img>"},
     ]
-    wrong += [{**good, "experts": {**good["experts"], "per_token": 0}}, {**good, "precisions": {"weights": "constructor"}}]
+    wrong += [
+        {**good, "experts": {**good["experts"], "per_token": 0}},
+        {**good, "precisions": {"weights": "constructor"}},
+    ]
     found = run_js(
-        READ, {"formats": data()["formats"], "configs": [good, *wrong, {"model_type": "mamba"}, {"num_hidden_layers": 10**9}]}
+        READ,
+        {
+            "formats": data()["formats"],
+            "configs": [good, *wrong, {"model_type": "mamba"}, {"num_hidden_layers": 10**9}],
+        },
     )
     assert comparable(found[0]["shape"]) == comparable(good)
     assert all("error" in each for each in found[1:])

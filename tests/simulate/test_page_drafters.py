@@ -1,4 +1,5 @@
-"""The drafters of the calculator page, each with its own acceptance, cost and block, as `paceline simulate` has it; runs.
+"""The drafters of the calculator page, each with its own acceptance, cost and block, as `paceline simulate` has it;
+runs.
 
     pytest tests/simulate/test_page_drafters.py
 
@@ -53,7 +54,11 @@ def drawn_own(rng: random.Random, kind: str) -> dict[str, str]:
 
 def python_options(own: dict[str, str]) -> tuple[dict[str, Any], str]:
     """What the command line is asked for the same drafter."""
-    cost = {"drafter_cost": float(own["fraction"])} if "fraction" in own else {"drafter_params": 1e9 * float(own["params"])}
+    cost = (
+        {"drafter_cost": float(own["fraction"])}
+        if "fraction" in own
+        else {"drafter_params": 1e9 * float(own["params"])}
+    )
     block = int(own.get("block", "1"))
     said = {"constant": own.get("chance"), "curve": f"conditional:{own.get('curve')}"}
     return cost | ({"block": block} if block > 1 else {}), said.get(own["acceptance"]) or f"histogram:{own['recorded']}"
@@ -72,7 +77,9 @@ def test_every_drafter_of_the_page_is_predicted_as_the_command_does() -> None:
             "hardware": rng.choice(("B200", "H200")),
         }
         load |= {"batch": rng.randrange(1, 300), "context": rng.randrange(1, 50_000), "max_draft": rng.randrange(1, 25)}
-        over = rng.choice(({}, {"overhead_ms": round(rng.uniform(0, 20), 2)}, {"plain_rate": round(rng.uniform(0.5, 3), 2)}))
+        over = rng.choice(
+            ({}, {"overhead_ms": round(rng.uniform(0, 20), 2)}, {"plain_rate": round(rng.uniform(0.5, 3), 2)})
+        )
         way = {"overhead_ms": {"overhead": "ms"}, "plain_rate": {"overhead": "rate"}}.get(next(iter(over), ""), {})
         told = {f"{kind}.{name}": value for kind, each in own.items() for name, value in each.items()}
         links.append("#" + urlencode({**load, **over, **way, **told}))
@@ -102,7 +109,9 @@ OLD = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("link", "kind", "expected"), OLD)
-def test_links_of_the_first_page_keep_their_meaning(link: str, kind: str, expected: tuple[float, float, int | None]) -> None:
+def test_links_of_the_first_page_keep_their_meaning(
+    link: str, kind: str, expected: tuple[float, float, int | None]
+) -> None:
     """They had one acceptance and one cost for both drafters; the ideal one is another since."""
     main = """({ data, link }) => {
       const fields = fieldsOf(data), state = fromHash(fields, link), found = resolve(state, fields, data).drafters;

@@ -176,9 +176,9 @@ def agree(ours: dict[str, Any], expected: dict[str, Any], told: dict[str, Any]) 
     assert ours["host_s"] == pytest.approx(expected["host_s"], rel=1e-6, abs=1e-12 * expected["plain_round_s"])
     assert ours["curve"] == [close(speedup) for _, speedup in expected["curve"]]
     for name in ("speedup", "tokens_per_s", "plain_tokens_per_s", "plain_round_s"):
-        assert ours[name] == (close(expected[name]) if name != "tokens_per_s" else pytest.approx(expected[name], rel=1e-8)), (
-            name
-        )
+        assert ours[name] == (
+            close(expected[name]) if name != "tokens_per_s" else pytest.approx(expected[name], rel=1e-8)
+        ), name
     for change, other in zip(ours["sensitivity"], expected["sensitivity"], strict=True):
         assert change["points"] == other["points"] and change["speedup"] == close(other["speedup"])
     need = expected["memory"]
@@ -188,11 +188,15 @@ def agree(ours: dict[str, Any], expected: dict[str, Any], told: dict[str, Any]) 
         tied = expected["curve"][ours["best_draft_length"]][1]
         assert tied == close(expected["speedup"])
         return
-    assert ours["tokens_per_round"] == close(expected["tokens_per_round"]) and ours["round_s"] == close(expected["round_s"])
+    assert ours["tokens_per_round"] == close(expected["tokens_per_round"]) and ours["round_s"] == close(
+        expected["round_s"]
+    )
     assert {part: ours["parts"][part] for part in expected["parts"]} == {
         part: close(seconds) for part, seconds in expected["parts"].items()
     }
-    assert ours["parts"]["drafter"] / ours["round_s"] == pytest.approx(expected["time_split"]["drafter"], rel=1e-9, abs=1e-15)
+    assert ours["parts"]["drafter"] / ours["round_s"] == pytest.approx(
+        expected["time_split"]["drafter"], rel=1e-9, abs=1e-15
+    )
 
 
 def landmarks() -> Any:
@@ -291,7 +295,9 @@ def test_the_command_gives_the_same_figures(tmp_path: Path, monkeypatch: pytest.
         result = CliRunner().invoke(app, [*words[1:], "--json"], catch_exceptions=False)
         line = json.loads(result.stdout.splitlines()[-1])
         assert ours["curve"] == [close(speedup) for _, speedup in line["curve"]], ours["command"]
-        assert ours["best_draft_length"] == line["best_draft_length"] and ours["tokens_per_s"] == close(line["tokens_per_s"])
+        assert ours["best_draft_length"] == line["best_draft_length"] and ours["tokens_per_s"] == close(
+            line["tokens_per_s"]
+        )
         assert ours["link"] == ours["again"]
 
 
@@ -303,7 +309,10 @@ def test_limits_are_as_many_as_pythons() -> None:
     cases, expected = [], []
     for _ in range(300):
         shape, machine = rng.choice(PAIRS)
-        deployment, load = drawn_deployment(rng, shape, machine), Load(rng.choice((1, 5000)), rng.choice((4096, 10**6)), 12)
+        deployment, load = (
+            drawn_deployment(rng, shape, machine),
+            Load(rng.choice((1, 5000)), rng.choice((4096, 10**6)), 12),
+        )
         made = rng.choice(
             (acceptances.constant(0.5), acceptances.from_survival([0.7, 0.5]), acceptances.from_histogram([3, 2] * 9))
         )
@@ -313,9 +322,16 @@ def test_limits_are_as_many_as_pythons() -> None:
         expected.append((told, sum(each is not None for each in warned)))
         words = {"conditional": made.conditional, "kind": made.kind, "numRounds": made.num_rounds}
         cases.append(
-            {"shape": asdict(shape), "deployment": told_deployment(deployment, 0.0), "acceptance": words, "load": asdict(load)}
+            {
+                "shape": asdict(shape),
+                "deployment": told_deployment(deployment, 0.0),
+                "acceptance": words,
+                "load": asdict(load),
+            }
         )
-    for (told, warned), (sentences, num_warnings) in zip(run_js(main, {"data": data(), "cases": cases}), expected, strict=True):
+    for (told, warned), (sentences, num_warnings) in zip(
+        run_js(main, {"data": data(), "cases": cases}), expected, strict=True
+    ):
         assert [sentence.replace("(an expert locality of", "(--expert-locality") for sentence in told] == sentences
         assert len(warned) == num_warnings
 

@@ -1,4 +1,5 @@
-"""The calculator page's tabs in headless Chromium: speed-up over tokens a round, and two columns of text at predicted rates.
+"""The calculator page's tabs in headless Chromium: speed-up over tokens a round, and two columns of text at predicted
+rates.
 
     pytest tests/simulate/test_page_tabs.py
 
@@ -25,7 +26,9 @@ api = pytest.importorskip("playwright.sync_api", reason="playwright is not insta
 expect = api.expect
 pytest_plugins = ("calculator_visit",)
 MOCKED = "#model=Qwen3.5-27B&batch=1&context=6144&overhead=rate&plain_rate=75&drafter=autoregressive&tab=tokens"
-WATCH = "#model=Qwen3.5-122B-A10B&weights=float8&experts=float8&batch=1&context=2048&overhead=rate&plain_rate=250&tab=watch"
+WATCH = (
+    "#model=Qwen3.5-122B-A10B&weights=float8&experts=float8&batch=1&context=2048&overhead=rate&plain_rate=250&tab=watch"
+)
 RUN = {
     "model": "mine",
     "results": [
@@ -131,7 +134,9 @@ def test_built_in_points_are_those_of_the_results_they_name(visit: Any) -> None:
                     expected.append((each["tokens_per_round"], each["decode_over_plain"]["median"]))
     assert len(kept) == len(expected) >= 8
     for row, (tokens, speedup) in zip(kept, expected, strict=True):
-        assert float(row[1]) == pytest.approx(tokens, abs=0.0051) and float(row[2][:-1]) == pytest.approx(speedup, abs=0.0051)
+        assert float(row[1]) == pytest.approx(tokens, abs=0.0051) and float(row[2][:-1]) == pytest.approx(
+            speedup, abs=0.0051
+        )
 
 
 def watched(tab: Any, side: str) -> int:

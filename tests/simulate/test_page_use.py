@@ -174,8 +174,15 @@ def test_lines_and_parts_differ_by_more_than_colour(visit: Any) -> None:
     tab = visit()
     shapes = tab.page.eval_on_selector_all(".swatch", SWATCHES)
     assert len(shapes) == 20
-    assert len({*shapes[:4]}) == 4 and shapes[4:8] == shapes[8:12] and len({*shapes[12:18]}) == 6 and len({*shapes[18:]}) == 2
-    assert tab.page.locator(".chosen").evaluate_all("(all) => all.every((each) => getComputedStyle(each).fontWeight > 600)")
+    assert (
+        len({*shapes[:4]}) == 4
+        and shapes[4:8] == shapes[8:12]
+        and len({*shapes[12:18]}) == 6
+        and len({*shapes[18:]}) == 2
+    )
+    assert tab.page.locator(".chosen").evaluate_all(
+        "(all) => all.every((each) => getComputedStyle(each).fontWeight > 600)"
+    )
 
 
 def test_a_step_of_a_slider_draws_each_chart_once(visit: Any) -> None:
@@ -232,6 +239,10 @@ def test_charts_follow_the_colour_scheme_and_the_window(visit: Any) -> None:
     widths = "[...document.querySelectorAll('.plot canvas')].map((each) => each.getBoundingClientRect().width)"
     before = tab.page.evaluate(widths)
     tab.page.set_viewport_size({"width": 900, "height": 900})
-    tab.page.wait_for_function(f"(before) => {widths}.every((width, place) => !width || width !== before[place])", arg=before)
+    tab.page.wait_for_function(
+        f"(before) => {widths}.every((width, place) => !width || width !== before[place])", arg=before
+    )
     for place in tab.page.locator(".plot").all():
-        assert place.evaluate("(box) => box.querySelector('canvas').getBoundingClientRect().width <= box.clientWidth + 1")
+        assert place.evaluate(
+            "(box) => box.querySelector('canvas').getBoundingClientRect().width <= box.clientWidth + 1"
+        )

@@ -68,7 +68,10 @@ def test_one_more_token_is_one_more(acceptance: Acceptance) -> None:
 
 
 def test_limits_are_read() -> None:
-    assert parse_slo("p90-total=2s, p99-first-token=500ms") == [Limit("p90", "total", 2.0), Limit("p99", "first-token", 0.5)]
+    assert parse_slo("p90-total=2s, p99-first-token=500ms") == [
+        Limit("p90", "total", 2.0),
+        Limit("p99", "first-token", 0.5),
+    ]
     assert parse_slo(None) == []
 
 
@@ -87,8 +90,30 @@ def test_the_toy_has_no_price() -> None:
 
 @pytest.mark.slow
 def test_the_command() -> None:
-    words = ["simulate", "--model", "Qwen3-8B", "--hardware", "H100", "--batch", "2", "--max-draft", "4", "--requests", "20"]
-    words += ["--answer-tokens", "16", "--prompt-tokens", "32", "--price-per-hour", "2.5", "--slo", "p90-total=1s", "--json"]
+    words = [
+        "simulate",
+        "--model",
+        "Qwen3-8B",
+        "--hardware",
+        "H100",
+        "--batch",
+        "2",
+        "--max-draft",
+        "4",
+        "--requests",
+        "20",
+    ]
+    words += [
+        "--answer-tokens",
+        "16",
+        "--prompt-tokens",
+        "32",
+        "--price-per-hour",
+        "2.5",
+        "--slo",
+        "p90-total=1s",
+        "--json",
+    ]
     result = CliRunner().invoke(app, words, catch_exceptions=False)
     told = json.loads(result.stdout.splitlines()[-1])["price"]
     assert [row["name"] for row in told["rows"]] == ["plain", "with drafts", "one more token"]

@@ -89,7 +89,9 @@ def test_an_unfinished_entry_of_the_history_is_not_read() -> None:
 
 
 def test_mla_and_indexer_by_hand() -> None:
-    group = Attention("mla", 3, heads=8, latent=512, rope=64, window=128, ratio=4, topk=512, indexer_heads=2, indexer_dim=16)
+    group = Attention(
+        "mla", 3, heads=8, latent=512, rope=64, window=128, ratio=4, topk=512, indexer_heads=2, indexer_dim=16
+    )
     precisions = Precisions(kv="float8")
     found = pass_seconds(dense_shape(group), Deployment(machine(bfloat16=1e13), precisions), 5, 2, 4096)["attention"]
     flops = 5 * 3 * 2 * 8 * (2 * 512 + 64) * 2 * 640
@@ -158,7 +160,12 @@ def test_gpus_without_a_known_link() -> None:
 
 def test_precisions_by_part() -> None:
     changed = with_precisions(BF16, "weights=fp8,experts=mxfp4,kv=float8")
-    assert (changed.weights, changed.experts, changed.attention, changed.kv) == ("float8", "float4", "bfloat16", "float8")
+    assert (changed.weights, changed.experts, changed.attention, changed.kv) == (
+        "float8",
+        "float4",
+        "bfloat16",
+        "float8",
+    )
     assert with_precisions(BF16, "fp8").experts == "float8"
     assert with_precisions(BF16, None) == BF16
     with pytest.raises(ConfigError, match="is not known"):
@@ -177,7 +184,8 @@ def test_what_does_not_fit_is_said() -> None:
 
 
 def test_cache_bytes_by_hand() -> None:
-    """Llama-3.1-8B keeps 128 KiB a token in 16 bits; a window keeps its own length; V4 a window and compressed history."""
+    """Llama-3.1-8B keeps 128 KiB a token in 16 bits; a window keeps its own length; V4 a window and compressed
+    history."""
     llama = catalogue.find("Llama-3.1-8B")
     assert memory_need(llama, Deployment(B200, BF16), 3, 1000).cache_bytes == 3 * 1000 * 131072
     windowed = dense_shape(Attention("gqa", 1, 4, 2, 16, window=100))

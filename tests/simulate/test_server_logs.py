@@ -13,13 +13,15 @@ from paceline.simulate.server_logs import is_server_text, parse_server, read_ser
 from paceline.simulate.speedup import chance_for, constant, parse_acceptance, tokens_per_round
 
 ENGINE = (
-    "(APIServer pid=1) INFO 09-04 11:01:16 [loggers.py:311] Engine {engine:03d}: Avg prompt throughput: {prompt} tokens/s, "
+    "(APIServer pid=1) INFO 09-04 11:01:16 [loggers.py:311] Engine {engine:03d}: Avg prompt throughput: {prompt} "
+    "tokens/s, "
     "Avg generation throughput: {rate} tokens/s, Running: {running} reqs, Waiting: 0 reqs, GPU KV cache usage: 19.8%, "
     "Prefix cache hit rate: 0.0%"
 )
 DRAFTS = (
     "(APIServer pid=1) INFO 09-04 11:01:16 [metrics.py:125] SpecDecoding metrics: Mean acceptance length: {length}, "
-    "Current speculative depth: 2, Accepted throughput: 6.46 tokens/s, Drafted throughput: 7.77 tokens/s, Accepted: {accepted} "
+    "Current speculative depth: 2, Accepted throughput: 6.46 tokens/s, Drafted throughput: 7.77 tokens/s, Accepted: "
+    "{accepted} "
     "tokens, Drafted: 2000 tokens, Per-position acceptance rate: {places}, Avg Draft acceptance rate: 70.0%"
 )
 SGLANG = (
@@ -51,7 +53,10 @@ def vllm_log() -> str:
 
 def test_vllm_counts_only_steady_intervals_without_prompts() -> None:
     seen = parse_server(vllm_log())
-    assert [(each.running, each.tokens_per_s, each.num_drafted) for each in seen.samples] == [(8, 640.0, 2), (1, 60.0, 0)]
+    assert [(each.running, each.tokens_per_s, each.num_drafted) for each in seen.samples] == [
+        (8, 640.0, 2),
+        (1, 60.0, 0),
+    ]
     assert seen.samples[0].round_s == pytest.approx(8 * 2.4 / 640)
     assert seen.server == "vLLM"
     assert seen.survival == pytest.approx((0.775, 0.525)), "both lines have 1,000 rounds"

@@ -1,4 +1,5 @@
-"""The simulated server: queueing theory where it has an answer, conservation, repeatability, and policies in their order."""
+"""The simulated server: queueing theory where it has an answer, conservation, repeatability, and policies in their
+order."""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ def run(jobs: list[Job], policy: str = "off", server: ServerShape | None = None,
 
 
 def test_one_row_with_a_random_service_waits_as_m_g_1() -> None:
-    """Pollaczek-Khinchine: mean wait = rate * E[S^2] / (2 * (1 - load)), the service being the prompt's milliseconds."""
+    """Pollaczek-Khinchine: mean wait = rate * E[S^2] / (2 * (1 - load)), the service being the prompt's
+    milliseconds."""
     source, rate = random.Random(1), 8.0
     lengths = [source.randint(1, 120) for _ in range(10_000)]
     jobs = [Job(time, length, 1) for time, length in zip(poisson(rate, len(lengths), 3), lengths, strict=True)]
@@ -386,7 +388,9 @@ def test_trees_need_to_know_what_they_are_made_of() -> None:
         make_planner("tree:4", HALF, COSTS, 100, 256)
     with pytest.raises(ConfigError, match="leave one of them out"):
         ServingConfig(marginals="greedy", acceptance="0.8")
-    found = simulate_server(CostsConfig(toy=True), ServingConfig(marginals="greedy", requests=5, policy=("off",), rate=(1.0,)))
+    found = simulate_server(
+        CostsConfig(toy=True), ServingConfig(marginals="greedy", requests=5, policy=("off",), rate=(1.0,))
+    )
     assert found.survival == read_marginals("greedy").survival
 
 

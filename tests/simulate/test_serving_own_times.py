@@ -65,8 +65,8 @@ def weathered(policy: str, number: int, *paces: float) -> Recorded:
 
 
 def test_a_pace_that_changes_is_the_runs_own() -> None:
-    """A machine that is three times slower now and then, within passes and between them: the run's own step times say so, and
-    those of a quiet minute do not."""
+    """A machine that is three times slower now and then, within passes and between them: the run's own step times say
+    so, and those of a quiet minute do not."""
     paces = enumerate([(1.0,), (1.0, 3.0), (2.0, 3.0)])
     passes = [weathered(policy, number, *pace) for number, pace in paces for policy in ("off", "7")]
     off, full = compare(passes, None, ServerShape(), SURVIVAL)
@@ -78,9 +78,14 @@ def test_a_pace_that_changes_is_the_runs_own() -> None:
 
 
 def test_own_times_leave_their_sum_as_it_was() -> None:
-    """Noise that makes a larger pass look faster is averaged away, not cut off; what a pass never did is taken from the run, at
-    the pass's own pace."""
-    common: list[Step] = [("verify", 1, 100, 1.0), ("verify", 2, 50, 0.4), ("verify", 4, 1, 0.4), ("prefill", 8, 2, 0.1)]
+    """Noise that makes a larger pass look faster is averaged away, not cut off; what a pass never did is taken from the
+    run, at the pass's own pace."""
+    common: list[Step] = [
+        ("verify", 1, 100, 1.0),
+        ("verify", 2, 50, 0.4),
+        ("verify", 4, 1, 0.4),
+        ("prefill", 8, 2, 0.1),
+    ]
     slow: list[Step] = [
         ("verify", 1, 100, 3.0),
         ("verify", 8, 100, 9.0),
@@ -90,11 +95,15 @@ def test_own_times_leave_their_sum_as_it_was() -> None:
     ]
     told = [[*common, ("step", 1, 151, 2.1)], [*slow, ("step", 1, 200, 14.3)]]
     jobs = [Job(0.0, 8, 1), Job(0.0, 8, 1)]
-    passes = [Recorded("off", Arrivals(concurrency=1), jobs, 1.0, [0.1], Rounds(), Rounds(), steps=each) for each in told]
+    passes = [
+        Recorded("off", Arrivals(concurrency=1), jobs, 1.0, [0.1], Rounds(), Rounds(), steps=each) for each in told
+    ]
     found = own_costs(passes)
     for costs, own in zip(found, told, strict=True):
         passed = [(size, count, seconds) for kind, size, count, seconds in own if kind == "verify"]
-        assert sum(count * costs.verify_s(1, size, 0) for size, count, _ in passed) == pytest.approx(sum(s for *_, s in passed))
+        assert sum(count * costs.verify_s(1, size, 0) for size, count, _ in passed) == pytest.approx(
+            sum(s for *_, s in passed)
+        )
         times = [costs.verify_s(1, size, 0) for size in range(1, 100)]
         assert times == pytest.approx(sorted(times)) and times[0] > 0
     fast_costs, slow_costs = found

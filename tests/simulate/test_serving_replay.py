@@ -101,7 +101,9 @@ def test_the_simulator_agrees_with_itself(folder: Path) -> None:
     found = compare(passes, costs, ServerShape(), SURVIVAL)
     assert [each.policy for each in found] == ["off", "7", "off", "7"]
     for each in found:
-        assert each.throughput_error == pytest.approx(0, abs=1e-6) and each.first_token_error == pytest.approx(0, abs=1e-6)
+        assert each.throughput_error == pytest.approx(0, abs=1e-6) and each.first_token_error == pytest.approx(
+            0, abs=1e-6
+        )
         assert each.simulated_tokens_per_round == pytest.approx(each.measured_tokens_per_round)
         assert each.is_within
     slower = table_of({**STEPS, "verify": [[rows, width, 1.5 * spent] for rows, width, spent in STEPS["verify"]]})
@@ -130,7 +132,15 @@ def test_places_that_were_seldom_tried_are_estimated() -> None:
 
 def line_of(**rounds: Any) -> dict[str, Any]:
     """A request of a run, as `paceline bench serving` logs it."""
-    told = {"repetition": 0, "due_s": 0.0, "first_s": 0.1, "num_prompt": 9, "num_reused": 0, "num_tokens": 40, "wall_s": 1.0}
+    told = {
+        "repetition": 0,
+        "due_s": 0.0,
+        "first_s": 0.1,
+        "num_prompt": 9,
+        "num_reused": 0,
+        "num_tokens": 40,
+        "wall_s": 1.0,
+    }
     return {"speculate": "auto", "concurrency": 1, "rate": None, **told, **rounds}
 
 
@@ -148,7 +158,8 @@ def written(folder: Path, *lines: dict[str, Any]) -> Path:
 
 
 def test_lookups_do_not_count_as_the_drafters_rounds(tmp_path: Path) -> None:
-    """Half of the drafter's rounds keep one draft; lookups, which all stand, and rounds without drafts say nothing of it."""
+    """Half of the drafter's rounds keep one draft; lookups, which all stand, and rounds without drafts say nothing of
+    it."""
     [told] = read_passes(written(tmp_path, line_of(**ALL, rounds_by_source=BY_SOURCE)))
     assert recorded_survival([told]) == (0.5, 0.25)
     assert (told.own.num_rounds, told.own.tokens_per_round) == (100, 1.75)
@@ -159,7 +170,10 @@ def test_lookups_do_not_count_as_the_drafters_rounds(tmp_path: Path) -> None:
 
 def test_auto_finds_text_to_draft_as_often_as_recorded(tmp_path: Path) -> None:
     """Lookups cost no drafting, so with all of them standing an answer takes far fewer rounds; `off` has none."""
-    lines = [line_of(**ALL, rounds_by_source=BY_SOURCE), line_of(**ALL, rounds_by_source=BY_SOURCE) | {"speculate": "off"}]
+    lines = [
+        line_of(**ALL, rounds_by_source=BY_SOURCE),
+        line_of(**ALL, rounds_by_source=BY_SOURCE) | {"speculate": "off"},
+    ]
     passes = read_passes(written(tmp_path, *lines))
     found = recorded_lookups(passes[:1])
     assert found == Lookups(0.3, (1.0,) * 8) and found.chance == 1.0
@@ -175,7 +189,9 @@ def test_auto_finds_text_to_draft_as_often_as_recorded(tmp_path: Path) -> None:
 
 def test_where_lookups_are_the_drafter_they_count(tmp_path: Path) -> None:
     by_source = {name: BY_SOURCE[name] for name in ("ngram", "none")}
-    passes = read_passes(written(tmp_path, line_of(rounds_by_source=by_source), line_of(num_rounds=1, accepted_histogram=[1])))
+    passes = read_passes(
+        written(tmp_path, line_of(rounds_by_source=by_source), line_of(num_rounds=1, accepted_histogram=[1]))
+    )
     assert recorded_survival(passes) == pytest.approx((60 / 61,) * 8)
 
 
@@ -235,7 +251,10 @@ def test_prefill_times() -> None:
             lambda file: file.write_text(json.dumps({"error": "x", "repetition": 0, "wall_s": 1.0}) + "\n"),
             "no answered request",
         ),
-        (lambda file: file.write_text(json.dumps({"error": "x", "repetition": 0, "wall_s": "long"}) + "\n"), "of this version"),
+        (
+            lambda file: file.write_text(json.dumps({"error": "x", "repetition": 0, "wall_s": "long"}) + "\n"),
+            "of this version",
+        ),
     ],
 )
 def test_runs_that_cannot_be_replayed(tmp_path: Path, spoil: Callable[[Path], Any], said: str) -> None:
@@ -282,7 +301,17 @@ def test_a_run_with_its_own_times_needs_no_others(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("undrawn")
 def test_a_sweep_over_measured_steps(steps: Path, tmp_path: Path) -> None:
     words = ["--steps", str(steps), "--acceptance", "survival:.8,.6,.5", "--requests", "40", "--prompt-tokens", "10-50"]
-    words += ["--answer-tokens", "lognormal:40,0.5", "--policy", "off,best,3", "--rate", "1,50", "--concurrency", "2", "--json"]
+    words += [
+        "--answer-tokens",
+        "lognormal:40,0.5",
+        "--policy",
+        "off,best,3",
+        "--rate",
+        "1,50",
+        "--concurrency",
+        "2",
+        "--json",
+    ]
     line = last_line(run(*words, "--out", str(tmp_path / "run")))
     assert line["run"] == str(tmp_path / "run")
     assert [(each["policy"], each["rate"], each["concurrency"]) for each in line["results"]] == [
@@ -293,7 +322,9 @@ def test_a_sweep_over_measured_steps(steps: Path, tmp_path: Path) -> None:
     by = {(each["policy"], each["rate"]): each for each in line["results"]}
     assert by["best", 1.0]["inter_token"]["mean"] < by["off", 1.0]["inter_token"]["mean"]
     assert by["off", 50.0]["is_saturated"] and not by["off", 1.0]["is_saturated"]
-    assert {"results.json", "report.md", "report.html", "config.json"} <= {file.name for file in (tmp_path / "run").iterdir()}
+    assert {"results.json", "report.md", "report.html", "config.json"} <= {
+        file.name for file in (tmp_path / "run").iterdir()
+    }
     page = (tmp_path / "run" / "report.html").read_text()
     assert page.count("<svg") == 1 + 8 and "saturated" in page
     assert '<p class="verdict good">With speculation an answer comes ' in page
@@ -312,7 +343,9 @@ def test_replayed_against_a_run(steps: Path, folder: Path, tmp_path: Path) -> No
     assert line["num_within"] == len(line["compared"]) == 4
     assert max(abs(each["throughput_error"]) for each in line["compared"]) < 1e-6
     page = (tmp_path / "run" / "report.html").read_text()
-    assert page.count("<svg") == 1 + 2 and "at 4 of 4 loads: its other answers about this machine can be believed." in page
+    assert (
+        page.count("<svg") == 1 + 2 and "at 4 of 4 loads: its other answers about this machine can be believed." in page
+    )
     recorded = last_line(run(*words, "--json"))
     assert recorded["survival"] == pytest.approx(SURVIVAL, abs=0.08) and recorded["num_within"] >= 2
 

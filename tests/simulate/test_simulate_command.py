@@ -73,7 +73,9 @@ def test_every_prediction_says_what_it_assumes_and_what_differs() -> None:
     ]
     served = CliRunner().invoke(app, words, catch_exceptions=False).stdout
     assert "320 tokens of context (differs from the usual 4,096), up to 8 streams (differs from the usual 1)" in served
-    advised = CliRunner().invoke(app, ["advise", "--model", "Qwen3-8B", "--hardware", "H100"], catch_exceptions=False).stdout
+    advised = (
+        CliRunner().invoke(app, ["advise", "--model", "Qwen3-8B", "--hardware", "H100"], catch_exceptions=False).stdout
+    )
     assert "assumed: 4,096 tokens of context, 1 stream, acceptance of " in advised
 
 
@@ -175,7 +177,10 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--context", "0"], "--context must be"),
         (["--max-draft", "-1"], "--max-draft must be"),
         (["--gpus", "0"], "--gpus must be"),
-        (["--model", "Qwen3-8B", "--hardware", "H100", "--gpus", "3"], "32 heads over 8 key heads, which 3 GPUs cannot share"),
+        (
+            ["--model", "Qwen3-8B", "--hardware", "H100", "--gpus", "3"],
+            "32 heads over 8 key heads, which 3 GPUs cannot share",
+        ),
         (["--model", "Qwen3-8B", "--hardware", "3x H100"], "choose from 1, 2, 4, 8, 16, 32"),
         (["--block", "0"], "--block must be"),
         (["--drafter-cost", "-1"], "--drafter-cost must be"),

@@ -15,7 +15,9 @@ from paceline.simulate.speedup import Load, best, constant, from_survival, predi
 
 def roofline(host_s: float = 0.0, fraction: float = 0.1) -> RooflineCosts:
     shape = catalogue.find("Qwen3-8B")
-    return RooflineCosts(shape, Deployment(catalogue.machines()["H100"], shape.precisions), FractionDrafter(fraction), host_s)
+    return RooflineCosts(
+        shape, Deployment(catalogue.machines()["H100"], shape.precisions), FractionDrafter(fraction), host_s
+    )
 
 
 def test_the_toy_is_the_tokens_per_round() -> None:
@@ -35,7 +37,9 @@ def test_the_curve_is_the_formula() -> None:
 
 def test_host_time_counts_on_both_sides() -> None:
     plain_s = roofline().verify_s(1, 1, 4096)
-    assert predict(roofline(plain_s), constant(0.8), Load()).speedup > predict(roofline(), constant(0.8), Load()).speedup
+    assert (
+        predict(roofline(plain_s), constant(0.8), Load()).speedup > predict(roofline(), constant(0.8), Load()).speedup
+    )
 
 
 def test_rates_and_split() -> None:

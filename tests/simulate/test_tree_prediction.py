@@ -1,4 +1,5 @@
-"""Trees in `paceline simulate`: tokens of n drafts by measured marginals beside what trees kept, and speed-ups at a cost."""
+"""Trees in `paceline simulate`: tokens of n drafts by measured marginals beside what trees kept, and speed-ups at a
+cost."""
 
 from __future__ import annotations
 
@@ -22,12 +23,16 @@ KEPT = {
     "greedy": (2.82, 3.37, 3.57, 3.68, 3.84, 3.94, 4.19, 4.40),
     "sampled": (1.65, 1.79, 1.86, 1.93, 2.00, 2.05, 2.17, 2.28),
 }
-"""Tokens a round of trees of SIZES drafts: the shipped drafter of smollm2-135m on 32 unseen questions of GSM8K, greedy and at
-temperature 1, as an evaluation in November 2026 found them at the anchors of chain rounds, before there were trees in the
+"""Tokens a round of trees of SIZES drafts: the shipped drafter of smollm2-135m on 32 unseen questions of GSM8K, greedy
+and at temperature 1, as an evaluation in November 2026 found them at the anchors of chain rounds, before there were
+trees in the
 engine: best first over the product of the drafter's own probabilities, 32 candidates a slot. It knew no marginals."""
 CHAINS = {"greedy": {3: 2.52, 5: 2.86, 7: 3.01}, "sampled": {3: 1.49, 5: 1.52, 7: 1.52}}
 """The same evaluation's chains of so many drafts."""
-TABLE = {"verify": [[1, 1, 1.0], [1, 9, 1.2], [1, 17, 1.6], [1, 33, 2.4], [1, 129, 9.0]], "draft": [[1, 1, 0.1], [1, 7, 0.1]]}
+TABLE = {
+    "verify": [[1, 1, 1.0], [1, 9, 1.2], [1, 17, 1.6], [1, 33, 2.4], [1, 129, 9.0]],
+    "draft": [[1, 1, 0.1], [1, 7, 0.1]],
+}
 
 
 @pytest.fixture
@@ -40,8 +45,9 @@ def steps(tmp_path: Path) -> CostsConfig:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT)
 def test_marginals_predict_what_trees_kept(name: str) -> None:
-    """Within 5% greedy; at temperature 1 within 4% for up to 32 drafts. Trees of the engine end where a draft's chance is below
-    0.005, at temperature 1 before 100 drafts: evaluated with that end at the same anchors, 128 kept 2.16, not 2.28."""
+    """Within 5% greedy; at temperature 1 within 4% for up to 32 drafts. Trees of the engine end where a draft's chance
+    is below 0.005, at temperature 1 before 100 drafts: evaluated with that end at the same anchors, 128 kept 2.16, not
+    2.28."""
     expected = read_marginals(name).expected(128)
     for size, kept in zip(SIZES, KEPT[name], strict=True):
         within = 0.05 if name == "greedy" else 0.04 if size <= 32 else 0.06 if size == 64 else 0.11
@@ -68,7 +74,10 @@ def test_a_chain_of_marginals_and_the_same_acceptance_are_one(steps: CostsConfig
     found = predict_all(steps, PredictConfig(tree="best"))
     told = predict_all(steps, PredictConfig(acceptance=",".join(map(str, marginals.firsts)), max_draft=7))
     assert found.predictions == told.predictions and found.acceptance.num_rounds == marginals.num_rounds
-    assert predict_all(steps, PredictConfig()).trees == [] and predict_all(steps, PredictConfig()).as_json()["trees"] is None
+    assert (
+        predict_all(steps, PredictConfig()).trees == []
+        and predict_all(steps, PredictConfig()).as_json()["trees"] is None
+    )
 
 
 @pytest.mark.slow
@@ -97,7 +106,11 @@ def test_a_machine_on_which_wide_passes_cost_as_many_plain_ones_takes_no_tree(tm
 def test_free_passes_take_the_largest_tree() -> None:
     answer = predict_all(CostsConfig(toy=True), PredictConfig(tree="best"))
     (trees,) = answer.trees
-    assert trees.best_nodes == 128 and trees.best.speedup == trees.best.tokens_per_round and trees.best.tokens_per_s is None
+    assert (
+        trees.best_nodes == 128
+        and trees.best.speedup == trees.best.tokens_per_round
+        and trees.best.tokens_per_s is None
+    )
 
 
 @pytest.mark.slow
@@ -115,8 +128,12 @@ def test_drafting_token_by_token_pays_for_depth(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_acceptance_that_is_told_replaces_the_likeliest_tokens_only(steps: CostsConfig) -> None:
-    low, high = (predict_all(steps, PredictConfig(tree="8", acceptance=chance, max_draft=7)) for chance in ("0.4", "0.8"))
-    assert low.acceptance.kind == "constant" and low.predictions[0].tokens_per_round < high.predictions[0].tokens_per_round
+    low, high = (
+        predict_all(steps, PredictConfig(tree="8", acceptance=chance, max_draft=7)) for chance in ("0.4", "0.8")
+    )
+    assert (
+        low.acceptance.kind == "constant" and low.predictions[0].tokens_per_round < high.predictions[0].tokens_per_round
+    )
     assert low.trees[0].points[0].tokens_per_round < high.trees[0].points[0].tokens_per_round
     assert any("--acceptance" in sentence for sentence in low.setup.limits)
     gain = [each.trees[0].points[0].tokens_per_round / (1 + sum(each.acceptance.survival(7))) for each in (low, high)]
@@ -135,7 +152,9 @@ def test_on_a_roofline(batch: int) -> None:
 def test_marginals_of_runs_and_files(tmp_path: Path) -> None:
     counts = {"tried": [100, 60], "stood": [[60, 20], [40, 10]]}
     small = {"tried": [10], "stood": [[5]]}
-    run = {"results": [{"drafter": "none"}, {"drafter": "a", "marginals": small}, {"drafter": "b", "marginals": counts}]}
+    run = {
+        "results": [{"drafter": "none"}, {"drafter": "a", "marginals": small}, {"drafter": "b", "marginals": counts}]
+    }
     (tmp_path / "results.json").write_text(json.dumps(run))
     expected = Marginals.of(Tally.of(counts))
     assert read_marginals(str(tmp_path)) == read_marginals(f"{tmp_path}:b") == expected
@@ -177,7 +196,9 @@ def test_the_command(steps: CostsConfig) -> None:
     shown = CliRunner().invoke(app, words)
     assert shown.exit_code == 0, shown.output
     assert (
-        "Trees compared with the best chain" in shown.stdout and "tree of 32" in shown.stdout and ", the best" in shown.stdout
+        "Trees compared with the best chain" in shown.stdout
+        and "tree of 32" in shown.stdout
+        and ", the best" in shown.stdout
     )
     told = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout.splitlines()[-1])
     assert [each["nodes"] for each in told["trees"][0]["points"]] == [8, 32]

@@ -15,7 +15,13 @@ from paceline.types import SamplingParams
 
 
 def request(**changes: Any) -> Request:
-    values: dict[str, Any] = {"key": "traces/a@0#1", "cluster": "x", "hour": 1, "prompt_ids": [1, 2], "answer_ids": [3, 4, 5]}
+    values: dict[str, Any] = {
+        "key": "traces/a@0#1",
+        "cluster": "x",
+        "hour": 1,
+        "prompt_ids": [1, 2],
+        "answer_ids": [3, 4, 5],
+    }
     values |= {"params": SamplingParams(), "seed": 1, "finish_reason": "length"}
     return Request(**(values | changes))
 

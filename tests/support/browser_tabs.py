@@ -1,7 +1,8 @@
 """Headless Chromium and its tabs, for tests of pages.
 
-A tab costs a second of processor time to open and little to reuse, so `Tabs` keeps those that tests have given back: emptied,
-with the pointer and storage of a new one. Window, colour scheme, motion and permissions are set anew for each test.
+A tab costs a second of processor time to open and little to reuse, so `Tabs` keeps those that tests have given back:
+emptied, with the pointer and storage of a new one. Window, colour scheme, motion and permissions are set anew for each
+test.
 """
 
 from __future__ import annotations

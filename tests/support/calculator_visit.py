@@ -1,4 +1,5 @@
-"""The calculator page in a tab of headless Chromium, for its tests: `pytest_plugins = ("calculator_visit",)`, fixture `visit`.
+"""The calculator page in a tab of headless Chromium, for its tests: `pytest_plugins = ("calculator_visit",)`, fixture
+`visit`.
 
 Skips without playwright or a Chromium (PACELINE_CHROMIUM, or chromium, chromium-browser or google-chrome in PATH).
 After every test: no error in the page's console, no request but for the page itself.
@@ -53,7 +54,8 @@ class Visit:
         return self.page.evaluate(SHOWN)
 
     def script(self, body: str, *given: Any) -> Any:
-        """Returns the result of an async function over `given`, `follow(link)` and `shown()`, in one call to the page."""
+        """Returns the result of an async function over `given`, `follow(link)` and `shown()`, in one call to the
+        page."""
         return self.page.evaluate(f"async (given) => {{ const follow = {FOLLOW}, shown = {SHOWN}; {body} }}", given)
 
     def unfold(self, control: Any) -> Any:

@@ -12,7 +12,9 @@ from paceline.verify.rules import CheckedRow, RowVerdict, Uniforms
 Verify = Callable[[CheckedRow], RowVerdict]
 
 
-def checked(drafts: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor, uniforms: Uniforms) -> CheckedRow:
+def checked(
+    drafts: list[int], draft_probs_KV: Tensor | None, target_probs_JV: Tensor, uniforms: Uniforms
+) -> CheckedRow:
     return CheckedRow(
         drafts,
         draft_probs_KV,

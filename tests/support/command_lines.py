@@ -38,5 +38,7 @@ def words_of(line: str) -> list[str]:
     lexer.commenters = "#"
     words = list(lexer)
     begin = next(place for place, word in enumerate(words) if word.rsplit("/", 1)[-1] == "paceline") + 1
-    end = next((place for place, word in enumerate(words) if word and set(word) <= set("|;&<>") and place >= begin), len(words))
+    end = next(
+        (place for place, word in enumerate(words) if word and set(word) <= set("|;&<>") and place >= begin), len(words)
+    )
     return words[begin:end]

@@ -1,7 +1,8 @@
 """Test doubles: a target, a drafter and a tokenizer that need no model.
 
-`FakeTarget` answers from what stands in its cache, so a missing rollback, a wrong position or rows that get mixed up change
-its logits or fail an assertion. `ScriptedDrafter` knows the target's next tokens and is right as often as it is told to be.
+`FakeTarget` answers from what stands in its cache, so a missing rollback, a wrong position or rows that get mixed up
+change its logits or fail an assertion. `ScriptedDrafter` knows the target's next tokens and is right as often as it is
+told to be.
 
     target = FakeTarget(vocab_size=16, num_rows=2)
     drafter = ScriptedDrafter(target, num_drafted=4, accuracy=0.7)
@@ -34,7 +35,8 @@ DEAD = -1
 
 
 class FakeCache(KVCache):
-    """The tokens themselves, row by row; whatever was rolled back, or freed unless `keeps_freed`, is overwritten with DEAD."""
+    """The tokens themselves, row by row; whatever was rolled back, or freed unless `keeps_freed`, is overwritten with
+    DEAD."""
 
     def __init__(self, num_rows: int, max_len: int, keeps_freed: bool = False) -> None:
         super().__init__(num_rows, max_len)
@@ -79,7 +81,9 @@ class FakeCache(KVCache):
     def check(self, seq: Request) -> None:
         """Assert that the row of a running sequence holds its tokens but the anchor, and nothing else."""
         assert seq.cached_len == len(seq.tokens) - 1, f"request {seq.request_id}: all but the anchor should be cached"
-        assert self.content(seq.row) == seq.tokens[: seq.cached_len], f"row {seq.row} holds other tokens than its sequence"
+        assert self.content(seq.row) == seq.tokens[: seq.cached_len], (
+            f"row {seq.row} holds other tokens than its sequence"
+        )
 
 
 class FakeTarget(Target):
@@ -124,7 +128,9 @@ class FakeTarget(Target):
     def logits_after(self, tokens: Sequence[int]) -> Tensor:
         """Logits [V] of the token that follows `tokens`; only the last `order` matter."""
         context = tuple(tokens[-self.order :])
-        assert context and all(0 <= token < self.vocab_size for token in context), f"context {context} is not all tokens"
+        assert context and all(0 <= token < self.vocab_size for token in context), (
+            f"context {context} is not all tokens"
+        )
         if context not in self._logits:
             mixed = self.seed
             for token in context:
@@ -141,8 +147,8 @@ class FakeTarget(Target):
         return grown[len(tokens) :]
 
     def taps_of(self, tokens: Sequence[int], start: int, tap_layers: Sequence[int] | None = None) -> Tensor:
-        """The taps [N, F] that forward returns for these tokens at positions from `start`: for each layer the embedding plus
-        layer + 1, with the position as its first feature."""
+        """The taps [N, F] that forward returns for these tokens at positions from `start`: for each layer the embedding
+        plus layer + 1, with the position as its first feature."""
         embedded = self.embed(torch.tensor(list(tokens), dtype=torch.long))
         taps = []
         for layer in self.tap_layers if tap_layers is None else tap_layers:
@@ -180,10 +186,12 @@ class FakeTarget(Target):
 
 
 class ScriptedDrafter(Drafter):
-    """Drafts the target's greedy token with probability `accuracy`, else any other one; `adversarial` drafts unlikely ones.
+    """Drafts the target's greedy token with probability `accuracy`, else any other one; `adversarial` drafts unlikely
+    ones.
 
-    With `with_probs` the drafts come with the distribution they were drawn from, else they count as certain. Draws depend on
-    the request's seed and the position only. `observe` asserts that positions arrive once, in order, with the right taps.
+    With `with_probs` the drafts come with the distribution they were drawn from, else they count as certain. Draws
+    depend on the request's seed and the position only. `observe` asserts that positions arrive once, in order, with the
+    right taps.
     """
 
     name = "scripted"
@@ -261,7 +269,8 @@ class ScriptedDrafter(Drafter):
 
 
 class TreeDrafter(ScriptedDrafter):
-    """Names `width` tokens for each slot; with probability `accuracy` the target's greedy one is among them, at any rank.
+    """Names `width` tokens for each slot; with probability `accuracy` the target's greedy one is among them, at any
+    rank.
 
     Slots are told as a block drafter tells them: each for the text that the target's greedy tokens make.
     """
@@ -299,13 +308,16 @@ class TreeDrafter(ScriptedDrafter):
 
 
 class ByteTokenizer(Tokenizer):
-    """Bytes as tokens, then bos and eos: for any text and any model of 258 tokens. A conversation has one line a message."""
+    """Bytes as tokens, then bos and eos: for any text and any model of 258 tokens. A conversation has one line a
+    message."""
 
     bos_token_id, eos_token_id = 256, 257
 
     def __init__(self) -> None:
         backend = byte_tokenizer(["<bos>", "<eos>"])
-        backend.post_processor = TemplateProcessing(single="<bos> $A", pair=None, special_tokens=[("<bos>", self.bos_token_id)])
+        backend.post_processor = TemplateProcessing(
+            single="<bos> $A", pair=None, special_tokens=[("<bos>", self.bos_token_id)]
+        )
         template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
         template += "{% if add_generation_prompt %}assistant: {% endif %}"
         super().__init__(backend, eos_token_ids=(self.eos_token_id,), chat_template=template)

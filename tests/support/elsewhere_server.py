@@ -1,4 +1,5 @@
-"""A server of the target that is elsewhere, as far as training can tell: vLLM's, one of text alone, one that is down."""
+"""A server of the target that is elsewhere, as far as training can tell: vLLM's, one of text alone, one that is
+down."""
 
 from __future__ import annotations
 

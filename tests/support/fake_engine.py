@@ -1,8 +1,8 @@
 """vLLM or SGLang as `paceline serve --engine` sees them: `python fake_engine.py vllm|sglang|dies|deaf|low OPTIONS`.
 
-vllm is our own server in its place, with the drafter of --speculative-config and all its drafts checked in every round: its
-completions and counters have the same words. Its command line is left in the file that WORDS names. low counts rounds
-in which no draft was accepted.
+vllm is our own server in its place, with the drafter of --speculative-config and all its drafts checked in every round:
+its completions and counters have the same words. Its command line is left in the file that WORDS names. low counts
+rounds in which no draft was accepted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,14 @@ def main(kind: str, words: list[str]) -> None:
         low(int(named(words, "--port")))
     asked = json.loads(named(words, "--speculative-config"))
     ours = ["serve", "--model", words[0] if "--model" not in words else named(words, "--model"), "--dtype", "float32"]
-    ours += ["--port", named(words, "--port"), "--drafter", asked["model"], "--speculate", str(asked["num_speculative_tokens"])]
+    ours += [
+        "--port",
+        named(words, "--port"),
+        "--drafter",
+        asked["model"],
+        "--speculate",
+        str(asked["num_speculative_tokens"]),
+    ]
     os.execv(sys.executable, [sys.executable, "-m", "paceline", *ours])
 
 

@@ -37,7 +37,8 @@ class Rows:
 
 
 class FakeRay:
-    """As much of Ray as `distributed` uses: one machine of two processors, batches made in this process, the last first."""
+    """As much of Ray as `distributed` uses: one machine of two processors, batches made in this process, the last
+    first."""
 
     def __init__(self) -> None:
         self.exceptions = SimpleNamespace(RayError=RayFailed)

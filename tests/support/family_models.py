@@ -1,6 +1,7 @@
 """A tiny random model of every family that our decoder runs, written to a folder by Transformers' own classes.
 
-`FAMILIES` is the table: the tests in `tests/families/` run every cell of it, and docs/reference/families.md lists its names.
+`FAMILIES` is the table: the tests in `tests/families/` run every cell of it, and docs/reference/families.md lists its
+names.
 """
 
 from __future__ import annotations
@@ -62,12 +63,13 @@ class Family:
     """Transformers' class, as its ForCausalLM and its Config begin."""
     options: dict[str, Any] = field(default_factory=dict)
     embedding_std: float = 0.25
-    """Of the embedding's rows: where they are multiplied by a large number and are the head too, the text would not wander."""
+    """Of the embedding's rows: where they are multiplied by a large number and are the head too, the text would not
+    wander."""
     config: str = ""
     """How the Config begins, where it begins otherwise."""
     std: float = 0.25
-    """Of the other matrices. In louder gated delta nets norms make much of sums that are all but nothing: Transformers' own
-    two ways through such a layer then differ by more than 1e-4."""
+    """Of the other matrices. In louder gated delta nets norms make much of sums that are all but nothing: Transformers'
+    own two ways through such a layer then differ by more than 1e-4."""
 
 
 FAMILIES = {
@@ -124,8 +126,8 @@ FAMILIES = {
 
 
 def transformers_model(family: Family, seed: int = 0) -> Any:
-    """Random weights so loud that every part moves the logits; norms, biases and sinks away from their first values. States
-    forget slowly, so that what was long ago is heard."""
+    """Random weights so loud that every part moves the logits; norms, biases and sinks away from their first values.
+    States forget slowly, so that what was long ago is heard."""
     import transformers
 
     torch.manual_seed(seed)

@@ -1,11 +1,12 @@
-"""A process that is killed, or a disk that refuses, at the n-th change of a file: `every_fault` tries all n, in this process.
+"""A process that is killed, or a disk that refuses, at the n-th change of a file: `every_fault` tries all n, in this
+process.
 
     for fault in every_fault(folder, lambda: command(folder), prepare):
         ...    # the command was broken off by `fault`: run it again, and compare
 
-Changes are opening a file to write, each write (half of it is done), flush to the disk, rename, deletion, cut, new and deleted
-folders, and files that pyarrow and safetensors write themselves. A killed process changes nothing any more, also not in its
-`finally`. A full disk refuses one change and frees nothing: deletions and cuts work on it.
+Changes are opening a file to write, each write (half of it is done), flush to the disk, rename, deletion, cut, new and
+deleted folders, and files that pyarrow and safetensors write themselves. A killed process changes nothing any more,
+also not in its `finally`. A full disk refuses one change and frees nothing: deletions and cuts work on it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Fault:
         return bool(self.what)
 
     def before(self, what: str, path: Any) -> bool:
-        """Count a change that is about to be made. Returns whether it is the one to break; raises Killed in a dead process."""
+        """Count a change that is about to be made. Returns whether it is the one to break; raises Killed in a dead
+        process."""
         if self.is_dead:
             raise Killed
         if not self._is_below(path) or (self.kind == "full" and what in FREES):
@@ -198,8 +200,8 @@ def every_fault(
     """Break the command off at each of its changes of files below `folder`, in turn; `prepare` makes the folder anew.
 
     Every EVERY-th change of each kind, the first included; all of them in .ci/nightly, which takes many minutes.
-    A full disk may only raise an error of ours, and nothing else may be raised by the command. What is played here loses
-    nothing that is on its way to the disk, so until the loop ends nobody waits for it.
+    A full disk may only raise an error of ours, and nothing else may be raised by the command. What is played here
+    loses nothing that is on its way to the disk, so until the loop ends nobody waits for it.
     """
     with mock.patch.object(os, "fsync", return_value=None):
         yield from _every_fault(folder, command, prepare, kinds)

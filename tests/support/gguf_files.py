@@ -46,7 +46,8 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> int:
 
 
 def write_gguf(path: Path, model: Any, arch: str, quant: Quant | dict[str, Quant] = Quant.F32, **metadata: Any) -> None:
-    """What convert_hf_to_gguf writes for a Transformers model, without its vocabulary; matrices by what their names hold."""
+    """What convert_hf_to_gguf writes for a Transformers model, without its vocabulary; matrices by what their names
+    hold."""
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     writer.add_key_length(add_sizes(writer, config))
@@ -59,7 +60,11 @@ def write_gguf(path: Path, model: Any, arch: str, quant: Quant | dict[str, Quant
         values = tensor.float().numpy()
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
             values = permute(values, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
-        wanted = [kind for part, kind in quant.items() if part in name] or [Quant.F32] if isinstance(quant, dict) else [quant]
+        wanted = (
+            [kind for part, kind in quant.items() if part in name] or [Quant.F32]
+            if isinstance(quant, dict)
+            else [quant]
+        )
         kind = Quant.F32 if values.ndim == 1 else wanted[0]
         writer.add_tensor(gguf_name(name), gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
     finish(writer)
@@ -73,7 +78,8 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def byte_level_vocabulary(num_tokens: int, specials: tuple[str, ...] = (), seed: int = 0) -> dict[str, Any]:
-    """Metadata of a byte-level BPE vocabulary as large as a real one's: bytes, words merged of them, special tokens last."""
+    """Metadata of a byte-level BPE vocabulary as large as a real one's: bytes, words merged of them, special tokens
+    last."""
     from tokenizers import pre_tokenizers
 
     rng, tokens, merges = random.Random(seed), sorted(pre_tokenizers.ByteLevel.alphabet()), []

@@ -1,7 +1,8 @@
 """Ten answers of a model that mean harm, for the sandbox of `paceline evals`, and what they must not have done.
 
-Each program comes to its end only where its attack has worked; none may. Beside that a file of ours must stay as it was, a
-server on loopback must see nobody, no process may be left, and time, processor time and memory must keep to their limits.
+Each program comes to its end only where its attack has worked; none may. Beside that a file of ours must stay as it
+was, a server on loopback must see nobody, no process may be left, and time, processor time and memory must keep to
+their limits.
 """
 
 from __future__ import annotations

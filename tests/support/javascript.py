@@ -22,7 +22,8 @@ def chromium() -> str | None:
 
 
 def run_js(main: str, value: Any) -> Any:
-    """`main`, a function of JavaScript that sees everything the modules export, applied to `value`. Skips without either."""
+    """`main`, a function of JavaScript that sees everything the modules export, applied to `value`. Skips without
+    either."""
     source = re.sub(r"^export ", "", joined(PURE), flags=re.MULTILINE)
     script = f"{source}\nconst found = JSON.stringify(({main})({json.dumps(value)}));\n"
     node = shutil.which("node")

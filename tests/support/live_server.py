@@ -28,7 +28,8 @@ from paceline.serve.worker.worker import EngineWorker
 from paceline.types import FinishReason
 
 HURRIED: Any = SimpleNamespace(**{**vars(asyncio), "sleep": lambda seconds: asyncio.sleep(seconds / 20)})
-"""What uvicorn's server sees of asyncio: it looks every 0.1 s whether to end, and waits as long for connections to close."""
+"""What uvicorn's server sees of asyncio: it looks every 0.1 s whether to end, and waits as long for connections to
+close."""
 IDLE = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
 PATIENCE_S = 20.0
 """A caller that is left alone fails a test after so long; none takes a tenth of it."""

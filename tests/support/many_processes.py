@@ -1,8 +1,9 @@
-"""What tests of several training processes share: a tiny trainer, its runs, and the processes that torchrun would start.
+"""What tests of several training processes share: a tiny trainer, its runs, and the processes that torchrun would
+start.
 
-The file is also what the processes run: `python many_processes.py FOLDER` forks them, each with RANK and the like in its
-environment. They go through all scenarios in one start and leave their figures in FOLDER. Three train; those of the groups
-that fail, three for each kind of failure, mostly wait meanwhile.
+The file is also what the processes run: `python many_processes.py FOLDER` forks them, each with RANK and the like in
+its environment. They go through all scenarios in one start and leave their figures in FOLDER. Three train; those of the
+groups that fail, three for each kind of failure, mostly wait meanwhile.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ STEP_TIMEOUT_S = 6.0
 """Limit of a step, in seconds, in groups that are to fail; in it processes must also connect, on busy cores."""
 TOO_LATE_S = 7.0
 
-BASE = LoopConfig(max_steps=STEPS, blocks_per_step=24, anchors=5, blocks_per_pack=10, autocast=False, checkpoint_minutes=1e6)
+BASE = LoopConfig(
+    max_steps=STEPS, blocks_per_step=24, anchors=5, blocks_per_pack=10, autocast=False, checkpoint_minutes=1e6
+)
 SCENARIOS = {
     "base": BASE,
     "muon": replace(BASE, max_steps=2, optim=OptimConfig("muon")),
@@ -130,7 +133,8 @@ def run(trainer: Trainer, killed_at: int | None = None) -> dict[str, Any]:
 
 
 def started(folder: Path) -> tuple[dict[str, list[int]], str]:
-    """Exit statuses by group and rank, and all output, of processes that go through this file's scenarios in `folder`."""
+    """Exit statuses by group and rank, and all output, of processes that go through this file's scenarios in
+    `folder`."""
     ports = []
     with contextlib.ExitStack() as probes:  # all open at once: no port twice
         for _ in GROUPS:
@@ -228,7 +232,8 @@ def overlap(folder: Path, ranks: Ranks) -> None:
 
 
 def differ(folder: Path, ranks: Ranks) -> None:
-    """Networks that differ: at the beginning, where nothing repairs it, later on; and checkpoints of different steps."""
+    """Networks that differ: at the beginning, where nothing repairs it, later on; and checkpoints of different
+    steps."""
     told: dict[str, Any] = {}
 
     def spoil(trainer: Trainer) -> None:
@@ -355,7 +360,9 @@ def several(folder: Path) -> None:
             if not children[group][-1]:
                 one_of_several(folder, group, port, rank)
                 return
-    statuses = {group: [os.waitstatus_to_exitcode(os.waitpid(one, 0)[1]) for one in own] for group, own in children.items()}
+    statuses = {
+        group: [os.waitstatus_to_exitcode(os.waitpid(one, 0)[1]) for one in own] for group, own in children.items()
+    }
     (folder / "statuses.json").write_text(json.dumps(statuses))
 
 

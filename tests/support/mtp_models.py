@@ -21,8 +21,8 @@ Folder = Callable[[str], Path]
 
 
 def mtp_folders(folders: pytest.TempPathFactory) -> Folder:
-    """A family's tiny model, by its name in `FAMILIES`, without such a layer; "name+" has one, a copy as `new_layer` makes it,
-    its weights shaken. "few" is Qwen3.5 with few tokens, whose next one is mostly the last one's doing."""
+    """A family's tiny model, by its name in `FAMILIES`, without such a layer; "name+" has one, a copy as `new_layer`
+    makes it, its weights shaken. "few" is Qwen3.5 with few tokens, whose next one is mostly the last one's doing."""
     written: Written = {}
     made: dict[str, Path] = {}
 

@@ -1,4 +1,5 @@
-"""Small decoders of awkward shapes for tests of the native pass, in PyTorch and natively, from the same random weights."""
+"""Small decoders of awkward shapes for tests of the native pass, in PyTorch and natively, from the same random
+weights."""
 
 from __future__ import annotations
 
@@ -68,9 +69,18 @@ SHAPES = {
         BASE, family="mistral", hidden_size=64, num_heads=2, num_kv_heads=1, head_dim=40, windows=(7,) * 3
     ),
     "qwen2-biases": replace(
-        BASE, family="qwen2", hidden_size=72, num_heads=4, num_kv_heads=1, head_dim=64, qkv_bias=True, tie_embeddings=True
+        BASE,
+        family="qwen2",
+        hidden_size=72,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=64,
+        qkv_bias=True,
+        tie_embeddings=True,
     ),
-    "qwen2-some-windows": replace(BASE, family="qwen2", num_heads=2, head_dim=32, qkv_bias=True, windows=(None, 5, None)),
+    "qwen2-some-windows": replace(
+        BASE, family="qwen2", num_heads=2, head_dim=32, qkv_bias=True, windows=(None, 5, None)
+    ),
     "qwen3-norms": replace(BASE, family="qwen3", hidden_size=40, num_heads=2, head_dim=80, qk_norm=True),
     "gemma-around": replace(
         BASE,
@@ -90,10 +100,23 @@ SHAPES = {
         tie_embeddings=True,
     ),
     "olmo-after": replace(
-        BASE, family="olmo2", hidden_size=54, num_heads=4, norms="after", qk_norm=True, is_qk_norm_whole=True, head_dim=10
+        BASE,
+        family="olmo2",
+        hidden_size=54,
+        num_heads=4,
+        norms="after",
+        qk_norm=True,
+        is_qk_norm_whole=True,
+        head_dim=10,
     ),
     "granite-scales": replace(
-        BASE, family="granite", embedding_scale=2.0, residual_scale=0.4, attention_scale=0.2, logit_scale=0.5, mlp_bias=True
+        BASE,
+        family="granite",
+        embedding_scale=2.0,
+        residual_scale=0.4,
+        attention_scale=0.2,
+        logit_scale=0.5,
+        mlp_bias=True,
     ),
     "part-rotated": replace(BASE, family="phi3", head_dim=16, rotary_dim=12, ropes=("main", "none", "main")),
     "oss-experts": replace(
@@ -136,7 +159,8 @@ SHAPES = {
 
 
 def in_turns(shapes: Iterable[str]) -> list[tuple[str, str]]:
-    """Each shape with one instruction set, by turns. Products of every set have tests of their own in test_native_lib.py."""
+    """Each shape with one instruction set, by turns. Products of every set have tests of their own in
+    test_native_lib.py."""
     return list(zip(shapes, cycle(ISAS), strict=False))
 
 
@@ -180,7 +204,8 @@ def blocks_of(weights: dict[str, Tensor], kinds: tuple[BlockKind | None, ...]) -
 
 
 def quantised(tensor: Tensor, kind: BlockKind) -> Blocks:
-    """Rounded to the format; of IQ4_NL and IQ4_XS, which nothing here rounds to, random codes and factors at the same scale."""
+    """Rounded to the format; of IQ4_NL and IQ4_XS, which nothing here rounds to, random codes and factors at the same
+    scale."""
     if kind not in ("IQ4_NL", "IQ4_XS"):
         blocks = quantise(tensor, kind)
         assert isinstance(blocks, Blocks)
@@ -193,7 +218,9 @@ def quantised(tensor: Tensor, kind: BlockKind) -> Blocks:
     return Blocks(torch.from_numpy(data.reshape(len(tensor), -1)), tuple(tensor.shape), kind)
 
 
-def native_decoder(config: DecoderConfig, weights: dict[str, Any], dtype: torch.dtype, num_rows: int = 4) -> NativeDecoder:
+def native_decoder(
+    config: DecoderConfig, weights: dict[str, Any], dtype: torch.dtype, num_rows: int = 4
+) -> NativeDecoder:
     made = NativeDecoder(config, weights.items(), num_rows=num_rows, max_len=128, dtype=dtype)
     native_lib.set_threads(1)
     return made
@@ -254,10 +281,11 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
 
 
 def in_order(cache: StaticKVCache) -> tuple[Tensor, Tensor]:
-    """Views of the native cache's keys and values whose elements stand as [layers, rows, kv_heads, positions, head_dim].
+    """Views of the native cache's keys and values whose elements stand as [layers, rows, kv_heads, positions,
+    head_dim].
 
-    The order of paceline/model/native/kernels.h: sixteen positions' keys side by side, element by element; bfloat16 in pairs,
-    of a key's elements and of a value's positions.
+    The order of paceline/model/native/kernels.h: sixteen positions' keys side by side, element by element; bfloat16 in
+    pairs, of a key's elements and of a value's positions.
     """
     *outer, positions, head_dim = cache.keys.shape
     pair = 2 if cache.keys.dtype == torch.bfloat16 else 1

@@ -1,11 +1,11 @@
 """A server that says what a test's prompt asks for, in the shape of `paceline serve`: enough to drive the page.
 
 The last message decides: `slow` streams until the client leaves, `refuse` is a 429, `break` an error event after some
-text, `cut` a stream without [DONE], `counts` tells how many tokens were drafted instead of which, `markup` answers in HTML,
-`markdown` in all that Markdown has, `hostile` in Markdown that wants to do harm, `deep` in thousands of quotes in one another,
-`differ` depends on speculation, `code` has a fenced block, `open` one that stops in its middle, `held` tells tokens before
-their text, `pool` was drafted by the member "words" of a pool, `long` is STORY until it has tokens enough for a verdict, `busy`
-the same beside plain decoding that cannot have been so slow; anything else gets STORY.
+text, `cut` a stream without [DONE], `counts` tells how many tokens were drafted instead of which, `markup` answers in
+HTML, `markdown` in all that Markdown has, `hostile` in Markdown that wants to do harm, `deep` in thousands of quotes in
+one another, `differ` depends on speculation, `code` has a fenced block, `open` one that stops in its middle, `held`
+tells tokens before their text, `pool` was drafted by the member "words" of a pool, `long` is STORY until it has tokens
+enough for a verdict, `busy` the same beside plain decoding that cannot have been so slow; anything else gets STORY.
 """
 
 from __future__ import annotations
@@ -148,7 +148,9 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, MEDIA.get(file.suffix, "text/html"), file.read_bytes(), PAGE_HEADERS)
         elif self.path == "/v1/models":
             self.server.asked.append({"path": self.path, "auth": self.headers["Authorization"]})
-            models = [{"id": name, "object": "model", "drafter": "dflash"} | self.server.told for name in self.server.models]
+            models = [
+                {"id": name, "object": "model", "drafter": "dflash"} | self.server.told for name in self.server.models
+            ]
             self.answer(200, "application/json", json.dumps({"object": "list", "data": models}).encode())
         else:
             self.answer(404, "application/json", b"{}")
@@ -187,7 +189,10 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.second_half.wait(60)
             count += len(tokens)
             pieces = [{"text": text, "drafted": drafted} for text, drafted in tokens]
-            told = {"drafted": sum(drafted for _, drafted in tokens), "tokens": len(tokens) if prompt == "counts" else pieces}
+            told = {
+                "drafted": sum(drafted for _, drafted in tokens),
+                "tokens": len(tokens) if prompt == "counts" else pieces,
+            }
             self.event({"choices": [choice(text)], "paceline": told})
         if prompt == "break" and not self.server.lenient:
             self.event({"error": {"message": "The worker stopped; ask again."}})

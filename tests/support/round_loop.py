@@ -26,7 +26,9 @@ class GreedyJudge(RuleJudge):
         return Verdict(accepted, bonus, lossless=True)
 
 
-def admit(target: Target, drafter: Drafter, prompt: list[int], params: SamplingParams, chunk: int = 1 << 20) -> Sequence:
+def admit(
+    target: Target, drafter: Drafter, prompt: list[int], params: SamplingParams, chunk: int = 1 << 20
+) -> Sequence:
     """Prefill one request, chunk by chunk, up to its first token."""
     seq = Sequence(0, list(prompt), len(prompt), params)
     row = target.cache.allocate()

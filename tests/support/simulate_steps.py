@@ -30,7 +30,9 @@ def steps_file(planted: Calibration = PLANTED, context: int = 256, noise: float 
 
     return {
         "verify": [[batch, width, disturbed(costs.verify_s(batch, width, context))] for batch, width in sizes],
-        "draft": [[batch, width - 1, disturbed(costs.draft_s(batch, width - 1, 0))] for batch, width in sizes if width > 1],
+        "draft": [
+            [batch, width - 1, disturbed(costs.draft_s(batch, width - 1, 0))] for batch, width in sizes if width > 1
+        ],
         "host_s": planted.host_s,
         "context": context,
         "model": "smollm2-135m",

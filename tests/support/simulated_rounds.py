@@ -31,9 +31,12 @@ def stats(
 
 
 class Machine:
-    """Rounds of one row on a simulated machine: passes and drafting take given times, drafts stand with given chances."""
+    """Rounds of one row on a simulated machine: passes and drafting take given times, drafts stand with given
+    chances."""
 
-    def __init__(self, planner: Planner, pass_s: PassCosts, draft_s: float, *, num_rows: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self, planner: Planner, pass_s: PassCosts, draft_s: float, *, num_rows: int = 1, seed: int = 0
+    ) -> None:
         self.planner, self.pass_s, self.draft_s, self.num_rows = planner, pass_s, draft_s, num_rows
         self.random = random.Random(seed)
         self.tokens = self.seconds = 0.0

@@ -50,7 +50,9 @@ class Parrot(FakeTarget):
         super().__init__(vocab_size=258, max_len=256)
 
     def logits_after(self, tokens: Sequence[int]) -> Tensor:
-        begin = max(at for at in range(len(tokens)) if list(tokens[at : at + len(self.cue)]) == self.cue) + len(self.cue)
+        begin = max(at for at in range(len(tokens)) if list(tokens[at : at + len(self.cue)]) == self.cue) + len(
+            self.cue
+        )
         return 100.0 * torch.nn.functional.one_hot(torch.tensor(self.said[len(tokens) - begin]), 258).float()
 
 
@@ -72,15 +74,21 @@ def tiny_model(folder: Path, max_position: int = 512) -> Path:
     write_tokenizer(folder)
     shape = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": max_position}
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape}))
-    save_file(dict(random_tensors(load_config(folder), seed=1)), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape})
+    )
+    save_file(
+        dict(random_tensors(load_config(folder), seed=1)), folder / "model.safetensors", metadata={"format": "pt"}
+    )
     return folder
 
 
 def write_tokenizer(folder: Path) -> None:
     """Bytes and the two marks of ChatML: 258 tokens."""
     backend = tokenizers.Tokenizer(
-        models.BPE(vocab={char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+        models.BPE(
+            vocab={char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]
+        )
     )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -60,7 +60,13 @@ class Poisoned:
 
 def config(**changes: Any) -> LoopConfig:
     """Steps of eight blocks in packs of four, no autocast."""
-    values: dict[str, Any] = {"max_steps": 8, "blocks_per_step": 8, "anchors": 3, "blocks_per_pack": 4, "autocast": False}
+    values: dict[str, Any] = {
+        "max_steps": 8,
+        "blocks_per_step": 8,
+        "anchors": 3,
+        "blocks_per_pack": 4,
+        "autocast": False,
+    }
     values |= {"loss": LossConfig("ce"), "optim": OptimConfig(lr=3e-3), "checkpoint_minutes": 1e9} | changes
     return LoopConfig(**values)
 
@@ -86,7 +92,9 @@ def trainer(
     if poisoned is not None:
         features = Poisoned(features, poisoned)
     drafter = DFlashTrainable(network, raw, settings.attention)
-    return Trainer(drafter, corpus, features, embedding(target), head_of(target, network), settings, folder=folder, **options)
+    return Trainer(
+        drafter, corpus, features, embedding(target), head_of(target, network), settings, folder=folder, **options
+    )
 
 
 def embedding(target: Target) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Clients that behave badly: hang up, ask for nonsense, all at once. Every answer is right or a clean error.
 
-A third of the requests are hung up on, before the first token or in the middle; some ask for the impossible. Greedy answers
-must equal those of an engine without drafts.
+A third of the requests are hung up on, before the first token or in the middle; some ask for the impossible. Greedy
+answers must equal those of an engine without drafts.
 """
 
 from __future__ import annotations
@@ -123,11 +123,14 @@ class Soak:
         return "refused"
 
     def _hang_up(self, body: dict[str, Any], kind: str, luck: random.Random) -> str:
-        """At a random moment: while the answer is waited for, or after some of its events. More tokens are asked for than are
-        waited for, so that a fast server is still writing when its client leaves."""
+        """At a random moment: while the answer is waited for, or after some of its events. More tokens are asked for
+        than are waited for, so that a fast server is still writing when its client leaves."""
         longer = {"max_tokens": LONGER * self.max_tokens, "ignore_eos": True}
         data = json.dumps(body | longer | {"stream": kind != GONE[0] or luck.random() < 0.5}).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\nContent-Length: "
+            f"{len(data)}\r\n\r\n"
+        )
         with socket.create_connection((HOST, self.port), timeout=TIMEOUT_S) as connection:
             connection.sendall(head.encode() + data)
             if kind == GONE[0]:

@@ -43,5 +43,6 @@ def store_of(path: Path, *answers: Answer, split: SplitConfig = HALF) -> Store:
 def many(number: int, what: str = "order") -> list[Answer]:
     """Answers that have little in common."""
     return [
-        answer(f"{chr(97 + at % 26) * 9} {what} {at * 7919:x}{at * 104729:x}", f"{at * 15485863:x}") for at in range(number)
+        answer(f"{chr(97 + at % 26) * 9} {what} {at * 7919:x}{at * 104729:x}", f"{at * 15485863:x}")
+        for at in range(number)
     ]

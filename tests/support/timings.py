@@ -8,7 +8,8 @@ from paceline.bench.pages.timing import TimedAnswer, TimedToken, Timing
 
 STORY = (
     "To find out how much she earns in a day, we first count the loaves.\n\nIn the morning she sells 24 loaves, in the "
-    "afternoon half as many: 24 / 2 = 12. That makes 24 + 12 = 36 loaves a day.\n\nEach loaf costs 3 dollars, so she earns "
+    "afternoon half as many: 24 / 2 = 12. That makes 24 + 12 = 36 loaves a day.\n\nEach loaf costs 3 dollars, so she "
+    "earns "
     "36 × 3 = 108 dollars."
 )
 HOSTILE = (
@@ -27,7 +28,9 @@ def story(text: str = STORY, prompt: str = "How much does the baker earn?") -> T
     while len(on) < len(pieces):
         number += 1
         left = pieces[len(on) :][: ACCEPTED[number % len(ACCEPTED)] + 1]
-        on += [TimedToken(piece, 0.09 + 0.035 * number, number, place < len(left) - 1) for place, piece in enumerate(left)]
+        on += [
+            TimedToken(piece, 0.09 + 0.035 * number, number, place < len(left) - 1) for place, piece in enumerate(left)
+        ]
     return Timing(
         prompt=prompt,
         model="smol",

@@ -28,7 +28,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "full-causal": {"is_causal": True},
     "sliding": {**SLIDING, "layer_types": MIXED},
     "sliding-both-ways": {**SLIDING, "layer_types": MIXED, "is_causal": False},
-    "sliding-narrower-than-block": {"sliding_window": 3, "use_sliding_window": True, "layer_types": MIXED, "is_causal": False},
+    "sliding-narrower-than-block": {
+        "sliding_window": 3,
+        "use_sliding_window": True,
+        "layer_types": MIXED,
+        "is_causal": False,
+    },
     "sliding-unused": {"sliding_window": 6, "use_sliding_window": False, "layer_types": MIXED},
     "one-layer-one-feature": {"num_layers": 1, "block_size": 4},
     "scaled": {"input_embedding_scale": 2.5, "output_multiplier": 0.7, "final_logit_softcapping": 1.5},
@@ -73,7 +78,8 @@ def targets(num_rows: int = 3, hidden: int = HIDDEN, vocab: int = VOCAB, kind: A
 
     shape = target_shape(hidden, vocab)
     config = transformers.LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=shape.intermediate_size, num_hidden_layers=TARGET_LAYERS,
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=shape.intermediate_size,
+        num_hidden_layers=TARGET_LAYERS,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, rms_norm_eps=1e-6,
     )  # fmt: skip
     model: Any = transformers.LlamaForCausalLM(config).eval()

@@ -66,12 +66,16 @@ class Formulas:
             taps_NF = self.norm("input_norm.weight", taps_NF)
         if self.config.fc_norm:
             parts = taps_NF.split(self.config.target_hidden_size, dim=-1)
-            taps_NF = torch.cat([self.norm(f"fc_norm.{index}.weight", part) for index, part in enumerate(parts)], dim=-1)
+            taps_NF = torch.cat(
+                [self.norm(f"fc_norm.{index}.weight", part) for index, part in enumerate(parts)], dim=-1
+            )
         return self.linear("fc", taps_NF)
 
     def rotated(self, head: Tensor, position: int) -> Tensor:
         half, theta = len(head) // 2, self.config.shape.rope_theta
-        angles = torch.tensor([position * theta ** (-2 * index / len(head)) for index in range(half)], dtype=torch.float64)
+        angles = torch.tensor(
+            [position * theta ** (-2 * index / len(head)) for index in range(half)], dtype=torch.float64
+        )
         first, second = head[:half], head[half:]
         return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()])
 
@@ -79,7 +83,9 @@ class Formulas:
         name, shape = f"layers.{layer}.self_attn", self.config.shape
         heads = [self.linear(f"{name}.{which}_proj", inputs).unflatten(-1, (-1, shape.head_dim)) for which in "qkv"]
         if shape.qk_norm:
-            heads[:2] = [self.norm(f"{name}.{which}_norm.weight", each) for which, each in zip("qk", heads, strict=False)]
+            heads[:2] = [
+                self.norm(f"{name}.{which}_norm.weight", each) for which, each in zip("qk", heads, strict=False)
+            ]
         window, out = shape.window(layer), []
         turned = [[self.rotated(head, at + 1) for head in row] for at, row in enumerate(heads[1])]
         for at in range(len(inputs)):

@@ -35,7 +35,9 @@ def writer(folder: Path, **options: Any) -> TraceWriter:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    return [row for path in sorted(folder.glob("traces-*.parquet")) for row in parquet.ParquetFile(path).read().to_pylist()]
+    return [
+        row for path in sorted(folder.glob("traces-*.parquet")) for row in parquet.ParquetFile(path).read().to_pylist()
+    ]
 
 
 def written(folder: Path, *sequences: Sequence, **options: Any) -> list[dict[str, Any]]:

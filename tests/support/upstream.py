@@ -90,7 +90,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 def whole(body: Any, more: str = "", status: str = "200 OK") -> Iterable[bytes]:
     """An answer at once; `body` is JSON, or bytes as they are."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = HEAD.replace("200 OK", status) + f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n{more}\r\n"
+    head = (
+        HEAD.replace("200 OK", status) + f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n{more}\r\n"
+    )
     yield head.encode() + data
 
 
@@ -148,7 +150,9 @@ class Recording:
         self.stop()
         return rows(self.folder)
 
-    def ask(self, body: Any, path: str = "/v1/chat/completions", headers: dict[str, str] | None = None) -> tuple[int, bytes]:
+    def ask(
+        self, body: Any, path: str = "/v1/chat/completions", headers: dict[str, str] | None = None
+    ) -> tuple[int, bytes]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         with contextlib.closing(connection):
@@ -171,7 +175,9 @@ def answering(answer: Answer) -> Iterator[Upstream]:
 
 
 @contextlib.contextmanager
-def recording(url: str, model: Path, folder: Path, *, names: tuple[str, ...] = (), **tracing: Any) -> Iterator[Recording]:
+def recording(
+    url: str, model: Path, folder: Path, *, names: tuple[str, ...] = (), **tracing: Any
+) -> Iterator[Recording]:
     """A proxy in front of `url`, in a thread of the test's process."""
     writer = TraceWriter(TraceConfig(folder, **tracing), "tiny")
     tokenizer = Tokenizer.from_path(model)

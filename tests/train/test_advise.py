@@ -91,7 +91,7 @@ def test_a_name_alone_is_enough_for_a_decision() -> None:
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("Train one: a drafter of your own, after 30,000 answers")
-    assert "stands for it" in done.stdout and "2 x H100" in done.stdout
+    assert "times the answers" in done.stdout and "2 x H100" in done.stdout
 
 
 @pytest.mark.slow
@@ -154,7 +154,11 @@ def test_traces_of_another_server_tell_no_rounds(tmp_path: Path) -> None:
 def test_answers_that_the_target_wrote_beforehand_are_counted(tmp_path: Path) -> None:
     AnswerShards(tmp_path).write([Answer(f"p{n}@0", "here", 0, 0.0, [65], [66] * 20, "length", "") for n in range(9)])
     seen = seen_in_traces(tmp_path)
-    assert (seen.acceptance, seen.answers, seen.answer_tokens) == (None, 9, 20.0) and "no rounds recorded" in seen.source
+    assert (seen.acceptance, seen.answers, seen.answer_tokens) == (
+        None,
+        9,
+        20.0,
+    ) and "no rounds recorded" in seen.source
     (tmp_path / "answers-r0-00000.parquet").write_bytes(b"PAR1")
     with pytest.raises(ConfigError, match="is no trace .*give traces of paceline serve or record"):
         seen_in_traces(tmp_path)
@@ -195,7 +199,9 @@ def test_a_roofline_is_called_a_ceiling_until_one_rate_was_measured() -> None:
     guessed = advise(costs, AdviceConfig(), Seen())
     assert guessed.is_ceiling and guessed.sentences[0].endswith("(A ceiling: give --plain-rate, one measured rate.)")
     assert any("All rates are a ceiling" in sentence for sentence in guessed.sentences)
-    assert "a guess: how many tokens a round was measured on smollm2-135m, not on Qwen3-8B" in " ".join(guessed.sentences)
+    assert "a guess: how many tokens a round was measured on smollm2-135m, not on Qwen3-8B" in " ".join(
+        guessed.sentences
+    )
     measured = advise(replace(costs, plain_rate=200.0), AdviceConfig(), Seen())
     assert not measured.is_ceiling and "eiling" not in " ".join(measured.sentences)
 

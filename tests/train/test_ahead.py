@@ -1,4 +1,5 @@
-"""Packs that are made beforehand: the same bits in the same order, errors where they are asked for, and no thread left."""
+"""Packs that are made beforehand: the same bits in the same order, errors where they are asked for, and no thread
+left."""
 
 from __future__ import annotations
 

@@ -16,7 +16,13 @@ from paceline.errors import CacheError, PromptError
 
 
 def answer(key: str = "a/0#1@0.7", **changes: Any) -> Answer:
-    values: dict[str, Any] = {"source": "a", "turn": 0, "temperature": 0.7, "prompt_ids": [1, 2], "answer_ids": [3, 257]}
+    values: dict[str, Any] = {
+        "source": "a",
+        "turn": 0,
+        "temperature": 0.7,
+        "prompt_ids": [1, 2],
+        "answer_ids": [3, 257],
+    }
     return Answer(key=key, **{**values, "finish_reason": "stop", "text": "né\n\u2028 ✓", **changes})
 
 
@@ -33,7 +39,13 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_the_columns_stay() -> None:
     """Long runs resume, and the server's traces are read: these names and types are a format."""
     ids = pa.list_(pa.int32())
-    columns = {"key": pa.string(), "source": pa.string(), "turn": pa.int32(), "temperature": pa.float32(), "prompt_ids": ids}
+    columns = {
+        "key": pa.string(),
+        "source": pa.string(),
+        "turn": pa.int32(),
+        "temperature": pa.float32(),
+        "prompt_ids": ids,
+    }
     columns |= {"answer_ids": ids, "finish_reason": pa.string(), "text": pa.string()}
     assert {field.name: field.type for field in SCHEMA} == columns
 
@@ -99,7 +111,9 @@ def test_answers_are_prompts_by_their_tokens(tmp_path: Path) -> None:
     assert [(prompt.messages, prompt.turns) for prompt in read_prompts(tmp_path, limit=1)] == [([], ())]
     assert len({prompt.id for prompt in read_prompts(tmp_path)}) == 2
     shards.write([answer("c", prompt_ids=[])])
-    with pytest.raises(PromptError, match=r"00001.parquet, row 1: 'prompt_ids' must be a list of token ids, at least one"):
+    with pytest.raises(
+        PromptError, match=r"00001.parquet, row 1: 'prompt_ids' must be a list of token ids, at least one"
+    ):
         read_prompts(tmp_path)
 
 

@@ -17,7 +17,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 HEADS, KV_HEADS, HEAD_DIM, SIZE = 4, 2, 8, 4
 CONTEXTS = (9, 5, 14)
-ANCHORS = ([3, 9, 5], [5], [14, 1, 8, 11])  # in no order, an anchor at 1, two that overlap, contexts that end at the last
+ANCHORS = (
+    [3, 9, 5],
+    [5],
+    [14, 1, 8, 11],
+)  # in no order, an anchor at 1, two that overlap, contexts that end at the last
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
@@ -79,7 +83,9 @@ def slot_by_slot(kind: str, tensors: list[Tensor]) -> Tensor:
                     for other in range(SIZE)
                     if abs(other - slot) < window and not (is_causal and other > slot)
                 ]
-                key, value = (torch.stack(part).repeat_interleave(HEADS // KV_HEADS, dim=1) for part in zip(*seen, strict=True))
+                key, value = (
+                    torch.stack(part).repeat_interleave(HEADS // KV_HEADS, dim=1) for part in zip(*seen, strict=True)
+                )
                 scores = torch.einsum("hd,nhd->hn", rotated(query[block * SIZE + slot], at), key) / HEAD_DIM**0.5
                 out.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), value).flatten())
             block += 1
@@ -150,7 +156,11 @@ def test_causal_slots_do_not_see_later_ones(way: str) -> None:
 
 def test_layers_of_different_kinds_get_their_own_masks() -> None:
     raw = new_config(HEADS * HEAD_DIM, 11, 6, num_layers=2, head_dim=HEAD_DIM, block_size=SIZE, sliding_window=5)
-    raw |= {"layer_types": ["full_attention", "sliding_attention"], "num_key_value_heads": KV_HEADS, "use_sliding_window": True}
+    raw |= {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_key_value_heads": KV_HEADS,
+        "use_sliding_window": True,
+    }
     query, own_key, own_value, context_key, context_value = tensors = inputs()
     for way in ("split", "sdpa"):
         attend = make_attention(way, DFlashConfig.from_json(raw), layout_of(), torch.float32)
@@ -188,8 +198,8 @@ def test_auto_is_split_without_a_gpu() -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_packs_of_every_size_share_what_is_compiled() -> None:
-    """The mask is compiled for the first pack alone, the product for the first two sizes: no other number of documents, blocks
-    or positions makes them again."""
+    """The mask is compiled for the first pack alone, the product for the first two sizes: no other number of documents,
+    blocks or positions makes them again."""
     from torch._dynamo.testing import CompileCounter  # takes a second
 
     counters = CompileCounter(), CompileCounter()

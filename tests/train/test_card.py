@@ -43,7 +43,10 @@ def test_the_card_names_target_data_figures_and_flags(tmp_path: Path) -> None:
     assert hashlib.sha256((target / "model.safetensors").read_bytes()).hexdigest() in text
     assert "mbpp.jsonl" in text and str(tmp_path) not in text, "no path of this machine"
     assert "| tokens a round, served, greedy | 2.50 |" in text and "| of the same, teacher-forced | 2.49 |" in text
-    assert '--speculative-config \'{"method": "dflash", "model": "path/to/run/drafter", "num_speculative_tokens": 7}\'' in text
+    assert (
+        '--speculative-config \'{"method": "dflash", "model": "path/to/run/drafter", "num_speculative_tokens": 7}\''
+        in text
+    )
     assert "--speculative-algorithm DFLASH" in text and "--speculative-num-draft-tokens 8" in text
     assert "vLLM and SGLang were not tried" in text
     assert "num_speculative_tokens must be given" in text
@@ -84,7 +87,9 @@ def test_a_card_keeps_no_speedup_above_the_acceptance_length(tmp_path: Path) -> 
 def test_without_held_out_prompts_it_claims_nothing(tmp_path: Path) -> None:
     text = write_card(TrainConfig(tmp_path), drafter(tmp_path / "drafter"), {"steps": 1, "blocks": 8}, {}).read_text()
     assert (
-        "Nothing was held out" in text and "license: apache-2.0" in text and "1000 prompts that the target wrote itself" in text
+        "Nothing was held out" in text
+        and "license: apache-2.0" in text
+        and "1000 prompts that the target wrote itself" in text
     )
 
 

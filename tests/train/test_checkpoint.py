@@ -79,7 +79,9 @@ def test_a_resumed_run_follows_the_uninterrupted_one(tmp_path: Path, changes: di
     for name, tensor in part.network.state_dict().items():
         torch.testing.assert_close(tensor, whole.network.state_dict()[name], atol=1e-6, rtol=1e-4)
     assert replace(part.state, seconds=0.0) == replace(whole.state, seconds=0.0)
-    assert [path.name for path in (tmp_path / "parts").glob("*step-*")] == [f"step-{len(expected):06d}"], "older ones go"
+    assert [path.name for path in (tmp_path / "parts").glob("*step-*")] == [f"step-{len(expected):06d}"], (
+        "older ones go"
+    )
     over = trainer(tmp_path / "parts", config(**changes))
     assert over.resume() and run(over) == {}, "a run that is over stays so"
 
@@ -100,7 +102,10 @@ def test_every_checkpoint_is_a_drafter(tmp_path: Path) -> None:
     [
         ({"seed": 1}, "seed: 0 there, 1 now"),
         ({"optim": OptimConfig(lr=1e-3)}, r"optim\.lr: 0.003 there, 0.001 now"),
-        ({"loss": LossConfig("d-pace"), "anchors": 4}, r"anchors: 3 there, 4 now; loss\.name: 'ce' there, 'd-pace' now"),
+        (
+            {"loss": LossConfig("d-pace"), "anchors": 4},
+            r"anchors: 3 there, 4 now; loss\.name: 'ce' there, 'd-pace' now",
+        ),
         ({"blocks_per_step": 4}, "blocks_per_step: 8 there, 4 now"),
     ],
 )
@@ -131,7 +136,9 @@ def written_before(folder: Path, acted: int = 0, **identity: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("settings", "notes"), [({}, 1), ({"plateau": "off"}, 0)])
-def test_a_run_with_settings_that_are_gone_goes_on_and_says_so(stopped: Path, settings: dict[str, Any], notes: int) -> None:
+def test_a_run_with_settings_that_are_gone_goes_on_and_says_so(
+    stopped: Path, settings: dict[str, Any], notes: int
+) -> None:
     written_before(stopped, **settings)
     said: list[str] = []
     again = trainer(stopped, config(checkpoint_minutes=EVERY_STEP))
@@ -143,7 +150,9 @@ def test_a_run_with_settings_that_are_gone_goes_on_and_says_so(stopped: Path, se
 @pytest.mark.parametrize(
     ("settings", "name"), [({"round_starts": 0.5, "places": "1f"}, "--round-starts"), ({"acted": 1}, "--plateau act")]
 )
-def test_a_run_that_learned_by_settings_that_are_gone_is_refused(stopped: Path, settings: dict[str, Any], name: str) -> None:
+def test_a_run_that_learned_by_settings_that_are_gone_is_refused(
+    stopped: Path, settings: dict[str, Any], name: str
+) -> None:
     written_before(stopped, **settings)
     with pytest.raises(ConfigError, match=rf"was begun with {name}, which this version does not have.*--init"):
         trainer(stopped, config()).resume()
@@ -215,7 +224,9 @@ def test_a_cut_checkpoint_is_named_with_the_remedy(stopped: Path, file: str, kep
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", ["save_file", "write_checkpoint", "Path.rename"])
-def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_last_good_checkpoint(
+    tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = trainer(tmp_path, config(checkpoint_minutes=EVERY_STEP))
     expected = run(trainer(tmp_path / "whole"))
     run(one, last=4)
@@ -225,7 +236,9 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, fails: str, 
 
     with monkeypatch.context() as full:
         full.setattr(Path, "rename", refuse) if fails == "Path.rename" else full.setattr(module, fails, refuse)
-        with pytest.raises(CacheError, match=r"step-000005 cannot be written \(.*No space left.*free space and run the same"):
+        with pytest.raises(
+            CacheError, match=r"step-000005 cannot be written \(.*No space left.*free space and run the same"
+        ):
             one.run()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "whole"]
     again = trainer(tmp_path, config())

@@ -1,4 +1,5 @@
-"""First layers copied from targets of every shape that the decoder runs: what is copied, translated, cut, and refused."""
+"""First layers copied from targets of every shape that the decoder runs: what is copied, translated, cut, and
+refused."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def test_every_matrix_bias_and_norm_is_the_targets(kind: str, tmp_path: Path) ->
     has_bias = kind in ("qwen2", "llama-biased")
     assert ("layers.0.self_attn.q_proj.bias" in state) == has_bias == raw.get("attention_bias", False)
     if kind == "qwen2":
-        assert not state["layers.0.self_attn.o_proj.bias"].any(), "Qwen2 has none there, and Qwen3's config means all four"
+        assert not state["layers.0.self_attn.o_proj.bias"].any(), (
+            "Qwen2 has none there, and Qwen3's config means all four"
+        )
     ones = torch.stack([state[f"layers.{index}.input_layernorm.weight"] for index in sources])
     torch.testing.assert_close(state["hidden_norm.weight"], ones.mean(0))
 
@@ -161,13 +164,17 @@ def test_a_drafter_with_biases_is_served_as_it_was_trained(tmp_path: Path) -> No
     folder = write_tiny_target(tmp_path / "target")
     raw = (folder / "config.json").read_text().replace("LlamaForCausalLM", "Qwen2ForCausalLM")
     (folder / "config.json").write_text(raw.replace('"llama"', '"qwen2"'))
-    weights = {name: tensor if "norm" in name else 4 * tensor for name, tensor in random_tensors(load_config(folder), 0)}
+    weights = {
+        name: tensor if "norm" in name else 4 * tensor for name, tensor in random_tensors(load_config(folder), 0)
+    }
     save_file(weights, folder / "model.safetensors")
     _, network = start(folder)
     DFlashDrafter(network).save(tmp_path / "drafter")
     prompt, said = [65, 66, 67], []
     for backend in ("torch", "auto"):
-        llm = LLM(str(folder), drafter=str(tmp_path / "drafter"), dtype="float32", device="cpu", backend=backend, plan="fixed")
+        llm = LLM(
+            str(folder), drafter=str(tmp_path / "drafter"), dtype="float32", device="cpu", backend=backend, plan="fixed"
+        )
         said.append(llm.generate_ids([prompt])[0].token_ids)
         llm.use_drafter("none")
         assert llm.generate_ids([prompt])[0].token_ids == said[-1]

@@ -89,7 +89,9 @@ class TestCorpus:
         few, many = ([f"p{n}@0" for n in range(number)] for number in (200, 220))
         chosen = heldout_prompts(few, 0.1, 256)
         assert len(chosen) == 20 and chosen == heldout_prompts(reversed(few), 0.1, 256)
-        assert chosen == heldout_prompts([key.replace("@0", "@0.7") for key in few], 0.1, 256), "temperature does not matter"
+        assert chosen == heldout_prompts([key.replace("@0", "@0.7") for key in few], 0.1, 256), (
+            "temperature does not matter"
+        )
         assert len(chosen & heldout_prompts(many, 0.1, 256)) >= 17
         assert len(heldout_prompts(few, 0.1, 7)) == 7
         assert len(heldout_prompts(few, 0.01, 256, 16)) == 16 and len(heldout_prompts(few[:20], 0.01, 256, 16)) == 10
@@ -122,7 +124,9 @@ class TestAnchors:
 
     def test_they_are_redrawn_every_epoch_and_for_every_document_and_seed(self) -> None:
         one, other = document(1, 5, 60), document(1, 5, 60, key="other")
-        draws = [draw_anchors(*each).tolist() for each in ((one, 8, 0, 0), (one, 8, 0, 1), (one, 8, 1, 0), (other, 8, 0, 0))]
+        draws = [
+            draw_anchors(*each).tolist() for each in ((one, 8, 0, 0), (one, 8, 0, 1), (one, 8, 1, 0), (other, 8, 0, 0))
+        ]
         assert len({tuple(draw) for draw in draws}) == 4
         assert draw_anchors(one, 8, 0, 0).tolist() == draws[0]
 

@@ -2,9 +2,10 @@
 
 tests/support/many_processes.py is what the processes run; one start of them goes through all of it.
 
-Tolerances. The losses and weights of one process and of several differ by the order in which float32 gradients are summed:
-2e-6 of a loss, 1e-5 of a norm, 5e-6 of a weight (of size 0.02) after a few steps. Products in bfloat16 round a sum that
-differs in its last bit to a neighbour: 2e-3 of a loss, 2e-3 of a weight. Sums of the same order have the same bits.
+Tolerances. The losses and weights of one process and of several differ by the order in which float32 gradients are
+summed: 2e-6 of a loss, 1e-5 of a norm, 5e-6 of a weight (of size 0.02) after a few steps. Products in bfloat16 round a
+sum that differs in its last bit to a neighbour: 2e-3 of a loss, 2e-3 of a weight. Sums of the same order have the same
+bits.
 """
 
 from __future__ import annotations
@@ -116,7 +117,9 @@ def test_checkpoints_are_of_one_format(group: Path, begun: Path, way: str) -> No
     files = [latest_checkpoint(folder) for folder in (begun, group / f"killed-{way}")]
     for file in ("model.safetensors", "optimiser.safetensors"):
         own, other = (load_file(each.folder / file) for each in files if each is not None)
-        assert {name: tensor.shape for name, tensor in own.items()} == {name: tensor.shape for name, tensor in other.items()}
+        assert {name: tensor.shape for name, tensor in own.items()} == {
+            name: tensor.shape for name, tensor in other.items()
+        }
         for name, tensor in own.items():
             torch.testing.assert_close(tensor, other[name], rtol=0, atol=5e-6, msg=name)
 
@@ -181,7 +184,9 @@ def test_who_fails_dies_or_is_late_is_named(group: Path) -> None:
                 f"ProcessesError: process 1 of {WORLD} (counted from 0) ended with ValueError: the disk is gone"
             )
         told, _ = figures_of(group, "late", rank)
-        assert told.startswith("ProcessesError: ") and (rank == 1 or "a longer --step-timeout-minutes waits longer" in told)
+        assert told.startswith("ProcessesError: ") and (
+            rank == 1 or "a longer --step-timeout-minutes waits longer" in told
+        )
         if rank < WORLD - 1:
             told, _ = figures_of(group, "dying", rank)
             assert told.startswith(f"ProcessesError: process {LAST} of {WORLD} (counted from 0) gave no sign of life")

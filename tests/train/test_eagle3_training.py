@@ -44,7 +44,10 @@ def documents(number: int, length: int = 24) -> list[Document]:
     generator, target = np.random.default_rng(0), tiny_target()
     prompts = [generator.integers(0, VOCAB, 4 + each % 3).tolist() for each in range(number)]
     texts = [(prompt, prompt + generate(target, NoDrafter(), [prompt], length)[0][0]) for prompt in prompts]
-    return [Document(f"{each}@0/0", np.array(text, dtype=np.int32), len(prompt)) for each, (prompt, text) in enumerate(texts)]
+    return [
+        Document(f"{each}@0/0", np.array(text, dtype=np.int32), len(prompt))
+        for each, (prompt, text) in enumerate(texts)
+    ]
 
 
 def packed(config: Eagle3Config, texts: list[Document], chosen: list[Any], needs_final: bool = False) -> Any:
@@ -78,7 +81,8 @@ def test_a_block_is_a_chain_of_the_formulas(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["ce", "kl", "d-pace"])
 def test_the_loss_is_the_formula(name: str) -> None:
-    """Weights 0.8^i; tokens outside the draft vocabulary teach nothing; the teacher is the target over that vocabulary."""
+    """Weights 0.8^i; tokens outside the draft vocabulary teach nothing; the teacher is the target over that
+    vocabulary."""
     network, texts, target = loud_network(raw_eagle3(draft_vocab_size=len(IDS))), documents(2), tiny_target()
     pack = packed(network.config, texts, [(0, np.array([6, 27])), (1, np.arange(6, 12))], needs_final=name == "kl")
     embedding_VD = target.embed(torch.arange(VOCAB)).clone()
@@ -107,18 +111,23 @@ def test_the_loss_is_the_formula(name: str) -> None:
     assert metrics.sums_4K[0].tolist() == valid_AK.sum(0).tolist() and 1.0 <= metrics.rates()["eal"] <= 1 + STEPS
 
 
-def trained(folder: Path, texts: list[Document], steps: int, version: str = "3.1", **changes: Any) -> tuple[Trainer, list[Any]]:
+def trained(
+    folder: Path, texts: list[Document], steps: int, version: str = "3.1", **changes: Any
+) -> tuple[Trainer, list[Any]]:
     target = tiny_target()
     shape = DrafterShape(num_layers=1, kind="eagle3", eagle_version=version)
     ids = torch.arange(VOCAB)
     raw, network = eagle3_for(target, shape, None, ids, 0)
     source = OnlineFeatures(target, texts[8:], network.config.tap_layers, False)
     scale_F = use_scaled_eagle3_units(network, *measure_scale(source, texts[8:]), is_new=True)
-    settings = LoopConfig(max_steps=steps, blocks_per_step=16, anchors=16, autocast=False, heldout_every=steps, **changes)
+    settings = LoopConfig(
+        max_steps=steps, blocks_per_step=16, anchors=16, autocast=False, heldout_every=steps, **changes
+    )
     settings = replace(settings, loss=LossConfig("ce"), optim=OptimConfig(lr=1e-2), serve_share=0.0)
     head, embedding_VD = target_head(target, ids), target.embed(torch.arange(VOCAB)).clone()
     trainer = Trainer(
-        Eagle3Trainable(network, raw, 1 + STEPS), Corpus(texts[8:], texts[:8]), ScaledFeatures(source, scale_F), embedding_VD,
+        Eagle3Trainable(network, raw, 1 + STEPS), Corpus(texts[8:], texts[:8]), ScaledFeatures(source, scale_F),
+        embedding_VD,
         head, settings, folder=folder,
     )  # fmt: skip
     held = OnlineFeatures(tiny_target(), texts[:8], network.config.tap_layers, False)
@@ -143,7 +152,8 @@ def test_what_is_learned_is_served(version: str, tmp_path: Path) -> None:
 
 
 def test_teacher_forced_drafts_are_those_of_the_engine(tmp_path: Path) -> None:
-    """Training and serving compute the same: at a document's anchor both take the same first token, before and after saving."""
+    """Training and serving compute the same: at a document's anchor both take the same first token, before and after
+    saving."""
     texts = documents(20)
     trainer, _ = trained(tmp_path, texts, 6)
     trainer.run()
@@ -207,7 +217,9 @@ def test_what_is_not_asked_for() -> None:
 
 def test_the_plan_is_of_an_eagle3_drafter(tmp_path: Path) -> None:
     """Its own shape, and no expectation from a DFlash drafter's curve."""
-    config = TrainConfig(shape=DrafterShape(kind="eagle3"), target=EngineConfig(str(write_tiny_target(tmp_path / "target"))))
+    config = TrainConfig(
+        shape=DrafterShape(kind="eagle3"), target=EngineConfig(str(write_tiny_target(tmp_path / "target")))
+    )
     plan = make_plan(config)
     assert (plan.sizes.num_layers, plan.sizes.block_size, plan.sizes.num_taps, plan.expected) == (1, 4, 3, None)
     assert not any(name.startswith("shape.") or name == "loop.loss.vocab" for name in plan.chosen)
@@ -217,7 +229,9 @@ def test_the_whole_run_and_one_that_goes_on_from_it(tmp_path: Path) -> None:
     """Prompts in, drafter out: card, figures of the engine, a folder that other programs read; then --init."""
     shape, loop = DrafterShape(kind="eagle3", draft_vocab=100), LoopConfig(max_steps=4, autocast=False)
     config = TrainConfig(out=tmp_path / "run", scale="tiny", plan="off", shape=shape, loop=loop)
-    config = replace(config, target=replace(config.target, device="cpu", dtype="float32"), asked=PromptsConfig(limit=10))
+    config = replace(
+        config, target=replace(config.target, device="cpu", dtype="float32"), asked=PromptsConfig(limit=10)
+    )
     found = train(config)
     raw = json.loads((found.drafter / "config.json").read_text())
     assert raw["architectures"] == ["LlamaForCausalLMEagle3"] and raw["draft_vocab_size"] == 100

@@ -1,4 +1,5 @@
-"""Answers of a server elsewhere: those that the target would have given here, or none; and a server that has its bad days."""
+"""Answers of a server elsewhere: those that the target would have given here, or none; and a server that has its bad
+days."""
 
 from __future__ import annotations
 
@@ -152,7 +153,9 @@ def test_answers_whose_tokens_are_not_known_are_left_out_and_counted(
         ask(tmp_path / "run", model, questions(tmp_path), fake.url, greedy, at_once=1), progress=TerminalProgress()
     )
     assert (done.num_answers, sum(done.lost.values())) == (4, 2) and "answers left out: 2 " in capsys.readouterr().err
-    assert train.regenerate(ask(tmp_path / "run", model, questions(tmp_path), fake.url, greedy)).num_found == 4, "asked again"
+    assert train.regenerate(ask(tmp_path / "run", model, questions(tmp_path), fake.url, greedy)).num_found == 4, (
+        "asked again"
+    )
 
 
 @pytest.mark.slow
@@ -172,7 +175,9 @@ def test_a_server_that_is_down_for_a_while_costs_that_while(tmp_path: Path, mode
     done = train.regenerate(ask(tmp_path / "run", model, file, fake.url, at_once=2))
     assert fake.num_refused >= 8
     assert done.num_answers == 12 and not done.lost
-    assert by_place(AnswerShards(tmp_path / "run" / "answers")) == by_place(AnswerShards(tmp_path / "whole" / "answers"))
+    assert by_place(AnswerShards(tmp_path / "run" / "answers")) == by_place(
+        AnswerShards(tmp_path / "whole" / "answers")
+    )
 
 
 @pytest.mark.slow
@@ -215,7 +220,11 @@ def test_the_key_comes_from_the_environment_alone(
 
 def test_a_server_that_is_not_lossless_teaches_nothing(tmp_path: Path, model: Path, fake: Elsewhere) -> None:
     def mocked(method: str, path: str, body: dict[str, Any]) -> tuple[int, bytes] | None:
-        return (200, json.dumps({"lossless": False, "choices": [{"text": "x"}]}).encode()) if "completions" in path else None
+        return (
+            (200, json.dumps({"lossless": False, "choices": [{"text": "x"}]}).encode())
+            if "completions" in path
+            else None
+        )
 
     fake.other = mocked
     with pytest.raises(ConfigError, match="says lossless: false, so its answers are not the model's own"):

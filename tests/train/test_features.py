@@ -148,7 +148,9 @@ def test_the_size_is_known_beforehand(tmp_path: Path) -> None:
 def test_a_small_disk_is_refused_before_anything_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10_000_000, 9_490_000, 510_000))
     target, docs = tiny_decoder(), documents()
-    with pytest.raises(CacheError, match="features need 0.0 GB in .*: use --features online, fewer prompts, or another --out"):
+    with pytest.raises(
+        CacheError, match="features need 0.0 GB in .*: use --features online, fewer prompts, or another --out"
+    ):
         cache_features(tmp_path / "new" / "features", target, docs, TAPS)
     assert not target.cache.generations[0] and not (tmp_path / "new").exists()
     check_room(tmp_path / "new", 10_000)
@@ -181,7 +183,9 @@ def test_a_disk_that_fills_up_leaves_whole_files(tmp_path: Path, monkeypatch: py
 
     save_file = module.save_file
     monkeypatch.setattr(module, "save_file", save)
-    with pytest.raises(CacheError, match="document-000001.*No space left.*free space and run again, what is written stays"):
+    with pytest.raises(
+        CacheError, match="document-000001.*No space left.*free space and run again, what is written stays"
+    ):
         cache_features(tmp_path, tiny_decoder(), documents(), TAPS)
     assert [path.name for path in tmp_path.iterdir()] == ["document-000000.safetensors"]
 

@@ -1,5 +1,5 @@
-"""The roll call between stages: it waits for the slow, and names who failed or went silent. Threads stand for processes here;
-tests/train/test_distributed.py has real ones."""
+"""The roll call between stages: it waits for the slow, and names who failed or went silent. Threads stand for processes
+here; tests/train/test_distributed.py has real ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def rolls() -> Iterator[list[Liveness]]:
     patience = timedelta(seconds=20)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
     stores = [TCPStore("127.0.0.1", server.port, is_master=False, timeout=patience) for _ in range(3)]
-    made = [Liveness(PrefixStore("run", each), Ranks(rank, 3), BEAT_S, LOST_AFTER_S) for rank, each in enumerate(stores)]
+    made = [
+        Liveness(PrefixStore("run", each), Ranks(rank, 3), BEAT_S, LOST_AFTER_S) for rank, each in enumerate(stores)
+    ]
     yield made
     for each in made[1:] + made[:1]:
         each.leave()
@@ -68,15 +70,17 @@ def test_who_went_silent_is_named(rolls: list[Liveness]) -> None:
     assert told[1] is None
     for each in (told[0], told[2]):
         assert isinstance(each, ProcessesError)
-        assert "process 1 of 3 (counted from 0) gave no sign of life for" in str(each) and "with the same command" in str(each)
+        assert "process 1 of 3 (counted from 0) gave no sign of life for" in str(
+            each
+        ) and "with the same command" in str(each)
 
 
 def test_who_failed_is_named_with_its_reason_to_victims_of_victims_too(rolls: list[Liveness]) -> None:
     rolls[2].fail(OSError("no space\nleft"))
     (first,) = together(rolls[0].wait)
-    assert isinstance(first, ProcessesError) and "process 2 of 3 (counted from 0) ended with OSError: no space left" in str(
-        first
-    )
+    assert isinstance(
+        first, ProcessesError
+    ) and "process 2 of 3 (counted from 0) ended with OSError: no space left" in str(first)
     rolls[0].fail(first)
     (second,) = together(rolls[1].wait)
     assert str(second) == str(first)
@@ -89,7 +93,9 @@ def test_a_victim_passes_on_what_it_was_told(rolls: list[Liveness]) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_without_a_culprit_says_which_limit_it_was(rolls: list[Liveness], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_a_culprit_says_which_limit_it_was(
+    rolls: list[Liveness], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever looks finds new signs of life of all, then of all but one."""
     beats, dead = itertools.count(), set[int]()
     monkeypatch.setattr(rolls[0], "num_beats", lambda rank: 7 if rank in dead else next(beats))
@@ -110,7 +116,10 @@ def test_a_process_that_torchrun_did_not_start_is_told_how(monkeypatch: pytest.M
 def test_a_process_without_a_gpu_of_its_own_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match="3 processes.*2 GPUs.*--nproc-per-node 2"), process_group(Ranks(2, 3, 2), "auto"):
+    with (
+        pytest.raises(ConfigError, match="3 processes.*2 GPUs.*--nproc-per-node 2"),
+        process_group(Ranks(2, 3, 2), "auto"),
+    ):
         pass
 
 

@@ -39,7 +39,9 @@ GOOD = {"input_ids": [1, 40, 41, 42, 2], "loss_mask": [0, 0, 1, 1, 1]}
 
 
 def write(file: Path, *rows: Any) -> Path:
-    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+    file.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
+    )
     return file
 
 
@@ -78,7 +80,13 @@ LOSING = [
         ["system"],
     ),
     (
-        {"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "x"}, {"role": "user", "content": "b"}]},
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "system", "content": "x"},
+                {"role": "user", "content": "b"},
+            ]
+        },
         ["messages of role system after the first turn"],
     ),
     ({"conversations": [{"from": "human", "value": "a", "weight": 0}]}, ["conversations[].weight"]),
@@ -160,7 +168,9 @@ def test_a_row_that_a_template_could_not_take_is_counted(tmp_path: Path, row: An
 def test_a_name_that_no_file_takes_does_not_end_the_run(tmp_path: Path) -> None:
     """Answers are written under the row's name: half of a surrogate pair would make the whole shard fail."""
     file = write(tmp_path / "a.jsonl", {"id": "\ud800", "prompt": "Say hi."})
-    config = RegenerateConfig(tmp_path / "run", target(tmp_path / "model"), PromptsConfig((str(file),)), AnswerConfig(4, 64))
+    config = RegenerateConfig(
+        tmp_path / "run", target(tmp_path / "model"), PromptsConfig((str(file),)), AnswerConfig(4, 64)
+    )
     assert regenerate(config, quiet()).num_answers == 1
 
 
@@ -174,7 +184,9 @@ def quiet() -> Any:
 def test_a_prompt_that_the_template_refuses_does_not_end_the_run(tmp_path: Path) -> None:
     rows = {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}]}, {"prompt": "Say hi."}
     file = write(tmp_path / "a.jsonl", *rows)
-    config = RegenerateConfig(tmp_path / "run", target(tmp_path / "model"), PromptsConfig((str(file),)), AnswerConfig(4, 64))
+    config = RegenerateConfig(
+        tmp_path / "run", target(tmp_path / "model"), PromptsConfig((str(file),)), AnswerConfig(4, 64)
+    )
     done = regenerate(config, quiet())
     assert done.num_answers == 1 and done.refused.counts == {REFUSED: 1}
     assert f"{file}, line 1: " in done.refused.examples[REFUSED]
@@ -184,9 +196,13 @@ def test_a_prompt_that_the_template_refuses_does_not_end_the_run(tmp_path: Path)
 
 
 def test_prompts_of_tokens_in_json_lines_are_asked(tmp_path: Path) -> None:
-    rows = [{"prompt_ids": [10, 20, 30, number], "answer_ids": [5, 6], "text": "of another model"} for number in range(3)]
+    rows = [
+        {"prompt_ids": [10, 20, 30, number], "answer_ids": [5, 6], "text": "of another model"} for number in range(3)
+    ]
     file = write(tmp_path / "a.jsonl", *rows, {"prompt_ids": [1, 99_999]})
-    config = RegenerateConfig(tmp_path / "run", target(tmp_path / "model"), PromptsConfig((str(file),)), AnswerConfig(4, 64))
+    config = RegenerateConfig(
+        tmp_path / "run", target(tmp_path / "model"), PromptsConfig((str(file),)), AnswerConfig(4, 64)
+    )
     done = regenerate(config, quiet())
     assert done.num_answers == 3 and done.refused.counts == {"with tokens that the target does not have": 1}
 

@@ -78,7 +78,9 @@ def test_shares_of_a_step_add_up_to_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "optimiser"), [*((name, "adamw") for name in LOSSES), ("d-pace", "muon")])
 def test_every_loss_and_optimiser_learns(tmp_path: Path, loss: str, optimiser: str) -> None:
-    figures = steps_of(trainer(tmp_path, config(loss=LossConfig(loss), optim=OptimConfig(optimiser, lr=3e-3), max_steps=12)))
+    figures = steps_of(
+        trainer(tmp_path, config(loss=LossConfig(loss), optim=OptimConfig(optimiser, lr=3e-3), max_steps=12))
+    )
     assert sum(each["loss"] for each in figures[-3:]) < sum(each["loss"] for each in figures[:3])
 
 
@@ -121,12 +123,16 @@ def test_each_step_tells_what_it_did(tmp_path: Path) -> None:
     figures = steps_of(one)
     for number, each in enumerate(figures, start=1):
         assert each["step"] == number and each["blocks"] == 8 * number
-        assert all(each[name] > 0 for name in ("tokens_per_s", "blocks_per_s", "grad_norm", "lr", "seconds", "flops_share"))
+        assert all(
+            each[name] > 0 for name in ("tokens_per_s", "blocks_per_s", "grad_norm", "lr", "seconds", "flops_share")
+        )
         assert len(each["recall1"]) == len(each["recall16"]) == 3
         assert all(first <= near for first, near in zip(each["recall1"], each["recall16"], strict=True))
         assert 1.0 <= each["eal"] <= 4.0 and each["loss"] > 0
     assert figures[0]["tokens"] < figures[1]["tokens"] and figures[0]["epoch"] < figures[-1]["epoch"]
-    per_block = 6 * sum(each.numel() for each in one.network.layers.parameters() if each.ndim == 2) * 4 + 4 * 3 * HIDDEN * VOCAB
+    per_block = (
+        6 * sum(each.numel() for each in one.network.layers.parameters() if each.ndim == 2) * 4 + 4 * 3 * HIDDEN * VOCAB
+    )
     assert figures[-1]["flops_share"] == pytest.approx(per_block * figures[-1]["blocks_per_s"] / 1e12)
 
 
@@ -189,7 +195,10 @@ class TestHeldOut:
 
         one.evaluate = evaluate  # type: ignore[method-assign]
         one.run(notice=said.append)
-        assert len(said) == 1 and "step 4: out of distribution 2.00 tokens a round are expected, 2.50 were before" in said[0]
+        assert (
+            len(said) == 1
+            and "step 4: out of distribution 2.00 tokens a round are expected, 2.50 were before" in said[0]
+        )
 
 
 def test_weight_decay_spares_norms_and_gradients_are_clipped(tmp_path: Path) -> None:
@@ -207,7 +216,8 @@ def test_weight_decay_spares_norms_and_gradients_are_clipped(tmp_path: Path) -> 
 class TestKeepBest:
     @staticmethod
     def _kept(one: Trainer, looks: list[tuple[float, float]]) -> tuple[int | None, list[torch.Tensor]]:
-        """Step whose weights are kept when held-out and other documents look so, and the first weights after each step."""
+        """Step whose weights are kept when held-out and other documents look so, and the first weights after each
+        step."""
         found, weights = iter([each for look in looks for each in look]), list[torch.Tensor]()
         one.evaluate = lambda documents, features: {"eal": next(found)}
         one.run(lambda figures: weights.append(one.network.state_dict()["fc.weight"].clone()))
@@ -284,7 +294,9 @@ def test_log_vocabulary_is_the_loss_of_knowing_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_loss_vocabulary_learns_over_all_tokens_and_held_out_looks_are_those_of_the_draft_vocabulary(tmp_path: Path) -> None:
+def test_a_loss_vocabulary_learns_over_all_tokens_and_held_out_looks_are_those_of_the_draft_vocabulary(
+    tmp_path: Path,
+) -> None:
     settings = config(max_steps=2, loss=LossConfig("ce", vocab=12))
     one = watched(tmp_path)
     whole = trainer(tmp_path / "both", settings)

@@ -1,4 +1,5 @@
-"""Losses against the whole vocabulary spelt out in float64, D-PACE and LK against their formulas, figures counted by hand."""
+"""Losses against the whole vocabulary spelt out in float64, D-PACE and LK against their formulas, figures counted by
+hand."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ def naive(config: LossConfig, hidden_TD: Tensor, slots: Slots, weight_VD: Tensor
 
 @pytest.mark.parametrize(("scale", "cap"), [(1.0, 0.0), (0.7, 0.0), (1.3, 2.5)])
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_and_gradient_as_spelt_out(name: str, scale: float, cap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_loss_and_gradient_as_spelt_out(
+    name: str, scale: float, cap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In chunks of two blocks of five slots, the last one smaller; divided by any number of slots."""
     monkeypatch.setattr(losses, "CHUNK_ROWS", 2 * SLOTS)
     config = LossConfig(name, gamma=4.0)
@@ -89,7 +92,9 @@ def test_chunks_change_nothing(name: str, rows: int, monkeypatch: pytest.MonkeyP
         loss.backward()
         found.append((loss.detach(), hidden_TD.grad))
         _, metrics = head_loss(hidden_TD.detach(), slots, Head(weight_VD), LossConfig(name), 9.0)
-        assert metrics.sums_4K[0].tolist() == slots.valid_AK.sum(0).tolist(), "without gradients every chunk is measured"
+        assert metrics.sums_4K[0].tolist() == slots.valid_AK.sum(0).tolist(), (
+            "without gradients every chunk is measured"
+        )
     torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=1e-5)
 
 

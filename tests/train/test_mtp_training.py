@@ -57,11 +57,15 @@ def documents(target: Target, number: int, length: int = 20) -> list[Document]:
     """What the target says to random prompts."""
     prompts = [[1 + token % (target.vocab_size - 1) for token in text(4 + each % 3, each)] for each in range(number)]
     said = [(prompt, prompt + generate(target, NoDrafter(), [prompt], length)[0][0]) for prompt in prompts]
-    return [Document(f"{each}@0/0", np.array(whole, dtype=np.int32), len(prompt)) for each, (prompt, whole) in enumerate(said)]
+    return [
+        Document(f"{each}@0/0", np.array(whole, dtype=np.int32), len(prompt))
+        for each, (prompt, whole) in enumerate(said)
+    ]
 
 
 def forced(target: Target, drafter: MtpDrafter, document: Document, anchor: int) -> Tensor:
-    """Logits [STEPS, V] of the decode path behind an anchor, told the text's own tokens: `extend`, then `step` by `step`."""
+    """Logits [STEPS, V] of the decode path behind an anchor, told the text's own tokens: `extend`, then `step` by
+    `step`."""
     tokens = document.tokens.tolist()
     ready(target, drafter)
     row = target.cache.allocate()
@@ -90,7 +94,9 @@ def embedding_of(target: Target) -> Tensor:
     return target.matrix_embed(torch.arange(target.vocab_size)).clone()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "qwen3.5-moe", "mixtral", "gemma2", "olmo2", "granite", "phi4-mini"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3.5", "qwen3.5-moe", "mixtral", "gemma2", "olmo2", "granite", "phi4-mini"]
+)
 def test_a_block_is_what_drafting_computes(name: str, folder_of: Folder) -> None:
     """Every step of every block, its tokens given; documents beside it change nothing. Every weight has a gradient."""
     folder = folder_of(name)
@@ -130,7 +136,8 @@ def trained(folder: Path, model: Path, texts: list[Document], **loop: Any) -> Tr
     taps = (target.num_layers - 1,)
     trainer = Trainer(
         MtpTrainable(network, raw, 1 + STEPS, target.ends.embedding), Corpus(texts[HELD:], texts[:HELD]),
-        OnlineFeatures(target, texts[HELD:], taps, False), embedding_of(target), head_for(target), config.loop, folder=folder,
+        OnlineFeatures(target, texts[HELD:], taps, False), embedding_of(target), head_for(target), config.loop,
+        folder=folder,
     )  # fmt: skip
     trainer.heldout["heldout"] = texts[:HELD], OnlineFeatures(target_of(model), texts[:HELD], taps, False)
     return trainer
@@ -289,14 +296,25 @@ def test_settings_that_mean_nothing_are_refused(shape: dict[str, Any], loop: dic
 def test_what_is_not_asked_for_is_fastmtp_s(folder_of: Folder) -> None:
     """Weights .6^i of the steps; a small rate for a layer that came with its target, and the plan leaves it so."""
     config = for_chains(asks(folder_of("qwen3.5+")))
-    assert (config.shape.num_layers, config.shape.block_size, config.loop.loss.name, config.loop.optim.lr) == (1, 4, "ce", 5e-5)
+    assert (config.shape.num_layers, config.shape.block_size, config.loop.loss.name, config.loop.optim.lr) == (
+        1,
+        4,
+        "ce",
+        5e-5,
+    )
     weights_AK = slot_weights(config.loop.loss, torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool))
     torch.testing.assert_close(weights_AK, torch.tensor([[1.0, 0.6, 0.36]]))
     plan = make_plan(replace(asks(folder_of("qwen3.5+")), given=()))
-    assert plan.config.loop.optim.lr == 5e-5 and (plan.sizes.num_layers, plan.sizes.num_taps, plan.expected) == (1, 1, None)
+    assert plan.config.loop.optim.lr == 5e-5 and (plan.sizes.num_layers, plan.sizes.num_taps, plan.expected) == (
+        1,
+        1,
+        None,
+    )
     new = make_plan(replace(asks(folder_of("qwen3"), start="copied"), given=("shape.start",)))
     assert new.config.loop.optim.lr > 5e-4 and new.config.shape.start == "copied"
-    given = replace(asks(folder_of("qwen3.5+")), loop=LoopConfig(loss=LossConfig("kl", gamma=4.0), optim=OptimConfig(lr=1e-3)))
+    given = replace(
+        asks(folder_of("qwen3.5+")), loop=LoopConfig(loss=LossConfig("kl", gamma=4.0), optim=OptimConfig(lr=1e-3))
+    )
     kept = for_chains(given).loop
     assert (kept.loss.name, kept.loss.gamma, kept.optim.lr) == ("kl", 4.0, 1e-3)
 
@@ -305,14 +323,18 @@ def test_the_whole_run_and_one_that_goes_on_from_it(tmp_path: Path) -> None:
     """Prompts in, drafter out, for a target without such a layer; then --init."""
     shape, loop = DrafterShape(kind="mtp", start="copied"), LoopConfig(max_steps=3, autocast=False)
     config = TrainConfig(out=tmp_path / "run", scale="tiny", plan="off", shape=shape, loop=loop)
-    config = replace(config, target=replace(config.target, device="cpu", dtype="float32"), asked=PromptsConfig(limit=10))
+    config = replace(
+        config, target=replace(config.target, device="cpu", dtype="float32"), asked=PromptsConfig(limit=10)
+    )
     found = train(config)
     drafter = MtpDrafter.from_folder(found.drafter)
     assert drafter.num_drafted == 3 and found.heldout["heldout"] >= 1.0
     steps = [json.loads(line) for line in (found.run / "metrics.jsonl").read_text().splitlines()]
     assert steps[0]["loss"] < math.log(260) + 1, "its logits begin small"
     card = (found.drafter / "README.md").read_text()
-    assert "Drafts 3 tokens a round" in card and "One multi-token-prediction layer, in the layout of DeepSeek-V3" in card
+    assert (
+        "Drafts 3 tokens a round" in card and "One multi-token-prediction layer, in the layout of DeepSeek-V3" in card
+    )
     answers = (found.run / "regenerate" / "answers",)
     again = train(replace(config, out=tmp_path / "again", answers=answers, init=str(found.drafter), heldout_share=0.0))
     assert MtpDrafter.from_folder(again.drafter).layer.config == drafter.layer.config

@@ -1,7 +1,8 @@
-"""`--ray`: two workers of a local Ray cluster make the answers, hidden states and drafter of one process, though one dies.
+"""`--ray`: two workers of a local Ray cluster make the answers, hidden states and drafter of one process, though one
+dies.
 
-At every change jobs run on a double of the cluster, within this process, with what Ray's functions accept; on a real cluster,
-whose processes take minutes and do not start in time on a busy machine, every night.
+At every change jobs run on a double of the cluster, within this process, with what Ray's functions accept; on a real
+cluster, whose processes take minutes and do not start in time on a busy machine, every night.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def cluster() -> Iterator[Any]:
     """Two processors, whatever this machine has; calls with --ray use it and leave it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20, logging_level="ERROR")
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20, logging_level="ERROR"
+    )
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not see this file
     yield ray
     ray.shutdown()
@@ -137,7 +140,8 @@ def one(asked: RegenerateConfig) -> Regenerated:
 
 
 def going_on(asked: RegenerateConfig, one: Regenerated, folder: Path, before: Callable[[], None]) -> None:
-    """The first prompts answered here, then, with `before` called, the others on the cluster: the answers of one process."""
+    """The first prompts answered here, then, with `before` called, the others on the cluster: the answers of one
+    process."""
     first = replace(asked, out=folder, asked=replace(asked.asked, limit=2))
     assert regenerate(first).num_answers
     lines: list[str] = []
@@ -152,7 +156,10 @@ def going_on(asked: RegenerateConfig, one: Regenerated, folder: Path, before: Ca
     assert any(answer.turn for answer in AnswerShards(one.answers)), "some conversations went on"
     begun = sum(each.key.split("/")[1].startswith(("0", "1")) for each in AnswerShards(one.answers))
     assert two.num_found == 6 and two.num_answers + begun == one.num_answers
-    assert (two.num_too_long, two.num_tokens_too_long) == (one.num_too_long, one.num_tokens_too_long) and two.num_too_long
+    assert (two.num_too_long, two.num_tokens_too_long) == (
+        one.num_too_long,
+        one.num_tokens_too_long,
+    ) and two.num_too_long
     assert any("the workers of Ray at local answer" in each for each in lines)
     again = regenerate(replace(asked, out=folder, elsewhere=RAY))
     assert (again.num_found, again.num_answers) == (15, 0)
@@ -243,7 +250,9 @@ class TestOnADouble:
         self, fake: FakeRay, asked: RegenerateConfig, one: Regenerated, tmp_path: Path
     ) -> None:
         going_on(asked, one, tmp_path, lambda: None)
-        assert [len(rows.asked) for rows in fake.rows] == [4, 1], "only prompts that lack an answer are sent: one is too long"
+        assert [len(rows.asked) for rows in fake.rows] == [4, 1], (
+            "only prompts that lack an answer are sent: one is too long"
+        )
 
     @pytest.mark.slow
     def test_hidden_states_are_those_of_one_process(
@@ -262,8 +271,16 @@ class TestOnADouble:
         assert sorted(found) == list(range(0, 40, 2))
         (rows,) = fake.rows
         options = rows.options
-        assert (options["batch_size"], options["num_cpus"], options["num_gpus"], options["compute"].size) == (2, 1.0, 0.0, 2)
-        assert options["ray_remote_args_fn"]() == {"max_restarts": on_ray.MOST_DEATHS, "max_task_retries": on_ray.MOST_DEATHS}
+        assert (options["batch_size"], options["num_cpus"], options["num_gpus"], options["compute"].size) == (
+            2,
+            1.0,
+            0.0,
+            2,
+        )
+        assert options["ray_remote_args_fn"]() == {
+            "max_restarts": on_ray.MOST_DEATHS,
+            "max_task_retries": on_ray.MOST_DEATHS,
+        }
 
     @pytest.mark.slow
     def test_ray_has_what_the_double_has_and_takes_what_it_takes(self, fake: FakeRay) -> None:

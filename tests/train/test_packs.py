@@ -36,7 +36,9 @@ def trainer(folder: Path, documents: list[Document], settings: LoopConfig, **sha
     raw, network = network_for(target, "none", DrafterShape(num_layers=1, block_size=4, num_taps=2, **shape), None, 0)
     source = Noise(documents, network.fc.in_features)
     drafter = DFlashTrainable(network, raw)
-    return Trainer(drafter, Corpus(documents, []), source, embedding(target), head_of(target, network), settings, folder=folder)
+    return Trainer(
+        drafter, Corpus(documents, []), source, embedding(target), head_of(target, network), settings, folder=folder
+    )
 
 
 def gradients(one: Trainer) -> tuple[float, list[torch.Tensor], int]:
@@ -90,7 +92,8 @@ def test_pieces_teach_what_the_whole_would(tmp_path: Path, shape: dict[str, Any]
 
 @pytest.mark.slow
 def test_a_document_of_16k_tokens_trains_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest product of a step is counted: it is what a pack of the budget's tokens may have, not the document's."""
+    """The largest product of a step is counted: it is what a pack of the budget's tokens may have, not the
+    document's."""
     long = document(0, 4, 16_380)
     one = trainer(tmp_path, [long], config(max_steps=2, blocks_per_step=64, anchors=64, tokens_per_pack=1024))
     largest, softmax = [0], torch.softmax

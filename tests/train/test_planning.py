@@ -1,4 +1,5 @@
-"""Plans: the shape under its share of a pass, who chose what, hours from minutes, no weight read, kept by the run's folder."""
+"""Plans: the shape under its share of a pass, who chose what, hours from minutes, no weight read, kept by the run's
+folder."""
 
 from __future__ import annotations
 
@@ -60,13 +61,18 @@ def test_a_small_target_on_a_processor(tmp_path: Path) -> None:
     assert plan.hours["all"] == pytest.approx(sum(plan.hours[name] for name in ("answers", "features", "steps")))
     assert plan.hours["all"] <= 1.3 and plan.config.loop.max_minutes is not None and plan.blocks > 0
     assert plan.expected is not None and not plan.expected["is_own"]
-    assert "a guess: no curve for qwen2.5-coder-0.5b; that of smollm2-135m at 10 times the answers stands for it" in plan.text
+    assert "a guess: no curve for qwen2.5-coder-0.5b, so that of smollm2-135m at 10 times the answers" in plan.text
     assert plan.data.prompts == 200 and plan.data.is_known
     json.dumps(plan.as_json())
 
 
 def test_experts_count_as_far_as_they_are_active(tmp_path: Path) -> None:
-    dense = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 8}
+    dense = {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    }
     sizes = {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
     folder = tmp_path / "Qwen3-30B-A3B"
@@ -102,7 +108,9 @@ def test_what_was_asked_for_wins_and_who_chose_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_processor_without_products_of_bfloat16_trains_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_without_products_of_bfloat16_trains_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PyTorch makes them out of others there, at a fifth of the speed."""
     fast = make_plan(asked(tmp_path, minutes=60.0))
     assert fast.config.loop.autocast and "loop.autocast" not in fast.chosen
@@ -121,9 +129,15 @@ def test_a_processor_without_products_of_bfloat16_trains_in_float32(tmp_path: Pa
 
 def test_answers_that_are_there_get_the_minutes(tmp_path: Path) -> None:
     """They are not counted yet, so that time alone ends their steps."""
-    config = TrainConfig(tmp_path / "run", EngineConfig("qwen2.5-coder-0.5b"), answers=(tmp_path / "answers",), minutes=30.0)
+    config = TrainConfig(
+        tmp_path / "run", EngineConfig("qwen2.5-coder-0.5b"), answers=(tmp_path / "answers",), minutes=30.0
+    )
     plan = make_plan(config)
-    assert plan.config.loop.max_minutes == pytest.approx(30.0) and plan.hours["all"] == pytest.approx(0.5) and plan.blocks > 0
+    assert (
+        plan.config.loop.max_minutes == pytest.approx(30.0)
+        and plan.hours["all"] == pytest.approx(0.5)
+        and plan.blocks > 0
+    )
     short = make_plan(replace(config, minutes=None, loop=LoopConfig(max_minutes=3.0)))
     assert short.hours["steps"] == pytest.approx(0.05)
     assert make_plan(replace(config, minutes=None)).hours["all"] == 0.0, "without an end nothing is known"
@@ -141,9 +155,13 @@ def test_few_prompts_are_answered_more_than_once(tmp_path: Path) -> None:
     plan = make_plan(asked(tmp_path, minutes=120.0))
     answering, why = plan.config.answering, plan.chosen["answering.temperatures"]
     assert answering.temperatures == (0.0, 0.7) and answering.samples > 1 and "answering.samples" in plan.chosen
-    assert re.fullmatch(rf"200 answers would be learned from \d+ times, {1 + answering.samples} to a prompt \d+ times", why)
+    assert re.fullmatch(
+        rf"200 answers would be learned from \d+ times, {1 + answering.samples} to a prompt \d+ times", why
+    )
     assert plan.hours["answers"] + plan.hours["features"] <= 0.26 * plan.hours["all"]
-    once = make_plan(asked(tmp_path, minutes=120.0, answering=AnswerConfig(temperatures=(0.0,), samples=1), given=GIVEN))
+    once = make_plan(
+        asked(tmp_path, minutes=120.0, answering=AnswerConfig(temperatures=(0.0,), samples=1), given=GIVEN)
+    )
     assert once.hours["answers"] == pytest.approx(plan.hours["answers"] / (1 + answering.samples))
     assert once.config.answering.temperatures == (0.0,) and "answering.temperatures" not in once.chosen
     far = asked(tmp_path, minutes=60.0, elsewhere=ElsewhereConfig(answers_from="http://127.0.0.1:1"))
@@ -248,7 +266,9 @@ def test_the_command_says_the_plan_and_stops(tmp_path: Path, capsys: Any, monkey
     app([*words, "--out", str(tmp_path / "run"), "--layers", "2"], prog_name="paceline", standalone_mode=False)
     said = capsys.readouterr()
     line = json.loads(said.out)
-    assert line["sizes"]["num_layers"] == 2 and line["values"]["shape.start"] == "copied" and "plan: a drafter" in said.err
+    assert (
+        line["sizes"]["num_layers"] == 2 and line["values"]["shape.start"] == "copied" and "plan: a drafter" in said.err
+    )
     assert json.loads((tmp_path / "run" / "dry-run.json").read_text()) == line
     with pytest.raises(ConfigError, match="--device-name plans for another machine: add --dry-run"):
         app(["train", "--device-name", "H100"], prog_name="paceline", standalone_mode=False)

@@ -40,11 +40,13 @@ def test_loud_dimensions_and_positions_leave_the_others_their_levels() -> None:
     form = Int8(scale_F, 2, torch.float32)
     found = form.decode(form.encode(features))
     assert errors(found, features).max() < 1e-3, "every dimension alone"
-    assert found.final_SD is not None and features.final_SD is not None and torch.equal(found.final_SD, features.final_SD)
-    plain = Int8(torch.ones(128), 2, torch.float32)
-    worse = (plain.decode(plain.encode(features)).taps_SF - features.taps_SF).square().mean(0) / features.taps_SF.square().mean(
-        0
+    assert (
+        found.final_SD is not None and features.final_SD is not None and torch.equal(found.final_SD, features.final_SD)
     )
+    plain = Int8(torch.ones(128), 2, torch.float32)
+    worse = (plain.decode(plain.encode(features)).taps_SF - features.taps_SF).square().mean(
+        0
+    ) / features.taps_SF.square().mean(0)
     assert worse.max() > 0.05, "without scales of their own they would not"
 
 

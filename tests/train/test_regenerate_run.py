@@ -58,7 +58,12 @@ FAKE = EngineConfig(model="fake", device="cpu", dtype="float32")
 
 
 def ask(
-    out: Path, *prompts: str, target: EngineConfig = FAKE, answering: AnswerConfig = CONFIG, max_batch: int = 32, **asked: Any
+    out: Path,
+    *prompts: str,
+    target: EngineConfig = FAKE,
+    answering: AnswerConfig = CONFIG,
+    max_batch: int = 32,
+    **asked: Any,
 ) -> RegenerateConfig:
     return RegenerateConfig(out, target, PromptsConfig(prompts, **asked), answering, max_batch=max_batch)
 
@@ -72,7 +77,9 @@ def regenerate(config: RegenerateConfig) -> dict[str, Any]:
 def test_a_model_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = EngineConfig(str(tiny_model(tmp_path / "model")), device="cpu", dtype="float32")
     answering = AnswerConfig(max_tokens=10, max_prompt_tokens=60, temperatures=(0.0, 1.0), seed=5)
-    line = regenerate(ask(tmp_path / "run", questions(tmp_path), target=target, answering=answering, limit=4, max_batch=3))
+    line = regenerate(
+        ask(tmp_path / "run", questions(tmp_path), target=target, answering=answering, limit=4, max_batch=3)
+    )
     answers = list(AnswerShards(tmp_path / "run" / "answers"))
     assert len(answers) == line["num_answers"] == 8
     assert sum(len(answer.answer_ids) for answer in answers) == line["num_tokens"]
@@ -131,7 +138,8 @@ def test_the_same_command_goes_on(
     assert (tmp_path / "run" / "config.json").read_text() == config
     regenerate(ask(tmp_path / "whole", file))
     whole, parts = (
-        sorted(answer.key + answer.text for answer in AnswerShards(tmp_path / run / "answers")) for run in ("whole", "run")
+        sorted(answer.key + answer.text for answer in AnswerShards(tmp_path / run / "answers"))
+        for run in ("whole", "run")
     )
     assert parts == whole
     # what does not change the answers may change
@@ -209,14 +217,21 @@ def test_two_processes_share_the_work(
     tmp_path: Path, talking: list[EngineConfig], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = questions(tmp_path)
-    both = ask(tmp_path / "run", file, file, answering=AnswerConfig(max_tokens=10, max_prompt_tokens=200), self_written=3)
+    both = ask(
+        tmp_path / "run", file, file, answering=AnswerConfig(max_tokens=10, max_prompt_tokens=200), self_written=3
+    )
     lines = []
     for rank in (1, 0):  # any of them may be first
         for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", rank)):
             monkeypatch.setenv(name, str(value))
         lines.append(regenerate(both))
         command.regenerate(
-            config=both, target=both.target, asked=both.asked, answering=both.answering, elsewhere=both.elsewhere, as_json=True
+            config=both,
+            target=both.target,
+            asked=both.asked,
+            answering=both.answering,
+            elsewhere=both.elsewhere,
+            as_json=True,
         )
         assert (tmp_path / "run" / "config.json").is_file() == (rank == 0)
     answers = list(AnswerShards(tmp_path / "run" / "answers"))
@@ -233,7 +248,9 @@ def test_two_processes_share_the_work(
         regenerate(both)
 
 
-def test_what_cannot_be_answered(tmp_path: Path, talking: list[EngineConfig], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_answered(
+    tmp_path: Path, talking: list[EngineConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
     mixed = tmp_path / "mixed.jsonl"
     mixed.write_text(json.dumps({"prompt": "x" * 100}) + '\n{"turns": ["Hi", "' + "y" * 80 + '"]}\n')
     answering = AnswerConfig(max_tokens=40, max_prompt_tokens=60)
@@ -243,7 +260,9 @@ def test_what_cannot_be_answered(tmp_path: Path, talking: list[EngineConfig], ca
     assert "1 prompts left out: longer than 60 tokens, the longest 118" in said
     assert "1 conversations ended early" in said
     mixed.write_text(json.dumps({"prompt": "x" * 100}) + "\n")
-    with pytest.raises(PromptError, match="all 1 prompts are longer than 60 tokens, the longest 118: raise max_prompt_tokens"):
+    with pytest.raises(
+        PromptError, match="all 1 prompts are longer than 60 tokens, the longest 118: raise max_prompt_tokens"
+    ):
         regenerate(ask(tmp_path / "long", str(mixed), answering=answering))
 
 

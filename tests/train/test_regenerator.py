@@ -48,7 +48,8 @@ class Heard(Progress):
 def prompts(*turns: tuple[str, ...], system: str | None = None) -> list[Prompt]:
     opening = [{"role": "system", "content": system}] if system else []
     return [
-        Prompt(str(n), [*opening, {"role": "user", "content": each[0]}], each, "test") for n, each in enumerate(turns or TURNS)
+        Prompt(str(n), [*opening, {"role": "user", "content": each[0]}], each, "test")
+        for n, each in enumerate(turns or TURNS)
     ]
 
 
@@ -56,10 +57,14 @@ def by_place(answers: AnswerShards) -> dict[tuple[str, int], tuple[Any, ...]]:
     return {(answer.key, answer.turn): astuple(answer) for answer in answers}
 
 
-def chatted(llm: LLM, prompt: Prompt, temperature: float, config: AnswerConfig) -> list[tuple[list[int], list[int], str]]:
+def chatted(
+    llm: LLM, prompt: Prompt, temperature: float, config: AnswerConfig
+) -> list[tuple[list[int], list[int], str]]:
     """The same conversation through LLM.chat, one request at a time: prompt ids, answer ids and text of each turn."""
     key = f"test/{prompt.id}#{crc32(repr(prompt.turns).encode()):08x}@{temperature:g}"
-    params = SamplingParams(temperature=temperature, max_tokens=config.max_tokens, seed=config.seed ^ crc32(key.encode()))
+    params = SamplingParams(
+        temperature=temperature, max_tokens=config.max_tokens, seed=config.seed ^ crc32(key.encode())
+    )
     messages, said = list(prompt.messages), []
     for turn in (*prompt.turns[1:], ""):
         (answer,) = llm.chat([messages], params)
@@ -87,7 +92,9 @@ def test_answers_are_those_of_chat_one_by_one(kind: str, tmp_path: Path) -> None
     assert done.num_tokens == sum(len(answer.answer_ids) for answer in shards)
     for prompt in prompts():
         for temperature in config.temperatures:
-            (key,) = [key for key in found if key.startswith(f"test/{prompt.id}#") and key.endswith(f"@{temperature:g}")]
+            (key,) = [
+                key for key in found if key.startswith(f"test/{prompt.id}#") and key.endswith(f"@{temperature:g}")
+            ]
             assert [answer.turn for answer in found[key]] == list(range(len(found[key])))
             answers = [(answer.prompt_ids, answer.answer_ids, answer.text) for answer in found[key]]
             assert answers == chatted(llm, prompt, temperature, config)
@@ -95,7 +102,9 @@ def test_answers_are_those_of_chat_one_by_one(kind: str, tmp_path: Path) -> None
     if kind == "fake":
         assert {answer.finish_reason for answer in shards} == {"stop", "length"}
         assert any(answer.turn == 2 for answer in shards), "some conversation should come to its third turn"
-        ends = {(answer.finish_reason, answer.answer_ids[-1] == EOS, EOS in answer.answer_ids[:-1]) for answer in shards}
+        ends = {
+            (answer.finish_reason, answer.answer_ids[-1] == EOS, EOS in answer.answer_ids[:-1]) for answer in shards
+        }
         assert ends == {("stop", True, False), ("length", False, False)}, "the end token belongs to the answer"
 
 
@@ -221,8 +230,12 @@ def test_several_samples_of_a_prompt(tmp_path: Path) -> None:
     first = by_place(shards)
     done = Regenerator(fake_llm(), AnswerShards(tmp_path), replace(one, samples=3)).run(asked)
     found = by_place(AnswerShards(tmp_path))
-    assert done.num_found == 4 and done.num_answers == 4 and first.items() <= found.items(), "greedy answers have one sample"
-    texts = {answer.text for answer in AnswerShards(tmp_path) if answer.key.startswith("test/0#") and answer.temperature}
+    assert done.num_found == 4 and done.num_answers == 4 and first.items() <= found.items(), (
+        "greedy answers have one sample"
+    )
+    texts = {
+        answer.text for answer in AnswerShards(tmp_path) if answer.key.startswith("test/0#") and answer.temperature
+    }
     assert len(texts) == 3
     assert {key.rsplit("@")[1] for key, _ in found} == {"0", "0.9", "0.9~1", "0.9~2"}
 
@@ -239,7 +252,9 @@ def test_a_conversation_at_which_the_model_fails_is_asked_again(tmp_path: Path) 
     config = AnswerConfig(max_tokens=16, max_prompt_tokens=150)
     whole = AnswerShards(tmp_path / "whole")
     Regenerator(fake_llm(Talker(num_rows=2)), whole, config).run(prompts())
-    assert any(answer.key.startswith("test/1#") and answer.turn == 1 for answer in whole), "it should come to its second turn"
+    assert any(answer.key.startswith("test/1#") and answer.turn == 1 for answer in whole), (
+        "it should come to its second turn"
+    )
     llm, shards = fake_llm(Damaged(num_rows=2)), AnswerShards(tmp_path / "answers")
     with pytest.raises(NumericsError):
         Regenerator(llm, shards, config).run(prompts())
@@ -283,7 +298,9 @@ def test_keys_tell_conversations_apart(tmp_path: Path) -> None:
     """The same question under another system message is another conversation; equal ones are answered once."""
     shards = AnswerShards(tmp_path)
     regenerator = Regenerator(fake_llm(), shards, AnswerConfig(4, 100))
-    regenerator.run([*prompts(("Hi.",)), *prompts(("Hi.",)), *prompts(("Hi.",), system="A"), *prompts(("Hi.",), system="B")])
+    regenerator.run(
+        [*prompts(("Hi.",)), *prompts(("Hi.",)), *prompts(("Hi.",), system="A"), *prompts(("Hi.",), system="B")]
+    )
     keys = shards.keys()
     assert len(keys) == len(list(shards)) == 3
     assert f"test/0#{crc32(repr(('Hi.',)).encode()):08x}@0" in keys, "long runs resume: the format of keys stays"
@@ -354,9 +371,13 @@ def test_impossible_values() -> None:
 def test_an_application_s_own_form(tmp_path: Path) -> None:
     """Its system message and examples before, its tools and variables in the template, its grammar for the answer."""
     llm = LLM(str(tiny_model(tmp_path / "tiny")), drafter="none", device="cpu", dtype="float32", max_batch=4)
-    llm.tokenizer.chat_template = f"{{% if tools %}}{{{{ tools[0].function.name }}}} {{% endif %}}{{{{ mood }}}}\n{CHATML}"
+    llm.tokenizer.chat_template = (
+        f"{{% if tools %}}{{{{ tools[0].function.name }}}} {{% endif %}}{{{{ mood }}}}\n{CHATML}"
+    )
     llm.tokenizer._compiled = None
-    (tmp_path / "before.json").write_text('[{"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}]')
+    (tmp_path / "before.json").write_text(
+        '[{"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}]'
+    )
     (tmp_path / "tools.json").write_text('[{"type": "function", "function": {"name": "count"}}]')
     grammar = GrammarSpec("regex", "[0-9]{2}")
     config = AnswerConfig(
@@ -368,7 +389,9 @@ def test_an_application_s_own_form(tmp_path: Path) -> None:
         grammar=grammar,
     )
     assert config.template_variables() == {"mood": "grave", "other": {"a": 1}}
-    own = Prompt("own", [{"role": "system", "content": "My own."}, {"role": "user", "content": "Two?"}], ("Two?",), "test")
+    own = Prompt(
+        "own", [{"role": "system", "content": "My own."}, {"role": "user", "content": "Two?"}], ("Two?",), "test"
+    )
     letters = replace(prompts(("Three?",))[0], grammar=GrammarSpec("regex", "[a-z]{2}"), id="letters")
     shards = AnswerShards(tmp_path / "answers")
     Regenerator(llm, shards, config).run([*prompts(("Two?",)), own, letters])
@@ -389,7 +412,10 @@ def test_a_conversation_with_calls_is_answered_once(tmp_path: Path) -> None:
     ]
     llm, shards = fake_llm(), AnswerShards(tmp_path)
     Regenerator(llm, shards, AnswerConfig(max_tokens=8)).run(
-        [Prompt("a", said, ("Count.",), "test"), Prompt("a", [*said[:2], {**said[2], "content": "4"}], ("Count.",), "test")]
+        [
+            Prompt("a", said, ("Count.",), "test"),
+            Prompt("a", [*said[:2], {**said[2], "content": "4"}], ("Count.",), "test"),
+        ]
     )
     first, second = sorted((answer for answer in shards), key=lambda answer: len(answer.prompt_ids))
     assert first.key != second.key, "their last results differ"

@@ -1,4 +1,5 @@
-"""Hidden states of a target elsewhere: through vLLM's files or our server, the drafter is the one trained here, to the bit."""
+"""Hidden states of a target elsewhere: through vLLM's files or our server, the drafter is the one trained here, to the
+bit."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ LOOP = LoopConfig(max_steps=4, blocks_per_step=24, anchors=6, autocast=False, he
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    return EngineConfig(str(tiny_model(tmp_path_factory.mktemp("target") / "tiny")), device="cpu", dtype="float32", threads=1)
+    return EngineConfig(
+        str(tiny_model(tmp_path_factory.mktemp("target") / "tiny")), device="cpu", dtype="float32", threads=1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +97,10 @@ class VLLM:
         if lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
         threading.Thread(target=self._write, args=(file, lock, self.spoil(tensors))).start()
-        told = {"choices": [{"text": "a"}], "kv_transfer_params": {"hidden_states_path": f"/where/vllm/sees/{file.name}"}}
+        told = {
+            "choices": [{"text": "a"}],
+            "kv_transfer_params": {"hidden_states_path": f"/where/vllm/sees/{file.name}"},
+        }
         return 200, json.dumps(told).encode()
 
     def _write(self, file: Path, lock: Any, tensors: dict[str, torch.Tensor]) -> None:
@@ -172,7 +178,8 @@ def test_vllm_s_files_give_the_same_drafter(
 def test_a_whole_run_elsewhere_gives_the_same_drafter(
     tmp_path: Path, engine: EngineConfig, vllm: tuple[VLLM, Elsewhere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in, drafter out, with answers and hidden states of a server; of the target here only the ends are loaded."""
+    """Prompts in, drafter out, with answers and hidden states of a server; of the target here only the ends are
+    loaded."""
     machine = Machine("some processor", 3e10, {"bfloat16": 5e11, "float32": 2e11}, 1, 16 * 2**30)
     monkeypatch.setattr(facts, "_measured_once", lambda device: facts.MachineFacts(machine))
     one, fake = vllm
@@ -252,8 +259,14 @@ def test_without_the_option_there_is_nothing(engine: EngineConfig) -> None:
             RemoteFeatures(source, loaded(engine), [], (0,), False)
 
 
-def features(engine: EngineConfig, fake: Elsewhere, one: VLLM, *, needs_final: bool = False, **changes: Any) -> RemoteFeatures:
-    values: dict[str, Any] = {"features_from": fake.url, "features_folder": one.folder, "patience_minutes": 0.005} | changes
+def features(
+    engine: EngineConfig, fake: Elsewhere, one: VLLM, *, needs_final: bool = False, **changes: Any
+) -> RemoteFeatures:
+    values: dict[str, Any] = {
+        "features_from": fake.url,
+        "features_folder": one.folder,
+        "patience_minutes": 0.005,
+    } | changes
     documents = [Document("d", np.array([4, 5, 6, 7], dtype=np.int32), 2)]
     return RemoteFeatures(ElsewhereConfig(**values), load_ends(settle(engine)), documents, (0,), needs_final)
 
@@ -265,7 +278,11 @@ def test_what_a_server_gives_is_checked(engine: EngineConfig, vllm: tuple[VLLM, 
     assert source.of(0).taps_SF.shape == (4, 32) and "layer_ids [1]" in source.introduction
     spoilt: list[tuple[Any, type[Exception], str]] = [
         (lambda t: t | {"token_ids": t["token_ids"] + 1}, ConfigError, "hidden states of other tokens"),
-        (lambda t: t | {"hidden_states": t["hidden_states"].repeat(1, 2, 1)}, ConfigError, "start vLLM with layer ids 1"),
+        (
+            lambda t: t | {"hidden_states": t["hidden_states"].repeat(1, 2, 1)},
+            ConfigError,
+            "start vLLM with layer ids 1",
+        ),
         (lambda t: {"token_ids": t["token_ids"]}, ConfigError, "of shape None"),
         (lambda t: t | {"hidden_states": t["hidden_states"] * float("nan")}, NumericsError, "no numbers"),
         (lambda t: t | {"more": torch.zeros(1 << 20)}, ConfigError, "larger than these layers"),
@@ -292,7 +309,12 @@ def test_the_ends_are_the_target_s(engine: EngineConfig, tmp_path: Path) -> None
     assert torch.equal(ends.embed(ids), whole.embed(ids)) and ends.num_layers == whole.num_layers
     folder = tmp_path / "alien"
     folder.mkdir()
-    config = {"model_type": "alien", "num_hidden_layers": 48, "tie_word_embeddings": True, "max_position_embeddings": 99}
+    config = {
+        "model_type": "alien",
+        "num_hidden_layers": 48,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 99,
+    }
     (folder / "config.json").write_text(json.dumps({"architectures": ["Alien"], "text_config": config}))
     save_file({"language_model.model.embed_tokens.weight": torch.ones(7, 4)}, folder / "model-3.safetensors")
     alien = load_ends(settle(replace(engine, model=str(folder))))

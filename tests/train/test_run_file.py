@@ -1,4 +1,5 @@
-"""run.yaml: a run written down is the same run read back; typed options win; unknown names are refused with the nearest."""
+"""run.yaml: a run written down is the same run read back; typed options win; unknown names are refused with the
+nearest."""
 
 from __future__ import annotations
 
@@ -73,14 +74,20 @@ def test_what_is_typed_wins_over_the_file(tmp_path: Path, asked: list[TrainConfi
     (config,) = asked
     assert (config.shape.num_layers, config.shape.block_size, config.loop.optim.lr) == (5, 6, 1e-3)
     assert (config.loop.seed, config.answering.seed, config.out) == (9, 9, tmp_path / "other")
-    assert config.shape.tap_layers == (1, 4) and config.asked.prompts == ("a.jsonl", "b.jsonl"), "the rest is the file's"
+    assert config.shape.tap_layers == (1, 4) and config.asked.prompts == ("a.jsonl", "b.jsonl"), (
+        "the rest is the file's"
+    )
     assert as_tree(config)["loop"]["loss"] == as_tree(whole(tmp_path))["loop"]["loss"]
 
 
 def test_an_option_typed_at_its_default_counts_as_asked_for(tmp_path: Path, asked: list[TrainConfig]) -> None:
     typed("--layers", "3", "--loss-vocab", "0", "--first-layers", "copied", "--heads", "4", "--intermediate-size", "64")
     (config,) = asked
-    assert config.is_given("shape.num_layers") and config.is_given("loop.loss.vocab") and not config.is_given("loop.optim.lr")
+    assert (
+        config.is_given("shape.num_layers")
+        and config.is_given("loop.loss.vocab")
+        and not config.is_given("loop.optim.lr")
+    )
     assert (config.shape.num_heads, config.shape.intermediate_size, config.shape.is_copied) == (4, 64, True)
 
 

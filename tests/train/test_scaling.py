@@ -88,7 +88,9 @@ def test_a_new_network_is_blind_to_the_mean() -> None:
 def test_a_run_keeps_its_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "run" / "scale.safetensors"
     first = stored_scale(file, Loud(), DOCUMENTS, is_first=True)
-    monkeypatch.setattr("paceline.train.features.hidden_states.measure_scale", lambda *given: pytest.fail("measured again"))
+    monkeypatch.setattr(
+        "paceline.train.features.hidden_states.measure_scale", lambda *given: pytest.fail("measured again")
+    )
     again = stored_scale(file, Loud(), DOCUMENTS, is_first=True)
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
     file.write_bytes(b"cut")

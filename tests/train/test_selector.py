@@ -1,4 +1,5 @@
-"""DFlash 2 in training: a start that changes nothing, the selector's loss against its formula, its stage, its codebooks."""
+"""DFlash 2 in training: a start that changes nothing, the selector's loss against its formula, its stage, its
+codebooks."""
 
 from __future__ import annotations
 
@@ -93,7 +94,9 @@ def test_loss_and_figures_by_formula(name: str, columns: torch.Tensor | None, tm
     head = one.head if columns is None else Head(one.head.weight_VD[columns], 1.0, 0.0, columns)
     selector, pack, table = drafter.network.candidate_selector, a_pack(one), one.embedding_VD
     hidden_TD = torch.randn(len(pack.anchors_A) * 3, 32, generator=torch.Generator().manual_seed(0))
-    loss, metrics = drafter.selector_loss(hidden_TD, pack, head, table, settings, 11.0, is_measured=True, is_learning=True)
+    loss, metrics = drafter.selector_loss(
+        hidden_TD, pack, head, table, settings, 11.0, is_measured=True, is_learning=True
+    )
     books = {each: table @ getattr(selector, f"{each}_factor").T for each in ("predecessor", "successor")}
     ids = torch.arange(VOCAB) if columns is None else columns
     expected, missed, right, standing = torch.zeros(()), 0, torch.zeros(3), torch.zeros(3)
@@ -114,7 +117,9 @@ def test_loss_and_figures_by_formula(name: str, columns: torch.Tensor | None, tm
                 ]
             )
             prefix *= (0.5 * math.exp(-ce) + 0.5) if valid else 0.0
-            rows.append((prefix if valid else 0.0, -torch.log_softmax(scores, 0)[own[0, 0]] if valid and len(own) else None))
+            rows.append(
+                (prefix if valid else 0.0, -torch.log_softmax(scores, 0)[own[0, 0]] if valid and len(own) else None)
+            )
             missed += valid and not len(own)
             is_right = bool(valid and len(own) and ids[chosen[scores.argmax()]] == gold)
             all_right = all_right and is_right
@@ -230,7 +235,9 @@ def test_the_body_learns_as_without_a_selector(tmp_path: Path) -> None:
     """Hidden states and logits are taken as they are: the same body, whatever the selector's loss weighs."""
     bodies = []
     for weight in (1e-3, 10.0):
-        settings = config(max_steps=6, selector_from=0.0, loss=LossConfig("ce", selector=weight), optim=OptimConfig(clip=1e9))
+        settings = config(
+            max_steps=6, selector_from=0.0, loss=LossConfig("ce", selector=weight), optim=OptimConfig(clip=1e9)
+        )
         one = trainer_2(tmp_path / str(weight), settings)
         one.run()
         bodies.append({name: tensor for name, tensor in one.network.state_dict().items() if "selector" not in name})

@@ -32,7 +32,9 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """The tiny target, so loud that each token of its text is a surprise."""
     folder = write_tiny_target(tmp_path_factory.mktemp("served") / "target")
     tensors = random_tensors(load_config(folder), seed=1)
-    save_file({name: tensor if "norm" in name else 8 * tensor for name, tensor in tensors}, folder / "model.safetensors")
+    save_file(
+        {name: tensor if "norm" in name else 8 * tensor for name, tensor in tensors}, folder / "model.safetensors"
+    )
     return LLM(str(folder), drafter="none", dtype="float32", device="cpu", max_batch=4, max_len=256)
 
 
@@ -47,7 +49,12 @@ def learned(llm: LLM, document: Document, folder: Path, steps: int) -> DFlashDra
     target = llm.target
     raw, network = network_for(target, "none", DrafterShape(num_layers=2, block_size=BLOCK, num_taps=2), None, 0)
     config = LoopConfig(
-        max_steps=steps, blocks_per_step=64, anchors=64, autocast=False, loss=LossConfig("ce"), optim=OptimConfig(lr=3e-3)
+        max_steps=steps,
+        blocks_per_step=64,
+        anchors=64,
+        autocast=False,
+        loss=LossConfig("ce"),
+        optim=OptimConfig(lr=3e-3),
     )
     features = OnlineFeatures(target, [document], network.config.target_layer_ids, needs_final=False)
     head = head_of(target, network)
@@ -64,9 +71,12 @@ def test_an_untrained_drafter_gains_nothing_and_changes_nothing(llm: LLM) -> Non
     documents = [sample(llm, prompt) for prompt in ("One", "Two", "Three", "Four", "Five")]
     llm.use_drafter("none")
     plain = [
-        llm.generate_ids([each.tokens[: each.answer_start].tolist()], SamplingParams(max_tokens=12))[0] for each in documents
+        llm.generate_ids([each.tokens[: each.answer_start].tolist()], SamplingParams(max_tokens=12))[0]
+        for each in documents
     ]
-    served, _ = serve_heldout(llm, DFlashDrafter.random(llm.target, head_dim=16, block_size=4), documents, max_tokens=12)
+    served, _ = serve_heldout(
+        llm, DFlashDrafter.random(llm.target, head_dim=16, block_size=4), documents, max_tokens=12
+    )
     assert served.num_prompts == 5 and served.texts == tuple(answer.text for answer in plain[:3])
     assert served.num_tokens == sum(len(answer.token_ids) for answer in plain)
     assert sum(served.accepted_histogram) == served.num_rounds
@@ -107,4 +117,6 @@ def test_both_figures_are_told_and_a_warning_where_they_disagree() -> None:
     assert near == "teacher-forced blocks give 2.00 tokens a round, the engine 2.05 on the same 8 answers, 2.5% apart"
     assert agreement({}) is None
     said = agreement({"teacher_forced": 2.0, "served_of_walked": 1.9}) or ""
-    assert said.startswith("warning: ") and "2.00 tokens a round, the engine 1.90" in said and "more than 3% apart" in said
+    assert (
+        said.startswith("warning: ") and "2.00 tokens a round, the engine 1.90" in said and "more than 3% apart" in said
+    )

@@ -1,7 +1,7 @@
 """FSDP2 in a group of one follows the whole network, killed and resumed.
 
-`make_parallel` gives a process without others the whole network, so that `Sharded` runs on several GPUs only. Here it is put
-in a trainer's place by hand: what FSDP2 does with NCCL, mixed precision and optimiser states is seen on one GPU.
+`make_parallel` gives a process without others the whole network, so that `Sharded` runs on several GPUs only. Here it
+is put in a trainer's place by hand: what FSDP2 does with NCCL, mixed precision and optimiser states is seen on one GPU.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def misplaced(one: Trainer) -> list[str]:
 
 
 def sharded_alone(device: str = "cpu", optimiser: str = "adamw", is_autocast: bool = False) -> dict[str, Any]:
-    """Train the whole network, then its parts killed and resumed; the largest difference of losses and weights between the
-    two, and states on a wrong device."""
+    """Train the whole network, then its parts killed and resumed; the largest difference of losses and weights between
+    the two, and states on a wrong device."""
     with tempfile.TemporaryDirectory() as scratch, group_of_one(device):
         whole = trainer(Path(scratch) / "whole", device, optimiser, is_autocast)
         expected = losses(whole)

@@ -1,4 +1,5 @@
-"""A drafter's first config and weights: fitting the target, near log(vocabulary), and copies of the target where asked."""
+"""A drafter's first config and weights: fitting the target, near log(vocabulary), and copies of the target where
+asked."""
 
 from __future__ import annotations
 
@@ -150,7 +151,10 @@ class TestFirstLoss:
         hidden_TD, head, labels_T = self.batch(lean)
         network = self.network()
         factor = scale_first_logits(
-            FirstNorm(network.norm.weight), head, hidden_TD, Slots(labels_T[:, None], torch.ones(300, 1, dtype=torch.bool))
+            FirstNorm(network.norm.weight),
+            head,
+            hidden_TD,
+            Slots(labels_T[:, None], torch.ones(300, 1, dtype=torch.bool)),
         )
         assert torch.equal(network.norm.weight, torch.full_like(network.norm.weight, factor))
         logits = head.logits(hidden_TD * factor)

@@ -25,7 +25,14 @@ def one(index: int, length: int = 20) -> Answer:
     """Every third is a conversation's second turn; keys have umlauts."""
     said = [int(each) for each in np.random.default_rng(index).integers(0, 90, length)]
     return Answer(
-        f"frägen/{index - (index % 3 == 2)}#x@0", "here", int(index % 3 == 2), 0.0, [1, 2, 3 + index % 7], said, "stop", ""
+        f"frägen/{index - (index % 3 == 2)}#x@0",
+        "here",
+        int(index % 3 == 2),
+        0.0,
+        [1, 2, 3 + index % 7],
+        said,
+        "stop",
+        "",
     )
 
 

@@ -30,12 +30,18 @@ def test_every_stretch_is_an_answer(tmp_path: Path) -> None:
     labels = {"id": "c", "input_ids": row["input_ids"], "labels": [-100, -100, 3, 4, -100, -100, 7, 8]}
     assert [each.answer_ids for each in tokenised_answers(write(tmp_path, labels))] == [[3, 4], [7, 8]]
     whole = {"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]}
-    assert [each.prompt_ids for each in tokenised_answers(write(tmp_path, whole))] == [[1]], "something stands before an anchor"
+    assert [each.prompt_ids for each in tokenised_answers(write(tmp_path, whole))] == [[1]], (
+        "something stands before an anchor"
+    )
 
 
 def test_they_are_learned_from(tmp_path: Path) -> None:
-    rows = [{"input_ids": [1, 2, number, number + 1, number + 2], "loss_mask": [0, 0, 1, 1, 1]} for number in range(5, 25)]
-    corpus = read_corpus([write(tmp_path, *rows, {"input_ids": [1]}, {"input_ids": [1, 2, 3], "loss_mask": [0, 1]})], 64, 0.1)
+    rows = [
+        {"input_ids": [1, 2, number, number + 1, number + 2], "loss_mask": [0, 0, 1, 1, 1]} for number in range(5, 25)
+    ]
+    corpus = read_corpus(
+        [write(tmp_path, *rows, {"input_ids": [1]}, {"input_ids": [1, 2, 3], "loss_mask": [0, 1]})], 64, 0.1
+    )
     assert (len(corpus.train), len(corpus.heldout)) == (18, 2)
     assert corpus.dropped.counts == {"without a loss mask": 1, "with a wrong loss mask": 1}
     assert "2 rows left out" in corpus.told() and "line 21" in corpus.told()

@@ -1,9 +1,10 @@
 """`torchrun -m paceline train`, whole: from prompts to a drafter that is served, on two processes as on one.
 
-Every stage is shared out. Answers and hidden states have the same bits whoever computes them; weights differ in the order of
+Every stage is shared out. Answers and hidden states have the same bits whoever computes them; weights differ in the
+order of
 sums: by 2e-5 at most after three steps, which is a neighbouring bfloat16 number for a few in a thousand. Larger groups
-and both ways to share the work out: tests/train/test_distributed.py; answers and hidden states that two processes share out:
-test_regenerate_run.py and test_features.py; all three at every change, this file in .ci/nightly.
+and both ways to share the work out: tests/train/test_distributed.py; answers and hidden states that two processes share
+out: test_regenerate_run.py and test_features.py; all three at every change, this file in .ci/nightly.
 """
 
 from __future__ import annotations
@@ -67,11 +68,13 @@ def test_the_drafter_is_that_of_one_process(alone: dict[str, Any], line: dict[st
     assert answers(line) == answers(alone) and len(answers(line)) == NUM_PROMPTS
     assert (line["steps"], line["blocks"]) == (alone["steps"], alone["blocks"])
     curves = [
-        [step["objective"] for step in RunFolder(Path(each["run"])).metrics() if "objective" in step] for each in (alone, line)
+        [step["objective"] for step in RunFolder(Path(each["run"])).metrics() if "objective" in step]
+        for each in (alone, line)
     ]
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
     last, expected = (
-        load_file(next((Path(each["run"]) / "checkpoints").glob("step-*")) / "model.safetensors") for each in (line, alone)
+        load_file(next((Path(each["run"]) / "checkpoints").glob("step-*")) / "model.safetensors")
+        for each in (line, alone)
     )
     for name, tensor in last.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-5, msg=name)

@@ -27,7 +27,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--loss", "mse"), ConfigError, "loss must be one of ce, d-pace, kl, lk, lk-hybrid, not 'mse'"),
         (("--optimiser", "sgd"), ConfigError, "optimiser must be one of adamw, muon, not 'sgd'"),
         (("--attention", "fast"), ConfigError, "attention must be one of auto, split, sdpa, flex, not 'fast'"),
-        (("--features", "guessed"), ConfigError, "features must be one of auto, online, cached, streamed, not 'guessed'"),
+        (
+            ("--features", "guessed"),
+            ConfigError,
+            "features must be one of auto, online, cached, streamed, not 'guessed'",
+        ),
         (("--scale", "huge"), ConfigError, "scale must be one of default, tiny, not 'huge'"),
         (("--block-size", "1"), ConfigError, "block-size must be at least 2"),
         (("--lr", "0"), ConfigError, "lr must be above 0"),
@@ -39,7 +43,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
             ConfigError,
             "there is no drafter in /no/such/drafter: give a folder with config.json",
         ),
-        (("--answers", "/no/such/answers"), PromptError, "there are no answers at /no/such/answers: make them with paceline"),
+        (
+            ("--answers", "/no/such/answers"),
+            PromptError,
+            "there are no answers at /no/such/answers: make them with paceline",
+        ),
         (("--prompts", "/no/such.jsonl"), PromptError, "there is no prompt file /no/such.jsonl: check --prompts"),
         (("--ood", "/no/such.jsonl"), PromptError, "there is no prompt file /no/such.jsonl"),
     ],
@@ -73,7 +81,9 @@ def test_bad_prompts_are_named_by_line(text: str, message: str, tmp_path: Path) 
 
 
 def written(folder: Path, token: int, text: str) -> Path:
-    answers = [Answer(f"p{n}@0", "here", 0, 0.0, [65, 66], [token] * 3 + [67 + n] * 3, "length", text) for n in range(9)]
+    answers = [
+        Answer(f"p{n}@0", "here", 0, 0.0, [65, 66], [token] * 3 + [67 + n] * 3, "length", text) for n in range(9)
+    ]
     AnswerShards(folder).write(answers)
     return folder
 
@@ -89,20 +99,29 @@ def test_without_held_out_documents_the_newest_step_counts(tmp_path: Path, capsy
 
 def test_an_empty_folder_of_answers_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(PromptError, match=f"there are no answers in {tmp_path}/empty: make them with paceline regenerate"):
+    with pytest.raises(
+        PromptError, match=f"there are no answers in {tmp_path}/empty: make them with paceline regenerate"
+    ):
         paceline(*TINY, "--answers", tmp_path / "empty", "--out", tmp_path / "run")
 
 
 def test_answers_with_tokens_that_the_target_lacks_are_refused(tmp_path: Path) -> None:
     answers = written(tmp_path / "answers", 30_000, "")
-    with pytest.raises(PromptError, match="holds token 30000, the target has 260 tokens: .*regenerate them with this target"):
+    with pytest.raises(
+        PromptError, match="holds token 30000, the target has 260 tokens: .*regenerate them with this target"
+    ):
         paceline(*TINY, "--answers", answers, "--out", tmp_path / "run")
 
 
 def test_answers_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
-    target, words = write_tiny_target(tmp_path / "target"), ("train", "--device", "cpu", "--out", tmp_path / "run", "--target")
+    target, words = (
+        write_tiny_target(tmp_path / "target"),
+        ("train", "--device", "cpu", "--out", tmp_path / "run", "--target"),
+    )
     answers = written(tmp_path / "answers", 70, "what these tokens mean to another model")
-    with pytest.raises(PromptError, match="tokens of another tokenizer than the target's: regenerate them with this target"):
+    with pytest.raises(
+        PromptError, match="tokens of another tokenizer than the target's: regenerate them with this target"
+    ):
         paceline(*words, target, "--answers", answers)
 
 

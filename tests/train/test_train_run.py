@@ -83,7 +83,8 @@ def kept_at(patch: pytest.MonkeyPatch, step: int, run: Path, kept: Path) -> None
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """(run folder, JSON line) of a whole run; beside the folder, as `killed`, what a kill after step 4 would have left."""
+    """(run folder, JSON line) of a whole run; beside the folder, as `killed`, what a kill after step 4 would have
+    left."""
     run, shown = tmp_path_factory.mktemp("train") / "run", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -103,7 +104,9 @@ def test_prompts_in_drafter_out(finished: Finished) -> None:
     assert config["what"] == "train" and config["train"]["max_steps"] == STEPS
     steps = figures(run)
     assert list(steps) == list(range(1, STEPS + 1))
-    assert abs(steps[1]["loss"] - math.log(PARTS["config"]["vocab_size"])) < 1.0, "the first loss is about log(vocabulary)"
+    assert abs(steps[1]["loss"] - math.log(PARTS["config"]["vocab_size"])) < 1.0, (
+        "the first loss is about log(vocabulary)"
+    )
     assert steps[STEPS]["loss"] < steps[1]["loss"]
     assert {number for number, each in steps.items() if "heldout" in each} == {STEPS}
     assert steps[STEPS]["heldout"]["eal"] == line["eal"]
@@ -196,7 +199,11 @@ def test_a_planned_and_streamed_run_goes_on_after_it_was_killed(
     monkeypatch.setattr(facts, "_measured_once", lambda device: facts.MachineFacts(machine))
     target = EngineConfig(str(finished[0] / "target"), device="cpu", dtype="float32", threads=1)
     loop = LoopConfig(max_steps=6, checkpoint_minutes=0.0, serve_share=0.0)
-    given = {"answers": (finished[0] / "regenerate" / "answers",), "answering": AnswerConfig(max_tokens=16), "max_len": 256}
+    given = {
+        "answers": (finished[0] / "regenerate" / "answers",),
+        "answering": AnswerConfig(max_tokens=16),
+        "max_len": 256,
+    }
     whole = TrainConfig(tmp_path / "whole", target, features="streamed", loop=loop, **given)
     begun = replace(whole, out=tmp_path / "run")
     with monkeypatch.context() as patched:
@@ -225,8 +232,11 @@ def test_a_planned_and_streamed_run_goes_on_after_it_was_killed(
 def test_steps_get_the_minutes_that_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: float, given: bool, step: int, minutes: float
 ) -> None:
-    """45 were planned of 60, and answers and features have taken longer or shorter; a later start keeps what was settled."""
-    RunFolder(tmp_path).write_json("plan.json", {"minutes": 60.0, "values": {"loop.max_minutes": 45.0, "shape.num_layers": 2}})
+    """45 were planned of 60, and answers and features have taken longer or shorter; a later start keeps what was
+    settled."""
+    RunFolder(tmp_path).write_json(
+        "plan.json", {"minutes": 60.0, "values": {"loop.max_minutes": 45.0, "shape.num_layers": 2}}
+    )
     clock = iter([0.0, 60 * passed])
     monkeypatch.setattr(train_run, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     names = ("minutes", "loop.max_minutes") if given else ("minutes",)
@@ -349,7 +359,12 @@ def test_a_tiny_run_keeps_what_was_given(tmp_path: Path) -> None:
     loop, answering = LoopConfig(epochs=5.0, max_steps=3), AnswerConfig(max_tokens=20)
     tiny = train_run._at_scale(TrainConfig(tmp_path, scale="tiny", loop=loop, answering=answering), Ranks())
     assert (tiny.loop.epochs, tiny.loop.max_steps, tiny.answering.max_tokens) == (5.0, 3, 20)
-    assert (tiny.loop.anchors, tiny.answering.max_prompt_tokens, tiny.max_len, tiny.shape.num_layers) == (16, 128, 256, 2)
+    assert (tiny.loop.anchors, tiny.answering.max_prompt_tokens, tiny.max_len, tiny.shape.num_layers) == (
+        16,
+        128,
+        256,
+        2,
+    )
 
 
 @pytest.mark.parametrize(("autocast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])

@@ -58,7 +58,9 @@ def trainer(folder: Path, **changes: Any) -> Trainer:
     target, corpus = tiny_decoder(), Corpus(documents(), [])
     features = OnlineFeatures(target, corpus.train, (3,), needs_final=False)
     head = Head(head_weight(target))
-    return Trainer(drafter, corpus, features, embedding(target), head, config(**changes), folder=folder, peak_flops=1e12)
+    return Trainer(
+        drafter, corpus, features, embedding(target), head, config(**changes), folder=folder, peak_flops=1e12
+    )
 
 
 def losses(one: Trainer) -> dict[int, float]:

@@ -37,7 +37,8 @@ def scripted(*accepts: float) -> Uniforms:
 
 
 def standing_probs(drafts: list[int], draft_KV: Tensor, target_JV: Tensor) -> list[float]:
-    """P(num_accepted = n | drafts) for n = 0 .. K, from h_i as the rule defines them: the largest i whose draw is below h_i."""
+    """P(num_accepted = n | drafts) for n = 0 .. K, from h_i as the rule defines them: the largest i whose draw is below
+    h_i."""
     prefix = rules.prefix_probs(drafts, draft_KV, target_JV)
     row, h = checked(drafts, draft_KV, target_JV, Uniforms(0, 0)), [1.0]
     for i in range(1, len(drafts)):
@@ -60,7 +61,9 @@ def expected_accepted(draft_rows: Tensor, target_rows: Tensor, num_drafted: int)
         for chance in rules.accept_probs(list(drafts), draft_rows, target_rows):
             stands *= chance
             token_wise += weight * stands
-        block_wise += weight * sum(n * prob for n, prob in enumerate(standing_probs(list(drafts), draft_rows, target_rows)))
+        block_wise += weight * sum(
+            n * prob for n, prob in enumerate(standing_probs(list(drafts), draft_rows, target_rows))
+        )
     return token_wise, block_wise
 
 
@@ -85,9 +88,14 @@ weights = st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(an
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(weights, weights)
-def test_block_never_keeps_fewer_than_token_wise(draft_weights: list[list[int]], target_weights: list[list[int]]) -> None:
+def test_block_never_keeps_fewer_than_token_wise(
+    draft_weights: list[list[int]], target_weights: list[list[int]]
+) -> None:
     draft_rows, target_rows = (torch.tensor(rows, dtype=torch.float64) for rows in (draft_weights, target_weights))
-    draft_rows, target_rows = draft_rows / draft_rows.sum(-1, keepdim=True), target_rows / target_rows.sum(-1, keepdim=True)
+    draft_rows, target_rows = (
+        draft_rows / draft_rows.sum(-1, keepdim=True),
+        target_rows / target_rows.sum(-1, keepdim=True),
+    )
     token_wise, block_wise = expected_accepted(draft_rows[:3], target_rows, 3)
     assert block_wise >= token_wise - 1e-12
 
@@ -121,7 +129,8 @@ def test_a_later_draft_can_rescue_an_earlier_one() -> None:
 def test_a_perfect_drafter_is_always_believed() -> None:
     rows_JV = torch.softmax(torch.randn(5, 6, generator=torch.Generator().manual_seed(0)), -1)
     assert all(
-        judged(rules.block, [0, 5, 2, 3], rows_JV[:4], rows_JV, Uniforms(seed, 9)).num_accepted == 4 for seed in range(50)
+        judged(rules.block, [0, 5, 2, 3], rows_JV[:4], rows_JV, Uniforms(seed, 9)).num_accepted == 4
+        for seed in range(50)
     )
 
 

@@ -1,7 +1,9 @@
-"""Losslessness, the whole way: rounds follow rounds until three tokens stand, and the text must be distributed as the target's.
+"""Losslessness, the whole way: rounds follow rounds until three tokens stand, and the text must be distributed as the
+target's.
 
-By enumeration: every draft and every outcome, in float64. Target and drafter are tables that depend on the whole context. The
-proof by chance, through the engine and the real streams of random numbers, is in tests/engine/test_distribution.py.
+By enumeration: every draft and every outcome, in float64. Target and drafter are tables that depend on the whole
+context. The proof by chance, through the engine and the real streams of random numbers, is in
+tests/engine/test_distribution.py.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def block_probs(context: Context, drafts: Context, name: str) -> Tensor:
 
 @cache
 def drafter_probs(context: Context, slot: int, drafter: str, name: str) -> Tensor:
-    """What draft number `slot` is drawn from; `context` holds the drafts before it, which a block drafter does not look at."""
+    """What draft number `slot` is drawn from; `context` holds the drafts before it, which a block drafter does not look
+    at."""
     if drafter == "perfect":
         return plain_probs(context, name)
     if drafter in ("random", "block"):
@@ -154,7 +157,8 @@ def enumerate_text(
     name: str,
     width: Width = all_of_them,
 ) -> tuple[dict[Context, float], set[int]]:
-    """Probability of each text when rounds of up to `num_drafted` drafts follow one another, and the widths that were checked.
+    """Probability of each text when rounds of up to `num_drafted` drafts follow one another, and the widths that were
+    checked.
 
     What is past NUM_TOKENS is cut off.
     """

@@ -1,8 +1,9 @@
-"""Lossy rules say exactly what `verify/lossy.py` states, by enumeration; at lossless values they are the lossless rules' bits.
+"""Lossy rules say exactly what `verify/lossy.py` states, by enumeration; at lossless values they are the lossless
+rules' bits.
 
-Nothing of the rules' own arithmetic is used: every draft, every token of the target and every number that a rule draws is
-gone through (a rule is piecewise constant in each number, so that bisection finds where it changes), and what is said is
-compared with the docstring's formulas, written out anew here in plain Python.
+Nothing of the rules' own arithmetic is used: every draft, every token of the target and every number that a rule draws
+is gone through (a rule is piecewise constant in each number, so that bisection finds where it changes), and what is
+said is compared with the docstring's formulas, written out anew here in plain Python.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class Given(Uniforms):
 
 
 def measures(outcome: Callable[[float], T], pieces: int = 20) -> dict[T, float]:
-    """How much of [0, 1) leads to each outcome of a piecewise constant function; pieces must be longer than 1 / `pieces`."""
+    """How much of [0, 1) leads to each outcome of a piecewise constant function; pieces must be longer than 1 /
+    `pieces`."""
     found: dict[T, float] = defaultdict(float)
     edges = [place / pieces for place in range(pieces)]
     begin, now = 0.0, outcome(0.0)
@@ -150,7 +152,9 @@ def tensor(row: list[float]) -> Tensor:
     return torch.tensor(row, dtype=torch.float64)
 
 
-def one_draft(rule: Lossy, x: int, rows_JV: Tensor, row_KV: Tensor, ledger: Ledger) -> Callable[[float], tuple[bool, bool]]:
+def one_draft(
+    rule: Lossy, x: int, rows_JV: Tensor, row_KV: Tensor, ledger: Ledger
+) -> Callable[[float], tuple[bool, bool]]:
     """From the number that decides on the draft x: whether it stands, and whether that is a change."""
 
     def outcome(coin: float) -> tuple[bool, bool]:
@@ -254,7 +258,9 @@ def test_a_chain_of_certain_drafts_is_the_formula_of_drawn_ones(name: str) -> No
     for target in TARGETS.values():
         for x in VOCAB:
             one_hot = [float(token == x) for token in VOCAB]
-            assert said_beside(Lossy.of(name), target, [x]) == pytest.approx(said_drawn(Lossy.of(name), target, one_hot))
+            assert said_beside(Lossy.of(name), target, [x]) == pytest.approx(
+                said_drawn(Lossy.of(name), target, one_hot)
+            )
 
 
 def test_known_distributions() -> None:
@@ -273,7 +279,13 @@ weights = st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4).filter(an
 
 @pytest.mark.slow
 @settings(max_examples=80, deadline=None)
-@given(weights, weights, st.lists(st.integers(0, 3), min_size=3, max_size=3), st.integers(0, 10**6), st.sampled_from(LOSSLESS))
+@given(
+    weights,
+    weights,
+    st.lists(st.integers(0, 3), min_size=3, max_size=3),
+    st.integers(0, 10**6),
+    st.sampled_from(LOSSLESS),
+)
 def test_lossless_values_have_the_bits_of_the_lossless_rules(
     target_weights: list[list[int]], draft_weights: list[list[int]], drafts: list[int], seed: int, name: str
 ) -> None:
@@ -289,7 +301,9 @@ def test_lossless_values_have_the_bits_of_the_lossless_rules(
 
 
 def greedily(name: str, model: list[float], children: list[int], ledger: Ledger | None = None) -> int:
-    return behind(Lossy.of(name), children, model.index(max(model)), model, 0.0, Ledger() if ledger is None else ledger, True)
+    return behind(
+        Lossy.of(name), children, model.index(max(model)), model, 0.0, Ledger() if ledger is None else ledger, True
+    )
 
 
 @pytest.mark.parametrize("name", [*LOSSLESS, "relaxed:n=1,delta=1"])
@@ -357,7 +371,10 @@ def test_the_budget_is_never_exceeded(kind: str, max_tv: float, num_tokens: int)
             best, draws = rows[a].index(max(rows[a])), uniforms.sample(0)
             own = best if kind == "greedy" else next(x for x in VOCAB if sum(rows[a][: x + 1]) > draws or x == 4)
             said = behind(rule, children, own, rows[a], uniforms.accept(0), ledger, kind == "greedy")
-            prices = [float(said != best) if kind == "greedy" else distance(said_beside(rule, rows[a], children), rows[a]), 0.0]
+            prices = [
+                float(said != best) if kind == "greedy" else distance(said_beside(rule, rows[a], children), rows[a]),
+                0.0,
+            ]
         if number % 5 == 4:
             ledger.keep(len(ledger.sums) - 1)  # the last one was not said after all
         for place, sums in enumerate(ledger.sums[before:]):
@@ -377,7 +394,9 @@ def test_the_budget_is_never_exceeded(kind: str, max_tv: float, num_tokens: int)
 def test_without_a_budget_it_would_be_exceeded() -> None:
     rule, ledger = Lossy.of("lenience:0.3"), Ledger()
     for number in range(500):
-        row = checked([4], tensor([DRAFTS["far"]][0]).unsqueeze(0), tensor(TARGETS["spread"]).repeat(2, 1), Uniforms(number, 1))
+        row = checked(
+            [4], tensor([DRAFTS["far"]][0]).unsqueeze(0), tensor(TARGETS["spread"]).repeat(2, 1), Uniforms(number, 1)
+        )
         lossy_rule(rule, ledger).verify(row)
     assert ledger.mean_tv > 0.05
 

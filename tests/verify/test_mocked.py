@@ -21,7 +21,9 @@ ROWS_JV = torch.eye(6)
 
 def num_accepted(tokens_per_round: float, num_drafted: int, position: int) -> int:
     uniforms = Uniforms(1, position)
-    return judged(mocked(tokens_per_round).verify, [4] * num_drafted, None, ROWS_JV[[2] * (num_drafted + 1)], uniforms)[0]
+    return judged(mocked(tokens_per_round).verify, [4] * num_drafted, None, ROWS_JV[[2] * (num_drafted + 1)], uniforms)[
+        0
+    ]
 
 
 @pytest.mark.slow

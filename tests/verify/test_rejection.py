@@ -63,7 +63,9 @@ def test_certain_drafts_stand_with_their_probability_under_the_target() -> None:
 
 def test_rounding_that_empties_the_residual_falls_back_to_the_target() -> None:
     target_JV = torch.tensor([[0.5, 0.5 - 1e-7], [1.0, 0.0]])
-    draft_KV = torch.tensor([[0.5, 0.5]])  # never above the target: the residual is 0, yet the draft may just be rejected
+    draft_KV = torch.tensor(
+        [[0.5, 0.5]]
+    )  # never above the target: the residual is 0, yet the draft may just be rejected
     assert judged(rules.rejection, [1], draft_KV, target_JV, Highest(0, 0)) == RowVerdict(0, 1)
 
 

@@ -1,5 +1,5 @@
-"""Predicts token times for the pictures of `paceline compare`: two columns of text at predicted rates, without running a
-model.
+"""Predicts token times for the pictures of `paceline compare`: two columns of text at predicted rates, without running
+a model.
 
     costs = CostsConfig(model="Qwen3.5-122B-A10B", hardware="B200", precision="fp8", plain_rate=250.0, block=16)
     timing = predicted(costs, ChartConfig(acceptance="0.89"))
@@ -7,9 +7,9 @@ model.
     draw_png(timing, Path("columns.png"))
 
 Times are those of one sequence of the batch: one token per round without drafts, or a burst per round as given by the
-acceptance curve. Accepted drafts are spread evenly over rounds instead of drawn at random (`kept_drafts`), so that a short
-text also has the predicted rate. The calculator's third tab computes the same numbers (`simulate/page/watch.js`). Prefill
-is not included.
+acceptance curve. Accepted drafts are spread evenly over rounds instead of drawn at random (`kept_drafts`), so that a
+short text also has the predicted rate. The calculator's third tab computes the same numbers (`simulate/page/watch.js`).
+Prefill is not included.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ LINE, CELL = 0.19, 0.075
 
 
 def kept_drafts(survival: Sequence[float], number: int) -> int:
-    """Return the number of drafts accepted in round `number`, counted from 1. `survival[i]`: share of rounds whose first i + 1
-    drafts are accepted."""
+    """Return the number of drafts accepted in round `number`, counted from 1. `survival[i]`: share of rounds whose
+    first i + 1 drafts are accepted."""
     threshold = (number * GOLDEN) % 1.0
     return sum(survived > threshold for survived in survival)
 
@@ -58,11 +58,16 @@ def predicted(costs: CostsConfig, config: ChartConfig) -> Timing:
     prediction, pieces = predict(setup.costs, acceptance, load), passage()
     survival = acceptance.survival(prediction.best_draft_length)
     sides = []
-    for drafter, shares, round_s in (("none", [], prediction.plain_round_s), ("predicted", survival, prediction.round_s)):
+    for drafter, shares, round_s in (
+        ("none", [], prediction.plain_round_s),
+        ("predicted", survival, prediction.round_s),
+    ):
         times = token_times(shares, prediction.plain_round_s, round_s, len(pieces))
         tokens = tuple(TimedToken(text, *time) for text, time in zip(pieces, times, strict=True))
         sides.append(
-            TimedAnswer(_drafts(prediction.best_draft_length, costs.block) if shares else drafter, tokens, lossless=not shares)
+            TimedAnswer(
+                _drafts(prediction.best_draft_length, costs.block) if shares else drafter, tokens, lossless=not shares
+            )
         )
     plain, rate = 1.0 / prediction.plain_round_s, prediction.tokens_per_round / prediction.round_s
     per_sequence = "" if config.batch == 1 else f" for each of {config.batch} sequences"

@@ -2,9 +2,10 @@
 
     paceline report runs/train-20260101-120000
 
-`read_run` reads the run folder: settings, command, training metrics, and an evaluation or a `bench decode`. metrics.jsonl
-has one line per step; some contain "heldout" and "ood", or these have their own line. A resumed run repeats steps, and the
-last value of a step is used. `page` returns the HTML; sections without data are left out. Equal input gives equal bytes.
+`read_run` reads the run folder: settings, command, training metrics, and an evaluation or a `bench decode`.
+metrics.jsonl has one line per step; some contain "heldout" and "ood", or these have their own line. A resumed run
+repeats steps, and the last value of a step is used. `page` returns the HTML; sections without data are left out. Equal
+input gives equal bytes.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ def speedup_cell(result: Result) -> str | None:
 
 
 DECODING_NOTE = (
-    "Speed-up is over plain decoding (none), same batch and process. identical: greedy answers that equal plain decoding's, "
-    "token for token. repeats: share of 8-grams that occurred before in the same answer; looping text is easy to draft. "
+    "Speed-up is over plain decoding (none), same batch and process. identical: greedy answers that equal plain "
+    "decoding's, "
+    "token for token. repeats: share of 8-grams that occurred before in the same answer; looping text is easy to "
+    "draft. "
     "Brackets: 95% bootstrap intervals over prompts."
 )
 """Explanation of COLUMNS, for the reports."""
@@ -51,7 +54,11 @@ COLUMNS = (
     Column("tokens/s", lambda result: result.tokens_per_s, "{:.1f}", "right"),
     Column("decode/s", lambda result: result.decode_tokens_per_s, "{:.1f}", "right"),
     Column("speed-up", lambda result: speedup_cell(result), cut=" ["),
-    Column("tokens/round", lambda result: with_interval(result.tokens_per_round, result.tokens_per_round_interval), cut=" ["),
+    Column(
+        "tokens/round",
+        lambda result: with_interval(result.tokens_per_round, result.tokens_per_round_interval),
+        cut=" [",
+    ),
     Column("identical", lambda result: result.identical, "{:.0%}", "right"),
     Column("lossless", lambda result: {None: None, True: "yes", False: "NO"}[result.lossless]),
     Column("repeats", lambda result: result.repetition, "{:.0%}", "right"),
@@ -90,7 +97,8 @@ class RunData:
 
     @property
     def is_evaluation(self) -> bool:
-        """True for `evaluate` (one drafter, several prompt sets); false for `bench decode` (several drafters, one set)."""
+        """True for `evaluate` (one drafter, several prompt sets); false for `bench decode` (several drafters, one
+        set)."""
         return "sets" in self.evaluation
 
     @property
@@ -100,17 +108,22 @@ class RunData:
         return self.evaluation.get("sets", bench)
 
     def results(self) -> list[tuple[str, Result]]:
-        """Return (label of the curves, result) pairs; the label is the prompt set, or the drafter for `bench decode`."""
+        """Return (label of the curves, result) pairs; the label is the prompt set, or the drafter for `bench
+        decode`."""
         known = {item.name for item in fields(Result)}
         return [
-            (printable(name if self.is_evaluation else row["drafter"]), Result(**{key: row[key] for key in known & row.keys()}))
+            (
+                printable(name if self.is_evaluation else row["drafter"]),
+                Result(**{key: row[key] for key in known & row.keys()}),
+            )
             for name, figures in self.sets.items()
             for row in figures["results"]
         ]
 
 
 def read_run(folder: Path) -> RunData:
-    """Read a run folder. Raises ConfigError if it has neither training metrics nor an evaluation, or a file is damaged."""
+    """Read a run folder. Raises ConfigError if it has neither training metrics nor an evaluation, or a file is
+    damaged."""
     if not folder.is_dir():
         raise ConfigError(f"there is no run folder {folder}: check the path")
     lines, command, decoded = RunFolder(folder).metrics(), folder / "command.txt", _object(folder / "results.json")
@@ -126,7 +139,8 @@ def read_run(folder: Path) -> RunData:
     )
     if not (run.steps or run.checks or run.sets):
         raise ConfigError(
-            f"{folder} holds neither training metrics (metrics.jsonl) nor an evaluation (evaluation.json) nor figures of "
+            f"{folder} holds neither training metrics (metrics.jsonl) nor an evaluation (evaluation.json) nor figures "
+            "of "
             "decoding (results.json): give the folder of paceline train, evaluate or bench decode"
         )
     return run
@@ -146,8 +160,8 @@ def _object(path: Path) -> Line:
 
 
 def numbers(lines: list[Line], key: str, kind: str = "", over: str = "blocks") -> tuple[list[float], list[float]]:
-    """Return the values of `over` (default: blocks trained on so far) and of `key`, from lines that have both. `kind`: read
-    `key` from this check ("heldout" or "ood") of the line."""
+    """Return the values of `over` (default: blocks trained on so far) and of `key`, from lines that have both. `kind`:
+    read `key` from this check ("heldout" or "ood") of the line."""
     pairs = [(line.get(over), ((line.get(kind) or {}) if kind else line).get(key)) for line in lines]
     known = [(float(x), float(y)) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)]
     return [x for x, _ in known], [y for _, y in known]
@@ -184,12 +198,15 @@ def page(run: RunData) -> str:
 
 
 def run_tone(run: RunData) -> Tone:
-    """Return the colour of `verdict_of`; grey without a reliable result, or for a speed-up whose interval contains 1."""
+    """Return the colour of `verdict_of`; grey without a reliable result, or for a speed-up whose interval contains
+    1."""
     drafted = _drafted([result for _, result in run.results()])
     if any(result.lossless is False for result in drafted):
         return "bad"
     if not drafted:
-        return "cost" if is_worse(run) else "good" if (run.served.get("tokens_per_round") or 0.0) >= GOOD_TRAINING else ""
+        return (
+            "cost" if is_worse(run) else "good" if (run.served.get("tokens_per_round") or 0.0) >= GOOD_TRAINING else ""
+        )
     known = [result for result in drafted if result.doubt is None and result.speedup is not None]
     if not known:
         return ""
@@ -204,7 +221,8 @@ def _drafted(results: Sequence[Result]) -> list[Result]:
 
 
 def is_worse(run: RunData) -> bool:
-    """Return True if the trained drafter has fewer tokens per round than the target's shipped drafter on the same prompts."""
+    """Return True if the trained drafter has fewer tokens per round than the target's shipped drafter on the same
+    prompts."""
     shipped = (run.served.get("default_drafter") or {}).get("tokens_per_round")
     own = run.served.get("tokens_per_round")
     return shipped is not None and own is not None and own < shipped
@@ -228,14 +246,18 @@ def training_verdict(run: RunData) -> str:
     values = {"served": served, "speedup": possible_speedup(speedup, served), "is_worse": is_worse(run)}
     values["doubt"] = run.served.get("doubt") or doubt(speedup, served, None)
     values["is_copied"] = (run.config.get("shape") or {}).get("start") == "copied"
-    return render("train_verdict.txt", run=run, expected=run.plan.get("expected") or {}, good=GOOD_TRAINING, **values).strip()
+    return render(
+        "train_verdict.txt", run=run, expected=run.plan.get("expected") or {}, good=GOOD_TRAINING, **values
+    ).strip()
 
 
 def _training(run: RunData) -> list[Plot]:
     plots = []
     for key, ylabel in (("loss", "loss"), ("eal", "expected tokens per round")):
         series = [Series("training", *thinned(*numbers(run.steps, key)), color=5, is_faint=True)]
-        series += [Series(name, *numbers(run.checks, key, kind), color=at) for at, (kind, name) in enumerate(KINDS.items())]
+        series += [
+            Series(name, *numbers(run.checks, key, kind), color=at) for at, (kind, name) in enumerate(KINDS.items())
+        ]
         plots.append(curves(ylabel.capitalize(), series, xlabel="blocks", ylabel=ylabel))
     last = run.checks[-1] if run.checks else {}
     for key, name in (("recall1", "Recall@1"), ("recall16", "Recall@16")):
@@ -255,7 +277,8 @@ def _accepted(title: str, histograms: list[tuple[str, list[int]]]) -> Plot:
 
 
 def _depth(survival: Sequence[float]) -> int:
-    """Return the number of draft positions to plot: those accepted in some round, and one more, where the line reaches 0."""
+    """Return the number of draft positions to plot: those accepted in some round, and one more, where the line reaches
+    0."""
     return min(len(survival), 1 + sum(share > 0 for share in survival))
 
 
@@ -264,7 +287,9 @@ def _engine(rows: list[tuple[str, Result]]) -> list[Plot]:
     plots = []
     smallest = min((result.batch for _, result in rows), default=0)
     for temperature in sorted({result.temperature for _, result in rows}):
-        shown = [(name, result) for name, result in rows if (result.temperature, result.batch) == (temperature, smallest)]
+        shown = [
+            (name, result) for name, result in rows if (result.temperature, result.batch) == (temperature, smallest)
+        ]
         curved = [
             Series(name, range(1, _depth(result.survival) + 1), result.survival[: _depth(result.survival)], color=at)
             for at, (name, result) in enumerate(shown)
@@ -275,7 +300,12 @@ def _engine(rows: list[tuple[str, Result]]) -> list[Plot]:
         plots.append(_accepted(f"Accepted drafts a round, T={temperature:g}", histograms))
     sets = list(dict.fromkeys(name for name, _ in rows))
     bars_of = [
-        (f"{short(name)}, b{result.batch}, T={result.temperature:g}", result.speedup, result.speedup_interval, sets.index(name))
+        (
+            f"{short(name)}, b{result.batch}, T={result.temperature:g}",
+            result.speedup,
+            result.speedup_interval,
+            sets.index(name),
+        )
         for name, result in rows
         if result.speedup is not None
     ]
@@ -291,7 +321,9 @@ def _figures(rows: list[tuple[str, Result]], run: RunData) -> list[Table]:
     columns += [replace(column, cell=lambda row, column=column: column.cell(row[1])) for column in COLUMNS]
     tables = [Table(columns, rows)]
     if any(result.sources for _, result in rows):
-        named = [(f"{name}: {result.setting}" if run.is_evaluation else result.setting, result) for name, result in rows]
+        named = [
+            (f"{name}: {result.setting}" if run.is_evaluation else result.setting, result) for name, result in rows
+        ]
         tables.append(replace(sources_table(named), title="Rounds by source of drafts"))
     looping = [{"prompts": name, **entry} for name, figures in run.sets.items() for entry in figures.get("looping", [])]
     if looping:

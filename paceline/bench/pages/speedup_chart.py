@@ -4,10 +4,10 @@
     chart.slopes                     # {"toy": 1.0, "roofline": 0.71, "mocked": 0.66, "drafters": 0.52}
     draw(chart, svg=Path("speedup.svg"), png=Path("speedup.png"))
 
-The toy model is the dashed line y = x: drafting and verification cost nothing. The roofline's curve (or that of calibrated
-or measured steps, with an overhead: as in `paceline simulate`) drafts one token fewer than a round yields, the least work
-for this acceptance, as mocked runs do. Real drafters draft more tokens than are accepted, so they are below it. A slope is
-the least-squares slope through (1, 1): 1 for the toy model, 0 for no gain.
+The toy model is the dashed line y = x: drafting and verification cost nothing. The roofline's curve (or that of
+calibrated or measured steps, with an overhead: as in `paceline simulate`) drafts one token fewer than a round yields,
+the least work for this acceptance, as mocked runs do. Real drafters draft more tokens than are accepted, so they are
+below it. A slope is the least-squares slope through (1, 1): 1 for the toy model, 0 for no gain.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def made(costs: CostsConfig, config: ChartConfig) -> Chart:
     most = min(max([FEWEST, *(math.ceil(point.tokens_per_round) for point in points)]), MOST)
     plain_s = setup.costs.round_s(batch, 0, context)
     curve = [
-        (float(tokens), tokens * plain_s / setup.costs.round_s(batch, tokens - 1, context)) for tokens in range(1, most + 1)
+        (float(tokens), tokens * plain_s / setup.costs.round_s(batch, tokens - 1, context))
+        for tokens in range(1, most + 1)
     ]
     kind = "roofline" if setup.kind == "roofline" else f"{setup.kind} steps" if setup.kind == "measured" else setup.kind
     series = {
@@ -93,13 +94,15 @@ def made(costs: CostsConfig, config: ChartConfig) -> Chart:
 
 
 def slope(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return the least-squares slope through (1, 1): sum (x - 1)(y - 1) / sum (x - 1)^2; None if all points have x = 1."""
+    """Return the least-squares slope through (1, 1): sum (x - 1)(y - 1) / sum (x - 1)^2; None if all points have x =
+    1."""
     whole = sum((x - 1) ** 2 for x, _ in pairs)
     return sum((x - 1) * (y - 1) for x, y in pairs) / whole if whole > 0 else None
 
 
 def read_points(run: Path, batch: int) -> list[Point]:
-    """Return a bench decode run's settings at this batch, without impossible speed-ups. Raises ConfigError without any."""
+    """Return a bench decode run's settings at this batch, without impossible speed-ups. Raises ConfigError without
+    any."""
     file = run / "results.json" if run.is_dir() else run
     objects = read_objects(file, "--results takes the folder of a run of paceline bench decode, or its results.json")
     results = objects[0].get("results") if len(objects) == 1 else None
@@ -115,12 +118,15 @@ def read_points(run: Path, batch: int) -> list[Point]:
         heat = f", T={row['temperature']:g}" if row.get("temperature") else ""
         points.append(Point(f"{name}{heat}{f' ({model})' if model else ''}", float(x), float(y or 0.0), is_mocked))
     if not points:
-        raise ConfigError(f"{file} has no drafter's speed-up at batch {batch}: give a run of paceline bench decode, or --batch")
+        raise ConfigError(
+            f"{file} has no drafter's speed-up at batch {batch}: give a run of paceline bench decode, or --batch"
+        )
     return points
 
 
 def draw(chart: Chart, svg: Path | None = None, png: Path | None = None) -> None:
-    """Write the chart as SVG, PNG or both; equal charts give equal bytes. Raises ConfigError if matplotlib is missing."""
+    """Write the chart as SVG, PNG or both; equal charts give equal bytes. Raises ConfigError if matplotlib is
+    missing."""
     with new_figure(1.4 * WIDTH_INCHES, WIDTH_INCHES) as figure:
         _fill(figure.subplots(), chart)
         if svg is not None:
@@ -136,7 +142,9 @@ def _fill(axes: Axes, chart: Chart) -> None:
     axes.plot(*zip(*chart.curve, strict=True), color=COLORS[0], linewidth=1.6, label=f"{chart.kind} (slope {own:.2f})")
     labels = list(dict.fromkeys(point.label for point in chart.points))
     for number, label in enumerate(labels, start=1):
-        same = sorted((point for point in chart.points if point.label == label), key=lambda point: point.tokens_per_round)
+        same = sorted(
+            (point for point in chart.points if point.label == label), key=lambda point: point.tokens_per_round
+        )
         pairs = [(point.tokens_per_round, point.speedup) for point in same]
         fitted = slope(pairs)
         axes.plot(
@@ -148,7 +156,9 @@ def _fill(axes: Axes, chart: Chart) -> None:
             label=label if fitted is None else f"{label} (slope {fitted:.2f})",
         )
     title = textwrap.fill(chart.title, TITLE_CHARACTERS)
-    axes.set(xlabel="tokens a round", ylabel="speed-up over plain decoding", title=title, xlim=(1, None), ylim=(0, None))
+    axes.set(
+        xlabel="tokens a round", ylabel="speed-up over plain decoding", title=title, xlim=(1, None), ylim=(0, None)
+    )
     axes.title.set_fontsize(8)
     plain_axes(axes)
     axes.legend(frameon=False, fontsize=8)

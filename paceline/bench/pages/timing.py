@@ -1,4 +1,5 @@
-"""Records when each token came, with speculation off and on, in the real engine, and replays it, for `paceline compare`.
+"""Records when each token came, with speculation off and on, in the real engine, and replays it, for `paceline
+compare`.
 
     timing = record(llm, prompt_ids, SamplingParams(max_tokens=128), prompt="Why is the sky blue?")
     run.write_json(NAME, timing)        # and back: read_timing(folder)
@@ -6,9 +7,10 @@
 Times are the engine's, in seconds from the request's arrival; all tokens of a round have the same time. Both settings
 alternate in one process, and for each the repetition of median length is used.
 
-`page` replays them in one self-contained file. Prompts and answers are embedded as JSON and shown as text only; the content
-security policy allows only the script with its hash, and no downloads. `svg` is a picture with two columns that fill up in
-a loop: CSS animation without script, so that it also works inside an <img>. With reduced motion it is static and complete.
+`page` replays them in one self-contained file. Prompts and answers are embedded as JSON and shown as text only; the
+content security policy allows only the script with its hash, and no downloads. `svg` is a picture with two columns that
+fill up in a loop: CSS animation without script, so that it also works inside an <img>. With reduced motion it is static
+and complete.
 """
 
 from __future__ import annotations
@@ -185,7 +187,9 @@ def record(
                 on_answer(f"speculation {name}")
     finally:
         engines.use("on")
-    (off, off_ids), (on, on_ids) = (sorted(done, key=lambda run: run[0].total_s)[len(done) // 2] for done in runs.values())
+    (off, off_ids), (on, on_ids) = (
+        sorted(done, key=lambda run: run[0].total_s)[len(done) // 2] for done in runs.values()
+    )
     return Timing(
         prompt=prompt,
         model=llm.config.model,
@@ -208,7 +212,9 @@ def timed(sequence: Sequence, detokenizer: Any, drafter: str) -> TimedAnswer:
     arrival_s, last = sequence.timings.arrival_s, len(ids) - 1
     is_ended = sequence.finish_reason == "stop"
     tokens = []
-    for place, (token, at_s, (number, is_drafted)) in enumerate(zip(ids, sequence.timings.token_s, origins, strict=False)):
+    for place, (token, at_s, (number, is_drafted)) in enumerate(
+        zip(ids, sequence.timings.token_s, origins, strict=False)
+    ):
         text = "" if is_ended and place == last else detokenizer.push([token])
         text += detokenizer.flush() if place == last else ""
         tokens.append(TimedToken(text, at_s - arrival_s, number, is_drafted))
@@ -282,7 +288,10 @@ def svg(timing: Timing, speed: float | None = None) -> str:
         end_s=end_s,
         speed=speed,
         loop_s=end_s / speed + HOLD_S,
-        ticks=[[_said(side, tick * tick_s if tick < num_ticks else end_s) for side in sides] for tick in range(num_ticks + 1)],
+        ticks=[
+            [_said(side, tick * tick_s if tick < num_ticks else end_s) for side in sides]
+            for tick in range(num_ticks + 1)
+        ],
         verdict=timing.verdict,
         about=f"{timing.model}, drafter {timing.on.drafter}, {timing.dtype}, {timing.machine or timing.device}{pace}",
     )

@@ -2,13 +2,13 @@
 
     paceline bench latency --drafters none,default --workload voice
 
-Clocks are never compared. The client measures the time to connect, to send the request and to the first byte; the server
-reports durations of its own (`return_timings`, `serve/http/clock.py`). The network time is the client's time to the first
-byte minus the server's. From the first byte to the end both measure the same interval, and any difference is reported as
-unattributed.
+Clocks are never compared. The client measures the time to connect, to send the request and to the first byte; the
+server reports durations of its own (`return_timings`, `serve/http/clock.py`). The network time is the client's time to
+the first byte minus the server's. From the first byte to the end both measure the same interval, and any difference is
+reported as unattributed.
 
-Contenders take turns of a few requests each, so that machine noise affects all of them equally; they are compared with the
-first contender request by request.
+Contenders take turns of a few requests each, so that machine noise affects all of them equally; they are compared with
+the first contender request by request.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ PARTS = [part for parts in SEGMENTS.values() for part in parts]
 UNATTRIBUTED = "unattributed"
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 NEAR = 0.05
-"""A percentile's bar is the mean of the requests whose rank is within this share of it, so that its parts sum to its height."""
+"""A percentile's bar is the mean of the requests whose rank is within this share of it, so that its parts sum to its
+height."""
 SERVER_PARTS = {"sending": "send_s"}
 """Part -> its key in the server's timings, if that is not the part's name with "_s"."""
 
@@ -101,8 +102,8 @@ def measured(stream: Stream) -> Measured:
 def parts_of(stream: Stream, answer: Answer) -> dict[str, float]:
     """Return part -> seconds, which sum to the time from sending to the end.
 
-    A paceline server reports its `timings` as defined in `serve/http/clock.py`; llama.cpp's server reports prompt_ms and
-    predicted_ms. For other servers all time on the server is one part.
+    A paceline server reports its `timings` as defined in `serve/http/clock.py`; llama.cpp's server reports prompt_ms
+    and predicted_ms. For other servers all time on the server is one part.
     """
     timings = answer.timings
     connect_s, send_s = stream.connected_s - stream.sent_s, stream.written_s - stream.connected_s
@@ -175,7 +176,8 @@ class Pair:
 
 
 class LatencyBench:
-    """Sends the workloads to all contenders and summarises the measurements: `run()`, then `results()` and `pairs()`."""
+    """Sends the workloads to all contenders and summarises the measurements: `run()`, then `results()` and
+    `pairs()`."""
 
     def __init__(
         self, arms: list[Contender], workloads: list[Workload], config: LatencyConfig, alone: Alone = nullcontext
@@ -191,8 +193,8 @@ class LatencyBench:
         return self.config.repeat * len(self.arms) * sum(len(workload.requests) for workload in self.workloads)
 
     def run(self, on_answer: Callable[[str], None] = ignore) -> None:
-        """Send all workloads `repeat` times, a few requests to each contender in turn. Raises ConfigError if one rejects
-        them."""
+        """Send all workloads `repeat` times, a few requests to each contender in turn. Raises ConfigError if one
+        rejects them."""
         try:
             for workload in self.workloads:
                 for arm in self.arms:
@@ -235,7 +237,8 @@ class LatencyBench:
         return send_all(arm.client, requests, self.config.concurrency or 1, due, on_answer)
 
     def _warm_up(self, arm: Contender, workload: Workload) -> None:
-        """Request a short answer, which compiles its schema, and find the `response_format` that this server accepts."""
+        """Request a short answer, which compiles its schema, and find the `response_format` that this server
+        accepts."""
         request, error = workload.requests[0], None
         for form in ("json_schema", "json_object") if request.schema is not None else ("",):
             self._forms[workload.name, arm.name] = form
@@ -253,7 +256,10 @@ class LatencyBench:
         if request.schema is not None:
             form = self._forms[workload.name, arm.name]
             named = {"json_schema": {"name": "answer", "schema": request.schema}}
-            fields["response_format"] = {"type": form, **(named if form == "json_schema" else {"schema": request.schema})}
+            fields["response_format"] = {
+                "type": form,
+                **(named if form == "json_schema" else {"schema": request.schema}),
+            }
         most = max_tokens or self.config.max_tokens or workload.max_tokens
         return api_request(request.prompt, index, self.config, most, fields)
 
@@ -297,8 +303,8 @@ class LatencyBench:
     def _doubt(self, workload: str, ratio: float | None, pairs: list[tuple[Measured, Measured]]) -> str | None:
         """Return the reason why the comparison with plain decoding allows no verdict, or None.
 
-        The ratio is bounded only in closed loops, since at an open rate requests also delay one another, and only compared
-        with plain decoding, since another drafter may cost more than it gains.
+        The ratio is bounded only in closed loops, since at an open rate requests also delay one another, and only
+        compared with plain decoding, since another drafter may cost more than it gains.
         """
         own, other = (_tokens_per_round([pair[side] for pair in pairs]) for side in (0, 1))
         rate = next(item.rate for item in self.workloads if item.name == workload)

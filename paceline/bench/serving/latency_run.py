@@ -30,7 +30,10 @@ ENOUGH = 0.02
 COLUMNS = (
     Column("workload", lambda result: result.workload),
     Column("arm", lambda result: result.arm),
-    Column("answers", lambda result: f"{result.num_answers}" + (f", {result.num_failed} FAILED" if result.num_failed else "")),
+    Column(
+        "answers",
+        lambda result: f"{result.num_answers}" + (f", {result.num_failed} FAILED" if result.num_failed else ""),
+    ),
     spread_column("whole ms", lambda result: result.total, 1000, 0),
     spread_column("first token ms", lambda result: result.first_token, 1000, 0),
     *(spread_column(f"{name} ms", lambda result, name=name: result.groups[name], 1000, 1) for name in GROUPS),
@@ -95,7 +98,9 @@ def bench_latency(
         if arms.drafters:
             named = [(name, ("--drafter", drafter, *arms.words)) for name, drafter in arms.named_drafters]
             urls = stack.enter_context(started(named, run.path, progress))
-            contenders = [_arm(name, url, key, None, config) for (name, _), url in zip(named, urls, strict=True)] + contenders
+            contenders = [
+                _arm(name, url, key, None, config) for (name, _), url in zip(named, urls, strict=True)
+            ] + contenders
         progress.say(", ".join(f"{contender.name} at {contender.client.url}" for contender in contenders))
         bench = LatencyBench(contenders, chosen, config, alone)
         with progress.bar("latency", bench.num_answers) as advance:
@@ -103,9 +108,15 @@ def bench_latency(
     for (workload, arm), answers in bench.measured.items():
         for number, answer in enumerate(answers):
             values = asdict(answer)
-            run.log(workload=workload, arm=arm, request=number, **{name: values[name] for name in values if name != "text"})
+            run.log(
+                workload=workload, arm=arm, request=number, **{name: values[name] for name in values if name != "text"}
+            )
     results, pairs = bench.results(), bench.pairs()
-    line = {"results": [asdict(result) for result in results], "pairs": [asdict(pair) for pair in pairs], "seed": config.seed}
+    line = {
+        "results": [asdict(result) for result in results],
+        "pairs": [asdict(pair) for pair in pairs],
+        "seed": config.seed,
+    }
     run.results(line)
     _report(run, results, pairs, chosen, settings, progress)
     if all(result.num_failed == result.num_answers for result in results):
@@ -113,7 +124,9 @@ def bench_latency(
     return {**line, "run": run.path}
 
 
-def _read_workloads(names: Sequence[str], prompts: Sequence[str], schema: Path | None, limit: int | None) -> list[Workload]:
+def _read_workloads(
+    names: Sequence[str], prompts: Sequence[str], schema: Path | None, limit: int | None
+) -> list[Workload]:
     for name in names:
         if name not in WORKLOADS:
             known = f"choose from {', '.join(WORKLOADS)}, or give prompts of your own"
@@ -149,7 +162,8 @@ def verdict_on(results: list[LatencyResult], pairs: list[Pair]) -> str:
     if not timed:
         lines = ["No server reported its timings: communication is what the client could see, the rest is one part."]
     lines += [
-        f"NOT LOSSLESS: {result.workload}, {result.arm}: its acceptance is mocked or its rule lossy, so it is not compared."
+        f"NOT LOSSLESS: {result.workload}, {result.arm}: its acceptance is mocked or its rule lossy, so it is not "
+        "compared."
         for result in results
         if not result.lossless
     ]
@@ -181,7 +195,9 @@ def _report(
     lines = [(result, part, spread) for result in results for part, spread in result.parts.items()]
     remedies = [remedy_of(result) for result in results if result.largest]
     verdict = verdict_on(results, pairs)
-    failures = [f"{result.workload}, {result.arm}: {n}x {why}" for result in results for why, n in result.failures.items()]
+    failures = [
+        f"{result.workload}, {result.arm}: {n}x {why}" for result in results for why, n in result.failures.items()
+    ]
     about = [f"{workload.name}: {workload.about}; {len(workload.requests)} requests." for workload in workloads]
     comparison = Table(PAIR_COLUMNS, pairs)
     notice = write_report(

@@ -2,12 +2,12 @@
 
     paceline bench serving --concurrency 1,4 --limit 8
 
-A closed loop keeps a number of requests in flight. An open loop sends them at random times (Poisson) regardless of earlier
-requests, as users do. This module does not import PyTorch, since the client shares the processor with the server it
-measures.
+A closed loop keeps a number of requests in flight. An open loop sends them at random times (Poisson) regardless of
+earlier requests, as users do. This module does not import PyTorch, since the client shares the processor with the
+server it measures.
 
-Times to the first token and to the end start when a request was due. A chunk is one message of the stream: with speculation
-it contains several tokens, so the time between chunks and the time between tokens differ.
+Times to the first token and to the end start when a request was due. A chunk is one message of the stream: with
+speculation it contains several tokens, so the time between chunks and the time between tokens differ.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class Pass:
     client_cpu_s: float
     answers: list[Answer]
     steps: list[list[Any]] = field(default_factory=list)
-    """[kind, size, count, total seconds] of the engine's steps during the pass, if the server reports them (`GET /steps`)."""
+    """[kind, size, count, total seconds] of the engine's steps during the pass, if the server reports them (`GET
+    /steps`)."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -152,7 +153,9 @@ class ServingBench:
 
     def __init__(self, contenders: list[Contender], model: str, prompts: list[Prompt], config: ServingConfig) -> None:
         self.contenders, self.config, self._model, self._prompts = contenders, config, model, prompts
-        self.loads = [Arrivals(concurrency=count) for count in config.closed] + [Arrivals(rate=rate) for rate in config.rates]
+        self.loads = [Arrivals(concurrency=count) for count in config.closed] + [
+            Arrivals(rate=rate) for rate in config.rates
+        ]
         self.passes = {(load, contender.name): list[Pass]() for load in self.loads for contender in contenders}
 
     def num_requests(self, load: Arrivals) -> int:
@@ -167,7 +170,9 @@ class ServingBench:
         return self.config.repeat * len(self.contenders) * sum(self.num_requests(load) for load in self.loads)
 
     def run(
-        self, on_answer: Callable[[Arrivals, str], None] = ignore, on_pass: Callable[[Arrivals, str, Pass], None] = ignore
+        self,
+        on_answer: Callable[[Arrivals, str], None] = ignore,
+        on_pass: Callable[[Arrivals, str, Pass], None] = ignore,
     ) -> None:
         """Run all loads `repeat` times; at each load the contenders take turns, in alternating order."""
         try:
@@ -261,8 +266,9 @@ def send_all(
     due: Sequence[float] | None,
     on_answer: Callable[[], None],
 ) -> list[Stream]:
-    """Send the requests (API path, JSON body) and return their streams. Closed loop: keeps `concurrency` requests in flight.
-    Open loop, with `due`: sends each request at its time (seconds of time.perf_counter), regardless of earlier ones."""
+    """Send the requests (API path, JSON body) and return their streams. Closed loop: keeps `concurrency` requests in
+    flight. Open loop, with `due`: sends each request at its time (seconds of time.perf_counter), regardless of earlier
+    ones."""
 
     def send(index: int, due_s: float | None = None) -> Stream:
         stream = client.post(*requests[index], due_s)
@@ -369,7 +375,9 @@ def _error_of(body: bytes) -> str:
 def tokens_per_round(answers: Sequence[Answer]) -> float | None:
     """Return the acceptance length over all answers; None if the server does not report rounds."""
     counts = [
-        (answer.num_accepted, answer.num_rounds) for answer in answers if answer.num_accepted is not None and answer.num_rounds
+        (answer.num_accepted, answer.num_rounds)
+        for answer in answers
+        if answer.num_accepted is not None and answer.num_rounds
     ]
     num_rounds = sum(rounds for _, rounds in counts)
     return 1 + sum(accepted for accepted, _ in counts) / num_rounds if num_rounds else None

@@ -30,7 +30,8 @@ from paceline.simulate.server.load import Arrivals
 
 CONTENDERS = (BASELINE, "auto")
 OWNER = "paceline"
-"""Value of `owned_by` in /v1/models of a paceline server, which supports the fields `speculate` and `return_metrics`."""
+"""Value of `owned_by` in /v1/models of a paceline server, which supports the fields `speculate` and
+`return_metrics`."""
 STOP_SECONDS = 40
 """Timeout in seconds for a started server to end before it is killed."""
 
@@ -42,7 +43,10 @@ def _speedup_cell(result: ServingResult) -> str | None:
 COLUMNS = (
     Column("load", lambda result: result.load),
     Column("speculate", lambda result: result.speculate),
-    Column("answers", lambda result: f"{result.num_answers}" + (f", {result.num_failed} FAILED" if result.num_failed else "")),
+    Column(
+        "answers",
+        lambda result: f"{result.num_answers}" + (f", {result.num_failed} FAILED" if result.num_failed else ""),
+    ),
     Column("tokens/s", lambda result: result.tokens_per_s, "{:.1f}", "right"),
     Column("range", lambda result: "{:.0f} to {:.0f}".format(*result.tokens_per_s_range), align="right"),
     Column("speed-up", lambda result: _speedup_cell(result), align="right"),
@@ -55,10 +59,14 @@ COLUMNS = (
     Column("reused", lambda result: result.reused, "{:.0%}", "right"),
 )
 NOTE = (
-    "Times are p50 / p90 / p99 over the answers of all repetitions. first token and whole count from when a request was due; "
-    "inter-token is each answer's mean time between tokens after the first, inter-chunk the time between two pieces as they "
-    "came: a piece holds all tokens of a round. tokens/s: output tokens over wall time, median over repetitions. speed-up: "
-    "mean time of an answer with speculation off over the one here. identical: texts equal to those with speculation off. "
+    "Times are p50 / p90 / p99 over the answers of all repetitions. first token and whole count from when a request "
+    "was due; "
+    "inter-token is each answer's mean time between tokens after the first, inter-chunk the time between two pieces "
+    "as they "
+    "came: a piece holds all tokens of a round. tokens/s: output tokens over wall time, median over repetitions. "
+    "speed-up: "
+    "mean time of an answer with speculation off over the one here. identical: texts equal to those with speculation "
+    "off. "
     "reused: prompt tokens that the server found in its cache; much of it makes first tokens early."
 )
 """Explanation of the columns, for the reports."""
@@ -72,9 +80,12 @@ def bench_serving(
     out: Path | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
-    """Measure a server under load; an unusable server raises an error first. Returns JSON output; "run" is the run folder."""
+    """Measure a server under load; an unusable server raises an error first. Returns JSON output; "run" is the run
+    folder."""
     prompt_list = read_prompts(prompts or BUILTIN_PROMPTS, limit)
-    key = next(iter(read_api_keys((), servers.api_key_file)), None)  # not an option: options are stored in the run folder
+    key = next(
+        iter(read_api_keys((), servers.api_key_file)), None
+    )  # not an option: options are stored in the run folder
     described: dict[str, Any] = {
         "bench": config,
         "url": servers.url,
@@ -99,7 +110,13 @@ def bench_serving(
                 on_pass=lambda load, speculate, done: _log(run, bench, load, speculate, done),
             )
     results = bench.results()
-    line = {"results": results, "model": name, "url": servers.url, "max_tokens": config.max_tokens, "repeat": config.repeat}
+    line = {
+        "results": results,
+        "model": name,
+        "url": servers.url,
+        "max_tokens": config.max_tokens,
+        "repeat": config.repeat,
+    }
     run.results(line)
     _report(run, bench, results, name, described, progress)
     if all(result.num_failed == result.num_answers for result in results):
@@ -119,11 +136,16 @@ def _tone(results: list[ServingResult]) -> Tone:
 
 def _verdict(results: list[ServingResult]) -> str:
     gains = [(result.speedup, result.speculate, result.load) for result in results if _is_gain(result)]
-    num_failed, num_answers = sum(result.num_failed for result in results), sum(result.num_answers for result in results)
+    num_failed, num_answers = (
+        sum(result.num_failed for result in results),
+        sum(result.num_answers for result in results),
+    )
     doubted = [result for result in results if result.doubt]
     lines = [f"No verdict on the speed-up ({result.speculate}, {result.load}): {result.doubt}." for result in doubted]
     if not all(result.lossless for result in results):
-        mocked = "the server mocks acceptance: its times are those of a drafter that does not exist, its texts mean nothing"
+        mocked = (
+            "the server mocks acceptance: its times are those of a drafter that does not exist, its texts mean nothing"
+        )
         lines.insert(0, f"NOT LOSSLESS: {mocked}.")
     if gains or not doubted:
         lines.append(render("load_verdict.txt", gains=gains, num_failed=num_failed, num_answers=num_answers).rstrip())
@@ -133,18 +155,27 @@ def _verdict(results: list[ServingResult]) -> str:
 
 
 def _report(
-    run: RunFolder, bench: ServingBench, results: list[ServingResult], model: str, settings: dict[str, Any], progress: Progress
+    run: RunFolder,
+    bench: ServingBench,
+    results: list[ServingResult],
+    model: str,
+    settings: dict[str, Any],
+    progress: Progress,
 ) -> None:
     by_load = [(result.load.rate, result.load.concurrency, result.speculate, result) for result in results]
     figures = Table(COLUMNS, results, width=190)
     config, busiest = bench.config, max(result.client_cpu for result in results)
     late_s = max(result.late.p99 or 0.0 for result in results)
     sent = (
-        f"Up to {config.max_tokens} tokens an answer at temperature {config.temperature:g}, {config.repeat} repetitions. This "
-        f"client took at most {100 * busiest:.0f}% of a core; 99% of its requests went out within {1000 * late_s:.1f} ms of "
+        f"Up to {config.max_tokens} tokens an answer at temperature {config.temperature:g}, {config.repeat} "
+        "repetitions. This "
+        f"client took at most {100 * busiest:.0f}% of a core; 99% of its requests went out within {1000 * late_s:.1f} "
+        "ms of "
         "their time."
     )
-    failures = [f"{row.load}, speculate {row.speculate}: {n}x {why}" for row in results for why, n in row.failures.items()]
+    failures = [
+        f"{row.load}, speculate {row.speculate}: {n}x {why}" for row in results for why, n in row.failures.items()
+    ]
     verdict = _verdict(results)
     plots = (*LOAD_PLOTS, LoadPlot("Time of an answer", "s", lambda result: result.total))
     notice = write_load_report(
@@ -192,13 +223,18 @@ def _running(servers: ServersConfig, url: str, key: str | None, timeout_s: float
 
 
 def look(url: str, key: str | None, model: str | None) -> tuple[str, bool]:
-    """Return (name of the model, True for a paceline server). Raises an error with a remedy if the server cannot be used."""
-    missing = reraised(DownloadError, f"there is no server at {url}", "start one with paceline serve, or check --url", OSError)
+    """Return (name of the model, True for a paceline server). Raises an error with a remedy if the server cannot be
+    used."""
+    missing = reraised(
+        DownloadError, f"there is no server at {url}", "start one with paceline serve, or check --url", OSError
+    )
     with missing, contextlib.closing(Client(url, key, timeout_s=30)) as client:
         reply = client.get("/v1/models")
     if reply.status in (401, 403):
         had = "does not take this API key" if key else "wants an API key"
-        raise ConfigError(f"{url} {had}: put the right one into a file and give --api-key-file, or set PACELINE_API_KEY")
+        raise ConfigError(
+            f"{url} {had}: put the right one into a file and give --api-key-file, or set PACELINE_API_KEY"
+        )
     try:
         models = {entry["id"]: entry.get("owned_by") for entry in json.loads(reply.body)["data"]}
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -222,7 +258,10 @@ def _started(
     with started([(name, ("--speculate", name, *servers.words)) for name in names], folder, progress) as urls:
         model, _ = look(urls[0], key, None)
         fields = {"return_metrics": True}
-        yield model, [Contender(name, Client(url, key, timeout_s), fields) for name, url in zip(names, urls, strict=True)]
+        yield (
+            model,
+            [Contender(name, Client(url, key, timeout_s), fields) for name, url in zip(names, urls, strict=True)],
+        )
 
 
 @contextlib.contextmanager
@@ -254,7 +293,8 @@ def started(named: Sequence[tuple[str, Sequence[str]]], folder: Path, progress: 
 
 
 def _ready(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Return the URL of a server once it has loaded its model. Raises ConfigError with its last log line if it exits first."""
+    """Return the URL of a server once it has loaded its model. Raises ConfigError with its last log line if it exits
+    first."""
     while process.poll() is None:
         match = re.search(r"listening on (http://\S+),", log.read_text(errors="replace"))
         if match and _answers(match.group(1) + "/ready"):

@@ -1,7 +1,7 @@
 """Workloads of `bench latency`: built-in ones from `workloads.json`, or the prompts of a file.
 
-The calls of a workload contain all turns, the assistant's too, so that every contender gets the same requests whatever it
-answers. The prompt of a turn begins with the whole prompt of the turn before.
+The calls of a workload contain all turns, the assistant's too, so that every contender gets the same requests whatever
+it answers. The prompt of a turn begins with the whole prompt of the turn before.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def named_workload(name: str, limit: int | None = None) -> Workload:
     opening = [{"role": "system", "content": workload["system"]}] if "system" in workload else []
     requests: list[WorkloadRequest] = []
     for number, turns in enumerate(workload["calls"], start=1):
-        messages = [*opening, *({"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(turns))]
+        messages = [
+            *opening,
+            *({"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(turns)),
+        ]
         for end in range(len(opening) + 1, len(messages) + 1, 2):
             turn = (end - len(opening) + 1) // 2
             requests.append(
@@ -55,7 +58,10 @@ def named_workload(name: str, limit: int | None = None) -> Workload:
 
 
 def workload_of(source: str | Path, limit: int | None = None, schema: dict[str, Any] | None = None) -> Workload:
-    """Return the prompts of a file as a workload, one after the other. File formats and errors are those of `read_prompts`."""
+    """Return the prompts of a file as a workload, one after the other. File formats and errors are those of
+    `read_prompts`."""
     prompts = read_prompts(source, limit)
     requests = [WorkloadRequest(prompt, schema) for prompt in prompts]
-    return Workload(Path(source).stem or str(source), f"the prompts of {Path(source).name}", requests, OWN_MAX_TOKENS, None)
+    return Workload(
+        Path(source).stem or str(source), f"the prompts of {Path(source).name}", requests, OWN_MAX_TOKENS, None
+    )

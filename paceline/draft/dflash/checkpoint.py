@@ -1,8 +1,8 @@
-"""Reads and writes DFlash checkpoints: config.json and model.safetensors in z-lab's format, unchanged. vLLM's `speculators`
-format is read too, converted to z-lab's keys (`draft/formats/speculators.py`).
+"""Reads and writes DFlash checkpoints: config.json and model.safetensors in z-lab's format, unchanged. vLLM's
+`speculators` format is read too, converted to z-lab's keys (`draft/formats/speculators.py`).
 
-`DFlashConfig.from_json` parses the config (defaults as in the authors' `dflash` package, 0.1.0). The JSON object itself is
-kept, unknown keys included, and `write_checkpoint` writes it back. Unknown keys are logged as a warning.
+`DFlashConfig.from_json` parses the config (defaults as in the authors' `dflash` package, 0.1.0). The JSON object itself
+is kept, unknown keys included, and `write_checkpoint` writes it back. Unknown keys are logged as a warning.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class StoredDrafter:
 
 
 def read_stored(folder: Path | str) -> StoredDrafter:
-    """Read a drafter from its folder or GGUF file; weights may be sharded, or packed in 8 bits (`draft/formats/packed.py`).
+    """Read a drafter from its folder or GGUF file; weights may be sharded, or packed in 8 bits
+    (`draft/formats/packed.py`).
 
     Logs unknown keys and tensors. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError.
     """
@@ -92,7 +93,10 @@ def unread_keys(raw: Mapping[str, Any], form: str) -> tuple[str, ...]:
     nested = raw.get(inner)
     known = {*KNOWN_KEYS["z-lab"], *harmless}
     unknown = [name for name in raw if name not in harmless | {*KNOWN_KEYS[form]}]
-    return (*unknown, *(f"{inner}.{name}" for name in (nested if isinstance(nested, dict) else ()) if name not in known))
+    return (
+        *unknown,
+        *(f"{inner}.{name}" for name in (nested if isinstance(nested, dict) else ()) if name not in known),
+    )
 
 
 def read_checkpoint(folder: Path | str) -> tuple[DFlashConfig, dict[str, Tensor]]:
@@ -108,7 +112,8 @@ def weights_file(folder: Path) -> Path:
 
 
 def read_draft_ids(folder: Path | str) -> Tensor | None:
-    """The reduced draft vocabulary of a drafter: int64 ids, ascending, or None. Raises ModelFileError for a damaged file.
+    """The reduced draft vocabulary of a drafter: int64 ids, ascending, or None. Raises ModelFileError for a damaged
+    file.
 
     z-lab's format has no such field, so it is a separate file, which other programs ignore: they draft over all tokens.
     """
@@ -129,11 +134,12 @@ def write_checkpoint(
     head_VD: Tensor | None = None,
     in_8_bits: bool = False,
 ) -> None:
-    """Write config.json and model.safetensors, or with `in_8_bits` the file of `draft/formats/packed.py`, which only paceline
-    reads. `head_VD`: the drafter's own LM head, one row per id in `draft_ids`.
+    """Write config.json and model.safetensors, or with `in_8_bits` the file of `draft/formats/packed.py`, which only
+    paceline reads. `head_VD`: the drafter's own LM head, one row per id in `draft_ids`.
 
-    A new folder appears complete; in an existing folder, files are replaced one at a time, weights first. An index file names
-    only the dense weights, since vLLM and SGLang without it read every *.safetensors. Raises CacheError if writing fails.
+    A new folder appears complete; in an existing folder, files are replaced one at a time, weights first. An index file
+    names only the dense weights, since vLLM and SGLang without it read every *.safetensors. Raises CacheError if
+    writing fails.
     """
     folder = Path(folder).expanduser()
     remedy = "free space or choose another folder"
@@ -152,7 +158,9 @@ def write_checkpoint(
             if head_VD is not None and draft_ids is None:
                 draft_ids = torch.arange(len(head_VD))
             if draft_ids is not None:
-                save_file(_saved({"ids": draft_ids} | ({} if head_VD is None else {"head": head_VD})), staging / DRAFT_IDS)
+                save_file(
+                    _saved({"ids": draft_ids} | ({} if head_VD is None else {"head": head_VD})), staging / DRAFT_IDS
+                )
             (staging / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
             _publish(staging, folder)
 

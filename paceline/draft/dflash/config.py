@@ -45,7 +45,8 @@ class DFlash2Sizes:
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    """Config of a DFlash drafter: a Qwen3-shaped decoder without embedding and LM head, and how it attaches to its target."""
+    """Config of a DFlash drafter: a Qwen3-shaped decoder without embedding and LM head, and how it attaches to its
+    target."""
 
     shape: DecoderConfig
     """Sizes, RoPE and windows of the draft layers; its `vocab_size` is not used."""
@@ -56,8 +57,8 @@ class DFlashConfig:
     block_size: int
     mask_token_id: int
     is_causal: tuple[bool, ...]
-    """For each draft layer, whether a block position attends only to earlier ones. By default only sliding-window layers are
-    causal."""
+    """For each draft layer, whether a block position attends only to earlier ones. By default only sliding-window
+    layers are causal."""
     input_embedding_scale: float
     output_multiplier: float
     final_logit_softcapping: float
@@ -65,8 +66,8 @@ class DFlashConfig:
     raw: dict[str, Any]
     """config.json as read."""
     from_anchor: bool = False
-    """True if block position k predicts the next token, so that the first one drafts too; otherwise it predicts the token at
-    its own position. Files call this sample_from_anchor or shift_label."""
+    """True if block position k predicts the next token, so that the first one drafts too; otherwise it predicts the
+    token at its own position. Files call this sample_from_anchor or shift_label."""
     second: DFlash2Sizes | None = None
     """Sizes of a DFlash 2 drafter; None for DFlash v1."""
     foresight: Foresight = field(default_factory=Foresight)
@@ -79,8 +80,8 @@ class DFlashConfig:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path | str = "config.json") -> DFlashConfig:
-        """Parse a config.json. Raises UnsupportedModelError for another format or architecture, ModelFileError for a missing or
-        invalid key."""
+        """Parse a config.json. Raises UnsupportedModelError for another format or architecture, ModelFileError for a
+        missing or invalid key."""
         path = Path(path)
         nested = raw.get("dflash_config") or {}
         if not isinstance(nested, dict):
@@ -169,7 +170,9 @@ def as_dflash2(raw: Mapping[str, Any], *, rank: int = 256, top_k: int = 16) -> d
     return {**raw, "architectures": [ARCHITECTURE_2], "dflash_config": {**own, **added}}
 
 
-def check_fit(config: DFlashConfig, target: Sizes, draft_ids: Tensor | None = None, head_VD: Tensor | None = None) -> None:
+def check_fit(
+    config: DFlashConfig, target: Sizes, draft_ids: Tensor | None = None, head_VD: Tensor | None = None
+) -> None:
     """Raises DrafterMismatchError with both values if a drafter does not fit a target."""
     last_id = -1 if draft_ids is None else int(draft_ids.max())
     wrong_layers = [layer for layer in config.target_layer_ids if not 0 <= layer < target.num_layers]
@@ -182,7 +185,12 @@ def check_fit(config: DFlashConfig, target: Sizes, draft_ids: Tensor | None = No
         (config.num_target_layers not in (None, num_layers), "target layers", config.num_target_layers, num_layers),
         (config.mask_token_id >= vocab_size, "mask token", config.mask_token_id, f"{vocab_size} tokens"),
         (last_id >= vocab_size, "draft vocabulary", f"token {last_id}", f"{vocab_size} tokens"),
-        (head != [rows, target.hidden_size], "head", f"{head[0]} x {head[-1]}", f"{rows} tokens x {target.hidden_size}"),
+        (
+            head != [rows, target.hidden_size],
+            "head",
+            f"{head[0]} x {head[-1]}",
+            f"{rows} tokens x {target.hidden_size}",
+        ),
         (bool(wrong_layers), "tapped layers", wrong_layers, f"{num_layers} layers"),
     )
     refuse_mismatch(*checks)
@@ -217,7 +225,9 @@ def is_dflash(raw: Mapping[str, Any]) -> bool:
 
 def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
     if "speculators_model_type" in raw:
-        raise UnsupportedModelError(f"{path}: this config is in speculators format: read its folder, which makes it z-lab's")
+        raise UnsupportedModelError(
+            f"{path}: this config is in speculators format: read its folder, which makes it z-lab's"
+        )
     names = raw.get("architectures") or [ARCHITECTURE]
     if not isinstance(names, list):
         raise ModelFileError(f"{path}: architectures must be a list: correct config.json")
@@ -230,7 +240,9 @@ def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
     known = {"full_attention", "sliding_attention"}
     is_list = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
     if types is not None and (not is_list or len(types) != raw.get("num_hidden_layers") or not set(types) <= known):
-        raise ModelFileError(f"{path}: layer_types must name full_attention or sliding_attention once a layer: correct it")
+        raise ModelFileError(
+            f"{path}: layer_types must name full_attention or sliding_attention once a layer: correct it"
+        )
 
 
 def _causal_layers(values: dict[str, Any], num_layers: int, path: Path) -> tuple[bool, ...]:
@@ -256,14 +268,16 @@ def _second(raw: Mapping[str, Any], own: dict[str, Any], shape: DecoderConfig, p
     if ARCHITECTURE_2 not in (raw.get("architectures") or []):
         if keys := [name for name in names if own.get(name) is not None]:
             raise ModelFileError(
-                f"{path}: {keys[0]} is of DFlash 2, the architecture is {ARCHITECTURE}: without convolution and selector its "
+                f"{path}: {keys[0]} is of DFlash 2, the architecture is {ARCHITECTURE}: without convolution and "
+                "selector its "
                 f"drafts would be others; write {ARCHITECTURE_2} in config.json"
             )
         return None
     sizes = DFlash2Sizes(*(whole(own, name, path, least=1) for name in names))
     if shape.hidden_size % sizes.conv_group_size:
         raise ModelFileError(
-            f"{path}: conv_group_size {sizes.conv_group_size} does not divide hidden_size {shape.hidden_size}: correct them"
+            f"{path}: conv_group_size {sizes.conv_group_size} does not divide hidden_size {shape.hidden_size}: "
+            "correct them"
         )
     whole(dict(raw), "vocab_size", path, least=1)
     return sizes

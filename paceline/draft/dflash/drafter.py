@@ -1,12 +1,14 @@
 """DFlash (arXiv 2602.06036): a small block-diffusion network drafts a whole block in one pass.
 
-The target's tapped hidden states become keys and values of all draft layers, once per verified position, in one matrix product
-(`observe`). A round embeds [anchor, MASK, MASK, ...] with the target's embedding, where the anchor is the last verified token.
-Every block position attends to the context and to the block, and the target's LM head yields all drafts at once (`propose`).
-Position k of the block predicts the token at its own position; position 0, the anchor, is discarded.
+The target's tapped hidden states become keys and values of all draft layers, once per verified position, in one matrix
+product (`observe`). A round embeds [anchor, MASK, MASK, ...] with the target's embedding, where the anchor is the last
+verified token. Every block position attends to the context and to the block, and the target's LM head yields all drafts
+at once (`propose`). Position k of the block predicts the token at its own position; position 0, the anchor, is
+discarded.
 
-`DFlashNetwork` holds the weights and is trained; `paths.py` has two decode paths with KV caches, in PyTorch and in native
-calls. `reading.py` turns logits into drafts. `tests/draft/test_dflash.py` compares them with the authors' `dflash` package.
+`DFlashNetwork` holds the weights and is trained; `paths.py` has two decode paths with KV caches, in PyTorch and in
+native calls. `reading.py` turns logits into drafts. `tests/draft/test_dflash.py` compares them with the authors'
+`dflash` package.
 """
 
 from __future__ import annotations
@@ -37,11 +39,14 @@ from paceline.types import Batch, DraftBlock, Sequence
 class Attend(Protocol):
     """Attention with RoPE and masks over packed blocks; `train/learn/attention.py` has implementations.
 
-    layer: index of the draft layer. query [T, heads, head_dim]; keys and values [T, kv_heads, head_dim] of the blocks and
+    layer: index of the draft layer. query [T, heads, head_dim]; keys and values [T, kv_heads, head_dim] of the blocks
+    and
     [N, kv_heads, head_dim] of the context, normed, before RoPE. Returns [T, heads * head_dim].
     """
 
-    def __call__(self, layer: int, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor: ...
+    def __call__(
+        self, layer: int, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]
+    ) -> Tensor: ...
 
 
 class Norm(nn.Module):
@@ -110,7 +115,8 @@ class DraftLayer(nn.Module):
 
 
 class DFlashNetwork(nn.Module):
-    """The trainable network, with the checkpoint's parameter names and dtypes. Embedding and LM head are the target's."""
+    """The trainable network, with the checkpoint's parameter names and dtypes. Embedding and LM head are the
+    target's."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -127,7 +133,8 @@ class DFlashNetwork(nn.Module):
 
     @classmethod
     def of(cls, config: DFlashConfig, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
-        """Create a network that shares `tensors`. Raises ModelFileError naming a tensor that does not fit the config."""
+        """Create a network that shares `tensors`. Raises ModelFileError naming a tensor that does not fit the
+        config."""
         with torch.device("meta"):
             network = cls(config)
         return with_tensors(network, tensors, source)
@@ -152,8 +159,8 @@ class DFlashNetwork(nn.Module):
     def forward(self, block_TD: Tensor, taps_NF: Tensor, attend: Attend) -> Tensor:
         """Final normed hidden states [T, D] of the blocks' inputs, given the target's taps at N context positions.
 
-        Blocks and contexts are packed; `attend` knows which context belongs to which block. Differentiable; the decode path
-        must equal it.
+        Blocks and contexts are packed; `attend` knows which context belongs to which block. Differentiable; the decode
+        path must equal it.
         """
         context_ND = self.hidden_norm(self.fc(taps_NF))
         for index, layer in enumerate(self.layers):
@@ -184,7 +191,8 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def visible(query_T: Tensor, key_S: Tensor, window: int | None, is_causal: bool) -> Tensor:
     """Mask of a block's keys, bool [T, S]: block positions [T] that attend to keys at positions [S].
 
-    The context precedes the block, so causality only hides later block positions. The window applies in both directions.
+    The context precedes the block, so causality only hides later block positions. The window applies in both
+    directions.
     """
     distance = query_T[:, None] - key_S
     seen = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
@@ -207,8 +215,8 @@ class DFlashDrafter(TappedDrafter):
         draft_ids: Tensor | None = None,
         head_VD: Tensor | None = None,
     ) -> None:
-        """`num_drafted` below block_size - 1 reads fewer positions of the block; more raises ConfigError. `draft_ids`: draft
-        vocabulary. `head_VD`: the drafter's own LM head, one row per drafted id."""
+        """`num_drafted` below block_size - 1 reads fewer positions of the block; more raises ConfigError. `draft_ids`:
+        draft vocabulary. `head_VD`: the drafter's own LM head, one row per drafted id."""
         self.network, self.config = network, network.config
         self.block_size = self.config.block_size
         most = self.config.num_slots
@@ -230,14 +238,15 @@ class DFlashDrafter(TappedDrafter):
 
     @classmethod
     def random(cls, target: Target, *, seed: int = 0, num_drafted: int | None = None, **keys: Any) -> DFlashDrafter:
-        """A drafter with random weights for benchmarks: real cost, useless drafts. `keys` are those of `config.new_config`."""
+        """A drafter with random weights for benchmarks: real cost, useless drafts. `keys` are those of
+        `config.new_config`."""
         raw = new_config(target.hidden_size, target.vocab_size, target.num_layers, **keys)
         network = DFlashNetwork.random(DFlashConfig.from_json(raw), seed, target.device, target.dtype)
         return cls(network, num_drafted=num_drafted)
 
     def save(self, folder: Path | str, *, in_8_bits: bool = False) -> None:
-        """Write the checkpoint, unchanged if it was loaded; `in_8_bits` rounds the matrices into a file that only paceline
-        reads. Raises CacheError."""
+        """Write the checkpoint, unchanged if it was loaded; `in_8_bits` rounds the matrices into a file that only
+        paceline reads. Raises CacheError."""
         tensors = self.network.of_file()
         write_checkpoint(folder, self.config.raw, tensors, self.draft_ids, head_VD=self.head_VD, in_8_bits=in_8_bits)
 
@@ -319,8 +328,8 @@ class DFlashDrafter(TappedDrafter):
         return block
 
     def chances_of(self, seq: Sequence, tokens: list[int], probs_KV: Tensor) -> list[float]:
-        """Probability that each of `tokens` is drafted after the row's last token, given the tokens before it. `probs_KV`: the
-        distributions of the row's latest sampled drafts, at least as many."""
+        """Probability that each of `tokens` is drafted after the row's last token, given the tokens before it.
+        `probs_KV`: the distributions of the row's latest sampled drafts, at least as many."""
         return probs_KV[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.int64)].tolist()
 
     def _read(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Reading:

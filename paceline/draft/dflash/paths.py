@@ -14,7 +14,15 @@ from paceline.draft.dflash.reading import scale_logits, top_logprob
 from paceline.draft.dflash.static import Kind, StaticForms
 from paceline.model.gguf.blocks import Weight
 from paceline.model.kv_cache import StaticKVCache
-from paceline.model.native.decoder import NativeDecoder, cache_view, layer_parts, native_cache, native_model, pack, pack_vectors
+from paceline.model.native.decoder import (
+    NativeDecoder,
+    cache_view,
+    layer_parts,
+    native_cache,
+    native_model,
+    pack,
+    pack_vectors,
+)
 from paceline.model.native.library import Buffers, Matrix, pointer
 from paceline.model.target import Target, head_weight
 from paceline.model.torch.attention import AttentionPlan, CacheWriter, Rope, positions_of
@@ -74,7 +82,9 @@ class TorchPath:
         heads = shape.num_layers * shape.num_kv_heads
         self.cache = StaticKVCache(1, num_rows, heads, max_len, shape.head_dim, dtype, device, slack=slack)
         """Injected keys and values, by the target's rows."""
-        self._layers, _ = build_layers(shape, weights.items(), partial(Layer.of, shape), make_other=lambda name, weight: None)
+        self._layers, _ = build_layers(
+            shape, weights.items(), partial(Layer.of, shape), make_other=lambda name, weight: None
+        )
         self.kinds: list[Kind] = [
             (layer.window, is_causal) for layer, is_causal in zip(self._layers, config.is_causal, strict=True)
         ]
@@ -113,11 +123,14 @@ class TorchPath:
     def write_context(self, taps_TF: Tensor, writer: CacheWriter, tables: tuple[Tensor, Tensor]) -> None:
         """Write keys and values of all layers, one matrix product, at the positions of `writer` and `tables`."""
         fused_TX = self._context_kv(self._hidden_norm(self._fc(taps_TF)))
-        split_heads(fused_TX, 0, self.cache.keys[0], self.cache.values[0], writer, self._context_norm, self.rope, tables)
+        split_heads(
+            fused_TX, 0, self.cache.keys[0], self.cache.values[0], writer, self._context_norm, self.rope, tables
+        )
 
     @torch.inference_mode()
     def draft(self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool) -> Drafts:
-        """The most probable token at the first `width` draft positions of each row, and logits [B, width, V] if requested.
+        """The most probable token at the first `width` draft positions of each row, and logits [B, width, V] if
+        requested.
 
         Each block of `size` positions follows its row's context and is discarded afterwards. The next recorded pass may
         overwrite the logits."""
@@ -136,8 +149,8 @@ class TorchPath:
         return forms.block(rows, anchors) if forms else None
 
     def conclude(self, hidden_TD: Tensor, num_rows: int, width: int, anchors_B: Tensor) -> tuple[Tensor, ...]:
-        """The most probable token and its log-probability [B, width, 2], both float64 so that one copy reads them, and logits
-        [B, width, V], from hidden states before the final norm."""
+        """The most probable token and its log-probability [B, width, 2], both float64 so that one copy reads them, and
+        logits [B, width, V], from hidden states before the final norm."""
         logits_BKV = self._head(self._drafting_slots(hidden_TD, num_rows, width)).unflatten(0, (num_rows, width))
         sure_BK = top_logprob(scale_logits(logits_BKV, self.config))
         return torch.stack([_best(logits_BKV).double(), sure_BK.double()], dim=-1), logits_BKV
@@ -200,9 +213,9 @@ def _best(logits_BKV: Tensor) -> Tensor:
 class NativePath:
     """TorchPath in native calls: one call turns features into keys and values of all layers, another runs the block.
 
-    Embedding and LM head are the target's packed matrices; a draft vocabulary selects rows of the head. With a target in
-    block-quantised format the drafter's matrices are rounded to Q8_0: half the bytes, and drafts are verified anyway. Logits
-    are float32.
+    Embedding and LM head are the target's packed matrices; a draft vocabulary selects rows of the head. With a target
+    in block-quantised format the drafter's matrices are rounded to Q8_0: half the bytes, and drafts are verified
+    anyway. Logits are float32.
     """
 
     def __init__(
@@ -259,7 +272,13 @@ class NativePath:
         self.cache.append(rows, counts)
 
     def draft(
-        self, rows: list[int], anchors: list[int], width: int, size: int, with_logits: bool, taps_TD: Tensor | None = None
+        self,
+        rows: list[int],
+        anchors: list[int],
+        width: int,
+        size: int,
+        with_logits: bool,
+        taps_TD: Tensor | None = None,
     ) -> Drafts:
         """See TorchPath.draft; `taps_TD` [B * size, D] in the target's dtype receives the block's final normed hidden
         states."""

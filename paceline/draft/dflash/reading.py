@@ -1,4 +1,5 @@
-"""Drafts from one pass of a DFlash drafter: turns the head's logits into greedy drafts, sampled drafts and tree candidates."""
+"""Drafts from one pass of a DFlash drafter: turns the head's logits into greedy drafts, sampled drafts and tree
+candidates."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def scale_logits(logits: Tensor, config: DFlashConfig) -> Tensor:
 
 
 class Reading:
-    """Drafts of some rows, each block position independently. A position with non-finite logits ends its row's drafts."""
+    """Drafts of some rows, each block position independently. A position with non-finite logits ends its row's
+    drafts."""
 
     def __init__(
         self,
@@ -38,9 +40,10 @@ class Reading:
         vocab_size: int,
         sure_BK: list[list[float]] | None = None,
     ) -> None:
-        """best_BK: most probable column of each position, -1 for non-finite logits. logits_BKV: the head's output, over the
-        draft vocabulary if there is one; None if only greedy drafts without confidence are needed. sure_BK: log-probability of
-        the most probable token, if the pass computed it."""
+        """best_BK: most probable column of each position, -1 for non-finite logits. logits_BKV: the head's output, over
+        the
+        draft vocabulary if there is one; None if only greedy drafts without confidence are needed. sure_BK:
+        log-probability of the most probable token, if the pass computed it."""
         self._best_BK = best_BK
         self._logits_BKV = None if logits_BKV is None else scale_logits(logits_BKV, config)
         self._draft_ids, self._ids = draft_ids, None if draft_ids is None else draft_ids.tolist()
@@ -57,8 +60,8 @@ class Reading:
         return best_K if self._ids is None else [self._ids[best] for best in best_K], sure
 
     def drawn(self, row: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
-        """Sampled drafts, their distribution [K, V] under the request's sampling parameters, and the log-probability of the
-        most probable token at every position."""
+        """Sampled drafts, their distribution [K, V] under the request's sampling parameters, and the log-probability of
+        the most probable token at every position."""
         assert self._logits_BKV is not None
         logits_KV = self._logits_BKV[row, :limit]
         if self._draft_ids is not None:
@@ -73,8 +76,8 @@ class Reading:
     def candidates(
         self, row: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
-        """The `count` most probable tokens of each position at the request's temperature, for a tree of at most `most` nodes;
-        with `foresight`, the tokens that the target will most probably sample."""
+        """The `count` most probable tokens of each position at the request's temperature, for a tree of at most `most`
+        nodes; with `foresight`, the tokens that the target will most probably sample."""
         assert self._logits_BKV is not None
         num_candidates = max(count, FIELD) if foresight else count
         ids_KM, logprobs_KM = top_logprobs(self._logits_BKV[row, :limit], num_candidates, inverse_temperature(seq))

@@ -1,7 +1,7 @@
 """DFlash's block pass and injection in fixed shapes for CUDA graphs: `paths.TorchPath` from buffers to buffers.
 
-Both compute rows 0..B-1 of the target's cache. Idle rows, and positions after a row's count, write to unread scratch positions
-at the end of each row of the drafter's cache.
+Both compute rows 0..B-1 of the target's cache. Idle rows, and positions after a row's count, write to unread scratch
+positions at the end of each row of the drafter's cache.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class FixedPath(Protocol):
 
 
 class StaticBlock(Region):
-    """Computes a block of `block_size` positions after the context of each of B rows; the outputs are those of the path's
-    `conclude`."""
+    """Computes a block of `block_size` positions after the context of each of B rows; the outputs are those of the
+    path's `conclude`."""
 
     kind = "block"
 
@@ -131,7 +131,8 @@ class StaticInject(Region):
 
 
 def write_behind(path: FixedPath, writer: StaticWriter, starts_B: Tensor, counts_B: Tensor, taps_TF: Tensor) -> None:
-    """Write keys and values of features [B * J, F] after contexts of `starts_B` positions; `counts_B` positions of each row."""
+    """Write keys and values of features [B * J, F] after contexts of `starts_B` positions; `counts_B` positions of each
+    row."""
     slots_BJ = writer.point(starts_B, counts_B)
     path.write_context(taps_TF, writer, path.rope.tables_at(slots_BJ.flatten()))
 
@@ -143,7 +144,9 @@ class StaticForms:
         rows, size = row_sizes(path.cache.num_rows), path.config.block_size
         self._path, self._recorder = path, recorder
 
-        results = StaticBlock(path, rows[-1], []).conclude(*torch.zeros(3, rows[-1], dtype=torch.long, device=path.device))
+        results = StaticBlock(path, rows[-1], []).conclude(
+            *torch.zeros(3, rows[-1], dtype=torch.long, device=path.device)
+        )
         outputs = [torch.zeros_like(tensor) for tensor in results]
 
         def block(num_rows: int) -> StaticBlock:
@@ -169,8 +172,8 @@ class StaticForms:
         return True
 
     def block(self, rows: list[int], anchors: list[int]) -> list[Tensor] | None:
-        """Outputs of `conclude` for these rows' blocks, indexed by cache row and overwritten by the next block; None if no
-        block is recorded."""
+        """Outputs of `conclude` for these rows' blocks, indexed by cache row and overwritten by the next block; None if
+        no block is recorded."""
         region = self.blocks.find(max(rows) + 1)
         if region is None:
             return None

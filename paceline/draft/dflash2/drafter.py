@@ -1,15 +1,19 @@
-"""DFlash 2: the DFlash block with convolutions around its sublayers, and a selector that picks drafts one after another.
+"""DFlash 2: the DFlash block with convolutions around its sublayers, and a selector that picks drafts one after
+another.
 
 It adds two things to `draft/dflash/drafter.py`, and shares its context, cache and round:
 
-- Grouped dynamic causal convolution: inputs and outputs of attention and MLP are mixed with the previous block position;
+- Grouped dynamic causal convolution: inputs and outputs of attention and MLP are mixed with the previous block
+  position;
   taps have a learned part (`base_kernel`) and an input-dependent part (`kernel_projection`).
-- Candidate selector: the `top_k` most probable tokens b of each position are scored given the previously chosen token a,
-  S(a, b) = logit(b) + <A[a] * W h, B[b]>, and a walk from the last verified token picks one per position. Greedy and seeded
-  requests take the largest; sampled ones use softmax(S / T) over the candidates as the exact proposal distribution. In a tree,
-  each branch is scored after its own parent.
+- Candidate selector: the `top_k` most probable tokens b of each position are scored given the previously chosen token
+  a,
+  S(a, b) = logit(b) + <A[a] * W h, B[b]>, and a walk from the last verified token picks one per position. Greedy and
+  seeded requests take the largest; sampled ones use softmax(S / T) over the candidates as the exact proposal
+  distribution. In a tree, each branch is scored after its own parent.
 
-Formulas and names are those of the PyPI package `dflash` 0.1.0 (MIT); `tests/draft/test_dflash2_reference.py` compares with it.
+Formulas and names are those of the PyPI package `dflash` 0.1.0 (MIT); `tests/draft/test_dflash2_reference.py` compares
+with it.
 """
 
 from __future__ import annotations
@@ -69,14 +73,16 @@ class ConvolvedLayer(DraftLayer):
     def forward(self, layer: int, block_TD: Tensor, context_ND: Tensor, attend: Attend) -> Tensor:
         size = self.size
         inputs_TD, kernel = self.attention_conv.prepare(self.input_layernorm(block_TD), size)
-        block_TD = block_TD + self.attention_conv.finish(self.self_attn(layer, inputs_TD, context_ND, attend), kernel, size)
+        block_TD = block_TD + self.attention_conv.finish(
+            self.self_attn(layer, inputs_TD, context_ND, attend), kernel, size
+        )
         inputs_TD, kernel = self.mlp_conv.prepare(self.post_attention_layernorm(block_TD), size)
         return block_TD + self.mlp_conv.finish(self.mlp(inputs_TD), kernel, size)
 
 
 class DFlash2Network(DFlashNetwork):
-    """DFlashNetwork with convolved layers and a selector. `codebook_suffix`: suffix of codebook names in the checkpoint file,
-    empty or `.weight`."""
+    """DFlashNetwork with convolved layers and a selector. `codebook_suffix`: suffix of codebook names in the checkpoint
+    file, empty or `.weight`."""
 
     codebook_suffix = ""
 
@@ -122,8 +128,8 @@ class DFlash2Network(DFlashNetwork):
 
 
 def beginnings(config: DFlashConfig, seed: int = 0, *, factored: bool = False) -> dict[str, Tensor]:
-    """Initial tensors, float32, that extend a DFlash v1 body to a DFlash 2 network with the same output: identity convolutions
-    and a selector with a zero successor codebook."""
+    """Initial tensors, float32, that extend a DFlash v1 body to a DFlash 2 network with the same output: identity
+    convolutions and a selector with a zero successor codebook."""
     with torch.device("meta"):
         network = DFlash2Network(config, factored)
         body = DFlashNetwork(config).state_dict()
@@ -142,7 +148,8 @@ def beginnings(config: DFlashConfig, seed: int = 0, *, factored: bool = False) -
 
 
 def materialised(tensors: Mapping[str, Tensor], embedding_VD: Tensor) -> dict[str, Tensor]:
-    """Convert a network's tensors to checkpoint layout, multiplying factored codebooks by the target's embedding [V, D]."""
+    """Convert a network's tensors to checkpoint layout, multiplying factored codebooks by the target's embedding [V,
+    D]."""
     converted: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.startswith(SELECTOR) and name.endswith("_factor"):
@@ -206,11 +213,16 @@ def drafter_of(network: DFlashNetwork, **options: Any) -> DFlashDrafter:
 
 
 def read_drafter(folder: Path | str, *, num_drafted: int | None = None) -> DFlashDrafter:
-    """Read a DFlash or DFlash 2 drafter from a folder. Raises ModelNotFoundError, ModelFileError or UnsupportedModelError."""
+    """Read a DFlash or DFlash 2 drafter from a folder. Raises ModelNotFoundError, ModelFileError or
+    UnsupportedModelError."""
     return drafter_from(read_stored(folder), folder, num_drafted=num_drafted)
 
 
-def drafter_from(stored: StoredDrafter, source: Path | str = "checkpoint", *, num_drafted: int | None = None) -> DFlashDrafter:
+def drafter_from(
+    stored: StoredDrafter, source: Path | str = "checkpoint", *, num_drafted: int | None = None
+) -> DFlashDrafter:
     """Create the drafter of a stored checkpoint. Raises ModelFileError if config and weights do not fit each other."""
     network = network_of(stored.config, stored.tensors, source)
-    return drafter_of(network, num_drafted=num_drafted, draft_ids=stored.vocabulary.ids, head_VD=stored.vocabulary.head_VD)
+    return drafter_of(
+        network, num_drafted=num_drafted, draft_ids=stored.vocabulary.ids, head_VD=stored.vocabulary.head_VD
+    )

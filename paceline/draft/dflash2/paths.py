@@ -32,9 +32,11 @@ def convolve(hidden_TD: Tensor, added_TKG: Tensor, base_KD: Tensor, size: int) -
     """
     num_taps, groups = added_TKG.shape[1:]
     blocks, dtype = hidden_TD.unflatten(0, (-1, size)), hidden_TD.dtype
-    # A matrix product with zeros and ones expands groups to channels: four times faster in bfloat16, forward and backward,
-    # than broadcasting.
-    ones_GD = torch.eye(groups, dtype=dtype, device=hidden_TD.device).repeat_interleave(hidden_TD.shape[1] // groups, dim=1)
+    # A matrix product with zeros and ones expands groups to channels: four times faster in bfloat16, forward and
+    # backward, than broadcasting.
+    ones_GD = torch.eye(groups, dtype=dtype, device=hidden_TD.device).repeat_interleave(
+        hidden_TD.shape[1] // groups, dim=1
+    )
     out: Tensor | None = None
     for tap in range(num_taps):
         taps = torch.addmm(base_KD[tap].to(dtype), added_TKG[:, tap].to(dtype), ones_GD).unflatten(0, (-1, size))
@@ -52,7 +54,8 @@ class DFlash2Path(TorchPath):
     ) -> None:
         super().__init__(config, body_of(tensors), target, *own)
         self._convs = [
-            [self._conv(tensors, f"layers.{index}.{conv}") for conv in CONVS] for index in range(config.shape.num_layers)
+            [self._conv(tensors, f"layers.{index}.{conv}") for conv in CONVS]
+            for index in range(config.shape.num_layers)
         ]
         self.selector = selector_of(config, tensors, self.device)
         self.ids = None if own.ids is None else own.ids.to(self.device)
@@ -126,7 +129,9 @@ class DFlash2NativePath(NativePath):
 
 def can_mix(config: DFlashConfig) -> bool:
     """True if the native pass can compute the drafter's convolutions: it requires groups of sixteen channels."""
-    return config.second is not None and config.second.conv_group_size == GROUP and config.shape.hidden_size % GROUP == 0
+    return (
+        config.second is not None and config.second.conv_group_size == GROUP and config.shape.hidden_size % GROUP == 0
+    )
 
 
 def body_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -142,7 +147,9 @@ def selector_of(config: DFlashConfig, tensors: Mapping[str, Tensor], device: tor
     """The selector on `device`; shares the network's weights if they are already there."""
     with torch.device("meta"):
         selector = Selector(config)
-    weights = {name.removeprefix(SELECTOR): tensor.to(device) for name, tensor in tensors.items() if name.startswith(SELECTOR)}
+    weights = {
+        name.removeprefix(SELECTOR): tensor.to(device) for name, tensor in tensors.items() if name.startswith(SELECTOR)
+    }
     selector.load_state_dict(weights, assign=True)
     return selector
 
@@ -152,7 +159,9 @@ def _mixes(config: DFlashConfig, tensors: Mapping[str, Tensor], target: NativeDe
     assert config.second is not None
     fields: dict[str, Any] = {"mix_taps": config.second.conv_kernel_size}
     for name, conv in zip(("attention", "mlp"), CONVS, strict=True):
-        projection, base = (tensors[f"layers.{index}.{conv}.{part}"] for part in ("kernel_projection.weight", "base_kernel"))
+        projection, base = (
+            tensors[f"layers.{index}.{conv}.{part}"] for part in ("kernel_projection.weight", "base_kernel")
+        )
         fields[f"{name}_mix"] = pack([target.as_weight(projection)], target.dtype)
         fields[f"{name}_base"] = base.detach().to("cpu", target.dtype).float().contiguous()
     return fields

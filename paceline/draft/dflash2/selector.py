@@ -1,7 +1,7 @@
 """DFlash 2's candidate selector: picks one of a position's most probable tokens, given the token drafted before it.
 
-Candidate b after token a has the score S(a, b) = logit(b) + <A[a] * W h, B[b]>, with h the final normed hidden state of the
-position. `drafter.py` describes its place in the network.
+Candidate b after token a has the score S(a, b) = logit(b) + <A[a] * W h, B[b]>, with h the final normed hidden state of
+the position. `drafter.py` describes its place in the network.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ BOOKS = ("predecessor_codebook", "successor_codebook")
 class Selector(nn.Module):
     """Codebooks A and B [V, rank] of preceding and following tokens, and W [rank, D].
 
-    In training, codebooks may be factored: A = E P with the target's frozen embedding E and a trained P [rank, D], which has
-    fewer parameters; `materialised` computes a checkpoint's codebooks from them.
+    In training, codebooks may be factored: A = E P with the target's frozen embedding E and a trained P [rank, D],
+    which has fewer parameters; `materialised` computes a checkpoint's codebooks from them.
     """
 
     def __init__(self, config: DFlashConfig, factored: bool = False) -> None:
@@ -39,7 +39,9 @@ class Selector(nn.Module):
         self.top_k, self.is_factored = config.second.selector_top_k, factored
         rows = (rank, hidden_size) if factored else (config.vocab_size, rank)
         for name in BOOKS:
-            self.register_parameter(name.replace("codebook", "factor") if factored else name, nn.Parameter(torch.empty(rows)))
+            self.register_parameter(
+                name.replace("codebook", "factor") if factored else name, nn.Parameter(torch.empty(rows))
+            )
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
 
     def rows(self, book: str, tokens: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
@@ -51,8 +53,8 @@ class Selector(nn.Module):
         return F.linear(F.embedding(tokens, embedding_VD).to(factor.dtype), factor)
 
     def linked(self, before_BKPR: Tensor, tokens_BKM: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
-        """Products [B, K, P, M] of gated predecessors with rows of the successor codebook. Factored codebooks are multiplied as
-        (before P) E^T, which computes no codebook rows."""
+        """Products [B, K, P, M] of gated predecessors with rows of the successor codebook. Factored codebooks are
+        multiplied as (before P) E^T, which computes no codebook rows."""
         if not self.is_factored:
             return before_BKPR @ self.rows(BOOKS[1], tokens_BKM).float().transpose(-1, -2)
         assert embedding_VD is not None, "factored codebooks are made of the target's embedding"
@@ -80,8 +82,8 @@ def score(
     before_BK: Tensor | None = None,
     embedding_VD: Tensor | None = None,
 ) -> Picks:
-    """Scores S of the `top_k` most probable tokens at each position, after each candidate of the previous position, or after
-    `before_BK` alone (P = 1). The first position follows the last verified token.
+    """Scores S of the `top_k` most probable tokens at each position, after each candidate of the previous position, or
+    after `before_BK` alone (P = 1). The first position follows the last verified token.
 
     hidden_BKD: final normed. logits_BKV: scaled and capped. ids [V]: token ids of the head's rows; None: all tokens.
     """
@@ -95,14 +97,16 @@ def score(
     projection = selector.hidden_projection.weight
     gate_BKR = F.linear(hidden_BKD.to(projection.dtype), projection).float()
     predecessors = selector.rows(BOOKS[0], before_BKP, embedding_VD).float() * gate_BKR[:, :, None]
-    return Picks(chosen_BKM, tokens_BKM, unary_BKM[:, :, None] + selector.linked(predecessors, tokens_BKM, embedding_VD))
+    return Picks(
+        chosen_BKM, tokens_BKM, unary_BKM[:, :, None] + selector.linked(predecessors, tokens_BKM, embedding_VD)
+    )
 
 
 class WalkedReading(Reading):
     """Drafts from the selector's scores, where each draft depends on the previous one.
 
-    A row has a few hundred scores, which plain Python walks faster than PyTorch launches operations; the native library is
-    faster still.
+    A row has a few hundred scores, which plain Python walks faster than PyTorch launches operations; the native library
+    is faster still.
     """
 
     def __init__(self, picks: Picks, vocab_size: int) -> None:
@@ -117,8 +121,8 @@ class WalkedReading(Reading):
         return tokens, logprobs if with_confidence else None
 
     def drawn(self, row: int, limit: int, seq: Sequence) -> tuple[list[int], Tensor | None, list[float]]:
-        """See Reading.drawn; samples from softmax(S / T) over the candidates after the previous draft. Confidences follow the
-        walk with the largest scores, as they must not depend on sampled tokens."""
+        """See Reading.drawn; samples from softmax(S / T) over the candidates after the previous draft. Confidences
+        follow the walk with the largest scores, as they must not depend on sampled tokens."""
         inverse, scores_KPM = inverse_temperature(seq), self._scores_of(row)
         probs_KPM = torch.softmax(self._scores_BKPM[row, :limit] * inverse, dim=-1)
         tokens, rows, before = list[int](), list[Tensor](), 0
@@ -136,8 +140,8 @@ class WalkedReading(Reading):
         return tokens, probs_KV.scatter_(1, ids_KM, torch.stack(rows)), logprobs
 
     def along(self, row: int, tokens: list[int], seq: Sequence) -> list[float]:
-        """Probability that `drawn` samples each of these tokens, given those before it; 0 for a token that is not a candidate,
-        and for all after it."""
+        """Probability that `drawn` samples each of these tokens, given those before it; 0 for a token that is not a
+        candidate, and for all after it."""
         inverse, chances, before = inverse_temperature(seq), [0.0] * len(tokens), 0
         for place, token in enumerate(tokens):
             candidates = self._tokens_BKM[row][place]
@@ -151,7 +155,8 @@ class WalkedReading(Reading):
     def candidates(
         self, row: int, limit: int, seq: Sequence, count: int, most: int, foresight: Foresight | None = None
     ) -> Candidates:
-        """See Reading.candidates, along the walk with the largest scores; `behind` lists the candidates after any other one."""
+        """See Reading.candidates, along the walk with the largest scores; `behind` lists the candidates after any other
+        one."""
         inverse, scores_KPM, tokens_KM = inverse_temperature(seq), self._scores_of(row), self._tokens_BKM[row]
         first, known = len(seq.tokens), dict[int, list[float]]()
 
@@ -181,8 +186,8 @@ class WalkedReading(Reading):
         return self._scores[row]
 
     def _walk(self, row: int, limit: int, inverse: float) -> tuple[list[int], list[float]]:
-        """Candidate indices of the drafts with the largest scores, and their log-probabilities; a non-finite score ends the
-        walk."""
+        """Candidate indices of the drafts with the largest scores, and their log-probabilities; a non-finite score ends
+        the walk."""
         scores_KPM = self._host_BKPM[row, :limit]
         if scores_KPM.is_contiguous() and native_lib.load() is not None:
             return native_lib.walk(scores_KPM, inverse)

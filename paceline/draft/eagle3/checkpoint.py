@@ -1,12 +1,13 @@
 """Reads and writes EAGLE-3 checkpoints in two formats.
 
     SpecForge, SGLang, EAGLE   LlamaForCausalLMEagle3, flat config, midlayer.*, fc, norm, lm_head, d2t, t2d
-    speculators, vLLM          Eagle3Speculator, transformer_layer_config, layers.0.*, the other tensors, perhaps embed_tokens
+    speculators, vLLM          Eagle3Speculator, transformer_layer_config, layers.0.*, the other tensors, perhaps
+    embed_tokens
 
-`Eagle3Config.from_json` parses both configs; `write_eagle3` writes either format. `d2t` holds offsets: row i of the head is
-token i + d2t[i]; `t2d` marks the tokens that the head has. Target layers are counted in two ways: the top-level key
-`eagle_aux_hidden_state_layer_ids` uses Transformers' hidden_states (id 2 is the output of layer 1; vLLM, speculators), the one
-in `eagle_config` counts layers (SGLang adds one).
+`Eagle3Config.from_json` parses both configs; `write_eagle3` writes either format. `d2t` holds offsets: row i of the
+head is token i + d2t[i]; `t2d` marks the tokens that the head has. Target layers are counted in two ways: the top-level
+key `eagle_aux_hidden_state_layer_ids` uses Transformers' hidden_states (id 2 is the output of layer 1; vLLM,
+speculators), the one in `eagle_config` counts layers (SGLang adds one).
 """
 
 from __future__ import annotations
@@ -44,14 +45,16 @@ DEFAULT_DRAFTED = 5
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """Config of an EAGLE-3 or 3.1 drafter: decoder layers, the first of which also reads hidden states, and its own LM head."""
+    """Config of an EAGLE-3 or 3.1 drafter: decoder layers, the first of which also reads hidden states, and its own LM
+    head."""
 
     shape: DecoderConfig
     """Sizes, RoPE and windows of the draft layers; `vocab_size` is the target's."""
     draft_vocab_size: int
     target_hidden_size: int
     tap_layers: tuple[int, ...]
-    """Tapped target layers; layer l is Transformers' hidden_states[l + 1]. Empty: the default of engines (`default_taps`)."""
+    """Tapped target layers; layer l is Transformers' hidden_states[l + 1]. Empty: the default of engines
+    (`default_taps`)."""
     norm_before_residual: bool
     """True if the first layer's residual is the normed features; otherwise the features before the norm."""
     norm_before_fc: bool
@@ -69,13 +72,14 @@ class Eagle3Config:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path | str = "config.json") -> Eagle3Config:
-        """Parse a config.json. Raises UnsupportedModelError for another architecture, ModelFileError for a missing or invalid
-        key."""
+        """Parse a config.json. Raises UnsupportedModelError for another architecture, ModelFileError for a missing or
+        invalid key."""
         path = Path(path)
         layer = raw.get("transformer_layer_config", raw)
         if not isinstance(layer, dict) or not is_eagle3(raw):
             raise UnsupportedModelError(
-                f"{path}: {short(raw.get('architectures'))} is no EAGLE-3 drafter: give {ARCHITECTURE} or a speculators folder"
+                f"{path}: {short(raw.get('architectures'))} is no EAGLE-3 drafter: give {ARCHITECTURE} or a "
+                "speculators folder"
             )
         shape = _shape(layer, path)
         flags = {name: _flag(raw, name, path) for name in FLAGS}
@@ -113,8 +117,8 @@ def is_eagle3(raw: Mapping[str, Any]) -> bool:
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Target layers that SGLang and vLLM tap by default: the inputs of layers 2, n/2 and n - 3; for a target with fewer than
-    seven layers, early, middle and late ones."""
+    """Target layers that SGLang and vLLM tap by default: the inputs of layers 2, n/2 and n - 3; for a target with fewer
+    than seven layers, early, middle and late ones."""
     ids = (2, num_layers // 2, num_layers - 3) if num_layers >= 7 else (1, num_layers // 2, num_layers - 1)
     return tuple(sorted({max(layer, 1) - 1 for layer in ids}))
 
@@ -130,7 +134,8 @@ def new_config(
     version: str = "3.1",
     **keys: Any,
 ) -> dict[str, Any]:
-    """config.json of a new one-layer drafter for a target of these sizes in SpecForge's format; `keys` overrides or adds keys.
+    """config.json of a new one-layer drafter for a target of these sizes in SpecForge's format; `keys` overrides or
+    adds keys.
 
     `version` 3.1 norms each tapped layer's features and the state passed to the next step; 3 does neither.
     """
@@ -180,7 +185,8 @@ def read_eagle3(folder: Path | str) -> Eagle3Checkpoint:
     needed = [*REQUIRED, *(("d2t", "t2d") if config.draft_vocab_size != config.shape.vocab_size else ())]
     if missing := [name for name in needed if name not in tensors and name not in maps]:
         raise ModelFileError(
-            f"{folder}: tensors that an EAGLE-3 drafter needs are missing: {', '.join(missing)}; export it with its head and "
+            f"{folder}: tensors that an EAGLE-3 drafter needs are missing: {', '.join(missing)}; export it with its "
+            "head and "
             "its vocabulary, or fetch the drafter again"
         )
     _check_flags(config, tensors, folder)
@@ -295,7 +301,8 @@ def _taps(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
 
 
 def _check_flags(config: Eagle3Config, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Raises ModelFileError if a norm's flag and its weights do not match: the network would draft badly without an error."""
+    """Raises ModelFileError if a norm's flag and its weights do not match: the network would draft badly without an
+    error."""
     for flag, prefix in (("fc_norm", "fc_norm."), ("norm_before_fc", "input_norm.")):
         is_there = any(name.startswith(prefix) for name in tensors)
         if is_there != getattr(config, flag):
@@ -311,10 +318,14 @@ def _ids(config: Eagle3Config, maps: Mapping[str, Tensor], folder: Path) -> Tens
     ids = torch.arange(size)
     if "d2t" in maps:
         if maps["d2t"].shape != (size,) or maps["d2t"].is_floating_point():
-            raise ModelFileError(f"{folder}: d2t must hold {size} whole numbers, one for each row of the head: fetch it again")
+            raise ModelFileError(
+                f"{folder}: d2t must hold {size} whole numbers, one for each row of the head: fetch it again"
+            )
         ids = ids + maps["d2t"].long()
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < size:
-        raise ModelFileError(f"{folder}: d2t does not name {size} different tokens of {vocab_size}: fetch the drafter again")
+        raise ModelFileError(
+            f"{folder}: d2t does not name {size} different tokens of {vocab_size}: fetch the drafter again"
+        )
     if "t2d" in maps:
         has_token = maps["t2d"].bool()
         if len(has_token) != vocab_size or int(has_token.sum()) != size or not bool(has_token[ids].all()):
@@ -324,7 +335,9 @@ def _ids(config: Eagle3Config, maps: Mapping[str, Tensor], folder: Path) -> Tens
 
 def _log_unknown(config: Eagle3Config, others: Mapping[str, Tensor], folder: Path) -> None:
     layer = config.raw.get("transformer_layer_config") or {}
-    keys = (config.raw.keys() | layer.keys()) - {key for name in ("shape", "eagle", "meaningless") for key in KEYS[name]}
+    keys = (config.raw.keys() | layer.keys()) - {
+        key for name in ("shape", "eagle", "meaningless") for key in KEYS[name]
+    }
     for what, names in (("config.json", sorted(keys)), ("the weights", sorted(others))):
         if names:
             log.warning("%s: not understood and not used, of %s: %s", folder, what, ", ".join(names))

@@ -7,9 +7,9 @@
 
 `chained.py` has the part shared with other autoregressive drafters: cache entries and sampling.
 
-`Eagle3Network` holds the weights and is trained; `Eagle3Path` (path.py) is the same computation for decoding, in PyTorch, with
-any target. `tests/draft/test_eagle3.py` compares both with the formulas, `experiments/eagle3_interop.py` with the PyPI package
-`speculators` 0.9.0.
+`Eagle3Network` holds the weights and is trained; `Eagle3Path` (path.py) is the same computation for decoding, in
+PyTorch, with any target. `tests/draft/test_eagle3.py` compares both with the formulas, `experiments/eagle3_interop.py`
+with the PyPI package `speculators` 0.9.0.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from paceline.model.target import Target
 
 
 class Attend(Protocol):
-    """Attention with RoPE and masks: from heads [T, heads, head_dim] and [T, kv_heads, head_dim] of layer `layer`, before RoPE,
-    to [T, heads * head_dim]."""
+    """Attention with RoPE and masks: from heads [T, heads, head_dim] and [T, kv_heads, head_dim] of layer `layer`,
+    before RoPE, to [T, heads * head_dim]."""
 
     def __call__(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> Tensor: ...
 
@@ -85,7 +85,8 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Network(nn.Module):
-    """The trainable network, with `speculators`' parameter names. The embedding is the target's unless the file has one."""
+    """The trainable network, with `speculators`' parameter names. The embedding is the target's unless the file has
+    one."""
 
     def __init__(self, config: Eagle3Config, has_embedding: bool = False) -> None:
         super().__init__()
@@ -104,7 +105,8 @@ class Eagle3Network(nn.Module):
 
     @classmethod
     def of(cls, config: Eagle3Config, tensors: Mapping[str, Tensor], source: Path | str = "checkpoint") -> Self:
-        """Create a network that shares `tensors`. Raises ModelFileError naming a tensor that does not fit the config."""
+        """Create a network that shares `tensors`. Raises ModelFileError naming a tensor that does not fit the
+        config."""
         with torch.device("meta"):
             network = cls(config, has_embedding="embed_tokens.weight" in tensors)
         return with_tensors(network, tensors, source)
@@ -136,8 +138,9 @@ class Eagle3Network(nn.Module):
         return self.fc(taps_NF)
 
     def forward(self, embedded_TD: Tensor, hidden_TD: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """(state for the next step, input of the head), [T, D] each, from embedded tokens and the states of the positions
-        before them: `features`, or the previous step's states. Differentiable; the decode path must equal it."""
+        """(state for the next step, input of the head), [T, D] each, from embedded tokens and the states of the
+        positions before them: `features`, or the previous step's states. Differentiable; the decode path must equal
+        it."""
         for index, layer in enumerate(self.layers):
             hidden_TD = layer(index, embedded_TD, hidden_TD, attend)
         normed_TD = self.norm(hidden_TD)
@@ -158,7 +161,8 @@ class Eagle3Drafter(ChainedDrafter):
         num_drafted: int | None = None,
         others: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """`ids`: token id of each row of the head [default: the first ones]. Raises ConfigError for a negative num_drafted."""
+        """`ids`: token id of each row of the head [default: the first ones]. Raises ConfigError for a negative
+        num_drafted."""
         self.network, self.config = network, network.config
         self.ids = torch.arange(self.config.draft_vocab_size) if ids is None else ids
         self.num_drafted = DEFAULT_DRAFTED if num_drafted is None else num_drafted
@@ -188,7 +192,10 @@ class Eagle3Drafter(ChainedDrafter):
     @torch.no_grad()
     def bind(self, target: Target) -> None:
         """See Drafter.bind. Binding to the same cache again keeps the packed matrices and resets all rows."""
-        taps, has_embedding = self.config.tap_layers or default_taps(target.num_layers), hasattr(self.network, "embed_tokens")
+        taps, has_embedding = (
+            self.config.tap_layers or default_taps(target.num_layers),
+            hasattr(self.network, "embed_tokens"),
+        )
         check_eagle3_fit(self.config, target, taps, has_embedding)
         make_path: Any = Eagle3NativePath if isinstance(target, NativeDecoder) else Eagle3Path
         self._bind_path(target, lambda: make_path(self.config, self.network.state_dict(), target, slack=self._slack))

@@ -19,8 +19,8 @@ from paceline.model.native.library import Buffers, Matrix, pointer
 class Eagle3NativePath(EagleNorms):
     """Eagle3Path in native calls: one native pass per step, one product each for the features and the LM head.
 
-    In a tree, every step recomputes the earlier drafts: parents can only be given for a pass's own tokens, and a few more
-    tokens cost little. With a target in block-quantised format the drafter's matrices are rounded to Q8_0.
+    In a tree, every step recomputes the earlier drafts: parents can only be given for a pass's own tokens, and a few
+    more tokens cost little. With a target in block-quantised format the drafter's matrices are rounded to Q8_0.
     """
 
     def __init__(self, config: Eagle3Config, network: Mapping[str, Tensor], target: NativeDecoder, slack: int) -> None:
@@ -33,7 +33,11 @@ class Eagle3NativePath(EagleNorms):
         self._fc, self._head = pack([weights["fc.weight"]], dtype), pack([weights["lm_head.weight"]], dtype)
         own = weights.get("embed_tokens.weight")
         layers = [layer_parts(shape, at, within(weights, f"layers.{at}."), dtype) for at in range(shape.num_layers)]
-        matrices = [self._fc, self._head, *(part for layer in layers for part in layer.values() if isinstance(part, Matrix))]
+        matrices = [
+            self._fc,
+            self._head,
+            *(part for layer in layers for part in layer.values() if isinstance(part, Matrix)),
+        ]
         self.weight_bytes = sum(matrix.num_bytes for matrix in matrices)
         """Bytes of packed matrices, without the target's own."""
         max_len = target.cache.max_len
@@ -54,7 +58,9 @@ class Eagle3NativePath(EagleNorms):
         """Drafts of the current round, by row."""
 
     @torch.inference_mode()
-    def extend(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor) -> Tensor:
+    def extend(
+        self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor
+    ) -> Tensor:
         features_TD = self._fc.multiply(self.normed_features(taps_TF[: len(tokens)]), self._dtype)
         hidden_TD = self._pass(rows, starts, counts, tokens, features_TD, None)
         self.cache.append(rows, counts)
@@ -95,7 +101,8 @@ class Eagle3NativePath(EagleNorms):
         hidden_TD: Tensor,
         parents: list[int] | None,
     ) -> Tensor:
-        """Hidden states [T, D] after the last layer, from features or states [T, D] of the positions before the tokens."""
+        """Hidden states [T, D] after the last layer, from features or states [T, D] of the positions before the
+        tokens."""
         hidden_TD, out_TD = hidden_TD.float().contiguous(), torch.empty(len(tokens), self._size)
         work = self._buffers.work
         work.num_rows, work.hidden, work.hidden_out = len(rows), pointer(hidden_TD), pointer(out_TD)

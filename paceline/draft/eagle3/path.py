@@ -53,8 +53,8 @@ class EagleNorms:
 class Eagle3Path(EagleNorms):
     """EAGLE-3 in PyTorch operations on any device, with weights prepared for one target.
 
-    Cache entry e combines the target's features of position e with the token after it, and has that token's RoPE position, e +
-    1.
+    Cache entry e combines the target's features of position e with the token after it, and has that token's RoPE
+    position, e + 1.
     """
 
     def __init__(self, config: Eagle3Config, network: Mapping[str, Tensor], target: Target, slack: int) -> None:
@@ -70,14 +70,18 @@ class Eagle3Path(EagleNorms):
         self._hidden_norm = RMSNorm(weights.pop("layers.0.hidden_norm.weight"), shape.rms_norm_eps)
         self._fc, self._head = PackedLinear(weights["fc.weight"]), PackedLinear(weights["lm_head.weight"])
         self._embedding = weights.get("embed_tokens.weight")
-        self._layers = [Layer.of(shape, index, within(weights, f"layers.{index}.")) for index in range(shape.num_layers)]
+        self._layers = [
+            Layer.of(shape, index, within(weights, f"layers.{index}.")) for index in range(shape.num_layers)
+        ]
         self._rope = Rope.of(shape, max_len + slack + 1, dtype, device)
         self.cache = StaticKVCache(
             shape.num_layers, num_rows, shape.num_kv_heads, max_len, shape.head_dim, dtype, device, slack=slack
         )
 
     @torch.inference_mode()
-    def extend(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor) -> Tensor:
+    def extend(
+        self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor
+    ) -> Tensor:
         features_TD = self._fc(self.normed_features(taps_TF[: len(tokens)])).to(self.residual_dtype)
         state_BD = self._run(rows, starts, counts, tokens, features_TD)
         self.cache.append(rows, counts)
@@ -94,9 +98,11 @@ class Eagle3Path(EagleNorms):
     def logits(self, state_TD: Tensor) -> Tensor:
         return self._head(self.head_input(state_TD))
 
-    def _run(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], hidden_TD: Tensor) -> Tensor:
-        """Run all layers; after the last layer only each row's last entry is kept, so its queries are computed for these
-        alone."""
+    def _run(
+        self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], hidden_TD: Tensor
+    ) -> Tensor:
+        """Run all layers; after the last layer only each row's last entry is kept, so its queries are computed for
+        these alone."""
         lasts = [end - 1 for end in accumulate(counts)]
         last_T = torch.tensor(lasts, device=self._device) if len(lasts) < len(tokens) else None
         plans = self._plans(rows, starts, counts, last_T is not None)
@@ -150,7 +156,9 @@ class Eagle3Path(EagleNorms):
 
     def _embed(self, tokens: list[int]) -> Tensor:
         tokens_T = torch.tensor(tokens, device=self._device)
-        return self._target.matrix_embed(tokens_T) if self._embedding is None else F.embedding(tokens_T, self._embedding)
+        return (
+            self._target.matrix_embed(tokens_T) if self._embedding is None else F.embedding(tokens_T, self._embedding)
+        )
 
 
 def _is_outer_norm(name: str) -> bool:

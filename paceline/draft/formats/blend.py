@@ -2,8 +2,8 @@
 
     blended(before, trained, 0.75, out)    weights 75 % of the way to `trained`
 
-Training on one kind of text forgets some of the others. Between old and new weights the gain comes early and the loss late, so
-an interpolation keeps most of the gain with little of the loss (Wortsman et al. 2109.01903, section 3).
+Training on one kind of text forgets some of the others. Between old and new weights the gain comes early and the loss
+late, so an interpolation keeps most of the gain with little of the loss (Wortsman et al. 2109.01903, section 3).
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from paceline.errors import DrafterMismatchError
 
 
 def blended(before: Path, trained: Path, share: float, out: Path) -> None:
-    """Write a drafter with the weights (1 - share) * before + share * trained. Dtype, config and draft vocabulary are those of
-    `trained`; vocabularies may differ, as they have no weights.
+    """Write a drafter with the weights (1 - share) * before + share * trained. Dtype, config and draft vocabulary are
+    those of `trained`; vocabularies may differ, as they have no weights.
 
-    Raises DrafterMismatchError when the two differ in more than weights, CacheError when `out` cannot be written, and what
-    reading a checkpoint raises.
+    Raises DrafterMismatchError when the two differ in more than weights, CacheError when `out` cannot be written, and
+    what reading a checkpoint raises.
     """
     stored = read_stored(trained)
     (config_of_old, old), (config, new) = read_checkpoint(before), (stored.config, stored.tensors)
     shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (old, new)]
     if config_of_old != config or shapes[0] != shapes[1]:
-        raise DrafterMismatchError(f"{before} and {trained} differ in more than their weights: there is nothing between them")
-    tensors = {name: torch.lerp(old[name].float(), tensor.float(), share).to(tensor.dtype) for name, tensor in new.items()}
+        raise DrafterMismatchError(
+            f"{before} and {trained} differ in more than their weights: there is nothing between them"
+        )
+    tensors = {
+        name: torch.lerp(old[name].float(), tensor.float(), share).to(tensor.dtype) for name, tensor in new.items()
+    }
     ids, head_VD = stored.vocabulary
     write_checkpoint(out, config.raw, tensors, ids, head_VD=head_VD)

@@ -66,7 +66,11 @@ def described_mtp(layer: MtpLayer, folder: Path) -> list[Fact]:
     """Facts about a folder that holds only an MTP layer."""
     shape = layer.config
     layout = "Qwen3-Next's and Qwen3.5's" if layer.tells_normed else "DeepSeek-V3's"
-    mlp = f"{shape.num_experts} experts of {shape.expert_size}" if shape.has_experts(0) else f"MLP {shape.intermediate_size}"
+    mlp = (
+        f"{shape.num_experts} experts of {shape.expert_size}"
+        if shape.has_experts(0)
+        else f"MLP {shape.intermediate_size}"
+    )
     of_target = decoder_config(layer.raw, folder)
     position = "behind" if layer.tells_normed else "before"
     return [
@@ -94,12 +98,20 @@ def described_eagle3(stored: Eagle3Checkpoint, folder: Path) -> list[Fact]:
         Fact("format", style, _tensors(stored.tensors)),
         Fact("kind", "EAGLE-3", "drafts token after token, chains and trees"),
         Fact("made for", f"{named}hidden size {config.target_hidden_size}, {shape.vocab_size} tokens"),
-        Fact("network", f"{shape.num_layers} layers", f"{shape.family}, hidden size {shape.hidden_size}, {_heads(shape)}"),
-        Fact("taps", ", ".join(map(str, config.tap_layers)) or "not said", "target layers; not said: as engines choose them"),
+        Fact(
+            "network", f"{shape.num_layers} layers", f"{shape.family}, hidden size {shape.hidden_size}, {_heads(shape)}"
+        ),
+        Fact(
+            "taps",
+            ", ".join(map(str, config.tap_layers)) or "not said",
+            "target layers; not said: as engines choose them",
+        ),
         Fact("features' norms", norms, "before they are put together (fc_norm, norm_before_fc)"),
         Fact("adds to", residual, f"norm_before_residual {str(config.norm_before_residual).lower()}"),
         Fact(
-            "told", f"{position} the final norm", f"norm_output {str(config.norm_output).lower()}: what the next draft is told"
+            "told",
+            f"{position} the final norm",
+            f"norm_output {str(config.norm_output).lower()}: what the next draft is told",
         ),
         Fact("rotary", f"theta {shape.rope_theta:g}", f"scaling {shape.rope_scaling}" if shape.rope_scaling else ""),
         Fact("head", f"{config.draft_vocab_size} tokens", "of its own, among which it drafts"),
@@ -120,7 +132,9 @@ def _heads(shape: DecoderConfig) -> str:
 def _target(stored: StoredDrafter) -> str:
     config = stored.config
     speculators = config.raw.get("speculators") or {}
-    verifier = (speculators.get("speculators_config") or {}).get("verifier") or {} if isinstance(speculators, dict) else {}
+    verifier = (
+        (speculators.get("speculators_config") or {}).get("verifier") or {} if isinstance(speculators, dict) else {}
+    )
     layers = f"{config.num_target_layers} layers" if config.num_target_layers else "layers not said"
     named = f"{verifier['name_or_path']}: " if isinstance(verifier, dict) and verifier.get("name_or_path") else ""
     return f"{named}hidden size {config.shape.hidden_size}, {layers}, {config.vocab_size or 'not said how many'} tokens"
@@ -166,7 +180,11 @@ def _causality(stored: StoredDrafter) -> str:
     causal = stored.config.is_causal
     if not any(causal):
         return "slots see their whole block"
-    layers = "all layers" if all(causal) else "layers " + ", ".join(str(layer) for layer, is_so in enumerate(causal) if is_so)
+    layers = (
+        "all layers"
+        if all(causal)
+        else "layers " + ", ".join(str(layer) for layer, is_so in enumerate(causal) if is_so)
+    )
     return f"in {layers} a slot sees only those before it"
 
 
@@ -177,4 +195,8 @@ def _norm_mean(stored: StoredDrafter) -> float:
 
 def _norms(stored: StoredDrafter) -> str:
     around_zero = abs(_norm_mean(stored)) < 0.3
-    return "around zero, as where 1 is added to them: they are used as they are here" if around_zero else "used as they are"
+    return (
+        "around zero, as where 1 is added to them: they are used as they are here"
+        if around_zero
+        else "used as they are"
+    )

@@ -1,6 +1,7 @@
 """Exports a drafter to other programs: z-lab's format, vLLM's `speculators` format, or llama.cpp's GGUF.
 
-    export(read_stored(folder), "speculators", out, head_rows=rows, verifier={"name_or_path": ..., "architectures": [...]})
+    export(read_stored(folder), "speculators", out, head_rows=rows, verifier={"name_or_path": ..., "architectures":
+    [...]})
 
 Returns descriptions of what a format cannot store. Rejects settings without which another program would silently draft
 something else.
@@ -38,14 +39,16 @@ def export(
     with_vocabulary: bool = True,
     target: Path | None = None,
 ) -> list[str]:
-    """Write the drafter into a new folder or GGUF file; returns descriptions of what was left out or stored under a private
-    key.
+    """Write the drafter into a new folder or GGUF file; returns descriptions of what was left out or stored under a
+    private key.
 
-    `head_rows` supplies the head's rows for a draft vocabulary: speculators and gguf need them, and without them z-lab's format
-    omits the vocabulary. `with_vocabulary` False omits vocabulary and head from z-lab's format, for programs that read neither.
-    `verifier`: the target's name_or_path and architectures, if known; `target`: its GGUF file, for gguf. Raises ConfigError for
-    an unknown format or missing head, UnsupportedModelError for settings that the format cannot express, CacheError if `out`
-    has files or cannot be written.
+    `head_rows` supplies the head's rows for a draft vocabulary: speculators and gguf need them, and without them
+    z-lab's format omits the vocabulary. `with_vocabulary` False omits vocabulary and head from z-lab's format, for
+    programs that read neither.
+    `verifier`: the target's name_or_path and architectures, if known; `target`: its GGUF file, for gguf. Raises
+    ConfigError for
+    an unknown format or missing head, UnsupportedModelError for settings that the format cannot express, CacheError if
+    `out` has files or cannot be written.
     """
     if form not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, not {form!r}")
@@ -60,8 +63,8 @@ def export(
 
 
 def _as_z_lab(stored: StoredDrafter, out: Path, head_rows: HeadRows | None, with_vocabulary: bool) -> list[str]:
-    """Write z-lab's format, with draft vocabulary and head as vLLM reads them: `draft_vocab_size`, and tensors among the
-    weights, which SGLang and the authors' package ignore."""
+    """Write z-lab's format, with draft vocabulary and head as vLLM reads them: `draft_vocab_size`, and tensors among
+    the weights, which SGLang and the authors' package ignore."""
     config, left_out = stored.config, list[str]()
     ids, head_VD = stored.vocabulary
     can_say = with_vocabulary and config.second is None and bool(config.vocab_size)
@@ -90,7 +93,9 @@ def _vocabulary(
     return tensors if head_VD is None else tensors | {vocabulary.HEAD: head_VD.to(stored.tensors["fc.weight"].dtype)}
 
 
-def _as_speculators(stored: StoredDrafter, out: Path, head_rows: HeadRows | None, verifier: Mapping[str, Any]) -> list[str]:
+def _as_speculators(
+    stored: StoredDrafter, out: Path, head_rows: HeadRows | None, verifier: Mapping[str, Any]
+) -> list[str]:
     config, left_out = stored.config, list[str]()
     _check_sayable(config)
     kind = "dflash2" if config.second else "dflash"
@@ -101,7 +106,8 @@ def _as_speculators(stored: StoredDrafter, out: Path, head_rows: HeadRows | None
         ids, head_VD = None, None
     if ids is not None and head_VD is None and head_rows is None:
         raise ConfigError(
-            f"this drafter drafts among {len(ids)} tokens, and the format wants the target's head for them: name it (--model)"
+            f"this drafter drafts among {len(ids)} tokens, and the format wants the target's head for them: name it "
+            "(--model)"
         )
     tensors = {**stored.tensors, **_vocabulary(stored, ids, head_VD, head_rows)}
     settings = {
@@ -124,8 +130,8 @@ def _as_speculators(stored: StoredDrafter, out: Path, head_rows: HeadRows | None
 
 
 def _is_non_causal(config: DFlashConfig) -> bool:
-    """True if no layer with a window is causal, also without windows: vLLM applies the key to all layers, including full
-    ones, and would draft with untrained causal attention (vllm 56692)."""
+    """True if no layer with a window is causal, also without windows: vLLM applies the key to all layers, including
+    full ones, and would draft with untrained causal attention (vllm 56692)."""
     return not any(causal for layer, causal in enumerate(config.is_causal) if config.shape.window(layer))
 
 

@@ -1,12 +1,13 @@
-"""Reads a DFlash drafter from a GGUF file (llama.cpp's architecture `dflash`, DFlash 1 and 2), which `gguf_writer.py` writes.
+"""Reads a DFlash drafter from a GGUF file (llama.cpp's architecture `dflash`, DFlash 1 and 2), which `gguf_writer.py`
+writes.
 
     raw, tensors, vocabulary, others = read_gguf(Path("drafter.gguf"))
 
 llama.cpp (src/models/dflash.cpp and conversion/qwen.py, as of 2026) stores the sizes under the usual keys;
-`dflash.target_layers`, each one more than z-lab's id, since it names the layer whose input is read; `dflash.block_size`;
-`tokenizer.ggml.mask_token_id`; for DFlash 2 `dflash.conv_*` and `dflash.selector_*`; `d2t`, the target's token for each row of
-the drafter's own head; and the target's whole tokenizer. The rest has keys that llama.cpp does not read: `paceline.config`,
-z-lab's config.json, and `paceline.draft_ids`.
+`dflash.target_layers`, each one more than z-lab's id, since it names the layer whose input is read;
+`dflash.block_size`; `tokenizer.ggml.mask_token_id`; for DFlash 2 `dflash.conv_*` and `dflash.selector_*`; `d2t`, the
+target's token for each row of the drafter's own head; and the target's whole tokenizer. The rest has keys that
+llama.cpp does not read: `paceline.config`, z-lab's config.json, and `paceline.draft_ids`.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def _own_name(name: str, path: Path) -> str:
     if whole or (own and number.isdecimal()):
         return whole or f"layers.{number}.{own}"
     raise UnsupportedModelError(
-        f"{path}: tensor {name!r:.80} is of no DFlash drafter that is implemented: give the drafter's folder, if there is one"
+        f"{path}: tensor {name!r:.80} is of no DFlash drafter that is implemented: give the drafter's folder, if "
+        "there is one"
     )
 
 
@@ -127,8 +129,8 @@ def _narrowed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _config(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The config.json stored by our export, else one converted from llama.cpp's keys. Raises ModelFileError if both exist and
-    differ, as after an edit."""
+    """The config.json stored by our export, else one converted from llama.cpp's keys. Raises ModelFileError if both
+    exist and differ, as after an edit."""
     converted = _z_lab_config(file, tensors)
     exported = file.get(CONFIG, str)
     if exported is None:
@@ -145,7 +147,8 @@ def _config(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     for name in ("hidden_size", "num_hidden_layers", "head_dim", "block_size", "target_layer_ids", "mask_token_id"):
         if native_keys.get(name) is not None and exported_keys.get(name) not in (None, native_keys[name]):
             raise ModelFileError(
-                f"{file.path}: {name} is {native_keys[name]} in llama.cpp's keys and {exported_keys[name]} in {CONFIG}: "
+                f"{file.path}: {name} is {native_keys[name]} in llama.cpp's keys and {exported_keys[name]} in "
+                f"{CONFIG}: "
                 "export the drafter again, or take that key out of the file"
             )
     return raw
@@ -161,13 +164,18 @@ def _z_lab_config(file: GGUFFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     config |= {name: decimal(file.get(key(gguf_key), float)) for name, gguf_key in (FRACTIONS | SCALES).items()}
     layers = [layer - 1 for layer in file.array(key("target_layers"), int)]
     if not layers:
-        raise ModelFileError(f"{file.path} has no {key('target_layers')}, which a drafter's file needs: convert it again")
+        raise ModelFileError(
+            f"{file.path} has no {key('target_layers')}, which a drafter's file needs: convert it again"
+        )
     if min(layers) < 0:
         raise ModelFileError(
             f"{file.path}: {key('target_layers')} counts from 1, and holds {min(layers) + 1}: convert it again"
         )
     mask = file.get(MASK, int)
-    nested = {"target_layer_ids": layers, "mask_token_id": file.get(key("mask_token_id"), int) if mask is None else mask}
+    nested = {
+        "target_layer_ids": layers,
+        "mask_token_id": file.get(key("mask_token_id"), int) if mask is None else mask,
+    }
     second = "candidate_selector.hidden_projection.weight" in tensors
     if second:
         nested |= {name: file.get(key(name), int) for name in SECOND}

@@ -1,4 +1,5 @@
-"""Writes a DFlash drafter as a GGUF file for llama.cpp (`--spec-type draft-dflash -md FILE`); `--drafter FILE` reads it too.
+"""Writes a DFlash drafter as a GGUF file for llama.cpp (`--spec-type draft-dflash -md FILE`); `--drafter FILE` reads it
+too.
 
     left_out = write_gguf(read_stored(folder), Path("drafter.gguf"), head_rows=rows, target=Path("target.gguf"))
 
@@ -45,13 +46,18 @@ CAUSAL = "layers in which a slot sees only those before it: llama.cpp's see thei
 
 
 def write_gguf(
-    stored: StoredDrafter, file: Path, *, head_rows: Callable[[Tensor], Tensor] | None = None, target: Path | None = None
+    stored: StoredDrafter,
+    file: Path,
+    *,
+    head_rows: Callable[[Tensor], Tensor] | None = None,
+    target: Path | None = None,
 ) -> list[str]:
     """Write one file; returns descriptions of what was left out or is read by paceline alone.
 
-    `target`: the target's GGUF file, whose tokenizer is copied, as llama.cpp requires. `head_rows`: rows of the target's head,
-    for a draft vocabulary of DFlash 1. Raises UnsupportedModelError for a setting that llama.cpp cannot express, ConfigError
-    for a target of another vocabulary, CacheError if the file cannot be written.
+    `target`: the target's GGUF file, whose tokenizer is copied, as llama.cpp requires. `head_rows`: rows of the
+    target's head,
+    for a draft vocabulary of DFlash 1. Raises UnsupportedModelError for a setting that llama.cpp cannot express,
+    ConfigError for a target of another vocabulary, CacheError if the file cannot be written.
     """
     config, (ids, head_VD), notes = stored.config, stored.vocabulary, list[str]()
     _check_sayable(config, stored.tensors)
@@ -68,7 +74,8 @@ def write_gguf(
     notes += [f"{name}: the target's own is used" for name in stored.others]
     if config.second is None and (config.output_multiplier, config.final_logit_softcapping) != (1.0, 0.0):
         notes.append(
-            "output_multiplier and final_logit_softcapping, which llama.cpp reads of DFlash 2 alone; the best stay the best"
+            "output_multiplier and final_logit_softcapping, which llama.cpp reads of DFlash 2 alone; the best stay "
+            "the best"
         )
     with whole_file(file, "free space or choose another file") as scratch:
         writer = gguf_package().GGUFWriter(scratch, ARCH)
@@ -92,7 +99,8 @@ def _check_sayable(config: DFlashConfig, tensors: dict[str, Tensor]) -> None:
         CAUSAL: any(config.is_causal),
         "sample_from_anchor": config.from_anchor,
         "input_embedding_scale": config.input_embedding_scale != 1.0,
-        f"rope_scaling {kind}": kind not in ("default", "linear", "yarn") or bool(kind != "default" and set(scaling) - YARN),
+        f"rope_scaling {kind}": kind not in ("default", "linear", "yarn")
+        or bool(kind != "default" and set(scaling) - YARN),
         f"the tensor {next(iter(without_name), '')}": bool(without_name),
     }
     for what, is_so in unsayable.items():
@@ -160,7 +168,10 @@ def _add_rope_scaling(writer: gguf.GGUFWriter, scaling: dict[str, Any]) -> None:
 def _add_tokenizer(writer: gguf.GGUFWriter, config: DFlashConfig, target: Path | None) -> list[str]:
     """Copy the keys `tokenizer.*` from the target's file; returns a remark if no target is given."""
     if target is None:
-        return ["the target's tokenizer, without which llama.cpp does not load the file: name the target's GGUF file (--model)"]
+        return [
+            "the target's tokenizer, without which llama.cpp does not load the file: name the target's GGUF file "
+            "(--model)"
+        ]
     reader = gguf_package().GGUFReader(target)
     tokens = len(reader.fields[TOKENS].data) if TOKENS in reader.fields else 0
     if tokens != config.vocab_size:

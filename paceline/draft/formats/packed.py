@@ -1,12 +1,13 @@
 """Stores a drafter's weights in 8 bits (Q8_0, as the native pass uses them): half the bytes to package or download.
 
     model-q8_0.safetensors:
-        NAME of a matrix                     uint8 [rows, 34 bytes for each 32 columns], ggml's Q8_0; other tensors as they are
-        candidate_selector.*_codebook        only the rows of tokens in codebook_ids, if that tensor exists
+        NAME of a matrix                     uint8 [rows, 34 bytes for each 32 columns], ggml's Q8_0; other tensors as
+        they are candidate_selector.*_codebook        only the rows of tokens in codebook_ids, if that tensor exists
         candidate_selector.codebook_ids      int32, ascending
 
-Codebooks of a DFlash 2 selector have a row per target token. Candidates come from the draft vocabulary and only a round's last
-verified token can be outside it, so the file stores the rows of the draft vocabulary alone. When read, other tokens get zero
+Codebooks of a DFlash 2 selector have a row per target token. Candidates come from the draft vocabulary and only a
+round's last verified token can be outside it, so the file stores the rows of the draft vocabulary alone. When read,
+other tokens get zero
 rows: after such a token the selector does not change the first draft's scores.
 
 Other programs cannot read this file: `read_drafter(FOLDER).save(OTHER)` writes a readable one with full codebooks.
@@ -46,8 +47,8 @@ def packed(tensors: Mapping[str, Tensor], draft_ids: Tensor | None = None) -> di
 
 
 def without_rows(tensors: Mapping[str, Tensor], draft_ids: Tensor) -> dict[str, Tensor]:
-    """Drop codebook rows of tokens outside `draft_ids`, in tensors of a network or of a packed file. Tensors without codebooks,
-    or with rows already dropped, are returned unchanged."""
+    """Drop codebook rows of tokens outside `draft_ids`, in tensors of a network or of a packed file. Tensors without
+    codebooks, or with rows already dropped, are returned unchanged."""
     if BOOK_IDS in tensors or not any(map(_is_book, tensors)):
         return dict(tensors)
     ids = draft_ids.cpu()

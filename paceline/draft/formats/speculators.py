@@ -2,15 +2,14 @@
 
     speculators                            z-lab
     transformer_layer_config.*             the same keys, at the top level
-    aux_hidden_state_layer_ids             dflash_config.target_layer_ids + 1: hidden_states[id], where 0 is the embedding
-    mask_token_id, block_size              dflash_config.mask_token_id, block_size
-    sliding_window_non_causal              is_causal: false; full layers are never causal (`export.py` on vLLM)
-    sample_from_anchor                     the same
-    conv_*, selector_* (dflash2)           dflash_config.*
-    draft_vocab_size, d2t, t2d, lm_head    not in z-lab's own code: the draft vocabulary (`vocabulary.py`)
+    aux_hidden_state_layer_ids             dflash_config.target_layer_ids + 1: hidden_states[id], where 0 is the
+    embedding mask_token_id, block_size              dflash_config.mask_token_id, block_size sliding_window_non_causal
+    is_causal: false; full layers are never causal (`export.py` on vLLM) sample_from_anchor                     the same
+    conv_*, selector_* (dflash2)           dflash_config.* draft_vocab_size, d2t, t2d, lm_head    not in z-lab's own
+    code: the draft vocabulary (`vocabulary.py`)
 
-Keys without a counterpart are stored under `z_lab` or `speculators`, so that converting back restores every key. The mapping is
-that of PyPI's `speculators` 0.9.0 (Apache 2.0); `experiments/interop.py` compares with it.
+Keys without a counterpart are stored under `z_lab` or `speculators`, so that converting back restores every key. The
+mapping is that of PyPI's `speculators` 0.9.0 (Apache 2.0); `experiments/interop.py` compares with it.
 """
 
 from __future__ import annotations
@@ -28,14 +27,29 @@ log = logging.getLogger("paceline.draft")
 KINDS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
 """Architecture by speculators_model_type; both formats write it."""
 VERSION = "0.9.0"
-OUTSIDE = ("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers", "speculators", "draft_vocab_size")
+OUTSIDE = (
+    "architectures",
+    "auto_map",
+    "block_size",
+    "dflash_config",
+    "num_target_layers",
+    "speculators",
+    "draft_vocab_size",
+)
 """z-lab's keys that do not belong to the decoder's config."""
-OWN = ("speculators_model_type", "architectures", "transformer_layer_config", "aux_hidden_state_layer_ids", "block_size")
+OWN = (
+    "speculators_model_type",
+    "architectures",
+    "transformer_layer_config",
+    "aux_hidden_state_layer_ids",
+    "block_size",
+)
 OWN += ("mask_token_id", "sliding_window_non_causal", "sample_from_anchor", "draft_vocab_size", "z_lab")
 """Keys of speculators that have a z-lab counterpart."""
 SECOND = DFlash2Sizes.__slots__
 DEFAULTS: dict[str, Any] = {
-    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016,
+    "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6, "hidden_act": "silu",
 }  # fmt: skip
@@ -43,8 +57,8 @@ DEFAULTS: dict[str, Any] = {
 
 
 def to_z_lab(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Convert a config.json from speculators to z-lab's format. Raises UnsupportedModelError for another type of drafter,
-    ModelFileError for a missing or invalid key."""
+    """Convert a config.json from speculators to z-lab's format. Raises UnsupportedModelError for another type of
+    drafter, ModelFileError for a missing or invalid key."""
     kind = str(raw.get("speculators_model_type"))
     if kind not in KINDS:
         raise UnsupportedModelError(
@@ -81,14 +95,16 @@ def to_z_lab(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _causality(layer: dict[str, Any], is_non_causal: bool, path: Path) -> dict[str, Any]:
-    """z-lab's is_causal: only sliding-window layers may be causal. Removes is_causal from `layer`, where a converter may have
-    left it without effect."""
+    """z-lab's is_causal: only sliding-window layers may be causal. Removes is_causal from `layer`, where a converter
+    may have left it without effect."""
     types, is_causal_key = layer.get("layer_types") or [], layer.pop("is_causal", None)
     has_window = layer.get("use_sliding_window") is True and layer.get("sliding_window") is not None
     is_causal = has_window and not is_non_causal
     if is_causal_key is not None and is_causal_key is not is_causal and has_window:
         log.warning(
-            "%s: is_causal %s in transformer_layer_config, which sliding_window_non_causal contradicts", path, is_causal_key
+            "%s: is_causal %s in transformer_layer_config, which sliding_window_non_causal contradicts",
+            path,
+            is_causal_key,
         )
     if "sliding_attention" in types and not is_causal:
         return {"is_causal": False}
@@ -99,8 +115,8 @@ def from_z_lab(
     raw: Mapping[str, Any], kind: str, settings: Mapping[str, Any], verifier: Mapping[str, Any], dtype: str
 ) -> dict[str, Any]:
     """config.json in speculators format. `settings`: effective values of block_size, mask_token_id, target_layer_ids,
-    num_slots, sample_from_anchor, sliding_window_non_causal and draft_vocab_size; `verifier`: the target's name_or_path and
-    architectures, if known."""
+    num_slots, sample_from_anchor, sliding_window_non_causal and draft_vocab_size; `verifier`: the target's name_or_path
+    and architectures, if known."""
     own_keys = dict(raw.get("speculators") or {})
     layer = {name: value for name, value in raw.items() if name not in OUTSIDE}
     layer["model_type"] = own_keys.pop("model_type", "qwen3")
@@ -131,8 +147,14 @@ def from_z_lab(
 def proposal_config(
     config: Mapping[str, Any] | None, algorithm: str, num_drafted: int, verifier: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """speculators_config with the target's name and architectures, if known: `config`, or a new one that drafts greedily."""
-    method = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": num_drafted, "verifier_accept_k": 1}
+    """speculators_config with the target's name and architectures, if known: `config`, or a new one that drafts
+    greedily."""
+    method = {
+        "accept_tolerance": 0.0,
+        "proposal_type": "greedy",
+        "speculative_tokens": num_drafted,
+        "verifier_accept_k": 1,
+    }
     config = config or {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",
@@ -147,10 +169,12 @@ def _check_sizes(raw: Mapping[str, Any], layer: Mapping[str, Any], path: Path) -
     other = [name for name in ("hidden_size", "num_hidden_layers", "num_attention_heads") if name not in layer]
     if layer.get("model_type", "qwen3") != "qwen3" and other:
         raise ModelFileError(
-            f"{path}: transformer_layer_config of model_type {layer['model_type']} lacks {other[0]}: write it in config.json"
+            f"{path}: transformer_layer_config of model_type {layer['model_type']} lacks {other[0]}: write it in "
+            "config.json"
         )
     width, hidden = raw.get("target_hidden_size"), layer.get("hidden_size", DEFAULTS["hidden_size"])
     if width not in (None, hidden):
         raise UnsupportedModelError(
-            f"{path}: target_hidden_size {short(width)} beside a drafter's hidden_size {short(hidden)} is not implemented"
+            f"{path}: target_hidden_size {short(width)} beside a drafter's hidden_size {short(hidden)} is not "
+            "implemented"
         )

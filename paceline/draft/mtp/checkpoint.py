@@ -1,13 +1,14 @@
 """Reads and writes the multi-token-prediction layer that some models' files contain, in either of two layouts.
 
     Qwen3-Next, Qwen3.5      mtp.fc, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.norm, mtp.layers.0.*
-    DeepSeek-V3 and similar  in model.layers.L, L the number of layers: eh_proj, enorm, hnorm, shared_head.norm, and a decoder
+    DeepSeek-V3 and similar  in model.layers.L, L the number of layers: eh_proj, enorm, hnorm, shared_head.norm, and a
+    decoder
                              layer; embed_tokens and shared_head.head are copies of the target's and are not read
 
 Transformers drops these tensors. The names are those of vLLM's loaders (`qwen3_next_mtp.py`, `deepseek_mtp.py`).
 
-A trained layer (`train/methods/mtp.py`) has its own folder: these tensors under the same names, and the target's config.json
-with the additional key `paceline_mtp`.
+A trained layer (`train/methods/mtp.py`) has its own folder: these tensors under the same names, and the target's
+config.json with the additional key `paceline_mtp`.
 """
 
 from __future__ import annotations
@@ -35,10 +36,16 @@ QWEN = {
     "mtp.norm.": "final_norm.",
     "mtp.layers.0.": LAYER,
 }
-DEEPSEEK = {"eh_proj.": "fc.", "enorm.": "embedding_norm.", "hnorm.": "hidden_norm.", "shared_head.norm.": "final_norm."}
+DEEPSEEK = {
+    "eh_proj.": "fc.",
+    "enorm.": "embedding_norm.",
+    "hnorm.": "hidden_norm.",
+    "shared_head.norm.": "final_norm.",
+}
 COPIES = ("embed_tokens.", "shared_head.head.")
 MARK = "paceline_mtp"
-"""Key of config.json in the folder of a layer alone: {"layout": "qwen" or "deepseek", "steps": drafts it was trained for}."""
+"""Key of config.json in the folder of a layer alone: {"layout": "qwen" or "deepseek", "steps": drafts it was trained
+for}."""
 CHOOSE = "choose another drafter, such as default, ngram or a DFlash drafter's folder"
 
 
@@ -73,8 +80,8 @@ def is_mtp(raw: dict[str, Any]) -> bool:
 
 
 def read_mtp(path: Path) -> MtpLayer:
-    """Read the layer from a target's folder or its own. Raises ModelFileError without a layer or if a tensor does not fit the
-    config, UnsupportedModelError for a target or layer that paceline's decoder does not implement."""
+    """Read the layer from a target's folder or its own. Raises ModelFileError without a layer or if a tensor does not
+    fit the config, UnsupportedModelError for a target or layer that paceline's decoder does not implement."""
     layer = find_mtp(path)
     if layer is None:
         raise ModelFileError(f"{path} holds no multi-token-prediction layer (no tensors {_looked_for(path)}): {CHOOSE}")
@@ -91,7 +98,9 @@ def find_mtp(path: Path) -> MtpLayer | None:
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{error}; its mtp layer is not read then: {CHOOSE}") from error
     last = f"model.layers.{config.num_layers}."
-    stored = dict(load_named(path, lambda name: name.startswith(("mtp.", last, f"model.layers.{config.num_layers + 1}."))))
+    stored = dict(
+        load_named(path, lambda name: name.startswith(("mtp.", last, f"model.layers.{config.num_layers + 1}.")))
+    )
     if not stored:
         return None
     is_qwen = any(name.startswith("mtp.") for name in stored)
@@ -155,26 +164,34 @@ def _shapes(layer: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _renamed(tensors: dict[str, Tensor], last: str, is_qwen: bool, path: Path) -> Iterator[tuple[str, Tensor]]:
-    names = QWEN if is_qwen else {f"{last}{file_name}": own_name for file_name, own_name in DEEPSEEK.items()} | {last: LAYER}
+    names = (
+        QWEN
+        if is_qwen
+        else {f"{last}{file_name}": own_name for file_name, own_name in DEEPSEEK.items()} | {last: LAYER}
+    )
     for name, tensor in tensors.items():
         if name.startswith(tuple(f"{last}{copy}" for copy in COPIES)):
             continue
         file_name = next((file_name for file_name in names if name.startswith(file_name)), None)
         if file_name is None:
-            raise UnsupportedModelError(f"{path}: tensor {name!r}: mtp of more than one layer is not implemented: {CHOOSE}")
+            raise UnsupportedModelError(
+                f"{path}: tensor {name!r}: mtp of more than one layer is not implemented: {CHOOSE}"
+            )
         if "self_attn.kv_a_proj" in name:
             raise UnsupportedModelError(f"{path}: the mtp layer's attention is MLA, which is not implemented: {CHOOSE}")
         yield name.replace(file_name, names[file_name], 1), tensor
 
 
 def checked(layer: DecoderConfig, tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The tensors under their names within the layer. Raises ModelFileError for a missing, unknown or wrongly shaped one."""
+    """The tensors under their names within the layer. Raises ModelFileError for a missing, unknown or wrongly shaped
+    one."""
     expected = _shapes(layer)
     for name in [*expected, *tensors]:
         shape, given = expected.get(name), tuple(tensors[name].shape) if name in tensors else None
         if shape != given:
             raise ModelFileError(
-                f"{path}: tensor {name.removeprefix(LAYER)!r} of the mtp layer has shape {given}, the config asks for {shape}: "
+                f"{path}: tensor {name.removeprefix(LAYER)!r} of the mtp layer has shape {given}, the config asks for "
+                f"{shape}: "
                 "config and weights are of different models, fetch the model again"
             )
         check_finite(name, tensors[name], path)

@@ -1,13 +1,14 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): drafts with the MTP layer that a model was trained with.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): drafts with the MTP layer that a model was
+trained with.
 
-    z_t = fc([norm(embedding of x_{t+1}), norm(h_t)])     h_t: the target's hidden state of position t, after its final norm
-    u   = layer(z), a decoder layer of the target's type that attends to earlier z, at position t
-    logits of x_{t+2} = the target's head of norm(u); for the next draft, norm(u) (Qwen) or u (DeepSeek) replaces h
+    z_t = fc([norm(embedding of x_{t+1}), norm(h_t)])     h_t: the target's hidden state of position t, after its final
+    norm u   = layer(z), a decoder layer of the target's type that attends to earlier z, at position t logits of x_{t+2}
+    = the target's head of norm(u); for the next draft, norm(u) (Qwen) or u (DeepSeek) replaces h
 
-The layer (read by `checkpoint.py`) was trained to predict one more token. Chained, it drafts any number, with decreasing
-accuracy unless it was trained on chains (`train/methods/mtp.py`). Embedding and LM head are the target's. Positions, norms and
-states are those of vLLM; nothing was measured with pretrained weights. `tests/draft/test_mtp.py` compares drafts with
-Transformers' layers.
+The layer (read by `checkpoint.py`) was trained to predict one more token. Chained, it drafts any number, with
+decreasing accuracy unless it was trained on chains (`train/methods/mtp.py`). Embedding and LM head are the target's.
+Positions, norms and states are those of vLLM; nothing was measured with pretrained weights. `tests/draft/test_mtp.py`
+compares drafts with Transformers' layers.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ DEFAULT_DRAFTED = 3
 
 
 class MtpPath:
-    """The MTP layer in PyTorch operations on any device, prepared for one target. Cache entry e combines the target's hidden
-    state of position e with the token after it."""
+    """The MTP layer in PyTorch operations on any device, prepared for one target. Cache entry e combines the target's
+    hidden state of position e with the token after it."""
 
     def __init__(self, layer: MtpLayer, target: Target, slack: int) -> None:
         """`slack`: cache positions for drafts after a row's longest text."""
@@ -58,7 +59,9 @@ class MtpPath:
         self.cache = StaticKVCache(*sizes, dtype, device, slack=slack)
 
     @torch.inference_mode()
-    def extend(self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor) -> Tensor:
+    def extend(
+        self, rows: list[int], starts: list[int], counts: list[int], tokens: list[int], taps_TF: Tensor
+    ) -> Tensor:
         plan = AttentionPlan(rows, starts, counts, group=self._group, dtype=self._dtype, device=self._device)
         writer = CacheWriter(rows, starts, counts, self._device)
         state_TD = self._layer_of(plan, writer, positions_of(starts, counts), tokens, taps_TF[: len(tokens)])
@@ -105,7 +108,9 @@ class MtpDrafter(ChainedDrafter):
     def of_target(cls, target_name: str, *, num_drafted: int | None = None) -> MtpDrafter:
         """Read the layer in the target's folder. Raises the errors of `read_mtp`, ConfigError without a name,
         ModelNotFoundError."""
-        refuse(ConfigError, (not target_name, "mtp reads the target's own files: say with target_name which model it is"))
+        refuse(
+            ConfigError, (not target_name, "mtp reads the target's own files: say with target_name which model it is")
+        )
         return cls(read_mtp(hub.resolve(target_name)), num_drafted=num_drafted)
 
     @classmethod
@@ -132,7 +137,8 @@ class MtpDrafter(ChainedDrafter):
         ):
             if mine != theirs:
                 raise DrafterMismatchError(
-                    f"{what}: the mtp layer has {mine}, the target {theirs}: it drafts for the model whose file it is in alone"
+                    f"{what}: the mtp layer has {mine}, the target {theirs}: it drafts for the model whose file it is "
+                    "in alone"
                 )
         self._bind_path(target, lambda: MtpPath(self._stored, target, slack=self._slack))
         self.tap_layers = (target.num_layers - 1,)

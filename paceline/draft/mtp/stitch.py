@@ -1,8 +1,8 @@
 """Puts a trained MTP layer into a copy of its target, for programs that read it there, such as vLLM's method mtp.
 
-Files of the target are copied; those with tensors of the layer are rewritten with the trained ones, in the dtype and under the
-names of the original. Experts that the file stores fused are fused again. If the target has no such layer, it becomes an
-additional file, and config.json announces it.
+Files of the target are copied; those with tensors of the layer are rewritten with the trained ones, in the dtype and
+under the names of the original. Experts that the file stores fused are fused again. If the target has no such layer, it
+becomes an additional file, and config.json announces it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def _replace(ours: Mapping[str, Tensor], target: Path, files: Mapping[Path, list
             shutil.copyfile(file, out / file.name)
             continue
         tensors = read_tensors(file)
-        save_file({**tensors, **{name: _stored(name, tensors[name], ours) for name in own}}, out / file.name, {"format": "pt"})
+        save_file(
+            {**tensors, **{name: _stored(name, tensors[name], ours) for name in own}}, out / file.name, {"format": "pt"}
+        )
         replaced += own
     return replaced
 

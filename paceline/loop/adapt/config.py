@@ -117,8 +117,8 @@ class CandidateConfig:
     most_loss: Share = 0.02
     """Loss of tokens/s on other clusters or on out-of-domain answers at which a candidate is refused."""
     shares: tuple[Annotated[float, within("above 0 and at most 1", above=0, most=1)], ...] = (1.0, 0.75, 0.5)
-    """Comma-separated weight shares of the candidate; one that loses too much on other traffic is tried again as a blend of the
-    incumbent's weights and this share of its own."""
+    """Comma-separated weight shares of the candidate; one that loses too much on other traffic is tried again as a
+    blend of the incumbent's weights and this share of its own."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -227,8 +227,8 @@ class OtherEngineConfig:
     """Another engine that is started instead of paceline's own, with a drafter, and its check."""
 
     engine: Annotated[str, ENGINES] = "paceline"
-    """Engine that serves: paceline, or vllm or sglang started with this drafter; arguments after -- are that engine's own
-    options."""
+    """Engine that serves: paceline, or vllm or sglang started with this drafter; arguments after -- are that engine's
+    own options."""
     engine_command: str | None = None
     """Command that starts that engine [default: vllm serve, or python -m sglang.launch_server]."""
     ready_minutes: Positive = 30.0

@@ -1,6 +1,7 @@
 """Log of `paceline adapt`: JSON Lines, append-only, with one line per hour and one per event.
 
-{"hour": 494500, "time": "...", "seen": {...}, "mix": {...}, "decision": {"action": "none", "why": ..., "declined": {...}}}
+{"hour": 494500, "time": "...", "seen": {...}, "mix": {...},
+ "decision": {"action": "none", "why": ..., "declined": {...}}}
 {"hour": 494500, "time": "...", "event": "swapped", "clusters": ["tickets"], "drafter": "...", "why": ...}
 """
 
@@ -19,7 +20,8 @@ from paceline.loop.adapt.traffic.stored import FIRST_YEAR
 from paceline.runs.folder import RunFolder, append_lines, plain
 
 FIRST_HOUR = int(FIRST_YEAR // HOUR_S)
-"""First valid hour of an event (2020); an earlier one comes from a wrong clock, and replay would iterate over all hours since.
+"""First valid hour of an event (2020); an earlier one comes from a wrong clock, and replay would iterate over all hours
+since.
 """
 
 

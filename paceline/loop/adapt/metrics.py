@@ -19,7 +19,8 @@ EVENTS = (
     *("training", "scored", "swapped", "routed", "kept", "rolled back", "refused", "failed", "told"),
     *("waiting", "answers"),
 )
-"""Events of the log. `waiting`: a stage waits for a server that does not answer; `answers`: the server answers again."""
+"""Events of the log. `waiting`: a stage waits for a server that does not answer; `answers`: the server answers
+again."""
 PREFIX = "paceline:adapt_"
 
 
@@ -50,7 +51,9 @@ class AdaptMetrics(Collector):
             loss.add_metric([name], cluster.series.loss)
         state.add_metric(["(mix)"], STATES[self.policy.mix.state])
         yield from (now, usual, state, loss)
-        yield GaugeMetricFamily(PREFIX + "training", "1 while a training, its gate or a probation runs", value=bool(self.stage))
+        yield GaugeMetricFamily(
+            PREFIX + "training", "1 while a training, its gate or a probation runs", value=bool(self.stage)
+        )
         yield GaugeMetricFamily(PREFIX + "server_up", "0 while the server does not answer", value=self.is_reached)
         help = "End of the hour that was last decided about, seconds since 1970"
         yield GaugeMetricFamily(PREFIX + "last_decision_seconds", help, value=(self.hour + 1) * HOUR_S)

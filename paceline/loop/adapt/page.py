@@ -17,7 +17,9 @@ MARKED = ("swapped", "routed", "rolled back", "training", "kept", "refused", "fa
 COLUMNS = (
     Column("when", lambda line: line["time"]),
     Column("what", lambda line: line.get("event") or line["decision"]["action"]),
-    Column("clusters", lambda line: ", ".join(line.get("clusters") or line.get("decision", {}).get("clusters", ())) or None),
+    Column(
+        "clusters", lambda line: ", ".join(line.get("clusters") or line.get("decision", {}).get("clusters", ())) or None
+    ),
     Column("why", lambda line: line.get("why") or line.get("decision", {}).get("why")),
 )
 
@@ -26,7 +28,11 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
     """Renders the page of `AdaptLog.lines`. Raises ConfigError if matplotlib is missing."""
     hours = [line for line in lines if "seen" in line]
     done = [line for line in lines if "event" in line or line["decision"]["action"] not in IDLE]
-    last = hours[-1] if hours else {"seen": {}, "mix": {}, "decision": {"why": "nothing has been seen yet", "declined": {}}}
+    last = (
+        hours[-1]
+        if hours
+        else {"seen": {}, "mix": {}, "decision": {"why": "nothing has been seen yet", "declined": {}}}
+    )
     return render(
         "adapt.html",
         title="Acceptance over time",
@@ -56,7 +62,10 @@ def _timeline(name: str, hours: Sequence[dict[str, Any]], done: Sequence[dict[st
 
 def _state(seen: dict[str, Any]) -> str:
     words = {"learning": "no baseline yet: two days are needed, and a week to know weekends", "calm": "as usual"}
-    words |= {"raised": "lower than usual; it must last before anything is done", "held": "lower than usual for long enough"}
+    words |= {
+        "raised": "lower than usual; it must last before anything is done",
+        "held": "lower than usual for long enough",
+    }
     loss = f" ({seen['loss']:.0%} below)" if seen.get("loss") else ""
     return words[seen["state"]] + loss
 

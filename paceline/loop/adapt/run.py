@@ -56,7 +56,8 @@ def run(
     watch: WatchConfig,
     say: Callable[[str], None],
 ) -> None:
-    """Run until SIGTERM or Ctrl-C. Raises ConfigError if another daemon uses the folder, CacheError if it is not writable."""
+    """Run until SIGTERM or Ctrl-C. Raises ConfigError if another daemon uses the folder, CacheError if it is not
+    writable."""
     with reraised(CacheError, f"cannot write {store.state}", "choose another --state", OSError):
         store.state.mkdir(parents=True, exist_ok=True)
     incumbent = Path(candidate.incumbent) if Path(candidate.incumbent).is_dir() else None
@@ -70,7 +71,9 @@ def run(
     with only_run(store.state, "adapting", Ranks(), say):
         watcher = Watcher(store, engine, deployment, SeasonalPolicy(policy, prices), candidate, retrain, watch, say)
         if watch.metrics_port is not None:
-            with reraised(ConfigError, f"port {watch.metrics_port} cannot be opened", "choose another --metrics-port", OSError):
+            with reraised(
+                ConfigError, f"port {watch.metrics_port} cannot be opened", "choose another --metrics-port", OSError
+            ):
                 watcher.metrics.serve(watch.metrics_port)
         clock = Clock(time.time(), time.monotonic())
         say(f"adapt: watching {store.traces}; a line an hour in {watcher.log.file}")

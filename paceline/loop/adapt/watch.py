@@ -4,9 +4,9 @@
     while True: watcher.tick(time.time()); time.sleep(60)
 
 At most one `Stage` is in progress. It is saved (`state.json`) before it begins, so that a killed daemon resumes it. In
-addition, a drafter that a user loaded by hand may be on probation; meanwhile the daemon deploys no drafter. Only the `Canary`
-changes the server: after a verdict that passed, and to roll back. Any other failure is logged, and the server goes on
-unchanged.
+addition, a drafter that a user loaded by hand may be on probation; meanwhile the daemon deploys no drafter. Only the
+`Canary` changes the server: after a verdict that passed, and to roll back. Any other failure is logged, and the server
+goes on unchanged.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class Watcher(Steps):
         if self._next is None:
             hours, _ = self._seen(over, 0, now)
             if num_odd := self.log.num_odd():
-                self.say(f"adapt: left out {num_odd} events of {self.log.file} that have no hour since 2020, or are damaged")
+                self.say(
+                    f"adapt: left out {num_odd} events of {self.log.file} that have no hour since 2020, or are damaged"
+                )
             rebuilt(self.policy, hours, self.log, over)
             self.policy.is_training = self.stage is not None and self.stage.trains
             self._next = over
@@ -153,13 +155,17 @@ class Watcher(Steps):
         name, clusters = f"{stage.hour}-{word_of(stage.clusters)}", stage.clusters
         since = self._since(stage.hour, clusters)
         try:
-            window = write_window(self.store.traces, clusters, since, stage.hour + 1, self.store.state / "windows" / name)
+            window = write_window(
+                self.store.traces, clusters, since, stage.hour + 1, self.store.state / "windows" / name
+            )
         except CacheError:
             raise  # a full disk says nothing about the window: it is decided again
         except PacelineError as error:
             self._event(stage.hour, "failed", clusters=clusters, why=str(error))
             return False
-        outs = (self.store.state.resolve() / "trainings" / f"{name}-{at}" for at in range(len(self.retrain.learning_rates)))
+        outs = (
+            self.store.state.resolve() / "trainings" / f"{name}-{at}" for at in range(len(self.retrain.learning_rates))
+        )
         stage.name = "training"
         stage.window = plain(asdict(window))
         stage.candidates = [str(out / "drafter") for out in outs]
@@ -168,7 +174,8 @@ class Watcher(Steps):
         return True
 
     def _to_route(self, stage: Stage, decision: Decision) -> None:
-        """Prepare to route a cluster to a drafter that passed the gate. Raises DownloadError if the server no longer has it."""
+        """Prepare to route a cluster to a drafter that passed the gate. Raises DownloadError if the server no longer
+        has it."""
         assert self.deployment is not None and decision.member is not None
         self.deployment.pinned(decision.clusters[0])
         stage.member, stage.why, stage.name = decision.member, decision.why, "swap"
@@ -225,7 +232,9 @@ class Watcher(Steps):
         with reraised(ConfigError, f"{file} is damaged", "move it away", *DAMAGED):
             state = json.loads(file.read_text(encoding="utf-8"))
             self.incumbent, self._scored = str(state["incumbent"]), dict(state["scored"])
-            if not all(type(scored["hour"]) is int and _has_gains(scored["members"]) for scored in self._scored.values()):
+            if not all(
+                type(scored["hour"]) is int and _has_gains(scored["members"]) for scored in self._scored.values()
+            ):
                 raise ValueError("impossible scored")
             stages = (state["stage"], state.get("by_hand"))
             self.stage, self.by_hand = (None if stage is None else read_stage(stage) for stage in stages)
@@ -248,4 +257,6 @@ class Watcher(Steps):
 def _has_gains(members: Mapping[str, Any]) -> bool:
     """True if `members` is a dict of verdicts that passed, as `members.scores` reads it."""
     gains = [verdict["gains"]["drifted"] for verdict in members.values()]
-    return all(type(gain[name]) in (int, float) and gain[name] > 0 for gain in gains for name in ("candidate", "incumbent"))
+    return all(
+        type(gain[name]) in (int, float) and gain[name] > 0 for gain in gains for name in ("candidate", "incumbent")
+    )

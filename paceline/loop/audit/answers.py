@@ -1,8 +1,8 @@
-"""Converts a server's answers to tokens: from ids if it returns them, else from its log-probabilities, else by encoding the
-text.
+"""Converts a server's answers to tokens: from ids if it returns them, else from its log-probabilities, else by encoding
+the text.
 
-A text may have been generated with other tokens than its encoding. Such an answer is used only if the server counted the same
-number of tokens; an answer whose tokens are unknown is left out and counted.
+A text may have been generated with other tokens than its encoding. Such an answer is used only if the server counted
+the same number of tokens; an answer whose tokens are unknown is left out and counted.
 """
 
 from __future__ import annotations
@@ -55,11 +55,15 @@ class AnswerReader:
             prompt_ids = _all_ids(choice.get("prompt_token_ids") or response.get("prompt_token_ids"))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError):
             return None
-        if not isinstance(text, str) or not all(value is None or type(value) is int for value in (num_answer, num_prompt)):
+        if not isinstance(text, str) or not all(
+            value is None or type(value) is int for value in (num_answer, num_prompt)
+        ):
             return None
         tokens = self._tokens(text, reason == "stop" and not has_stop, ids, names, num_answer)
         is_lossy = response.get("lossless") is False
-        return ServerAnswer(text, reason, tokens, logprobs, num_prompt, num_answer, prompt_ids, ids is not None, is_lossy)
+        return ServerAnswer(
+            text, reason, tokens, logprobs, num_prompt, num_answer, prompt_ids, ids is not None, is_lossy
+        )
 
     def _tokens(
         self, text: str, is_ended: bool, ids: list[int] | None, names: list[str] | None, num_answer: int | None
@@ -86,7 +90,9 @@ class AnswerReader:
         ends = self._tokenizer.eos_token_ids
         whole = [*encoded, *(ids[0] for ids in choices[len(encoded) :] if ids and ids[0] in ends)]
         fits = len(whole) == len(names)
-        return whole if fits and all(id in ids_of_name for id, ids_of_name in zip(whole, choices, strict=True)) else None
+        return (
+            whole if fits and all(id in ids_of_name for id, ids_of_name in zip(whole, choices, strict=True)) else None
+        )
 
     def _texts(self) -> dict[str, list[int]]:
         """Maps every text that may denote a token to its candidate tokens."""

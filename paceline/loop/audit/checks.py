@@ -68,7 +68,9 @@ def verdict_of(findings: Iterable[Finding]) -> Verdict:
     return "honest" if is_known else "unsure"
 
 
-def sampled(groups: Sequence[Group], tests: Sequence[Trial], false_alarms: float, tolerance: float = 0.0) -> list[Finding]:
+def sampled(
+    groups: Sequence[Group], tests: Sequence[Trial], false_alarms: float, tolerance: float = 0.0
+) -> list[Finding]:
     """Returns one finding per sampling setting; `tolerance` as in the tests."""
     findings = []
     for group in groups:
@@ -77,10 +79,16 @@ def sampled(groups: Sequence[Group], tests: Sequence[Trial], false_alarms: float
         figures = {"group": group.name, "answers": len(group.draws), "tokens": group.num_tokens, "lost": group.num_lost}
         if faults:
             what = "; ".join(_meaning(test) for test in faults[:3])
-            text = f"{group.name}: {what} (an honest server would show this with a chance of at most {faults[0].chance:.1g})"
+            text = (
+                f"{group.name}: {what} (an honest server would show this with a chance of at most "
+                f"{faults[0].chance:.1g})"
+            )
             findings.append(Finding("sampled", "fault", text, figures))
         elif not own or group.lost_share > MOST_LOST:
-            text = f"{group.name}: the tokens of {group.num_lost} of {group.num_lost + len(group.draws)} answers are not known"
+            text = (
+                f"{group.name}: the tokens of {group.num_lost} of {group.num_lost + len(group.draws)} answers are not "
+                "known"
+            )
             findings.append(Finding("sampled", "not judged", text, figures))
         else:
             first = own[0]
@@ -88,7 +96,8 @@ def sampled(groups: Sequence[Group], tests: Sequence[Trial], false_alarms: float
             figures["detectable_nats"] = least
             text = (
                 f"{group.name}: surprisal minus entropy {first.difference:+.3f} nats "
-                f"[{first.low:+.3f}, {first.high:+.3f}] over {group.num_tokens:,} tokens; {len(own)} tests, none beyond a "
+                f"[{first.low:+.3f}, {first.high:+.3f}] over {group.num_tokens:,} tokens; {len(own)} tests, none "
+                "beyond a "
                 f"rate of {false_alarms:g} false alarms for all; a shift of {least:.2f} nats would have been found"
             )
             findings.append(Finding("sampled", "passed", text, figures))
@@ -103,7 +112,8 @@ def _meaning(test: Trial) -> str:
 
 
 def nucleus(groups: Sequence[Group], allowed: Tolerance) -> list[Finding]:
-    """Checks for tokens outside the top-p nucleus: a token is outside if the surely likelier ones already reach top-p."""
+    """Checks for tokens outside the top-p nucleus: a token is outside if the surely likelier ones already reach
+    top-p."""
     findings = []
     for group in (group for group in groups if group.top_p < 1 and group.draws):
         before_N = np.concatenate([draw.scores.before_T for draw in group.draws])
@@ -121,7 +131,9 @@ def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
     draws = [draw for draw in draws if draw.tokens]
     if not draws:
         return Finding("greedy", "not judged", f"the tokens of all {num_lost} greedy answers are unknown")
-    other = [(float(gap), draw.prompt, place) for draw in draws for place, gap in enumerate(draw.scores.gap_T) if gap > 0]
+    other = [
+        (float(gap), draw.prompt, place) for draw in draws for place, gap in enumerate(draw.scores.gap_T) if gap > 0
+    ]
     num_tokens = sum(len(draw.tokens) for draw in draws)
     far = [entry for entry in other if entry[0] > tie]
     firsts: dict[int, dict[str, Any]] = {}
@@ -129,7 +141,11 @@ def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
         firsts.setdefault(prompt, {"prompt": prompt, "position": place + 1, "gap": gap})
     num_same = len(draws) - len(firsts)
     figures: dict[str, Any] = {"answers": len(draws), "identical": num_same, "tokens": num_tokens, "lost": num_lost}
-    figures |= {"near_ties": len(other) - len(far), "differences": len(far), "largest_gap": max(other, default=(0.0,))[0]}
+    figures |= {
+        "near_ties": len(other) - len(far),
+        "differences": len(far),
+        "largest_gap": max(other, default=(0.0,))[0],
+    }
     figures["first"] = list(firsts.values())
     text = f"{num_same} of {len(draws)} answers identical; of {num_tokens:,} tokens {len(other)} are not our likeliest"
     if other and not far:
@@ -137,7 +153,8 @@ def greedy(draws: Sequence[Draw], tie: float, num_lost: int = 0) -> Finding:
     if far:
         gap, prompt, place = min(far, key=lambda entry: entry[1:])
         text += (
-            f", {len(far)} of them by more than a near tie; first in prompt {prompt + 1} at token {place + 1}, where the "
+            f", {len(far)} of them by more than a near tie; first in prompt {prompt + 1} at token {place + 1}, where "
+            "the "
             f"likeliest token's logit is {gap:.2f} larger"
         )
     return Finding("greedy", "fault" if far else "passed", text, figures)
@@ -152,18 +169,23 @@ def seeds(pairs: Sequence[tuple[str, str]]) -> Finding:
     if num_same == len(pairs):
         return Finding("seeds", "passed", f"the same seed gave the same text {num_same} times of {len(pairs)}", figures)
     if not num_same:
-        return Finding("seeds", "not offered", "a seed changes nothing: the same seed never gave the same text", figures)
+        return Finding(
+            "seeds", "not offered", "a seed changes nothing: the same seed never gave the same text", figures
+        )
     text = f"the same seed gave the same text {num_same} times of {len(pairs)}: batches, or rounding, decide the rest"
     return Finding("seeds", "note", text, figures)
 
 
 def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
-    """Check that the median difference of the server's and our log-probabilities, one pair per token, is at most `allowed`."""
+    """Check that the median difference of the server's and our log-probabilities, one pair per token, is at most
+    `allowed`."""
     if not pairs:
         return Finding("logprobs", "not offered", "the server tells no log-probabilities")
     apart = [abs(reported - own) for reported, own in pairs]
     middle, largest = statistics.median(apart), max(apart)
-    text = f"log-probabilities of {len(pairs):,} tokens differ from ours by {middle:.4f} (median), at most {largest:.3f}"
+    text = (
+        f"log-probabilities of {len(pairs):,} tokens differ from ours by {middle:.4f} (median), at most {largest:.3f}"
+    )
     figures = {"tokens": len(pairs), "median": middle, "largest": largest}
     if middle > allowed:
         return Finding("logprobs", "fault", f"{text}; rounding explains a median of {allowed:g}", figures)
@@ -171,7 +193,8 @@ def logprobs(pairs: Sequence[tuple[float, float]], allowed: float) -> Finding:
 
 
 def stops(tried: Sequence[Stop]) -> Finding:
-    """Checks greedy answers repeated with a stop string. An answer that diverged before its stop string proves nothing."""
+    """Checks greedy answers repeated with a stop string. An answer that diverged before its stop string proves
+    nothing."""
     wrong, num_kept = [], 0
     for stop in tried:
         if stop.stop in stop.text:
@@ -187,7 +210,9 @@ def stops(tried: Sequence[Stop]) -> Finding:
         return Finding("stop", "fault", wrong[0], figures)
     if not num_kept:
         return Finding("stop", "not judged", "answers with a stop string took another way before it", figures)
-    return Finding("stop", "passed", f"{num_kept} of {len(tried)} answers ended right before their stop string", figures)
+    return Finding(
+        "stop", "passed", f"{num_kept} of {len(tried)} answers ended right before their stop string", figures
+    )
 
 
 def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
@@ -209,10 +234,13 @@ def usage(counted: Sequence[Usage], is_rendered_there: bool) -> Finding:
         first = answers[0]
         own = f"at most {first.limit}" if first.answer is None else str(first.answer)
         text = (
-            f"{len(answers)} of {len(reported)} answers have other counts: {first.answer_reported} tokens where we have {own}"
+            f"{len(answers)} of {len(reported)} answers have other counts: {first.answer_reported} tokens where we "
+            f"have {own}"
         )
         return Finding("usage", "fault", text, figures)
-    return Finding("usage", "passed", f"prompt and answer tokens of {len(reported)} answers are counted as ours", figures)
+    return Finding(
+        "usage", "passed", f"prompt and answer tokens of {len(reported)} answers are counted as ours", figures
+    )
 
 
 def declared_lossy(num_lossy: int) -> list[Finding]:

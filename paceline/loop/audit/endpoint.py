@@ -1,7 +1,7 @@
 """Sends requests to the audited server, and finds out which request fields it supports.
 
-A prompt is sent as token ids, else as text, else as messages that the server renders. Settings that some servers take from the
-model's folder by default (top-k, penalties) are sent as off, if the server knows them.
+A prompt is sent as token ids, else as text, else as messages that the server renders. Settings that some servers take
+from the model's folder by default (top-k, penalties) are sent as off, if the server knows them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Endpoint:
     """Errors of single requests."""
 
     def determine_form(self) -> None:
-        """Determine the request form that the server supports. Raises ConfigError if it supports none, or the key is wrong."""
+        """Determine the request form that the server supports. Raises ConfigError if it supports none, or the key is
+        wrong."""
         probe, refused = Request(0, 1.0, 1), ""
         for self.kind in KINDS:
             for self.extras in EXTRAS:
@@ -89,7 +90,8 @@ class Endpoint:
                     return
                 refused = refused or _error_of(stream)
         raise ConfigError(
-            f"{self.client.url} answers neither /v1/completions nor /v1/chat/completions ({refused}): is {self.served_name!r} "
+            f"{self.client.url} answers neither /v1/completions nor /v1/chat/completions ({refused}): is "
+            f"{self.served_name!r} "
             "a model that writes text?"
         )
 
@@ -127,7 +129,8 @@ class Endpoint:
         return answer
 
     def _post(self, request: Request) -> Stream:
-        """Send a request, with retries while the server is busy. Raises DownloadError, and ConfigError on a wrong key."""
+        """Send a request, with retries while the server is busy. Raises DownloadError, and ConfigError on a wrong
+        key."""
         path = "/v1/chat/completions" if self.kind == "chat" else "/v1/completions"
         data = json.dumps(self._body(request)).encode()
         stream, attempt = self.client.post(path, data), 1
@@ -167,11 +170,14 @@ def served_name(client: Client, wanted: str | None) -> str:
         names = []
     if wanted is None and not names:
         raise ConfigError(
-            f"{client.url}/v1/models answered with status {reply.status} and no model: is it an OpenAI-compatible server? "
+            f"{client.url}/v1/models answered with status {reply.status} and no model: is it an OpenAI-compatible "
+            "server? "
             "If so, name its model with --served-name"
         )
     if wanted is not None and names and wanted not in names:
-        raise ModelNotFoundError(f"{client.url} does not serve {wanted!r}: choose --served-name from {', '.join(names)}")
+        raise ModelNotFoundError(
+            f"{client.url} does not serve {wanted!r}: choose --served-name from {', '.join(names)}"
+        )
     return wanted or names[0]
 
 

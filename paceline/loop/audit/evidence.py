@@ -1,25 +1,26 @@
 """Statistical tests of sampled answers. Pure arithmetic: no model, no server.
 
-At each position the target's distribution p, given the server's own text before it, is known. An honest server samples from p,
-so every statistic x of the sampled token has known moments there, whatever the text:
+At each position the target's distribution p, given the server's own text before it, is known. An honest server samples
+from p, so every statistic x of the sampled token has known moments there, whatever the text:
 
-    surprisal    -log p(token), with the entropy as its mean; flattened, sharpened or mixed distributions change it
-    likeliest    1 if the token is the most probable one
-    rare         1 if its probability is below RARE
-    cut          with top-p: 1 if it is in the last part of the nucleus
+    `surprisal`  -log p(token), with the entropy as its mean; flattened, sharpened or mixed distributions change it
+    `likeliest`  1 if the token is the most probable one
+    `rare`       1 if its probability is below RARE
+    `cut`        with top-p: 1 if it is in the last part of the nucleus
 
 x - mean, summed over any positions, is a martingale, and so is
 
     E = product over positions of exp(l * x) / sum over tokens v of p(v) exp(l * x(v))
 
-with expectation 1 for every l. By Markov's inequality E reaches 1 / a with probability at most a: **exact** for any number of
-tokens and any distribution, whereas "within three standard errors" holds only asymptotically. For the surprisal, E is the
-likelihood ratio of the target at temperature 1 / (1 - l). The mean over several l, and over mixtures in which only a share of
-the tokens is tilted (a token inserted now and then), is again such a number. All tests of an audit share its rate of false
-alarms (Bonferroni). Rounding: |l| * tolerance is subtracted from log E at every token.
+with expectation 1 for every l. By Markov's inequality E reaches 1 / a with probability at most a: **exact** for any
+number of tokens and any distribution, whereas "within three standard errors" holds only asymptotically. For the
+surprisal, E is the likelihood ratio of the target at temperature 1 / (1 - l). The mean over several l, and over
+mixtures in which only a share of the tokens is tilted (a token inserted now and then), is again such a number. All
+tests of an audit share its rate of false alarms (Bonferroni). Rounding: |l| * tolerance is subtracted from log E at
+every token.
 
-Equal answers are tested likewise: 1 / p(answer) for each equal pair, averaged over all pairs of draws from one prompt, has an
-expectation of at most 1.
+Equal answers are tested likewise: 1 / p(answer) for each equal pair, averaged over all pairs of draws from one prompt,
+has an expectation of at most 1.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Scores:
     cgf_TL: Floats
     """log sum over v of p(v) ** (1 - l), for each l of SLOPES."""
     binary: dict[str, tuple[Floats, Floats]]
-    """likeliest, rare, cut -> (1 if it holds for the token, probability that it holds)."""
+    """`likeliest`, `rare`, `cut` -> (1 if it holds for the token, probability that it holds)."""
     before_T: Floats
     """Probability, before top-p, of all tokens that are surely more probable than this one."""
     gap_T: Floats
@@ -236,7 +237,9 @@ def _repeats(name: str, draws: Sequence[Draw]) -> Trial | None:
     seen, expected = len(logs) / num_pairs, expected / num_pairs
     half = Z95 * math.sqrt(max(expected * (1 - expected), 0.0) / num_pairs)
     difference = seen - expected
-    return Trial(name, "equal answers", "pairs", num_pairs, expected, seen, difference - half, difference + half, log_evidence)
+    return Trial(
+        name, "equal answers", "pairs", num_pairs, expected, seen, difference - half, difference + half, log_evidence
+    )
 
 
 def judged(groups: Sequence[Group], tolerance: float, false_alarms: float) -> list[Trial]:

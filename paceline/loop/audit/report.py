@@ -55,10 +55,13 @@ def write_report(
         for name in ("config.json", "command.txt"):
             run.write(name, (run.path / name).read_text(encoding="utf-8").replace(key, "***"))
     groups_json = {
-        group.name: {"answers": len(group.draws), "tokens": group.num_tokens, "lost": group.num_lost} for group in groups
+        group.name: {"answers": len(group.draws), "tokens": group.num_tokens, "lost": group.num_lost}
+        for group in groups
     }
     tests_json = [asdict(test) | {"difference": test.difference, "chance": test.chance} for test in tests]
-    run.write_json("results.json", {"verdict": verdict, "findings": findings, "asked": groups_json, "tests": tests_json})
+    run.write_json(
+        "results.json", {"verdict": verdict, "findings": findings, "asked": groups_json, "tests": tests_json}
+    )
     sentence, table = SENTENCES[verdict].format(**settings), Table(FINDINGS, list(findings))
     values: dict[str, Any] = {"title": "Audit", "verdict": sentence, "tone": TONES[verdict], "found": table}
     values["tests"] = Table(TESTS, list(tests))

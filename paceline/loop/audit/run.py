@@ -47,7 +47,11 @@ class Audited:
     run: RunFolder
 
     def as_line(self) -> dict[str, Any]:
-        return {"verdict": self.verdict, "findings": [asdict(finding) for finding in self.findings], "run": self.run.path}
+        return {
+            "verdict": self.verdict,
+            "findings": [asdict(finding) for finding in self.findings],
+            "run": self.run.path,
+        }
 
 
 @dataclass(slots=True)
@@ -90,7 +94,9 @@ class Auditor:
         is_other = answer.prompt_ids is not None and answer.prompt_ids != list(prompt)
         num_prompt = len(answer.prompt_ids or ()) if is_other else answer.prompt_tokens
         num_tokens = None if answer.token_ids is None else len(answer.token_ids)
-        return Usage(len(prompt), num_prompt, num_tokens, answer.completion_tokens, request.max_tokens, answer.finish_reason)
+        return Usage(
+            len(prompt), num_prompt, num_tokens, answer.completion_tokens, request.max_tokens, answer.finish_reason
+        )
 
     def scored(self, answers: Answers, temperature: float, top_p: float = 1.0) -> list[Draw]:
         """Score the answers with known tokens under the model."""
@@ -108,7 +114,9 @@ class Auditor:
                     draws.append(Draw(prompt, tuple(tokens), scores))
                     if temperature == 1 and top_p == 1 and answer.logprobs:
                         self.logprobs += [
-                            pair for pair in zip(answer.logprobs, scores.logprob_T.tolist(), strict=False) if pair[0] > -100
+                            pair
+                            for pair in zip(answer.logprobs, scores.logprob_T.tolist(), strict=False)
+                            if pair[0] > -100
                         ]
                 advance("scoring")
         return draws
@@ -127,9 +135,13 @@ class Auditor:
         return finding, self._stops(answers)
 
     def _stops(self, answers: Answers) -> Finding:
-        wholes = {(request, stop): answer.text for request, answer in answers if answer and (stop := stop_in(answer.text))}
+        wholes = {
+            (request, stop): answer.text for request, answer in answers if answer and (stop := stop_in(answer.text))
+        }
         chosen = list(wholes.items())[:STOPPED]
-        stopped = self.ask("stop strings", [replace(request, stop=stop, logprobs=False) for (request, stop), _ in chosen])
+        stopped = self.ask(
+            "stop strings", [replace(request, stop=stop, logprobs=False) for (request, stop), _ in chosen]
+        )
         return checks.stops(
             [
                 Stop(stop, whole, answer.text, answer.finish_reason)
@@ -150,7 +162,9 @@ class Auditor:
             for _ in range(2)
         ]
         texts = [answer.text if answer else None for _, answer in self.ask("seeds", twice)]
-        pairs = [(one, two) for one, two in zip(texts[::2], texts[1::2], strict=True) if one is not None and two is not None]
+        pairs = [
+            (one, two) for one, two in zip(texts[::2], texts[1::2], strict=True) if one is not None and two is not None
+        ]
         return group, checks.seeds(pairs)
 
     def compare_logprobs(self) -> Finding:
@@ -174,7 +188,8 @@ def audit(
 ) -> Audited:
     """Audits whether the server at `url` answers as the model `engine.model` would.
 
-    Raises DownloadError, ConfigError or ModelNotFoundError if the server cannot be queried, and what loading the model raises.
+    Raises DownloadError, ConfigError or ModelNotFoundError if the server cannot be queried, and what loading the model
+    raises.
     """
     config = config or AuditConfig()
     with contextlib.closing(Client(url, key, config.timeout_s, "URL")) as client:
@@ -182,9 +197,13 @@ def audit(
         llm = LLM.of(replace(engine, drafter="none", max_batch=1))
         progress.loaded(llm)
         longest = llm.target.cache.max_len - max(config.max_tokens, config.greedy_tokens)
-        sent = sendable((audit_prompt(llm, prompt) for prompt in read_prompts(prompts or BUILTIN_PROMPTS, limit)), longest)
+        sent = sendable(
+            (audit_prompt(llm, prompt) for prompt in read_prompts(prompts or BUILTIN_PROMPTS, limit)), longest
+        )
         if not sent:
-            raise PromptError(f"no prompt leaves room for an answer within {llm.target.cache.max_len} tokens: raise max_len")
+            raise PromptError(
+                f"no prompt leaves room for an answer within {llm.target.cache.max_len} tokens: raise max_len"
+            )
         endpoint = Endpoint(client, name, sent, AnswerReader(llm.tokenizer))
         endpoint.determine_form()
         progress.say(f"{client.url} answers as {name}; prompts are sent as {endpoint.kind}")

@@ -1,7 +1,7 @@
 """Teacher forcing: the target reads a server's answers and computes each token's probability.
 
-`Reader(llm).read(prompt_ids, answers)` yields the logits of every answer to a prompt, which is read once; `scores_of` computes
-the `Scores` of an answer from them.
+`Reader(llm).read(prompt_ids, answers)` yields the logits of every answer to a prompt, which is read once; `scores_of`
+computes the `Scores` of an answer from them.
 """
 
 from __future__ import annotations
@@ -63,11 +63,13 @@ class Reader:
 
 
 @torch.inference_mode()
-def scores_of(logits_TV: Tensor, tokens: Sequence[int], temperature: float, top_p: float = 1.0, tie: float = 0.0) -> Scores:
+def scores_of(
+    logits_TV: Tensor, tokens: Sequence[int], temperature: float, top_p: float = 1.0, tie: float = 0.0
+) -> Scores:
     """Scores of an answer from its logits [T, V].
 
-    Logits that differ by less than `tie` count as equal where order matters. At temperature 0 only `gap_T` and `logprob_T` are
-    meaningful."""
+    Logits that differ by less than `tie` count as equal where order matters. At temperature 0 only `gap_T` and
+    `logprob_T` are meaningful."""
     rows = max(1, LOGITS // logits_TV.shape[1])
     parts = [
         _scores_of(logits_TV[start : start + rows], tokens[start : start + rows], temperature, top_p, tie)

@@ -26,11 +26,13 @@ class StudentConfig:
     layers: Count | None = None
     """Number of the teacher's layers to copy, including the first and the last [default: two of five]."""
     choice: Literal["influence", "even"] = "influence"
-    """Selection of the layers. influence: those that change the hidden states most along the answers; even: evenly spaced."""
+    """Selection of the layers. influence: those that change the hidden states most along the answers; even: evenly
+    spaced."""
     keep_layers: tuple[int, ...] = ()
     """Indices of the teacher's layers to copy, counted from 0, as 0,3,5."""
     student: str | None = None
-    """Start from this smaller model of the family instead of the teacher's layers: folder, GGUF file, built-in name, hub id."""
+    """Start from this smaller model of the family instead of the teacher's layers: folder, GGUF file, built-in name,
+    hub id."""
     freeze_embeddings: bool = True
     """Do not train the embedding (and a head tied to it): faster, and its stored blocks stay the teacher's."""
 
@@ -39,7 +41,10 @@ class StudentConfig:
         ways = [name for name in ("layers", "keep_layers", "student") if getattr(self, name)]
         refuse(
             ConfigError,
-            (len(ways) > 1, f"{' and '.join(ways)} exclude each other: a student begins in one way, leave the others out"),
+            (
+                len(ways) > 1,
+                f"{' and '.join(ways)} exclude each other: a student begins in one way, leave the others out",
+            ),
             (
                 list(self.keep_layers) != sorted(set(self.keep_layers)) or any(layer < 0 for layer in self.keep_layers),
                 f"keep_layers must rise from 0 on, unlike {self.keep_layers}",
@@ -52,13 +57,15 @@ class TeachingConfig:
     """Training of the student: loss, duration, optimiser."""
 
     method: Literal["hard", "soft", "gkd"] = "soft"
-    """hard: the tokens of the teacher's answers (TRL's SFTTrainer). soft: the teacher's top-k log-probabilities, computed once
+    """hard: the tokens of the teacher's answers (TRL's SFTTrainer). soft: the teacher's top-k log-probabilities,
+    computed once
     and stored. gkd: its whole distribution, computed at every step (TRL's GKDTrainer), which takes about three times as
     long."""
     top_k: Annotated[int, at_least(2)] = 32
     """soft: number of the teacher's top tokens; all others count as one."""
     beta: Share = 0.0
-    """gkd: 0 is the forward KL divergence, 1 the reverse one, between them the generalised Jensen-Shannon divergence."""
+    """gkd: 0 is the forward KL divergence, 1 the reverse one, between them the generalised Jensen-Shannon
+    divergence."""
     on_policy: Share = 0.0
     """gkd: share of steps that train on answers sampled from the student."""
     minutes: Positive | None = None
@@ -92,8 +99,14 @@ class TeachingConfig:
         check(self)
         refuse(
             ConfigError,
-            (self.method != "gkd" and self.on_policy > 0, "on_policy belongs to method gkd: choose it, or leave this out"),
-            (not self.heldout_share, "heldout_share must be above 0: the gate needs answers that the student never saw"),
+            (
+                self.method != "gkd" and self.on_policy > 0,
+                "on_policy belongs to method gkd: choose it, or leave this out",
+            ),
+            (
+                not self.heldout_share,
+                "heldout_share must be above 0: the gate needs answers that the student never saw",
+            ),
             (
                 self.batch_size % (self.micro_batch or 1) != 0,
                 f"micro_batch {self.micro_batch} must divide batch_size {self.batch_size}",
@@ -117,10 +130,11 @@ class GateConfig:
     """Thresholds on held-out prompts that the student must reach to be accepted."""
 
     least_agreement: Share = 0.9
-    """Minimum share of positions along the teacher's answers at which the student's top token is the teacher's; the low end of
-    the 95% interval over prompts must reach it."""
+    """Minimum share of positions along the teacher's answers at which the student's top token is the teacher's; the low
+    end of the 95% interval over prompts must reach it."""
     least_fields: Share = 0.98
-    """If the teacher answers with JSON objects: minimum share of their fields that are equal in the student's own answers."""
+    """If the teacher answers with JSON objects: minimum share of their fields that are equal in the student's own
+    answers."""
     num_answers: Whole = 40
     """Held-out prompts that the student answers by itself; 0 for none."""
 
@@ -135,10 +149,11 @@ class FilesConfig:
     save_dtype: Annotated[str, ("bfloat16", "float32")] = "bfloat16"
     """Dtype of the Transformers folder."""
     gguf: Annotated[str, ("auto", "none", "q8_0", "q4_1", "bf16", "f32")] = "auto"
-    """Also write a GGUF file with matrices in this format, which the gates then test; needs a teacher in a GGUF file, whose
-    tokenizer is copied. q4_1 uses quantisation-aware training. auto: q4_1 for such a teacher, else none."""
+    """Also write a GGUF file with matrices in this format, which the gates then test; needs a teacher in a GGUF file,
+    whose tokenizer is copied. q4_1 uses quantisation-aware training. auto: q4_1 for such a teacher, else none."""
     embedding_format: Annotated[str, ("same", "q8_0", "q4_1", "bf16", "f32")] = "same"
-    """Format of the embedding and the head in the GGUF file; same keeps the teacher's stored blocks where they are frozen."""
+    """Format of the embedding and the head in the GGUF file; same keeps the teacher's stored blocks where they are
+    frozen."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
     class Judge(Protocol): name; __call__(GateInputs) -> Finding
 
-`Agreement` compares the student's top tokens with the teacher's along the teacher's answers, and its loss with the untrained
-student's. `OwnAnswers` compares the student's greedy answers with the teacher's. Callers may add judges, such as evals.
+`Agreement` compares the student's top tokens with the teacher's along the teacher's answers, and its loss with the
+untrained student's. `OwnAnswers` compares the student's greedy answers with the teacher's. Callers may add judges, such
+as evals.
 """
 
 from __future__ import annotations
@@ -93,7 +94,11 @@ class Agreement:
     def __call__(self, inputs: GateInputs) -> Finding:
         pairs = [same_first(student, teacher) for student, teacher in zip(inputs.student, inputs.teacher, strict=True)]
         share, interval = ratio_of_sums(pairs), bootstrap(pairs, ratio_of_sums)
-        losses = {"teacher": mean_loss(inputs.teacher), "student": mean_loss(inputs.student), "before": mean_loss(inputs.start)}
+        losses = {
+            "teacher": mean_loss(inputs.teacher),
+            "student": mean_loss(inputs.student),
+            "before": mean_loss(inputs.start),
+        }
         figures = {"agreement": share, "interval": interval, "loss": losses, "num_prompts": len(pairs)}
         if not math.isfinite(losses["student"]) or losses["student"] >= losses["before"]:
             reason = f"it learned nothing: {losses['student']:.3f} nats a held-out token, {losses['before']:.3f} before"
@@ -105,7 +110,8 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class OwnAnswers:
-    """Compares the student's own greedy answers with the teacher's; requires equal fields if the teacher answers in JSON."""
+    """Compares the student's own greedy answers with the teacher's; requires equal fields if the teacher answers in
+    JSON."""
 
     config: GateConfig
     name: str = "answers"
@@ -114,11 +120,15 @@ class OwnAnswers:
         documents = inputs.documents[: self.config.num_answers]
         references = [inputs.llm.tokenizer.decode(each.tokens[each.answer_start :].tolist()) for each in documents]
         answers = own_answers(inputs.llm, documents, inputs.progress)
-        identical = sum(one.strip() == other.strip() for one, other in zip(answers, references, strict=True)) / len(answers)
+        identical = sum(one.strip() == other.strip() for one, other in zip(answers, references, strict=True)) / len(
+            answers
+        )
         figures: dict[str, Any] = {"identical": identical, "num_prompts": len(answers), "texts": answers[:3]}
         objects = [json_object(text) for text in references]
         if sum(each is not None for each in objects) < MOSTLY * len(objects):
-            return Finding(self.name, True, f"{identical:.1%} of the answers are the teacher's very text; no limit", figures)
+            return Finding(
+                self.name, True, f"{identical:.1%} of the answers are the teacher's very text; no limit", figures
+            )
         pairs = [same_fields(text, wanted) for text, wanted in zip(answers, objects, strict=True) if wanted]
         share, interval = ratio_of_sums(pairs), bootstrap(pairs, ratio_of_sums)
         figures |= {"fields": share, "fields_interval": interval}
@@ -139,7 +149,10 @@ def own_answers(llm: LLM, documents: Sequence[Document], progress: Progress) -> 
             prompts = [each.tokens[: each.answer_start].tolist() for each in part]
             room = [llm.target.cache.max_len - len(prompt) for prompt in prompts]
             longest = [len(each) - each.answer_start + MORE_TOKENS for each in part]
-            params = [SamplingParams(temperature=0.0, max_tokens=max(1, min(pair))) for pair in zip(longest, room, strict=True)]
+            params = [
+                SamplingParams(temperature=0.0, max_tokens=max(1, min(pair)))
+                for pair in zip(longest, room, strict=True)
+            ]
             for answer in llm.generate_ids(prompts, params):
                 texts.append(answer.text)
                 advance("the student answers")
@@ -156,7 +169,8 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def same_fields(text: str, wanted: dict[str, Any]) -> tuple[float, float]:
-    """Returns the number of `wanted` fields that the text's JSON object has with equal values, and the number of `wanted`."""
+    """Returns the number of `wanted` fields that the text's JSON object has with equal values, and the number of
+    `wanted`."""
     fields = json_object(text) or {}
     return float(sum(name in fields and fields[name] == value for name, value in wanted.items())), float(len(wanted))
 

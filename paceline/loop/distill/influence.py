@@ -1,7 +1,7 @@
 """Measures each layer's influence along answers, to select the layers of a student.
 
-influence of layer l = 1 - mean over the answers' tokens of cos(input, output): ShortGPT's block influence (arXiv 2403.03853,
-section 3.1). A model recovers fastest from the removal of layers with low influence.
+influence of layer l = 1 - mean over the answers' tokens of cos(input, output): ShortGPT's block influence (arXiv
+2403.03853, section 3.1). A model recovers fastest from the removal of layers with low influence.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     price(config).text
 
-A randomly initialised student of the requested shape trains TIMED steps on real answers, and the teacher reads READ answers;
-the rest is multiplication.
+A randomly initialised student of the requested shape trains TIMED steps on real answers, and the teacher reads READ
+answers; the rest is multiplication.
 """
 
 from __future__ import annotations
@@ -102,7 +102,11 @@ def _read_seconds(config: DistillConfig, teacher: Path, documents: Sequence[Docu
 
 
 def _estimate(
-    config: DistillConfig, corpus: Corpus, weights: tuple[tuple[int, int], tuple[int, int]], step_s: float, read_s: float
+    config: DistillConfig,
+    corpus: Corpus,
+    weights: tuple[tuple[int, int], tuple[int, int]],
+    step_s: float,
+    read_s: float,
 ) -> Price:
     teaching, documents, num_heldout = config.teaching, corpus.train, len(corpus.heldout)
     steps = teaching.num_steps(len(documents))
@@ -122,7 +126,8 @@ def _estimate(
         f"student: {own_layers + own_ends:,} weights a pass, {share:.0%} of the teacher's {layers + ends:,}\n"
         f"answers: {len(documents)} to learn from, {num_heldout} held out\n"
         f"teacher: reads {num_read} answers, {1000 * read_s:.0f} ms each: {minutes['read']:.1f} minutes\n"
-        f"training: {steps} steps of {teaching.batch_size} answers, {step_s:.2f} s each: {minutes['train']:.1f} minutes, "
+        f"training: {steps} steps of {teaching.batch_size} answers, {step_s:.2f} s each: {minutes['train']:.1f} "
+        "minutes, "
         f"{passes:.1f} times through the answers, {memory / 2**20:.0f} MiB for weights and optimiser\n"
         f"together: {sum(minutes.values()):.1f} minutes, {sum(minutes.values()) * threads / 60:.2f} core-hours; "
         "the gates come on top"

@@ -2,8 +2,8 @@
 
     top-k/train-00003.safetensors     ids [N, K], logprobs [N, K], own [N], counts [D] of 128 documents' answers
 
-`Reader(llm, k).read(document)` reuses the cached prefix shared with the previous document, such as a system message. It runs
-the engine's own forward pass, so a quantised teacher is read as it is served.
+`Reader(llm, k).read(document)` reuses the cached prefix shared with the previous document, such as a system message. It
+runs the engine's own forward pass, so a quantised teacher is read as it is served.
 """
 
 from __future__ import annotations
@@ -74,12 +74,16 @@ class Reader:
             raise NumericsError(f"the model's numbers are not finite at {document.key}: use another checkpoint")
         return logprobs
 
-    def _answer(self, tokens: list[int], start: int) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
+    def _answer(
+        self, tokens: list[int], start: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
         part = tokens[start : min(start + CHUNK, len(tokens) - 1)]
         out = self._target.forward(ForwardBatch([self._row], [start], [len(part)], part))
         assert out.logits_TV is not None
         logprobs_TV = out.logits_TV.float().log_softmax(-1)
-        own_T = logprobs_TV.gather(-1, torch.tensor(tokens[start + 1 : start + 1 + len(part)])[:, None].to(logprobs_TV.device))
+        own_T = logprobs_TV.gather(
+            -1, torch.tensor(tokens[start + 1 : start + 1 + len(part)])[:, None].to(logprobs_TV.device)
+        )
         top = logprobs_TV.topk(self._top_k, dim=-1)
         return top.indices.int().cpu().numpy(), top.values.cpu().numpy(), own_T[:, 0].cpu().numpy()
 
@@ -94,7 +98,8 @@ def read_all(reader: Reader, documents: Sequence[Document], advance: Callable[[s
 
 
 class Stored:
-    """A teacher's log-probabilities along documents, in the files of a folder; existing files are not computed again."""
+    """A teacher's log-probabilities along documents, in the files of a folder; existing files are not computed
+    again."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
@@ -120,16 +125,21 @@ class Stored:
                     save_file(arrays, scratch)
 
     def load(self, documents: Sequence[Document]) -> list[AnswerLogprobs]:
-        """Loads every document's log-probabilities, in order. Raises CacheError on damaged files or other documents'."""
+        """Loads every document's log-probabilities, in order. Raises CacheError on damaged files or other
+        documents'."""
         logprobs: list[AnswerLogprobs] = []
         caught = (OSError, SafetensorError, KeyError)
         for start in range(0, len(documents), AT_ONCE):
-            with reraised(CacheError, f"{self._file(start)} cannot be read", "delete it, then run the same command", *caught):
+            with reraised(
+                CacheError, f"{self._file(start)} cannot be read", "delete it, then run the same command", *caught
+            ):
                 arrays = load_file(self._file(start))
                 ends = np.cumsum(arrays["counts"])
             expected = [len(each) - max(1, each.answer_start) for each in documents[start : start + AT_ONCE]]
             if arrays["counts"].tolist() != expected:
-                raise CacheError(f"{self._file(start)} is of other answers: delete {self._folder}, then run the same command")
+                raise CacheError(
+                    f"{self._file(start)} is of other answers: delete {self._folder}, then run the same command"
+                )
             for first, end in zip([0, *ends[:-1]], ends, strict=True):
                 logprobs.append(AnswerLogprobs(*(arrays[name][first:end] for name in ("ids", "logprobs", "own"))))
         return logprobs

@@ -1,8 +1,8 @@
 """Quantisation-aware training for Q4_1: the student computes with its matrices rounded as they will be stored.
 
-Q4_1 stores 32 weights of a row as codes 0 to 15, with a scale and a minimum in float16. Training moves weights by less than
-half a quantisation step, so rounding afterwards would undo most of it. Every product therefore uses the rounded matrix, and the
-gradient is passed to the exact one unchanged (the straight-through estimator, arXiv 1308.3432).
+Q4_1 stores 32 weights of a row as codes 0 to 15, with a scale and a minimum in float16. Training moves weights by less
+than half a quantisation step, so rounding afterwards would undo most of it. Every product therefore uses the rounded
+matrix, and the gradient is passed to the exact one unchanged (the straight-through estimator, arXiv 1308.3432).
 """
 
 from __future__ import annotations

@@ -75,7 +75,9 @@ def run(config: DistillConfig, judges: Sequence[Judge], progress: Progress) -> D
 
 
 class _Stages:
-    def __init__(self, config: DistillConfig, judges: Sequence[Judge], progress: Progress, stop: Stop, teach: Any) -> None:
+    def __init__(
+        self, config: DistillConfig, judges: Sequence[Judge], progress: Progress, stop: Stop, teach: Any
+    ) -> None:
         self.config, self.judges, self.progress, self.stop, self.teach = config, judges, progress, stop, teach
         self.teacher = resolve(config.teacher.model)
 
@@ -97,7 +99,8 @@ class _Stages:
         self._show(findings)
         student, gguf = self._rename(passed, student, gguf)
         weights = {
-            name: sum(num_weights(checkpoint.load_config(at))) for name, at in (("teacher", self.teacher), ("student", student))
+            name: sum(num_weights(checkpoint.load_config(at)))
+            for name, at in (("teacher", self.teacher), ("student", student))
         }
         minutes = trained.seconds / 60
         result = DistillResult(
@@ -135,7 +138,9 @@ class _Stages:
         corpus = read_corpus(sources, longest, teaching.heldout_share, teaching.max_heldout, 8)
         check_vocabulary(corpus, checkpoint.load_config(self.teacher).vocab_size)
         if not corpus.heldout:
-            raise PromptError("fewer than 10 different prompts: a student needs more answers, and some that it never sees")
+            raise PromptError(
+                "fewer than 10 different prompts: a student needs more answers, and some that it never sees"
+            )
         num_tokens = sum(len(each) - each.answer_start for each in corpus.train)
         self.progress.say(
             f"{len(corpus.train)} answers to learn from ({num_tokens} tokens), {len(corpus.heldout)} held out; "

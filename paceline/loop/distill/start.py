@@ -47,7 +47,9 @@ def kept_layers(config: StudentConfig, num_layers: int, influence: Sequence[floa
     """Returns the layers to copy: the configured ones, else by influence, else evenly spaced. Raises ConfigError."""
     if config.keep_layers:
         if config.keep_layers[-1] >= num_layers:
-            raise ConfigError(f"keep_layers names layer {config.keep_layers[-1]}, the teacher's are 0 to {num_layers - 1}")
+            raise ConfigError(
+                f"keep_layers names layer {config.keep_layers[-1]}, the teacher's are 0 to {num_layers - 1}"
+            )
         return config.keep_layers
     even = spread_layers(num_layers, config.layers or max(1, round(DEFAULT_SHARE * num_layers)))
     return even if influence is None else most_influential(influence, len(even))
@@ -62,7 +64,8 @@ def check_layers(config: StudentConfig, teacher: Path) -> None:
         ConfigError,
         (
             not has_llama_layers(shape.family),
-            f"layers of {shape.family} depend on their position and cannot be taken out: give a smaller model with --student",
+            f"layers of {shape.family} depend on their position and cannot be taken out: give a smaller model with "
+            "--student",
         ),
     )
     kept_layers(config, shape.num_layers)
@@ -106,7 +109,8 @@ def check_same_words(student: Path, teacher: Path) -> DecoderConfig:
     words = [Tokenizer.from_path(each).backend.get_vocab(with_added_tokens=True) for each in (student, teacher)]
     if config.vocab_size != teacher_config.vocab_size or words[0] != words[1]:
         raise ConfigError(
-            f"{student} has other tokens than its teacher {teacher}: give a smaller model of the teacher's family, or leave "
+            f"{student} has other tokens than its teacher {teacher}: give a smaller model of the teacher's family, or "
+            "leave "
             "--student out and take the teacher's layers"
         )
     return config

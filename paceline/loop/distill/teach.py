@@ -1,10 +1,10 @@
 """Trains the student with TRL: SFTTrainer on answers or on a teacher's stored log-probabilities, or GKDTrainer.
 
-    checkpoints/checkpoint-000120/     TRL's checkpoint: weights, optimiser, schedule, random state, trainer_state.json last
-    checkpoints/clock.json             seconds of training at each checkpoint
+    checkpoints/checkpoint-000120/     TRL's checkpoint: weights, optimiser, schedule, random state, trainer_state.json
+    last checkpoints/clock.json             seconds of training at each checkpoint
 
-TRL runs, saves and resumes the training. This module adds the documents, the clock, the loss on stored log-probabilities and,
-on a CPU, logits at the answers' positions only, where TRL computes them at all positions.
+TRL runs, saves and resumes the training. This module adds the documents, the clock, the loss on stored
+log-probabilities and, on a CPU, logits at the answers' positions only, where TRL computes them at all positions.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ class Watch(transformers.TrainerCallback):
             return
         if not math.isfinite(loss) or not math.isfinite((logs or {}).get("grad_norm", 0.0)):
             raise TrainingError(
-                f"the student's loss or gradient is no finite number at step {state.global_step}: choose another --out and a "
+                f"the student's loss or gradient is no finite number at step {state.global_step}: choose another "
+                "--out and a "
                 f"lower --lr than {self._config.lr:g}"
             )
         self._folder.log(stage="train", step=state.global_step, seconds=self.clock.seconds, **(logs or {}))
@@ -160,7 +161,8 @@ def rest_of(logprobs_NK: Tensor) -> Tensor:
 
 
 def kept_divergence(logits_NV: Tensor, ids_NK: Tensor, logprobs_NK: Tensor) -> Tensor:
-    """Forward KL divergence from the teacher to the student [N], in nats, over the teacher's top K tokens and one class of all
+    """Forward KL divergence from the teacher to the student [N], in nats, over the teacher's top K tokens and one class
+    of all
     others: sum over k of p_k (log p_k - log q_k). A lower bound of the divergence over the whole vocabulary."""
     own_NK = logits_NV.float().log_softmax(-1).gather(-1, ids_NK)
     teacher = torch.cat([logprobs_NK, rest_of(logprobs_NK)], -1)
@@ -198,7 +200,9 @@ class AnswerTrainer(SFTTrainer):
     logprobs: Sequence[AnswerLogprobs] | None = None
     """The teacher's log-probabilities by document index; None for hard."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         """Mean loss over the answer tokens of the step."""
         numbers = inputs.pop("document", None)
         if self.logprobs is None and inputs["input_ids"].device.type == "cuda":
@@ -221,13 +225,15 @@ class AnswerTrainer(SFTTrainer):
 
 
 class Collator:
-    """Pads documents to a batch, with labels at answer tokens only; for gkd it adds the prompts as a batch of their own."""
+    """Pads documents to a batch, with labels at answer tokens only; for gkd it adds the prompts as a batch of their
+    own."""
 
     def __init__(self, pad: int, with_prompts: bool) -> None:
         self._pad, self._with_prompts = pad, with_prompts
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Returns input_ids, attention_mask and labels [B, T], and document [B]; for gkd prompts instead of document."""
+        """Returns input_ids, attention_mask and labels [B, T], and document [B]; for gkd prompts instead of
+        document."""
         tokens = [torch.tensor(row["input_ids"]) for row in rows]
         prompts = [ids[: max(1, row["answer_start"])] for ids, row in zip(tokens, rows, strict=True)]
         labels = [
@@ -269,8 +275,8 @@ def teach(
 ) -> TrainingResult:
     """Trains the student, or resumes its training, and writes it to the folder `student` in float32.
 
-    With `blocks` its matrices are rounded to Q4_1. Raises TrainingError on divergence, CacheError when the disk cannot be
-    written, SystemExit (143) at SIGTERM.
+    With `blocks` its matrices are rounded to Q4_1. Raises TrainingError on divergence, CacheError when the disk cannot
+    be written, SystemExit (143) at SIGTERM.
     """
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(inputs.start, dtype=torch.float32)
     if inputs.round_embedding:

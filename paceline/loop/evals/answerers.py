@@ -42,7 +42,8 @@ class LLMAnswerer:
         self.name = name or f"{named(llm.config.model)}{drafter}"
 
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
-        """Returns `samples` replies per case. Raises PromptError and ContextLengthError before generating any answer."""
+        """Returns `samples` replies per case. Raises PromptError and ContextLengthError before generating any
+        answer."""
         ids, config = [self._ids(case) for case in cases], self.sampling
         at_once = self.llm.target.cache.num_rows
         replies: list[list[Reply]] = [[] for _ in cases]
@@ -51,7 +52,9 @@ class LLMAnswerer:
             part = jobs[begin : begin + at_once]
             params = [
                 SamplingParams(
-                    temperature=config.temperature, max_tokens=config.max_tokens, seed=config.seed_of(cases[place], sample)
+                    temperature=config.temperature,
+                    max_tokens=config.max_tokens,
+                    seed=config.seed_of(cases[place], sample),
                 )
                 for place, sample in part
             ]
@@ -68,13 +71,16 @@ class LLMAnswerer:
     def _ids(self, case: Case) -> list[int]:
         ids, vocab = list(case.token_ids), self.llm.tokenizer.vocab_size
         if ids and max(ids) >= vocab:
-            raise ConfigError(f"case {case.id} has tokens of another vocabulary: make the suite with this model's store")
+            raise ConfigError(
+                f"case {case.id} has tokens of another vocabulary: make the suite with this model's store"
+            )
         with way_out(TOKEN_PROMPTS):
             ids = ids or self.llm.encode_chat(list(case.messages), case.tools, dict(case.variables))
         room = self.llm.target.cache.max_len
         if len(ids) + self.sampling.max_tokens > room:
             raise ContextLengthError(
-                f"case {case.id}, {len(ids)} tokens, does not fit in {room} with an answer of {self.sampling.max_tokens}: "
+                f"case {case.id}, {len(ids)} tokens, does not fit in {room} with an answer of "
+                f"{self.sampling.max_tokens}: "
                 "raise max_len or lower max_tokens"
             )
         return ids
@@ -85,12 +91,15 @@ class EndpointAnswerer:
 
     is_remote = True
 
-    def __init__(self, client: Client, model: str, sampling: EvalSampling | None = None, name: str | None = None) -> None:
+    def __init__(
+        self, client: Client, model: str, sampling: EvalSampling | None = None, name: str | None = None
+    ) -> None:
         self.client, self.model, self.sampling = client, model, sampling or EvalSampling()
         self.name = name or f"{model} at {client.url}"
 
     def answers(self, cases: Sequence[Case], samples: int, advance: Advance) -> list[list[Reply]]:
-        """Returns `samples` replies per case. Raises DownloadError naming the case when a request has failed TRIES times."""
+        """Returns `samples` replies per case. Raises DownloadError naming the case when a request has failed TRIES
+        times."""
         jobs = [(case, sample) for case in cases for sample in range(samples)]
         replies: list[list[Reply]] = []
         with ThreadPoolExecutor(self.sampling.at_once) as pool:
@@ -118,11 +127,14 @@ class EndpointAnswerer:
             raise DownloadError(
                 f"{self.client.url} answered case {case.id} with no completion: is it the right URL?"
             ) from error
-        return Reply(text or "", seconds, *counts, str(choice.get("finish_reason")), response.get("lossless") is not False)
+        return Reply(
+            text or "", seconds, *counts, str(choice.get("finish_reason")), response.get("lossless") is not False
+        )
 
 
 def post(client: Client, path: str, body: dict[str, Any], what: str) -> tuple[dict[str, Any], float]:
-    """Sends a request; returns the JSON object of the response and its seconds. Raises DownloadError after TRIES failures."""
+    """Sends a request; returns the JSON object of the response and its seconds. Raises DownloadError after TRIES
+    failures."""
     data, stream = json.dumps(body).encode(), Stream(0.0)
     for attempt in range(TRIES):
         if attempt:
@@ -136,4 +148,6 @@ def post(client: Client, path: str, body: dict[str, Any], what: str) -> tuple[di
                 if isinstance(response, dict):
                     return response, stream.ended_s - stream.sent_s
     reason = stream.failure or f"status {stream.status}: {' '.join(stream.body.decode(errors='replace').split())[:160]}"
-    raise DownloadError(f"{client.url} did not answer {what} ({reason}): check the server, its key and the model's name")
+    raise DownloadError(
+        f"{client.url} did not answer {what} ({reason}): check the server, its key and the model's name"
+    )

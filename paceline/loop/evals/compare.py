@@ -3,10 +3,10 @@
     comparison = compare(before, after)        # after minus before
     comparison.difference, comparison.interval, comparison.chance, comparison.verdict
 
-The interval is the 95% percentile bootstrap of the paired difference over cases (Efron and Tibshirani 1993, chapter 13).
-`chance` is the two-sided p-value of a permutation test that flips the sign of each case's difference (Fisher; for scores of
-0 and 1 it is McNemar's exact test). A difference counts if `chance` is below `level`, 0.01: at 0.05 a gate that runs twenty
-times would give one false alarm on average.
+The interval is the 95% percentile bootstrap of the paired difference over cases (Efron and Tibshirani 1993, chapter
+13). `chance` is the two-sided p-value of a permutation test that flips the sign of each case's difference (Fisher; for
+scores of 0 and 1 it is McNemar's exact test). A difference counts if `chance` is below `level`, 0.01: at 0.05 a gate
+that runs twenty times would give one false alarm on average.
 """
 
 from __future__ import annotations
@@ -68,7 +68,11 @@ class Comparison:
     def loss_above(self, margin: float) -> str:
         """Reason for a refusal if the interval does not rule out a loss of more than `margin`; else ""."""
         is_possible = self.interval[0] < -margin
-        return f"a loss of more than {margin:g} compared with {self.before} is not ruled out: {self}" if is_possible else ""
+        return (
+            f"a loss of more than {margin:g} compared with {self.before} is not ruled out: {self}"
+            if is_possible
+            else ""
+        )
 
 
 def compare(before: Scores, after: Scores, level: float = LEVEL, seed: int = 0) -> Comparison:
@@ -131,8 +135,8 @@ def sign_flips(gains: np.ndarray, seed: int = 0, draws: int = DRAWS) -> float:
 
 
 def findable(num_cases: int, deviation: float, level: float = LEVEL, power: float = 0.9) -> float:
-    """Smallest difference that a paired test at `level` detects with probability `power`, where `deviation` s is the standard
-    deviation of a case's difference: (z_(1-level/2) + z_power) * s / sqrt(n), the normal approximation."""
+    """Smallest difference that a paired test at `level` detects with probability `power`, where `deviation` s is the
+    standard deviation of a case's difference: (z_(1-level/2) + z_power) * s / sqrt(n), the normal approximation."""
     return (NormalDist().inv_cdf(1 - level / 2) + NormalDist().inv_cdf(power)) * deviation / math.sqrt(num_cases)
 
 
@@ -159,7 +163,9 @@ class Gate(GateConfig):
             return reasons
         one, other, num_cases = comparison.after, comparison.before, comparison.cases
         if comparison.verdict == "worse":
-            reasons.append(f"{one} is worse than {other}: {comparison.difference:+.3f}, by chance {comparison.chance:.2g}")
+            reasons.append(
+                f"{one} is worse than {other}: {comparison.difference:+.3f}, by chance {comparison.chance:.2g}"
+            )
         if self.margin is not None and (loss := comparison.loss_above(self.margin)):
             reasons.append(loss)
         if self.same_text and comparison.same_text < num_cases:

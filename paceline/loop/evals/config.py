@@ -78,8 +78,8 @@ class GateConfig:
     no_worse_than: Path | None = None
     """Run folder of evals to compare with, case by case."""
     margin: Share | None = None
-    """Maximum accepted loss against the other run, by the low end of the difference's 95% interval [default: only a significant
-    loss fails]."""
+    """Maximum accepted loss against the other run, by the low end of the difference's 95% interval [default: only a
+    significant loss fails]."""
     same_text: bool = False
     """Every answer must be identical to the other run's, as a lossless drafter guarantees."""
 

@@ -1,10 +1,11 @@
 """LLM judge behind an OpenAI endpoint: compares two answers in both orders.
 
-    judge = Judge(Client(url), "model")          judge.prefer(question, one, two)      # 1.0: one, 0.0: two, 0.5: neither
+    judge = Judge(Client(url), "model")          judge.prefer(question, one, two)      # 1.0: one, 0.0: two, 0.5:
+    neither
 
 Pairwise comparison with swapped positions (Zheng et al. 2023, arXiv:2306.05685, section 3.4): a preference counts if it
-survives the swap, else it is a tie. A judge that is down, gives invalid verdicts, or shows position bias stops the eval: a gate
-based on its scores would pass anything.
+survives the swap, else it is a tie. A judge that is down, gives invalid verdicts, or shows position bias stops the
+eval: a gate based on its scores would pass anything.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ class Judge:
 
     def _ask(self, question: str, one: str, two: str, criteria: str | None) -> str:
         parts = {"question": question, "a": one, "b": two}
-        prompt = FORM.format(criteria=criteria or self.criteria, **{name: text[:MOST_LETTERS] for name, text in parts.items()})
+        prompt = FORM.format(
+            criteria=criteria or self.criteria, **{name: text[:MOST_LETTERS] for name, text in parts.items()}
+        )
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
         body = {"model": self.model, "messages": messages, "temperature": 0.0, "max_tokens": MAX_TOKENS}
         text = ""
@@ -103,7 +106,8 @@ class Judge:
                 return word
             body["temperature"] = 0.7
         raise JudgeError(
-            f"the judge {self.model} answered neither A, B nor TIE but {text[:80]!r}: choose a model that follows instructions"
+            f"the judge {self.model} answered neither A, B nor TIE but {text[:80]!r}: choose a model that follows "
+            "instructions"
         )
 
 

@@ -1,7 +1,8 @@
 """Builds suites from a store's evals split, or from files of questions.
 
     make_suite(MakeConfig(("store",), scorer="json"))
-    make_suite(MakeConfig(("gsm8k_test.jsonl",)))               # GSM8K, HumanEval, MBPP and tickets are known by their keys
+    make_suite(MakeConfig(("gsm8k_test.jsonl",)))               # GSM8K, HumanEval, MBPP and tickets are known by their
+    keys
 
 In cases from a store the recorded answer is the reference: its text, its last number, or the fields of its JSON.
 """
@@ -46,7 +47,8 @@ class Question(NamedTuple):
 def make_suite(config: MakeConfig, name: str = "suite", dropped: Dropped | None = None) -> Suite:
     """Builds a suite. Raises PromptError naming the row that cannot be scored, ConfigError on contradictory settings.
 
-    With `dropped`, unusable rows are skipped and counted there instead, as are unused keys; without it, unused keys are logged.
+    With `dropped`, unusable rows are skipped and counted there instead, as are unused keys; without it, unused keys are
+    logged.
     """
     counted = Dropped() if dropped is None else dropped
     cases = [case for source in config.sources for case in _cases(source, config, counted, raises=dropped is None)]
@@ -88,7 +90,10 @@ def _of_file(source: str, config: MakeConfig, dropped: Dropped) -> Iterator[Case
             scorer = question.scorer if question.scorer and config.scorer in ("auto", question.scorer["kind"]) else None
             scorer = scorer or _scorer(config, question.answer, where)
             check_scorer(scorer, where)
-            tools, variables = read_tools(row.get("tools"), where), read_variables(row.get("chat_template_kwargs"), where)
+            tools, variables = (
+                read_tools(row.get("tools"), where),
+                read_variables(row.get("chat_template_kwargs"), where),
+            )
         except PromptError as error:
             yield error
             continue
@@ -99,7 +104,8 @@ def _of_file(source: str, config: MakeConfig, dropped: Dropped) -> Iterator[Case
 
 
 def _stored(source: str, config: MakeConfig) -> Iterator[Case | PromptError]:
-    """Yields a case or an error for each distinct prompt of the evals split; its first recorded answer is the reference."""
+    """Yields a case or an error for each distinct prompt of the evals split; its first recorded answer is the
+    reference."""
     from paceline.loop.store.folder import Store
 
     store, seen = Store.open(source), set[tuple[int, ...]]()
@@ -144,7 +150,9 @@ def _question(row: Row, where: str) -> Question:
             if key == "question" and isinstance(answer, str) and "####" in answer:
                 return Question(_user(GSM8K.format(row[key])), answer.rpartition("####")[2].strip(), None, read)
             return Question(_user(row[key]), None if answer is None else str(answer), None, read)
-    raise PromptError(f"{where}: none of the keys messages, question, prompt, text, instruction: there is nothing to ask")
+    raise PromptError(
+        f"{where}: none of the keys messages, question, prompt, text, instruction: there is nothing to ask"
+    )
 
 
 def _user(text: str) -> list[Row]:

@@ -50,7 +50,10 @@ PAIRS = (
 
 def sentence(scores: Scores, comparisons: Sequence[Comparison], refusals: Sequence[str]) -> str:
     """Summarises score, comparisons and refusals in a line or two."""
-    text = f"{scores.name} scores {scores.mean:.3f}{_interval(scores.interval)} on {scores.suite} ({len(scores.cases)} cases)."
+    text = (
+        f"{scores.name} scores {scores.mean:.3f}{_interval(scores.interval)} on {scores.suite} ({len(scores.cases)} "
+        "cases)."
+    )
     for each in comparisons:
         text += f" Compared with {each.before}: {each.verdict} ({each})."
     return text + (f" REFUSED: {'; '.join(refusals)}." if refusals else "")
@@ -103,6 +106,8 @@ def _plots(scores: Sequence[Scores], comparisons: Sequence[Comparison]) -> list[
     rows = [(short(each.name), each.mean, each.interval, number) for number, each in enumerate(scores)]
     plots = [ranges("Score, with 95% intervals over cases", rows, "score")]
     if comparisons:
-        pairs = [(short(f"over {each.before}"), each.difference, each.interval, n) for n, each in enumerate(comparisons)]
+        pairs = [
+            (short(f"over {each.before}"), each.difference, each.interval, n) for n, each in enumerate(comparisons)
+        ]
         plots.append(ranges("Difference, case by case, with 95% intervals", pairs, "difference of scores", mark=0.0))
     return plots

@@ -66,16 +66,27 @@ class Evaluated:
     def as_line(self) -> dict[str, Any]:
         comparisons = {"comparison": self.comparison, "drafter_check": self.drafter_check}
         line = {name: each and each.as_line() for name, each in comparisons.items()}
-        return {**self.scores.as_line(), **line, "passed": not self.refusals, "refusals": self.refusals, "run": self.run.path}
+        return {
+            **self.scores.as_line(),
+            **line,
+            "passed": not self.refusals,
+            "refusals": self.refusals,
+            "run": self.run.path,
+        }
 
 
 def evaluate(
-    suite_file: str | Path, engine: EngineConfig, config: Asked, *, out: str | Path | None = None, progress: Progress = SILENT
+    suite_file: str | Path,
+    engine: EngineConfig,
+    config: Asked,
+    *,
+    out: str | Path | None = None,
+    progress: Progress = SILENT,
 ) -> Evaluated:
     """Generates answers, scores them, compares them with another run, applies the gate, writes the run folder.
 
-    Raises PromptError and ConfigError on unusable suites and settings; DownloadError, JudgeError and SandboxError when the
-    endpoint, the judge or the sandbox fails; and the errors of loading the model.
+    Raises PromptError and ConfigError on unusable suites and settings; DownloadError, JudgeError and SandboxError when
+    the endpoint, the judge or the sandbox fails; and the errors of loading the model.
     """
     suite, gate = read_suite(suite_file).first(config.limit), config.gate
     other = read_scores(gate.no_worse_than) if gate.no_worse_than else None
@@ -139,7 +150,8 @@ def _answerer(engine: EngineConfig, config: Asked, stack: contextlib.ExitStack, 
 
 @contextlib.contextmanager
 def open_judge(config: JudgeConfig, option: str, timeout_s: float = 600.0) -> Iterator[Judge]:
-    """Connects to the judge. Raises ConfigError naming `option` on an invalid address, and the errors of `served_name`."""
+    """Connects to the judge. Raises ConfigError naming `option` on an invalid address, and the errors of
+    `served_name`."""
     assert config.url is not None
     key = next(iter(read_api_keys((), config.key_file, JUDGE_KEY)), None)
     with contextlib.closing(Client(config.url, key, timeout_s, option)) as client:

@@ -1,4 +1,5 @@
-"""Scorers: each computes the score of one answer, from 0 (wrong) to 1 (right), from the case's scorer fields and the text.
+"""Scorers: each computes the score of one answer, from 0 (wrong) to 1 (right), from the case's scorer fields and the
+text.
 
 | kind | fields of the scorer | score |
 |---|---|---|
@@ -150,7 +151,9 @@ def check_scorer(scorer: Row, where: str) -> None:
         elif kind == "json":
             _check_json(scorer)
     except (TypeError, ValueError, re.error) as error:
-        raise PromptError(f"{where}: scorer {kind} cannot be used ({' '.join(str(error).split())}): correct it") from error
+        raise PromptError(
+            f"{where}: scorer {kind} cannot be used ({' '.join(str(error).split())}): correct it"
+        ) from error
 
 
 def _check_json(scorer: Row) -> None:

@@ -155,7 +155,8 @@ class Scores:
 
 
 def resampled(values: np.ndarray, seed: int = 0, draws: int = 4000) -> tuple[float, float]:
-    """95% percentile bootstrap interval of the mean of values [cases]; resamples distinct values with multinomial counts."""
+    """95% percentile bootstrap interval of the mean of values [cases]; resamples distinct values with multinomial
+    counts."""
     import numpy as np
 
     unique, counts = np.unique(values, return_counts=True)

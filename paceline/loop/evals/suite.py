@@ -2,8 +2,8 @@
 
     {"id": "gsm8k/0", "messages": [{"role": "user", "content": "..."}], "scorer": {"kind": "numeric", "answer": 18}}
 
-A case has either `messages` or, if it comes from traces, `prompt_ids` and their `text`. `read_prompts` reads such a file too.
-Suites are built from files and stores by `make.py`.
+A case has either `messages` or, if it comes from traces, `prompt_ids` and their `text`. `read_prompts` reads such a
+file too. Suites are built from files and stores by `make.py`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ class Suite:
 def read_suite(file: str | Path) -> Suite:
     """Reads a suite. Raises PromptError naming file and line when a case is malformed or an id is duplicate."""
     path = Path(file)
-    with reraised(PromptError, f"cannot read the suite {path}", "make one with paceline evals make", OSError, ValueError):
+    with reraised(
+        PromptError, f"cannot read the suite {path}", "make one with paceline evals make", OSError, ValueError
+    ):
         lines = path.read_text(encoding="utf-8").splitlines()
     cases = [_case(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
     return suite_of(path.stem, cases, str(path))
@@ -120,10 +122,14 @@ def suite_of(name: str, cases: list[Case], where: str) -> Suite:
 
 
 def _case(line: str, where: str) -> Case:
-    with reraised(PromptError, f"{where} is no case of a suite", "one JSON object a line, with id and scorer", ValueError):
+    with reraised(
+        PromptError, f"{where} is no case of a suite", "one JSON object a line, with id and scorer", ValueError
+    ):
         row = json.loads(line)
     if not isinstance(row, dict) or not isinstance(row.get("scorer"), dict) or not isinstance(row.get("id"), str):
-        raise PromptError(f"{where} is no case of a suite: it needs an id and a scorer (paceline evals make writes both)")
+        raise PromptError(
+            f"{where} is no case of a suite: it needs an id and a scorer (paceline evals make writes both)"
+        )
     messages, token_ids = row.get("messages") or [], row.get("prompt_ids") or []
     if bool(messages) == bool(token_ids):
         raise PromptError(f"{where}: a case has either messages or prompt_ids")

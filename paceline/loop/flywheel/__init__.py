@@ -4,8 +4,8 @@
     from paceline.loop.flywheel.config import read_config
     result = turn(read_config(Path("flywheel.yaml")))       # result.passed, result.model, result.drafter
 
-A turn makes evals, a drafter, a smaller model and its drafter from recorded answers; the next turn starts from the answers of
-that model. This import is cheap; PyTorch and TRL are imported by the call.
+A turn makes evals, a drafter, a smaller model and its drafter from recorded answers; the next turn starts from the
+answers of that model. This import is cheap; PyTorch and TRL are imported by the call.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def turn(config: FlywheelConfig, *, progress: Progress | None = None) -> TurnResult:
     """Runs one turn, stage by stage; skips finished stages and resumes a killed one.
 
-    If a gate refuses the student, `passed` is False and the served model does not change. Raises the errors of its stages
-    without changing the served model: PromptError on an empty or poisoned store and on contaminated evals, JudgeError,
-    TrainingError, ConfigError if the turn was started with other settings or has no answers to start from.
+    If a gate refuses the student, `passed` is False and the served model does not change. Raises the errors of its
+    stages without changing the served model: PromptError on an empty or poisoned store and on contaminated evals,
+    JudgeError, TrainingError, ConfigError if the turn was started with other settings or has no answers to start from.
     """
     from paceline.loop.flywheel.run import run
 

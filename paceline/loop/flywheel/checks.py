@@ -59,12 +59,14 @@ def check_store(store: Store, left_out: Mapping[str, int], gates: TurnGates) -> 
         PromptError,
         (
             bad.total() > gates.most_bad * total,
-            f"{store.path} is no material to learn from: of {total} answers {listed}; take them out of what was recorded, or "
+            f"{store.path} is no material to learn from: of {total} answers {listed}; take them out of what was "
+            "recorded, or "
             f"allow more than {gates.most_bad:.0%} by gates.most_bad",
         ),
         (
             num_learned < gates.least_rows,
-            f"{store.path} has {num_learned} answers to learn from: record more, {gates.least_rows} are needed (least_rows)",
+            f"{store.path} has {num_learned} answers to learn from: record more, {gates.least_rows} are needed "
+            "(least_rows)",
         ),
     )
     return Contents(
@@ -80,7 +82,8 @@ def check_given(suite: Suite, stores: Iterable[Path], source: Path) -> None:
     for path in stores:
         if leaks := leaking(suite, Store.open(path)):
             raise PromptError(
-                f"{len(leaks)} of {len(suite)} cases of {source} are what is trained on, or nearly so (such as {leaks[0]}): "
+                f"{len(leaks)} of {len(suite)} cases of {source} are what is trained on, or nearly so (such as "
+                f"{leaks[0]}): "
                 f"their scores would say nothing; leave them out with paceline evals make {source} --apart-from {path}"
             )
 
@@ -100,7 +103,8 @@ def check_cases(suite: Suite | None, gates: TurnGates, dropped: Dropped) -> Suit
     counts = f" ({dropped})" if dropped else ""
     if suite is None or number < gates.least_cases:
         raise PromptError(
-            f"{number} cases are too few to judge a student by, {gates.least_cases} are needed (gates.least_cases){counts}: "
+            f"{number} cases are too few to judge a student by, {gates.least_cases} are needed "
+            f"(gates.least_cases){counts}: "
             "record more, keep more of it aside (split.evals_share), or name a suite"
         )
     return suite

@@ -36,8 +36,8 @@ class DrafterConfig:
     of_teacher: bool = True
     """Also train a drafter for the model that serves now, which can be served even if the student is refused."""
     minutes: Positive | None = None
-    """Minutes per drafter, including generating its training answers [default: a quarter of the turn's, unless `loop` has a
-    length]."""
+    """Minutes per drafter, including generating its training answers [default: a quarter of the turn's, unless `loop`
+    has a length]."""
     plan: Annotated[str, ("auto", "off")] = "auto"
     """auto: settings not given are chosen for target, data and machine; off: they keep their defaults."""
     features: Annotated[str, ("auto", "online", "cached", "streamed")] = "auto"
@@ -65,12 +65,13 @@ class TurnGates:
     least_cases: Count = 20
     """Minimum number of eval cases."""
     most_bad: Share = 0.2
-    """Maximum share of bad recorded answers: empty, repetitive, of another tokenizer, or tokens that differ from the text."""
+    """Maximum share of bad recorded answers: empty, repetitive, of another tokenizer, or tokens that differ from the
+    text."""
     most_lost: Share = 0.05
     """Maximum loss of evals score against the teacher, by the low end of the difference's 95% interval."""
     most_lost_in_all: Share = 0.1
-    """From the second turn on: maximum loss against the very first model, on the first turn's suite, so that small losses do
-    not accumulate."""
+    """From the second turn on: maximum loss against the very first model, on the first turn's suite, so that small
+    losses do not accumulate."""
     least_speedup: Amount = 1.0
     """Minimum tokens/s with a drafter divided by tokens/s without; a slower drafter is not served."""
 
@@ -85,7 +86,8 @@ class FlywheelConfig:
     model: str = ""
     """The model that serves now, the first teacher: a built-in name, a folder, a GGUF file, or a hub id."""
     record: tuple[Path, ...] = ()
-    """Its recorded answers: folders of traces (serve --traces, record) or of regenerate, Parquet files, or one store."""
+    """Its recorded answers: folders of traces (serve --traces, record) or of regenerate, Parquet files, or one
+    store."""
     prompts: tuple[str, ...] = ()
     """Prompts that the model answers in turns without recorded answers: JSON lines, Parquet, a folder of traces."""
     out: Path = Path("runs/flywheel")
@@ -119,11 +121,18 @@ class FlywheelConfig:
         refuse(
             ConfigError,
             (not self.model, f"{FILE} needs a model: what answers now, as model: smollm2-135m"),
-            (not self.record and not self.prompts, f"{FILE} needs record (what was answered), or prompts to be answered"),
-            (bool(self.layers and student_has_layers), "layers says it turn by turn: leave it out, or student's own way"),
+            (
+                not self.record and not self.prompts,
+                f"{FILE} needs record (what was answered), or prompts to be answered",
+            ),
+            (
+                bool(self.layers and student_has_layers),
+                "layers says it turn by turn: leave it out, or student's own way",
+            ),
             (
                 list(self.layers) != sorted(self.layers, reverse=True),
-                f"layers must not rise, unlike {', '.join(map(str, self.layers))}: the student of a turn teaches the next one",
+                f"layers must not rise, unlike {', '.join(map(str, self.layers))}: the student of a turn teaches the "
+                "next one",
             ),
             (self.engine.model != EngineConfig().model, "engine.model: the model is named by model"),
             (self.engine.drafter != EngineConfig().drafter, "engine.drafter: the flywheel makes its own, leave it out"),
@@ -160,7 +169,8 @@ FREE = ("minutes", "price_per_core_hour", "gates", "student_gate", "given")
 
 
 def read_config(file: Path) -> FlywheelConfig:
-    """Reads flywheel.yaml. Raises ConfigError naming the file if it is unreadable or has an unknown name or invalid value."""
+    """Reads flywheel.yaml. Raises ConfigError naming the file if it is unreadable or has an unknown name or invalid
+    value."""
     tree = read_settings(file, FlywheelConfig, f"give a {FILE}, as docs/how-to/smaller-model.md shows one")
     for name, usual in (("evals", {"limit": 200}), ("sampling", {"at_once": 1})):
         if name in tree:

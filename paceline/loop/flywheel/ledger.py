@@ -1,6 +1,7 @@
 """The ledger of a flywheel: a line for each measured model with its figures, and for each refused one with the reason.
 
-    {"turn": 1, "what": "student", "model": "runs/flywheel/turn-1/student/student.gguf", "state": "kept", "score": 0.99, ...}
+    {"turn": 1, "what": "student", "model": "runs/flywheel/turn-1/student/student.gguf", "state": "kept", "score": 0.99,
+    ...}
 
 Figures are those of `evals run` on the turn's suite.
 """
@@ -33,8 +34,8 @@ def append(out: Path, line: Line) -> None:
 def read(out: Path) -> list[Line]:
     """Returns the lines, oldest first. Raises ConfigError on a damaged line.
 
-    A stage killed after writing its line writes it again: a later "measured" or "kept" line replaces the one of the same turn,
-    name and state. All refusals are returned."""
+    A stage killed after writing its line writes it again: a later "measured" or "kept" line replaces the one of the
+    same turn, name and state. All refusals are returned."""
     file, lines = out / LEDGER, dict[Any, Line]()
     remedy = "restore it from a copy, or delete the line that is damaged"
     with reraised(ConfigError, f"{file} is damaged", remedy, OSError, ValueError, RecursionError):
@@ -54,7 +55,10 @@ def table(lines: Sequence[Line]) -> Table:
         Column("what", lambda line: line["what"]),
         Column("state", lambda line: line["state"]),
         Column("evals", lambda line: _score(line, "score", "interval"), align="right", cut=" ["),
-        *([Column("first evals", lambda line: _score(line, "first_score", "first_interval"), align="right")] * has_first),
+        *(
+            [Column("first evals", lambda line: _score(line, "first_score", "first_interval"), align="right")]
+            * has_first
+        ),
         Column("p50", lambda line: line.get("p50_s"), "{:.3g} s", align="right"),
         Column("tokens/s", lambda line: line.get("tokens_per_s"), "{:.1f}", align="right"),
         Column("core-s per 1,000", lambda line: line.get("core_s_per_1000"), "{:,.0f}", align="right"),
@@ -67,7 +71,9 @@ def table(lines: Sequence[Line]) -> Table:
         if line.get("model"):
             models.setdefault(line["model"], line)
     notes = [f"turn {line['turn']}, {line['what']}: {model}" for model, line in models.items()]
-    notes += [f"turn {line['turn']}, {line['what']}, {line['state']}: {line['why']}" for line in lines if line.get("why")]
+    notes += [
+        f"turn {line['turn']}, {line['what']}, {line['state']}: {line['why']}" for line in lines if line.get("why")
+    ]
     return Table(columns, lines, title="Ledger", notes=notes)
 
 

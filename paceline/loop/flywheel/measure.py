@@ -31,13 +31,16 @@ class Bench:
     suites: dict[str, Path] = field(default_factory=dict)
 
     def scores(self, what: str, model: str, drafter: str = NO_DRAFTER, suite: str = OWN) -> Scores:
-        """Measures a model on one of the turn's suites; the run is evals/<what>. Raises the errors of `evals.run.evaluate`."""
+        """Measures a model on one of the turn's suites; the run is evals/<what>. Raises the errors of
+        `evals.run.evaluate`."""
         engine = replace(self.config.engine, model=model, drafter=drafter)
         sampling = self.config.sampling
         if not self.config.is_given("sampling.max_tokens"):
             sampling = replace(sampling, max_tokens=self.max_tokens)
         config = Asked(judge=self.config.judge, sampling=sampling, name=what, check_drafter=False)
-        return evaluate(self.suites[suite], engine, config, out=self.folder / "evals" / what, progress=self.progress).scores
+        return evaluate(
+            self.suites[suite], engine, config, out=self.folder / "evals" / what, progress=self.progress
+        ).scores
 
     def compared(self, what: str, scores: Scores, base: str) -> Comparison:
         """Compares scores with the turn's earlier run `base`, and reports the difference."""
@@ -46,7 +49,9 @@ class Bench:
         self.progress.say(f"{what} compared with {base}: {comparison}, {same}")
         return comparison
 
-    def compared_with_first(self, what: str, model: str, own: Scores, first_run: Path) -> tuple[Scores, Comparison] | None:
+    def compared_with_first(
+        self, what: str, model: str, own: Scores, first_run: Path
+    ) -> tuple[Scores, Comparison] | None:
         """Measures a model on the first turn's suite and compares it with the first model; None if no case remains.
 
         `own`: the model's scores on the turn's own suite, which are reused if both suites are equal."""

@@ -2,9 +2,9 @@
 
     estimate = price_of(config, progress)          estimate.table(), estimate.as_json()
 
-The student's training is estimated by timing a step on recorded answers (`paceline.loop.distill.price`), generation by the
-roofline model and its measured efficiency (`paceline.train.plan.training_plan`), drafters by their minutes. The student's
-evals are scaled by its share of the teacher's weights. CPU seconds count all threads.
+The student's training is estimated by timing a step on recorded answers (`paceline.loop.distill.price`), generation by
+the roofline model and its measured efficiency (`paceline.train.plan.training_plan`), drafters by their minutes. The
+student's evals are scaled by its share of the teacher's weights. CPU seconds count all threads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from paceline.train.plan.training_plan import ANSWER_SHARE, EFFICIENCY, make_pla
 BYTES_A_TOKEN = 8.0
 """Disk bytes per token in a store, including the other columns; an upper estimate, not measured."""
 CHECKPOINT_BYTES, FOLDER_BYTES = 12.0, 3.0
-"""Disk bytes per weight of the student: in a checkpoint (float32, two moments); in an output folder (bfloat16 and blocks)."""
+"""Disk bytes per weight of the student: in a checkpoint (float32, two moments); in an output folder (bfloat16 and
+blocks)."""
 DEFAULT_SHARE = 0.4
 """Assumed share of the teacher's weights that a student has, without answers to measure."""
 
@@ -93,8 +94,17 @@ class TurnPrice:
              "price": self.money(each.minutes), "finished": each.is_finished}
             for each in self.stages
         ]  # fmt: skip
-        turn = {"turn": self.turn, "model": self.model, "threads": self.threads, "stages": stages, "notes": list(self.notes)}
-        whole = {"tokens": sum(each.tokens for each in self.stages), "disk_bytes": sum(each.disk_bytes for each in self.stages)}
+        turn = {
+            "turn": self.turn,
+            "model": self.model,
+            "threads": self.threads,
+            "stages": stages,
+            "notes": list(self.notes),
+        }
+        whole = {
+            "tokens": sum(each.tokens for each in self.stages),
+            "disk_bytes": sum(each.disk_bytes for each in self.stages),
+        }
         hours = {"minutes": self.minutes, "core_hours": self.minutes / 60 * self.threads}
         return {**turn, **hours, **whole, "price": self.money(self.minutes)}
 
@@ -105,7 +115,9 @@ class TurnPrice:
             Column("stage", lambda each: each.stage),
             Column("minutes", lambda each: None if each.is_finished else each.minutes, "{:.1f}", align="right"),
             Column("tokens", lambda each: each.tokens or None, "{:,.0f}", align="right"),
-            Column("disk MiB", lambda each: each.disk_bytes / 2**20 if each.disk_bytes else None, "{:,.0f}", align="right"),
+            Column(
+                "disk MiB", lambda each: each.disk_bytes / 2**20 if each.disk_bytes else None, "{:,.0f}", align="right"
+            ),
             Column("price", lambda each: self.money(each.minutes), "{:.4g}", align="right"),
         ]
         title = f"Turn {self.turn}, from {self.model}: {figures['core_hours']:.2f} core-hours on {self.threads} threads"
@@ -137,15 +149,20 @@ def price_of(config: FlywheelConfig, progress: Progress) -> TurnPrice:
         drafter if config.drafter.of_teacher else StagePrice("drafter"),
         StagePrice("student", student_s / 60, train_tokens, disk),
         StagePrice("student-evals", suites * share * evals_minutes, suites * eval_tokens),
-        StagePrice("student-drafter", drafter_minutes + share * evals_minutes, eval_tokens + train_tokens, drafter_bytes),
+        StagePrice(
+            "student-drafter", drafter_minutes + share * evals_minutes, eval_tokens + train_tokens, drafter_bytes
+        ),
     ]
-    remaining = [StagePrice(each.stage, is_finished=True) if each.stage in turn.state.stages else each for each in stages]
+    remaining = [
+        StagePrice(each.stage, is_finished=True) if each.stage in turn.state.stages else each for each in stages
+    ]
     threads = config.engine.threads or torch.get_num_threads()
     return TurnPrice(turn.number, turn.serving.model, remaining, threads, config.price_per_core_hour, notes)
 
 
 def _material(turn: Turn) -> Material:
-    """Returns the turn's answers. Raises the errors of the stage `record`, and PromptError on sources without an answer."""
+    """Returns the turn's answers. Raises the errors of the stage `record`, and PromptError on sources without an
+    answer."""
     config = turn.config
     if "store" in turn.state.stages:
         sources = [Path(turn.of("store")["store"])]
@@ -160,7 +177,9 @@ def _material(turn: Turn) -> Material:
     else:
         prompts = read_mixture(PromptsConfig(config.prompts), config.answering.seed, ignore).prompts
         letters = [sum(len(str(each.get("content") or "")) for each in prompt.messages) for prompt in prompts]
-        lengths = [len(prompt.token_ids) or number / LETTERS_PER_TOKEN for prompt, number in zip(prompts, letters, strict=True)]
+        lengths = [
+            len(prompt.token_ids) or number / LETTERS_PER_TOKEN for prompt, number in zip(prompts, letters, strict=True)
+        ]
         rows = len(prompts) * len(config.answering.temperatures)
         return Material(rows, sum(lengths) / max(1, len(lengths)), ANSWER_SHARE * config.answering.max_tokens)
     folders = [split for source in sources for split in _splits(source)]
@@ -194,7 +213,10 @@ def _student(turn: Turn, material: Material, notes: list[str]) -> tuple[float, f
     """Estimates the student: (training seconds, disk bytes, share of the teacher's weights)."""
     config, teaching = turn.config, turn.config.student_teaching
     if not material.sources:
-        student, shape = config.student_of(turn.number), read_target(replace(config.engine, model=turn.serving.model)).shape
+        student, shape = (
+            config.student_of(turn.number),
+            read_target(replace(config.engine, model=turn.serving.model)).shape,
+        )
         if not student.student:
             kept_layers(student, shape.num_layers)  # raises ConfigError on invalid layers
         notes.append("the student's training is priced by its minutes: a step is timed when there are answers")
@@ -217,7 +239,8 @@ def _student(turn: Turn, material: Material, notes: list[str]) -> tuple[float, f
 
 
 def _drafter(turn: Turn, notes: list[str]) -> tuple[float, float]:
-    """Estimates a drafter's training: (minutes, disk bytes). The student's drafter is assumed as large as the teacher's."""
+    """Estimates a drafter's training: (minutes, disk bytes). The student's drafter is assumed as large as the
+    teacher's."""
     config, drafter = turn.config, turn.config.drafter
     engine = replace(config.engine, model=turn.serving.model, drafter=NO_DRAFTER)
     more: dict[str, Any] = {

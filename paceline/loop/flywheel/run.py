@@ -1,7 +1,7 @@
 """Runs a turn: executes the stages of stages.py and stores the result of each finished stage.
 
-The file serving.json names the served model; it is replaced atomically at the end, if every gate passes. An error or a refusal
-ends the turn before that. The same command resumes at the first unfinished stage.
+The file serving.json names the served model; it is replaced atomically at the end, if every gate passes. An error or a
+refusal ends the turn before that. The same command resumes at the first unfinished stage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from paceline.loop.flywheel import ledger
 from paceline.loop.flywheel.checks import check_judge
 from paceline.loop.flywheel.config import FlywheelConfig
 from paceline.loop.flywheel.stages import STAGES, Refused, StageResult, Turn
-from paceline.loop.flywheel.state import NO_DRAFTER, Serving, TurnState, serving_of, traces_of, turn_folder, write_serving
+from paceline.loop.flywheel.state import (
+    NO_DRAFTER,
+    Serving,
+    TurnState,
+    serving_of,
+    traces_of,
+    turn_folder,
+    write_serving,
+)
 from paceline.loop.store.folder import Store
 from paceline.report.tables import Progress
 from paceline.runs.folder import plain
@@ -56,7 +64,8 @@ def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
     store = state.stages.get("store")
     if store and (now := Store.open(store["store"]).version) != store["version"]:
         raise ConfigError(
-            f"{store['store']} was at version {store['version']} when turn {number} began, and is at {now}: what was learned "
+            f"{store['store']} was at version {store['version']} when turn {number} began, and is at {now}: what was "
+            "learned "
             f"is of another store; delete {folder} to begin the turn anew"
         )
     return Turn(config, number, serving, folder, state, progress)
@@ -64,7 +73,10 @@ def open_turn(config: FlywheelConfig, progress: Progress) -> Turn:
 
 def run(config: FlywheelConfig, progress: Progress) -> TurnResult:
     """Implements `paceline.loop.flywheel.turn`."""
-    refuse(ConfigError, (find_spec("trl") is None, "a turn distils with Transformers and TRL: pip install 'paceline[distill]'"))
+    refuse(
+        ConfigError,
+        (find_spec("trl") is None, "a turn distils with Transformers and TRL: pip install 'paceline[distill]'"),
+    )
     with only_run(config.out, "turning the flywheel", Ranks(), progress.say):
         turn = open_turn(config, progress)
         if "student" not in turn.state.stages:
@@ -129,7 +141,9 @@ def _swap(turn: Turn) -> TurnResult:
     turn.line("turn", "kept", model=model, drafter=drafter, core_s=result.core_s, price=result.price)
     write_serving(config, serving)
     turn.progress.table(ledger.table(ledger.read(config.out)))
-    turn.progress.say(f"turn {turn.number} passed; serve what it made, and keep what it answers for turn {turn.number + 1}:")
+    turn.progress.say(
+        f"turn {turn.number} passed; serve what it made, and keep what it answers for turn {turn.number + 1}:"
+    )
     turn.progress.say(serving.command)
     return result
 

@@ -88,7 +88,8 @@ class Turn:
 
 
 def record(turn: Turn) -> StageResult:
-    """Returns the folders of the answers; generates them if none are recorded. Raises ConfigError without prompts for that."""
+    """Returns the folders of the answers; generates them if none are recorded. Raises ConfigError without prompts for
+    that."""
     config, traces = turn.config, traces_of(turn.config, turn.number)
     if turn.number == 1 and config.record:
         return {"sources": list(config.record)}
@@ -96,17 +97,21 @@ def record(turn: Turn) -> StageResult:
         return {"sources": [traces]}
     if not config.prompts:
         raise ConfigError(
-            f"turn {turn.number} begins with what {turn.serving.model} answers, and {traces} has nothing of it: serve it with "
+            f"turn {turn.number} begins with what {turn.serving.model} answers, and {traces} has nothing of it: serve "
+            "it with "
             f"`{turn.serving.command}`, then run the same command again; or give prompts, which it then answers"
         )
     out = turn.folder / "recorded"
     engine = replace(config.engine, model=turn.serving.model, drafter=NO_DRAFTER)
-    done = regenerate(RegenerateConfig(out, engine, PromptsConfig(config.prompts), config.answering), progress=turn.progress)
+    done = regenerate(
+        RegenerateConfig(out, engine, PromptsConfig(config.prompts), config.answering), progress=turn.progress
+    )
     return {"sources": [out / "answers"], "answers": done.num_answers, "tokens": done.num_tokens}
 
 
 def store(turn: Turn) -> StageResult:
-    """Builds a store of this turn's answers, or uses the recorded one. Raises PromptError if it is empty or poisoned."""
+    """Builds a store of this turn's answers, or uses the recorded one. Raises PromptError if it is empty or
+    poisoned."""
     sources = [Path(source) for source in turn.of("record")["sources"]]
     stores = [source for source in sources if (source / "store.json").is_file()]
     refuse(
@@ -117,7 +122,10 @@ def store(turn: Turn) -> StageResult:
     if stores:
         data = Store.open(sources[0])
         same = data.model == turn.serving.model
-        refuse(ConfigError, (not same, f"{sources[0]} holds tokens of {data.model}, not of {turn.serving.model}: give its own"))
+        refuse(
+            ConfigError,
+            (not same, f"{sources[0]} holds tokens of {data.model}, not of {turn.serving.model}: give its own"),
+        )
     else:
         path = turn.folder / "store"
         shutil.rmtree(path, ignore_errors=True)  # incomplete, from a killed run, or of other answers
@@ -130,7 +138,8 @@ def store(turn: Turn) -> StageResult:
 
 
 def evals(turn: Turn) -> StageResult:
-    """Makes the suites and measures the model. Raises PromptError on too few cases or a contaminated suite; JudgeError."""
+    """Makes the suites and measures the model. Raises PromptError on too few cases or a contaminated suite;
+    JudgeError."""
     config, own = turn.config, turn.store
     trained = [*turn.earlier_stores, own.path]
     file, dropped = turn.folder / "suite.jsonl", Dropped()
@@ -251,8 +260,8 @@ def _training(turn: Turn, name: str, model: str) -> TrainConfig:
 
 
 def _tried(turn: Turn, what: str, model: str, folder: Path, base: str, parents: list[str] | None = None) -> StageResult:
-    """Measures the model with its new drafter against the run `base` without; a drafter that changes an answer or is too slow
-    is not served."""
+    """Measures the model with its new drafter against the run `base` without; a drafter that changes an answer or is
+    too slow is not served."""
     bench, is_greedy = turn.bench, turn.config.sampling.temperature == 0
     name = what.replace(" + ", "-and-")
     scores = bench.scores(name, model, str(folder))

@@ -52,7 +52,8 @@ def serving_of(config: FlywheelConfig) -> Serving:
         serving = Serving(**json.loads(file.read_text(encoding="utf-8")))
     if serving.first_model != config.model:
         raise ConfigError(
-            f"{config.out} is the flywheel of {serving.first_model}, not of {config.model}: choose another out, or name that "
+            f"{config.out} is the flywheel of {serving.first_model}, not of {config.model}: choose another out, or "
+            "name that "
             "model (later turns find their own)"
         )
     return serving

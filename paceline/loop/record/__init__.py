@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from paceline.loop.record.run import Recorded
 
 
-def proxy(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, *, progress: Progress | None = None) -> Recorded:
+def proxy(
+    config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, *, progress: Progress | None = None
+) -> Recorded:
     """Forwards requests to `config.upstream` and records traces, until a signal comes.
 
     Raises ConfigError if the port is taken or no trace folder is set, and the errors of loading the tokenizer.
@@ -29,8 +31,8 @@ def proxy(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, *, p
 def read(config: RecordConfig, tracing: TraceConfig, *, progress: Progress | None = None) -> Recorded:
     """Converts the logs in `config.imports` to traces.
 
-    Raises PromptError naming file and line if a file is damaged, of an unknown format or without usable requests; no trace of
-    that file is then written.
+    Raises PromptError naming file and line if a file is damaged, of an unknown format or without usable requests; no
+    trace of that file is then written.
     """
     from paceline.loop.record.run import run_imports
 

@@ -32,8 +32,14 @@ class RecordConfig:
         parts, whole = urlsplit(self.upstream), f"--upstream {self.upstream!r}"
         refuse(
             ConfigError,
-            (parts.scheme not in ("http", "https") or not parts.hostname, f"{whole} is no address: write http://HOST:PORT"),
-            (bool(parts.username or parts.password), "--upstream holds a password: clients send their own keys, leave it out"),
+            (
+                parts.scheme not in ("http", "https") or not parts.hostname,
+                f"{whole} is no address: write http://HOST:PORT",
+            ),
+            (
+                bool(parts.username or parts.password),
+                "--upstream holds a password: clients send their own keys, leave it out",
+            ),
             (bool(parts.query or parts.fragment), f"{whole} ends in a query: write http://HOST:PORT"),
             (
                 parts.path.rstrip("/").endswith("/v1"),

@@ -53,7 +53,11 @@ class Exchange:
     @property
     def mark(self) -> str | None:
         """Hash of `logged_as`, sixteen hex digits, by which repeated imports are detected; None for the proxy."""
-        return hashlib.blake2b(self.logged_as.encode(errors="replace"), digest_size=8).hexdigest() if self.logged_as else None
+        return (
+            hashlib.blake2b(self.logged_as.encode(errors="replace"), digest_size=8).hexdigest()
+            if self.logged_as
+            else None
+        )
 
 
 class Body:

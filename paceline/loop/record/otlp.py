@@ -1,9 +1,9 @@
 """Reads OpenTelemetry spans of model calls (GenAI semantic conventions) as exchanges.
 
-The file is OTLP JSON lines, each an object with `resourceSpans`, as written by the collector's file exporter. A span is usable
-if it contains the messages: `gen_ai.input.messages`, `gen_ai.output.messages`, `gen_ai.system_instructions`,
-`gen_ai.tool.definitions`, structured or as JSON text. Instrumented clients write them if configured to; vLLM's own spans
-contain no text.
+The file is OTLP JSON lines, each an object with `resourceSpans`, as written by the collector's file exporter. A span is
+usable if it contains the messages: `gen_ai.input.messages`, `gen_ai.output.messages`, `gen_ai.system_instructions`,
+`gen_ai.tool.definitions`, structured or as JSON text. Instrumented clients write them if configured to; vLLM's own
+spans contain no text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ REQUEST = {
     "model": "model",
 }
 """Suffix of gen_ai.request.* -> OpenAI's name."""
-USAGE = {"prompt_tokens": ("input_tokens", "prompt_tokens"), "completion_tokens": ("output_tokens", "completion_tokens")}
+USAGE = {
+    "prompt_tokens": ("input_tokens", "prompt_tokens"),
+    "completion_tokens": ("output_tokens", "completion_tokens"),
+}
 """OpenAI's name -> suffixes of gen_ai.usage.*, newest first."""
 FINISHED = {"tool_call": "tool_calls"}
 
@@ -46,7 +49,9 @@ def exchanges(path: Path) -> Iterator[Exchange]:
                 continue
             where = f"{path}, line {number}"
             caught = (ValueError, RecursionError, TypeError, AttributeError, KeyError)
-            with reraised(PromptError, where, "this is no OTLP JSON of spans, an object of resourceSpans a line", *caught):
+            with reraised(
+                PromptError, where, "this is no OTLP JSON of spans, an object of resourceSpans a line", *caught
+            ):
                 spans = list(_spans(json.loads(line)))
                 parsed = [exchange for span in spans if (exchange := _exchange(span))]
             num_spans += len(spans)

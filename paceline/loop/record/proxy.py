@@ -1,10 +1,10 @@
 """The recording proxy: forwards every request to the upstream server and streams the answer back unchanged.
 
-The bytes of a complete answer to a completion and of its request are passed to `keep`, and parsed later in another thread
-(`exchange.py`). The only headers used are X-Paceline-Tag, which is recorded, and the encodings of the bodies.
+The bytes of a complete answer to a completion and of its request are passed to `keep`, and parsed later in another
+thread (`exchange.py`). The only headers used are X-Paceline-Tag, which is recorded, and the encodings of the bodies.
 
-Clients see the upstream server's behaviour: its status codes, truncated answers, and backpressure in both directions. If the
-client disconnects, the upstream request is cancelled. Only hop-by-hop headers (RFC 9110, 7.6.1) are removed.
+Clients see the upstream server's behaviour: its status codes, truncated answers, and backpressure in both directions.
+If the client disconnects, the upstream request is cancelled. Only hop-by-hop headers (RFC 9110, 7.6.1) are removed.
 """
 
 from __future__ import annotations
@@ -63,12 +63,16 @@ class Proxy:
         except ApiError as error:
             await error_response(error)(scope, receive, send)
         except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException) as error:
-            log.warning("an answer was cut off: %s", error)  # uvicorn closes the connection of an answer that has no end
+            log.warning(
+                "an answer was cut off: %s", error
+            )  # uvicorn closes the connection of an answer that has no end
 
     def _check(self, headers: Headers) -> None:
         """Rejects ambiguous lengths and unknown hosts here, because the client's Host header is not forwarded."""
         if "transfer-encoding" in headers and "content-length" in headers:
-            raise RequestRefused("a request has either Content-Length or Transfer-Encoding: leave one out", code="invalid_http")
+            raise RequestRefused(
+                "a request has either Content-Length or Transfer-Encoding: leave one out", code="invalid_http"
+            )
         name = host_name(headers.get("host", ""))
         if self._hosts is not None and name and name not in self._hosts:
             raise ApiError.known("host_not_allowed", name=name[:100])
@@ -139,6 +143,8 @@ class _RequestBody:
 
 def _passed_on(headers: RawHeaders) -> RawHeaders:
     """Removes hop-by-hop headers and those named by the Connection header."""
-    named = {name.strip().lower() for key, value in headers if key.lower() == b"connection" for name in value.split(b",")}
+    named = {
+        name.strip().lower() for key, value in headers if key.lower() == b"connection" for name in value.split(b",")
+    }
     left_out = OF_ONE_CONNECTION | named
     return [pair for pair in headers if pair[0].lower() not in left_out]

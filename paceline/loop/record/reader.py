@@ -1,13 +1,16 @@
 """Converts exchanges to traces: reconstructs the prompt's and the answer's tokens.
 
-The target's tokenizer and chat template encode the text; token ids from the server (vLLM's `return_token_ids`) are used as they
-are, and its token counts must match. Tokens that cannot be reconstructed are dropped:
+The target's tokenizer and chat template encode the text; token ids from the server (vLLM's `return_token_ids`) are used
+as they are, and its token counts must match. Tokens that cannot be reconstructed are dropped:
 
-- the whole trace, if the prompt's token count differs, or the request has parts that are not rendered here (images, its own
+- the whole trace, if the prompt's token count differs, or the request has parts that are not rendered here (images, its
+  own
   chat template);
-- the answer, leaving the prompt alone, if its text is not the model's output (tool calls and reasoning parsed by the server),
+- the answer, leaving the prompt alone, if its text is not the model's output (tool calls and reasoning parsed by the
+  server),
   does not round-trip through the tokenizer, or has another token count;
-- the last token of an answer ended by a limit or a stop string, and the end token unless the model certainly generated it.
+- the last token of an answer ended by a limit or a stop string, and the end token unless the model certainly generated
+  it.
 """
 
 from __future__ import annotations
@@ -111,7 +114,8 @@ class Reader:
         self._end = _end_token(tokenizer)
 
     def traces(self, exchange: Exchange) -> Iterator[Trace]:
-        """Yields a trace per answer, or of the prompt alone. Raises Lost if the prompt is unknown or the request failed."""
+        """Yields a trace per answer, or of the prompt alone. Raises Lost if the prompt is unknown or the request
+        failed."""
         body = exchange.request
         if self._names and body.get("model") not in self._names:
             raise Lost("model")
@@ -148,9 +152,13 @@ class Reader:
             answer_ids = [] if answers is None else answers[index]
             reason = UNKNOWN if answers is None else FINISHED[str(choice.finish_reason)]
             mark = f"{exchange.mark}-{index}" if exchange.mark else None
-            yield Trace(prompt_ids=prompts[index // n], answer_ids=answer_ids, finish_reason=reason, mark=mark, **common)
+            yield Trace(
+                prompt_ids=prompts[index // n], answer_ids=answer_ids, finish_reason=reason, mark=mark, **common
+            )
 
-    def _prompts(self, request: ChatRequest | CompletionRequest, body: dict[str, Any], response: _Response) -> list[list[int]]:
+    def _prompts(
+        self, request: ChatRequest | CompletionRequest, body: dict[str, Any], response: _Response
+    ) -> list[list[int]]:
         """Returns the token ids of each prompt: the server's, else the rendered ones. Raises Lost on a mismatch."""
         n = request.n or 1
         firsts = [response.choices[index] for index in sorted(response.choices) if not index % n]
@@ -185,7 +193,8 @@ class Reader:
         return {index: ids for index, (ids, _) in known.items()}
 
     def _answer(self, choice: _Choice, has_stops: bool) -> tuple[list[int], int] | None:
-        """Returns the certain token ids of an answer, and the number that the server must have counted; None if unknown."""
+        """Returns the certain token ids of an answer, and the number that the server must have counted; None if
+        unknown."""
         tokenizer, ids = self.tokenizer, choice.token_ids
         if ids is not None:
             if ids and not self._is_valid(ids):
@@ -211,7 +220,9 @@ class Reader:
     def _is_valid(self, ids: Any) -> bool:
         """True for a non-empty list of token ids of the model's vocabulary."""
         return (
-            isinstance(ids, list) and bool(ids) and all(type(token) is int and 0 <= token < self._vocab_size for token in ids)
+            isinstance(ids, list)
+            and bool(ids)
+            and all(type(token) is int and 0 <= token < self._vocab_size for token in ids)
         )
 
 

@@ -70,7 +70,8 @@ class Recorder:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn server of the proxy; on a signal it finishes the answers in flight, on a second one it stops immediately."""
+    """Uvicorn server of the proxy; on a signal it finishes the answers in flight, on a second one it stops
+    immediately."""
 
     def __init__(self, upstream: str, serving: ServeConfig, keep: Callable[[Observed], None]) -> None:
         self._proxy = Proxy(upstream, serving, keep)
@@ -95,7 +96,9 @@ def run(config: RecordConfig, serving: ServeConfig, tracing: TraceConfig, progre
     with listen(serving) as bound:
         writer, reader = _store(config, tracing)
         host, port = bound.getsockname()[:2]
-        progress.say(f"recording: ask http://{f'[{host}]' if ':' in host else host}:{port} in place of {config.upstream}")
+        progress.say(
+            f"recording: ask http://{f'[{host}]' if ':' in host else host}:{port} in place of {config.upstream}"
+        )
         try:
             asyncio.run(Server(config.upstream, serving, Recorder(reader, writer).keep).run_on(bound))
         finally:

@@ -6,8 +6,9 @@
     Generated response chatcmpl-1: output: '...', output_token_ids: [...], finish_reason: stop
     Generated response chatcmpl-1 (streaming complete): output: '...', output_token_ids: None, finish_reason: ...
 
-(`vllm/entrypoints/logger.py`.) Other lines are ignored. Streams are logged without token ids, so their answers are encoded from
-the text. Requests truncated by `--max-log-len` are skipped; without token ids truncation cannot be detected, so do not set it.
+(`vllm/entrypoints/logger.py`.) Other lines are ignored. Streams are logged without token ids, so their answers are
+encoded from the text. Requests truncated by `--max-log-len` are skipped; without token ids truncation cannot be
+detected, so do not set it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,18 @@ RESPONSE = re.compile(
 )
 BEGINS = re.compile(r"(?:Received request|Generated response) \S+?(?: \(streaming \w+\))?: |Request \S+ details: ")
 STAMP = re.compile(r"\b(?:INFO|DEBUG) (\d\d-\d\d \d\d:\d\d:\d\d) ")
-PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "max_tokens", "ignore_eos")
+PARAMETERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "n",
+    "stop",
+    "stop_token_ids",
+    "max_tokens",
+    "ignore_eos",
+)
 PARAMETERS += ("presence_penalty", "frequency_penalty", "repetition_penalty")
 """Fields of SamplingParams that are read; the API's fields have the same names."""
 MAX_WAITING = 100_000
@@ -55,7 +67,8 @@ class _Request:
 
 
 def exchanges(path: Path, tokenizer: Tokenizer) -> Iterator[Exchange]:
-    """Yields the log's exchanges in order. Raises PromptError naming a damaged line, or if requests or answers are missing."""
+    """Yields the log's exchanges in order. Raises PromptError naming a damaged line, or if requests or answers are
+    missing."""
     waiting: dict[str, _Request] = {}
     num_requests = num_answers = 0
     changed = path.stat().st_mtime
@@ -65,7 +78,12 @@ def exchanges(path: Path, tokenizer: Tokenizer) -> Iterator[Exchange]:
             if not BEGINS.search(line):
                 continue
             with reraised(
-                PromptError, f"{path}, line {number}", "this is no request as vLLM logs it", ValueError, SyntaxError, IndexError
+                PromptError,
+                f"{path}, line {number}",
+                "this is no request as vLLM logs it",
+                ValueError,
+                SyntaxError,
+                IndexError,
             ):
                 if answer := RESPONSE.search(line):
                     num_answers += 1
@@ -168,7 +186,11 @@ def _moment(line: str, changed: float) -> float | None:
     stamp = STAMP.search(line)
     if stamp is None:
         return None
-    for year in (time.localtime(changed + 86400).tm_year, time.localtime(changed).tm_year, time.localtime(changed).tm_year - 1):
+    for year in (
+        time.localtime(changed + 86400).tm_year,
+        time.localtime(changed).tm_year,
+        time.localtime(changed).tm_year - 1,
+    ):
         try:
             moment = time.mktime(time.strptime(f"{year}-{stamp[1]}", "%Y-%m-%d %H:%M:%S"))
         except ValueError:  # 29 February in a common year

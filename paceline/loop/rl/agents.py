@@ -1,14 +1,15 @@
 """Runs agents as rollouts: groups of attempts at the same task through the policy's endpoint, each with a reward.
 
-    def agent(task, access): ...       calls access.chat(messages), or passes access.base_url to any OpenAI client; returns
+    def agent(task, access): ...       calls access.chat(messages), or passes access.base_url to any OpenAI client;
+    returns
                                        a result for the reward: a number, a text, a conversation
     with Endpoint(rollouts) as endpoint:
         agents = AgentRollouts(endpoint, agent, by_code(lambda task, attempt: float(attempt.result == task["answer"])))
         trainer = GRPOTrainer(..., reward_funcs=[attempt_reward], rollout_func=agent_rollout_func(agents))
 
-An agent that raises after its first request has failed: the attempt gets the reward `failed` and is trained on. An agent that
-raises before its first request, or in every attempt, is defective and ends the run. `experiments/grpo_agents.py` uses
-LangGraph agents.
+An agent that raises after its first request has failed: the attempt gets the reward `failed` and is trained on. An
+agent that raises before its first request, or in every attempt, is defective and ends the run.
+`experiments/grpo_agents.py` uses LangGraph agents.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class AgentRollouts:
     def __init__(
         self, endpoint: Endpoint, agent: Agent, reward: Reward, *, failed: float = 0.0, at_once: int | None = None
     ) -> None:
-        """`failed`: reward of an attempt whose agent raised. `at_once`: concurrent attempts [default: the engine's rows]."""
+        """`failed`: reward of an attempt whose agent raised. `at_once`: concurrent attempts [default: the engine's
+        rows]."""
         self.endpoint, self.rollouts = endpoint, endpoint.rollouts
         self.agent, self.reward, self.failed = agent, reward, failed
         self.at_once = at_once or self.rollouts.llm.target.cache.num_rows
@@ -106,7 +108,8 @@ class AgentRollouts:
     def run(self, tasks: Sequence[tuple[Any, int]], *, place: str | None = None) -> list[list[Trajectory]]:
         """Runs a group of attempts for each (task, number of attempts).
 
-        `place`: name of an earlier batch to repeat; with equal weights its samples are the same, and no figures are recorded.
+        `place`: name of an earlier batch to repeat; with equal weights its samples are the same, and no figures are
+        recorded.
         Raises RolloutError if an agent made no request, all attempts failed, or a reward is invalid.
         """
         is_repeated = place is not None
@@ -122,7 +125,9 @@ class AgentRollouts:
         seconds = time.perf_counter() - began
         total, failures = len(trajectories), [each.error for each in trajectories if each.error]
         if failures and len(failures) == total:
-            raise RolloutError(f"all {total} attempts failed, the first with {failures[0]}: run the agent by itself first")
+            raise RolloutError(
+                f"all {total} attempts failed, the first with {failures[0]}: run the agent by itself first"
+            )
         groups: list[list[Trajectory]] = [[] for _ in tasks]
         for (number, _, _), trajectory in zip(attempts, trajectories, strict=True):
             groups[number].append(trajectory)
@@ -153,7 +158,9 @@ class AgentRollouts:
         finally:
             self.endpoint.end(attempt)
         if error and not attempt.turns:
-            raise RolloutError(f"the agent failed before the policy said anything, with {error}: run it by itself first")
+            raise RolloutError(
+                f"the agent failed before the policy said anything, with {error}: run it by itself first"
+            )
         texts = tuple(self.rollouts.llm.tokenizer.decode(turn.answer_ids) for turn in attempt.turns)
         counts = len(attempt.turns), attempt.num_left_out
         return Trajectory(task, result, attempt.sample(), texts, attempt.rounds, *counts, error, self.failed)

@@ -4,10 +4,10 @@
         attempt = endpoint.begin("0.0-3")            agents use attempt.base_url as any OpenAI server's
         endpoint.end(attempt)                        attempt.sample() is the recorded conversation
 
-It runs the production server (`serve/`) in a thread, on the engine of `Rollouts`. The path of an attempt's base URL identifies
-the attempt, so any OpenAI client works. The rollouts determine the sampling, not the client: temperature and seed are set,
-top-p and penalties are off, grammars are rejected. Earlier turns enter the prompt as the tokens that the policy generated, not
-re-encoded from their text.
+It runs the production server (`serve/`) in a thread, on the engine of `Rollouts`. The path of an attempt's base URL
+identifies the attempt, so any OpenAI client works. The rollouts determine the sampling, not the client: temperature and
+seed are set, top-p and penalties are off, grammars are rejected. Earlier turns enter the prompt as the tokens that the
+policy generated, not re-encoded from their text.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class Attempt:
         return len(self.turns) - len(self.chain())
 
     def sample(self) -> Sample:
-        """Returns the conversation as a training sample: the first prompt, then all later tokens, with mask 1 for the policy's.
+        """Returns the conversation as a training sample: the first prompt, then all later tokens, with mask 1 for the
+        policy's.
 
         Raises RolloutError if the agent made no request."""
         chain = self.chain()
@@ -205,18 +206,23 @@ class _Worker(EngineWorker[LLM]):
             if attempt and reason in ("stop", "length") and sequence.num_output:
                 logprobs = [each.logprob for each in sequence.logprobs]
                 assert len(logprobs) == sequence.num_output, "every token has a log-probability"
-                attempt.turns.append(Turn(sequence.tokens[: sequence.prompt_len], sequence.output_ids, logprobs, reason))
+                attempt.turns.append(
+                    Turn(sequence.tokens[: sequence.prompt_len], sequence.output_ids, logprobs, reason)
+                )
                 attempt.rounds = Rounds.sum([attempt.rounds, Rounds.counted(sequence.rounds)])
         super()._hand_over(chunks, now, step_s, is_prefilling=is_prefilling)
 
     def submit(self, jobs: list[Job], tag: str | None = None, route: Route | None = None) -> Ticket:
-        """Submits as EngineWorker does. Raises RequestRefused without an attempt, and for fields that change the policy."""
+        """Submits as EngineWorker does. Raises RequestRefused without an attempt, and for fields that change the
+        policy."""
         attempt = self._attempts.get(tag or "")
         if attempt is None:
             raise RequestRefused("this endpoint answers attempts under way: use the base_url that the agent was given")
         if len(jobs) > 1:
             raise RequestRefused("one answer a request: leave n out, an attempt goes on from what was said", param="n")
-        return super().submit([_of_the_policy(jobs[0], attempt, self._rollouts.config, self.serving().tokenizer)], tag, route)
+        return super().submit(
+            [_of_the_policy(jobs[0], attempt, self._rollouts.config, self.serving().tokenizer)], tag, route
+        )
 
 
 def _of_the_policy(job: Job, attempt: Attempt, config: RolloutConfig, tokenizer: Any) -> Job:

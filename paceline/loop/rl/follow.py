@@ -1,8 +1,8 @@
 """Trains the drafter to follow the policy: a few steps between two rollouts, on the latest samples.
 
-A policy update changes the drafter's inputs (hidden states) and its targets (tokens). The latest rollouts are read once by the
-new weights, and the drafter trains on these hidden states with the new policy's embedding and head. N-gram drafters need no
-training. Samples are exact in any case; a stale drafter only costs time.
+A policy update changes the drafter's inputs (hidden states) and its targets (tokens). The latest rollouts are read once
+by the new weights, and the drafter trains on these hidden states with the new policy's embedding and head. N-gram
+drafters need no training. Samples are exact in any case; a stale drafter only costs time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class DFlashFollower:
         """Raises ConfigError for other drafters."""
         if not isinstance(drafter, DFlashDrafter) or drafter.config.from_anchor:
             raise ConfigError(
-                f"the drafter {drafter.name!r} does not follow a policy: DFlash drafters do; lookups (ngram) need nothing, "
+                f"the drafter {drafter.name!r} does not follow a policy: DFlash drafters do; lookups (ngram) need "
+                "nothing, "
                 "leave the follower out"
             )
         self.drafter, self.config = drafter, config or FollowConfig()
@@ -134,7 +135,8 @@ class DFlashFollower:
 
     @torch.no_grad()
     def _hand_over(self, embedding_VD: Tensor) -> None:
-        """Copies the trained weights into the engine's drafter, in its dtypes; the engine packs them when it rebinds it."""
+        """Copies the trained weights into the engine's drafter, in its dtypes; the engine packs them when it rebinds
+        it."""
         weights = self.network.state_dict()
         if isinstance(self.network, DFlash2Network):
             weights = materialised(weights, embedding_VD)

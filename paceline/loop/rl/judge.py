@@ -1,9 +1,9 @@
 """Relative judge: a model behind an OpenAI endpoint ranks the attempts at one task.
 
-Ranking attempts is easier than scoring them, and GRPO uses only differences within a group. Judges prefer the first position,
-so each group is shown in a random order and its reverse; the reward is the mean rank, from 1.0 for the best to 0.0 for the
-last. Attempts with equal texts are shown once and get equal rewards. A judge that is down, or that gives an invalid ranking,
-ends the run.
+Ranking attempts is easier than scoring them, and GRPO uses only differences within a group. Judges prefer the first
+position, so each group is shown in a random order and its reverse; the reward is the mean rank, from 1.0 for the best
+to 0.0 for the last. Attempts with equal texts are shown once and get equal rewards. A judge that is down, or that gives
+an invalid ranking, ends the run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ SHOWN_CHARACTERS = 4000
 
 @dataclass(frozen=True, slots=True)
 class JudgeConfig:
-    """The judge and its criteria. The key is read from PACELINE_ELSEWHERE_KEY. Raises ConfigError on impossible values."""
+    """The judge and its criteria. The key is read from PACELINE_ELSEWHERE_KEY. Raises ConfigError on impossible
+    values."""
 
     url: str
     """Address of an OpenAI endpoint, with or without /v1."""
@@ -67,7 +68,9 @@ class RelativeJudge:
         texts = ["\n".join(each.texts)[:SHOWN_CHARACTERS] for each in group]
         different = list(dict.fromkeys(texts))
         if len(different) > len(LETTERS):
-            raise RolloutError(f"{len(different)} attempts are more than a judge can rank, {len(LETTERS)}: make smaller groups")
+            raise RolloutError(
+                f"{len(different)} attempts are more than a judge can rank, {len(LETTERS)}: make smaller groups"
+            )
         if len(different) < 2:
             return [0.5] * len(group)
         order = different.copy()
@@ -86,7 +89,8 @@ class RelativeJudge:
         shown = "\n\n".join(f"Attempt {letter}:\n{text}" for letter, text in zip(letters, order, strict=True))
         example = " > ".join(letters[::-1])
         prompt = (
-            f"Task:\n{task}\n\n{shown}\n\nRank the attempts against each other. {self.config.rubric} Answer with one line that "
+            f"Task:\n{task}\n\n{shown}\n\nRank the attempts against each other. {self.config.rubric} Answer with one "
+            "line that "
             f"begins with RANKING: and names every letter once, the best first, as in\nRANKING: {example}"
         )
         answer = ""
@@ -108,7 +112,9 @@ class RelativeJudge:
         except DownloadError as error:
             raise RolloutError(f"the judge is down: {error}") from error
         except Refused as error:
-            raise RolloutError(f"the judge at {config.url} refuses ({error}): correct its model, address or key") from error
+            raise RolloutError(
+                f"the judge at {config.url} refuses ({error}): correct its model, address or key"
+            ) from error
         try:
             return str(answer["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError) as error:

@@ -2,9 +2,9 @@
 
     load_weights(state_dict) -> caches dropped -> the drafter follows (follow.py) -> sample(prompts) -> samples, figures
 
-Each sample's seed is derived from (seed, step, position), so equal weights give equal tokens, with or without drafts and in any
-batch. Log-probabilities come from the verification pass, with logits divided by the temperature; top-p and penalties are off,
-so they are those of the distribution that each token was sampled from.
+Each sample's seed is derived from (seed, step, position), so equal weights give equal tokens, with or without drafts
+and in any batch. Log-probabilities come from the verification pass, with logits divided by the temperature; top-p and
+penalties are off, so they are those of the distribution that each token was sampled from.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class Rollouts:
         self._follower_figures: dict[str, float] = {}
 
     def load_weights(self, state: Mapping[str, Tensor], step: int) -> None:
-        """Loads the policy's weights, by their Hugging Face names, drops all caches, and trains the drafter if there is a
-        follower. Raises the errors of `LLM.load_weights`; the old weights then stay loaded."""
+        """Loads the policy's weights, by their Hugging Face names, drops all caches, and trains the drafter if there is
+        a follower. Raises the errors of `LLM.load_weights`; the old weights then stay loaded."""
         began = time.perf_counter()
         self.llm.load_weights(state)
         self._spent = {"load_s": time.perf_counter() - began}
@@ -145,7 +145,8 @@ class Rollouts:
         return f"{self.step}.{self._num_calls - 1}"
 
     def sample(self, prompts: Sequence[list[int]], *, num_each: int = 1) -> list[Sample]:
-        """Samples `num_each` answers to each prompt of token ids, in order. Raises PromptError or ContextLengthError."""
+        """Samples `num_each` answers to each prompt of token ids, in order. Raises PromptError or
+        ContextLengthError."""
         place, requests = self.next_place(), [prompt for prompt in prompts for _ in range(num_each)]
         params = [self.config.params(seed_of(self.config.seed, place, str(index))) for index in range(len(requests))]
         began = time.perf_counter()
@@ -155,7 +156,9 @@ class Rollouts:
         self.keep(samples, seconds, Rounds.sum(answer.stats for answer in answers))
         return samples
 
-    def keep(self, samples: list[Sample], seconds: float, rounds: Rounds, more: Mapping[str, float] | None = None) -> None:
+    def keep(
+        self, samples: list[Sample], seconds: float, rounds: Rounds, more: Mapping[str, float] | None = None
+    ) -> None:
         """Records a batch's figures, and its samples for the follower."""
         self._latest = samples
         num_tokens = sum(sum(each.mask) for each in samples)

@@ -3,9 +3,9 @@
     trainer = GRPOTrainer(model=folder, reward_funcs=[reward], args=GRPOConfig(...), train_dataset=rows,
                           rollout_func=rollout_func(rollouts))
 
-Before each generation, changed weights of the trainer are loaded into the engine; then each prompt gets one answer (TRL repeats
-a prompt for every sample of its group). TRL receives token ids, log-probabilities and, for agents, `env_mask`: 1 for tokens of
-the policy.
+Before each generation, changed weights of the trainer are loaded into the engine; then each prompt gets one answer (TRL
+repeats a prompt for every sample of its group). TRL receives token ids, log-probabilities and, for agents, `env_mask`:
+1 for tokens of the policy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def trl() -> Any:
 
 
 def rollout_func(rollouts: Rollouts) -> RolloutFunc:
-    """Returns TRL's `rollout_func` for single answers. Prompts are texts, or lists of messages for the chat template."""
+    """Returns TRL's `rollout_func` for single answers. Prompts are texts, or lists of messages for the chat
+    template."""
 
     def roll(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         check_trainer(rollouts, trainer)
@@ -47,7 +48,8 @@ def rollout_func(rollouts: Rollouts) -> RolloutFunc:
 
 
 def agent_rollout_func(agents: AgentRollouts) -> RolloutFunc:
-    """Returns TRL's `rollout_func` for agents. Prompts are tasks as JSON (`task_rows`); equal adjacent prompts form a group.
+    """Returns TRL's `rollout_func` for agents. Prompts are tasks as JSON (`task_rows`); equal adjacent prompts form a
+    group.
 
     The attempts come with rewards, so use `attempt_reward` as TRL's reward function.
     """
@@ -107,11 +109,16 @@ def check_trainer(rollouts: Rollouts, trainer: Any) -> None:
         ConfigError,
         (
             args.temperature != config.temperature,
-            f"the trainer divides logits by {args.temperature:g}, rollouts by {config.temperature:g}: give both the same",
+            f"the trainer divides logits by {args.temperature:g}, rollouts by {config.temperature:g}: give both the "
+            "same",
         ),
         (
-            (args.top_p or 1.0) != 1.0 or bool(args.top_k) or bool(args.min_p) or (args.repetition_penalty or 1.0) != 1.0,
-            "rollouts are drawn from the whole distribution of the policy: leave top_p, top_k, min_p and repetition_penalty "
+            (args.top_p or 1.0) != 1.0
+            or bool(args.top_k)
+            or bool(args.min_p)
+            or (args.repetition_penalty or 1.0) != 1.0,
+            "rollouts are drawn from the whole distribution of the policy: leave top_p, top_k, min_p and "
+            "repetition_penalty "
             "out of GRPOConfig",
         ),
         (
@@ -130,6 +137,7 @@ def _whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the state dict unchanged. Raises ConfigError for an adapter's, which lacks the model's weights."""
     if any(".lora_" in name or name.startswith("base_model.") for name in state):
         raise ConfigError(
-            "the trainer trains an adapter (peft), and the engine takes whole weights: leave peft_config out, or merge it"
+            "the trainer trains an adapter (peft), and the engine takes whole weights: leave peft_config out, or "
+            "merge it"
         )
     return state

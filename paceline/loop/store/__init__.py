@@ -4,6 +4,6 @@
     store = Store.open("store")
     store.rows("train"), store.rows("evals")
 
-`folder.py` reads and writes the files, `incoming.py` reads sources, `split.py` separates training from evals, `forget.py`
-deletes, `card.py` summarises the contents.
+`folder.py` reads and writes the files, `incoming.py` reads sources, `split.py` separates training from evals,
+`forget.py` deletes, `card.py` summarises the contents.
 """

@@ -19,8 +19,8 @@ class SplitConfig:
     split_seed: int = 0
     """Seed that selects the conversations for evals."""
     max_overlap: Overlap = 0.9
-    """Similarity above which an answer counts as a copy of one in another conversation and is left out; 1 leaves out exact
-    copies only."""
+    """Similarity above which an answer counts as a copy of one in another conversation and is left out; 1 leaves out
+    exact copies only."""
     related: Overlap = 0.7
     """Similarity of first prompts above which conversations stay on the same side."""
 

@@ -8,9 +8,9 @@
     store/card.md               summary of the contents
     store/unfinished/           shards of killed changes, which are never read
 
-A version adds files and changes none; each row has its first version, so that earlier versions can be read again. Only `forget`
-and `split` change existing files. After a kill, the next change completes the killed one if its line and files are complete,
-else reverts it.
+A version adds files and changes none; each row has its first version, so that earlier versions can be read again. Only
+`forget` and `split` change existing files. After a kill, the next change completes the killed one if its line and files
+are complete, else reverts it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class Store:
     def create(cls, path: str | Path, model: str, split: SplitConfig | None = None) -> Store:
         """Create an empty store for tokens of this model. Raises ConfigError if there is one already."""
         folder = Path(path)
-        is_left = (folder / "versions.jsonl").exists() or any(any((folder / side).glob("answers-*.parquet")) for side in SIDES)
+        is_left = (folder / "versions.jsonl").exists() or any(
+            any((folder / side).glob("answers-*.parquet")) for side in SIDES
+        )
         refuse(
             ConfigError,
             ((folder / "store.json").exists(), f"{folder} is a store already: open it"),
@@ -86,7 +88,8 @@ class Store:
         """Open a store. Raises ConfigError if `path` is not a store, or its format is unknown."""
         file = Path(path) / "store.json"
         refuse(
-            ConfigError, (not file.is_file(), f"{path} is no store: make one with paceline store add {path} TRACES --model M")
+            ConfigError,
+            (not file.is_file(), f"{path} is no store: make one with paceline store add {path} TRACES --model M"),
         )
         with reraised(ConfigError, f"{file} cannot be read", "restore it", OSError, ValueError, TypeError, KeyError):
             state = json.loads(file.read_text(encoding="utf-8"))
@@ -110,7 +113,9 @@ class Store:
     def rows(self, side: str, version: int | None = None) -> Iterator[Row]:
         """Yield rows of a side as of a version. Raises PromptError on a damaged shard, and what `versions` does."""
         last = self.version if version is None else version
-        named = {name for line in self.versions()[-1:] for name in line["files"]}  # other files are from a killed change
+        named = {
+            name for line in self.versions()[-1:] for name in line["files"]
+        }  # other files are from a killed change
         for file in self.shards(side):
             if f"{side}/{file.name}" not in named:
                 continue
@@ -130,14 +135,16 @@ class Store:
             yield self._recover()
 
     def _recover(self) -> dict[str, Any] | None:
-        """Complete a killed change whose files and line are complete, and return its line; else revert it and return None."""
+        """Complete a killed change whose files and line are complete, and return its line; else revert it and return
+        None."""
         lines, finished = self._version_lines(), None
         newest, highest = max(lines, default=0), max(map(_version_of, self._all_shards()), default=0)
         if newest > self.version + 1:
             raise self._mismatch(newest)
         if highest > self.version + 1:
             raise ConfigError(
-                f"{self.path}: store.json is at version {self.version}, but there are shards of version {highest}: restore "
+                f"{self.path}: store.json is at version {self.version}, but there are shards of version {highest}: "
+                "restore "
                 "the whole folder from one copy; nothing was changed"
             )
         if self._is_whole(lines.get(self.version + 1)):
@@ -155,7 +162,8 @@ class Store:
         return finished
 
     def _set_aside(self, file: Path) -> None:
-        """Move a shard that no version names into UNFINISHED: after a partial restore it may belong to a later version."""
+        """Move a shard that no version names into UNFINISHED: after a partial restore it may belong to a later
+        version."""
         folder, number = self.path / UNFINISHED, 0
         with reraised(CacheError, f"cannot write {folder}", ELSEWHERE, OSError):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -181,8 +189,8 @@ class Store:
     ) -> dict[str, Any]:
         """Add answers without duplicates; returns the version's line.
 
-        Raises PromptError if a source is invalid, or nothing in the sources is usable and the store is empty; ConfigError,
-        CacheError."""
+        Raises PromptError if a source is invalid, or nothing in the sources is usable and the store is empty;
+        ConfigError, CacheError."""
         paths = [Path(source) for source in sources]
         incoming = Incoming(tokenizer or self.tokenizer())
         with self.changing("adding to the store") as finished:
@@ -190,13 +198,18 @@ class Store:
             stored = [(side, row) for side in SIDES for row in self.rows(side)]
             refuse(
                 PromptError,
-                (not fresh and not stored, f"nothing in {', '.join(map(str, paths))} can be used: {incoming.left_out_text}"),
+                (
+                    not fresh and not stored,
+                    f"nothing in {', '.join(map(str, paths))} can be used: {incoming.left_out_text}",
+                ),
             )
             left_out, added = incoming.left_out, dict.fromkeys(SIDES, 0)
             new = self._new(stored, fresh, left_out)
             resolved = [str(path.resolve()) for path in paths]
             if finished and not new and finished.get("sources") == resolved:
-                progress.say(f"version {self.version} was written by the same command, which was stopped: it is whole now")
+                progress.say(
+                    f"version {self.version} was written by the same command, which was stopped: it is whole now"
+                )
                 return finished
             version = self.version + 1
             for side in SIDES:
@@ -208,7 +221,9 @@ class Store:
         progress.say(f"version {self.version}: {counts}; {incoming.left_out_text}")
         return line
 
-    def _new(self, stored: Sequence[tuple[str, Row]], fresh: Sequence[Row], left_out: Counter[str]) -> list[tuple[str, Row]]:
+    def _new(
+        self, stored: Sequence[tuple[str, Row]], fresh: Sequence[Row], left_out: Counter[str]
+    ) -> list[tuple[str, Row]]:
         """Returns (side, row) of new rows; counts the others in `left_out`."""
         seen = {row["digest"] for _, row in stored}
         unique: list[Row] = []
@@ -242,10 +257,13 @@ class Store:
     def write(self, side: str, rows: Sequence[Row], version: int) -> None:
         """Write the shards of a version."""
         for number, begin in enumerate(range(0, len(rows), ROWS_PER_SHARD)):
-            write_shard(self.path / side / f"answers-v{version:05d}-{number:05d}.parquet", rows[begin : begin + ROWS_PER_SHARD])
+            write_shard(
+                self.path / side / f"answers-v{version:05d}-{number:05d}.parquet", rows[begin : begin + ROWS_PER_SHARD]
+            )
 
     def resplit(self, split: SplitConfig) -> dict[str, Any]:
-        """Split all conversations anew. Models trained on an earlier version may have seen rows that are now for evals."""
+        """Split all conversations anew. Models trained on an earlier version may have seen rows that are now for
+        evals."""
         with self.changing("splitting the store") as finished:
             if finished and finished.get("split") == asdict(split):
                 return finished
@@ -254,7 +272,9 @@ class Store:
             refuse(PromptError, (not rows, f"{self.path} is empty: add answers first"))
             _, chosen = sides([tuple(row["prompt_ids"]) for row in rows], [None] * len(rows), split)
             for side in SIDES:
-                self.write(side, [row for row, where in zip(rows, chosen, strict=True) if where == side], self.version + 1)
+                self.write(
+                    side, [row for row, where in zip(rows, chosen, strict=True) if where == side], self.version + 1
+                )
             self.split = split
             return self.commit("split", {"split": asdict(split)}, old)
 
@@ -289,7 +309,8 @@ class Store:
 
     def _mismatch(self, newest: int) -> ConfigError:
         return ConfigError(
-            f"{self.path}: store.json is at version {self.version}, versions.jsonl ends with {newest}: restore the whole "
+            f"{self.path}: store.json is at version {self.version}, versions.jsonl ends with {newest}: restore the "
+            "whole "
             "folder from one copy; nothing was changed"
         )
 
@@ -322,7 +343,9 @@ class Store:
             whole = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
             lines = [json.loads(line) for line in whole if line.strip()]
             for line in lines:
-                if not isinstance(line, dict) or not all(type(line.get(key)) is kind for key, kind in (keys or {}).items()):
+                if not isinstance(line, dict) or not all(
+                    type(line.get(key)) is kind for key, kind in (keys or {}).items()
+                ):
                     raise ValueError(f"{str(line)[:80]} is no line of it")
             return lines
 

@@ -42,14 +42,17 @@ class Forgotten:
 def forget(store: Store, match: str, *, in_sources: bool = False) -> Forgotten:
     """Delete every conversation with a prompt, answer or tag that matches; the same answers cannot be added again.
 
-    `in_sources` also deletes the rows from the source files. Raises ConfigError on an invalid pattern or one that matches
-    everything, CacheError if a file cannot be written, and what loading the tokenizer raises, before any change."""
+    `in_sources` also deletes the rows from the source files. Raises ConfigError on an invalid pattern or one that
+    matches everything, CacheError if a file cannot be written, and what loading the tokenizer raises, before any
+    change."""
     pattern = pattern_of(match)
     done, tokenizer = Forgotten(), store.tokenizer()
     with store.changing("forgetting"):
         rows = [row for side in SIDES for row in store.rows(side)]
         conversations = {row["conversation"] for row in rows if has(row, pattern)}
-        unfinished = {row["digest"] for row in rows if store.salted(row["digest"]) in store.forgotten}  # of a killed run
+        unfinished = {
+            row["digest"] for row in rows if store.salted(row["digest"]) in store.forgotten
+        }  # of a killed run
         gone = {row["digest"] for row in rows if row["conversation"] in conversations} | unfinished
         done.conversations, done.rows = len(conversations), len(gone)
         store.forgotten |= {store.salted(digest) for digest in gone}
@@ -82,7 +85,9 @@ def pattern_of(match: str) -> re.Pattern[str]:
         pattern = re.compile(match)
     except re.error as error:
         raise ConfigError(f"--match {match!r} is no regular expression ({error}): correct it") from error
-    refuse(ConfigError, (bool(pattern.search("")), f"--match {match!r} matches everything: say what is to be forgotten"))
+    refuse(
+        ConfigError, (bool(pattern.search("")), f"--match {match!r} matches everything: say what is to be forgotten")
+    )
     return pattern
 
 

@@ -1,4 +1,5 @@
-"""Reads answers from their sources: folders of traces or of `regenerate`, shards of other stores, single Parquet files."""
+"""Reads answers from their sources: folders of traces or of `regenerate`, shards of other stores, single Parquet
+files."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ STORED = pa.schema(
 )
 """Columns of a shard. Those of answers come first, so that `paceline train --answers` reads shards directly.
 
-`conversation` identifies the row's conversation, `prompt` is the prompt's text with special tokens, `digest` identifies the row
-by its tokens, `version` is its first version; `top_ids` and `top_logprobs` are those of `regenerate --top-k`.
+`conversation` identifies the row's conversation, `prompt` is the prompt's text with special tokens, `digest` identifies
+the row by its tokens, `version` is its first version; `top_ids` and `top_logprobs` are those of `regenerate --top-k`.
 """
 
 
@@ -50,19 +51,25 @@ def digest_of(prompt_ids: Iterable[int], answer_ids: Iterable[int]) -> str:
 
 
 def shards_of(source: Path) -> list[Path]:
-    """Lists the Parquet files of a folder of traces or answers, or of a `regenerate` run. Raises PromptError without any."""
+    """Lists the Parquet files of a folder of traces or answers, or of a `regenerate` run. Raises PromptError without
+    any."""
     if source.is_file():
         return [source]
     folder = source / "answers" if (source / "answers").is_dir() else source
     files = sorted([*folder.glob("answers-*.parquet"), *folder.glob("traces-*.parquet")])
     if not files:
-        raise PromptError(f"{source} holds no answers: give a folder of traces, of regenerate, or a Parquet file of one")
+        raise PromptError(
+            f"{source} holds no answers: give a folder of traces, of regenerate, or a Parquet file of one"
+        )
     return files
 
 
 def read_shard(file: Path) -> list[Row]:
-    """Reads rows with every column of STORED, None for missing ones. Raises PromptError on a damaged or foreign file."""
-    with reraised(PromptError, f"{file} is no file of answers", "give whole files", pa.ArrowException, OSError, ValueError):
+    """Reads rows with every column of STORED, None for missing ones. Raises PromptError on a damaged or foreign
+    file."""
+    with reraised(
+        PromptError, f"{file} is no file of answers", "give whole files", pa.ArrowException, OSError, ValueError
+    ):
         table = parquet.read_table(file)
         missing = [name for name in ("prompt_ids", "answer_ids", "text") if name not in table.column_names]
         if missing:
@@ -100,7 +107,10 @@ class Incoming:
                     yield self._completed(row, file)
 
     def _completed(self, row: Row, file: Path) -> Row:
-        digest, prompt = digest_of(row["prompt_ids"], row["answer_ids"]), self.tokenizer.decode(row["prompt_ids"], False)
+        digest, prompt = (
+            digest_of(row["prompt_ids"], row["answer_ids"]),
+            self.tokenizer.decode(row["prompt_ids"], False),
+        )
         defaults = {"source": file.stem, "turn": 0, "finish_reason": "unknown", "key": f"{file.stem}/{digest}"}
         missing = {name: value for name, value in defaults.items() if row[name] is None}
         return {**row, **missing, "prompt": prompt, "digest": digest}

@@ -1,8 +1,8 @@
 """Groups rows into conversations and assigns them to training or evals, without overlap between the two.
 
-A conversation is a chain of turns, whose prompts begin with one another, and all answers to one prompt. Conversations with
-nearly equal first prompts form a family; a family goes to one side as a whole, chosen by its hash, independent of the order of
-arrival. Stored rows keep their side: a new row that would connect both sides is left out.
+A conversation is a chain of turns, whose prompts begin with one another, and all answers to one prompt. Conversations
+with nearly equal first prompts form a family; a family goes to one side as a whole, chosen by its hash, independent of
+the order of arrival. Stored rows keep their side: a new row that would connect both sides is left out.
 """
 
 from __future__ import annotations
@@ -66,8 +66,11 @@ def side_of(name: str, config: SplitConfig) -> str:
     return SIDES[int.from_bytes(drawn, "big") < config.evals_share * 2**64]
 
 
-def sides(prompts: Sequence[tuple[int, ...]], known: Sequence[str | None], config: SplitConfig) -> tuple[list[str], list[str]]:
-    """Returns (conversation, side or BETWEEN) of every prompt, as two lists; `known`: sides of stored prompts, else None."""
+def sides(
+    prompts: Sequence[tuple[int, ...]], known: Sequence[str | None], config: SplitConfig
+) -> tuple[list[str], list[str]]:
+    """Returns (conversation, side or BETWEEN) of every prompt, as two lists; `known`: sides of stored prompts, else
+    None."""
     firsts = first_prompts(prompts)
     unique = list(dict.fromkeys(firsts))
     place = {first: number for number, first in enumerate(unique)}

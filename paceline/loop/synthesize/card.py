@@ -20,14 +20,20 @@ from paceline.train.answers.mixture import sources_of
 
 
 def write_card(
-    folder: RunFolder, config: SynthesizeConfig, schema: dict[str, Any] | None, coverage: Coverage | None, done: Synthesized
+    folder: RunFolder,
+    config: SynthesizeConfig,
+    schema: dict[str, Any] | None,
+    coverage: Coverage | None,
+    done: Synthesized,
 ) -> None:
     """Write card.json and README.md. Raises CacheError if the disk refuses."""
     figures = {
         "what": "synthetic answers",
         "target": config.target.model,
         "form": _form(config),
-        "schema_hash": None if schema is None else hashlib.sha256(json.dumps(schema, sort_keys=True).encode()).hexdigest(),
+        "schema_hash": None
+        if schema is None
+        else hashlib.sha256(json.dumps(schema, sort_keys=True).encode()).hexdigest(),
         "prompts": [{"source": source, "sha256": _file_hash(source)} for source, _ in sources_of(config.asked.prompts)],
         "self_written": config.asked.num_self_written,
         "answers": done.num_answers,

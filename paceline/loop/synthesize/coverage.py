@@ -1,9 +1,10 @@
 """Measures how much of a schema the answers use: enum values, branches, text lengths, and how evenly.
 
-A *choice* is a place in the schema where the answer takes one of a few values: an enum, a boolean, or one of several schemas
-(`anyOf`, `oneOf`), such as the tool to call. Its *evenness* is the entropy of the values taken divided by the maximum: 1 is
-even, 0 is constant. `narrowed` fixes one choice of the schema, to request rare values. Texts are measured by place: lengths,
-and the entropy of their words.
+A *choice* is a place in the schema where the answer takes one of a few values: an enum, a boolean, or one of several
+schemas (`anyOf`, `oneOf`), such as the tool to call. Its *evenness* is the entropy of the values taken divided by the
+maximum: 1 is even, 0 is constant. `narrowed` fixes one choice of the schema, to request rare values. Texts are measured
+by
+place: lengths, and the entropy of their words.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ TYPES: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Place where the answer takes one of `values`, or one of several schemas (`is_branch`; `values` are their indices)."""
+    """Place where the answer takes one of `values`, or one of several schemas (`is_branch`; `values` are their
+    indices)."""
 
     path: tuple[Step, ...]
     values: tuple[Any, ...]
@@ -46,7 +48,9 @@ class Choice:
     @property
     def name(self) -> str:
         """Path of the place, such as action, or items[].kind."""
-        parts = (f".{key}" if kind == "properties" else "[]" if kind == "items" else f"({key})" for kind, key in self.path)
+        parts = (
+            f".{key}" if kind == "properties" else "[]" if kind == "items" else f"({key})" for kind, key in self.path
+        )
         return "".join(parts).removeprefix(".") or "answer"
 
 
@@ -85,7 +89,8 @@ class Coverage:
                 self._words[name].update(re.findall(r"\w+", text.lower()))
 
     def rarest(self, generator: random.Random) -> tuple[Choice, int] | None:
-        """Picks a choice, uneven ones with higher probability, and counts its rarest value as taken; None without choices."""
+        """Picks a choice, uneven ones with higher probability, and counts its rarest value as taken; None without
+        choices."""
         if not self.choices:
             return None
         weights = [1.05 - evenness(counts, len(choice.values)) for choice, counts in self.counts.items()]
@@ -123,7 +128,11 @@ class Coverage:
     def _place(self, choice: Choice, value: Any) -> int | None:
         if choice.is_branch:
             return _branch_of(self.schema, branches_of(_at(self.schema, choice.path)), value)
-        same = (place for place, candidate in enumerate(choice.values) if candidate == value and type(candidate) is type(value))
+        same = (
+            place
+            for place, candidate in enumerate(choice.values)
+            if candidate == value and type(candidate) is type(value)
+        )
         return next(same, None)
 
 
@@ -227,7 +236,9 @@ def _looks_like(schema: Schema, value: Any) -> bool:
         for key, value_schema in properties.items()
         if isinstance(value_schema, dict) and "const" in value_schema
     }
-    return set(schema.get("required", ())) <= set(value) and all(value.get(key) == const for key, const in fixed.items())
+    return set(schema.get("required", ())) <= set(value) and all(
+        value.get(key) == const for key, const in fixed.items()
+    )
 
 
 def resolved(root: Schema, node: Any) -> Schema:

@@ -1,8 +1,9 @@
 """Makes training data for an application whose traffic does not exist yet or must not be read.
 
-The target answers public prompts, or prompts it writes as the application's users, in the application's form: system message
-and examples, tools, schema as a grammar. The first part of the answers is free. Then the grammar of each answer is narrowed to
-a schema value that is still rare (`coverage.py`). Unfinished and unparsable answers and near-copies are left out.
+The target answers public prompts, or prompts it writes as the application's users, in the application's form: system
+message and examples, tools, schema as a grammar. The first part of the answers is free. Then the grammar of each answer
+is narrowed to a schema value that is still rare (`coverage.py`). Unfinished and unparsable answers and near-copies are
+left out.
 
     runs/x/raw/         every answer, as `regenerate` writes them: a killed run resumes
     runs/x/answers/     accepted answers: paceline train --answers runs/x/answers
@@ -53,14 +54,18 @@ def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
     more = {"tool_choice": config.tool_choice, "steered": config.steered, "not_in": config.not_in}
     with prepared(regenerate, progress, "synthesize", more, _filled(form, config, progress)) as job:
         if job.ranks.world > 1:
-            raise ConfigError("synthesize runs in one process, since what is rare depends on all answers: leave torchrun out")
+            raise ConfigError(
+                "synthesize runs in one process, since what is rare depends on all answers: leave torchrun out"
+            )
         raw = AnswerShards(config.out / "raw")
         work = Regenerator(job.llm, raw, answering)
         done = Synthesized(config.out / "answers", num_compared=len(excluded))
         prompts = [prompt for prompt in job.prompts if not _is_excluded(work, prompt, excluded)]
         done.num_in_store = len(job.prompts) - len(prompts)
         if not prompts:
-            raise PromptError("every prompt stands in the store of --not-in: give others with --prompts, or --self-written")
+            raise PromptError(
+                "every prompt stands in the store of --not-in: give others with --prompts, or --self-written"
+            )
         num_free = round(len(prompts) * (1 - config.steered)) if form.schema else len(prompts)
         parts = [work.run(prompts[:num_free], job.bars)]
         if steered := list(_steered(form, prompts[num_free:], raw, config.answering.seed)):
@@ -79,7 +84,9 @@ def run(config: SynthesizeConfig, progress: Progress) -> Synthesized:
         read_back = list(AnswerShards(done.answers))
         done.num_steered = sum(map(_is_steered, read_back))
         done.parsed = sum(form.read(answer)[0] is None for answer in read_back) / len(read_back)
-        job.folder.log(stage="synthesize", **{name: getattr(done, name) for name in ("num_answers", "num_tokens", "dropped")})
+        job.folder.log(
+            stage="synthesize", **{name: getattr(done, name) for name in ("num_answers", "num_tokens", "dropped")}
+        )
         write_card(job.folder, config, form.schema, coverage, done)
     left_out = ", ".join(f"{number} {reason}" for reason, number in done.dropped.items()) or "none"
     progress.say(f"{done.num_answers} answers, {done.num_tokens} tokens in {done.answers}; left out: {left_out}")
@@ -102,7 +109,8 @@ def _filled(form: Form, config: SynthesizeConfig, progress: Progress) -> Callabl
     left_out = slots.check(read_openers(config.asked.openers) if config.asked.openers else ())
     if config.asked.num_self_written and left_out:
         progress.say(
-            f"note: no opener names {{{left_out[0]}}}, a property with a pattern: users that the target writes will name few "
+            f"note: no opener names {{{left_out[0]}}}, a property with a pattern: users that the target writes will "
+            "name few "
             f"different ones; write --openers such as: Please look at {{{left_out[0]}}}"
         )
     return slots.fill
@@ -189,14 +197,18 @@ def _steered(form: Form, prompts: list[Prompt], shards: AnswerShards, seed: int)
             yield prompt
         else:
             schema = narrowed(form.schema, *chosen)
-            yield replace(prompt, grammar=GrammarSpec("json_schema", json.dumps(schema)), source=f"{prompt.source}{STEERED}")
+            yield replace(
+                prompt, grammar=GrammarSpec("json_schema", json.dumps(schema)), source=f"{prompt.source}{STEERED}"
+            )
 
 
 def _is_steered(answer: Answer) -> bool:
     return answer.source.endswith(STEERED)
 
 
-def _accept(form: Form, raw: AnswerShards, done: Synthesized, max_overlap: float) -> tuple[Coverage | None, Counter[str]]:
+def _accept(
+    form: Form, raw: AnswerShards, done: Synthesized, max_overlap: float
+) -> tuple[Coverage | None, Counter[str]]:
     """Write the accepted answers, replacing those of an earlier run; returns their coverage and the rejected counts."""
     shutil.rmtree(done.answers, ignore_errors=True)
     shards, coverage = AnswerShards(done.answers), Coverage(form.schema) if form.schema else None

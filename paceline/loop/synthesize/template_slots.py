@@ -1,9 +1,10 @@
-"""Template slots in openers of simulated users, filled with values that the answer schema allows, such as order numbers.
+"""Template slots in openers of simulated users, filled with values that the answer schema allows, such as order
+numbers.
 
     Has my order {order_id}      ->      Has my order KT4821
 
-A target that writes its own users' messages repeats a few numbers or none. A drafter would memorise those instead of learning
-to copy values from the request.
+A target that writes its own users' messages repeats a few numbers or none. A drafter would memorise those instead of
+learning to copy values from the request.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ SLOT = re.compile(r"\{(\w+)\}")
 
 
 class TemplateSlots:
-    """Fills template slots with values of the properties of the same name: of an enum, a pattern, or a bounded integer."""
+    """Fills template slots with values of the properties of the same name: of an enum, a pattern, or a bounded
+    integer."""
 
     def __init__(self, schema: Schema) -> None:
         self._nodes: dict[str, list[Schema]] = defaultdict(list)
@@ -33,14 +35,17 @@ class TemplateSlots:
         return sorted(self._nodes)
 
     def check(self, openers: Iterable[str]) -> list[str]:
-        """Raises ConfigError for a slot that cannot be filled; returns the properties with a pattern that no opener uses."""
+        """Raises ConfigError for a slot that cannot be filled; returns the properties with a pattern that no opener
+        uses."""
         named = {name for opener in openers for name in SLOT.findall(opener)}
         if unknown := sorted(named - set(self._nodes)):
             raise ConfigError(
                 f"openers name {{{unknown[0]}}}, which the schema does not tell: write values out, or name one of "
                 f"{', '.join(self.names) or 'none'} (properties with an enum, a pattern, or whole numbers with limits)"
             )
-        return [name for name in self.names if name not in named and any("pattern" in node for node in self._nodes[name])]
+        return [
+            name for name in self.names if name not in named and any("pattern" in node for node in self._nodes[name])
+        ]
 
     def fill(self, opener: str, seed: int) -> str:
         """Returns the opener with its slots filled; deterministic in the seed."""
@@ -64,7 +69,9 @@ def _can_be_drawn(node: Schema) -> bool:
     if isinstance(node.get("enum"), list):
         return any(isinstance(value, str | int) for value in node["enum"])
     limits = (node.get("minimum"), node.get("maximum"))
-    return isinstance(node.get("pattern"), str) or (node.get("type") == "integer" and all(isinstance(at, int) for at in limits))
+    return isinstance(node.get("pattern"), str) or (
+        node.get("type") == "integer" and all(isinstance(at, int) for at in limits)
+    )
 
 
 def _drawn(node: Schema, generator: random.Random) -> str:

@@ -50,7 +50,8 @@ class DecoderConfig:
     """Sizes of a decoder and its layers' options; defaults are Llama's."""
 
     family: str
-    """A name in families.json, such as "llama" or "qwen3", for messages only; differences between families are fields below."""
+    """A name in families.json, such as "llama" or "qwen3", for messages only; differences between families are fields
+    below."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -63,7 +64,8 @@ class DecoderConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None
-    """rope_scaling or rope_parameters of the config with a "rope_type" (default, linear, llama3, yarn, ...), or None."""
+    """rope_scaling or rope_parameters of the config with a "rope_type" (default, linear, llama3, yarn, ...), or
+    None."""
     tie_embeddings: bool = False
     """The embedding is also the LM head; the checkpoint has no lm_head.weight."""
     qkv_bias: bool = False
@@ -142,15 +144,15 @@ class DecoderConfig:
 
 
 def has_llama_layers(family: str) -> bool:
-    """True if layers of this family have Llama's sublayers, norms and factors, plus at most biases and head norms: a draft
-    layer can then be initialised from one."""
+    """True if layers of this family have Llama's sublayers, norms and factors, plus at most biases and head norms: a
+    draft layer can then be initialised from one."""
     traits = next(keys["traits"] for keys in FAMILIES.values() if keys["family"] == family)
     return "numbers" not in traits and traits.get("fields", {}).keys() <= {"qkv_bias", "qk_norm"}
 
 
 def decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
-    """Parse a config.json. Raises UnsupportedModelError (architecture or option not implemented), ModelFileError (a key is
-    missing or invalid)."""
+    """Parse a config.json. Raises UnsupportedModelError (architecture or option not implemented), ModelFileError (a key
+    is missing or invalid)."""
     raw = text_part(raw, path)
     architecture = _architecture(raw, path)
     defaults = FAMILIES[architecture]
@@ -160,7 +162,9 @@ def decoder_config(raw: dict[str, Any], path: Path) -> DecoderConfig:
     num_heads = sizes["num_heads"]
     head_dim = whole(values, "head_dim", path, sizes["hidden_size"] // num_heads)
     num_kv_heads = whole(values, "num_key_value_heads", path, num_heads)
-    biased, mlp_bias = (key in traits.get("biases", ()) and values.get(key) is True for key in ("attention_bias", "mlp_bias"))
+    biased, mlp_bias = (
+        key in traits.get("biases", ()) and values.get(key) is True for key in ("attention_bias", "mlp_bias")
+    )
     if num_heads % num_kv_heads or head_dim % 2 or not head_dim:
         raise ModelFileError(
             f"{path}: {num_heads} heads of {head_dim} over {num_kv_heads} key heads do not divide evenly: "
@@ -203,10 +207,14 @@ def _experts(values: dict[str, Any], traits: dict[str, Any], path: Path) -> dict
     count_key = next((key for key in keys["count"] if values.get(key) is not None), keys["count"][0])
     count, per_token = whole(values, count_key, path), whole(values, "num_experts_per_tok", path)
     if per_token > count or count * values["num_hidden_layers"] > MAX_EXPERTS:
-        raise ModelFileError(f"{path}: {per_token} of {count} experts for each token are not possible: correct config.json")
+        raise ModelFileError(
+            f"{path}: {per_token} of {count} experts for each token are not possible: correct config.json"
+        )
     step, dense = whole(values, "decoder_sparse_step", path, 1), values.get("mlp_only_layers") or ()
     if not isinstance(dense, (list, tuple)) or not all(map(is_whole, dense)):
-        raise ModelFileError(f"{path}: mlp_only_layers must be a list of layers (got {short(dense)}): correct config.json")
+        raise ModelFileError(
+            f"{path}: mlp_only_layers must be a list of layers (got {short(dense)}): correct config.json"
+        )
     layers = range(values["num_hidden_layers"])
     return {
         "num_experts": count,
@@ -225,7 +233,9 @@ def _delta(values: dict[str, Any], traits: dict[str, Any], path: Path) -> dict[s
     num_layers, every = values["num_hidden_layers"], whole(values, "full_attention_interval", path, 4)
     types = values.get("layer_types") or [FULL if (layer + 1) % every == 0 else LINEAR for layer in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in (LINEAR, FULL) for kind in types):
-        raise UnsupportedModelError(f"{path}: layer_types {short(types)} is not implemented: use the Transformers fallback")
+        raise UnsupportedModelError(
+            f"{path}: layer_types {short(types)} is not implemented: use the Transformers fallback"
+        )
     shape = DeltaShape(**{field: whole(values, key, path) for field, key in TABLES["delta"].items()})
     if shape.num_value_heads % shape.num_key_heads or FULL not in types:
         raise ModelFileError(
@@ -236,9 +246,11 @@ def _delta(values: dict[str, Any], traits: dict[str, Any], path: Path) -> dict[s
     return {"delta": shape, "linear_layers": linear} if linear else {}
 
 
-def _ropes(values: dict[str, Any], traits: dict[str, Any], max_position: int, head_dim: int, path: Path) -> dict[str, Any]:
-    """Fields of RoPE, from `rope_parameters` (Transformers 5; per layer type where they differ), or from `rope_theta` and
-    `rope_scaling` (earlier versions)."""
+def _ropes(
+    values: dict[str, Any], traits: dict[str, Any], max_position: int, head_dim: int, path: Path
+) -> dict[str, Any]:
+    """Fields of RoPE, from `rope_parameters` (Transformers 5; per layer type where they differ), or from `rope_theta`
+    and `rope_scaling` (earlier versions)."""
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise ModelFileError(f"{path}: rope parameters must be an object (got {short(given)}): correct config.json")
@@ -248,7 +260,9 @@ def _ropes(values: dict[str, Any], traits: dict[str, Any], max_position: int, he
     part = values.get("partial_rotary_factor") if part is None else part
     is_unknown = (by_kind and local_key is None) or not all(isinstance(kind, dict) for kind in kinds)
     if is_unknown or (part not in (None, 1.0) and not traits.get("partial_rotary")):
-        raise UnsupportedModelError(f"{path}: partial or per-layer rope is not implemented: use the Transformers fallback")
+        raise UnsupportedModelError(
+            f"{path}: partial or per-layer rope is not implemented: use the Transformers fallback"
+        )
     fields: dict[str, Any] = {}
     if part not in (None, 1.0):
         part = fraction({"partial_rotary_factor": part}, "partial_rotary_factor", 1.0, path)
@@ -260,7 +274,9 @@ def _ropes(values: dict[str, Any], traits: dict[str, Any], max_position: int, he
         expected = fields.get("rotary_dim", head_dim) // 2
         for key in ("short_factor", "long_factor"):
             if len(scaling[key]) != expected:
-                raise ModelFileError(f"{path}: {key} has {len(scaling[key])} numbers, not {expected}: correct config.json")
+                raise ModelFileError(
+                    f"{path}: {key} has {len(scaling[key])} numbers, not {expected}: correct config.json"
+                )
     fields |= {"rope_theta": theta, "rope_scaling": scaling}
     if local_key is not None:
         own = values if by_kind else {**values, "rope_theta": values.get(local_key)}
@@ -276,10 +292,14 @@ def _rope(
     scaling = {key: value for key, value in given.items() if key not in ("type", "rope_theta", "partial_rotary_factor")}
     scaling.setdefault("rope_type", given.get("type", "default"))
     if not isinstance(scaling["rope_type"], str):
-        raise ModelFileError(f"{path}: rope_type must be a name (got {short(scaling['rope_type'])}): correct config.json")
+        raise ModelFileError(
+            f"{path}: rope_type must be a name (got {short(scaling['rope_type'])}): correct config.json"
+        )
     scaling["rope_type"] = traits.get("rope_names", {}).get(scaling["rope_type"], scaling["rope_type"])
     if scaling["rope_type"] in ("llama3", "yarn", "longrope"):
-        scaling.setdefault("original_max_position_embeddings", values.get("original_max_position_embeddings", max_position))
+        scaling.setdefault(
+            "original_max_position_embeddings", values.get("original_max_position_embeddings", max_position)
+        )
     if scaling["rope_type"] in ("yarn", "longrope") and scaling.get("factor") is None:
         original = scaling["original_max_position_embeddings"]
         scaling["factor"] = max_position / original if is_whole(original) and original > 0 else None
@@ -326,7 +346,9 @@ def _windows(values: dict[str, Any], traits: dict[str, Any], path: Path) -> tupl
         return (window,) * num_layers
     types = values.get("layer_types") or [SLIDING if slides else FULL for slides in _sliding(values, rule, path)]
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in (SLIDING, FULL) for kind in types):
-        raise UnsupportedModelError(f"{path}: layer_types {short(types)} is not implemented: use the Transformers fallback")
+        raise UnsupportedModelError(
+            f"{path}: layer_types {short(types)} is not implemented: use the Transformers fallback"
+        )
     windows = tuple(window if kind == SLIDING else None for kind in types)
     return windows if any(windows) else ()
 

@@ -36,12 +36,14 @@ def is_whole(value: object) -> bool:
 
 
 def whole(values: dict[str, Any], key: str, path: Path, default: int | None = None, least: int = 1) -> int:
-    """An integer value; `default` if the key is missing or null. Raises ModelFileError unless it is at least `least`."""
+    """An integer value; `default` if the key is missing or null. Raises ModelFileError unless it is at least
+    `least`."""
     value: Any = default if values.get(key) is None else values[key]
     most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
     if not is_whole(value) or not least <= value <= most:
         raise ModelFileError(
-            f"{path}: config.json needs {key!r} as a whole number from {least} to {most} (got {short(value)}): correct it"
+            f"{path}: config.json needs {key!r} as a whole number from {least} to {most} (got {short(value)}): "
+            "correct it"
         )
     return value
 
@@ -52,5 +54,7 @@ def fraction(values: dict[str, Any], key: str, default: float, path: Path, above
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value < LARGEST:
-        raise ModelFileError(f"{path}: config.json needs {key!r} as a number above {above:g} (got {short(value)}): correct it")
+        raise ModelFileError(
+            f"{path}: config.json needs {key!r} as a number above {above:g} (got {short(value)}): correct it"
+        )
     return float(value)

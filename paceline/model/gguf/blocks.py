@@ -77,8 +77,8 @@ def select_rows(weight: AnyWeight, rows: Tensor | slice) -> AnyWeight:
 
 
 def quantise(weight: Weight, kind: BlockKind) -> Weight:
-    """Quantise a matrix to ggml's blocks of 32 numbers, or 256 for K-quants. Returned unchanged if its rows are not whole
-    blocks or it is not a matrix."""
+    """Quantise a matrix to ggml's blocks of 32 numbers, or 256 for K-quants. Returned unchanged if its rows are not
+    whole blocks or it is not a matrix."""
     size = BLOCK_SIZES[kind][0]
     if isinstance(weight, Blocks) or weight.dim() != 2 or weight.shape[1] % size:
         return weight
@@ -94,7 +94,8 @@ def quantise(weight: Weight, kind: BlockKind) -> Weight:
 
 
 def _q4_or_q5_k(rows: np.ndarray, bits: int) -> np.ndarray:
-    """Q4_K or Q5_K: blocks of 8 x 32 numbers with a 6-bit factor and minimum each, scaled by two half-precision numbers."""
+    """Q4_K or Q5_K: blocks of 8 x 32 numbers with a 6-bit factor and minimum each, scaled by two half-precision
+    numbers."""
     parts = rows.reshape(-1, 8, 32)
     least = np.minimum(parts.min(axis=2), 0.0)
     scale, scales = _in_steps((parts.max(axis=2) - least) / (2**bits - 1), 63)

@@ -1,7 +1,8 @@
-"""Parser of the GGUF container (llama.cpp's format): metadata by key, and the location of each tensor. Files are not trusted.
+"""Parser of the GGUF container (llama.cpp's format): metadata by key, and the location of each tensor. Files are not
+trusted.
 
-`open_gguf` parses the header once for all users: config, tensors and tokenizer. Arrays such as the vocabulary are only located,
-and read on access. A split model (x-00001-of-00003.gguf, ...) can be opened by any of its parts.
+`open_gguf` parses the header once for all users: config, tensors and tokenizer. Arrays such as the vocabulary are only
+located, and read on access. A split model (x-00001-of-00003.gguf, ...) can be opened by any of its parts.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ class GGUFFile:
         if value is None:
             return []
         if not isinstance(value, _Array) or ARRAY_TYPES.get(value.kind, int) is not kind:
-            raise ModelFileError(f"{self.path}: GGUF key {key} must be an array of {kind.__name__}: fetch the model again")
+            raise ModelFileError(
+                f"{self.path}: GGUF key {key} must be an array of {kind.__name__}: fetch the model again"
+            )
         with self.path.open("rb") as file:
             file.seek(value.start)
             data = file.read(value.end - value.start)
@@ -116,8 +119,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Parse the header of a file, or of all parts of a split model. Raises ModelFileError if it is truncated, damaged or not
-    GGUF, or if a part is missing."""
+    """Parse the header of a file, or of all parts of a split model. Raises ModelFileError if it is truncated, damaged
+    or not GGUF, or if a part is missing."""
     file = _open_one(path)
     count = file.get("split.count", int) or 1
     return file if count == 1 else _joined(path, count)
@@ -127,7 +130,9 @@ def _joined(path: Path, count: int) -> GGUFFile:
     """All parts as one file: metadata of the first, tensors of each."""
     name_match = PART.fullmatch(path.name)
     if not name_match or int(name_match[3]) != count:
-        raise ModelFileError(f"{path} is one of {count} parts: name them as gguf-split does, NAME-00001-of-{count:05d}.gguf")
+        raise ModelFileError(
+            f"{path} is one of {count} parts: name them as gguf-split does, NAME-00001-of-{count:05d}.gguf"
+        )
     parts, tensors = list[GGUFFile](), dict[str, StoredTensor]()
     for number in range(1, count + 1):
         part_path = path.with_name(f"{name_match[1]}-{number:05d}-of-{count:05d}{name_match[4]}")
@@ -183,7 +188,9 @@ class _Reader:
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"its alignment {alignment!r} is no power of two")
         first = -(-self.at // alignment) * alignment
-        return GGUFFile(self.path, metadata, {name: self.stored(name, info, first, alignment) for name, info in infos.items()})
+        return GGUFFile(
+            self.path, metadata, {name: self.stored(name, info, first, alignment) for name, info in infos.items()}
+        )
 
     def take(self, form: str) -> tuple[Any, ...]:
         values = struct.unpack_from("<" + form, self.data, self.at)

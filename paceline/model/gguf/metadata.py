@@ -1,8 +1,8 @@
-"""Reads GGUF files as models: metadata as config.json, quantised blocks as float32 tensors under Hugging Face names, the
-vocabulary as a tokenizer of the `tokenizers` library.
+"""Reads GGUF files as models: metadata as config.json, quantised blocks as float32 tensors under Hugging Face names,
+the vocabulary as a tokenizer of the `tokenizers` library.
 
-`container.py` parses the header, the `gguf` package dequantises; names and the row order of Llama's RoPE are handled here. Used
-by `checkpoint.py` and `model/text/tokenizer.py`.
+`container.py` parses the header, the `gguf` package dequantises; names and the row order of Llama's RoPE are handled
+here. Used by `checkpoint.py` and `model/text/tokenizer.py`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ def config_json(path: Path) -> dict[str, Any]:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or "blk.0.attn_output.weight" not in file.tensors:
         raise ModelFileError(
-            f"{path} holds no token_embd.weight or no layers: fetch the model's own file, not its vocabulary or a part of it"
+            f"{path} holds no token_embd.weight or no layers: fetch the model's own file, not its vocabulary or a "
+            "part of it"
         )
     num_layers = _count(file, f"{arch}.block_count")
     if f"blk.{num_layers - 1}.attn_output.weight" not in file.tensors:
-        raise ModelFileError(f"{path} has not the {num_layers} layers of its {arch}.block_count: fetch the whole model again")
+        raise ModelFileError(
+            f"{path} has not the {num_layers} layers of its {arch}.block_count: fetch the whole model again"
+        )
     window = file.get(f"{arch}.attention.sliding_window", int) or None
     counts = GGUF["counts"] | (known.get("counts", {}) if has_experts else {})
     fractions = GGUF["fractions"] | known.get("fractions", {})
@@ -145,7 +148,8 @@ def load_tensors(path: Path, keep_blocks: bool = False) -> Iterator[tuple[str, W
         yield from _each(name, tensor, path)
     if expanded:
         warnings.warn(
-            f"{path}: weights in {', '.join(sorted(expanded))} are expanded, which takes several times the memory and time; "
+            f"{path}: weights in {', '.join(sorted(expanded))} are expanded, which takes several times the memory and "
+            "time; "
             f"as they are go {', '.join(BLOCK_KINDS)}",
             stacklevel=2,
         )
@@ -168,7 +172,8 @@ def _each(name: str, tensor: Weight, path: Path) -> Iterator[tuple[str, Weight]]
 
 
 def half_split_rows(tensor: Weight, num_heads: int) -> Weight:
-    """Undo convert_hf_to_gguf's `permute`: within a head, ggml's RoPE pairs adjacent rows, Hugging Face's the two halves."""
+    """Undo convert_hf_to_gguf's `permute`: within a head, ggml's RoPE pairs adjacent rows, Hugging Face's the two
+    halves."""
     if isinstance(tensor, Blocks):
         return replace(tensor, data=half_split_rows(tensor.data, num_heads))
     pairs = tensor.reshape(num_heads, tensor.shape[0] // num_heads // 2, 2, *tensor.shape[1:])
@@ -242,8 +247,8 @@ TURN_ENDS: dict[str, list[str]] = GGUF["ends_of_turns"]
 def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, tuple[int, ...]]:
     """(the `tokenizers` tokenizer that the GGUF file was made from, ids that end an answer).
 
-    Raises UnsupportedModelError for an unknown tokenizer model or pre-tokenizer, ModelFileError if a table is missing or an id
-    is out of range.
+    Raises UnsupportedModelError for an unknown tokenizer model or pre-tokenizer, ModelFileError if a table is missing
+    or an id is out of range.
     """
     model = file.get("tokenizer.ggml.model", str)
     tokens, types = file.array("tokenizer.ggml.tokens", str), file.array("tokenizer.ggml.token_type", int)
@@ -251,7 +256,8 @@ def build_tokenizer(file: GGUFFile) -> tuple[Tokenizer, tuple[int, ...]]:
         raise ModelFileError(f"{file.path} holds no tokenizer.ggml.tokens: fetch a GGUF file with its vocabulary")
     if model not in ("gpt2", "llama"):
         raise UnsupportedModelError(
-            f"{file.path}: GGUF tokenizer {model!r:.80} is not implemented (known: gpt2, llama): use the model's folder instead"
+            f"{file.path}: GGUF tokenizer {model!r:.80} is not implemented (known: gpt2, llama): use the model's "
+            "folder instead"
         )
     if len(types) not in (0, len(tokens)) or max(map(len, tokens)) > MAX_TOKEN_LENGTH:
         raise ModelFileError(f"{file.path}: tokenizer.ggml.tokens and their types are damaged: fetch the model again")
@@ -292,7 +298,9 @@ def _ends(file: GGUFFile, vocab: dict[str, int], types: list[int]) -> tuple[int,
 def _byte_level_bpe(file: GGUFFile, vocab: dict[str, int]) -> tuple[Tokenizer, bool]:
     """(GPT-2's byte-level BPE with the file's word splitting, whether texts start with a bos token by default)."""
     pre = file.get("tokenizer.ggml.pre", str) or "default"
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in file.array("tokenizer.ggml.merges", str))]
+    merges = [
+        (left, right) for left, _, right in (merge.partition(" ") for merge in file.array("tokenizer.ggml.merges", str))
+    ]
     if not merges:
         raise ModelFileError(f"{file.path} holds no tokenizer.ggml.merges: fetch a GGUF file with its vocabulary")
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
@@ -320,7 +328,8 @@ def _byte_level_bpe(file: GGUFFile, vocab: dict[str, int]) -> tuple[Tokenizer, b
 
 
 def _sentencepiece_bpe(file: GGUFFile, vocab: dict[str, int], tokens: list[str], types: list[int]) -> Tokenizer:
-    """Llama 1/2's SentencePiece BPE: GGUF stores no merges, so every split of a piece into two pieces becomes one, by score."""
+    """Llama 1/2's SentencePiece BPE: GGUF stores no merges, so every split of a piece into two pieces becomes one, by
+    score."""
     scores = file.array("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise ModelFileError(
@@ -329,7 +338,9 @@ def _sentencepiece_bpe(file: GGUFFile, vocab: dict[str, int], tokens: list[str],
     pieces = {token: index for token, index in vocab.items() if index >= len(types) or types[index] == NORMAL}
     unknown = next((tokens[index] for index, kind in enumerate(types) if kind == UNKNOWN), None)
     backend = Tokenizer(
-        models.BPE(vocab=vocab, merges=_merges_by_score(pieces, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(
+            vocab=vocab, merges=_merges_by_score(pieces, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
+        )
     )
     bars = normalizers.Replace(" ", "▁")
     after = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -347,7 +358,9 @@ def _merges_by_score(pieces: dict[str, int], scores: list[float]) -> list[tuple[
     `generate_merges`."""
     scored = []
     for piece, index in pieces.items():
-        splits = [(piece[:at], piece[at:]) for at in range(1, len(piece)) if piece[:at] in pieces and piece[at:] in pieces]
+        splits = [
+            (piece[:at], piece[at:]) for at in range(1, len(piece)) if piece[:at] in pieces and piece[at:] in pieces
+        ]
         scored += [(-scores[index], index, pieces[left], pieces[right], left, right) for left, right in splits]
     return [(left, right) for *_, left, right in sorted(scored)]
 
@@ -362,4 +375,6 @@ def _add_post_processor(backend: Tokenizer, file: GGUFFile, tokens: list[str], a
     if wrap:
         single = [wrap[kind][0] if kind in wrap else None for kind in ("bos", "eos")]
         template = [piece for piece in (single[0], "$A", single[1]) if piece]
-        backend.post_processor = processors.TemplateProcessing(single=template, pair=None, special_tokens=list(wrap.values()))
+        backend.post_processor = processors.TemplateProcessing(
+            single=template, pair=None, special_tokens=list(wrap.values())
+        )

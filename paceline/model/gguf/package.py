@@ -30,7 +30,9 @@ def copy_keys(
     for key in keys:
         entry = reader.fields[key]
         kind, *inner = entry.types
-        writer.add_key_value(key, (changed or {}).get(key, entry.contents()), kind, sub_type=inner[-1] if inner else None)
+        writer.add_key_value(
+            key, (changed or {}).get(key, entry.contents()), kind, sub_type=inner[-1] if inner else None
+        )
 
 
 def finish(writer: gguf.GGUFWriter) -> None:

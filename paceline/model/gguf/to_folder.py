@@ -2,8 +2,8 @@
 
     write_folder(resolve("smollm2-135m"), Path("smollm2"))
 
-For programs that do not read GGUF files (Transformers, TRL, vLLM), and for training, which needs dense weights. `writer.py` is
-the inverse.
+For programs that do not read GGUF files (Transformers, TRL, vLLM), and for training, which needs dense weights.
+`writer.py` is the inverse.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def write_folder(source: Path, folder: Path, dtype: str = "float32") -> Path:
-    """Write a GGUF file as a new folder; returns the folder. float32 keeps the dequantised numbers, bfloat16 rounds them.
+    """Write a GGUF file as a new folder; returns the folder. float32 keeps the dequantised numbers, bfloat16 rounds
+    them.
 
     Raises ModelFileError or UnsupportedModelError for a bad file, CacheError if `folder` exists or cannot be written.
     """
@@ -74,7 +75,9 @@ def write_model(
         write_tokenizer(words, folder)
         (folder / "config.json").write_text(_json(dict(shape) | {"torch_dtype": dtype}), encoding="utf-8")
         sync_folder(folder)  # LAST_FILE marks the others as complete
-        write_whole(folder / LAST_FILE, _json(checkpoint.read_json(file) if words.is_dir() and file.is_file() else special))
+        write_whole(
+            folder / LAST_FILE, _json(checkpoint.read_json(file) if words.is_dir() and file.is_file() else special)
+        )
     return folder
 
 
@@ -88,7 +91,11 @@ def write_tokenizer(words: Path, folder: Path) -> None:
     tokenizer = Tokenizer.from_path(words)
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     # Not the model's own tokenizer class: Transformers 5 rebuilds those with their default word splitting.
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **tokenizer.special_tokens}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **tokenizer.special_tokens,
+    }
     config |= {"chat_template": tokenizer.chat_template} if tokenizer.chat_template else {}
     (folder / "tokenizer_config.json").write_text(_json(config), encoding="utf-8")
 

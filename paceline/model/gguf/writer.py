@@ -1,10 +1,11 @@
-"""Converts a Transformers folder to a GGUF file with quantised blocks, with the `gguf` package's quantisation and writer.
+"""Converts a Transformers folder to a GGUF file with quantised blocks, with the `gguf` package's quantisation and
+writer.
 
     write_gguf(Path("student"), resolve("smollm2-135m"), Path("student-q4_1.gguf"), "q4_1")
 
-Everything except weights (tokenizer, chat template, RoPE, head counts) is copied from a GGUF file of the same family, such as
-the model a student was trained from; only the number of layers comes from the folder. Unchanged weights keep that file's blocks
-unless another format is requested for them. `to_folder.py` is the inverse.
+Everything except weights (tokenizer, chat template, RoPE, head counts) is copied from a GGUF file of the same family,
+such as the model a student was trained from; only the number of layers comes from the folder. Unchanged weights keep
+that file's blocks unless another format is requested for them. `to_folder.py` is the inverse.
 """
 
 from __future__ import annotations
@@ -39,20 +40,21 @@ _LAYER = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
 
 
 def write_gguf(folder: Path, like: Path, target: Path, form: str = "q8_0", embedding: str | None = None) -> Path:
-    """Write the model of `folder` to `target` with matrices in `form`; everything except weights is copied from the GGUF file
-    `like`.
+    """Write the model of `folder` to `target` with matrices in `form`; everything except weights is copied from the
+    GGUF file `like`.
 
     `embedding`: format of embedding and head [default: those of `like` if unchanged, else `form`].
 
-    Raises UnsupportedModelError if `like` is not a GGUF file, has another architecture or other sizes, or a matrix's rows are
-    not whole blocks; CacheError if writing fails.
+    Raises UnsupportedModelError if `like` is not a GGUF file, has another architecture or other sizes, or a matrix's
+    rows are not whole blocks; CacheError if writing fails.
     """
     for each in (form, embedding or form):
         if each not in FORMATS:
             raise UnsupportedModelError(f"GGUF format {each!r} is not written: choose one of {', '.join(FORMATS)}")
     if not is_gguf(like):
         raise UnsupportedModelError(
-            f"{like} is no GGUF file whose tokenizer could be copied: convert {folder} with llama.cpp's convert_hf_to_gguf.py"
+            f"{like} is no GGUF file whose tokenizer could be copied: convert {folder} with llama.cpp's "
+            "convert_hf_to_gguf.py"
         )
     config = _same_model(folder, like)
     ggml = gguf_package()
@@ -83,12 +85,14 @@ def _quant(form: str) -> Quant:
 
 
 def _same_model(folder: Path, like: Path) -> Any:
-    """The folder's config. Raises UnsupportedModelError if it differs from the file's in more than the number of layers."""
+    """The folder's config. Raises UnsupportedModelError if it differs from the file's in more than the number of
+    layers."""
     ours, theirs = checkpoint.load_config(folder), checkpoint.load_config(like)
     for name in ("family", "hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
         if getattr(ours, name) != getattr(theirs, name):
             raise UnsupportedModelError(
-                f"{folder} has {name} {getattr(ours, name)}, {like} has {getattr(theirs, name)}: give a GGUF file of the same "
+                f"{folder} has {name} {getattr(ours, name)}, {like} has {getattr(theirs, name)}: give a GGUF file of "
+                "the same "
                 "model, or convert the folder with llama.cpp's convert_hf_to_gguf.py"
             )
     return ours

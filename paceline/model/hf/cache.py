@@ -1,8 +1,9 @@
 """KV cache of a Transformers model: one Transformers cache per row, with exact rollback for every type of layer.
 
-Keys and values are cropped. Recurrent state (linear attention, Mamba, short convolutions) cannot be cropped: it is saved before
-each pass of several tokens, and a rollback into that pass restores it and leaves the accepted tokens *pending*. The row's next
-forward recomputes them together with its new tokens. If all tokens were accepted, nothing is recomputed.
+Keys and values are cropped. Recurrent state (linear attention, Mamba, short convolutions) cannot be cropped: it is
+saved before each pass of several tokens, and a rollback into that pass restores it and leaves the accepted tokens
+*pending*. The row's next forward recomputes them together with its new tokens. If all tokens were accepted, nothing is
+recomputed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def _crop(layer: Any, num_refused: int) -> None:
 
 
 def _copy_state(layer: Any) -> Any:
-    """A copy that later passes do not modify: recurrent and conv states are overwritten in place, keys and values are not."""
+    """A copy that later passes do not modify: recurrent and conv states are overwritten in place, keys and values are
+    not."""
     from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -67,7 +69,8 @@ class Row:
         self._saved_len = self.num_computed
 
     def truncate(self, length: int) -> None:
-        """Drop tokens[length:]; with recurrent state, restore the last save, or the empty state if the save is too late."""
+        """Drop tokens[length:]; with recurrent state, restore the last save, or the empty state if the save is too
+        late."""
         del self.tokens[length:]
         if length >= self.num_computed:
             return
@@ -102,7 +105,8 @@ class HFCache(KVCache):
 
     @property
     def num_bytes(self) -> int:
-        """Maximum size of all rows; recurrent state counts twice (current and saved). Memory is allocated as rows grow."""
+        """Maximum size of all rows; recurrent state counts twice (current and saved). Memory is allocated as rows
+        grow."""
         return self.num_rows * (self.max_len * self._token_bytes + 2 * self._state_bytes)
 
     def allocate(self, wanted: int | None = None) -> int | None:
@@ -152,14 +156,20 @@ def cache_bytes(cache: Any, num_tokens: int) -> tuple[int, int]:
 
 
 def is_unused(layer: Any) -> bool:
-    """True if a pass left a layer for recurrent state empty: the model stores its state outside the cache (RecurrentGemma)."""
+    """True if a pass left a layer for recurrent state empty: the model stores its state outside the cache
+    (RecurrentGemma)."""
     conv, recurrent = (getattr(layer, name, None) for name in ("conv_states", "recurrent_states"))
     return conv is not None and recurrent is not None and tensor_bytes([*conv.values(), *recurrent.values()]) == 0
 
 
 def poison_recurrent_state(cache: Any) -> bool:
     """Fill recurrent states with NaN to test whether a pass reads them; returns False without recurrent states."""
-    states = [state for layer in cache.layers for state in getattr(layer, "recurrent_states", {}).values() if state is not None]
+    states = [
+        state
+        for layer in cache.layers
+        for state in getattr(layer, "recurrent_states", {}).values()
+        if state is not None
+    ]
     for state in states:
         state.fill_(float("nan"))
     return bool(states)

@@ -1,7 +1,8 @@
-"""Runs any causal LM of Transformers as a Target: slower than paceline's decoder, but for every architecture of Transformers.
+"""Runs any causal LM of Transformers as a Target: slower than paceline's decoder, but for every architecture of
+Transformers.
 
-Rows run one after another, each with its own Transformers cache (`cache.py`, which also rolls recurrent state back). Needs the
-extra `paceline[hf]`. Models are local folders (see `hub.py`); remote code is never run.
+Rows run one after another, each with its own Transformers cache (`cache.py`, which also rolls recurrent state back).
+Needs the extra `paceline[hf]`. Models are local folders (see `hub.py`); remote code is never run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.errors import ContextLengthError, ModelFileError, ModelNotFoundError, UnsupportedModelError, needing
-from paceline.model.hf.cache import HFCache, Row, cache_bytes, is_unused, make_cache, poison_recurrent_state, tensor_bytes
+from paceline.model.hf.cache import (
+    HFCache,
+    Row,
+    cache_bytes,
+    is_unused,
+    make_cache,
+    poison_recurrent_state,
+    tensor_bytes,
+)
 from paceline.model.target import DEFAULT_MAX_LEN, EndScales, ForwardBatch, ForwardOutput, Target
 
 _MAX_PENDING = 32
@@ -40,7 +49,9 @@ class HFTarget(Target):
         self._embedding: Any = self.model.get_input_embeddings()
         self._lm_head: Any = self.model.get_output_embeddings()
         if self._lm_head is None:
-            raise UnsupportedModelError(f"{type(model).__name__} has no language model head: give a causal language model")
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no language model head: give a causal language model"
+            )
         self.device, self.dtype = self._embedding.weight.device, self._embedding.weight.dtype
         self.vocab_size = int(self._lm_head.weight.shape[0])
         self.hidden_size, self.num_layers = int(config.hidden_size), int(config.num_hidden_layers)
@@ -72,8 +83,8 @@ class HFTarget(Target):
     ) -> HFTarget:
         """Load a local folder (config.json and safetensors), or only its config with random weights.
 
-        Raises ModelNotFoundError, ModelFileError (missing or damaged weights), UnsupportedModelError (unknown architecture,
-        remote code, Transformers not installed).
+        Raises ModelNotFoundError, ModelFileError (missing or damaged weights), UnsupportedModelError (unknown
+        architecture, remote code, Transformers not installed).
         """
         missing = "this model runs through Transformers, which is not installed: pip install 'paceline[hf]'"
         with needing(UnsupportedModelError, missing):
@@ -94,16 +105,20 @@ class HFTarget(Target):
         except SafetensorError as error:
             raise ModelFileError(f"damaged safetensors in {path}: {_first_line(error)}; download it again") from error
         except (ValueError, KeyError, ImportError) as error:
-            raise UnsupportedModelError(f"Transformers cannot build a causal LM from {path}: {_first_line(error)}") from error
+            raise UnsupportedModelError(
+                f"Transformers cannot build a causal LM from {path}: {_first_line(error)}"
+            ) from error
         except (OSError, RuntimeError) as error:
-            raise ModelFileError(f"cannot load the weights in {path}: {_first_line(error)}; download it again") from error
+            raise ModelFileError(
+                f"cannot load the weights in {path}: {_first_line(error)}; download it again"
+            ) from error
         return cls(model.to(device), num_rows, max_len)
 
     def allocate_cache(self, num_rows: int, max_len: int) -> None:
         """Replace `cache` by an empty one, whose memory is allocated as rows grow. Raises ContextLengthError.
 
-        LongRoPE models (Phi-3, Phi-4 128k) use their short factors at every position if `max_len` is at most the original
-        training length, else their long factors.
+        LongRoPE models (Phi-3, Phi-4 128k) use their short factors at every position if `max_len` is at most the
+        original training length, else their long factors.
         """
         self.check_len(max_len)
         for module in self.model.modules():
@@ -119,13 +134,15 @@ class HFTarget(Target):
 
     def set_taps(self, tap_layers: tuple[int, ...]) -> None:
         """Hook the tapped layers. The last layer's tap is taken after the final norm, as in Transformers'
-        hidden_states[num_layers], which dflash's reference reads. (Pure Mamba models list no embedding, so there layer l is
-        hidden_states[l].)"""
+        hidden_states[num_layers], which dflash's reference reads. (Pure Mamba models list no embedding, so there layer
+        l is hidden_states[l].)"""
         wrong = [layer for layer in tap_layers if not 0 <= layer < self.num_layers]
         if wrong:
             raise UnsupportedModelError(f"cannot tap layers {wrong}: the model has layers 0 to {self.num_layers - 1}")
         if tap_layers and not self._layers:
-            raise UnsupportedModelError(f"cannot tap {type(self.model).__name__}: its decoder layers are not a plain list")
+            raise UnsupportedModelError(
+                f"cannot tap {type(self.model).__name__}: its decoder layers are not a plain list"
+            )
         super().set_taps(tap_layers)
         for hook in self._hooks:
             hook.remove()
@@ -205,8 +222,9 @@ class HFTarget(Target):
 
     @torch.no_grad()
     def _probe(self) -> tuple[float, int, int, bool]:
-        """Run small passes to measure the embedding scale, the cache's bytes per token and of fixed state, and whether passes
-        of several tokens ignore earlier recurrent state, so that tokens must run one by one (Mamba 1's layers)."""
+        """Run small passes to measure the embedding scale, the cache's bytes per token and of fixed state, and whether
+        passes of several tokens ignore earlier recurrent state, so that tokens must run one by one (Mamba 1's
+        layers)."""
         cache = make_cache(self.model.config)
         tokens = [token % self.vocab_size for token in range(_PROBE_TOKENS)]
         name = type(self.model).__name__
@@ -218,7 +236,9 @@ class HFTarget(Target):
             has_state = poison_recurrent_state(cache)
             ignores_state = has_state and bool(self._pass(tokens, _PROBE_TOKENS, cache, 1)[0].isfinite().all())
         except (TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
-            raise UnsupportedModelError(f"{name} does not run with Transformers' DynamicCache: {_first_line(error)}") from error
+            raise UnsupportedModelError(
+                f"{name} does not run with Transformers' DynamicCache: {_first_line(error)}"
+            ) from error
         embeddings = self.matrix_embed(torch.tensor([tokens], device=self.device))
         if first_input is not None and first_input.shape != embeddings.shape:
             self._layers = []  # layers with several hidden states per position (Gemma 3n) cannot be tapped
@@ -242,7 +262,8 @@ class HFTarget(Target):
 def _fix_rope_factors(module: Any, max_len: int) -> None:
     """Fix the LongRoPE factors of a rotary embedding to those for texts of `max_len` tokens.
 
-    Transformers selects them for each pass by its last position, so drafts would change how accepted tokens are rotated.
+    Transformers selects them for each pass by its last position, so drafts would change how accepted tokens are
+    rotated.
     """
     types = getattr(module, "rope_type", None)
     for layer_type, rope_type in types.items() if isinstance(types, dict) else [(None, types)]:
@@ -253,7 +274,9 @@ def _fix_rope_factors(module: Any, max_len: int) -> None:
         parameters = module.config.rope_parameters if layer_type is None else module.config.rope_parameters[layer_type]
         trained = parameters["original_max_position_embeddings"]
         if max_len > trained and parameters.get("short_mscale") != parameters.get("long_mscale"):
-            raise ContextLengthError(f"beyond {trained} tokens this model changes its scale within a text: lower max_len")
+            raise ContextLengthError(
+                f"beyond {trained} tokens this model changes its scale within a text: lower max_len"
+            )
         inv_freq, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, module.inv_freq.device, max_len, layer_type)
         prefix = "" if layer_type is None else f"{layer_type}_"
         for name in ("inv_freq", "original_inv_freq", "long_inv_freq"):
@@ -261,8 +284,8 @@ def _fix_rope_factors(module: Any, max_len: int) -> None:
 
 
 def _find_layers(decoder: nn.Module, num_layers: int) -> tuple[nn.Module, Sequence[nn.Module]]:
-    """(module that runs the layers, list of layers), under any of their names (layers, h, blocks); the list is empty if not
-    found."""
+    """(module that runs the layers, list of layers), under any of their names (layers, h, blocks); the list is empty if
+    not found."""
     for owner in decoder.modules():
         for child in owner.children():
             if isinstance(child, nn.ModuleList) and len(child) == num_layers:
@@ -271,8 +294,8 @@ def _find_layers(decoder: nn.Module, num_layers: int) -> tuple[nn.Module, Sequen
 
 
 def _fit_scale(embeddings: Tensor, first_input: Tensor | None) -> float:
-    """Factor between the embedding table and the first layer's input; 1 for models without a factor (learned positions are
-    added)."""
+    """Factor between the embedding table and the first layer's input; 1 for models without a factor (learned positions
+    are added)."""
     if first_input is None or first_input.shape != embeddings.shape:
         return 1.0
     table, given = embeddings.float(), first_input.float()

@@ -71,8 +71,9 @@ struct PnLayer {
     int32_t mix_taps;
     // In the place of gate_up and down, which are null then: `experts_per_token` of num_experts for each token, and one more, behind
     // them, for every token where has_shared.
-    const PnExpert* experts;   // copied; null: one MLP
-    const PnMatrix* router;    // [num_experts, hidden], with has_shared one more row behind padding: the shared expert's gate
+    const PnExpert* experts;  // copied; null: one MLP
+    const PnMatrix*
+        router;  // [num_experts, hidden], with has_shared one more row behind padding: the shared expert's gate
     const float* router_bias;  // in the rows of router, or null
     int32_t num_experts;
     int32_t has_shared;
@@ -174,8 +175,9 @@ struct PnPass {
     const int32_t* settle_rows;
     const int32_t* settle_before;
     const int32_t* settle_counts;
-    float* hidden_out;      // [T, hidden] behind the last layer, before the final norm, or null
-    int32_t* experts_read;  // how many of each layer's experts any token chose, all layers together, is added to it; or null
+    float* hidden_out;  // [T, hidden] behind the last layer, before the final norm, or null
+    int32_t*
+        experts_read;  // how many of each layer's experts any token chose, all layers together, is added to it; or null
 };
 
 // DFlash 2's selector: for each of `rows` rows of logits, `slots` per block, the `count` most probable columns (see pn_likeliest),
@@ -242,7 +244,8 @@ PN_API int32_t pn_matrix_rows(const PnMatrix* matrix, const int32_t* ids, int32_
 // A matrix of the rows `ids` of another, same format: the head over a part of the vocabulary.
 PN_API PnMatrix* pn_matrix_select(const PnMatrix* matrix, const int32_t* ids, int32_t num_ids);
 // out [num_tokens, rows] = x [num_tokens, cols] W^T, x rounded to dtype first.
-PN_API int32_t pn_matrix_multiply(const PnMatrix* matrix, int32_t dtype, const float* x, int32_t num_tokens, float* out);
+PN_API int32_t pn_matrix_multiply(const PnMatrix* matrix, int32_t dtype, const float* x, int32_t num_tokens,
+                                  float* out);
 
 // A token of the distribution softmax(logits / temperature), cut to what is at least min_p times as likely as the most likely
 // token, then to the top_k most likely (0: all), then to the fewest of these that reach top_p; of equals the lowest ids. `draw`
@@ -262,7 +265,8 @@ PN_API int32_t pn_pick(const PnPick* pick);
 // The largest of scores [slots, count, count], as pn_pick makes them, behind the one taken before it, of the first slot behind the
 // first; of equals the first. places [slots], and logs [slots] their log-probabilities in softmax(scores * inverse). Returns how
 // many: a slot whose largest score is not finite, or one of them NaN, ends the walk.
-PN_API int32_t pn_walk(const float* scores, int32_t slots, int32_t count, double inverse, int32_t* places, double* logs);
+PN_API int32_t pn_walk(const float* scores, int32_t slots, int32_t count, double inverse, int32_t* places,
+                       double* logs);
 
 PN_API PnModel* pn_model_new(const PnConfig* config);
 PN_API void pn_model_free(PnModel* model);
@@ -270,8 +274,8 @@ PN_API void pn_model_free(PnModel* model);
 PN_API int32_t pn_forward(PnModel* model, const PnCache* cache, const PnPass* pass);
 // Moves each row's entries at starts[row] + slots to positions starts[row], starts[row] + 1, ... `slots`: counts[row] for each row,
 // ascending, counted from the start. For all layers and key heads of the model.
-PN_API int32_t pn_keep(const PnModel* model, const PnCache* cache, int32_t num_rows, const int32_t* rows, const int32_t* starts,
-                       const int32_t* counts, const int32_t* slots);
+PN_API int32_t pn_keep(const PnModel* model, const PnCache* cache, int32_t num_rows, const int32_t* rows,
+                       const int32_t* starts, const int32_t* counts, const int32_t* slots);
 // DFlash: keys and values that every layer makes of features [T, cols of fc] in the model's dtype, written behind `starts`.
-PN_API int32_t pn_inject(PnModel* model, const PnCache* cache, int32_t num_rows, const int32_t* rows, const int32_t* starts,
-                         const int32_t* counts, const void* features);
+PN_API int32_t pn_inject(PnModel* model, const PnCache* cache, int32_t num_rows, const int32_t* rows,
+                         const int32_t* starts, const int32_t* counts, const void* features);

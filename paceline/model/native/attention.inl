@@ -3,7 +3,9 @@
 namespace pn {
 namespace {
 
-inline int position_of(const Attention& a, int query) { return a.position + (a.paths ? a.paths[query].size - 1 : query); }
+inline int position_of(const Attention& a, int query) {
+    return a.position + (a.paths ? a.paths[query].size - 1 : query);
+}
 // First key that query i sees, and the one behind the last.
 inline int first_key(const Attention& a, int query) {
     const int first = position_of(a, query) - a.window + 1;
@@ -57,8 +59,8 @@ inline void score_blocks(const Attention& a, const float* queries, int key, floa
     const int64_t block_bytes = int64_t(kKeys) * a.padded_head_dim * int64_t(sizeof(T)), at = key / kKeys * block_bytes;
     for (int64_t byte = at; byte < at + Blocks * block_bytes; byte += 64)  // values are needed next: asked for now
         __builtin_prefetch(static_cast<const uint8_t*>(a.values) + byte);
-    score_keys<Rows, Blocks>(static_cast<const T*>(a.keys) + int64_t(key) * a.padded_head_dim, queries, a.padded_head_dim,
-                             a.scale, scores + key, ldscores);
+    score_keys<Rows, Blocks>(static_cast<const T*>(a.keys) + int64_t(key) * a.padded_head_dim, queries,
+                             a.padded_head_dim, a.scale, scores + key, ldscores);
 }
 
 // Moves the scores of a query's path from its tokens' cache positions to their text positions: sums along the path then have the
@@ -84,10 +86,11 @@ inline void weigh_path(const Attention& a, const TreePath& path, int column, con
 
 // `Blocks` blocks of columns from `column` on.
 template <class T, int Rows, int Blocks>
-inline void weigh_blocks(const Attention& a, int row, int column, const float* weights, int64_t ldweights, int begin, int end) {
+inline void weigh_blocks(const Attention& a, int row, int column, const float* weights, int64_t ldweights, int begin,
+                         int end) {
     vf sums[Rows][Blocks * kBlock / kWidth] = {};
-    weigh_values<Rows, Blocks>(static_cast<const T*>(a.values), a.padded_head_dim, column, weights, ldweights, begin, end,
-                               sums);
+    weigh_values<Rows, Blocks>(static_cast<const T*>(a.values), a.padded_head_dim, column, weights, ldweights, begin,
+                               end, sums);
     if (a.paths)
         for (int index = 0; index < Rows; ++index)
             weigh_path<T, Blocks>(a, a.paths[row + index], column, weights + index * ldweights, end, sums + index);
@@ -120,15 +123,18 @@ inline void attend_rows(const Attention& a, int row) {
         for (int index = 0; index < Rows; ++index)
             scale_and_cap(scores + index * ldscores + begin, padded_end - begin, 1.0f, a.cap);
     if (a.paths)
-        for (int index = 0; index < Rows; ++index) scores_along(a.paths[row + index], scores + index * ldscores + a.position);
+        for (int index = 0; index < Rows; ++index)
+            scores_along(a.paths[row + index], scores + index * ldscores + a.position);
     for (int index = 0; index < Rows; ++index)
-        softmax<T>(scores + index * ldscores, begin, first_key(a, row + index), end_key(a, row + index), padded_end, a.sink);
+        softmax<T>(scores + index * ldscores, begin, first_key(a, row + index), end_key(a, row + index), padded_end,
+                   a.sink);
     const int end =
         a.paths ? a.position / kTogether<T> * kTogether<T> : (a.end + kTogether<T> - 1) / kTogether<T> * kTogether<T>;
     int column = 0;
     for (; column + column_blocks * kBlock <= a.padded_head_dim; column += column_blocks * kBlock)
         weigh_blocks<T, Rows, column_blocks>(a, row, column, scores, ldscores, begin, end);
-    for (; column < a.padded_head_dim; column += kBlock) weigh_blocks<T, Rows, 1>(a, row, column, scores, ldscores, begin, end);
+    for (; column < a.padded_head_dim; column += kBlock)
+        weigh_blocks<T, Rows, 1>(a, row, column, scores, ldscores, begin, end);
 }
 
 template <class T>

@@ -1,11 +1,12 @@
 """Compiles the native CPU library: from the C++ sources of a folder to one shared library with a C interface.
 
     python paceline/model/native/build.py                # into this folder, where paceline looks for it
-    python paceline/model/native/build.py --sanitize     # with address and undefined-behaviour checks, into build/native
-    python paceline/model/native/build.py --emulated     # with AMX tiles and AVX-VNNI emulated, for tests
+    python paceline/model/native/build.py --sanitize     # with address and undefined-behaviour checks, into
+    build/native python paceline/model/native/build.py --emulated     # with AMX tiles and AVX-VNNI emulated, for tests
 
-Sources are compiled for the oldest processor of their architecture, except those of an instruction set (kernels_avx2.cpp etc.),
-which are skipped if the compiler or machine does not support it. setup.py loads this file by path before paceline and torch are
+Sources are compiled for the oldest processor of their architecture, except those of an instruction set
+(kernels_avx2.cpp etc.), which are skipped if the compiler or machine does not support it. setup.py loads this file by
+path before paceline and torch are
 installed: it uses only the standard library.
 """
 
@@ -33,7 +34,16 @@ COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread",
 SANITIZE_FLAGS = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g1", "-O1")
 
 # GCC 12 calls the undefined registers of its own intrinsics uninitialized (gcc.gnu.org/PR105593).
-AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c", "-Wno-uninitialized")
+AVX512 = (
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx512vnni",
+    "-mfma",
+    "-mf16c",
+    "-Wno-uninitialized",
+)
 INSTRUCTION_SETS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avxvnni": ("-mavx2", "-mfma", "-mf16c", "-mavxvnni"),
@@ -55,7 +65,8 @@ LINK_FLAGS_IF_ACCEPTED = (("-static-libstdc++", "-static-libgcc", "-Wl,--exclude
 
 
 class NativeBuildError(RuntimeError):
-    """The library cannot be compiled. The first line of the message is the reason, the others are the compiler's output."""
+    """The library cannot be compiled. The first line of the message is the reason, the others are the compiler's
+    output."""
 
 
 def library_name() -> str:
@@ -69,7 +80,9 @@ def find_compiler() -> list[str]:
         if shutil.which(command[0]):
             return command
     if configured:
-        raise NativeBuildError(f"no C++ compiler (CXX={configured[0]} is not on the path)\nunset CXX, or name one that is")
+        raise NativeBuildError(
+            f"no C++ compiler (CXX={configured[0]} is not on the path)\nunset CXX, or name one that is"
+        )
     raise NativeBuildError(f"no C++ compiler (none of {', '.join(COMPILERS)} is on the path)\ninstall g++, or set CXX")
 
 
@@ -82,14 +95,18 @@ class _Compiler:
     def _start(self, arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
         command = [*self.command, *arguments]
         try:
-            return subprocess.run(command, capture_output=True, text=True, errors="replace", env=self.environment, check=False)
+            return subprocess.run(
+                command, capture_output=True, text=True, errors="replace", env=self.environment, check=False
+            )
         except OSError as error:
             raise NativeBuildError(f"the C++ compiler does not start: {error}") from error
 
     def run(self, *arguments: str) -> None:
         done = self._start(arguments)
         if done.returncode != 0:
-            raise NativeBuildError(f"{self.command[0]}: {_first_errors(done.stderr) or f'exit status {done.returncode}'}")
+            raise NativeBuildError(
+                f"{self.command[0]}: {_first_errors(done.stderr) or f'exit status {done.returncode}'}"
+            )
         if done.stderr:
             print(done.stderr, end="", file=sys.stderr)
 
@@ -106,20 +123,27 @@ def _first_errors(output: str) -> str:
     return "\n".join(lines[first : first + 12])
 
 
-def compile_library(source_folder: Path, out_path: Path, *, sanitize: bool = False, emulated: bool = False) -> list[str]:
+def compile_library(
+    source_folder: Path, out_path: Path, *, sanitize: bool = False, emulated: bool = False
+) -> list[str]:
     """Compile the .cpp files of `source_folder` into the library `out_path`, replacing it atomically.
 
-    sanitize: with address and undefined-behaviour checks. emulated: with instruction sets emulated by others, for tests on
+    sanitize: with address and undefined-behaviour checks. emulated: with instruction sets emulated by others, for tests
+    on
     processors that lack them. Returns the included instruction sets beyond the portable one. Raises NativeBuildError.
     """
     sources = sorted(source_folder.glob("*.cpp"))
     if not sources:
-        raise NativeBuildError(f"no C++ sources in {source_folder}: build from a checkout or a source distribution of paceline")
+        raise NativeBuildError(
+            f"no C++ sources in {source_folder}: build from a checkout or a source distribution of paceline"
+        )
     command = find_compiler()
     out_path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".native-", dir=out_path.parent) as scratch:
         tool = _Compiler(command, Path(scratch))
-        known = {name: flags for name, flags in INSTRUCTION_SETS.items() if (source_folder / f"kernels_{name}.cpp").exists()}
+        known = {
+            name: flags for name, flags in INSTRUCTION_SETS.items() if (source_folder / f"kernels_{name}.cpp").exists()
+        }
         sets = [name for name, flags in known.items() if tool.accepts(name, *flags, "-c")]
         has_amx = "avx512bf16" in sets and tool.accepts("amx", *AMX, "-c")
         more = (*(SANITIZE_FLAGS if sanitize else ()), *(("-DPN_EMULATED",) if emulated else ()))
@@ -131,11 +155,13 @@ def compile_library(source_folder: Path, out_path: Path, *, sanitize: bool = Fal
     return [*sets, "amx"] if has_amx else sets
 
 
-def _compile_all(tool: _Compiler, sources: list[Path], sets: list[str], has_amx: bool, more: tuple[str, ...]) -> list[Path]:
+def _compile_all(
+    tool: _Compiler, sources: list[Path], sets: list[str], has_amx: bool, more: tuple[str, ...]
+) -> list[Path]:
     """Compile the sources; returns the object files in linking order.
 
-    The linker keeps the first copy of an inline function or template. Portable files come first, so that shared code never
-    contains newer instructions.
+    The linker keeps the first copy of an inline function or template. Portable files come first, so that shared code
+    never contains newer instructions.
     """
     special = {f"kernels_{name}": name for name in INSTRUCTION_SETS}
     portable = [source for source in sources if source.stem not in special]
@@ -157,7 +183,8 @@ def _compile_all(tool: _Compiler, sources: list[Path], sets: list[str], has_amx:
 
 
 def build_for_install(source_folder: Path, out_path: Path, *, emulated: bool = False) -> bool:
-    """Build during an installation; returns True if the library was built. A failure prints one warning and returns False.
+    """Build during an installation; returns True if the library was built. A failure prints one warning and returns
+    False.
 
     PACELINE_NATIVE_BUILD=0 skips compiling; PACELINE_NATIVE_BUILD=require raises NativeBuildError on failure.
     """
@@ -184,10 +211,18 @@ def build_for_install(source_folder: Path, out_path: Path, *, emulated: bool = F
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile paceline's native CPU library.")
-    parser.add_argument("--out", type=Path, help="the library to write; default: beside this file, sanitized in build/native")
-    parser.add_argument("--sanitize", action="store_true", help="with address and undefined-behaviour checks (make sanitize)")
-    parser.add_argument("--emulated", action="store_true", help="with instruction sets made of other instructions, for tests")
-    parser.add_argument("--optional", action="store_true", help="as installing does: a failure is one line and exit status 0")
+    parser.add_argument(
+        "--out", type=Path, help="the library to write; default: next to this file, sanitized in build/native"
+    )
+    parser.add_argument(
+        "--sanitize", action="store_true", help="with address and undefined-behaviour checks (make sanitize)"
+    )
+    parser.add_argument(
+        "--emulated", action="store_true", help="with instruction sets made of other instructions, for tests"
+    )
+    parser.add_argument(
+        "--optional", action="store_true", help="as installing does: a failure is one line and exit status 0"
+    )
     args = parser.parse_args()
     sanitized = Path("build", "native", "libpaceline_native_sanitize.so")
     out = args.out or (sanitized if args.sanitize else HERE / library_name())

@@ -1,8 +1,8 @@
 """The decoder as one native call per pass: same interface and mathematics as its reference, `model/torch/decoder.py`.
 
-Weights are packed once, in the file's format: blocks of four to eight bits of a GGUF file stay quantised and are expanded in
-registers, with a third to a half of a dense copy's bytes. A row's result is batch-invariant, so speculation does not change it,
-in bfloat16 either.
+Weights are packed once, in the file's format: blocks of four to eight bits of a GGUF file stay quantised and are
+expanded in registers, with a third to a half of a dense copy's bytes. A row's result is batch-invariant, so speculation
+does not change it, in bfloat16 either.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ class NativeDecoder(Target):
         matrices.append(self.head_matrix)  # together with the layers: everything that a pass reads in full
         experts = [[(each["gate_up"], each["down"]) for each in layer.get("experts", ())] for layer in self._layers]
         self._num_expert_layers = max(1, sum(map(bool, experts)))
-        self.weight_bytes = sum(matrix.num_bytes for matrix in matrices) + sum(_read_by_a_token(config, own) for own in experts)
+        self.weight_bytes = sum(matrix.num_bytes for matrix in matrices) + sum(
+            _read_by_a_token(config, own) for own in experts
+        )
         matrices += [matrix for own in experts for pair in own for matrix in pair]
         self.weight_format = "+".join(sorted({name for matrix in matrices for name in matrix.formats}))
         self.has_blocks = self.weight_format not in ("float32", "bfloat16")
@@ -164,7 +166,8 @@ class NativeDecoder(Target):
         self._buffers.fill(held=held, settle_rows=rows, settle_before=before, settle_counts=counts)
 
     def time_stages(self, seconds: Tensor) -> None:
-        """Make each pass add the seconds of its stages (`native.STAGES`), measured on thread 0, to this float32 tensor."""
+        """Make each pass add the seconds of its stages (`native.STAGES`), measured on thread 0, to this float32
+        tensor."""
         self._stage_s = seconds
         self._buffers.work.stage_s = pointer(seconds)
 
@@ -184,13 +187,15 @@ class NativeDeltaCache(DeltaCache, NativeKVCache):
     """A NativeKVCache for a model with gated delta nets; all recurrent data is float32."""
 
     def show(self, view: CCache) -> None:
-        """Pass the memory of states and pending windows to the library. It must outlive the view; enlarged windows must be
-        passed again."""
+        """Pass the memory of states and pending windows to the library. It must outlive the view; enlarged windows must
+        be passed again."""
         memories = [CMemory(*map(pointer, memory.tensors())) for memory in self.memories]
         view.memories, view.room = (CMemory * len(memories))(*memories), self.room
 
 
-def native_cache(config: DecoderConfig, num_rows: int, max_len: int, dtype: torch.dtype, slack: int = 0) -> NativeKVCache:
+def native_cache(
+    config: DecoderConfig, num_rows: int, max_len: int, dtype: torch.dtype, slack: int = 0
+) -> NativeKVCache:
     """Keys and values of all layers, with heads and rows padded for the library."""
     head_dim, slack = padded(config, max_len, slack)
     if config.delta is not None:
@@ -221,7 +226,8 @@ def native_model(
     first_position: int = 0,
     **parts: Any,
 ) -> Model:
-    """Create a model of the library from matrices, float32 vectors and numbers, named like the fields of CLayer and CConfig.
+    """Create a model of the library from matrices, float32 vectors and numbers, named like the fields of CLayer and
+    CConfig.
 
     first_position: RoPE position of the first cache position; the cache has `max_len`.
     """

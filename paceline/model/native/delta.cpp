@@ -25,7 +25,8 @@ int32_t Forward::prepare_delta() {
             pass_.settle_before[at] >= pass_.counts[index])
             return fail("a trail becomes shorter where it is not");
         gone_[size_t(index)] += pass_.settle_counts[at];
-        if (gone_[size_t(index)] > pass_.held[index] + pass_.settle_before[at]) return fail("a trail has not so many tokens");
+        if (gone_[size_t(index)] > pass_.held[index] + pass_.settle_before[at])
+            return fail("a trail has not so many tokens");
     }
     int longest = 0;
     for (int index = 0; index < pass_.num_rows; ++index) {
@@ -54,8 +55,8 @@ void Forward::delta(int thread, int index) {
     const PnMemory& memory = cache_.memories[model_.cache_layer[size_t(index)]];
     const int columns = model_.delta_columns(), values = model_.delta_values(), heads = config_.delta_value_heads,
               dim = config_.delta_value_dim, all_heads = 2 * config_.delta_key_heads + heads;
-    const Rows input =
-        rows_for(thread, *layer.qkv, normed_input(thread, layer.input_norm, index - 1), config_.hidden_size, num_tokens_);
+    const Rows input = rows_for(thread, *layer.qkv, normed_input(thread, layer.input_norm, index - 1),
+                                config_.hidden_size, num_tokens_);
     share(thread, PN_STAGE_QKV, layer.qkv->num_pieces(), 1, [&](int begin, int end) {
         product(thread, *layer.qkv, begin, end, input, model_.qkv.as<float>(), columns, false, layer.qkv_bias);
     });
@@ -115,8 +116,8 @@ void Forward::convolve(const PnLayer& layer, const PnMemory& memory, int token, 
     float* out = model_.delta_mixed.as<float>() + token * channels + first;
     kernels_.convolve({rows, layer.delta_kernel, channels, taps, first, size}, out);
     if (!is_value)
-        kernels_.norm_floats(out, model_.delta_units.data() + (head < key_heads ? 0 : key_dim), size, kUnitEps / float(size),
-                             out);
+        kernels_.norm_floats(out, model_.delta_units.data() + (head < key_heads ? 0 : key_dim), size,
+                             kUnitEps / float(size), out);
 }
 
 // Betas and decays of a token.
@@ -137,8 +138,8 @@ void Forward::delta_head(int thread, const PnMemory& memory, int row_index, int 
     const int heads = config_.delta_value_heads, key_heads = config_.delta_key_heads, key_dim = config_.delta_key_dim,
               dim = config_.delta_value_dim, key_head = head / (heads / key_heads);
     const int row = pass_.rows[row_index], held = pass_.held[row_index], count = pass_.counts[row_index];
-    const int64_t begin = first_token_[size_t(row_index)], channels = model_.delta_channels(), values = model_.delta_values(),
-                  keys = model_.delta_keys(), trail = int64_t(row) * cache_.room;
+    const int64_t begin = first_token_[size_t(row_index)], channels = model_.delta_channels(),
+                  values = model_.delta_values(), keys = model_.delta_keys(), trail = int64_t(row) * cache_.room;
     const float* old_keys = memory.keys + trail * keys + key_head * key_dim;
     const float* old_changes = memory.changes + trail * values + head * dim;
     const float* old_decays = memory.decays + trail * heads + head;
@@ -157,7 +158,8 @@ void Forward::delta_head(int thread, const PnMemory& memory, int row_index, int 
     int gone = 0, next = 0;
     for (; next < pass_.num_settles && pass_.settle_rows[next] < row_index;) ++next;
     for (int token = 0; token < count; ++token) {
-        for (; next < pass_.num_settles && pass_.settle_rows[next] == row_index && pass_.settle_before[next] == token; ++next) {
+        for (; next < pass_.num_settles && pass_.settle_rows[next] == row_index && pass_.settle_before[next] == token;
+             ++next) {
             settle(memory, row_index, head, gone, pass_.settle_counts[next], sums);
             gone += pass_.settle_counts[next];
         }
@@ -170,12 +172,15 @@ void Forward::delta_head(int thread, const PnMemory& memory, int row_index, int 
         }
         const int fresh = std::max(gone - held, 0);  // the first token of the pass that is not in the state
         kernels_.dots(new_keys + fresh * channels, channels, token - fresh, key, key_dim, of_key + held + fresh);
-        kernels_.dots(new_keys + fresh * channels, channels, token + 1 - fresh, query, key_dim, of_query + held + fresh);
+        kernels_.dots(new_keys + fresh * channels, channels, token + 1 - fresh, query, key_dim,
+                      of_query + held + fresh);
         // Sums of decays run along the path; tokens outside the path have weight zero.
         float sum = 0.0f;
         for (int at = gone; at < held; ++at) sums[at] = sum += old_decays[int64_t(at) * heads];
         for (int at = std::max(gone, held); at < all; ++at) weights[at] = 0.0f;
-        const auto walk = [&](int at) { sums[held + at] = sum += new_decays[int64_t(at) * heads], weights[held + at] = 1.0f; };
+        const auto walk = [&](int at) {
+            sums[held + at] = sum += new_decays[int64_t(at) * heads], weights[held + at] = 1.0f;
+        };
         if (pass_.parents) {
             const TreePath& path = model_.paths[size_t(begin + token)];
             for (int step = 0; step + 1 < path.size; ++step) walk(path.slots[step]);
@@ -183,7 +188,8 @@ void Forward::delta_head(int thread, const PnMemory& memory, int row_index, int 
             for (int at = fresh; at < token; ++at) walk(at);
         }
         sum += new_decays[int64_t(token) * heads];
-        for (int at = gone; at < all; ++at) weights[at] = at < held || weights[at] != 0.0f ? std::exp(sum - sums[at]) : 0.0f;
+        for (int at = gone; at < all; ++at)
+            weights[at] = at < held || weights[at] != 0.0f ? std::exp(sum - sums[at]) : 0.0f;
         const float left = std::exp(sum);
         const auto read = [&](const float* from, const float* products, float* out) {
             for (int at = 0; at < key_dim; ++at) vector[at] = from[at] * left;
@@ -209,16 +215,17 @@ void Forward::settle(const PnMemory& memory, int row_index, int head, int first,
     const int heads = config_.delta_value_heads, key_dim = config_.delta_key_dim, dim = config_.delta_value_dim,
               key_head = head / (heads / config_.delta_key_heads);
     const int row = pass_.rows[row_index], held = pass_.held[row_index];
-    const int64_t begin = first_token_[size_t(row_index)], channels = model_.delta_channels(), values = model_.delta_values(),
-                  keys = model_.delta_keys(), trail = int64_t(row) * cache_.room;
+    const int64_t begin = first_token_[size_t(row_index)], channels = model_.delta_channels(),
+                  values = model_.delta_values(), keys = model_.delta_keys(), trail = int64_t(row) * cache_.room;
     float* state = memory.states + (int64_t(row) * heads + head) * key_dim * dim;
     for (int from = first, end = first + count; from < end;) {
         const bool is_old = from < held;
         const int to = is_old ? std::min(end, held) : end, place = is_old ? from : from - held;
         const float* decays = is_old ? memory.decays + (trail + place) * heads + head
                                      : model_.delta_decays.as<float>() + (begin + place) * heads + head;
-        const float* key = is_old ? memory.keys + (trail + place) * keys + key_head * key_dim
-                                  : model_.delta_mixed.as<float>() + (begin + place) * channels + keys + key_head * key_dim;
+        const float* key =
+            is_old ? memory.keys + (trail + place) * keys + key_head * key_dim
+                   : model_.delta_mixed.as<float>() + (begin + place) * channels + keys + key_head * key_dim;
         const float* changes = is_old ? memory.changes + (trail + place) * values + head * dim
                                       : model_.delta_changes.as<float>() + (begin + place) * values + head * dim;
         const int64_t key_stride = is_old ? keys : channels;
@@ -254,7 +261,8 @@ void Forward::keep_trail(const PnMemory& memory, int row_index, int kind) {
     const float* columns = model_.qkv.as<float>() + begin * model_.delta_columns();
     const Source sources[4] = {
         {memory.inputs, channels, columns, model_.delta_columns()},
-        {memory.keys, model_.delta_keys(), model_.delta_mixed.as<float>() + begin * channels + model_.delta_keys(), channels},
+        {memory.keys, model_.delta_keys(), model_.delta_mixed.as<float>() + begin * channels + model_.delta_keys(),
+         channels},
         {memory.changes, model_.delta_values(), model_.delta_changes.as<float>() + begin * model_.delta_values(),
          model_.delta_values()},
         {memory.decays, config_.delta_value_heads, model_.delta_decays.as<float>() + begin * config_.delta_value_heads,
@@ -263,7 +271,9 @@ void Forward::keep_trail(const PnMemory& memory, int row_index, int kind) {
     const Source& source = sources[kind];
     float* own = source.trail + trail * source.size;
     const size_t bytes = size_t(source.size) * 4;
-    const auto from = [&](int at) { return at < held ? own + at * source.size : source.fresh + (at - held) * source.stride; };
+    const auto from = [&](int at) {
+        return at < held ? own + at * source.size : source.fresh + (at - held) * source.stride;
+    };
     if (kind == 0 && gone) {
         float* window = memory.windows + int64_t(row) * windows * channels;
         for (int at = 0; at < windows; ++at) {

@@ -35,8 +35,12 @@ struct Form {
 
     constexpr bool is_quantised() const { return bits > 0; }
     constexpr size_t code_bytes() const { return size_t(bits) * 64; }  // of a block
-    constexpr size_t scale_bytes() const { return size_t(has_super ? halves + has_minima : 2 + 2 * has_minima) * kWide; }
-    constexpr size_t super_bytes() const { return has_super ? size_t(2 + 2 * has_minima) * kWide : 0; }  // of a super-block
+    constexpr size_t scale_bytes() const {
+        return size_t(has_super ? halves + has_minima : 2 + 2 * has_minima) * kWide;
+    }
+    constexpr size_t super_bytes() const {
+        return has_super ? size_t(2 + 2 * has_minima) * kWide : 0;
+    }  // of a super-block
 };
 
 constexpr Form form_of(int format) {

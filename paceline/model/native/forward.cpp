@@ -32,7 +32,8 @@ int32_t Forward::prepare() {
     num_tokens_ = int(model_.token_row.size());
     if (num_tokens_ == 0) return fail("a pass needs at least one token");
     if (config_.beside_norm ? !pass_.tokens || !pass_.hidden : (pass_.tokens == nullptr) == (pass_.hidden == nullptr))
-        return fail(config_.beside_norm ? "a pass needs tokens and hidden states" : "a pass needs tokens or hidden states");
+        return fail(config_.beside_norm ? "a pass needs tokens and hidden states"
+                                        : "a pass needs tokens or hidden states");
     if (pass_.tokens) {
         if (!config_.embedding) return fail("the model has no embedding");
         for (int token = 0; token < num_tokens_; ++token)
@@ -78,13 +79,14 @@ int32_t Forward::reserve() {
     const int inner = padded_cols(model_.widest_inner());
     ok &= model_.gated.at_least(std::max(tokens, routed) * size_t(inner) * element) != nullptr;
     ok &= model_.unmixed.at_least(tokens * size_t(config_.hidden_size) * 4) != nullptr;
-    ok &= model_.logit_input.at_least(size_t(pass_.num_logit_rows) * size_t(padded_cols(config_.hidden_size)) * element) !=
-              nullptr ||
+    ok &= model_.logit_input.at_least(size_t(pass_.num_logit_rows) * size_t(padded_cols(config_.hidden_size)) *
+                                      element) != nullptr ||
           !pass_.num_logit_rows;
     const int input_size = config_.beside_norm ? 2 * config_.hidden_size : config_.hidden_size;
     const size_t row_bytes = size_t(padded_cols(input_size)) * element, mix_columns = size_t(model_.mix_columns());
     ok &= model_.input.at_least(tokens * row_bytes) != nullptr;
-    ok &= !mix_columns || (model_.mixed.at_least(tokens * row_bytes) && model_.mix_added.at_least(tokens * mix_columns * 4));
+    ok &= !mix_columns ||
+          (model_.mixed.at_least(tokens * row_bytes) && model_.mix_added.at_least(tokens * mix_columns * 4));
     if (routed) {
         const size_t columns = size_t(padded_rows(model_.most_experts()) + kWide);
         ok &= model_.routed.at_least(tokens * columns * 4) && model_.expert_input.at_least(routed * row_bytes) &&
@@ -175,8 +177,9 @@ void Forward::layer(int thread, int index) {
     const int hidden_size = config_.hidden_size, columns = model_.qkv_columns();
     const bool is_beside = index == 0 && config_.beside_norm;
     const Buffer& normed = is_beside ? beside_input(thread) : normed_input(thread, layer.input_norm, index - 1);
-    const Rows input = rows_for(thread, *layer.qkv, mixed_input(thread, layer.attention_mix, layer.attention_base, normed),
-                                is_beside ? 2 * hidden_size : hidden_size, num_tokens_);
+    const Rows input =
+        rows_for(thread, *layer.qkv, mixed_input(thread, layer.attention_mix, layer.attention_base, normed),
+                 is_beside ? 2 * hidden_size : hidden_size, num_tokens_);
     share(thread, PN_STAGE_QKV, layer.qkv->num_pieces(), 1, [&](int begin, int end) {
         product(thread, *layer.qkv, begin, end, input, model_.qkv.as<float>(), columns, false, layer.qkv_bias);
     });
@@ -184,9 +187,10 @@ void Forward::layer(int thread, int index) {
         share(thread, PN_STAGE_ROPE, 2 * num_tokens_, 1, [&](int begin, int end) {
             for (int item = begin; item < end; ++item) norm_whole(layer, item);
         });
-    share(thread, PN_STAGE_ROPE, num_tokens_ * (config_.num_heads + 2 * config_.num_kv_heads), 4, [&](int begin, int end) {
-        for (int item = begin; item < end; ++item) rotate(index, item);
-    });
+    share(thread, PN_STAGE_ROPE, num_tokens_ * (config_.num_heads + 2 * config_.num_kv_heads), 4,
+          [&](int begin, int end) {
+              for (int item = begin; item < end; ++item) rotate(index, item);
+          });
     share(thread, PN_STAGE_ATTEND, int(model_.tasks.size()), 1,
           [&](int begin, int end) {
               for (int task = begin; task < end; ++task) attend(thread, index, model_.tasks[size_t(task)]);
@@ -196,7 +200,8 @@ void Forward::layer(int thread, int index) {
         share(thread, PN_STAGE_ATTEND, num_tokens_, 1, [&](int begin, int end) {
             for (int token = begin; token < end; ++token) gate_attended(token);
         });
-    const Rows attended = rows_for(thread, *layer.output, model_.attended, config_.num_heads * config_.head_dim, num_tokens_);
+    const Rows attended =
+        rows_for(thread, *layer.output, model_.attended, config_.num_heads * config_.head_dim, num_tokens_);
     sublayer_output(thread, PN_STAGE_OUTPUT, *layer.output, layer.output_bias, attended,
                     layer.attention_mix ? layer.attention_base : nullptr, layer.attention_out_norm,
                     layer.experts ? Next{layer.router, 1, 1} : Next{layer.gate_up, 1, 2});
@@ -209,14 +214,17 @@ void Forward::mlp(int thread, int index) {
     const int hidden_size = config_.hidden_size, inner = config_.inner_size;
     const PnExpert own = {layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias, inner};
     const Buffer& mlp_normed = normed_input(thread, layer.mlp_norm, -1);
-    const Rows gated_input = rows_for(thread, *layer.gate_up, mixed_input(thread, layer.mlp_mix, layer.mlp_base, mlp_normed),
-                                      hidden_size, num_tokens_);
+    const Rows gated_input =
+        rows_for(thread, *layer.gate_up, mixed_input(thread, layer.mlp_mix, layer.mlp_base, mlp_normed), hidden_size,
+                 num_tokens_);
     share(thread, PN_STAGE_GATE_UP, layer.gate_up->num_pieces() / 2, 1,
-          [&](int begin, int end) { gate_up(thread, own, gated_input, num_tokens_, model_.gated.as<uint8_t>(), begin, end); },
+          [&](int begin, int end) {
+              gate_up(thread, own, gated_input, num_tokens_, model_.gated.as<uint8_t>(), begin, end);
+          },
           {layer.down, 1, 1});
     const Rows gated = rows_for(thread, *layer.down, model_.gated, inner, num_tokens_);
-    sublayer_output(thread, PN_STAGE_DOWN, *layer.down, layer.down_bias, gated, layer.mlp_mix ? layer.mlp_base : nullptr,
-                    layer.mlp_out_norm, after(index));
+    sublayer_output(thread, PN_STAGE_DOWN, *layer.down, layer.down_bias, gated,
+                    layer.mlp_mix ? layer.mlp_base : nullptr, layer.mlp_out_norm, after(index));
 }
 
 // What comes out of a sublayer, added to the hidden states; before that mixed where it has a `base`, or else normed and scaled.
@@ -265,8 +273,8 @@ void Forward::norm_whole(const PnLayer& layer, int item) {
 }
 
 // Pieces [begin, end) of a matrix times every token; y is [tokens, columns].
-void Forward::product(int thread, const PnMatrix& matrix, int begin, int end, Rows x, float* y, int columns, bool accumulate,
-                      const float* bias) {
+void Forward::product(int thread, const PnMatrix& matrix, int begin, int end, Rows x, float* y, int columns,
+                      bool accumulate, const float* bias) {
     multiply_pieces(kernels_, matrix, begin, end, x, num_tokens_, {y, columns, 0, columns, accumulate, bias},
                     model_.threads[size_t(thread)]->expanded.as<void>());
 }
@@ -376,8 +384,8 @@ void Forward::tap(int token, int layer_index, bool is_normed) {
     const int size = config_.hidden_size;
     for (int slot = 0; slot < pass_.num_taps; ++slot) {
         if (pass_.tap_layers[slot] != layer_index) continue;
-        uint8_t* to =
-            static_cast<uint8_t*>(pass_.taps) + (int64_t(token) * pass_.num_taps + slot) * size * model_.element_bytes();
+        uint8_t* to = static_cast<uint8_t*>(pass_.taps) +
+                      (int64_t(token) * pass_.num_taps + slot) * size * model_.element_bytes();
         if (is_normed) kernels_.norm(hidden(token), config_.final_norm, size, size, config_.eps, to);
         else kernels_.convert(hidden(token), size, size, to);
     }
@@ -389,7 +397,8 @@ void Forward::rotate(int index, int item) {
     const int heads = config_.num_heads, kv_heads = config_.num_kv_heads, head_dim = config_.head_dim,
               padded = model_.padded_head_dim();
     const int head = item / num_tokens_, token = item % num_tokens_;  // a thread takes the heads whose products it made
-    const int row_index = model_.token_row[size_t(token)], slot = model_.token_slot[size_t(token)], row = pass_.rows[row_index];
+    const int row_index = model_.token_row[size_t(token)], slot = model_.token_slot[size_t(token)],
+              row = pass_.rows[row_index];
     const float* from = model_.qkv.as<float>() + int64_t(token) * model_.qkv_columns();
     const int rotary = layer.rope == PN_ROPE_NONE ? 0 : config_.rotary_dim;
     const bool is_local = layer.rope == PN_ROPE_LOCAL;
@@ -453,7 +462,8 @@ void Forward::gate_up(int thread, const PnExpert& mlp, Rows input, int num_rows,
         for (float* y : {gates, ups}) {
             const int at = y == ups ? half + begin : begin;
             multiply_pieces(kernels_, matrix, at, at + pieces, input, num_rows,
-                            {y, columns, at, columns, false, bias ? bias + at * kWide : nullptr}, own.expanded.as<void>());
+                            {y, columns, at, columns, false, bias ? bias + at * kWide : nullptr},
+                            own.expanded.as<void>());
         }
         const int size = std::min(columns, mlp.inner_size - first);
         const int behind = first + size == mlp.inner_size ? stride - mlp.inner_size : 0;
@@ -471,7 +481,8 @@ void Forward::head(int thread, Rows input, int begin, int end) {
     const int rows = pass_.num_logit_rows, first = begin * kWide, count = std::min(end * kWide, matrix.rows) - first;
     float* y = pass_.logits ? pass_.logits + first : own.columns.as<float>();
     const int64_t ldy = pass_.logits ? pass_.logits_stride : kHeadPieces * kWide;
-    multiply_pieces(kernels_, matrix, begin, end, input, rows, {y, ldy, begin, count, false, nullptr}, own.expanded.as<void>());
+    multiply_pieces(kernels_, matrix, begin, end, input, rows, {y, ldy, begin, count, false, nullptr},
+                    own.expanded.as<void>());
     if (config_.logit_scale != 1.0f || config_.logit_cap != 0.0f)
         for (int row = 0; row < rows; ++row)
             kernels_.scale_and_cap(y + row * ldy, count, config_.logit_scale, config_.logit_cap);
@@ -504,8 +515,8 @@ void Forward::finish() {
 
 using namespace pn;
 
-int32_t pn_keep(const PnModel* model, const PnCache* cache, int32_t num_rows, const int32_t* rows, const int32_t* starts,
-                const int32_t* counts, const int32_t* slots) {
+int32_t pn_keep(const PnModel* model, const PnCache* cache, int32_t num_rows, const int32_t* rows,
+                const int32_t* starts, const int32_t* counts, const int32_t* slots) {
     Turn turn;
     const Kernels& kernels = *kernels_for(model->config.dtype);
     const int64_t element = model->element_bytes();
@@ -519,7 +530,8 @@ int32_t pn_keep(const PnModel* model, const PnCache* cache, int32_t num_rows, co
         for (int layer = 0; layer < model->config.num_layers - model->num_delta_layers(); ++layer)
             for (int head = 0; head < model->config.num_kv_heads; ++head) {
                 const int64_t at =
-                    (layer * cache->layer_stride + rows[index] * cache->row_stride + head * cache->head_stride) * element;
+                    (layer * cache->layer_stride + rows[index] * cache->row_stride + head * cache->head_stride) *
+                    element;
                 for (int to = 0; to < count; ++to)
                     if (slots[to] != to)
                         kernels.move(static_cast<uint8_t*>(cache->keys) + at, static_cast<uint8_t*>(cache->values) + at,

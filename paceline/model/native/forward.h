@@ -22,8 +22,8 @@ constexpr int kGated = 256;          // rows of sixteen gated columns that it ma
 class Forward {
 public:
     Forward(PnModel& model, const PnCache& cache, const PnPass& pass, Pool& pool)
-        : model_(model), config_(model.config), cache_(cache), pass_(pass), pool_(pool), kernels_(*kernels_for(config_.dtype)) {
-    }
+        : model_(model), config_(model.config), cache_(cache), pass_(pass), pool_(pool),
+          kernels_(*kernels_for(config_.dtype)) {}
 
     int32_t prepare();
     int32_t place_tokens(int index);
@@ -42,8 +42,8 @@ private:
     const Buffer& normed_input(int thread, const float* weight, int tapped_layer);
     const Buffer& beside_input(int thread);
     const Buffer& mixed_input(int thread, const PnMatrix* mix, const float* base, const Buffer& normed);
-    void sublayer_output(int thread, PnStage stage, const PnMatrix& matrix, const float* bias, Rows input, const float* base,
-                         const float* out_norm, Next next);
+    void sublayer_output(int thread, PnStage stage, const PnMatrix& matrix, const float* bias, Rows input,
+                         const float* base, const float* out_norm, Next next);
     void add_output(int token, float* output, const float* out_norm);
     void mlp(int thread, int index);
     void norm_whole(const PnLayer& layer, int item);
@@ -101,7 +101,8 @@ private:
     Pool& pool_;
     const Kernels& kernels_;
     int num_tokens_ = 0, max_end_ = 0;
-    std::vector<int> first_token_, gone_;  // for every row of the pass: its first token, and the number of pending tokens committed
+    std::vector<int> first_token_,
+        gone_;  // for every row of the pass: its first token, and the number of pending tokens committed
     Clock::time_point stage_began_;
     size_t next_share_[kMaxThreads] = {};  // every thread walks through the shares in the same order
 };

@@ -29,14 +29,16 @@ struct Product {
     int num_columns;    // nothing is written at or behind this column of y
     bool accumulate;    // add to y, a residual
     const float* bias;  // by column of y, or null
-    int chunk_rows;     // 0, or planes are in chunks of this many rows, each chunk_rows * row_bytes after the previous one
+    int chunk_rows;  // 0, or planes are in chunks of this many rows, each chunk_rows * row_bytes after the previous one
 };
 
 // A row of inputs in sixteen-bit fixed point, one scale for each block of 32: integer products with codes are exact, and bfloat16
 // loses nothing but what is 2^-8 of the largest beside it and below. For each block 64 bytes, as the instruction set multiplies
 // them: planes of high and of low bytes, or whole numbers; behind all blocks, as floats, their scales, the sums of their elements,
 // and those of their halves. Every instruction set has the same numbers, so all make the same text.
-inline int64_t plane_bytes(int padded_cols) { return int64_t(round_up(size_t(padded_cols / kBlock) * (2 * kBlock + 16), 64)); }
+inline int64_t plane_bytes(int padded_cols) {
+    return int64_t(round_up(size_t(padded_cols / kBlock) * (2 * kBlock + 16), 64));
+}
 constexpr int kSpareRows = 16;                // that may be read behind the planes of all rows, whatever they hold
 constexpr int kPlaneRange = 127 * 256 + 127;  // of an element, either way: its high byte is rounded
 
@@ -52,7 +54,8 @@ struct Attention {
     const void* query;  // [num_queries, query_stride], head_dim padded
     int64_t query_stride;
     int num_queries;
-    const void* keys;    // of this row and head: [positions / 16][padded / together][16][together], together 2 for bfloat16
+    const void*
+        keys;  // of this row and head: [positions / 16][padded / together][16][together], together 2 for bfloat16
     const void* values;  // [positions / together][padded][together]
     int head_dim, padded_head_dim;
     int position;
@@ -116,8 +119,9 @@ struct Mix {
 // Scores of `count` candidates behind each of `num_rows` tokens.
 struct Scoring {
     const float* before;  // [num_rows, rank]
-    const float* behind;  // [rank, padded_count], side by side, so that all sums are made in the order of the rank at once
-    const float* logs;    // [padded_count]
+    const float*
+        behind;  // [rank, padded_count], side by side, so that all sums are made in the order of the rank at once
+    const float* logs;  // [padded_count]
     int num_rows, rank, count;
     float* out;  // [num_rows, count]
 };

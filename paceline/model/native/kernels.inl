@@ -155,11 +155,12 @@ inline float half_at(const uint8_t* scales, int index) {
 }
 
 // One row's weights of a block of a quantised panel. Products with whole numbers are exact, or rounded once as ggml's are.
-inline void block_weights(const Form& form, const PnPanel& panel, const uint8_t* group, int block, int slot, float* out) {
+inline void block_weights(const Form& form, const PnPanel& panel, const uint8_t* group, int block, int slot,
+                          float* out) {
     const uint8_t* codes = group + size_t(block) * form.code_bytes();
     const uint8_t* scales = group + panel.codes_bytes + size_t(block) * form.scale_bytes();
-    const uint8_t* super =
-        group + panel.codes_bytes + size_t(panel.num_blocks) * form.scale_bytes() + size_t(block / kSuper) * form.super_bytes();
+    const uint8_t* super = group + panel.codes_bytes + size_t(panel.num_blocks) * form.scale_bytes() +
+                           size_t(block / kSuper) * form.super_bytes();
     const auto factor = [&](int kind) { return float(int8_t(scales[kind * kWide + slot])); };
     for (int col = 0; col < kBlock; ++col) {
         const int half = form.halves == 2 ? col / (kBlock / 2) : 0, code = code_at(form, codes, slot, col);
@@ -241,7 +242,8 @@ struct Inputs {
 };
 
 template <class T, int Rows>
-inline void rows_of(const T* weights, int num_blocks, const Inputs<T>& in, int row, const Output& output, unsigned ahead) {
+inline void rows_of(const T* weights, int num_blocks, const Inputs<T>& in, int row, const Output& output,
+                    unsigned ahead) {
     float sums[Rows][kGroup];
     tile<Rows>(weights, kBlock, kGroup * kBlock, num_blocks, in.x + row * in.ldx, in.ldx, sums, ahead);
     for (int index = 0; index < Rows; ++index) output.write(row + index, sums[index]);
@@ -288,7 +290,8 @@ struct WideRows {
 template <int Rows, int Format>
 inline void wide_rows(const WideRows& in, int row, const Output& output) {
     float sums[Rows][kWide];
-    wide_tile<Rows, Format>(in.panel, in.group, in.x + row * in.row_bytes, in.row_bytes, in.num_blocks, sums, in.asks_ahead);
+    wide_tile<Rows, Format>(in.panel, in.group, in.x + row * in.row_bytes, in.row_bytes, in.num_blocks, sums,
+                            in.asks_ahead);
     for (int index = 0; index < Rows; ++index) output.write_wide(row + index, sums[index]);
 }
 template <int Most, int Format>
@@ -307,7 +310,8 @@ void wide_group(const Product& product, const PnPanel& panel, const uint8_t* gro
         constexpr int few = most < 8 ? most : 8;
         for (int row = 0, size; row < product.num_rows; row += size) {
             const WideRows in = {
-                panel, group, static_cast<const uint8_t*>(product.x), product.row_bytes, product.part->num_blocks, row == 0};
+                panel,   group, static_cast<const uint8_t*>(product.x), product.row_bytes, product.part->num_blocks,
+                row == 0};
             const int left = product.num_rows - row;
             size = left >= most ? most : left > few ? (left + 1) / 2 : left;
             output.ask_for_rows(row, size);
@@ -384,8 +388,8 @@ void multiply(const Product& product, void* scratch) {
             } else if (has_integers) {
                 with_format(part.format, [&](auto format) {
                     if (is_tiled)
-                        count =
-                            Tiled::template groups<format>(product, panel, data, product.last_group - group, scratch, output);
+                        count = Tiled::template groups<format>(product, panel, data, product.last_group - group,
+                                                               scratch, output);
                     else wide_group<T, format>(product, panel, data, output);
                 });
             } else {
@@ -446,8 +450,10 @@ void gate(const float* gate, const float* up, int size, const Gating& gating, vo
     const vf one = splat(1.0f);
     for (int at = 0; at < size; at += kWidth) {
         vf value = get_upto(gate + at, size - at), other = get_upto(up + at, size - at), to_sigmoid = value;
-        if (gating.activation == PN_GELU_TANH) {  // (1 + tanh(u)) / 2 = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
-            to_sigmoid = value * fused(value * value, splat(2.0f * 0.7978845608f * 0.044715f), splat(2.0f * 0.7978845608f));
+        if (gating.activation ==
+            PN_GELU_TANH) {  // (1 + tanh(u)) / 2 = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+            to_sigmoid =
+                value * fused(value * value, splat(2.0f * 0.7978845608f * 0.044715f), splat(2.0f * 0.7978845608f));
         } else if (gating.activation == PN_CLAMPED_SWIGLU) {
             const vf limit = splat(gating.limit);
             value = value > limit ? limit : value;  // a NaN stays one
@@ -473,8 +479,8 @@ inline void convolve(const Convolution& in, float* out) {
         const int left = in.size - at, column = in.first + at;
         vf sum = {};
         for (int tap = 0; tap < in.num_taps; ++tap)
-            sum =
-                fused(get_upto(in.kernel + tap * in.kernel_stride + column, left), get_upto(in.rows[tap] + column, left), sum);
+            sum = fused(get_upto(in.kernel + tap * in.kernel_stride + column, left),
+                        get_upto(in.rows[tap] + column, left), sum);
         put_upto(out + at, sum / (splat(1.0f) + exp_of(-sum)), left);
     }
 }
@@ -515,8 +521,8 @@ vf mixed(const Mix& mix, int at) {
     const X* x = static_cast<const X*>(mix.x) + at;
     vf sum = {};
     for (int tap = 0; tap < mix.num_taps; ++tap) {
-        const vf weight =
-            load(mix.base + int64_t(tap) * mix.size + at) + splat(mix.added[int64_t(tap) * (mix.size / kWide) + at / kWide]);
+        const vf weight = load(mix.base + int64_t(tap) * mix.size + at) +
+                          splat(mix.added[int64_t(tap) * (mix.size / kWide) + at / kWide]);
         sum = fused(weight, get_upto(x - tap * mix.row_stride, kWidth), sum);
     }
     return sum;
@@ -592,7 +598,8 @@ void move_position(void* keys, void* values, int padded, int from, int to) {
     const auto value = [&](int position) {
         return static_cast<T*>(values) + int64_t(position / pair) * pair * padded + position % pair;
     };
-    for (int at = 0; at < padded; at += pair) __builtin_memcpy(key(to) + at * kKeys, key(from) + at * kKeys, pair * sizeof(T));
+    for (int at = 0; at < padded; at += pair)
+        __builtin_memcpy(key(to) + at * kKeys, key(from) + at * kKeys, pair * sizeof(T));
     for (int at = 0; at < padded; ++at) value(to)[at * pair] = value(from)[at * pair];
 }
 
@@ -650,20 +657,22 @@ inline void score(const Scoring& scoring) {
         for (int first = 0; first < scoring.num_rows; first += kRows / kVectors) {
             const float* before[kRows / kVectors];
             for (int row = 0; row < kRows / kVectors; ++row)
-                before[row] = scoring.before + int64_t(first + row < scoring.num_rows ? first + row : first) * scoring.rank;
+                before[row] =
+                    scoring.before + int64_t(first + row < scoring.num_rows ? first + row : first) * scoring.rank;
             vf sums[kRows / kVectors][kVectors] = {};
             const float* behind = scoring.behind + column;
             for (int at = 0; at < scoring.rank; ++at, behind += padded)
                 each<kVectors>([&](auto part) PN_INLINE {
                     const vf values = load(behind + part * kWidth);
-                    each<kRows / kVectors>([&](auto row) PN_INLINE { sums[row][part] += splat(before[row][at]) * values; });
+                    each<kRows / kVectors>([&](auto row)
+                                               PN_INLINE { sums[row][part] += splat(before[row][at]) * values; });
                 });
             each<kRows / kVectors>([&](auto row) PN_INLINE {
                 each<kVectors>([&](auto part) PN_INLINE {
                     const int to = column + part * kWidth, left = scoring.count - to;
                     if (first + row >= scoring.num_rows || left <= 0) return;
-                    put_upto(scoring.out + int64_t(first + row) * scoring.count + to, load(scoring.logs + to) + sums[row][part],
-                             left);
+                    put_upto(scoring.out + int64_t(first + row) * scoring.count + to,
+                             load(scoring.logs + to) + sums[row][part], left);
                 });
             });
         }

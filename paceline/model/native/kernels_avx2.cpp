@@ -19,7 +19,8 @@ namespace {
 struct EmulatedBytes {
     static vi dot(vi sums, vi weights, vi inputs) {
         const vi even = inputs << 8, odd = inputs;  // in the upper half of sixteen bits
-        const vi even_inputs = (vi)_mm256_srai_epi16((__m256i)even, 8), odd_inputs = (vi)_mm256_srai_epi16((__m256i)odd, 8);
+        const vi even_inputs = (vi)_mm256_srai_epi16((__m256i)even, 8),
+                 odd_inputs = (vi)_mm256_srai_epi16((__m256i)odd, 8);
         return add_madd(add_madd(sums, weights & 0x00ff00ff, even_inputs), (vi)((Pairs)weights >> 8), odd_inputs);
     }
 };

@@ -96,10 +96,12 @@ inline void run_tile(const Source& source, int num_blocks, const T* x, int64_t l
             source.get(block, part, weights);
             each<Rows>([&](auto row) {
                 const auto value = Step<T>::load(x + row * ldx + block * kBlock + part * kWidth);
-                each<kGroup>([&](auto lane) { acc[row][lane] = Step<T>::multiply(acc[row][lane], value, weights[lane]); });
+                each<kGroup>(
+                    [&](auto lane) { acc[row][lane] = Step<T>::multiply(acc[row][lane], value, weights[lane]); });
             });
         }
-    each<Rows>([&](auto row) { _mm_storeu_ps(sums[row], sums_of(acc[row][0], acc[row][1], acc[row][2], acc[row][3])); });
+    each<Rows>(
+        [&](auto row) { _mm_storeu_ps(sums[row], sums_of(acc[row][0], acc[row][1], acc[row][2], acc[row][3])); });
 }
 
 template <int Rows, class T>
@@ -111,28 +113,31 @@ inline void tile(const T* weights, int64_t row_stride, int64_t block_stride, int
 
 // Neighbouring elements that are multiplied together, times their factors, for every row.
 template <int Rows, int Blocks>
-PN_INLINE inline void add_products(__m512 (&sums)[Rows][Blocks], const bfloat* pairs, int64_t stride, const float* factors,
-                                   int64_t ldfactors) {
+PN_INLINE inline void add_products(__m512 (&sums)[Rows][Blocks], const bfloat* pairs, int64_t stride,
+                                   const float* factors, int64_t ldfactors) {
     __m512 first[Blocks], second[Blocks];
     each<Blocks>([&](auto block) PN_INLINE {
         const __m512i both = _mm512_loadu_si512(pairs + block * stride);
         first[block] = first_of(both), second[block] = second_of(both);
     });
     each<Rows>([&](auto row) PN_INLINE {
-        const __m512 one = _mm512_set1_ps(factors[row * ldfactors]), other = _mm512_set1_ps(factors[row * ldfactors + 1]);
+        const __m512 one = _mm512_set1_ps(factors[row * ldfactors]),
+                     other = _mm512_set1_ps(factors[row * ldfactors + 1]);
         each<Blocks>([&](auto block) PN_INLINE {
-            sums[row][block] = _mm512_fmadd_ps(second[block], other, _mm512_fmadd_ps(first[block], one, sums[row][block]));
+            sums[row][block] =
+                _mm512_fmadd_ps(second[block], other, _mm512_fmadd_ps(first[block], one, sums[row][block]));
         });
     });
 }
 template <int Rows, int Blocks>
-PN_INLINE inline void add_products(__m512 (&sums)[Rows][Blocks], const float* values, int64_t stride, const float* factors,
-                                   int64_t ldfactors) {
+PN_INLINE inline void add_products(__m512 (&sums)[Rows][Blocks], const float* values, int64_t stride,
+                                   const float* factors, int64_t ldfactors) {
     __m512 value[Blocks];
     each<Blocks>([&](auto block) PN_INLINE { value[block] = _mm512_loadu_ps(values + block * stride); });
     each<Rows>([&](auto row) PN_INLINE {
         const __m512 factor = _mm512_set1_ps(factors[row * ldfactors]);
-        each<Blocks>([&](auto block) PN_INLINE { sums[row][block] = _mm512_fmadd_ps(value[block], factor, sums[row][block]); });
+        each<Blocks>([&](auto block)
+                         PN_INLINE { sums[row][block] = _mm512_fmadd_ps(value[block], factor, sums[row][block]); });
     });
 }
 
@@ -150,8 +155,8 @@ inline void score_keys(const T* keys, const float* queries, int padded, float sc
 }
 
 template <int Rows, int Blocks, class T>
-inline void weigh_values(const T* values, int padded, int column, const float* weights, int64_t ldweights, int begin, int end,
-                         vf (*sums)[Blocks * kBlock / kWidth]) {
+inline void weigh_values(const T* values, int padded, int column, const float* weights, int64_t ldweights, int begin,
+                         int end, vf (*sums)[Blocks * kBlock / kWidth]) {
     constexpr int kVectors = Blocks * kBlock / kWidth;
     __m512 own[Rows][kVectors];
     each<Rows>([&](auto row) { each<kVectors>([&](auto part) { own[row][part] = sums[row][part]; }); });
@@ -305,7 +310,8 @@ inline void write_planes(const void* x, int num_blocks, PlanePlaces to) {
     for (int begin = 0; begin < num_blocks; begin += kScaled, from += kScaled * kBlock) {
         const int count = num_blocks - begin < kScaled ? num_blocks - begin : kScaled;
         BlockFloats floats;
-        for (int block = 0; block < count; ++block) floats.most[block] = most_of(_mm512_loadu_si512(from + block * kBlock));
+        for (int block = 0; block < count; ++block)
+            floats.most[block] = most_of(_mm512_loadu_si512(from + block * kBlock));
         floats.set_scales();
         for (int block = 0; block < count; ++block) {
             const __m512i numbers = whole_numbers(from + block * kBlock, _mm512_set1_ps(floats.inverse[block]));

@@ -19,7 +19,8 @@ const Kernels* avx512bf16_kernels(int dtype) {
 namespace {
 
 constexpr int kTurns = 5, kMostTried = 16;
-constexpr double kWorth = 1.5;  // times as fast, out of the nearest cache: what a pass does besides is slower beside tiles
+constexpr double kWorth =
+    1.5;  // times as fast, out of the nearest cache: what a pass does besides is slower beside tiles
 
 // The fastest of some products with `num_rows` rows, in seconds.
 double seconds_of(const Kernels& kernels, const PnMatrix& matrix, void* planes, void* scratch, int num_rows, float* y) {
@@ -27,8 +28,8 @@ double seconds_of(const Kernels& kernels, const PnMatrix& matrix, void* planes, 
     double best = 1.0;
     for (int turn = 0; turn < kTurns; ++turn) {
         const auto began = std::chrono::steady_clock::now();
-        multiply_pieces(kernels, matrix, 0, matrix.num_pieces(), x, num_rows, {y, matrix.rows, 0, matrix.rows, false, nullptr},
-                        scratch);
+        multiply_pieces(kernels, matrix, 0, matrix.num_pieces(), x, num_rows,
+                        {y, matrix.rows, 0, matrix.rows, false, nullptr}, scratch);
         const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - began;
         best = std::min(best, spent.count());
     }
@@ -40,10 +41,12 @@ double seconds_of(const Kernels& kernels, const PnMatrix& matrix, void* planes, 
 int measured_least_rows() {
     constexpr int kRows = 128, kCols = kPanelBlocks * kBlock;
     const int32_t rows = kRows, format = PN_Q4_1;
-    const std::unique_ptr<PnMatrix, void (*)(PnMatrix*)> matrix(pn_matrix_new(1, &rows, &format, kCols), pn_matrix_free);
-    const std::unique_ptr<void, void (*)(void*)> planes(allocate(size_t(plane_bytes(kCols)) * (kMostTried + kSpareRows)),
-                                                        release),
-        scratch(allocate(scratch_bytes(kCols)), release), y(allocate(size_t(kRows) * kMostTried * sizeof(float)), release);
+    const std::unique_ptr<PnMatrix, void (*)(PnMatrix*)> matrix(pn_matrix_new(1, &rows, &format, kCols),
+                                                                pn_matrix_free);
+    const std::unique_ptr<void, void (*)(void*)> planes(
+        allocate(size_t(plane_bytes(kCols)) * (kMostTried + kSpareRows)), release),
+        scratch(allocate(scratch_bytes(kCols)), release),
+        y(allocate(size_t(kRows) * kMostTried * sizeof(float)), release);
     if (!matrix || !planes || !scratch || !y) return kMostTried;
     for (int num_rows = 2; num_rows < kMostTried; ++num_rows) {
         const auto seconds = [&](const Kernels* kernels) {

@@ -51,7 +51,8 @@ inline void put_inputs(int16x8_t words, void* to) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 
 template <class T>
-constexpr int kMaxWide = sizeof(T) == 2 ? 4 : 0;  // 16 sums of integers, 8 of floats, 4 vectors of weights, one of inputs
+constexpr int kMaxWide =
+    sizeof(T) == 2 ? 4 : 0;  // 16 sums of integers, 8 of floats, 4 vectors of weights, one of inputs
 
 // Two rows of weights times both bytes of the inputs at once.
 template <int Format>
@@ -234,7 +235,8 @@ inline void planes_of(const void* x, int padded_cols, void* out) {
     uint8_t* bytes = static_cast<uint8_t*>(out);
     float* scales = reinterpret_cast<float*>(bytes + num_blocks * 2 * kBlock);
     for (int block = 0; block < num_blocks; ++block, from += kBlock, bytes += 2 * kBlock) {
-        const float most = bfloat_to_float(most_of(from));  // of NaNs one of them: the scale and all that follows are NaN
+        const float most =
+            bfloat_to_float(most_of(from));  // of NaNs one of them: the scale and all that follows are NaN
         const bool is_zero = most < kLeastElement;
         const vf inverse = (vf)vdupq_n_f32(is_zero ? 0.0f : float(kPlaneRange) / most);
         int32_t totals[2] = {};
@@ -246,7 +248,8 @@ inline void planes_of(const void* x, int padded_cols, void* out) {
         }
         scales[block] = is_zero ? 0.0f : most / float(kPlaneRange);
         scales[num_blocks + block] = scales[block] * float(totals[0] + totals[1]);
-        for (int half = 0; half < 2; ++half) scales[2 * (num_blocks + block) + half] = scales[block] * float(totals[half]);
+        for (int half = 0; half < 2; ++half)
+            scales[2 * (num_blocks + block) + half] = scales[block] * float(totals[half]);
     }
 }
 

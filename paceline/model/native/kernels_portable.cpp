@@ -65,8 +65,9 @@ inline vf halves_at(const uint8_t* from) {
     Lanes<8>::Halves halves;
     __builtin_memcpy(&halves, from, sizeof halves);
     const vi all = __builtin_convertvector(halves, vi), size = all & 0x7fff;
-    const vf tiny = __builtin_convertvector(size, vf) * 5.9604644775390625e-8f;   // 2^-24
-    const vi is_tiny = (size - 0x0400) >> 31, is_finite = (size - 0x7c00) >> 31;  // wide comparisons would be made one by one
+    const vf tiny = __builtin_convertvector(size, vf) * 5.9604644775390625e-8f;  // 2^-24
+    const vi is_tiny = (size - 0x0400) >> 31,
+             is_finite = (size - 0x7c00) >> 31;  // wide comparisons would be made one by one
     const vi others = (size << 13) + ((112 << 23 & is_finite) | (224 << 23 & ~is_finite));
     return (vf)(((vi)tiny & is_tiny) | (others & ~is_tiny) | (all & 0x8000) << 16);
 }
@@ -78,7 +79,8 @@ inline vf factors_at(const uint8_t* from) {
 }
 inline vi rounded(vf value) {
     const vf known = value == value ? value : vf{} - 32768.0f;
-    return __builtin_convertvector((known + 12582912.0f) - 12582912.0f, vi);  // 1.5 * 2^23: adding it rounds to a whole number
+    return __builtin_convertvector((known + 12582912.0f) - 12582912.0f,
+                                   vi);  // 1.5 * 2^23: adding it rounds to a whole number
 }
 inline vi add_madd(vi sums, vi a, vi b) {
 #ifdef __SSE2__

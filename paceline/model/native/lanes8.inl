@@ -4,7 +4,7 @@
 namespace pn {
 namespace {
 
-constexpr int kMaxTile = 2;         // 8 sums, 4 weights, 1 activation: of 16 registers, or twice as many of half the width
+constexpr int kMaxTile = 2;  // 8 sums, 4 weights, 1 activation: of 16 registers, or twice as many of half the width
 constexpr int kParts = 8 / kWidth;  // vectors of a sum
 
 inline vf widen(const bfloat* from) {
@@ -35,8 +35,9 @@ template <int Rows, class T>
 inline void tile(const T* weights, int64_t row_stride, int64_t block_stride, int num_blocks, const T* x, int64_t ldx,
                  float (*sums)[kGroup], unsigned ahead) {
     vf acc[Rows][kGroup][kParts];
-    each<Rows>(
-        [&](auto row) { each<kGroup>([&](auto lane) { each<kParts>([&](auto part) { acc[row][lane][part] = vf{}; }); }); });
+    each<Rows>([&](auto row) {
+        each<kGroup>([&](auto lane) { each<kParts>([&](auto part) { acc[row][lane][part] = vf{}; }); });
+    });
     for (int block = 0; block < num_blocks; ++block, weights += block_stride, x += kBlock)
         for (int first = 0; first < kBlock; first += 8)
             each<kParts>([&](auto part) {
@@ -48,7 +49,8 @@ inline void tile(const T* weights, int64_t row_stride, int64_t block_stride, int
                 });
                 each<Rows>([&](auto row) {
                     const vf value = fetch(x + row * ldx + at);
-                    each<kGroup>([&](auto lane) { acc[row][lane][part] = fma(value, weight[lane], acc[row][lane][part]); });
+                    each<kGroup>(
+                        [&](auto lane) { acc[row][lane][part] = fma(value, weight[lane], acc[row][lane][part]); });
                 });
             });
     each<Rows>([&](auto row) { each<kGroup>([&](auto lane) { sums[row][lane] = total(acc[row][lane]); }); });
@@ -75,7 +77,9 @@ inline vf second_of(const bfloat* pairs) {
 inline vf add_pairs(vf sum, const bfloat* pairs, const float* factors) {
     return fma(second_of(pairs), vf{} + factors[1], fma(first_of(pairs), vf{} + factors[0], sum));
 }
-inline vf add_pairs(vf sum, const float* values, const float* factor) { return fma(fetch(values), vf{} + *factor, sum); }
+inline vf add_pairs(vf sum, const float* values, const float* factor) {
+    return fma(fetch(values), vf{} + *factor, sum);
+}
 
 template <int Rows, int Blocks, class T>
 inline void score_keys(const T* keys, const float* queries, int padded, float scale, float* out, int64_t ldout) {
@@ -87,7 +91,8 @@ inline void score_keys(const T* keys, const float* queries, int padded, float sc
         for (int at = 0; at < padded; at += together, from += kKeys * together)
             each<Rows>([&](auto row) {
                 each<kVectors>([&](auto part) {
-                    sums[row][part] = add_pairs(sums[row][part], from + part * kWidth * together, queries + row * padded + at);
+                    sums[row][part] =
+                        add_pairs(sums[row][part], from + part * kWidth * together, queries + row * padded + at);
                 });
             });
         each<Rows>([&](auto row) {
@@ -100,15 +105,16 @@ inline void score_keys(const T* keys, const float* queries, int padded, float sc
 }
 
 template <int Rows, int Blocks, class T>
-inline void weigh_values(const T* values, int padded, int column, const float* weights, int64_t ldweights, int begin, int end,
-                         vf (*sums)[Blocks * kBlock / kWidth]) {
+inline void weigh_values(const T* values, int padded, int column, const float* weights, int64_t ldweights, int begin,
+                         int end, vf (*sums)[Blocks * kBlock / kWidth]) {
     constexpr int together = kTogether<T>, kVectors = Blocks * kBlock / kWidth;
     vf acc[Rows][kVectors];
     each<Rows>([&](auto row) { each<kVectors>([&](auto part) { acc[row][part] = sums[row][part]; }); });
     for (int key = begin; key < end; key += together)
         each<kVectors>([&](auto part) {
             const T* from = values + int64_t(key) * padded + (column + part * kWidth) * together;
-            each<Rows>([&](auto row) { acc[row][part] = add_pairs(acc[row][part], from, weights + row * ldweights + key); });
+            each<Rows>(
+                [&](auto row) { acc[row][part] = add_pairs(acc[row][part], from, weights + row * ldweights + key); });
         });
     each<Rows>([&](auto row) { each<kVectors>([&](auto part) { sums[row][part] = acc[row][part]; }); });
 }

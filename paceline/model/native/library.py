@@ -23,7 +23,19 @@ from paceline.errors import NativeError
 from paceline.types import SamplingParams
 
 ABI_VERSION = 7
-FORMAT_NAMES: list[str] = ["float32", "bfloat16", "Q8_0", "Q4_1", "float16", "Q4_0", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+FORMAT_NAMES: list[str] = [
+    "float32",
+    "bfloat16",
+    "Q8_0",
+    "Q4_1",
+    "float16",
+    "Q4_0",
+    "Q5_0",
+    "Q5_1",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+]
 FORMAT_NAMES += ["IQ4_NL", "IQ4_XS"]
 """In the order of the library's PnFormat."""
 FORMATS = {getattr(torch, name): FORMAT_NAMES.index(name) for name in ("float32", "bfloat16")}
@@ -47,7 +59,10 @@ class CExpert(Structure):
 
 class CLayer(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("input_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "q_norm", "k_norm")),
+        *(
+            (name, c_void_p)
+            for name in ("input_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "q_norm", "k_norm")
+        ),
         *((name, c_void_p) for name in ("sinks", "qkv", "output", "gate_up", "down")),
         *((name, c_void_p) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
         *((name, c_int32) for name in ("window", "rope", "is_causal")),
@@ -62,7 +77,10 @@ class CLayer(Structure):
 
 class CConfig(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("num_layers", "hidden_size", "inner_size", "num_heads", "num_kv_heads", "head_dim")),
+        *(
+            (name, c_int32)
+            for name in ("num_layers", "hidden_size", "inner_size", "num_heads", "num_kv_heads", "head_dim")
+        ),
         ("dtype", c_int32),
         ("eps", c_float),
         ("layers", POINTER(CLayer)),
@@ -70,7 +88,10 @@ class CConfig(Structure):
         ("embedding_scale", c_float),
         *((name, c_void_p) for name in ("head", "final_norm", "cos", "sin", "local_cos", "local_sin")),
         *((name, c_int32) for name in ("rotary_dim", "is_norm_whole")),
-        *((name, c_float) for name in ("attention_scale", "attention_cap", "residual_scale", "logit_scale", "logit_cap")),
+        *(
+            (name, c_float)
+            for name in ("attention_scale", "attention_cap", "residual_scale", "logit_scale", "logit_cap")
+        ),
         ("activation", c_int32),
         *((name, c_float) for name in ("swiglu_alpha", "swiglu_limit")),
         *((name, c_int32) for name in ("experts_per_token", "are_experts_normed", "has_output_gate")),
@@ -118,7 +139,10 @@ class CPass(Structure):
 class CPick(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("rows", "size", "count", "slots", "dtype", "vocabulary", "rank", "book_dtype")),
-        *((name, c_void_p) for name in ("predecessors", "successors", "gate", "token_of", "logits", "anchors", "hidden")),
+        *(
+            (name, c_void_p)
+            for name in ("predecessors", "successors", "gate", "token_of", "logits", "anchors", "hidden")
+        ),
         ("hidden_stride", c_int64),
         *((name, c_void_p) for name in ("chosen", "tokens", "scores")),
     ]
@@ -181,12 +205,15 @@ def require() -> ctypes.CDLL:
     """The library. Raises NativeError without it."""
     library = load()
     if library is None:
-        raise NativeError("the native library is not there: install a C++ compiler and reinstall paceline, or use PyTorch")
+        raise NativeError(
+            "the native library is not there: install a C++ compiler and reinstall paceline, or use PyTorch"
+        )
     return library
 
 
 def multiplies_blocks(dtype: torch.dtype) -> bool:
-    """True if quantised blocks multiply faster than a dense copy: float32 expands them, and the portable code is slow."""
+    """True if quantised blocks multiply faster than a dense copy: float32 expands them, and the portable code is
+    slow."""
     return dtype == torch.bfloat16 and require().pn_in_use() != b"portable"
 
 
@@ -210,7 +237,11 @@ AnyStructure = TypeVar("AnyStructure", bound=Structure)
 def filled(struct: AnyStructure, parts: dict[str, Any]) -> AnyStructure:
     """The struct with these fields set to matrices, float32 vectors and numbers."""
     for name, part in parts.items():
-        setattr(struct, name, part.handle if isinstance(part, Matrix) else pointer(part) if isinstance(part, Tensor) else part)
+        setattr(
+            struct,
+            name,
+            part.handle if isinstance(part, Matrix) else pointer(part) if isinstance(part, Tensor) else part,
+        )
     return struct
 
 
@@ -241,7 +272,8 @@ class Matrix:
         weakref.finalize(self, library.pn_matrix_free, handle)
 
     def fill(self, first_row: int, source: Tensor, format: str | None = None) -> None:
-        """Set rows of one part from `first_row` on: dense [n, cols], or uint8 blocks [n, bytes] in the part's format."""
+        """Set rows of one part from `first_row` on: dense [n, cols], or uint8 blocks [n, bytes] in the part's
+        format."""
         source = source.contiguous()
         given = FORMAT_NAMES.index(format or str(source.dtype).removeprefix("torch."))
         check(require().pn_matrix_fill(self.handle, first_row, source.shape[0], given, source.data_ptr()))
@@ -269,7 +301,8 @@ class Matrix:
 
 
 class Model:
-    """A model of the library, with references to all memory it uses. `config.layers` must be set; see `native/api.h`."""
+    """A model of the library, with references to all memory it uses. `config.layers` must be set; see
+    `native/api.h`."""
 
     def __init__(self, config: CConfig, keep: list[object]) -> None:
         library = require()
@@ -286,7 +319,9 @@ class Model:
     def keep(self, cache: CCache, row: int, start: int, slots: list[int]) -> None:
         """Copy the entries at start + slots[i] of the row to start + i, in all layers."""
         check(
-            require().pn_keep(self.handle, byref(cache), 1, int32s([row]), int32s([start]), int32s([len(slots)]), int32s(slots))
+            require().pn_keep(
+                self.handle, byref(cache), 1, int32s([row]), int32s([start]), int32s([len(slots)]), int32s(slots)
+            )
         )
 
     def inject(self, cache: CCache, rows: list[int], starts: list[int], counts: list[int], features: Tensor) -> None:
@@ -330,7 +365,9 @@ def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
     return token
 
 
-def top_logprobs(logits_KV: Tensor, count: int, inverse_temperature: float) -> tuple[list[list[int]], list[list[float]]]:
+def top_logprobs(
+    logits_KV: Tensor, count: int, inverse_temperature: float
+) -> tuple[list[list[int]], list[list[float]]]:
     """The `count` most probable tokens of each row and their log-probabilities; float32 [K, V], contiguous, on CPU."""
     rows, size = logits_KV.shape
     ids, logprobs = (c_int32 * (rows * count))(), (c_float * (rows * count))()
@@ -345,9 +382,10 @@ class Picker:
     def __init__(
         self, count: int, books: tuple[Tensor, Tensor], gate: Matrix, dtype: torch.dtype, ids_V: Tensor | None
     ) -> None:
-        """`count`: candidates per draft position. Codebooks of predecessors and successors [vocabulary, rank], both float32 or
-        bfloat16. `gate` [rank, D] in `dtype`. ids_V int32: token of each column of the logits; None: the columns are the
-        tokens."""
+        """`count`: candidates per draft position. Codebooks of predecessors and successors [vocabulary, rank], both
+        float32 or
+        bfloat16. `gate` [rank, D] in `dtype`. ids_V int32: token of each column of the logits; None: the columns are
+        the tokens."""
         self.count, self._keep = count, (books, gate, ids_V)
         (vocabulary, rank), predecessors, successors = books[0].shape, pointer(books[0]), pointer(books[1])
         self._call, self._pick = require().pn_pick, CPick(vocabulary=vocabulary, rank=rank, dtype=FORMATS[dtype])
@@ -355,8 +393,9 @@ class Picker:
         filled(self._pick, {"gate": gate, "token_of": ids_V, **numbers})
 
     def pick(self, anchors: list[int], logits_BKV: Tensor, hidden_BKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(columns, tokens, scores): the `count` most probable columns at each draft position and their tokens, int32 [B, K,
-        M], and their scores after each candidate of the previous position, or after the last verified token, [B, K, M, M].
+        """(columns, tokens, scores): the `count` most probable columns at each draft position and their tokens, int32
+        [B, K, M], and their scores after each candidate of the previous position, or after the last verified token, [B,
+        K, M, M].
 
         logits_BKV float32, contiguous; hidden_BKD in the gate's dtype, contiguous within a row.
         """

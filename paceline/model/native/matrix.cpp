@@ -32,8 +32,8 @@ struct Place {
         return group + panel.codes_bytes + block * form.scale_bytes() + (size_t(kind) * kWide + slot) * bytes;
     }
     uint8_t* super(int kind) const {
-        return group + panel.codes_bytes + size_t(panel.num_blocks) * form.scale_bytes() + block / kSuper * form.super_bytes() +
-               (size_t(kind) * kWide + slot) * 2;
+        return group + panel.codes_bytes + size_t(panel.num_blocks) * form.scale_bytes() +
+               block / kSuper * form.super_bytes() + (size_t(kind) * kWide + slot) * 2;
     }
 };
 
@@ -138,7 +138,8 @@ const char* fault_of(int32_t rows, int32_t cols, int32_t format) {
     if (format < PN_F32 || format >= PN_NUM_FORMATS) return "unknown matrix format";
     const Form form = form_of(format);
     if (form.is_quantised() && cols % form.source_cols)
-        return form.has_super ? "rows of this format must be whole blocks of 256" : "quantised rows must be whole blocks of 32";
+        return form.has_super ? "rows of this format must be whole blocks of 256"
+                              : "quantised rows must be whole blocks of 32";
     return nullptr;
 }
 
@@ -200,8 +201,9 @@ int32_t pn_matrix_fill(PnMatrix* matrix, int32_t first_row, int32_t num_rows, in
     if (num_rows < 1 || first_row < 0 || first_row >= matrix->rows) return fail("rows beyond the matrix");
     const PnPart& part = matrix->part_of(first_row);
     const Form form = form_of(source);
-    const bool is_dense = part.is_dense() && (source == PN_F32 || source == PN_BF16 || source == PN_F16) &&
-                          (part.format == source || part.format == PN_F32 || (part.format == PN_BF16 && source == PN_F32));
+    const bool is_dense =
+        part.is_dense() && (source == PN_F32 || source == PN_BF16 || source == PN_F16) &&
+        (part.format == source || part.format == PN_F32 || (part.format == PN_BF16 && source == PN_F32));
     if (source != part.format && !is_dense) return fail("this source does not fit the matrix's format");
     first_row -= part.first_piece * kWide;
     if (first_row > part.num_groups * part.group_rows - num_rows) return fail("rows beyond the matrix");

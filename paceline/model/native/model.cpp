@@ -22,14 +22,16 @@ const char* fault_of(const PnMatrix& matrix, int dtype) {
 const char* fault_of(const PnMatrix* matrix, int rows, int cols, int dtype) {
     if (!matrix) return "a matrix is missing";
     if (const char* fault = fault_of(*matrix, dtype)) return fault;
-    return padded_rows(matrix->rows) == padded_rows(rows) && matrix->cols == cols ? nullptr
-                                                                                  : "a matrix does not have the config's shape";
+    return padded_rows(matrix->rows) == padded_rows(rows) && matrix->cols == cols
+               ? nullptr
+               : "a matrix does not have the config's shape";
 }
 
 // All layers of a model are mixed, with as many taps, or none.
 const char* mix_fault_of(const PnModel& model, const PnLayer& layer) {
     const PnConfig& config = model.config;
-    if (layer.mix_taps != model.layers[0].mix_taps || layer.mix_taps < 0) return "layers must be mixed with as many taps";
+    if (layer.mix_taps != model.layers[0].mix_taps || layer.mix_taps < 0)
+        return "layers must be mixed with as many taps";
     if (!layer.mix_taps) return layer.attention_mix || layer.mlp_mix ? "a mix needs taps" : nullptr;
     if (config.hidden_size % kWide) return "only hidden sizes that are multiples of 16 can be mixed";
     if (!layer.attention_base || !layer.mlp_base) return "a mix is incomplete";
@@ -59,8 +61,9 @@ const char* experts_fault_of(const PnModel& model, const PnLayer& layer) {
 
 const char* delta_fault_of(const PnModel& model, const PnLayer& layer) {
     const PnConfig& config = model.config;
-    if (config.delta_key_heads < 1 || config.delta_value_heads < 1 || config.delta_key_dim < 1 || config.delta_value_dim < 1 ||
-        config.delta_value_heads % config.delta_key_heads || config.delta_taps < 1 || config.delta_taps > kMaxTaps)
+    if (config.delta_key_heads < 1 || config.delta_value_heads < 1 || config.delta_key_dim < 1 ||
+        config.delta_value_dim < 1 || config.delta_value_heads % config.delta_key_heads || config.delta_taps < 1 ||
+        config.delta_taps > kMaxTaps)
         return "the sizes of a gated delta net are impossible";
     if (!layer.delta_rate || !layer.delta_step || !layer.delta_norm || layer.attention_mix)
         return "a gated delta net is incomplete";
@@ -86,10 +89,12 @@ const char* fault_of(const PnModel& model) {
             return "rotary tables of local layers are missing";
         for (const char* fault :
              {layer.delta_kernel ? delta_fault_of(model, layer) : nullptr,
-              fault_of(layer.qkv, layer.delta_kernel ? model.delta_columns() : model.qkv_columns(),
-                       config.beside_norm && &layer == model.layers.data() ? 2 * config.hidden_size : config.hidden_size,
+              fault_of(
+                  layer.qkv, layer.delta_kernel ? model.delta_columns() : model.qkv_columns(),
+                  config.beside_norm && &layer == model.layers.data() ? 2 * config.hidden_size : config.hidden_size,
+                  config.dtype),
+              fault_of(layer.output, config.hidden_size, layer.delta_kernel ? model.delta_values() : queries,
                        config.dtype),
-              fault_of(layer.output, config.hidden_size, layer.delta_kernel ? model.delta_values() : queries, config.dtype),
               layer.experts ? experts_fault_of(model, layer)
                             : mlp_fault_of(config, {layer.gate_up, layer.down, nullptr, nullptr, config.inner_size}),
               mix_fault_of(model, layer)})
@@ -114,8 +119,9 @@ const char* fault_of(const PnModel& model) {
 class Inject {
 public:
     Inject(PnModel& model, const PnCache& cache, const int32_t* rows, const void* features, Pool& pool)
-        : model_(model), config_(model.config), cache_(cache), rows_(rows), features_(static_cast<const uint8_t*>(features)),
-          pool_(pool), kernels_(*kernels_for(config_.dtype)), num_tokens_(int(model.token_row.size())) {}
+        : model_(model), config_(model.config), cache_(cache), rows_(rows),
+          features_(static_cast<const uint8_t*>(features)), pool_(pool), kernels_(*kernels_for(config_.dtype)),
+          num_tokens_(int(model.token_row.size())) {}
 
     int32_t prepare() {
         const size_t tokens = size_t(num_tokens_), element = size_t(model_.element_bytes());
@@ -127,7 +133,8 @@ public:
                   model_.planes.at_least((tokens + kSpareRows) * size_t(plane_bytes(std::max(features, hidden))));
         while (int(model_.threads.size()) < pool_.size()) model_.threads.push_back(std::make_unique<ThreadBuffers>());
         for (int thread = 0; thread < pool_.size(); ++thread)
-            ok &= model_.threads[size_t(thread)]->expanded.at_least(scratch_bytes(std::max(features, hidden))) != nullptr;
+            ok &=
+                model_.threads[size_t(thread)]->expanded.at_least(scratch_bytes(std::max(features, hidden))) != nullptr;
         if (model_.shares.size() < kStages) model_.shares = std::vector<Share>(kStages);
         for (Share& share : model_.shares) share.reset();
         return ok ? 0 : fail("out of memory");
@@ -143,8 +150,8 @@ public:
         });
         product(thread, 1, *config_.fc, model_.features, model_.hidden, hidden_size, nullptr);
         share(thread, 3, num_tokens_, 1, [&](int token) {
-            kernels_.norm(model_.hidden.as<float>() + int64_t(token) * hidden_size, config_.hidden_norm, hidden_size, padded,
-                          config_.eps, model_.input.as<uint8_t>() + int64_t(token) * padded * element);
+            kernels_.norm(model_.hidden.as<float>() + int64_t(token) * hidden_size, config_.hidden_norm, hidden_size,
+                          padded, config_.eps, model_.input.as<uint8_t>() + int64_t(token) * padded * element);
         });
         product(thread, 4, *config_.context_kv, model_.input, model_.qkv, columns(), config_.context_bias);
         share(thread, 6, num_tokens_ * 2 * config_.num_layers * config_.num_kv_heads, 4, [&](int item) { put(item); });
@@ -178,7 +185,8 @@ private:
             share(thread, stage, num_tokens_, std::max(in.chunk_rows, 1),
                   [&](int token) { make_planes(kernels_, in, padded, token, num_tokens_); });
         pieces(stage + 1, matrix.num_pieces(), 1, thread, [&](int begin, int end) {
-            multiply_pieces(kernels_, matrix, begin, end, in, num_tokens_, {y.as<float>(), columns, 0, columns, false, bias},
+            multiply_pieces(kernels_, matrix, begin, end, in, num_tokens_,
+                            {y.as<float>(), columns, 0, columns, false, bias},
                             model_.threads[size_t(thread)]->expanded.as<void>());
         });
         pool_.barrier();
@@ -230,8 +238,8 @@ struct Multiply {
 
     void run(int thread) {
         pieces.each(matrix.num_pieces(), pool.size(), 1, thread, [&](int begin, int end) {
-            multiply_pieces(kernels, matrix, begin, end, in, num_tokens, {out, matrix.rows, 0, matrix.rows, false, nullptr},
-                            scratch[size_t(thread)]->as<void>());
+            multiply_pieces(kernels, matrix, begin, end, in, num_tokens,
+                            {out, matrix.rows, 0, matrix.rows, false, nullptr}, scratch[size_t(thread)]->as<void>());
         });
     }
 };
@@ -245,9 +253,11 @@ int32_t multiply(const PnMatrix& matrix, int dtype, const float* x, int num_toke
         work.scratch.push_back(std::make_unique<Buffer>());
         ok &= work.scratch.back()->at_least(scratch_bytes(padded)) != nullptr;
     }
-    if (has_planes) ok &= work.planes.at_least(size_t(num_tokens + kSpareRows) * size_t(plane_bytes(padded))) != nullptr;
+    if (has_planes)
+        ok &= work.planes.at_least(size_t(num_tokens + kSpareRows) * size_t(plane_bytes(padded))) != nullptr;
     if (!ok) return fail("out of memory");
-    work.in = rows_of(matrix, work.kernels, work.x.as<void>(), int64_t(padded) * element, num_tokens, work.planes.as<void>());
+    work.in =
+        rows_of(matrix, work.kernels, work.x.as<void>(), int64_t(padded) * element, num_tokens, work.planes.as<void>());
     for (int token = 0; token < num_tokens; ++token) {
         uint8_t* row = work.x.as<uint8_t>() + int64_t(token) * padded * element;
         work.kernels.convert(x + int64_t(token) * matrix.cols, matrix.cols, padded, row);
@@ -277,7 +287,8 @@ PnModel* pn_model_new(const PnConfig* config) {
             model->cache_layer.push_back(layer.delta_kernel ? num_delta++ : num_attention++);
             model->experts.emplace_back();
             if (!layer.experts) continue;
-            model->experts.back().assign(layer.experts, layer.experts + std::max(layer.num_experts + layer.has_shared, 0));
+            model->experts.back().assign(layer.experts,
+                                         layer.experts + std::max(layer.num_experts + layer.has_shared, 0));
             layer.experts = model->experts.back().data();
         }
         if (const char* fault = fault_of(*model)) return fail_null(fault);

@@ -111,8 +111,8 @@ struct Columns {
 };
 
 // `num_rows` rows times pieces [begin, end) of a matrix.
-inline void multiply_pieces(const Kernels& kernels, const PnMatrix& matrix, int begin, int end, const Rows& x, int num_rows,
-                            const Columns& to, void* scratch) {
+inline void multiply_pieces(const Kernels& kernels, const PnMatrix& matrix, int begin, int end, const Rows& x,
+                            int num_rows, const Columns& to, void* scratch) {
     for (const PnPart& part : matrix.parts) {
         const int first = std::max(begin, part.first_piece), last = std::min(end, part.first_piece + part.num_pieces());
         if (first >= last) continue;
@@ -132,19 +132,21 @@ struct PnModel {
     PnConfig config;
     std::vector<PnLayer> layers;
     pn::Buffer hidden, embedded, input, qkv, query, attended, gated, logit_input, features, planes;
-    pn::Buffer mixed, mix_added;                  // of mixed sublayers: inputs, what is added to taps
-    pn::Buffer unmixed;                           // what sublayers put out, where more is done with it than to add it
-    std::vector<std::vector<PnExpert>> experts;   // of every layer
-    pn::Buffer routed, expert_input, expert_out;  // scores of experts by token; by sorted row what goes in and comes out
-    std::vector<int> chosen, place_of;            // [tokens, experts of a token]: experts, and sorted rows
-    std::vector<float> expert_weights;            // [tokens, experts of a token]
-    std::vector<int> sorted_token, group_of;      // of every sorted row
-    std::vector<pn::ExpertGroup> groups;          // of experts that any token chose
+    pn::Buffer mixed, mix_added;                 // of mixed sublayers: inputs, what is added to taps
+    pn::Buffer unmixed;                          // what sublayers put out, where more is done with it than to add it
+    std::vector<std::vector<PnExpert>> experts;  // of every layer
+    pn::Buffer routed, expert_input,
+        expert_out;                           // scores of experts by token; by sorted row what goes in and comes out
+    std::vector<int> chosen, place_of;        // [tokens, experts of a token]: experts, and sorted rows
+    std::vector<float> expert_weights;        // [tokens, experts of a token]
+    std::vector<int> sorted_token, group_of;  // of every sorted row
+    std::vector<pn::ExpertGroup> groups;      // of experts that any token chose
     // Of gated delta nets, floats by token: what leaves the convolution, betas and decays of value heads, what they add to the
     // state, what they find in it; and the inputs of `output`.
     pn::Buffer delta_mixed, delta_betas, delta_decays, delta_changes, delta_found, delta_out;
     std::vector<float> delta_units;  // factors of queries and of keys, behind one another
-    std::vector<int> cache_layer;    // of every layer its place among those with attention, or among those with a delta net
+    std::vector<int>
+        cache_layer;  // of every layer its place among those with attention, or among those with a delta net
     std::vector<std::unique_ptr<pn::ThreadBuffers>> threads;
     std::vector<pn::Share> shares;
     std::vector<pn::Task> tasks;
@@ -166,7 +168,8 @@ struct PnModel {
         return std::any_of(layers.begin(), layers.end(), [](const PnLayer& layer) { return layer.experts != nullptr; });
     }
     int num_delta_layers() const {
-        return int(std::count_if(layers.begin(), layers.end(), [](const PnLayer& layer) { return layer.delta_kernel; }));
+        return int(
+            std::count_if(layers.begin(), layers.end(), [](const PnLayer& layer) { return layer.delta_kernel; }));
     }
     int delta_keys() const { return config.delta_key_heads * config.delta_key_dim; }
     int delta_values() const { return config.delta_value_heads * config.delta_value_dim; }

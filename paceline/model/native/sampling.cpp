@@ -156,21 +156,24 @@ void Ranking::row(const float* logits, int count, float inverse, int32_t* ids, f
 
 using namespace pn;
 
-int32_t pn_likeliest(const float* logits, int32_t rows, int32_t size, int32_t count, float inverse, int32_t* ids, float* logs) {
+int32_t pn_likeliest(const float* logits, int32_t rows, int32_t size, int32_t count, float inverse, int32_t* ids,
+                     float* logs) {
     if (size < 1 || count < 1 || count > size || !(inverse > 0))
         return fail("the likeliest need a count within the vocabulary");
     try {
         thread_local Ranking ranking;
         ranking.reserve(size);
         for (int row = 0; row < rows; ++row)
-            ranking.row(logits + int64_t(row) * size, count, inverse, ids + int64_t(row) * count, logs + int64_t(row) * count);
+            ranking.row(logits + int64_t(row) * size, count, inverse, ids + int64_t(row) * count,
+                        logs + int64_t(row) * count);
         return 0;
     } catch (const std::bad_alloc&) {
         return fail("out of memory");
     }
 }
 
-int32_t pn_draw(const float* logits, int32_t size, float temperature, float min_p, int32_t top_k, float top_p, double draw) {
+int32_t pn_draw(const float* logits, int32_t size, float temperature, float min_p, int32_t top_k, float top_p,
+                double draw) {
     const Kernels& kernels = *kernels_for(PN_F32);
     float most = 0;
     if (size < 1) return fail("a distribution needs a token");
@@ -186,8 +189,8 @@ int32_t pn_draw(const float* logits, int32_t size, float temperature, float min_
         if ((top_k < 1 || top_k >= size) && top_p >= 1) return draw_of_all(weights, draw);
         keep_likeliest(weights, top_k, top_p, choices);
         std::sort(choices.begin(), choices.end(), [](const Choice& a, const Choice& b) { return a.id < b.id; });
-        const int index =
-            passes(0, int(choices.size()), draw * mass_of(choices), [&](int at) { return double(choices[size_t(at)].weight); });
+        const int index = passes(0, int(choices.size()), draw * mass_of(choices),
+                                 [&](int at) { return double(choices[size_t(at)].weight); });
         return choices[size_t(index)].id;
     } catch (const std::bad_alloc&) {
         return fail("out of memory");

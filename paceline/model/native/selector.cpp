@@ -71,7 +71,8 @@ public:
             return fail("out of memory");
         for (int row = 0; row < pick_.rows; ++row) {
             uint8_t* to = room_.hidden.as<uint8_t>() + size_t(row) * row_bytes;
-            const int64_t from = row / pick_.slots * pick_.hidden_stride + row % pick_.slots * int64_t(pick_.gate->cols);
+            const int64_t from =
+                row / pick_.slots * pick_.hidden_stride + row % pick_.slots * int64_t(pick_.gate->cols);
             memcpy(to, static_cast<const uint8_t*>(pick_.hidden) + from * int64_t(element()),
                    size_t(pick_.gate->cols) * element());
             memset(to + size_t(pick_.gate->cols) * element(), 0, row_bytes - size_t(pick_.gate->cols) * element());
@@ -160,12 +161,14 @@ const char* fault_of(const PnPick& pick) {
     if (pick.slots < 1 || pick.rows < 1 || pick.rows % pick.slots || pick.rank < 1 ||
         (pick.book_dtype != PN_F32 && pick.book_dtype != PN_BF16))
         return "candidates need whole blocks, and codebooks of a rank in float32 or bfloat16";
-    if (pick.size < 1 || pick.count < 1 || pick.count > pick.size) return "the likeliest need a count within the vocabulary";
-    if ((pick.dtype != PN_F32 && pick.dtype != PN_BF16) || pick.gate->rows != pick.rank || pick.gate->parts.size() != 1 ||
-        pick.gate->parts[0].format != pick.dtype)
+    if (pick.size < 1 || pick.count < 1 || pick.count > pick.size)
+        return "the likeliest need a count within the vocabulary";
+    if ((pick.dtype != PN_F32 && pick.dtype != PN_BF16) || pick.gate->rows != pick.rank ||
+        pick.gate->parts.size() != 1 || pick.gate->parts[0].format != pick.dtype)
         return "the gate must be of the codebooks' rank, and float32 or bfloat16 as the hidden states are";
     for (int block = 0; block < pick.rows / pick.slots; ++block)
-        if (pick.anchors[block] < 0 || pick.anchors[block] >= pick.vocabulary) return "a token is outside the codebooks";
+        if (pick.anchors[block] < 0 || pick.anchors[block] >= pick.vocabulary)
+            return "a token is outside the codebooks";
     return nullptr;
 }
 

@@ -57,11 +57,12 @@ struct TiledGroups {
 
     template <class Side>
     PN_INLINE void multiply(Side side, int piece) const {
-        Tiles::template load<4 + side>(in.planes + piece / kHalves * 2 * kBlock * Rows + piece % kHalves * kDepth, kBlock);
+        Tiles::template load<4 + side>(in.planes + piece / kHalves * 2 * kBlock * Rows + piece % kHalves * kDepth,
+                                       kBlock);
         each<Groups>([&](auto group) PN_INLINE {
             constexpr int kSum = group * 2 + side, kWeight = 6 + (Groups == 1 ? side : group);
-            Tiles::template load<kWeight>(bytes + (size_t(group * panel.num_blocks) * kBlock + size_t(piece) * kDepth) * kWide,
-                                          64);
+            Tiles::template load<kWeight>(
+                bytes + (size_t(group * panel.num_blocks) * kBlock + size_t(piece) * kDepth) * kWide, 64);
             Tiles::template zero<kSum>();
             Tiles::template multiply<kSum, 4 + side, kWeight>();
         });
@@ -73,7 +74,8 @@ struct TiledGroups {
         each<Groups>([&](auto group) PN_INLINE {
             const uint8_t* from = codes + group * panel.group_bytes + size_t(block) * form.code_bytes();
             uint8_t* to = bytes + size_t(group * panel.num_blocks + block) * 8 * 64;
-            each<8>([&](auto at) PN_INLINE { _mm512_storeu_si512(to + at * 64, (__m512i)quarter_of<Format, at>(from)); });
+            each<8>([&](auto at)
+                        PN_INLINE { _mm512_storeu_si512(to + at * 64, (__m512i)quarter_of<Format, at>(from)); });
             each<form.bits>([&](auto vector) PN_INLINE { ask_for_l2(from + vector * 64 + Groups * 2 * kAhead); });
         });
     }
@@ -103,12 +105,14 @@ struct TiledGroups {
     PN_INLINE void run(float (*out)[Rows][kWide]) const {
         alignas(64) Stored stored[2][Groups];
         const auto store = [&](auto side) PN_INLINE {
-            each<Groups>([&](auto group) PN_INLINE { Tiles::template store<group * 2 + side>(stored[side][group], 64); });
+            each<Groups>([&](auto group)
+                             PN_INLINE { Tiles::template store<group * 2 + side>(stored[side][group], 64); });
         };
         const int num_pieces = panel.num_blocks * kHalves;
         __m512 sums[Groups][Rows];
-        each<Groups>([&](auto group)
-                         PN_INLINE { each<Rows>([&](auto row) PN_INLINE { sums[group][row] = _mm512_setzero_ps(); }); });
+        each<Groups>([&](auto group) PN_INLINE {
+            each<Rows>([&](auto row) PN_INLINE { sums[group][row] = _mm512_setzero_ps(); });
+        });
         for (int piece = 0; piece < 4 && piece < num_pieces; ++piece) unpack(piece);
         multiply(Even(), 0);
         if (num_pieces > 1) multiply(Odd(), 1);
@@ -214,7 +218,8 @@ struct Tiled {
             if (product.chunk_rows == rows)
                 TiledRows<Tiles, rows, Format>{product, panel, data, static_cast<uint8_t*>(scratch), output}.run(count);
         };
-        run(std::integral_constant<int, 4>()), run(std::integral_constant<int, 6>()), run(std::integral_constant<int, 8>());
+        run(std::integral_constant<int, 4>()), run(std::integral_constant<int, 6>()),
+            run(std::integral_constant<int, 8>());
         return count;
     }
 };

@@ -43,7 +43,8 @@ struct EmulatedTiles {
     template <int Tile>
     static void load(const void* from, int64_t stride) {
         for (int row = 0; row < state().shapes.rows[Tile]; ++row)
-            memcpy(state().bytes[Tile][row], static_cast<const uint8_t*>(from) + row * stride, state().shapes.row_bytes[Tile]);
+            memcpy(state().bytes[Tile][row], static_cast<const uint8_t*>(from) + row * stride,
+                   state().shapes.row_bytes[Tile]);
     }
     template <int Tile>
     static void store(void* to, int64_t stride) {
@@ -57,7 +58,8 @@ struct EmulatedTiles {
     template <int Sum, int A, int B>
     static void multiply() {
         State& own = state();
-        uint8_t weights[16][64];  // copies: sanitized builds look up where the thread's own memory is at every access to it
+        uint8_t weights[16]
+                       [64];  // copies: sanitized builds look up where the thread's own memory is at every access to it
         memcpy(weights, own.bytes[B], sizeof weights);
         const int num_rows = own.shapes.rows[Sum], num_words = own.shapes.row_bytes[A] / 4;
         for (int row = 0; row < num_rows; ++row) {
@@ -68,8 +70,8 @@ struct EmulatedTiles {
                 const int8_t* in = inputs + word * 4;
                 for (int column = 0; column < 16; ++column) {
                     const uint8_t* own_weights = weights[word] + column * 4;
-                    sums[column] +=
-                        in[0] * own_weights[0] + in[1] * own_weights[1] + in[2] * own_weights[2] + in[3] * own_weights[3];
+                    sums[column] += in[0] * own_weights[0] + in[1] * own_weights[1] + in[2] * own_weights[2] +
+                                    in[3] * own_weights[3];
                 }
             }
             memcpy(own.bytes[Sum][row], sums, sizeof sums);

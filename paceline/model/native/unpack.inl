@@ -55,9 +55,11 @@ inline Scales<Format> scales_of(const PnPanel& panel, const uint8_t* scales, int
     constexpr Form form = form_of(Format);
     Scales<Format> out;
     const uint8_t* own = scales + size_t(block) * form.scale_bytes();
-    const uint8_t* super = scales + size_t(panel.num_blocks) * form.scale_bytes() + size_t(block / kSuper) * form.super_bytes();
+    const uint8_t* super =
+        scales + size_t(panel.num_blocks) * form.scale_bytes() + size_t(block / kSuper) * form.super_bytes();
     each<form.halves>([&](auto half) {
-        if constexpr (form.has_super) out.scale[half] = halves_at(super + row * 2) * factors_at(own + half * kWide + row);
+        if constexpr (form.has_super)
+            out.scale[half] = halves_at(super + row * 2) * factors_at(own + half * kWide + row);
         else out.scale[half] = halves_at(own + row * 2);
         if constexpr (form.has_minima && form.has_super)
             out.minimum[half] = -(halves_at(super + kWide * 2 + row * 2) * factors_at(own + form.halves * kWide + row));

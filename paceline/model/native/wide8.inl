@@ -83,7 +83,8 @@ void planes_of(const void* x, int padded_cols, void* out) {
         for (int lane = 0; lane < kWidth; ++lane) totals[0] += sums[0][lane], totals[1] += sums[1][lane];
         scales[block] = is_zero ? 0.0f : most / float(kPlaneRange);
         scales[num_blocks + block] = scales[block] * float(totals[0] + totals[1]);
-        each<2>([&](auto half) PN_INLINE { scales[2 * (num_blocks + block) + half] = scales[block] * float(totals[half]); });
+        each<2>([&](auto half)
+                    PN_INLINE { scales[2 * (num_blocks + block) + half] = scales[block] * float(totals[half]); });
     }
 }
 
@@ -107,7 +108,8 @@ PN_INLINE inline void whole_sums(const uint8_t* codes, const uint8_t* words, int
     constexpr std::integral_constant<int, 1> low{};
     const auto add = [&](int piece, auto quarter, auto part) PN_INLINE {
         const uint8_t* at = codes + piece * 4 * 64 + quarter * 64;
-        const vi first = Dots::template weights<part>(bytes_at(at)), second = Dots::template weights<part>(bytes_at(at + 32));
+        const vi first = Dots::template weights<part>(bytes_at(at)),
+                 second = Dots::template weights<part>(bytes_at(at + 32));
         each<Rows>([&](auto row) PN_INLINE {
             const uint8_t* own = words + row * row_bytes + piece * Dots::kPieceBytes;
             const vi x = vi{} + reinterpret_cast<const Word*>(own)[Dots::word(quarter, part)];
@@ -119,15 +121,18 @@ PN_INLINE inline void whole_sums(const uint8_t* codes, const uint8_t* words, int
         for (int piece = 0; piece < num_pieces; ++piece)
             each<4>([&](auto quarter) PN_INLINE { add(piece, quarter, high), add(piece, quarter, low); });
     } else {
-        for (int piece = 0; piece < num_pieces; ++piece) each<4>([&](auto quarter) PN_INLINE { add(piece, quarter, high); });
+        for (int piece = 0; piece < num_pieces; ++piece)
+            each<4>([&](auto quarter) PN_INLINE { add(piece, quarter, high); });
         each<Rows>([&](auto row) PN_INLINE { sums[row][0] <<= Dots::kShift, sums[row][1] <<= Dots::kShift; });
-        for (int piece = 0; piece < num_pieces; ++piece) each<4>([&](auto quarter) PN_INLINE { add(piece, quarter, low); });
+        for (int piece = 0; piece < num_pieces; ++piece)
+            each<4>([&](auto quarter) PN_INLINE { add(piece, quarter, low); });
     }
 }
 
 // What one scale and minimum make of sums. All instruction sets round these two in this order.
 template <int Halves>
-PN_INLINE inline vf scaled(vf sum, vi whole, vf scale, vf minimum, const PanelInputs& in, int row, int block, int half) {
+PN_INLINE inline vf scaled(vf sum, vi whole, vf scale, vf minimum, const PanelInputs& in, int row, int block,
+                           int half) {
     const RowFloats own = {reinterpret_cast<const Number*>(in.floats + row * in.row_bytes), in.num_blocks};
     const int at = in.first_block + block;
     sum = fused(__builtin_convertvector(whole, vf), scale * splat(own.scale(at)), sum);
@@ -169,13 +174,14 @@ void unpacked_rows(const PanelInputs& in, const uint8_t* codes, int num_blocks, 
         for (int at = 0; at < packed_bytes; at += 64) ask_for_weights(packed + at);
         each<Halves>([&](auto half) PN_INLINE {
             vi whole[Rows][2];
-            whole_sums<Dots, Rows>(codes + half * 256, in.words + block * 2 * kBlock + half * Dots::kPieceBytes, in.row_bytes,
-                                   2 / Halves, whole);
+            whole_sums<Dots, Rows>(codes + half * 256, in.words + block * 2 * kBlock + half * Dots::kPieceBytes,
+                                   in.row_bytes, 2 / Halves, whole);
             const float* own = floats + (block * Halves + half) * 2 * kWide;
             each<2>([&](auto side) PN_INLINE {
                 const vf scale = load(own + side * kWidth), minimum = load(own + kWide + side * kWidth);
                 each<Rows>([&](auto row) PN_INLINE {
-                    acc[row][side] = scaled<Halves>(acc[row][side], whole[row][side], scale, minimum, in, row, block, half);
+                    acc[row][side] =
+                        scaled<Halves>(acc[row][side], whole[row][side], scale, minimum, in, row, block, half);
                 });
             });
         });
@@ -203,8 +209,8 @@ __attribute__((noinline)) void unpacked_group(const Product& product, const PnPa
     for (int index = 0, row = 0, size; index < num_tiles; ++index, row += size) {
         size = (product.num_rows - row + num_tiles - index - 1) / (num_tiles - index);
         const int packed_bytes = index == 0 ? int(panel.group_bytes) / panel.num_blocks : 0;
-        tile_of<Dots, Halves>(size, PanelInputs(product, panel, row), codes, panel.num_blocks, packed, packed_bytes, output,
-                              row);
+        tile_of<Dots, Halves>(size, PanelInputs(product, panel, row), codes, panel.num_blocks, packed, packed_bytes,
+                              output, row);
     }
 }
 

@@ -1,7 +1,7 @@
 """`race.py` in tensor operations of fixed shape, so that a recorded round samples its tokens on the device.
 
-Noise is that of `rng.py`: 64-bit integers with wrap-around. Exponentials and sums of probabilities may differ from Python's in
-their last bits (2.2e-16 relative), and so may a token if two are that close.
+Noise is that of `rng.py`: 64-bit integers with wrap-around. Exponentials and sums of probabilities may differ from
+Python's in their last bits (2.2e-16 relative), and so may a token if two are that close.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def exponentials(seed: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
 
 
 def top_logprobs(logits_BJV: Tensor, inverse_temperature_B: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` most probable tokens of each position, best first, and their log-probabilities [B, J, count], NaN if the
-    largest logit is not finite. Rows with inverse temperature 0 use their logits unscaled."""
+    """The `count` most probable tokens of each position, best first, and their log-probabilities [B, J, count], NaN if
+    the largest logit is not finite. Rows with inverse temperature 0 use their logits unscaled."""
     scale_B = inverse_temperature_B.masked_fill(inverse_temperature_B == 0, 1.0).float()
     scaled_BJV = logits_BJV.float() * scale_B[:, None, None]
     values_BJM, ids_BJM = scaled_BJV.topk(min(count, logits_BJV.shape[-1]))
@@ -95,8 +95,8 @@ def race(logits_BJV: Tensor, draws: Draws, position_BJ: Tensor) -> Tensor:
 
 
 def _kept(weights_BJM: Tensor, draws: Draws, most_B: Tensor, num_vocab: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `race._kept`: (number of top tokens that race, whether no other token can win, whether only the whole distribution
-    can decide)."""
+    """See `race._kept`: (number of top tokens that race, whether no other token can win, whether only the whole
+    distribution can decide)."""
     _, top_k_B, _, min_p_B, top_p_B = draws
     size = weights_BJM.shape[-1]
     place_M = torch.arange(size, device=weights_BJM.device)

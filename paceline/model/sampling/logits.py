@@ -1,10 +1,12 @@
 """Converts a model's logits to the distribution that a request specifies; shared by drafters and the engine.
 
-The order is vLLM's: logit bias, penalties (`penalise`), then temperature, min-p, top-k, top-p (`target_probs`), each filter
-applied to the result of the previous one: top-p counts the mass of tokens kept by min-p and top-k. (Hugging Face applies top-k
-and top-p before min-p.) `sample` samples from the result, `draw` does both; `logprobs_of` uses unmodified logits.
+The order is vLLM's: logit bias, penalties (`penalise`), then temperature, min-p, top-k, top-p (`target_probs`), each
+filter applied to the result of the previous one: top-p counts the mass of tokens kept by min-p and top-k. (Hugging Face
+applies top-k and top-p before min-p.) `sample` samples from the result, `draw` does both; `logprobs_of` uses unmodified
+logits.
 
-Penalties depend on the preceding tokens, so row j of the J = K+1 checked positions assumes that draft[:j] is already in the
+Penalties depend on the preceding tokens, so row j of the J = K+1 checked positions assumes that draft[:j] is already in
+the
 answer: speculation stays exact.
 """
 
@@ -28,14 +30,19 @@ MIN_TEMPERATURE = 1e-10
 
 
 def penalise(
-    logits_JV: Tensor, params: SamplingParams, context: Iterable[int], counts: Mapping[int, int], draft_tokens: list[int]
+    logits_JV: Tensor,
+    params: SamplingParams,
+    context: Iterable[int],
+    counts: Mapping[int, int],
+    draft_tokens: list[int],
 ) -> Tensor:
-    """Add the logit bias, then the repetition, frequency and presence penalties; [J, V] -> [J, V], J = len(draft_tokens) + 1.
+    """Add the logit bias, then the repetition, frequency and presence penalties; [J, V] -> [J, V], J =
+    len(draft_tokens) + 1.
 
-    `context` is prompt and answer, `counts` the count of each token in the answer. Repetition divides positive and multiplies
-    negative logits of every token in context + draft[:j] (CTRL, 1909.05858, section 4.1, with the sign rule of Transformers and
-    vLLM); then `frequency * count + presence * (count > 0)` over answer + draft[:j] is subtracted (OpenAI). Returns a float32
-    copy, or `logits_JV` itself if the request has no bias and no penalty.
+    `context` is prompt and answer, `counts` the count of each token in the answer. Repetition divides positive and
+    multiplies negative logits of every token in context + draft[:j] (CTRL, 1909.05858, section 4.1, with the sign rule
+    of Transformers and vLLM); then `frequency * count + presence * (count > 0)` over answer + draft[:j] is subtracted
+    (OpenAI). Returns a float32 copy, or `logits_JV` itself if the request has no bias and no penalty.
     """
     if not params.logit_bias and not params.has_penalties:
         return logits_JV
@@ -49,9 +56,14 @@ def penalise(
 
 
 def _subtract_penalties(
-    logits_JV: Tensor, params: SamplingParams, context: Iterable[int], counts: Mapping[int, int], draft_tokens: list[int]
+    logits_JV: Tensor,
+    params: SamplingParams,
+    context: Iterable[int],
+    counts: Mapping[int, int],
+    draft_tokens: list[int],
 ) -> None:
-    # Only the N affected columns, each by one formula: rows of the checked block have the same bits as in plain decoding.
+    # Only the N affected columns, each by one formula: rows of the checked block have the same bits as in plain
+    # decoding.
     num_rows, device = len(draft_tokens) + 1, logits_JV.device
     seen = set(context) if params.repetition_penalty != 1.0 else set[int]()
     ids = [*seen, *(set(draft_tokens).union(counts) - seen)]
@@ -74,11 +86,11 @@ def _subtract_penalties(
 
 
 def target_probs(logits_JV: Tensor, params: SamplingParams) -> Tensor:
-    """Distribution that a request samples from, after temperature, min-p, top-k and top-p; [J, V] -> float32 [J, V], not in
-    place.
+    """Distribution that a request samples from, after temperature, min-p, top-k and top-p; [J, V] -> float32 [J, V],
+    not in place.
 
-    Temperature must be above 0 (greedy requests take the argmax). Keeps exactly top_k tokens, and the fewest that reach top_p
-    (Holtzman et al. 1904.09751, section 3.1); on ties the lowest ids, as argmax.
+    Temperature must be above 0 (greedy requests take the argmax). Keeps exactly top_k tokens, and the fewest that reach
+    top_p (Holtzman et al. 1904.09751, section 3.1); on ties the lowest ids, as argmax.
     """
     assert params.temperature > 0, "greedy requests take the argmax of their logits"
     if params.temperature != 1.0:
@@ -97,11 +109,11 @@ def target_probs(logits_JV: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _keep_top(probs_JV: Tensor, top_k: int, top_p: float, sizes: tuple[int, ...]) -> None:
-    """Keep the top_k (0: all), then the fewest of these that reach top_p; rows for which sizes[i] is too small try the next
-    size.
+    """Keep the top_k (0: all), then the fewest of these that reach top_p; rows for which sizes[i] is too small try the
+    next size.
 
-    The kept tokens are a prefix of the row in descending order, summed left to right in float64, so that the size does not
-    affect the bits. Modifies `probs_JV`, whose rows must sum to 1.
+    The kept tokens are a prefix of the row in descending order, summed left to right in float64, so that the size does
+    not affect the bits. Modifies `probs_JV`, whose rows must sum to 1.
     """
     num_vocab = probs_JV.shape[-1]
     rows_R = torch.arange(len(probs_JV), device=probs_JV.device)
@@ -135,7 +147,8 @@ def _num_kept(mass_RM: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _keep_lowest_of_ties(probs_RV: Tensor, values_RM: Tensor, ids_RM: Tensor, num_kept_R: Tensor) -> None:
-    """If equally probable tokens are on both sides of the cut, move those with the lowest ids before it; modifies `ids_RM`."""
+    """If equally probable tokens are on both sides of the cut, move those with the lowest ids before it; modifies
+    `ids_RM`."""
     size = values_RM.shape[-1]
     after_R1 = num_kept_R.clamp(max=size - 1).unsqueeze(-1)
     last_R1 = (after_R1 - 1).clamp_(min=0)
@@ -147,7 +160,9 @@ def _keep_lowest_of_ties(probs_RV: Tensor, values_RM: Tensor, ids_RM: Tensor, nu
         ids_RM[row, num_above:num_kept] = (probs_RV[row] == cut).nonzero().flatten()[: num_kept - num_above]
 
 
-def top_logprobs(logits_KV: Tensor, count: int, inverse_temperature: float = 1.0) -> tuple[list[list[int]], list[list[float]]]:
+def top_logprobs(
+    logits_KV: Tensor, count: int, inverse_temperature: float = 1.0
+) -> tuple[list[list[int]], list[list[float]]]:
     """The `count` most probable tokens of each row, best first, and their log-probabilities; ties keep the lowest ids.
 
     Log-probabilities are NaN for a row that contains NaN or whose largest logit is not finite.
@@ -165,8 +180,8 @@ def top_logprobs(logits_KV: Tensor, count: int, inverse_temperature: float = 1.0
 def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
     """Token selected from `target_probs` by `uniform` in [0, 1), as by `sample` except for rounding; float logits [V].
 
-    One native call if the library is available, which reads the logits twice and allocates nothing of vocabulary size. Raises
-    NumericsError if the largest logit is not finite or any is NaN.
+    One native call if the library is available, which reads the logits twice and allocates nothing of vocabulary size.
+    Raises NumericsError if the largest logit is not finite or any is NaN.
     """
     if logits_V.device.type == "cpu" and logits_V.dtype == torch.float32 and native_lib.load() is not None:
         try:
@@ -177,10 +192,11 @@ def draw(logits_V: Tensor, params: SamplingParams, uniform: float) -> int:
 
 
 def sample(weights_V: Tensor, draw: float) -> int:
-    """Inverse transform sampling: the token at which the running sum of `weights_V` exceeds `draw` in [0, 1) times the total.
+    """Inverse transform sampling: the token at which the running sum of `weights_V` exceeds `draw` in [0, 1) times the
+    total.
 
-    Weights are probabilities, or any non-negative numbers with a positive sum; tokens of weight 0 are never returned, despite
-    rounding. Raises NumericsError if the sum is not positive and finite.
+    Weights are probabilities, or any non-negative numbers with a positive sum; tokens of weight 0 are never returned,
+    despite rounding. Raises NumericsError if the sum is not positive and finite.
     """
     num_blocks = -(-len(weights_V) // _BLOCK)
     padded_NB = F.pad(weights_V, (0, num_blocks * _BLOCK - len(weights_V))).view(num_blocks, _BLOCK)
@@ -204,12 +220,14 @@ def _passes(mass_N: Tensor, threshold: float) -> int:
 
 
 def logprobs_of(logits_V: Tensor, token: int, num_top: int, temperature: float = 1.0) -> TokenLogprob:
-    """Log-probability of `token` and of the `num_top` most probable tokens, best first, from logits [V] modified only by the
-    temperature."""
+    """Log-probability of `token` and of the `num_top` most probable tokens, best first, from logits [V] modified only
+    by the temperature."""
     return logprobs_of_rows(logits_V[None], [token], num_top, temperature)[0]
 
 
-def logprobs_of_rows(logits_TV: Tensor, tokens: list[int], num_top: int, temperature: float = 1.0) -> list[TokenLogprob]:
+def logprobs_of_rows(
+    logits_TV: Tensor, tokens: list[int], num_top: int, temperature: float = 1.0
+) -> list[TokenLogprob]:
     """`logprobs_of` for each row of logits [T, V] and its token, in one pass over all rows."""
     logits_TV = logits_TV.float()
     if temperature != 1.0:
@@ -219,6 +237,8 @@ def logprobs_of_rows(logits_TV: Tensor, tokens: list[int], num_top: int, tempera
     own = logits_TV.gather(-1, tokens_T[:, None])[:, 0].tolist()
     values_TN, ids_TN = (each.tolist() for each in logits_TV.topk(min(num_top, logits_TV.shape[-1]), -1))
     return [
-        TokenLogprob(token, value - log_sum, tuple((other, score - log_sum) for other, score in zip(ids, scores, strict=True)))
+        TokenLogprob(
+            token, value - log_sum, tuple((other, score - log_sum) for other, score in zip(ids, scores, strict=True))
+        )
         for token, value, log_sum, scores, ids in zip(tokens, own, log_sums, values_TN, ids_TN, strict=True)
     ]

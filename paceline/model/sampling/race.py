@@ -1,9 +1,10 @@
 """Samples the target's token at a position such that a drafter that knows the seed can predict it well.
 
-Every token has its own exponential noise with mean 1 at every position (`rng.Noise`). The token with the smallest noise divided
-by its probability wins, so that each token wins with its probability (an exponential race; the Gumbel-max trick, Maddison et
-al., 1411.0030, section 2, is equivalent). A slightly different distribution mostly has the same winner. With inverse transform
-sampling it would not: a change of one token's probability shifts all tokens after it. `draft/foresight.py` uses this.
+Every token has its own exponential noise with mean 1 at every position (`rng.Noise`). The token with the smallest noise
+divided by its probability wins, so that each token wins with its probability (an exponential race; the Gumbel-max
+trick, Maddison et al., 1411.0030, section 2, is equivalent). A slightly different distribution mostly has the same
+winner. With inverse transform sampling it would not: a change of one token's probability shifts all tokens after it.
+`draft/foresight.py` uses this.
 
 Only the FIELD most probable tokens have individual noise; all others race as one; if they win, one number selects one.
 """
@@ -51,8 +52,8 @@ def race(logits_V: Tensor, params: SamplingParams, noise: Noise) -> int:
 
 
 def _kept(weights_M: list[float], params: SamplingParams, num_vocab: int) -> tuple[int, bool] | None:
-    """(number of top tokens left by the request's filters min-p, top-k and top-p, whether no other token is left). None if only
-    the whole distribution can decide, as for a tie at the cut."""
+    """(number of top tokens left by the request's filters min-p, top-k and top-p, whether no other token is left). None
+    if only the whole distribution can decide, as for a tie at the cut."""
     count, is_whole = len(weights_M), len(weights_M) == num_vocab
     if params.min_p > 0:
         above = sum(weight >= params.min_p * weights_M[0] for weight in weights_M)
@@ -65,7 +66,9 @@ def _kept(weights_M: list[float], params: SamplingParams, num_vocab: int) -> tup
         count, is_whole = min(count, params.top_k), True
     if params.top_p < 1:
         threshold = params.top_p * (math.fsum(weights_M[:count]) if is_whole else 1.0)
-        reached = next((place for place, mass in enumerate(accumulate(weights_M[:count]), 1) if mass >= threshold), None)
+        reached = next(
+            (place for place, mass in enumerate(accumulate(weights_M[:count]), 1) if mass >= threshold), None
+        )
         if reached is None and not is_whole:
             return None
         count, is_whole = reached or count, True
@@ -76,7 +79,9 @@ def _kept(weights_M: list[float], params: SamplingParams, num_vocab: int) -> tup
 def _winner(ids_M: list[int], weights_M: list[float], noise: Noise) -> tuple[float, int]:
     """(smallest noise divided by weight, its token)."""
     times = noise.exponentials(ids_M)
-    return min((time / weight, token) for time, weight, token in zip(times, weights_M, ids_M, strict=True) if weight > 0)
+    return min(
+        (time / weight, token) for time, weight, token in zip(times, weights_M, ids_M, strict=True) if weight > 0
+    )
 
 
 def _with_rest(probs_of: Callable[[], Tensor], ids_M: list[int], weights_M: list[float], noise: Noise) -> int:
@@ -87,7 +92,9 @@ def _with_rest(probs_of: Callable[[], Tensor], ids_M: list[int], weights_M: list
         return token
     others_V = probs_of().clone()
     others_V[torch.tensor(ids_M, device=others_V.device)] = 0.0
-    return sample(others_V, noise.uniform) if float(others_V.sum()) > 0 else token  # otherwise the rest is a rounding error
+    return (
+        sample(others_V, noise.uniform) if float(others_V.sum()) > 0 else token
+    )  # otherwise the rest is a rounding error
 
 
 def _of_all(probs_V: Tensor, noise: Noise) -> int:

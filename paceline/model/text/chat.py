@@ -38,8 +38,8 @@ def chat_text(
 ) -> str:
     """Prompt text of a conversation; `variables` are passed to the template.
 
-    With `continue_final_message` the text ends with the last message's content, which the answer continues. Raises PromptError
-    for malformed messages and RESERVED variables (MessageError names the field), or if the template fails.
+    With `continue_final_message` the text ends with the last message's content, which the answer continues. Raises
+    PromptError for malformed messages and RESERVED variables (MessageError names the field), or if the template fails.
     """
     if reserved := RESERVED & (variables or {}).keys():
         name = min(reserved)
@@ -66,7 +66,11 @@ def _check_final(messages: list[dict[str, Any]]) -> None:
 
 
 def chat_ids(
-    tokenizer: Templated, messages: Any, tools: Iterable[Any] = (), variables: Mapping[str, Any] | None = None, **options: bool
+    tokenizer: Templated,
+    messages: Any,
+    tools: Iterable[Any] = (),
+    variables: Mapping[str, Any] | None = None,
+    **options: bool,
 ) -> list[int]:
     """Token ids of `chat_text`; special tokens come from the template. Raises the errors of `chat_text`."""
     return tokenizer.encode(chat_text(tokenizer, messages, tools, variables, **options), add_special_tokens=False)

@@ -1,7 +1,7 @@
 """Renders chat templates, which are untrusted programs, in Jinja's sandbox with limits on time, text and size.
 
-`Tokenizer.apply_chat_template` compiles and renders templates, in any thread. Loops, calls and filters count as steps, and time
-is checked every few steps. The size of a result is estimated before it is built.
+`Tokenizer.apply_chat_template` compiles and renders templates, in any thread. Loops, calls and filters count as steps,
+and time is checked every few steps. The size of a result is estimated before it is built.
 """
 
 from __future__ import annotations
@@ -51,7 +51,21 @@ GROWING = frozenset(
 FIELD = re.compile(r"%(?:\([^)]{0,99}\))?([-+ #.*\d]*)|\{([^{}]*)")
 """A field of a format string, with its width specification."""
 STRUCTURAL = frozenset(
-    {"count", "d", "default", "first", "items", "last", "length", "list", "map", "reject", "rejectattr", "reverse", "select"}
+    {
+        "count",
+        "d",
+        "default",
+        "first",
+        "items",
+        "last",
+        "length",
+        "list",
+        "map",
+        "reject",
+        "rejectattr",
+        "reverse",
+        "select",
+    }
     | {"selectattr", STEP, WEIGHED}
 )
 """Filters that read no elements, or one after another."""
@@ -108,7 +122,8 @@ _spent = _Spent()
 
 
 def _weigh(value: Any) -> int:
-    """Number of characters and elements of a nested value, counting repeated ones. Raises SecurityError beyond the limits."""
+    """Number of characters and elements of a nested value, counting repeated ones. Raises SecurityError beyond the
+    limits."""
     num_items = num_chars = 0
     left = [value]
     while left:
@@ -143,7 +158,9 @@ def _check_growth(name: str, values: list[Any]) -> None:
     if name in REFUSED or (name == "sum" and any(map(_is_sized, values[1:]))):
         raise SecurityError(f"{name!r} is not for chat templates")
     if name == "join":
-        items, separator = sorted(values[:2], key=lambda value: isinstance(value, str)) if len(values) > 1 else (values[0], "")
+        items, separator = (
+            sorted(values[:2], key=lambda value: isinstance(value, str)) if len(values) > 1 else (values[0], "")
+        )
         size = _weigh(items) + len(items) * len(separator) if isinstance(separator, str) and _is_sized(items) else 0
     elif name == "replace" and len(values) > 2 and all(isinstance(value, str) for value in values[:3]):
         size = len(values[0]) + values[0].count(values[1]) * len(values[2])
@@ -173,13 +190,17 @@ def _formatted_size(form: str, values: list[Any]) -> int:
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter or test: counts a step and limits the result. The wrapper keeps Jinja's attributes of the function."""
+    """Wrap a filter or test: counts a step and limits the result. The wrapper keeps Jinja's attributes of the
+    function."""
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
     def bounded(*args: Any, **options: Any) -> Any:
         _spent.step()
-        given = [list(itertools.islice(value, MAX_ITEMS + 1)) if isinstance(value, GeneratorType) else value for value in args]
+        given = [
+            list(itertools.islice(value, MAX_ITEMS + 1)) if isinstance(value, GeneratorType) else value
+            for value in args
+        ]
         _check_growth(name, [*given[skipped:], *options.values()])
         return _checked(function(*given, **options))
 
@@ -218,8 +239,8 @@ def _weighed(value: Any) -> Any:
 
 
 class _Steps(NodeTransformer):
-    """Inserts steps into loop bodies, macros and constant text, and routes operations that Jinja compiles to plain Python
-    through filters."""
+    """Inserts steps into loop bodies, macros and constant text, and routes operations that Jinja compiles to plain
+    Python through filters."""
 
     def visit_Output(self, node: nodes.Output) -> Any:
         self.generic_visit(node)
@@ -283,7 +304,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         sizes = [len(value) if hasattr(value, "__len__") else None for value in (left, right)]
         numbers = [value for value in (left, right) if isinstance(value, int)]
-        if any(value.bit_length() > MAX_BITS for value in numbers) or (operator == "**" and _is_large_power(left, right)):
+        if any(value.bit_length() > MAX_BITS for value in numbers) or (
+            operator == "**" and _is_large_power(left, right)
+        ):
             raise SecurityError(f"operator {operator} builds too large a number")
         if operator == "*" and any(sizes) and numbers:
             most = MAX_TEXT if isinstance(left, str) or isinstance(right, str) else MAX_ITEMS
@@ -319,7 +342,9 @@ def _tojson(
 
 def _environment() -> jinja2.Environment:
     """The sandbox, with the settings, filters and functions that Transformers gives chat templates."""
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_written)
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_written
+    )
     environment.filters["tojson"] = _tojson  # jinja2's version escapes HTML
     for name in HTML_FILTERS:
         del environment.filters[name]
@@ -327,5 +352,8 @@ def _environment() -> jinja2.Environment:
         functions |= {name: _bounded(name, function) for name, function in functions.items()}
     environment.filters |= {STEP: _stepped, CONCAT: _concat, WEIGHED: _weighed}
     del environment.globals["lipsum"]
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+    }
     return environment

@@ -1,7 +1,7 @@
 """The model's tokenizer and chat template, and incremental decoding of answers.
 
-Loaded from a folder's tokenizer.json (the `tokenizers` library) or from GGUF metadata. Prompts go to the engine as ids; answers
-are decoded piece by piece by `stream()`.
+Loaded from a folder's tokenizer.json (the `tokenizers` library) or from GGUF metadata. Prompts go to the engine as ids;
+answers are decoded piece by piece by `stream()`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Messages = Sequence[Mapping[str, Any]]
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 REPLACEMENT = "\ufffd"
 STAND_IN_TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% "
+    "endif %}"
 )
 
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -66,7 +67,8 @@ class Tokenizer:
     def from_path(cls, path: Path | str) -> Tokenizer:
         """Load the tokenizer of a Hugging Face folder or GGUF file.
 
-        Raises ModelNotFoundError, ModelFileError (damaged or missing files), UnsupportedModelError (unknown GGUF tokenizer).
+        Raises ModelNotFoundError, ModelFileError (damaged or missing files), UnsupportedModelError (unknown GGUF
+        tokenizer).
         """
         path = existing(path)
         return _from_gguf(path) if gguf_file.is_gguf(path) else _from_folder(path)
@@ -103,7 +105,8 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Messages, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
     ) -> str:
-        """Render messages without normalising them (`model.text.chat.chat_text` does). `variables` are passed to the template.
+        """Render messages without normalising them (`model.text.chat.chat_text` does). `variables` are passed to the
+        template.
 
         Raises PromptError if the model has no template, or its template rejects the messages, fails or exceeds a limit.
         """
@@ -115,7 +118,9 @@ class Tokenizer:
 
             self._compiled = ChatTemplate(self.chat_template)
         context = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
-        return self._compiled.render({"tools": None, "documents": None} | self.special_tokens | context | dict(variables or {}))
+        return self._compiled.render(
+            {"tools": None, "documents": None} | self.special_tokens | context | dict(variables or {})
+        )
 
     def encode_chat(
         self, messages: Messages, variables: Mapping[str, Any] | None = None, tools: Iterable[Any] = ()
@@ -145,7 +150,8 @@ class Tokenizer:
     def split_stop(self, stop: tuple[str, ...], *, are_hidden: bool) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Split stop strings into (those that a text can contain, ids of those that are special tokens).
 
-        Raises SamplingError if a stop string contains a special token and other text while decoded texts hide special tokens.
+        Raises SamplingError if a stop string contains a special token and other text while decoded texts hide special
+        tokens.
         """
         texts, tokens = list[str](), list[int]()
         for each in stop:
@@ -163,11 +169,11 @@ class Tokenizer:
 
 
 class IncrementalDetokenizer:
-    """Decodes token ids incrementally: text returned by `push` is final, and incomplete characters wait for their remaining
-    tokens.
+    """Decodes token ids incrementally: text returned by `push` is final, and incomplete characters wait for their
+    remaining tokens.
 
-    The concatenated pieces equal `decode` of all ids. A token's text may depend on the previous one (SentencePiece drops a
-    first space), so the last finished group of tokens is kept as context; older ones are never decoded again.
+    The concatenated pieces equal `decode` of all ids. A token's text may depend on the previous one (SentencePiece
+    drops a first space), so the last finished group of tokens is kept as context; older ones are never decoded again.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
@@ -191,8 +197,8 @@ class IncrementalDetokenizer:
     def _last_boundary(self, text: str) -> int:
         """Number of pending tokens that end before the incomplete character at the end of `text`.
 
-        At a boundary, both sides decoded separately give the same text as together, and the right side is not empty. The
-        incomplete character has at most three bytes, so eight tokens back suffice; otherwise all tokens wait.
+        At a boundary, both sides decoded separately give the same text as together, and the right side is not empty.
+        The incomplete character has at most three bytes, so eight tokens back suffice; otherwise all tokens wait.
         """
         for end in range(len(self._pending) - 1, max(len(self._pending) - 9, 0), -1):
             if self._in_byte_run(end):
@@ -203,8 +209,8 @@ class IncrementalDetokenizer:
         return 0
 
     def _in_byte_run(self, end: int) -> bool:
-        """True if a boundary would split a run of SentencePiece byte tokens (<0xE4>), which is valid text or U+FFFD only as a
-        whole.
+        """True if a boundary would split a run of SentencePiece byte tokens (<0xE4>), which is valid text or U+FFFD
+        only as a whole.
 
         Characters have at most four bytes: a longer run that is still invalid stays invalid and may be split.
         """
@@ -288,7 +294,9 @@ def num_undecided(text: str, strings: tuple[str, ...]) -> int:
 def _from_folder(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise ModelFileError(f"{file} is missing: save the model's fast tokenizer there (AutoTokenizer...save_pretrained)")
+        raise ModelFileError(
+            f"{file} is missing: save the model's fast tokenizer there (AutoTokenizer...save_pretrained)"
+        )
     # The library raises plain Exception on a file that it cannot parse.
     with reraised(ModelFileError, f"{file} is damaged", "delete it and fetch the model again", Exception):
         backend = tokenizers.Tokenizer.from_file(str(file))
@@ -345,5 +353,6 @@ def _check_messages(messages: Messages) -> None:
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise PromptError(
-                f"each message needs a role and a content, as in {{'role': 'user', 'content': '...'}} (got {message!r:.80})"
+                f"each message needs a role and a content, as in {{'role': 'user', 'content': '...'}} (got "
+                f"{message!r:.80})"
             )

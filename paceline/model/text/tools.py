@@ -1,8 +1,8 @@
 """Formats tools and tool calls in prompts, with the model's template or in Hermes format, and the JSON schema of calls.
 
-A template that uses `tools` receives them. For others a system message describes the tools, earlier calls and results become
-text, and the model is instructed to answer with `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Messages and tools
-are normalised (`paceline.data.messages`).
+A template that uses `tools` receives them. For others a system message describes the tools, earlier calls and results
+become text, and the model is instructed to answer with `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+Messages and tools are normalised (`paceline.data.messages`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def json_or(text: str, otherwise: Any) -> Any:
 
 
 def _call_schema(function: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """Schema of one tool's call. Moves its definitions to `definitions`, as `$ref` is relative to the document's root."""
+    """Schema of one tool's call. Moves its definitions to `definitions`, as `$ref` is relative to the document's
+    root."""
     arguments = _closed(function.get("parameters") or {})
     for key in ("$defs", "definitions"):
         schemas = arguments.pop(key, None)

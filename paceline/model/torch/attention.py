@@ -1,8 +1,8 @@
 """Attention of a packed batch over the static KV cache, and RoPE of its queries and keys.
 
-A pass has several rows, each with its own start and number of new tokens. The plan, including masks, is built once per pass and
-used by every layer. Queries that share a key head are stacked as rows of one product (GQA without repeating keys), four times
-faster on CPU at one position than `enable_gqa=True` (docs/project/log/2026-11.md).
+A pass has several rows, each with its own start and number of new tokens. The plan, including masks, is built once per
+pass and used by every layer. Queries that share a key head are stacked as rows of one product (GQA without repeating
+keys), four times faster on CPU at one position than `enable_gqa=True` (docs/project/log/2026-11.md).
 
 Adjacent rows with equal token counts run as one product with a mask; other rows run over exactly their own length.
 
@@ -72,7 +72,8 @@ class AttentionPlan:
         is_causal: bool = True,
         parents: list[int] | None = None,
     ) -> None:
-        """`parents`: see ForwardBatch; a token then attends to positions before its row's start, its ancestors and itself."""
+        """`parents`: see ForwardBatch; a token then attends to positions before its row's start, its ancestors and
+        itself."""
         self._group = group
         self._window = window
         self._is_causal = is_causal
@@ -90,7 +91,14 @@ class AttentionPlan:
 
     @classmethod
     def masked(
-        cls, rows: list[int], counts: list[int], visible: list[Tensor], *, group: int, dtype: torch.dtype, device: torch.device
+        cls,
+        rows: list[int],
+        counts: list[int],
+        visible: list[Tensor],
+        *,
+        group: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> Self:
         """A plan with explicit masks; `visible`: for each row, the cache positions each token attends to, bool [count,
         positions]."""
@@ -188,7 +196,8 @@ def _weigh(stacked: Tensor, keys: Tensor, mask: Tensor | None, scores: Scores, c
 
 
 def ancestors(parents: list[int]) -> tuple[Tensor, list[int]]:
-    """(bool [C, C]: whether a token is an ancestor of another or the token itself, number of ancestors of each token)."""
+    """(bool [C, C]: whether a token is an ancestor of another or the token itself, number of ancestors of each
+    token)."""
     seen_CC, depths = torch.eye(len(parents), dtype=torch.bool), list[int]()
     for token, parent in enumerate(parents):
         if parent >= 0:
@@ -211,7 +220,9 @@ def _runs(rows: list[int], counts: list[int]) -> list[int]:
 class CacheWriter:
     """Writes a pass's keys and values to the cache; positions are computed once per pass and used by every layer."""
 
-    def __init__(self, rows: list[int], starts: list[int], counts: list[int], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, rows: list[int], starts: list[int], counts: list[int], device: torch.device | str = "cpu"
+    ) -> None:
         self._single = (rows[0], starts[0], counts[0]) if len(rows) == 1 else None
         self._device = device
         self._places: Places | None = None
@@ -280,7 +291,8 @@ class Rope:
         return self._cos[positions_T][:, None], self._signed_sin[positions_T][:, None]
 
     def rotate(self, heads_THD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """x * cos + rotate_half(x) * sin; rotating by half the size swaps the halves, and the table contains the sign."""
+        """x * cos + rotate_half(x) * sin; rotating by half the size swaps the halves, and the table contains the
+        sign."""
         if self._size < heads_THD.shape[-1]:
             rotated, rest = heads_THD.tensor_split([self._size], dim=-1)
             return torch.cat([self.rotate(rotated, tables), rest], dim=-1)
@@ -293,9 +305,10 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of `max_len` positions, float32 [max_len, R] each, including yarn's attention factor.
 
-    longest: maximum text length [default: max_len]; longrope selects its factors by it, for all positions. If the last position
-    of each pass selected them, drafts would change how accepted tokens are rotated. Raises UnsupportedModelError for an unknown
-    RoPE type, ModelFileError if its numbers are missing.
+    longest: maximum text length [default: max_len]; longrope selects its factors by it, for all positions. If the last
+    position
+    of each pass selected them, drafts would change how accepted tokens are rotated. Raises UnsupportedModelError for an
+    unknown RoPE type, ModelFileError if its numbers are missing.
     """
     inv_freq, attention_factor = inverse_frequencies(config, kind, max_len if longest is None else longest)
     angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inv_freq
@@ -349,7 +362,8 @@ def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:
 
 
 def _yarn(plain: Tensor, scaling: dict[str, Any], theta: float) -> Tensor:
-    """YaRN (arXiv 2309.00071, section 3.2): low frequencies are interpolated, high ones unchanged, with a ramp between."""
+    """YaRN (arXiv 2309.00071, section 3.2): low frequencies are interpolated, high ones unchanged, with a ramp
+    between."""
     dim, context = 2 * len(plain), scaling["original_max_position_embeddings"]
 
     def dimension_turning(times: float) -> float:

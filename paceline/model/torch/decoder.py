@@ -1,9 +1,9 @@
 """The PyTorch decoder for the families of families.json, optimised for decoding.
 
-Weights are fused (q, k, v; gate and up) and packed for the device; keys and values go into a static cache; one call runs a
-ragged batch and also returns taps. It uses plain functions on tensors rather than modules, since at one row call overhead
-dominates. `model/checkpoint.py` provides the tensors; differences between families are fields of DecoderConfig.
-`tests/families/` compares every family with Transformers.
+Weights are fused (q, k, v; gate and up) and packed for the device; keys and values go into a static cache; one call
+runs a ragged batch and also returns taps. It uses plain functions on tensors rather than modules, since at one row call
+overhead dominates. `model/checkpoint.py` provides the tensors; differences between families are fields of
+DecoderConfig. `tests/families/` compares every family with Transformers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from paceline.model.torch.sdpa import chosen_kernels
 
 
 class LayerAttention(NamedTuple):
-    """Inputs of a layer's attention in addition to hidden states: its part of the cache, and the pass's plan and positions."""
+    """Inputs of a layer's attention in addition to hidden states: its part of the cache, and the pass's plan and
+    positions."""
 
     keys: Tensor
     values: Tensor
@@ -204,12 +205,19 @@ class Decoder(Target):
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         stages = self._stages(batch)
         rows = (batch.rows, batch.starts, batch.counts)
-        kind: dict[str, Any] = {"group": self.group, "dtype": self.dtype, "device": self.device, "parents": batch.parents}
+        kind: dict[str, Any] = {
+            "group": self.group,
+            "dtype": self.dtype,
+            "device": self.device,
+            "parents": batch.parents,
+        }
         plans = {window: AttentionPlan(*rows, window=window, **kind) for window in self.windows}
         writer = CacheWriter(*rows, self.device)
         positions = batch.positions
         tables: dict[RopeKind, Tables] = {kind: rope.tables(positions) for kind, rope in self.ropes.items()}
-        hidden_TD, taps_TF = self.run_layers(torch.tensor(batch.tokens, device=self.device), plans, writer, tables, stages)
+        hidden_TD, taps_TF = self.run_layers(
+            torch.tensor(batch.tokens, device=self.device), plans, writer, tables, stages
+        )
         self.cache.append(batch.rows, batch.counts)
         self.experts_read = self.chosen_experts()
         if batch.logits == "none":
@@ -250,7 +258,9 @@ class Decoder(Target):
 
         plans: by window; tables: by type of RoPE; stages: see `DeltaCache.stages`.
         """
-        taps_TLD = torch.empty(len(tokens_T), len(self.tap_layers), self.hidden_size, dtype=self.dtype, device=self.device)
+        taps_TLD = torch.empty(
+            len(tokens_T), len(self.tap_layers), self.hidden_size, dtype=self.dtype, device=self.device
+        )
         residual = Residual(self.embed(tokens_T).to(self._residual_dtype))
         memories = iter(self.kv.memories if isinstance(self.kv, DeltaCache) else ())
         caches = zip(self.kv.keys, self.kv.values, strict=True)
@@ -283,8 +293,8 @@ def build_layers(
     make_layer: Callable[[int, dict[str, AnyWeight]], AnyLayer],
     make_other: Callable[[str, AnyWeight], Any],
 ) -> tuple[list[AnyLayer], dict[str, Any]]:
-    """(layers, other tensors by name). Builds each layer from its tensors, by their names within it, as soon as all are there,
-    so that nothing is in memory twice."""
+    """(layers, other tensors by name). Builds each layer from its tensors, by their names within it, as soon as all are
+    there, so that nothing is in memory twice."""
     sizes = [len(layer_shapes(config, index)) for index in range(config.num_layers)]
     waiting: dict[int, dict[str, AnyWeight]] = {}
     layers: dict[int, AnyLayer] = {}

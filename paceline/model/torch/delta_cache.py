@@ -1,11 +1,11 @@
 """Cache of a model with gated delta nets: keys and values of its attention layers, and recurrent states of the others.
 
-A recurrent state cannot be rolled back by reducing a length, so it lags behind. The update of each position is independent of
-later positions (`delta_net.py`) and is kept in the row's *pending window*: a row is its state after `committed` positions, plus
-the updates of the positions after them. Passes read both. A rollback only shortens a row's pending window; for a path of a
-tree, the path's entries are kept. When a window is full its older half is committed to the state, so at least `HALF` positions
-before the last pass can be rolled back for free. For longer rollbacks the next pass recomputes the row from its tokens, which
-the cache stores.
+A recurrent state cannot be rolled back by reducing a length, so it lags behind. The update of each position is
+independent of later positions (`delta_net.py`) and is kept in the row's *pending window*: a row is its state after
+`committed` positions, plus the updates of the positions after them. Passes read both. A rollback only shortens a row's
+pending window; for a path of a tree, the path's entries are kept. When a window is full its older half is committed to
+the state, so at least `HALF` positions before the last pass can be rolled back for free. For longer rollbacks the next
+pass recomputes the row from its tokens, which the cache stores.
 
 Rows cannot be copied (`adopt`): a prefix that another row has computed is recomputed.
 """
@@ -54,8 +54,8 @@ class Stage:
     seen_RCC: Tensor | None
     """For a tree: which tokens each one attends to, including itself. None: all tokens before it."""
     conv_inputs_RCK: Tensor | None
-    """For a tree: the K inputs of each token's convolution, the last its own, as indices into the K - 1 inputs before the pass
-    followed by those of the pass."""
+    """For a tree: the K inputs of each token's convolution, the last its own, as indices into the K - 1 inputs before
+    the pass followed by those of the pass."""
     commit: Commit | None
     """Commit of pending positions to carry out first."""
     live_RC: Tensor | None = None
@@ -143,7 +143,8 @@ class DeltaCache(StaticKVCache):
         slack: int = 0,
         inputs: torch.dtype | None = None,
     ) -> None:
-        """head_dim and slack: storage sizes of keys and values, if different; inputs: storage dtype of convolution inputs
+        """head_dim and slack: storage sizes of keys and values, if different; inputs: storage dtype of convolution
+        inputs
         [default: dtype]."""
         assert config.delta is not None
         num_linear = len(config.linear_layers)
@@ -255,8 +256,8 @@ class DeltaCache(StaticKVCache):
         return [self.lengths[row] - self._committed[row] for row in rows]
 
     def commits(self, batch: ForwardBatch) -> list[tuple[int, int, int]]:
-        """Alternative to `stages` for passes that process rows token by token: (row of the pass, token before which to commit,
-        positions to commit). Updates the cache's bookkeeping."""
+        """Alternative to `stages` for passes that process rows token by token: (row of the pass, token before which to
+        commit, positions to commit). Updates the cache's bookkeeping."""
         first, commits = 0, list[tuple[int, int, int]]()
         for index, (row, count, held) in enumerate(zip(batch.rows, batch.counts, self.held(batch.rows), strict=True)):
             assert row not in self._unread

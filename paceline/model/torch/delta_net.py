@@ -1,13 +1,13 @@
 """Gated delta nets (arXiv 2412.06464): layers of Qwen3-Next and Qwen3.5 with a recurrent state instead of a KV cache.
 
-For each token and value head: S <- exp(g) S; S <- S + k u^T with the change u = beta (v - S^T k); output S^T q. Queries, keys
-and values come from a short causal convolution, g <= 0 and 0 < beta < 1 from the token itself.
+For each token and value head: S <- exp(g) S; S <- S + k u^T with the change u = beta (v - S^T k); output S^T q.
+Queries, keys and values come from a short causal convolution, g <= 0 and 0 < beta < 1 from the token itself.
 
-Several tokens at once (section 3.3 of the paper): the changes u solve the triangular system (I + A) U = beta (V - decayed K S -
-pending changes), A_ij = beta_i exp(G_i - G_j) k_i.k_j for each j that i attends to, with G the cumulative sum of g. So a
-token's u does not depend on later tokens, and S after any of them is the decayed S0 plus a sum of decayed k u^T:
-`delta_cache.py` stores k, u and g of the latest positions and lets the state lag behind. A mask selects the tokens that a token
-attends to, in chains and trees.
+Several tokens at once (section 3.3 of the paper): the changes u solve the triangular system (I + A) U = beta (V -
+decayed K S - pending changes), A_ij = beta_i exp(G_i - G_j) k_i.k_j for each j that i attends to, with G the cumulative
+sum of g. So a token's u does not depend on later tokens, and S after any of them is the decayed S0 plus a sum of
+decayed k u^T: `delta_cache.py` stores k, u and g of the latest positions and lets the state lag behind. A mask selects
+the tokens that a token attends to, in chains and trees.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class DeltaNet:
             return self._output(kernels.recur(fused_TX, memory, stages, self._weights, self._shape, self._eps, L2_EPS))
         # Multiplying by zero would not remove NaN or infinity.
         fused_TX = self._inputs(normed_TD.masked_fill(~stages.live_T[:, None], 0.0))
-        return self._output(self.gated(fused_TX, memory, [stages.whole(memory.decays_BNH.shape[1], self._shape.kernel)]))
+        return self._output(
+            self.gated(fused_TX, memory, [stages.whole(memory.decays_BNH.shape[1], self._shape.kernel)])
+        )
 
     def gated(self, fused_TX: Tensor, memory: DeltaMemory, stages: Sequence[Stage]) -> Tensor:
         """Input of the output projection [T, values], from the fused product of the inputs; updates the memory."""
@@ -70,13 +72,19 @@ class DeltaNet:
             places = stage.tokens_RC
             output_THV[places] = self._compute(memory, stage, inputs_TX[places], beta_TH[places], decay_TH[places])
         output_THV = output_THV.to(fused_TX.dtype).float()
-        normed = F.rms_norm(output_THV, (shape.value_dim,), eps=self._eps).to(fused_TX.dtype).float() * self._weights.norm_V
+        normed = (
+            F.rms_norm(output_THV, (shape.value_dim,), eps=self._eps).to(fused_TX.dtype).float() * self._weights.norm_V
+        )
         return (normed * F.silu(gate_TY.float()).view_as(normed)).to(fused_TX.dtype).flatten(1)
 
-    def _compute(self, memory: DeltaMemory, stage: Stage, inputs_RCX: Tensor, beta_RCH: Tensor, decay_RCH: Tensor) -> Tensor:
+    def _compute(
+        self, memory: DeltaMemory, stage: Stage, inputs_RCX: Tensor, beta_RCH: Tensor, decay_RCH: Tensor
+    ) -> Tensor:
         """Outputs [R, C, H, value_dim] in float32; appends to the pending windows."""
         shape, count, rows, held = self._shape, stage.tokens_RC.shape[1], stage.rows_R, stage.most_held
-        query, key, value = self._convolved(memory, stage, inputs_RCX).split([shape.keys, shape.keys, shape.values], dim=-1)
+        query, key, value = self._convolved(memory, stage, inputs_RCX).split(
+            [shape.keys, shape.keys, shape.values], dim=-1
+        )
         query, key = (_unit(each.float().unflatten(-1, (shape.num_key_heads, -1))) for each in (query, key))
         value = value.float().unflatten(-1, (shape.num_value_heads, -1))
         is_held_RN = torch.arange(held, device=rows.device) < stage.held_R[:, None]
@@ -125,7 +133,9 @@ class DeltaNet:
         rows, kernel = stage.rows_R, self._shape.kernel
         behind = torch.cat([memory.windows_BWX[rows], memory.inputs_BNX[rows, : stage.most_held]], dim=1)
         place_RW = stage.held_R[:, None] + torch.arange(kernel - 1, device=rows.device)
-        inputs = torch.cat([behind.gather(1, place_RW[..., None].expand(-1, -1, behind.shape[2])), inputs_RCX], dim=1).float()
+        inputs = torch.cat(
+            [behind.gather(1, place_RW[..., None].expand(-1, -1, behind.shape[2])), inputs_RCX], dim=1
+        ).float()
         if stage.conv_inputs_RCK is None:
             windows_RCKX = inputs.unfold(1, kernel, 1).transpose(2, 3)
         else:
@@ -168,8 +178,8 @@ MOST_INVERTED = 32
 def _solved(system: Tensor, right: Tensor) -> Tensor:
     """Solve (I + A) X = right for X, with A the part of `system` below its diagonal.
 
-    On a GPU, few tokens use products of fixed shape: cuBLAS's triangular solver allocates and uploads pointers, which CUDA
-    graphs cannot record. On CPU the solver is one call instead of dozens of products.
+    On a GPU, few tokens use products of fixed shape: cuBLAS's triangular solver allocates and uploads pointers, which
+    CUDA graphs cannot record. On CPU the solver is one call instead of dozens of products.
     """
     if system.device.type == "cpu" or system.shape[-1] > MOST_INVERTED:
         return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
@@ -179,9 +189,9 @@ def _solved(system: Tensor, right: Tensor) -> Tensor:
 def unit_lower_inverse(system: Tensor) -> Tensor:
     """(I + A)^-1 [..., C, C], with A the part of `system` [..., C, C] below its diagonal, in log2(C) doublings.
 
-    Inverses of adjacent diagonal blocks P and Q, with B below P, give the inverse of both: P^-1 and Q^-1 on the diagonal, -Q^-1
-    B P^-1 below. The shorter (I - A)(I + A^2)(I + A^4) ... is not used: with repeated keys, powers of A grow to hundreds of
-    millions at 32 tokens and cancel.
+    Inverses of adjacent diagonal blocks P and Q, with B below P, give the inverse of both: P^-1 and Q^-1 on the
+    diagonal, -Q^-1 B P^-1 below. The shorter (I - A)(I + A^2)(I + A^4) ... is not used: with repeated keys, powers of A
+    grow to hundreds of millions at 32 tokens and cancel.
     """
     count = system.shape[-1]
     size = 1 << (count - 1).bit_length()

@@ -15,7 +15,8 @@ from paceline.model.torch.kernels.experts import ExpertStack
 from paceline.model.torch.kernels.layer import can_run
 
 MOST_FIXED = 1024
-"""Maximum pairs of token and expert for which a GPU runs an eager pass in fixed shape, which avoids a synchronisation."""
+"""Maximum pairs of token and expert for which a GPU runs an eager pass in fixed shape, which avoids a
+synchronisation."""
 
 
 def gating(config: DecoderConfig) -> Callable[[Tensor, Tensor], Tensor]:
@@ -45,8 +46,8 @@ class Part(Protocol):
 class Experts:
     """Mixture of experts: runs the top-scored MLPs of each token and sums their outputs, weighted by a router.
 
-    On CPU, and for many tokens, tokens are sorted by expert, so that each expert runs once per pass over all its tokens. Passes
-    of fixed shape copy nothing to the host (`kernels/experts.py`).
+    On CPU, and for many tokens, tokens are sorted by expert, so that each expert runs once per pass over all its
+    tokens. Passes of fixed shape copy nothing to the host (`kernels/experts.py`).
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class Experts:
         shared: tuple[Part, Part] | None = None,
         stack: ExpertStack | None = None,
     ) -> None:
-        """is_normed: weights of a token's experts are divided by their sum. shared: (an expert for every token, its gate, of
+        """is_normed: weights of a token's experts are divided by their sum. shared: (an expert for every token, its
+        gate, of
         which the sigmoid is applied). stack: matrices of all experts for kernels; None on CPU."""
         self._router, self._experts, self._stack = router, experts, stack
         self._per_token, self._is_normed, self._shared = per_token, is_normed, shared
@@ -99,8 +101,8 @@ class Experts:
 def _summed(weighted_SD: Tensor, place_TK: Tensor) -> Tensor:
     """Sums [T, D] of each token's outputs at these places, from the first expert to the last.
 
-    Uses sequential additions: `index_add_` uses atomics on CUDA in varying order, so results would not be reproducible bit by
-    bit.
+    Uses sequential additions: `index_add_` uses atomics on CUDA in varying order, so results would not be reproducible
+    bit by bit.
     """
     first_T, *others = place_TK.unbind(1)
     summed_TD = weighted_SD[first_T]

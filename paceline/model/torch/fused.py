@@ -1,7 +1,7 @@
 """Small decoder operations with hand-written gradients: one pass instead of autograd's five.
 
-For training on CPU, where they otherwise take as long as the matrix products. Results equal those of plain PyTorch operations
-(tests/model/test_fused.py); all compute in float32.
+For training on CPU, where they otherwise take as long as the matrix products. Results equal those of plain PyTorch
+operations (tests/model/test_fused.py); all compute in float32.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Decode passes of fixed shape for CUDA graphs: without replay, a GPU waits for Python at small batch sizes.
 
-A `StaticPass` computes rows 0..B-1 of the cache, J tokens each, from static buffers: attention reads row lengths on the device
-(`kernels/attend.py`), and rows and tokens are rounded up to a grid, so that few graphs suffice. Idle rows and padding tokens
-write to scratch positions after max_len, which are never read. On CPU the same pass runs without a graph;
-`tests/model/test_graphs.py` compares it with the eager one.
+A `StaticPass` computes rows 0..B-1 of the cache, J tokens each, from static buffers: attention reads row lengths on the
+device (`kernels/attend.py`), and rows and tokens are rounded up to a grid, so that few graphs suffice. Idle rows and
+padding tokens write to scratch positions after max_len, which are never read. On CPU the same pass runs without a
+graph; `tests/model/test_graphs.py` compares it with the eager one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _COUNTS = (1, 4, 8, 16)
 
 
 def can_record(config: DecoderConfig) -> bool:
-    """True if this model's passes can be part of a larger recorded region, which has tokens and lengths only on the device.
-    Gated delta nets cannot: their committed positions are counted on the host between passes."""
+    """True if this model's passes can be part of a larger recorded region, which has tokens and lengths only on the
+    device. Gated delta nets cannot: their committed positions are counted on the host between passes."""
     return config.delta is None
 
 
@@ -132,7 +132,8 @@ class StaticPass(Region):
             self.chosen_LTK.copy_(chosen_LTK)
 
     def fill(self, batch: ForwardBatch) -> list[int]:
-        """Copy a batch to the input buffers; returns its tokens' indices in the pass. One copy to the device, two for trees."""
+        """Copy a batch to the input buffers; returns its tokens' indices in the pass. One copy to the device, two for
+        trees."""
         num_rows, count = self._num_rows, self._count
         tokens, starts, counts, committed = [0] * (num_rows * count), [0] * num_rows, [0] * num_rows, [0] * num_rows
         kv = self._decoder.kv
@@ -248,8 +249,8 @@ class GraphDecoder(Decoder):
         return ForwardOutput(self._at(static.logits_TV, logit_places), taps_TF)
 
     def _ordinary(self, batch: ForwardBatch) -> ForwardOutput:
-        """Run an eager pass. If a large tree made it reallocate the pending windows of delta nets, recordings that refer to the
-        old ones are discarded."""
+        """Run an eager pass. If a large tree made it reallocate the pending windows of delta nets, recordings that
+        refer to the old ones are discarded."""
         room = self.kv.room if isinstance(self.kv, DeltaCache) else 0
         out = super().forward(batch)
         if isinstance(self.kv, DeltaCache) and self.kv.room != room:

@@ -24,7 +24,8 @@ def split_heads(
 ) -> Tensor:
     """Queries [T, num_heads, head_dim] of a fused product; writes keys and values to the cache.
 
-    fused_TX: heads of queries, keys and values, then any other columns. keys, values: a layer of the cache [rows, kv_heads,
+    fused_TX: heads of queries, keys and values, then any other columns. keys, values: a layer of the cache [rows,
+    kv_heads,
     positions, head_dim]. norm: for queries and keys. Without `rope` nothing is rotated.
     """
     if not kernels.can_run(fused_TX):

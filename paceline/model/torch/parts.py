@@ -21,9 +21,9 @@ _DECODE_ROWS = 8
 class PackedLinear:
     """y = x W^T + b for x [T, in] -> [T, out], with the weight packed once for its device; the original is not kept.
 
-    On CPU the weight is converted to oneDNN's blocked layout, at 1 to 16 rows 1.4 times faster than `F.linear` in bfloat16 and
-    two to three times in float32 (docs/project/log/2026-11.md). On other devices, or if oneDNN lacks the dtype, it uses
-    `F.linear`.
+    On CPU the weight is converted to oneDNN's blocked layout, at 1 to 16 rows 1.4 times faster than `F.linear` in
+    bfloat16 and two to three times in float32 (docs/project/log/2026-11.md). On other devices, or if oneDNN lacks the
+    dtype, it uses `F.linear`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -44,7 +44,11 @@ class PackedLinear:
 
     def gated(self, inputs_TD: Tensor, activation: str) -> Tensor | None:
         """activation(gate) * up for both halves of the product, in one launch; None if no kernel supports it."""
-        if self._is_packed or activation not in kernels.GATED or not skinny.can_run(inputs_TD, self._weight, is_gated=True):
+        if (
+            self._is_packed
+            or activation not in kernels.GATED
+            or not skinny.can_run(inputs_TD, self._weight, is_gated=True)
+        ):
             return None
         return skinny.product(inputs_TD, self._weight, self._bias, activation)
 
@@ -227,7 +231,9 @@ def make_experts(config: DecoderConfig, parts: dict[str, Tensor]) -> Experts:
         rest = config.activation, config.swiglu_limit, config.swiglu_alpha
         stack = ExpertStack(gate_up, down, gate_up_bias, down_bias, *rest)
         experts = [
-            GatedMLP(config, PackedLinear(*_one(gate_up, gate_up_bias, expert)), PackedLinear(*_one(down, down_bias, expert)))
+            GatedMLP(
+                config, PackedLinear(*_one(gate_up, gate_up_bias, expert)), PackedLinear(*_one(down, down_bias, expert))
+            )
             for expert in range(config.num_experts)
         ]
     shared = None
@@ -242,8 +248,8 @@ def has_stacks(weight: Tensor) -> bool:
 
 
 def _stacked(parts: dict[str, Tensor], names: list[list[str]]) -> tuple[Tensor, Tensor | None]:
-    """Stack experts' matrices [E, out, in] and biases [E, out]; each expert's are concatenated from several names. Removes them
-    from `parts` one by one, so that at most one expert is in memory twice."""
+    """Stack experts' matrices [E, out, in] and biases [E, out]; each expert's are concatenated from several names.
+    Removes them from `parts` one by one, so that at most one expert is in memory twice."""
     stacks: list[Tensor | None] = [None, None]
     for place, kind in enumerate(("weight", "bias")):
         if f"{names[0][0]}.{kind}" not in parts:

@@ -1,8 +1,8 @@
 """Recorded regions: work of fixed shape, captured in CUDA graphs before traffic; computed eagerly on other devices.
 
-A region computes outputs from inputs, all buffers at fixed addresses, with tensor operations only, so that a replay needs no
-Python. Shapes are rounded up to a grid. A shape outside the grid, or not recorded, is computed eagerly by the region's owner
-and counted: a capture takes tenths of a second, too long during traffic.
+A region computes outputs from inputs, all buffers at fixed addresses, with tensor operations only, so that a replay
+needs no Python. Shapes are rounded up to a grid. A shape outside the grid, or not recorded, is computed eagerly by the
+region's owner and counted: a capture takes tenths of a second, too long during traffic.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Region(ABC):
 class Recorder:
     """Captures regions of one device in one memory pool, shared by regions that never run concurrently.
 
-    Outputs must therefore be in buffers outside the pool, whose memory other graphs reuse. On other devices than CUDA regions
-    are computed directly, so that tests run the same code without a GPU.
+    Outputs must therefore be in buffers outside the pool, whose memory other graphs reuse. On other devices than CUDA
+    regions are computed directly, so that tests run the same code without a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -95,8 +95,8 @@ class Recorder:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection, which could free CUDA graphs of an earlier target: destroying a graph ends a capture. The
-    collector belongs to the process, so captures run one at a time."""
+    """Disable garbage collection, which could free CUDA graphs of an earlier target: destroying a graph ends a capture.
+    The collector belongs to the process, so captures run one at a time."""
     with _CAPTURING:
         was_enabled = gc.isenabled()
         gc.disable()
@@ -150,7 +150,8 @@ class Recordings(Generic[AnyRegion]):
 
     @torch.inference_mode()
     def find(self, *needed: int) -> AnyRegion | None:
-        """A recorded region that is large enough in every dimension; None, counted as an eager run, if none is recorded."""
+        """A recorded region that is large enough in every dimension; None, counted as an eager run, if none is
+        recorded."""
         shape = self.grid.cover(*needed)
         if shape is not None and shape not in self._regions and self._recorder.records_late:
             self._add(shape)

@@ -1,8 +1,8 @@
 """Selects PyTorch's attention kernels on GPUs, for eager passes and without Triton.
 
-Masks are floating-point numbers, which the flash kernel does not support. The memory-efficient kernel does; cases that it does
-not support (head sizes, strides) fall back to the math kernel, which stores the whole score matrix. cuDNN is excluded: it
-builds a plan for every shape, and prefill chunks vary in length.
+Masks are floating-point numbers, which the flash kernel does not support. The memory-efficient kernel does; cases that
+it does not support (head sizes, strides) fall back to the math kernel, which stores the whole score matrix. cuDNN is
+excluded: it builds a plan for every shape, and prefill chunks vary in length.
 """
 
 from __future__ import annotations

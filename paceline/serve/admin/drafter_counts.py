@@ -1,6 +1,7 @@
 """Counts rounds and requests by drafter and request class, for Prometheus and the admin API.
 
-Labels never contain text from clients: request classes are digests, and the numbers of drafters and classes are bounded.
+Labels never contain text from clients: request classes are digests, and the numbers of drafters and classes are
+bounded.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class DrafterCounts:
     def round(self, stats: RoundStats) -> None:
         """Count one round of the batch."""
         spent = stats.draft_s + stats.verify_s + stats.host_s
-        for name, num_drafted, num_accepted in zip(stats.drafter_B, stats.num_drafted_B, stats.num_accepted_B, strict=False):
+        for name, num_drafted, num_accepted in zip(
+            stats.drafter_B, stats.num_drafted_B, stats.num_accepted_B, strict=False
+        ):
             rounds = self.rounds.get(name)
             if name in (CANDIDATE, LOSSY):
                 continue
@@ -69,7 +72,12 @@ class DrafterCounts:
             for place in range(max((accepted for _, accepted in rounds), default=0)):
                 survived[name, str(place)] = sum(count for (_, accepted), count in rounds.items() if accepted > place)
         counters: list[tuple[str, str, Labels, Mapping[Labels, float]]] = [
-            ("rounds", "Rounds, one per request in the batch", (), {(name,): total[0] for name, total in totals.items()}),
+            (
+                "rounds",
+                "Rounds, one per request in the batch",
+                (),
+                {(name,): total[0] for name, total in totals.items()},
+            ),
             ("tokens", "Tokens of these rounds", (), {(name,): total[1] for name, total in totals.items()}),
             ("seconds", "Seconds of these rounds", (), {(name,): total[2] for name, total in totals.items()}),
             ("drafts", "Rounds with drafts", (), firsts),
@@ -91,7 +99,9 @@ class DrafterCounts:
         yield _family(GaugeMetricFamily, model, "gain", doc, ("cluster",), gains)
 
 
-def _family(kind: Any, model: str, name: str, doc: str, labels: Iterable[str], values: Mapping[Labels, float]) -> Metric:
+def _family(
+    kind: Any, model: str, name: str, doc: str, labels: Iterable[str], values: Mapping[Labels, float]
+) -> Metric:
     family = kind(f"paceline:drafter_{name}", doc, labels=["model_name", "drafter", *labels])
     for key, value in values.items():
         family.add_metric([model, *key], value)

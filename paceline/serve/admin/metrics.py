@@ -1,8 +1,8 @@
 """Prometheus metrics of the server, under vLLM's names where vLLM has the metric, else `paceline:*`.
 
-The engine's thread calls `step`, `chunk` and `finished`, which add to plain numbers without a lock, in a few microseconds per
-step. Only a scrape (`render`) converts them to prometheus-client's metric families. Labels never contain text from clients;
-tags are recorded in the traces (`serve/admin/traces.py`).
+The engine's thread calls `step`, `chunk` and `finished`, which add to plain numbers without a lock, in a few
+microseconds per step. Only a scrape (`render`) converts them to prometheus-client's metric families. Labels never
+contain text from clients; tags are recorded in the traces (`serve/admin/traces.py`).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Metrics(Collector):
     """Metrics of one model. One thread calls all methods except `refused` and `render`, which are thread-safe."""
 
     def __init__(self, model: str, traces: TraceWriter | None = None, *, lossless: bool = True) -> None:
-        """`model` is the label model_name. `traces` gets every finished request, and its counters are reported too. Without
-        `lossless`, every series has the label lossless="false"."""
+        """`model` is the label model_name. `traces` gets every finished request, and its counters are reported too.
+        Without `lossless`, every series has the label lossless="false"."""
         self.lossless = lossless
         self.registry = CollectorRegistry()
         self.totals = SimpleNamespace(**{name: 0 for names in TOTALS.values() for name in names})
@@ -62,11 +62,12 @@ class Metrics(Collector):
         self.engine: Engine | None = None
         """The engine that stepped last, read for the gauges."""
         self.rounds: dict[tuple[int, int], int] = {}
-        """(drafted, accepted) -> rounds, one per request in the batch, without lossy requests. All acceptance metrics are
-        computed from it."""
+        """(drafted, accepted) -> rounds, one per request in the batch, without lossy requests. All acceptance metrics
+        are computed from it."""
         self.step_times: dict[tuple[str, int], tuple[int, float]] = {}
-        """(phase, size) -> (count, total seconds). Size is the positions of the target's pass for "verify", the longest draft
-        times the drafting rows for "draft", the tokens of the chunk for "prefill", and 1 for "step", the whole step."""
+        """(phase, size) -> (count, total seconds). Size is the positions of the target's pass for "verify", the longest
+        draft times the drafting rows for "draft", the tokens of the chunk for "prefill", and 1 for "step", the whole
+        step."""
         self.drafters = DrafterCounts()
         self._refusals: Counter[str] = Counter()
         self._model, self._traces = model, traces
@@ -203,7 +204,9 @@ class Metrics(Collector):
         yield self._family(f"{name}_accepted_tokens", "Accepted draft tokens", _sum(accepted))
         yield self._family(f"{name}_accepted_tokens_per_pos", "Accepted tokens by draft position", places, "position")
         yield self._counted("paceline:draft_width", "Drafted tokens per round and request", 0, drafted)
-        yield self._counted("paceline:tokens_per_round", "Tokens per round and request, with the bonus token", 1, tokens)
+        yield self._counted(
+            "paceline:tokens_per_round", "Tokens per round and request, with the bonus token", 1, tokens
+        )
 
     def _now(self) -> Iterator[Metric]:
         engine, num_running, num_waiting, usage = self.engine, 0, 0, 0.0
@@ -243,7 +246,8 @@ class Metrics(Collector):
 
 
 def _num_slots(stats: RoundStats) -> int:
-    """Return the draft positions a drafter computed: the longest row's times the drafting rows, without n-gram drafts."""
+    """Return the draft positions a drafter computed: the longest row's times the drafting rows, without n-gram
+    drafts."""
     sure_B = stats.sure_B or [None] * len(stats.source_B)
     computed = zip(stats.num_drafted_B, stats.source_B, sure_B, strict=False)
     slots = [len(sure) if sure else count for count, source, sure in computed if sure or source not in (NONE, LOOKUP)]

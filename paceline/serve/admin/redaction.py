@@ -1,8 +1,8 @@
 """Removes text that matches patterns from traces before they are written.
 
-The rest must still be valid training data: a drafter learns the target's output after exactly these tokens. So an answer is cut
-before its first match, not patched, and if the prompt is redacted, the whole answer is dropped, because it was generated for
-another prompt.
+The rest must still be valid training data: a drafter learns the target's output after exactly these tokens. So an
+answer is cut before its first match, not patched, and if the prompt is redacted, the whole answer is dropped, because
+it was generated for another prompt.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Redactor:
 def _tokens_of(span: tuple[int, int], ends: list[int]) -> tuple[int, int]:
     """Return the range [begin, end) of tokens that may contain a part of the text's span.
 
-    `ends[t]` is the number of characters that are final before token t. A token that ends within a character adds none and
-    belongs to the next text.
+    `ends[t]` is the number of characters that are final before token t. A token that ends within a character adds none
+    and belongs to the next text.
     """
     begun = ends[bisect_right(ends, span[0]) - 1]
     return bisect_left(ends, begun), bisect_left(ends, span[1])

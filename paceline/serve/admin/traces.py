@@ -3,13 +3,17 @@
     traces/traces-20261103T101112-5f0c22d1-00000.parquet     columns: SCHEMA; one row per answer
 
     paceline train --init default --answers traces     train on the recorded answers
-    paceline train --init default --prompts traces     let the target answer the recorded prompts again, and train on that
+    paceline train --init default --prompts traces     let the target answer the recorded prompts again, and train on
+    that
 
-A `Trace` is one answer of the server's engine (`offer`), or of another server that `paceline record` observes. `put` takes
-microseconds: it puts a reference into a bounded queue, or counts a loss if the queue is full. A background thread builds the
-traces, redacts them (`redaction.py`) and writes them. Disk errors lose traces, never requests. API keys and client addresses
-are never recorded. The first columns are those of `data/answers.py`; a test compares them, because neither module imports the
-other. If an answer's token ids are unknown, only its prompt is recorded, for use with `--prompts`, not with `--answers`.
+A `Trace` is one answer of the server's engine (`offer`), or of another server that `paceline record` observes. `put`
+takes
+microseconds: it puts a reference into a bounded queue, or counts a loss if the queue is full. A background thread
+builds the
+traces, redacts them (`redaction.py`) and writes them. Disk errors lose traces, never requests. API keys and client
+addresses are never recorded. The first columns are those of `data/answers.py`; a test compares them, because neither
+module imports the other. If an answer's token ids are unknown, only its prompt is recorded, for use with `--prompts`,
+not with `--answers`.
 """
 
 from __future__ import annotations
@@ -70,9 +74,9 @@ SCHEMA = pa.schema(
         *((f"{name}_s", _SECONDS) for name in TIMES),
     ]
 )
-"""`sampling` is JSON of the parameters that differ from their defaults. `drafted` and `accepted` list all rounds, even if
-redaction cut the answer. Times are in seconds, `first_token_s` and `total_s` since arrival. Unknown values are null: for other
-servers the rounds, most times, and the temperature if the client did not set it."""
+"""`sampling` is JSON of the parameters that differ from their defaults. `drafted` and `accepted` list all rounds, even
+if redaction cut the answer. Times are in seconds, `first_token_s` and `total_s` since arrival. Unknown values are null:
+for other servers the rounds, most times, and the temperature if the client did not set it."""
 SOURCE = "traces"
 SHARD = re.compile(r"traces-\d{8}T\d{6}-[0-9a-f]{8}-\d{5,}\.parquet(\.[0-9a-f]{16}\.part)?")
 """File names of shards, and of parts left by killed writers; other files in the folder are never deleted."""
@@ -146,8 +150,8 @@ class TraceWriter:
         self.written = self.num_answers = 0
         """Traces written, and the number of them with an answer."""
         self.dropped = {"queue": 0, "disk": 0, "redaction": 0, "error": 0, "lossy": 0}
-        """Reason -> lost traces: full queue, disk error, a match that could not be redacted, an exception, a lossy rule, and
-        the reasons of `Lost`."""
+        """Reason -> lost traces: full queue, disk error, a match that could not be redacted, an exception, a lossy
+        rule, and the reasons of `Lost`."""
         self._config, self._model = config, model
         self._rows_per_file, self._flush_s = rows_per_file, flush_s
         self._random = random.Random()
@@ -169,8 +173,8 @@ class TraceWriter:
     def offer(self, sequence: Sequence, outcome: str, tag: str | None = None) -> None:
         """Record a finished request. Never waits, never raises.
 
-        Skips requests with mocked acceptance, whose text is meaningless, and counts those with a lossy rule as lost: they would
-        train a drafter on its own drafts.
+        Skips requests with mocked acceptance, whose text is meaningless, and counts those with a lossy rule as lost:
+        they would train a drafter on its own drafts.
         """
         if sequence.ledger:
             self.lose("lossy")
@@ -250,7 +254,8 @@ class TraceWriter:
         is_ended = bool(answer_ids) and answer_ids[-1] in trace.eos_token_ids
         temperature = "unknown" if trace.temperature is None else f"{trace.temperature:g}"
         return {
-            # The part before the @ identifies the prompt, so that repeated prompts are on the same side of a held-out split.
+            # The part before the @ identifies the prompt, so that repeated prompts are on the same side of a held-out
+            # split.
             "key": f"{SOURCE}/{digest(prompt_ids)}@{temperature}#{trace.mark or f'{self._run_id}-{self._num_rows}'}",
             "source": SOURCE,
             "turn": 0,
@@ -329,7 +334,9 @@ class TraceWriter:
         """Delete the oldest shards and parts until age and total size are within their limits.
 
         Continues after a file that cannot be deleted, and raises the first such OSError at the end."""
-        shards = sorted(filter(None, (_aged(path) for path in self.folder.glob("traces-*") if SHARD.fullmatch(path.name))))
+        shards = sorted(
+            filter(None, (_aged(path) for path in self.folder.glob("traces-*") if SHARD.fullmatch(path.name)))
+        )
         num_bytes, oldest = sum(size for _, _, size in shards), time.time() - 86400 * self._config.max_days
         refusals = list[OSError]()
         for changed, path, size in shards:

@@ -146,7 +146,8 @@ class Translated(Exchange):
 
 @contextlib.contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Context manager that replaces fields of the chat by the client's fields (`names`: chat -> client) in ApiErrors."""
+    """Context manager that replaces fields of the chat by the client's fields (`names`: chat -> client) in
+    ApiErrors."""
     try:
         yield
     except ApiError as error:
@@ -161,7 +162,8 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def check_keys(part: Closed, kind: str, keys: set[str], where: str, optional: tuple[str, ...] = ()) -> None:
-    """Raises RequestRefused unless a part of this type has exactly the fields `keys`; `optional` ones may be missing."""
+    """Raises RequestRefused unless a part of this type has exactly the fields `keys`; `optional` ones may be
+    missing."""
     given = {name for name in part.model_fields_set if getattr(part, name) is not None} - {"type"}
     for name in sorted(keys - given - {*optional}):
         raise RequestRefused(f"{where}.{name}: a part of type {kind} needs it", param=f"{where}.{name}")

@@ -36,7 +36,9 @@ class MessageExchange(Translated):
         yield {"type": "content_block_start", "index": self._place, "content_block": _block(part, is_whole=False)}
 
     def grown(self, part: Part, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        delta = {"type": "input_json_delta", "partial_json": text} if part.call else {"type": "text_delta", "text": text}
+        delta = (
+            {"type": "input_json_delta", "partial_json": text} if part.call else {"type": "text_delta", "text": text}
+        )
         yield {"type": "content_block_delta", "index": self._place, "delta": delta}
 
     def closed(self, part: Part) -> Iterator[dict[str, Any]]:
@@ -55,7 +57,10 @@ class MessageExchange(Translated):
 
     def _stopped(self) -> dict[str, Any]:
         stop = self._stop_sequence() if self.finish_reason == "stop" else None
-        return {"stop_reason": "stop_sequence" if stop else REASONS.get(self.finish_reason or ""), "stop_sequence": stop}
+        return {
+            "stop_reason": "stop_sequence" if stop else REASONS.get(self.finish_reason or ""),
+            "stop_sequence": stop,
+        }
 
     def _stop_sequence(self) -> str | None:
         """Return the stop string, or the text of the stop token, that ended the answer."""

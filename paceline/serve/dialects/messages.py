@@ -1,4 +1,5 @@
-"""Anthropic's Messages API: endpoints, and translation of requests to chats. `message_replies.py` translates the answers."""
+"""Anthropic's Messages API: endpoints, and translation of requests to chats. `message_replies.py` translates the
+answers."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ KEYS = {
 """Type of a content block -> its fields."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Type of a tool choice -> tool choice of a chat."""
-NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": "output_config.effort"}
+NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
 """Field of a chat -> field of a request, where they differ."""
 
 
@@ -123,10 +128,14 @@ class MessagesRequest(CountTokensRequest):
     refused: ClassVar[dict[str, Refused]] = fields.MESSAGES_REFUSED
 
     max_tokens: Int = Field(ge=1, description="Longest answer, in tokens.")
-    stop_sequences: Annotated[list[str], Field(max_length=16)] | None = Field(None, description="Texts that end the answer.")
+    stop_sequences: Annotated[list[str], Field(max_length=16)] | None = Field(
+        None, description="Texts that end the answer."
+    )
     stream: Flag | None = Field(False, description="Stream the answer as server-sent events.")
     temperature: Float | None = Field(None, ge=0, le=2, description="Default 1.0; 0 is greedy.")
-    top_p: Float | None = Field(None, ge=0, le=1, description="Keep the most probable tokens with this total probability.")
+    top_p: Float | None = Field(
+        None, ge=0, le=1, description="Keep the most probable tokens with this total probability."
+    )
     top_k: Int | None = Field(None, ge=-1, description="Keep this many of the most probable tokens; 0 and -1 keep all.")
 
 
@@ -185,7 +194,9 @@ def chat_of(body: CountTokensRequest) -> tuple[ChatRequest, dict[str, str]]:
     if last["role"] == "assistant":
         if not last["content"] or "tool_calls" in last:
             where = f"messages[{len(body.messages) - 1}]"
-            raise RequestRefused(f"{where}: an answer goes on with the text of a last assistant's message only", param=where)
+            raise RequestRefused(
+                f"{where}: an answer goes on with the text of a last assistant's message only", param=where
+            )
         chat["continue_final_message"] = True
     if isinstance(body, MessagesRequest):
         chat["stop"] = body.stop_sequences
@@ -208,7 +219,12 @@ def _text(content: str | list[TextBlock] | None) -> str:
 
 
 def _function(tool: MessageTool) -> dict[str, Any]:
-    values = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
+    values = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
     return {name: value for name, value in values.items() if value is not None}
 
 

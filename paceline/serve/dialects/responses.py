@@ -1,4 +1,5 @@
-"""OpenAI's Responses API: endpoint, and translation of requests to chats. `response_replies.py` translates the answers."""
+"""OpenAI's Responses API: endpoint, and translation of requests to chats. `response_replies.py` translates the
+answers."""
 
 from __future__ import annotations
 
@@ -125,7 +126,9 @@ class ResponsesRequest(Closed):
     stream: Flag | None = Field(False, description="Stream the answer as server-sent events.")
     stream_options: ResponseStreamOptions | None = None
     temperature: Float | None = Field(None, ge=0, le=2, description="Default 1.0; 0 is greedy.")
-    top_p: Float | None = Field(None, ge=0, le=1, description="Keep the most probable tokens with this total probability.")
+    top_p: Float | None = Field(
+        None, ge=0, le=1, description="Keep the most probable tokens with this total probability."
+    )
     include: (
         list[
             Literal[
@@ -141,7 +144,9 @@ class ResponsesRequest(Closed):
         ]
         | None
     ) = Field(None, description="message.output_text.logprobs adds log-probabilities; the others have no effect.")
-    top_logprobs: Int | None = Field(None, ge=0, le=20, description="Number of alternatives for each token's log-probability.")
+    top_logprobs: Int | None = Field(
+        None, ge=0, le=20, description="Number of alternatives for each token's log-probability."
+    )
     tools: list[ResponseTool] | None = Field(None, description="Functions that the model may call.")
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     """auto lets the model decide; required, or a function's name, forces a call."""
@@ -164,7 +169,11 @@ def chat_of(body: ResponsesRequest) -> tuple[ChatRequest, dict[str, str]]:
     """Return the chat for a request, and a map from its fields to the client's. Raises RequestRefused."""
     messages, names = _messages(body)
     same = {"model", "temperature", "top_p", "parallel_tool_calls"} & body.model_fields_set
-    chat = {name: getattr(body, name) for name in same} | STREAM | {"messages": messages, "max_tokens": body.max_output_tokens}
+    chat = (
+        {name: getattr(body, name) for name in same}
+        | STREAM
+        | {"messages": messages, "max_tokens": body.max_output_tokens}
+    )
     chat["logprobs"] = LOGPROBS in (body.include or ())
     if body.top_logprobs is not None and not chat["logprobs"]:
         raise RequestRefused(f'top_logprobs needs include: ["{LOGPROBS}"]', param="top_logprobs")
@@ -191,13 +200,19 @@ def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, s
     messages: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     names = NAMES | ({"messages[0]": "instructions"} if messages else {})
     items = (
-        [ResponseItem.model_validate({"role": "user", "content": body.input})] if isinstance(body.input, str) else body.input
+        [ResponseItem.model_validate({"role": "user", "content": body.input})]
+        if isinstance(body.input, str)
+        else body.input
     )
     for place, item in enumerate(items):
         where = "input" if isinstance(body.input, str) else f"input[{place}]"
-        check_keys(item, item.type, KEYS[item.type], where, optional=("summary", "content") if item.type == "reasoning" else ())
+        check_keys(
+            item, item.type, KEYS[item.type], where, optional=("summary", "content") if item.type == "reasoning" else ()
+        )
         if item.type == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output, f"{where}.output")})
+            messages.append(
+                {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output, f"{where}.output")}
+            )
         elif item.type == "message" and item.role != "assistant":
             messages.append({"role": item.role, "content": _text(item.content, f"{where}.content")})
         else:
@@ -205,7 +220,9 @@ def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, s
                 messages.append({"role": "assistant", "content": ""})
             _add(messages[-1], item, where)
             if item.type == "function_call":
-                names[f"messages[{len(messages) - 1}].tool_calls[{len(messages[-1]['tool_calls']) - 1}].function"] = where
+                names[f"messages[{len(messages) - 1}].tool_calls[{len(messages[-1]['tool_calls']) - 1}].function"] = (
+                    where
+                )
         names.setdefault(f"messages[{len(messages) - 1}]", where)
     return messages, names
 

@@ -26,7 +26,16 @@ from paceline.serve.http.security import Gate
 from paceline.serve.http.validation import invalid as invalid_body
 from paceline.serve.replies.choices import TextReply
 from paceline.serve.replies.events import Exchange
-from paceline.serve.requests.chats import Drafter, Tag, answer_chat, asked_route, check_model, compiled, names_of, respond
+from paceline.serve.requests.chats import (
+    Drafter,
+    Tag,
+    answer_chat,
+    asked_route,
+    check_model,
+    compiled,
+    names_of,
+    respond,
+)
 from paceline.serve.requests.completions import completion_jobs
 from paceline.serve.requests.prompts import check_ids, tokenize_ids
 from paceline.serve.requests.protocol import (
@@ -69,7 +78,9 @@ def create_app(worker: EngineWorker) -> FastAPI:
         middleware=middleware,
         docs_url=None,  # FastAPI's page loads scripts from other sites
         redoc_url=None,
-        responses={status: {"model": ErrorAnswer} for status in (400, 401, 403, 404, 408, 409, 413, 421, 429, 500, 503, 504)},
+        responses={
+            status: {"model": ErrorAnswer} for status in (400, 401, 403, 404, 408, 409, 413, 421, 429, 500, 503, 504)
+        },
     )
     _add_failures(app)
     _add_system(app, worker)
@@ -98,8 +109,14 @@ def _add_failures(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        messages = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not for {request.url.path}"}
-        message, code = messages.get(error.status_code, str(error.detail)), "not_found" if error.status_code == 404 else None
+        messages = {
+            404: f"there is nothing at {request.url.path}",
+            405: f"{request.method} is not for {request.url.path}",
+        }
+        message, code = (
+            messages.get(error.status_code, str(error.detail)),
+            "not_found" if error.status_code == 404 else None,
+        )
         own = ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
         return error_response(own, request.url.path)
 
@@ -194,7 +211,9 @@ def _add_answers(app: FastAPI, worker: EngineWorker) -> None:
         answering = Exchange("text_completion", "cmpl", name, body, ticket, [*replies], num_prompts, model.lossless)
         return await respond(http, answering)
 
-    @app.post("/v1/embeddings", summary="Not supported: this server only generates text", tags=["OpenAI"], status_code=400)
+    @app.post(
+        "/v1/embeddings", summary="Not supported: this server only generates text", tags=["OpenAI"], status_code=400
+    )
     async def embeddings() -> Response:
         message = "this server has no embeddings: it generates text, at /v1/chat/completions and /v1/completions"
         raise RequestRefused(message, code="unsupported_endpoint")

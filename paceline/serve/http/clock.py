@@ -2,8 +2,8 @@
 
     body = {..., "return_timings": true}      # adds `timings`, in seconds, to the answer or to its last chunk
 
-Durations are measured with `time.perf_counter` and add up to `total_s`. A client needs no common clock with the server: its own
-measured latency minus `total_s` is the time of communication.
+Durations are measured with `time.perf_counter` and add up to `total_s`. A client needs no common clock with the server:
+its own measured latency minus `total_s` is the time of communication.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from paceline.types import Sequence
 ARRIVED = "paceline.arrived_s"
 """Key in the ASGI scope: time at which the request's body had arrived completely."""
 BEFORE = ("parse", "dispatch", "template", "tokenizer", "grammar")
-"""Phases before a request is passed to the engine: JSON parsing and validation, switching threads, chat template, tokenizer,
-grammar compilation."""
+"""Phases before a request is passed to the engine: JSON parsing and validation, switching threads, chat template,
+tokenizer, grammar compilation."""
 
 
 class Clock:
@@ -48,7 +48,8 @@ class Clock:
     def timings(self, sequences: Iterable[Sequence]) -> dict[str, float]:
         """Return the seconds of each phase for the answer that ended last; `other_s` is the unexplained rest.
 
-        `queue_s`: waiting for a cache row or for other requests' work; `engine_s`: planning, bookkeeping and hand-over between
+        `queue_s`: waiting for a cache row or for other requests' work; `engine_s`: planning, bookkeeping and hand-over
+        between
         passes; `text_s`: detokenisation; `send_s`: from the end of the last round to the chunk with these timings.
         """
         seq = max(sequences, key=lambda each: each.timings.until_s)
@@ -58,6 +59,12 @@ class Clock:
         phases |= {"prefill_s": spent.prefill_s, "draft_s": spent.draft_s, "verify_s": spent.verify_s}
         phases["engine_s"] = max(spent.host_s + spent.between_s - spent.text_s, 0.0)
         phases["text_s"] = spent.text_s
-        phases["send_s"] = self.arrived_s + total_s - spent.until_s if spent.until_s else 0.0  # 0 for engines without stamps
+        phases["send_s"] = (
+            self.arrived_s + total_s - spent.until_s if spent.until_s else 0.0
+        )  # 0 for engines without stamps
         phases["other_s"] = total_s - sum(phases.values())
-        return {**phases, "first_byte_s": total_s if self._first_byte_s is None else self._first_byte_s, "total_s": total_s}
+        return {
+            **phases,
+            "first_byte_s": total_s if self._first_byte_s is None else self._first_byte_s,
+            "total_s": total_s,
+        }

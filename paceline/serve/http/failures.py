@@ -1,7 +1,7 @@
 """Error responses in OpenAI's or Anthropic's format, without paths and tracebacks.
 
-`ApiError.known` creates the errors of failures.json by their code; `RequestRefused` is an invalid request: status 400 and
-invalid_value, context_length_exceeded, ...
+`ApiError.known` creates the errors of failures.json by their code; `RequestRefused` is an invalid request: status 400
+and invalid_value, context_length_exceeded, ...
 """
 
 from __future__ import annotations
@@ -53,8 +53,13 @@ class ApiError(Exception):
 
     @classmethod
     def failed(cls, error: Exception | None) -> ApiError:
-        """Return the error for one failed request; hides messages of foreign exceptions, which may contain private data."""
-        return cls(500, str(error), code="request_failed") if isinstance(error, PacelineError) else cls.known("request_failed")
+        """Return the error for one failed request; hides messages of foreign exceptions, which may contain private
+        data."""
+        return (
+            cls(500, str(error), code="request_failed")
+            if isinstance(error, PacelineError)
+            else cls.known("request_failed")
+        )
 
     @property
     def body(self) -> dict[str, Any]:
@@ -78,7 +83,9 @@ class ApiError(Exception):
 class RequestRefused(ApiError):
     """An invalid request, or one that this server does not support."""
 
-    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value", status: int = 400) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str = "invalid_value", status: int = 400
+    ) -> None:
         super().__init__(status, message, param=param, code=code)
 
     @classmethod
@@ -93,7 +100,9 @@ class RequestRefused(ApiError):
 
 def dump(value: Any) -> bytes:
     """Return compact JSON as UTF-8; lone surrogates stay escaped."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "backslashreplace")
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
+        "utf-8", "backslashreplace"
+    )
 
 
 def compact(value: Any) -> str:

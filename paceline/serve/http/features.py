@@ -4,9 +4,9 @@
     POST /v1/features    {"token_ids": [...], "layers": [1, 9, 17], "final": false} -> safetensors:
                          hidden_states [T, L, D], token_ids [T], and with `final` final [T, D]
 
-`layers` are numbered from 0 (the first layer's output), in any order. The states are those that drafters see: the last layer's
-and `final` are taken after the final norm. The endpoint requires --features and an API key. A document is computed between two
-engine steps, so it delays other requests.
+`layers` are numbered from 0 (the first layer's output), in any order. The states are those that drafters see: the last
+layer's and `final` are taken after the final norm. The endpoint requires --features and an API key. A document is
+computed between two engine steps, so it delays other requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Access control before a request is parsed: host names, API keys, and the size of the body.
 
-Host names are checked against DNS rebinding: a web page whose host name was redirected to this address would otherwise count as
-the server's own.
+Host names are checked against DNS rebinding: a web page whose host name was redirected to this address would otherwise
+count as the server's own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ DISCARD_PAUSE_S = 2.0
 
 
 class Gate:
-    """ASGI middleware that passes a request on if host and key are valid and its body arrives in time and within the limit."""
+    """ASGI middleware that passes a request on if host and key are valid and its body arrives in time and within the
+    limit."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig, refused: Callable[[str], None]) -> None:
         self._app, self._config, self._refused = app, config, refused
@@ -86,8 +87,8 @@ class Gate:
             raise ApiError.known("admin_closed")
 
     def _check_key(self, headers: Headers, digests: list[bytes], code: str, bare: str | None = None) -> None:
-        """Compare the key with all valid keys in constant time. `bare` is the x-api-key header of Anthropic's clients, used if
-        Authorization is missing. Raises ApiError."""
+        """Compare the key with all valid keys in constant time. `bare` is the x-api-key header of Anthropic's clients,
+        used if Authorization is missing. Raises ApiError."""
         default = "" if bare is None else f"Bearer {bare}"
         scheme, _, key = headers.get("authorization", default).partition(" ")
         given = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
@@ -169,7 +170,9 @@ def allowed_hosts(config: ServeConfig) -> frozenset[str] | None:
 def host_name(host: str) -> str:
     """Return a Host header in lower case, without its port; IPv6 addresses without brackets."""
     host = host.strip().lower()
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0] if host.count(":") == 1 else host
+    name = (
+        host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0] if host.count(":") == 1 else host
+    )
     return name.rstrip(".")
 
 

@@ -27,8 +27,12 @@ ENDPOINTS: dict[str, type[Closed]] = {
 
 def invalid(error: RequestValidationError, content_type: str, endpoint: str = "") -> ApiError:
     """Return the error response for the first invalid field of a request to `endpoint`."""
-    if "json" not in content_type.lower():  # web pages of other origins can send other types without a preflight request
-        return RequestRefused("send the body as JSON, with the header Content-Type: application/json", code="invalid_json")
+    if (
+        "json" not in content_type.lower()
+    ):  # web pages of other origins can send other types without a preflight request
+        return RequestRefused(
+            "send the body as JSON, with the header Content-Type: application/json", code="invalid_json"
+        )
     errors: list[Any] = [*error.errors()]
     first = errors[0]
     if first["type"] == "json_invalid":
@@ -47,7 +51,9 @@ def _written(loc: tuple[Any, ...], body: Any, kind: str) -> tuple[Any, ...]:
     """Return the parts of a pydantic location that are in the body, without the names of union branches."""
     path: list[Any] = []
     for part in loc:
-        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int) and part < len(body)):
+        if (isinstance(body, dict) and part in body) or (
+            isinstance(body, list) and isinstance(part, int) and part < len(body)
+        ):
             body = body[part]
         elif kind != "missing" or part != loc[-1]:
             continue

@@ -36,12 +36,16 @@ class ChatReply(Reply):
         if not text and not calls and self.sequence is None:
             return None
         numbered = [
-            call.as_json() | ({"index": self._num_calls + place} if is_stream else {}) for place, call in enumerate(calls)
+            call.as_json() | ({"index": self._num_calls + place} if is_stream else {})
+            for place, call in enumerate(calls)
         ]
         self._num_calls += len(calls)
         called = {"tool_calls": numbered} if calls else {}
         if not is_stream:
-            return {"message": {"role": "assistant", "content": None if calls and not text else text, "refusal": None} | called}
+            return {
+                "message": {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
+                | called
+            }
         delta: dict[str, Any] = {} if self._is_begun else {"role": "assistant", "content": ""}
         self._is_begun = True
         return {"delta": delta | ({"content": text} if text else {}) | called}
@@ -87,13 +91,18 @@ class TextReply(Reply):
         return {"text": echo + text}
 
     def _shown_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Return OpenAI's logprobs object of text completions; a prompt's first token has no log-probability, so null."""
-        *offsets, self._offset = accumulate((len(self.token_text(one.token_id)) for one in logprobs), initial=self._offset)
+        """Return OpenAI's logprobs object of text completions; a prompt's first token has no log-probability, so
+        null."""
+        *offsets, self._offset = accumulate(
+            (len(self.token_text(one.token_id)) for one in logprobs), initial=self._offset
+        )
         is_first = [math.isnan(one.logprob) for one in logprobs]
         tops = [{self._name(token): finite(value) for token, value in one.top} for one in logprobs]
         return {
             "tokens": [self._name(one.token_id) for one in logprobs],
-            "token_logprobs": [None if first else finite(one.logprob) for one, first in zip(logprobs, is_first, strict=True)],
+            "token_logprobs": [
+                None if first else finite(one.logprob) for one, first in zip(logprobs, is_first, strict=True)
+            ],
             "top_logprobs": [None if first else top for top, first in zip(tops, is_first, strict=True)],
             "text_offset": offsets,
         }
@@ -101,4 +110,8 @@ class TextReply(Reply):
     def _name(self, token: int) -> str:
         """Return the token's text, or its bytes if it is a part of a character."""
         text = self.token_text(token)
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.tokenizer.token_bytes(token)) if "\ufffd" in text else text
+        return (
+            "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.tokenizer.token_bytes(token))
+            if "\ufffd" in text
+            else text
+        )

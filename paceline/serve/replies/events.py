@@ -35,7 +35,8 @@ log = logging.getLogger("paceline.serve")
 
 
 class Reply(ABC):
-    """One answer: `take` adds events, `choice` returns their text as a choice, for each chunk or for the whole answer."""
+    """One answer: `take` adds events, `choice` returns their text as a choice, for each chunk or for the whole
+    answer."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, request: Sampling, *, has_logprobs: bool) -> None:
         self.index, self.tokenizer = index, tokenizer
@@ -117,8 +118,8 @@ class Exchange:
         num_prompts: int = 1,
         lossless: bool = True,
     ) -> None:
-        """`kind` is the type of OpenAI's response object, `prefix` the prefix of its id. Without `lossless`, responses are
-        marked lossless: false."""
+        """`kind` is the type of OpenAI's response object, `prefix` the prefix of its id. Without `lossless`, responses
+        are marked lossless: false."""
         self._ticket, self._replies, self._request = ticket, replies, request
         self.is_stream = bool(request.stream)
         self._with_each = bool(request.stream_options and request.stream_options.continuous_usage_stats)
@@ -149,7 +150,10 @@ class Exchange:
             while events := await self._ticket.read():
                 for event in events:
                     self._replies[event.index].take(event)
-            body = self._head | {"choices": [reply.choice(is_stream=False) for reply in self._replies], "usage": self._usage()}
+            body = self._head | {
+                "choices": [reply.choice(is_stream=False) for reply in self._replies],
+                "usage": self._usage(),
+            }
             if costs := [_lossy_cost(seq) for seq in self._sequences if seq.ledger]:
                 body["lossy"] = costs[0] if len(costs) == 1 else costs
             if self._request.return_metrics:
@@ -186,7 +190,9 @@ class Exchange:
         """Yield lists of a stream's chunks, one list for each batch of events."""
         options = self._request.stream_options
         with_usage = bool(options and options.include_usage)
-        head = self._head | {"object": self._head["object"] + (".chunk" if self._head["object"] == "chat.completion" else "")}
+        head = self._head | {
+            "object": self._head["object"] + (".chunk" if self._head["object"] == "chat.completion" else "")
+        }
         events = self._first
         while events:
             yield [chunk for event in events if (chunk := self._chunk(head, event, with_usage))]
@@ -272,14 +278,19 @@ class Exchange:
             "num_draft_tokens": rounds.num_drafted,
             "num_spec_tokens": max(drafted, default=0),
             "drafter": ", ".join(sorted({seq.drafter for seq in self._sequences})),
-            "rounds_by_source": {source: asdict(rounds_of) for source, rounds_of in Rounds.by_source(self._rounds).items()},
+            "rounds_by_source": {
+                source: asdict(rounds_of) for source, rounds_of in Rounds.by_source(self._rounds).items()
+            },
         }
         return {"speculative_decoding": figures}
 
 
 def _timings(seq: Sequence) -> dict[str, Any]:
     """Return the durations of an answer's phases in seconds; `first_token_s` is measured from arrival at the engine."""
-    stats, total_s = GenerationStats.of(seq), max(seq.timings.token_s, default=seq.timings.arrival_s) - seq.timings.arrival_s
+    stats, total_s = (
+        GenerationStats.of(seq),
+        max(seq.timings.token_s, default=seq.timings.arrival_s) - seq.timings.arrival_s,
+    )
     shown = ("queue_s", "prefill_s", "draft_s", "verify_s", "host_s", "plain_s", "num_plain")
     return {
         **{name: getattr(seq.timings, name) for name in shown},

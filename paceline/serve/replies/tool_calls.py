@@ -223,6 +223,7 @@ class CallParser:
             self._has_text |= bool(shown)
 
     def _num_safe(self) -> int:
-        """Return the number of held characters that are text: neither a partial tag nor white space that may precede one."""
+        """Return the number of held characters that are text: neither a partial tag nor white space that may precede
+        one."""
         size = len(self._held) - num_undecided(self._held, (OPEN,))
         return len(self._held[:size].rstrip(SPACE))

@@ -80,7 +80,8 @@ def asked_route(
     worker: EngineWorker,
     model: ModelInfo,
 ) -> Route | None:
-    """Return the route of a request: the drafter named in the header, or by the server's `route`. Raises RequestRefused."""
+    """Return the route of a request: the drafter named in the header, or by the server's `route`. Raises
+    RequestRefused."""
     name = drafter and drafter.strip()
     return chosen_route(name, model.drafters) if name else route_of(worker.config.route, body, http.headers, tag)
 

@@ -1,4 +1,5 @@
-"""Converts chat and text completion requests to jobs: SamplingParams with OpenAI's defaults and this server's limits."""
+"""Converts chat and text completion requests to jobs: SamplingParams with OpenAI's defaults and this server's
+limits."""
 
 from __future__ import annotations
 
@@ -99,15 +100,16 @@ def jobs_of(
     logprobs: int | None,
     grammar: tuple[str, GrammarSpec] | None,
 ) -> list[Job]:
-    """Return `n` jobs for each prompt, prompt after prompt. Without `max_tokens` the limit is `config.default_max_tokens` or
-    the rest of the context.
+    """Return `n` jobs for each prompt, prompt after prompt. Without `max_tokens` the limit is
+    `config.default_max_tokens` or the rest of the context.
 
     Raises RequestRefused for values that are invalid or beyond this server's limits.
     """
     field, spec = grammar or (None, None)
     if spec is not None and model.mocked:
         message = (
-            f"this server mocks acceptance ({model.mocked}), which looks at no token and so keeps to no grammar: leave out "
+            f"this server mocks acceptance ({model.mocked}), which looks at no token and so keeps to no grammar: "
+            "leave out "
             f"{', '.join(GRAMMAR_FIELDS)} and a forced tool_choice"
         )
         raise RequestRefused(message, param=field, code="mocked_acceptance")
@@ -117,7 +119,9 @@ def jobs_of(
     if n > config.max_n:
         raise RequestRefused(f"n must be at most {config.max_n} on this server, not {n}", param="n")
     if (request.seed or 0) + n > 2**63:
-        raise RequestRefused(f"seed: the seeds of {n} answers, one after the other, must stay below 2**63", param="seed")
+        raise RequestRefused(
+            f"seed: the seeds of {n} answers, one after the other, must stay below 2**63", param="seed"
+        )
     common, jobs = params_of(request, model.vocab_size, logprobs, spec), list[Job]()
     if common.lossy and not config.allow_lossy:
         raise RequestRefused(LOSSY_IS_OFF, param="lossy", code="lossy_not_allowed", status=403)
@@ -158,7 +162,11 @@ def params_of(request: Sampling, vocab_size: int, logprobs: int | None, grammar:
             logprobs=None if logprobs is None else min(logprobs, vocab_size),
             grammar=grammar,
             lossy=_lossy(request.lossy),
-            max_drafted=0 if request.speculate == "off" else request.speculate if isinstance(request.speculate, int) else None,
+            max_drafted=0
+            if request.speculate == "off"
+            else request.speculate
+            if isinstance(request.speculate, int)
+            else None,
             **request.model_dump(include=SAME if request.top_p else SAME - {"top_p"}, exclude_none=True),
         )
     except PacelineError as error:
@@ -181,7 +189,8 @@ def _texts(field: str, texts: list[str] | None) -> tuple[str, ...]:
 
 
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
-    """Parse the token ids. Keys must be plain decimal numbers: int() would also accept " 5", "+5", "1_0" and other digits."""
+    """Parse the token ids. Keys must be plain decimal numbers: int() would also accept " 5", "+5", "1_0" and other
+    digits."""
     wrong = next((token for token in bias or {} if not TOKEN_KEY.fullmatch(token)), None)
     if wrong is not None:
         message = f'logit_bias names tokens by their number, as in {{"42": -1}}: {wrong!r:.40} is none'

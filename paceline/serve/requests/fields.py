@@ -1,7 +1,7 @@
 """Unsupported request fields of OpenAI's, vLLM's and llama.cpp's servers: which are ignored, which are rejected.
 
-`protocol.py` defines the supported fields. Fields in `UNUSED` are ignored (docs/reference/http-api.md lists them). Fields in
-`REFUSED` and unknown fields get status 400, unless their value requests the default behaviour.
+`protocol.py` defines the supported fields. Fields in `UNUSED` are ignored (docs/reference/http-api.md lists them).
+Fields in `REFUSED` and unknown fields get status 400, unless their value requests the default behaviour.
 """
 
 from __future__ import annotations
@@ -156,7 +156,12 @@ CHAT_REFUSED = REFUSED | {"echo": Refused("use continue_final_message", OFF)}
 """Rejected fields of /v1/chat/completions."""
 TEXT_REFUSED = REFUSED | {
     name: Refused("only chats have it: use /v1/chat/completions", neutral)
-    for name, neutral in {"messages": ([],), "tools": ([],), "tool_choice": ("none", "auto"), "top_logprobs": ()}.items()
+    for name, neutral in {
+        "messages": ([],),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "top_logprobs": (),
+    }.items()
 }
 TOKENIZE_REFUSED = {name: REFUSED[name] for name in ("chat_template", "media_io_kwargs", "mm_processor_kwargs")}
 ALL_TOOLS = Refused("all tools go into the prompt", OFF)
@@ -200,7 +205,8 @@ def why_refused(
 ) -> str:
     """Return the error message for an unsupported field.
 
-    `path`: names of the enclosing objects and the field; `refused`: table of the endpoint; `nested`: tables of its objects;
+    `path`: names of the enclosing objects and the field; `refused`: table of the endpoint; `nested`: tables of its
+    objects;
     `known`: names for suggestions; `endpoints`: endpoints that support the field.
     """
     *parents, name = path

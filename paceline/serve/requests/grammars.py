@@ -14,8 +14,8 @@ GRAMMAR_FIELDS = ("response_format", "structured_outputs", "guided_json", "guide
 
 
 def grammar_of(request: Sampling) -> tuple[str, GrammarSpec] | None:
-    """Return the field with the grammar and the grammar, or None. Raises RequestRefused for two such fields or an incomplete
-    one."""
+    """Return the field with the grammar and the grammar, or None. Raises RequestRefused for two such fields or an
+    incomplete one."""
     specs = {
         "response_format": _format(request.response_format),
         "structured_outputs": _structured(request.structured_outputs),
@@ -54,14 +54,18 @@ def _structured(outputs: StructuredOutputs | None) -> GrammarSpec | None:
     ]
     given = [spec for spec in specs if spec]
     if len(given) != 1:
-        raise RequestRefused("structured_outputs needs one of json, regex, choice, json_object", param="structured_outputs")
+        raise RequestRefused(
+            "structured_outputs needs one of json, regex, choice, json_object", param="structured_outputs"
+        )
     return given[0]
 
 
 def _format(form: ResponseFormat | None) -> GrammarSpec | None:
     if form is None:
         return None
-    takes = {"text": (), "json_object": ("schema_",), "json_schema": ("json_schema", "schema_"), "regex": ("regex",)}[form.type]
+    takes = {"text": (), "json_object": ("schema_",), "json_schema": ("json_schema", "schema_"), "regex": ("regex",)}[
+        form.type
+    ]
     given = [name for name in ("json_schema", "schema_", "regex") if getattr(form, name) is not None]
     names = [name.rstrip("_") for name in given]
     if wrong := next((name for name in given if name not in takes), None):
@@ -70,7 +74,9 @@ def _format(form: ResponseFormat | None) -> GrammarSpec | None:
     if len(given) > 1:
         raise RequestRefused(f"response_format needs one of {' and '.join(names)}, not both", param="response_format")
     if form.type in ("json_schema", "regex") and not given:
-        raise RequestRefused(f'response_format of type "{form.type}" needs the field {form.type}', param="response_format")
+        raise RequestRefused(
+            f'response_format of type "{form.type}" needs the field {form.type}', param="response_format"
+        )
     if form.regex is not None:
         return GrammarSpec("regex", form.regex)
     if form.json_schema is not None:

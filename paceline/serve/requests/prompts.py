@@ -44,12 +44,16 @@ def _texts(request: ChatRequest) -> Iterator[str]:
     for place, message in enumerate(request.messages):
         yield text_of(message, f"messages[{place}]")
         sent = message.as_sent()
-        yield from (text for name in ("reasoning_content", "reasoning", "refusal") if isinstance(text := sent.get(name), str))
+        yield from (
+            text for name in ("reasoning_content", "reasoning", "refusal") if isinstance(text := sent.get(name), str)
+        )
         yield from (compact(sent[name]) for name in ("tool_calls", "function_call") if sent.get(name))
     yield from (compact(value) for value in (plain_tools(tools_of(request)), request.documents) if value)
 
 
-def encode_request(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, clock: Clock | None = None) -> list[int]:
+def encode_request(
+    request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, clock: Clock | None = None
+) -> list[int]:
     """Return the token ids of a request's conversation, with the tools and variables of its fields."""
     variables = dict(request.chat_template_kwargs or {})
     for name in TEMPLATE_FIELDS:
@@ -81,7 +85,8 @@ def encode_chat(
     clock: Clock | None = None,
     **options: bool,
 ) -> list[int]:
-    """Return the token ids of a conversation (`options` as in `chat_text`); `clock` measures the template and the tokenizer.
+    """Return the token ids of a conversation (`options` as in `chat_text`); `clock` measures the template and the
+    tokenizer.
 
     Raises RequestRefused for malformed messages, or if the template rejects them."""
     clock = clock or Clock()

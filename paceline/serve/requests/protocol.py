@@ -1,7 +1,7 @@
 """Request and response models of OpenAI's API. `fields.py` lists unsupported fields.
 
-Limits are OpenAI's where it has them; others allow any sensible request and keep logits in the range of float32. `/docs` shows
-the descriptions.
+Limits are OpenAI's where it has them; others allow any sensible request and keep logits in the range of float32.
+`/docs` shows the descriptions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ Flag = Annotated[bool, Field(strict=True)]
 class Closed(BaseModel):
     """Base of all request models. Rejects unknown fields, NaN and infinities."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
+    )
     refused: ClassVar[dict[str, Refused]] = {}
     """Unsupported fields with advice for the error message."""
     unused: ClassVar[dict[str, str]] = {}
@@ -91,7 +93,9 @@ class CalledFunction(Closed):
     unused: ClassVar[dict[str, str]] = fields.NESTED_UNUSED["tool_calls.function"]
 
     name: str
-    arguments: str | dict[str, Any] | None = Field("{}", description="A JSON object, or its text; empty and null are {}.")
+    arguments: str | dict[str, Any] | None = Field(
+        "{}", description="A JSON object, or its text; empty and null are {}."
+    )
 
 
 class Tool(Closed):
@@ -134,14 +138,18 @@ class Message(Closed):
 
     unused: ClassVar[dict[str, str]] = fields.NESTED_UNUSED["messages"]
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(description="Author of the message.")
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
+        description="Author of the message."
+    )
     content: SkipValidation[str | list[ContentPart] | None] = Field(
         None, description="Text, or a list of text parts, which are joined by line breaks."
     )
     name: SkipValidation[str | None] = Field(None, description="Name of the author, for chat templates that use it.")
     tool_calls: SkipValidation[list[ToolCall] | None] = Field(None, description="assistant: its tool calls.")
     tool_call_id: SkipValidation[str | None] = Field(None, description="tool: id of the call that it answers.")
-    reasoning_content: SkipValidation[str | None] = Field(None, description="assistant: its reasoning, for the template.")
+    reasoning_content: SkipValidation[str | None] = Field(
+        None, description="assistant: its reasoning, for the template."
+    )
     reasoning: SkipValidation[str | None] = Field(None, description="Same as reasoning_content.")
     function_call: SkipValidation[CalledFunction | None] = Field(None, description="Older form of tool_calls.")
     refusal: SkipValidation[str | None] = Field(None, description="Replaces a content that is null.")
@@ -170,17 +178,28 @@ class Sampling(Closed):
     max_tokens: Int | None = Field(None, ge=1)
     """Longest answer, in tokens [default: --default-max-tokens of the server for chats, 16 for text completions]."""
     temperature: Float | None = Field(None, ge=0, le=2, description="Default 1.0, as in OpenAI's API; 0 is greedy.")
-    top_p: Float | None = Field(None, ge=0, le=1, description="Keep the most probable tokens with this total probability.")
+    top_p: Float | None = Field(
+        None, ge=0, le=1, description="Keep the most probable tokens with this total probability."
+    )
     top_k: Int | None = Field(None, ge=-1, description="Keep this many of the most probable tokens; 0 and -1 keep all.")
-    min_p: Float | None = Field(None, ge=0, le=1, description="Keep tokens with at least min_p times the top probability.")
+    min_p: Float | None = Field(
+        None, ge=0, le=1, description="Keep tokens with at least min_p times the top probability."
+    )
     presence_penalty: Float | None = Field(None, ge=-100, le=100, description="Subtract once for tokens in the answer.")
-    frequency_penalty: Float | None = Field(None, ge=-100, le=100, description="Subtract once per occurrence in the answer.")
+    frequency_penalty: Float | None = Field(
+        None, ge=-100, le=100, description="Subtract once per occurrence in the answer."
+    )
     repetition_penalty: Float | None = Field(
-        None, ge=0.01, le=100, description="Divide positive (multiply negative) logits of tokens in prompt or answer; 1 is off."
+        None,
+        ge=0.01,
+        le=100,
+        description="Divide positive (multiply negative) logits of tokens in prompt or answer; 1 is off.",
     )
     logit_bias: dict[str, Annotated[Float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
     """Token id, as text -> value added to its logit; -100 forbids the token."""
-    min_tokens: Int | None = Field(None, ge=0, description="Ignore end tokens and stop strings before this many tokens.")
+    min_tokens: Int | None = Field(
+        None, ge=0, description="Ignore end tokens and stop strings before this many tokens."
+    )
     bad_words: Annotated[list[str], Field(max_length=64)] | None = None
     """Forbidden words, as the tokens that encode them at the beginning of a text or after a space."""
     skip_special_tokens: Flag | None = Field(True, description="false: special tokens are part of the text.")
@@ -195,17 +214,18 @@ class Sampling(Closed):
     """off decodes plainly; a number limits the drafted tokens per round; auto and full leave it to the server."""
     lossy: str | dict[str, str | Float] | None = None
     """NOT lossless, and only if the server allows it: a rule that accepts drafts which the model would reject, such as
-    "typical:eps=0.09,delta=0.3" or {"rule": "lenience", "l": 0.5, "max_tv": 0.02}. The answer reports lossless: false and
-    the cost of the rule."""
+    "typical:eps=0.09,delta=0.3" or {"rule": "lenience", "l": 0.5, "max_tv": 0.02}. The answer reports lossless: false
+    and the cost of the rule."""
     return_metrics: Flag | None = False
-    """Adds `metrics.speculative_decoding`: mean_acceptance_length, draft_acceptance_rate, acceptance_histogram, drafter, and
-    rounds_by_source with the figures of each draft source."""
+    """Adds `metrics.speculative_decoding`: mean_acceptance_length, draft_acceptance_rate, acceptance_histogram,
+    drafter, and rounds_by_source with the figures of each draft source."""
     return_token_ids: Flag | None = False
     """Adds `token_ids` to each choice, and `prompt_token_ids`, as in vLLM."""
     return_timings: Flag | None = False
     """Adds `timings` to the answer or its last chunk: seconds of each phase in the server, which add up to total_s."""
     paceline_timings: Flag | None = False
-    """Adds a `paceline` field with the time of each phase; when streaming, also which tokens of each chunk were drafted."""
+    """Adds a `paceline` field with the time of each phase; when streaming, also which tokens of each chunk were
+    drafted."""
 
 
 class ChatRequest(Sampling):
@@ -214,14 +234,18 @@ class ChatRequest(Sampling):
     messages: list[Message] = Field(min_length=1, description="The conversation so far, the question last.")
     max_completion_tokens: Int | None = Field(None, ge=1, description="Newer name of max_tokens.")
     logprobs: Flag | None = Field(False, description="Return each token's log-probability.")
-    top_logprobs: Int | None = Field(None, ge=0, le=20, description="Number of alternatives per token; requires logprobs.")
+    top_logprobs: Int | None = Field(
+        None, ge=0, le=20, description="Number of alternatives per token; requires logprobs."
+    )
     tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     """auto lets the model decide; required, or a function's name, forces a call."""
     parallel_tool_calls: Flag | None = Field(True, description="false: an answer has at most one call.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the model's chat template.")
     reasoning_effort: str | None = Field(None, description="Passed to the chat template, which must use it.")
-    documents: list[dict[str, Any]] | None = Field(None, description="Passed to the chat template, which must use them.")
+    documents: list[dict[str, Any]] | None = Field(
+        None, description="Passed to the chat template, which must use them."
+    )
     add_generation_prompt: Flag | None = Field(None, description="false: the prompt ends with the last message.")
     continue_final_message: Flag | None = Field(None, description="The answer continues the last message's text.")
     add_special_tokens: Literal[False] | None = Field(None, description="The template adds special tokens.")
@@ -230,10 +254,16 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     refused: ClassVar[dict[str, Refused]] = fields.TEXT_REFUSED
 
-    prompt: str | list[str] | list[Int] | list[list[Int]] = Field(description="A text or its token ids, or several of them.")
-    logprobs: Int | None = Field(None, ge=0, le=20, description="Return log-probabilities, with this many alternatives.")
+    prompt: str | list[str] | list[Int] | list[list[Int]] = Field(
+        description="A text or its token ids, or several of them."
+    )
+    logprobs: Int | None = Field(
+        None, ge=0, le=20, description="Return log-probabilities, with this many alternatives."
+    )
     echo: Flag | None = Field(False, description="Put the prompt before the answer; with logprobs, score it too.")
-    add_special_tokens: Flag | None = Field(True, description="Add the special tokens that the model expects around a text.")
+    add_special_tokens: Flag | None = Field(
+        True, description="Add the special tokens that the model expects around a text."
+    )
     suffix: str | None = Field(None, description="Not supported.")
     best_of: Int | None = Field(None, description="Must equal n: answers are not ranked.")
 
@@ -247,7 +277,8 @@ class TokenizeRequest(Closed):
     prompt: str | None = Field(None, description="A text.")
     messages: list[Message] | None = Field(None, description="A conversation, instead of a text.")
     add_special_tokens: Flag | None = None
-    """Add the special tokens that the model expects around a text [default: true for a text; a chat template adds them]."""
+    """Add the special tokens that the model expects around a text [default: true for a text; a chat template adds
+    them]."""
     tools: list[Tool] | None = Field(None, description="As in a chat.")
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = Field(None, description="As in a chat.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="As in a chat.")
@@ -275,7 +306,9 @@ class DetokenizeAnswer(BaseModel):
 
 
 class LoadRequest(Closed):
-    drafter: str = Field(min_length=1, max_length=4096, description="A folder on the server, a hub id, or a drafter's name.")
+    drafter: str = Field(
+        min_length=1, max_length=4096, description="A folder on the server, a hub id, or a drafter's name."
+    )
 
 
 class ErrorBody(BaseModel):

@@ -25,8 +25,11 @@ def chosen_route(name: str, drafters: Sequence[str]) -> Route:
     return Route(name)
 
 
-def route_of(how: str, body: ChatRequest | CompletionRequest, headers: Mapping[str, str], tag: str | None) -> Route | None:
-    """Return the route by `how` (`ServeConfig.route`); None, which selects the first drafter, if tag or header is missing."""
+def route_of(
+    how: str, body: ChatRequest | CompletionRequest, headers: Mapping[str, str], tag: str | None
+) -> Route | None:
+    """Return the route by `how` (`ServeConfig.route`); None, which selects the first drafter, if tag or header is
+    missing."""
     if how != AUTO:
         name = tag if how == TAG else headers.get(how.partition(":")[2])
         return Route(name.strip()) if name else None

@@ -16,7 +16,9 @@ def tools_of(request: ChatRequest | TokenizeRequest) -> list[Tool]:
     """Return the tools that the answer may call. Raises RequestRefused if tool_choice names an unknown tool."""
     tools, choice = request.tools or [], request.tool_choice
     if isinstance(choice, ChosenTool) and choice.function.name not in {tool.function.name for tool in tools}:
-        raise RequestRefused(f"tool_choice names {choice.function.name!r}, which is not among the tools", param="tool_choice")
+        raise RequestRefused(
+            f"tool_choice names {choice.function.name!r}, which is not among the tools", param="tool_choice"
+        )
     if choice == "required" and not tools:
         raise RequestRefused("tool_choice is required, but there are no tools", param="tool_choice")
     return [] if choice == "none" else tools

@@ -1,7 +1,7 @@
 """Loads and unloads drafters while the server answers.
 
-A drafter is read in a thread, tested on a trial request, and swapped in between two rounds. A rejected drafter changes nothing.
-Running requests keep their drafter.
+A drafter is read in a thread, tested on a trial request, and swapped in between two rounds. A rejected drafter changes
+nothing. Running requests keep their drafter.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class Drafters:
         return next(row for row in await self.table() if row["name"] == name)
 
     async def _call(self, function: Any) -> Any:
-        """Call `function` in the engine's thread. Raises ApiError if the server is not ready or has no pool of drafters."""
+        """Call `function` in the engine's thread. Raises ApiError if the server is not ready or has no pool of
+        drafters."""
         self._worker.serving()
 
         def checked(model: Any) -> Any:
@@ -170,7 +171,8 @@ class Drafters:
 
 
 def _read(model: Any, name: str) -> Any:
-    """Load a drafter and bind it to the target. Raises PacelineError, MemoryBudgetError if there is too little memory."""
+    """Load a drafter and bind it to the target. Raises PacelineError, MemoryBudgetError if there is too little
+    memory."""
     try:
         drafter = model.make_drafter(name, num_drafted=model.config.num_drafted)
         drafter.keep_weights()
@@ -226,7 +228,8 @@ def _clusters(model: Any) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _refusing(status: int = 400) -> Iterator[None]:
-    """Convert PacelineErrors to ApiErrors. Too little memory has its own code, because it is not the drafter's fault."""
+    """Convert PacelineErrors to ApiErrors. Too little memory has its own code, because it is not the drafter's
+    fault."""
     try:
         yield
     except MemoryBudgetError as error:

@@ -34,7 +34,8 @@ class Target(Protocol):
 
 
 class Requests(Protocol):
-    """Requests in the engine: `waiting` without a cache row, `prefilling` with an incomplete prompt, `running` ones decode."""
+    """Requests in the engine: `waiting` without a cache row, `prefilling` with an incomplete prompt, `running` ones
+    decode."""
 
     @property
     def waiting(self) -> Collection[Sequence]: ...
@@ -52,7 +53,8 @@ class Engine(Protocol):
     read: tuple[int, float]
     """Prompt tokens prefilled by the latest step, and the seconds spent on them; (0, 0.0) if unknown."""
     grammars: Any
-    """Grammar compiler, whose `compile` becomes `ModelInfo.compile`. A restarted engine takes over the previous one's."""
+    """Grammar compiler, whose `compile` becomes `ModelInfo.compile`. A restarted engine takes over the previous
+    one's."""
 
     @property
     def scheduler(self) -> Requests: ...
@@ -63,7 +65,9 @@ class Engine(Protocol):
     @property
     def has_work(self) -> bool: ...
 
-    def add(self, prompt_ids: list[int], params: SamplingParams, constraint: Constraint | None, route: Route | None, /) -> int:
+    def add(
+        self, prompt_ids: list[int], params: SamplingParams, constraint: Constraint | None, route: Route | None, /
+    ) -> int:
         """Queue a request; returns its id. `route` selects one of several drafters.
 
         Raises PacelineError on invalid input, without side effects."""
@@ -73,8 +77,8 @@ class Engine(Protocol):
         """Drop a request; returns its sequence, or None if it is finished or unknown."""
 
     def step(self) -> list[Chunk]:
-        """Run one step; returns the new tokens of each request. A failed request gets a chunk with finish_reason "error" and
-        `sequence.error`; an exception means that the engine is unusable."""
+        """Run one step; returns the new tokens of each request. A failed request gets a chunk with finish_reason
+        "error" and `sequence.error`; an exception means that the engine is unusable."""
         ...
 
     def check_integrity(self) -> None:
@@ -120,7 +124,8 @@ class ModelInfo:
     drafter: str
     """Names of all drafters, joined by commas."""
     compile: Callable[[GrammarSpec], Constraint]
-    """Compiles a grammar to the initial state for one answer; thread-safe. Raises SamplingError for unsupported grammars."""
+    """Compiles a grammar to the initial state for one answer; thread-safe. Raises SamplingError for unsupported
+    grammars."""
     mocked: str = ""
     """Description of the mocked acceptance; empty if acceptance is not mocked."""
     drafters: tuple[str, ...] = ()

@@ -2,8 +2,8 @@
 
     engine = mocked_engine(EngineConfig(model="Qwen3-0.6B"), "survival:.77,.57,.42", scratch)
 
-Models with a config but without weights get random weights. Everything else is real: HTTP, queue, tokenizer, prefill, drafting,
-verification, cache, detokenisation. No answer is lossless.
+Models with a config but without weights get random weights. Everything else is real: HTTP, queue, tokenizer, prefill,
+drafting, verification, cache, detokenisation. No answer is lossless.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from paceline.types import LOOKUP, NONE
 
 CURVE = "survival:"
 REMEDY = (
-    "give the mean tokens kept a round, such as 4, a survival curve such as .8,.6,.4, or a file: a JSON list of its shares, or "
+    "give the mean tokens kept a round, such as 4, a survival curve such as .8,.6,.4, or a file: a JSON list of its "
+    "shares, or "
     "whatever --acceptance of simulate reads; for trees marginals: greedy, sampled, or a JSON file that has some"
 )
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
@@ -40,9 +41,9 @@ Mock = float | tuple[float, ...] | Marginals
 def read_mock(text: str) -> Mock:
     """Parse --mock. Raises ConfigError.
 
-    Tokens per round must be 1 or more. A survival curve is written .8,.6,.4 or survival:.8,.6,.4, or read from a file: a JSON
-    list, an object with a list "survival", or a run, trace or log that `paceline simulate --acceptance` accepts. Marginals are
-    built-in ones, or a JSON file with a list of lists or an object with "marginals".
+    Tokens per round must be 1 or more. A survival curve is written .8,.6,.4 or survival:.8,.6,.4, or read from a file:
+    a JSON list, an object with a list "survival", or a run, trace or log that `paceline simulate --acceptance` accepts.
+    Marginals are built-in ones, or a JSON file with a list of lists or an object with "marginals".
     """
     path = Path(text).expanduser()
     if text in built_in():
@@ -53,7 +54,9 @@ def read_mock(text: str) -> Mock:
         values = [float(part) for part in text.removeprefix(CURVE).split(",")]
     if len(values) == 1 and not text.startswith(CURVE):
         if not (math.isfinite(values[0]) and values[0] >= 1):
-            raise ConfigError(f"--mock {text} counts the target's own token of every round, so it is 1 or more: {REMEDY}")
+            raise ConfigError(
+                f"--mock {text} counts the target's own token of every round, so it is 1 or more: {REMEDY}"
+            )
         return values[0]
     return _checked(values)
 
@@ -101,13 +104,18 @@ def mocked_engine(engine: EngineConfig, mock: str, scratch: Path) -> EngineConfi
             raise UnsupportedModelError(f"{path} is no JSON object: give the model's config.json")
         name = path.absolute().parent.name if path.name == "config.json" else path.stem
         return _with_config(engine, config, scratch / name)
-    if path.is_file() or engine.model in hub.BUILTINS or (hub.HUB_ID.fullmatch(engine.model) and engine.weights != "random"):
+    if (
+        path.is_file()
+        or engine.model in hub.BUILTINS
+        or (hub.HUB_ID.fullmatch(engine.model) and engine.weights != "random")
+    ):
         return engine
     return _with_config(engine, catalogue.config_of(engine.model), scratch / Path(engine.model).name)
 
 
 def _with_config(engine: EngineConfig, config: dict[str, Any], folder: Path) -> EngineConfig:
-    """Write the config to `folder`, with `architectures`, which the catalogue omits; returns settings for random weights."""
+    """Write the config to `folder`, with `architectures`, which the catalogue omits; returns settings for random
+    weights."""
     by_family = {entry["family"]: architecture for architecture, entry in FAMILIES.items()}
     if "architectures" not in config and config.get("model_type") in by_family:
         config = {"architectures": [by_family[config["model_type"]]], **config}
@@ -123,7 +131,8 @@ def mocked_drafter(name: str, model: str, most_accepted: float) -> str:
         return name if shipped.local(model) else "random-dflash"
     if name == LOOKUP or (name == NONE and most_accepted > 1):
         raise ConfigError(
-            f"--drafter {name} does not draft in every round, so nothing could be kept as --mock says: leave --drafter out, or "
+            f"--drafter {name} does not draft in every round, so nothing could be kept as --mock says: leave "
+            "--drafter out, or "
             "give a checkpoint or random-dflash"
         )
     return name
@@ -136,5 +145,6 @@ def check_yield(mock: Mock, num_drafted: int) -> None:
     if most > num_drafted + 1:
         what = f"a curve of {most - 1} drafts" if isinstance(mock, tuple) else f"{mock:g} tokens a round"
         raise ConfigError(
-            f"--mock asks for {what}, and the drafter drafts {num_drafted}: ask for less, or raise --num-drafted and the block"
+            f"--mock asks for {what}, and the drafter drafts {num_drafted}: ask for less, or raise --num-drafted and "
+            "the block"
         )

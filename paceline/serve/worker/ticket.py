@@ -63,7 +63,8 @@ class Ticket:
         self._arrived = asyncio.Event()
 
     async def read(self) -> list[Event]:
-        """Wait for new events and return them; an empty list after the last one. Raises the error that ended the request."""
+        """Wait for new events and return them; an empty list after the last one. Raises the error that ended the
+        request."""
         while not self._events:
             if self._error:
                 raise self._error
@@ -95,10 +96,11 @@ Addressed = tuple[Ticket, Event | Exception]
 
 
 class Outbox:
-    """Passes events from the engine's thread to the event loop, batching several rounds, since waking the loop costs CPU time.
+    """Passes events from the engine's thread to the event loop, batching several rounds, since waking the loop costs
+    CPU time.
 
-    First tokens, ends and errors are delivered at once. Other events are delivered when waiting for the next round would exceed
-    the interval, so slow rounds are delivered one by one.
+    First tokens, ends and errors are delivered at once. Other events are delivered when waiting for the next round
+    would exceed the interval, so slow rounds are delivered one by one.
     """
 
     def __init__(self, deliver: Callable[[list[Addressed]], None], interval_s: float) -> None:

@@ -1,9 +1,9 @@
 """Runs the engine in its own thread and connects it to the event loop.
 
-Requests are passed as commands through a queue (`Inbox`); events of several steps are batched into one call of the event loop
-(`Outbox`). Neither side waits for the other: the engine sleeps only without work. A failed request gets its own error. An
-exception of a step ends all running answers with engine_crashed; the engine is then rebuilt with the same drafters, and
-continues with the waiting requests.
+Requests are passed as commands through a queue (`Inbox`); events of several steps are batched into one call of the
+event loop (`Outbox`). Neither side waits for the other: the engine sleeps only without work. A failed request gets its
+own error. An exception of a step ends all running answers with engine_crashed; the engine is then rebuilt with the same
+drafters, and continues with the waiting requests.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ MAX_TAG = 128
 MAX_LOADS = 3
 """Tries to rebuild the engine after a crash before the worker gives up."""
 STEADY_SECONDS = 10.0
-"""An engine that crashes after more seconds than this is rebuilt with the loaded weights; otherwise the model is reloaded."""
+"""An engine that crashes after more seconds than this is rebuilt with the loaded weights; otherwise the model is
+reloaded."""
 log = logging.getLogger("paceline.serve")
 
 
@@ -73,8 +74,8 @@ class EngineWorker(Generic[M]):
         *,
         warm_up: Callable[[M], None] | None = None,
     ) -> None:
-        """`factory` loads the model in the engine's thread, at the start and after an early crash; `warm_up` is called with
-        each new engine before its first request."""
+        """`factory` loads the model in the engine's thread, at the start and after an early crash; `warm_up` is called
+        with each new engine before its first request."""
         self.config, self.metrics = config, metrics
         self.state: State = "loading"
         self.info: ModelInfo | None = None
@@ -155,7 +156,8 @@ class EngineWorker(Generic[M]):
         self._inbox.post(partial(self._drop, ticket, ApiError.known("aborted")))
 
     async def call(self, function: Callable[[M], Any]) -> Any:
-        """Run a function in the engine's thread between two steps. Raises its error, or ApiError if the thread ends first."""
+        """Run a function in the engine's thread between two steps. Raises its error, or ApiError if the thread ends
+        first."""
 
         def run() -> Any:
             assert self._model is not None
@@ -231,7 +233,8 @@ class EngineWorker(Generic[M]):
                 self._on_loop(self._has_started.set)
 
     def _serve_on(self) -> Exception | None:
-        """Load the model and serve, again after each crash, until the inbox is stopped; returns the error that ended it."""
+        """Load the model and serve, again after each crash, until the inbox is stopped; returns the error that ended
+        it."""
         steady: M | None = None
         swapped: Any = None
         failures = 0

@@ -1,10 +1,11 @@
-"""Fits the roofline's factors and overheads to measured step times, and measures the prediction error on held-out sizes.
+"""Fits the roofline's factors and overheads to measured step times, and measures the prediction error on held-out
+sizes.
 
     paceline bench steps --drafter random-dflash --out runs/steps
     paceline simulate --calibrate runs/steps            ->  runs/steps/calibration.json
 
-For a given ratio of reading to computing the fit is linear: non-negative least squares. The ratio is searched. Errors are
-relative, so that small passes weigh as much as large ones.
+For a given ratio of reading to computing the fit is linear: non-negative least squares. The ratio is searched. Errors
+are relative, so that small passes weigh as much as large ones.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from paceline.simulate.config import CostsConfig
 from paceline.simulate.costs import catalogue
 from paceline.simulate.costs.catalogue import shape_of
 from paceline.simulate.costs.roofline import Deployment, distinct_experts, works_of
-from paceline.simulate.costs.rounds import Calibration, DraftFit, PassFit, RooflineCosts, TimeTable, read_steps, table_of
+from paceline.simulate.costs.rounds import (
+    Calibration,
+    DraftFit,
+    PassFit,
+    RooflineCosts,
+    TimeTable,
+    read_steps,
+    table_of,
+)
 from paceline.simulate.costs.shapes import FORMATS, ModelShape, Precisions
 
 HELD_OUT = 3
@@ -115,8 +124,8 @@ def calibrate(config: CostsConfig, paths: Sequence[Path]) -> Fitted:
 def locality_of(steps: Steps, shape: ModelShape) -> float:
     """Returns the expert locality that best fits the counted experts (relative errors); 0 without counts.
 
-    Positions of random weights share more experts than those of text, so measured times are fitted with the experts actually
-    read.
+    Positions of random weights share more experts than those of text, so measured times are fitted with the experts
+    actually read.
     """
     experts = shape.experts
     if not experts or not steps.experts:
@@ -124,7 +133,10 @@ def locality_of(steps: Steps, shape: ModelShape) -> float:
     routed, chosen = experts.num_routed, experts.per_token
 
     def error(locality: float) -> float:
-        read = [distinct_experts(routed, chosen, batch, width, locality) / counted for batch, width, counted in steps.experts]
+        read = [
+            distinct_experts(routed, chosen, batch, width, locality) / counted
+            for batch, width, counted in steps.experts
+        ]
         return sum((each - 1) ** 2 for each in read)
 
     return min((step / 1000 for step in range(1001)), key=error)
@@ -142,7 +154,8 @@ def _measured_shape(config: CostsConfig, steps: dict[str, Any]) -> ModelShape:
 
 
 def steps_of(files: Sequence[dict[str, Any]]) -> Steps:
-    """Combines the measurements of several files. Raises ConfigError for invalid times, and if there are too few to fit."""
+    """Combines the measurements of several files. Raises ConfigError for invalid times, and if there are too few to
+    fit."""
     for steps in files:
         table_of(steps)  # refuses values that are no times
         if steps.get("rounds"):
@@ -156,9 +169,13 @@ def steps_of(files: Sequence[dict[str, Any]]) -> Steps:
         for kind in ("verify", "draft", "rounds")
     )
     if len({each.size for each in verify}) < FEWEST:
-        raise ConfigError(f"a calibration needs the times of at least {FEWEST} sizes: run paceline bench steps with more")
+        raise ConfigError(
+            f"a calibration needs the times of at least {FEWEST} sizes: run paceline bench steps with more"
+        )
     host_s = statistics.median(float(steps.get("host_s") or 0.0) for steps in files)
-    experts = [point for steps in files if steps.get("experts") for point in TimeTable.points(steps["experts"], "experts")]
+    experts = [
+        point for steps in files if steps.get("experts") for point in TimeTable.points(steps["experts"], "experts")
+    ]
     return Steps(
         verify, draft, rounds, host_s, str(files[0].get("model", "")), str(files[0].get("drafter", "")), tuple(experts)
     )
@@ -172,7 +189,8 @@ def machine_of(steps: dict[str, Any]) -> Machine | None:
 
 
 def precisions_of(steps: dict[str, Any], known: Precisions) -> Precisions:
-    """Returns the measured precisions: weights as stored (a GGUF file's first block format), the rest in the run's dtype."""
+    """Returns the measured precisions: weights as stored (a GGUF file's first block format), the rest in the run's
+    dtype."""
     dtype, stored = str(steps.get("dtype", "")), str(steps.get("weight_format", "")).partition("+")[0].lower()
     rest = dtype if dtype in FORMATS else known.kv
     weights = stored if stored in FORMATS else rest
@@ -213,16 +231,20 @@ def _part_seconds(each: Observation, shape: ModelShape, deployment: Deployment) 
 
 
 def reached(costs: RooflineCosts, context: float) -> tuple[float, float]:
-    """Returns the share of the machine's bandwidth reached by a pass of one position, and of its arithmetic between passes of
-    64 and 128 positions.
+    """Returns the share of the machine's bandwidth reached by a pass of one position, and of its arithmetic between
+    passes of 64 and 128 positions.
 
-    Fixed costs of a pass lower the first share, costs per position the second. The fitted factors alone are ambiguous, since
-    sizes of one model seldom separate such overheads from slower reading or computing.
+    Fixed costs of a pass lower the first share, costs per position the second. The fitted factors alone are ambiguous,
+    since sizes of one model seldom separate such overheads from slower reading or computing.
     """
 
     def at(positions: float) -> tuple[float, float, float]:
         parts = _part_seconds(Observation(1, positions, context, 0.0), costs.shape, costs.deployment)
-        return sum(read for read, _ in parts), sum(compute for _, compute in parts), costs.verify_s(1, positions, context)
+        return (
+            sum(read for read, _ in parts),
+            sum(compute for _, compute in parts),
+            costs.verify_s(1, positions, context),
+        )
 
     read_s, _, plain_s = at(1)
     (_, compute_64, pass_64), (_, compute_128, pass_128) = at(64), at(128)
@@ -258,10 +280,12 @@ def _relative(columns: np.ndarray, times: list[Observation]) -> tuple[float, np.
 
 
 def nnls(columns: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Returns the x >= 0 that minimises |columns @ x - wanted|. `columns`: [n, k] with a small k; `wanted`: [n]; returns [k].
+    """Returns the x >= 0 that minimises |columns @ x - wanted|. `columns`: [n, k] with a small k; `wanted`: [n];
+    returns [k].
 
-    It is the best over all subsets of columns whose own least squares have no negative term (Lawson and Hanson, "Solving Least
-    Squares Problems", 1974, chapter 23). Columns are scaled to unit length first, so that seconds and counts weigh alike.
+    It is the best over all subsets of columns whose own least squares have no negative term (Lawson and Hanson,
+    "Solving Least Squares Problems", 1974, chapter 23). Columns are scaled to unit length first, so that seconds and
+    counts weigh alike.
     """
     lengths = np.linalg.norm(columns, axis=0)
     scale = np.where(lengths > 0, lengths, 1.0)
@@ -278,7 +302,8 @@ def nnls(columns: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def _searched(solve: Callable[[float], tuple[float, np.ndarray]]) -> float:
-    """Returns the value with the smallest error over twelve powers of ten: a grid, then finer grids around the best value."""
+    """Returns the value with the smallest error over twelve powers of ten: a grid, then finer grids around the best
+    value."""
     low, high, count = -6.0, 6.0, 121
     best = 0.0
     for _ in range(8):

@@ -1,11 +1,13 @@
-"""Catalogue of machines (machines.json) and models: JSON files in `catalogue/`, one per family; reads any config.json too.
+"""Catalogue of machines (machines.json) and models: JSON files in `catalogue/`, one per family; reads any config.json
+too.
 
 An entry holds "config" (the keys of its Hugging Face config.json), "shape" (the fields of `shapes.ModelShape`), or
 "unavailable", the reason why it cannot be predicted.
 
-`shape_of` reads a config.json: it counts parameters from matrix sizes and finds the attention of each layer. Dense, GQA, MLA,
-sliding windows, sparse and compressed MLA (DeepSeek V3.2, V4), mixtures of experts, gated delta-net hybrids (Qwen3-Next,
-Qwen3.5). Norms, biases, vision towers and extra prediction layers are ignored: they are about a thousandth of the parameters.
+`shape_of` reads a config.json: it counts parameters from matrix sizes and finds the attention of each layer. Dense,
+GQA, MLA, sliding windows, sparse and compressed MLA (DeepSeek V3.2, V4), mixtures of experts, gated delta-net hybrids
+(Qwen3-Next, Qwen3.5). Norms, biases, vision towers and extra prediction layers are ignored: they are about a thousandth
+of the parameters.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ def machines() -> dict[str, Machine]:
 
 
 def machine(name: str) -> Machine | None:
-    """Returns the machine of this name, ignoring case, spaces, hyphens and the maker's name, or the only one whose first word
-    is `name`; None without a match."""
+    """Returns the machine of this name, ignoring case, spaces, hyphens and the maker's name, or the only one whose
+    first word is `name`; None without a match."""
     known, wanted = machines(), re.sub(r"[\s_-]", "", name).lower()
     names = {each.replace(" ", "").lower(): each for each in known}
     names |= {each.removeprefix("apple"): full for each, full in names.items()}
@@ -79,8 +81,8 @@ def shape_of_entry(entry: dict[str, Any]) -> ModelShape:
 
 
 def find(model: str) -> ModelShape:
-    """Finds a model's shape: by a catalogue name (ignoring case and the owner of a hub id), a config.json, a folder with one, a
-    shape's JSON, or a GGUF file's header.
+    """Finds a model's shape: by a catalogue name (ignoring case and the owner of a hub id), a config.json, a folder
+    with one, a shape's JSON, or a GGUF file's header.
 
     Raises ModelNotFoundError with the nearest names, UnsupportedModelError if the file cannot be read.
     """
@@ -93,7 +95,8 @@ def find(model: str) -> ModelShape:
 
 
 def config_of(model: str) -> dict[str, Any]:
-    """Returns the config.json of a catalogue name, with the keys that the catalogue has. Raises the errors of `find`."""
+    """Returns the config.json of a catalogue name, with the keys that the catalogue has. Raises the errors of
+    `find`."""
     entry = _entry(model)
     if "config" not in entry:
         reason = entry.get("unavailable", "the catalogue knows its size and not its config.json")
@@ -232,16 +235,20 @@ class ConfigReader:
         return self.whole(next(filter(self.has, KEYS["per_token"]), KEYS["per_token"][0]))
 
     def layer_kind(self, layer: int) -> str:
-        """Returns a layer's type. Without "layer_types": Gemma 3 uses sliding windows in all but every sixth layer, other
-        families follow their patterns, Mistral and similar ones have all layers alike."""
+        """Returns a layer's type. Without "layer_types": Gemma 3 uses sliding windows in all but every sixth layer,
+        other families follow their patterns, Mistral and similar ones have all layers alike."""
         kinds = self.config.get("layer_types")
         if isinstance(kinds, list) and len(kinds) > layer:
             kind, known = str(kinds[layer]), KEYS["layer_kinds"]
             if kind not in known and not self.has("compress_ratios"):
-                raise UnsupportedModelError(f"{self.family}: layer type {kind!r} is not known: choose from {', '.join(known)}")
+                raise UnsupportedModelError(
+                    f"{self.family}: layer type {kind!r} is not known: choose from {', '.join(known)}"
+                )
             return kind if kind in known else "full_attention"
         if self.has("linear_num_value_heads"):
-            return "full_attention" if (layer + 1) % self.whole("full_attention_interval", 4) == 0 else "linear_attention"
+            return (
+                "full_attention" if (layer + 1) % self.whole("full_attention_interval", 4) == 0 else "linear_attention"
+            )
         slides = self.has("sliding_window") and self.flag("use_sliding_window", True)
         pattern = next((every for family, every in KEYS["patterns"].items() if self.family.startswith(family)), None)
         if slides and pattern is not None:
@@ -253,7 +260,11 @@ class ConfigReader:
     def compress_ratio(self, layer: int) -> int:
         """Returns a layer's compression ratio (DeepSeek V4)."""
         values, num_layers = self.config.get("compress_ratios"), self.whole("num_hidden_layers")
-        if not isinstance(values, list) or len(values) < num_layers or not all(isinstance(value, int) for value in values):
+        if (
+            not isinstance(values, list)
+            or len(values) < num_layers
+            or not all(isinstance(value, int) for value in values)
+        ):
             raise UnsupportedModelError(
                 f"{self.family}: compress_ratios must list a whole number for each of {num_layers} layers"
             )
@@ -270,8 +281,8 @@ class ConfigReader:
 
     @property
     def precisions(self) -> Precisions:
-        """Precisions from the stored dtype and the quantisation; attention and cache are 16-bit unless a server option changes
-        that.
+        """Precisions from the stored dtype and the quantisation; attention and cache are 16-bit unless a server option
+        changes that.
 
         Experts may have another format than the rest: MXFP4 in gpt-oss, fp4 in DeepSeek V4.
         """
@@ -308,7 +319,8 @@ def attention_of(read: ConfigReader, layer: int) -> tuple[Attention, int]:
 
 
 def _linear(read: ConfigReader) -> tuple[Attention, int]:
-    """Gated delta net: the state is a key x value matrix per value head and the convolution's last inputs, in 16 bits."""
+    """Gated delta net: the state is a key x value matrix per value head and the convolution's last inputs, in 16
+    bits."""
     key_dim, heads = read.whole("linear_key_head_dim"), read.whole("linear_num_value_heads")
     keys, values = read.whole("linear_num_key_heads") * key_dim, heads * read.whole("linear_value_head_dim")
     convolution = (2 * keys + values) * read.whole("linear_conv_kernel_dim")
@@ -341,7 +353,9 @@ def _compressed(read: ConfigReader, layer: int) -> tuple[Attention, int]:
     ratio, width = read.compress_ratio(layer), read.head_dim
     hidden, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
     rank, out_rank, groups = read.whole("q_lora_rank"), read.whole("o_lora_rank"), read.whole("o_groups")
-    parameters = hidden * rank + rank * heads * width + hidden * width + heads * width * out_rank + groups * out_rank * hidden
+    parameters = (
+        hidden * rank + rank * heads * width + hidden * width + heads * width * out_rank + groups * out_rank * hidden
+    )
     rope, window = read.whole("qk_rope_head_dim"), read.whole("sliding_window")
     group = Attention("mla", 1, heads, latent=width, rope=rope, window=window)
     if ratio == 0:

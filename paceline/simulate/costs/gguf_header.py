@@ -18,7 +18,8 @@ from paceline.errors import UnsupportedModelError, reraised
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 BLOCKS = {
-    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84), 11: (256, 110),
+    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84),
+    11: (256, 110),
     12: (256, 144), 13: (256, 176), 14: (256, 210), 20: (32, 18), 23: (256, 136), 30: (1, 2), 39: (32, 17),
 }  # fmt: skip
 """Tensor type -> (values, bytes) of a block: F32, F16, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, BF16, MXFP4."""
@@ -42,7 +43,9 @@ def read_header(file: Path) -> tuple[dict[str, Any], float]:
         named = PART.fullmatch(file.name)
         count = int(named[2]) if named else 1
         paths = (
-            [file.with_name(f"{named[1]}-{each:05d}-of-{count:05d}.gguf") for each in range(1, count + 1)] if named else [file]
+            [file.with_name(f"{named[1]}-{each:05d}-of-{count:05d}.gguf") for each in range(1, count + 1)]
+            if named
+            else [file]
         )
         metadata, tensors = dict[str, Any](), dict[str, tuple[tuple[int, ...], int]]()
         for path in paths:

@@ -3,9 +3,9 @@
     added_s = overhead_s(costs, Load(1, 4096), plain_rate=75.0)
     costs = with_overhead(costs, added_s)
 
-It is given, or computed from one measured rate of plain decoding alone, so that predictions with it can be compared with
-measured speed-ups, or fitted to the rounds in a server's log. It enters as `StepCosts.host_s`; the formulas of `speedup.py`
-stay the same.
+It is given, or computed from one measured rate of plain decoding alone, so that predictions with it can be compared
+with measured speed-ups, or fitted to the rounds in a server's log. It enters as `StepCosts.host_s`; the formulas of
+`speedup.py` stay the same.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def overhead_s(costs: StepCosts, load: Load, plain_rate: float) -> float:
     """Returns the seconds to add to a round of `costs` so that plain decoding of `load` gives each stream `plain_rate`
     tokens/s.
 
-    A plain step of all `load.batch` streams gives each of them one token: 1 / plain_rate - round(0). Raises ConfigError if
-    plain_rate is not above 0, or faster than `costs` allow without any overhead.
+    A plain step of all `load.batch` streams gives each of them one token: 1 / plain_rate - round(0). Raises ConfigError
+    if plain_rate is not above 0, or faster than `costs` allow without any overhead.
     """
     if not 0 < plain_rate < float("inf"):
         raise ConfigError(f"plain_rate must be above 0 tokens/s, not {plain_rate:g}")
@@ -43,14 +43,17 @@ def overhead_s(costs: StepCosts, load: Load, plain_rate: float) -> float:
     if added_s < -1e-9 * predicted_s:
         raise ConfigError(
             f"plain_rate {plain_rate:g} tokens/s is a step of {1e3 / plain_rate:.2f} ms, but the prediction takes "
-            f"{1e3 * predicted_s:.2f} ms without any overhead ({1 / predicted_s:.0f} tokens/s): the model was stored smaller, "
-            "on more or faster GPUs, or several streams were counted together; see --precision, --gpus, --hardware, --context"
+            f"{1e3 * predicted_s:.2f} ms without any overhead ({1 / predicted_s:.0f} tokens/s): the model was stored "
+            "smaller, "
+            "on more or faster GPUs, or several streams were counted together; see --precision, --gpus, --hardware, "
+            "--context"
         )
     return max(added_s, 0.0)
 
 
 def with_overhead(costs: StepCosts, added_s: float) -> StepCosts:
-    """Returns the costs with each round `added_s` seconds longer. Raises ConfigError for costs that are not in seconds."""
+    """Returns the costs with each round `added_s` seconds longer. Raises ConfigError for costs that are not in
+    seconds."""
     if not isinstance(costs, RooflineCosts | MeasuredCosts):
         raise ConfigError("an overhead needs costs in seconds, the toy model has none: leave --toy or the overhead out")
     return replace(costs, host_s=costs.host_s + added_s)
@@ -59,14 +62,17 @@ def with_overhead(costs: StepCosts, added_s: float) -> StepCosts:
 def overhead_of(
     costs: StepCosts, context: int, overhead_ms: float | None, plain_rate: float | None, server_log: Path | None
 ) -> Overhead | None:
-    """Returns the overhead that is given in one of three forms. `plain_rate`: tokens/s of one stream. Raises ConfigError."""
+    """Returns the overhead that is given in one of three forms. `plain_rate`: tokens/s of one stream. Raises
+    ConfigError."""
     if overhead_ms is not None:
         return Overhead(overhead_ms / 1e3, "as given")
     if server_log is not None:
         return fitted(costs, context, read_server(server_log), server_log.name)
     if plain_rate is None:
         return None
-    return Overhead(overhead_s(costs, Load(1, context), plain_rate), f"from {plain_rate:g} tokens/s of one plain stream")
+    return Overhead(
+        overhead_s(costs, Load(1, context), plain_rate), f"from {plain_rate:g} tokens/s of one plain stream"
+    )
 
 
 def fitted(costs: StepCosts, context: int, seen: Seen, name: str) -> Overhead:
@@ -77,13 +83,15 @@ def fitted(costs: StepCosts, context: int, seen: Seen, name: str) -> Overhead:
     if not seen.samples:
         raise ConfigError(f"{name} tells of tokens a round but of no round's time: give a log of a steady load")
     times = [
-        (each.round_s, costs.round_s(each.running, each.num_drafted, round(each.context or context))) for each in seen.samples
+        (each.round_s, costs.round_s(each.running, each.num_drafted, round(each.context or context)))
+        for each in seen.samples
     ]
     added_s = statistics.median(measured - predicted for measured, predicted in times)
     if added_s < 0:
         measured, predicted = (statistics.median(each) for each in zip(*times, strict=True))
         raise ConfigError(
-            f"{name}: a round took {1e3 * measured:.2f} ms, but the prediction takes {1e3 * predicted:.2f} ms without any "
+            f"{name}: a round took {1e3 * measured:.2f} ms, but the prediction takes {1e3 * predicted:.2f} ms without "
+            "any "
             "overhead: check --model, --hardware, --gpus, --precision, --drafter-cost and --block against the server's"
         )
     off = statistics.median(abs((predicted + added_s) / measured - 1) for measured, predicted in times)

@@ -1,8 +1,10 @@
-"""The roofline model: seconds of one target pass, where each part takes the larger of its arithmetic and its memory traffic.
+"""The roofline model: seconds of one target pass, where each part takes the larger of its arithmetic and its memory
+traffic.
 
-Formulas: the project's performance model (docs/explanation/prediction.md), after Finn's "economics of speculative decoding" and
-Modal's spec-dec roofline. Units: seconds, bytes, FLOP. B sequences, q positions of each (drafts + 1), S tokens of context, t =
-B*q.
+Formulas: the project's performance model (docs/explanation/prediction.md), after Finn's "economics of speculative
+decoding" and
+Modal's spec-dec roofline. Units: seconds, bytes, FLOP. B sequences, q positions of each (drafts + 1), S tokens of
+context, t = B*q.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from paceline.simulate.costs.shapes import Attention, ModelShape, Precisions, ar
 
 COLLECTIVE_LATENCY_S = 5e-6
 MEASURED_LOCALITY = 0.255
-"""Expert locality that fits the distinct experts measured for 1 to 16 consecutive positions (8 of 256 each) within 2%."""
+"""Expert locality that fits the distinct experts measured for 1 to 16 consecutive positions (8 of 256 each) within
+2%."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,8 @@ class Deployment:
     expert_locality: Share = 0.0
     """0: each position selects its experts independently; 1: all positions of a sequence share them."""
     per_layer: bool = False
-    """True to take the larger of attention's arithmetic and reading for each kind of layer, not over all layers together."""
+    """True to take the larger of attention's arithmetic and reading for each kind of layer, not over all layers
+    together."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -62,7 +66,8 @@ class Deployment:
 
 
 def distinct_experts(num_routed: int, per_token: int, batch: float, positions: float, locality: float = 0.0) -> float:
-    """Returns the expected distinct routed experts that a pass reads in a layer: E * (1 - (1 - k/E)^(B * q^(1 - locality)))."""
+    """Returns the expected distinct routed experts that a pass reads in a layer: E * (1 - (1 - k/E)^(B * q^(1 -
+    locality)))."""
     tokens = batch * positions ** (1.0 - locality)
     return num_routed * (1.0 - (1.0 - per_token / num_routed) ** tokens)
 
@@ -78,7 +83,8 @@ def attended(group: Attention, context: float) -> float:
 
 
 def attention_work(group: Attention, precisions: Precisions, batch: float, positions: float, context: float) -> Work:
-    """Returns attention's work over all layers of a group and all sequences: a cache is read once per sequence and pass."""
+    """Returns attention's work over all layers of a group and all sequences: a cache is read once per sequence and
+    pass."""
     times, seen = batch * group.layers, attended(group, context)
     if group.kind == "linear":
         return Work("attention", 0.0, times * group.state_bytes, precisions.attention)
@@ -96,9 +102,12 @@ def indexer_work(group: Attention, precisions: Precisions, batch: float, positio
 
 
 def works_of(shape: ModelShape, deployment: Deployment, batch: float, positions: float, context: float) -> list[Work]:
-    """Returns all work of a pass. Attention and indexer are one work each, or with `per_layer` one per group of layers."""
+    """Returns all work of a pass. Attention and indexer are one work each, or with `per_layer` one per group of
+    layers."""
     precisions, tokens = deployment.precisions, batch * positions
-    works = [Work("projections", 2.0 * shape.dense * tokens, shape.dense * num_bytes(precisions.weights), precisions.weights)]
+    works = [
+        Work("projections", 2.0 * shape.dense * tokens, shape.dense * num_bytes(precisions.weights), precisions.weights)
+    ]
     if experts := shape.experts:
         distinct = distinct_experts(experts.num_routed, experts.per_token, batch, positions, deployment.expert_locality)
         read = (experts.shared + distinct * experts.each) * num_bytes(precisions.experts)
@@ -181,8 +190,8 @@ def kept_bytes(group: Attention, precisions: Precisions, context: int) -> float:
 
 
 def shares_evenly(shape: ModelShape) -> list[int]:
-    """Returns the numbers of GPUs that all heads can be divided among, by the rules of vLLM and SGLang: query heads are a
-    multiple of it, key heads a multiple or a divisor. Empty if the heads are unknown."""
+    """Returns the numbers of GPUs that all heads can be divided among, by the rules of vLLM and SGLang: query heads are
+    a multiple of it, key heads a multiple or a divisor. Empty if the heads are unknown."""
     most = max((group.heads for group in shape.attention), default=0)
     return [number for number in range(1, most + 1) if all(_is_even(group, number) for group in shape.attention)]
 
@@ -194,7 +203,8 @@ def check_shares(shape: ModelShape, num_gpus: int) -> None:
         group = next(each for each in shape.attention if not _is_even(each, num_gpus))
         keys = f" over {group.kv_heads} key heads" if group.kind == "gqa" else ""
         raise ConfigError(
-            f"--gpus {num_gpus}: {shape.name} has {group.heads} heads{keys}, which {num_gpus} GPUs cannot share evenly: "
+            f"--gpus {num_gpus}: {shape.name} has {group.heads} heads{keys}, which {num_gpus} GPUs cannot share "
+            "evenly: "
             f"choose from {', '.join(map(str, fitting))}"
         )
 

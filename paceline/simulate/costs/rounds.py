@@ -1,21 +1,22 @@
 """Sources of round costs, in seconds: a toy model, a roofline (calibrated or not), or a table of measured times.
 
-A round of B sequences that draft g tokens each takes `verify_s(B, g + 1, S) + draft_s(B, g, S) + host_s`. A calibrated roofline
-was fitted to a machine by `calibrate.py`, whose file `paceline simulate --calibration FILE` reads:
+A round of B sequences that draft g tokens each takes `verify_s(B, g + 1, S) + draft_s(B, g, S) + host_s`. A calibrated
+roofline was fitted to a machine by `calibrate.py`, whose file `paceline simulate --calibration FILE` reads:
 
     pass    = sum over parts of max(reading * read, computing * compute) + fixed + token * B*q + cached_token * B*S
     draft   = passes * (fixed + position * max(floor, positions of a pass)) + row * B
 
-`read` and `compute` are the roofline's seconds of a part at the machine's full rates; a factor of 2 means half the rate.
+`read` and `compute` are the roofline's seconds of a part at the machine's full rates; a factor of 2 means half the
+rate.
 
 A table holds the step times of a machine, from `paceline bench steps` or any file of that form:
 
     {"verify": [[batch, positions, seconds], ...], "draft": [[batch, num_drafted, seconds], ...], "host_s": 0.0004,
      "prefill": [[tokens, seconds], ...]}
 
-Times are interpolated linearly between measured points and never decrease with size: if a larger pass was faster, another
-program had slowed the smaller one down. Beyond the widest point they are extrapolated from the last two; a batch larger than
-any measured one counts as a wider pass with as many positions.
+Times are interpolated linearly between measured points and never decrease with size: if a larger pass was faster,
+another program had slowed the smaller one down. Beyond the widest point they are extrapolated from the last two; a
+batch larger than any measured one counts as a wider pass with as many positions.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class FractionDrafter:
     """Drafts of one drafter pass (DFlash); None: one token per pass (MTP, EAGLE, a small model)."""
 
     def draft_s(self, num_drafted: int, batch: float, plain_s: float) -> float:
-        """Returns the seconds of drafting for `batch` sequences. `plain_s`: a target pass of one position for each of them."""
+        """Returns the seconds of drafting for `batch` sequences. `plain_s`: a target pass of one position for each of
+        them."""
         return self.fraction * plain_s * _passes(num_drafted, self.block)
 
 
@@ -120,7 +122,8 @@ NO_COST = FractionDrafter(0.0)
 
 
 class StepCosts:
-    """Base class: seconds of a round's parts. Subclasses define `split`, and `draft_s` and `host_s` unless they are 0."""
+    """Base class: seconds of a round's parts. Subclasses define `split`, and `draft_s` and `host_s` unless they are
+    0."""
 
     __slots__ = ()
     host_s: float = 0.0
@@ -134,7 +137,8 @@ class StepCosts:
         return None
 
     def split(self, batch: float, positions: float, context: float) -> dict[str, float]:
-        """Returns the seconds of one target pass by part; each sequence has `positions` new and `context` cached tokens."""
+        """Returns the seconds of one target pass by part; each sequence has `positions` new and `context` cached
+        tokens."""
         raise NotImplementedError
 
     def verify_s(self, batch: float, positions: float, context: float) -> float:

@@ -70,7 +70,8 @@ class Precisions:
 
 
 def with_precisions(known: Precisions, text: str | None) -> Precisions:
-    """Returns `known` changed by "fp8" (weights and experts) or "weights=fp8,experts=fp4,kv=fp8". Raises ConfigError."""
+    """Returns `known` changed by "fp8" (weights and experts) or "weights=fp8,experts=fp4,kv=fp8". Raises
+    ConfigError."""
     changed: dict[str, str] = {}
     for word in (text or "").split(","):
         part, equals, name = word.partition("=")
@@ -180,7 +181,9 @@ def _check(shape: ModelShape) -> None:
         raise ValueError("dense must be above 0, and the attention groups must have num_layers layers together")
     for group in shape.attention:
         if group.kind not in KINDS or (group.ratio is not None and group.ratio < 1):
-            raise ValueError(f"attention kind {group.kind!r} with ratio {group.ratio!r}: choose from {', '.join(KINDS)}")
+            raise ValueError(
+                f"attention kind {group.kind!r} with ratio {group.ratio!r}: choose from {', '.join(KINDS)}"
+            )
 
 
 def from_json(entry: dict[str, Any]) -> ModelShape:

@@ -11,11 +11,13 @@ from paceline.plan.marginals import CONCENTRATION, Marginals
 from paceline.plan.trees import NONE_OF_THEM, Candidates, Outcome, Tree
 
 Survival = tuple[float, ...]
-"""survival[i]: share of rounds whose first i + 1 drafts would all be accepted, one entry for each draft; 0 beyond the end."""
+"""survival[i]: share of rounds whose first i + 1 drafts would all be accepted, one entry for each draft; 0 beyond the
+end."""
 
 
 def num_accepted(survival: Survival, luck: float, num_drafted: int) -> int:
-    """Returns the number of accepted drafts of a round. `luck` in [0, 1) decides; more drafts never have fewer accepted."""
+    """Returns the number of accepted drafts of a round. `luck` in [0, 1) decides; more drafts never have fewer
+    accepted."""
     return sum(luck < share for share in survival[:num_drafted])
 
 
@@ -33,7 +35,8 @@ class Drafted:
     """Rank of the target's token at each slot; NONE_OF_THEM if it is not a candidate."""
 
     def checked(self, width: int | Tree) -> tuple[int, Outcome | None]:
-        """Returns the number of accepted drafts if the first `width`, or a tree, are verified, and the outcome of the tree."""
+        """Returns the number of accepted drafts if the first `width`, or a tree, are verified, and the outcome of the
+        tree."""
         if isinstance(width, int):
             return min(self.num_right, width), None
         children, accepted = width.children(), list[int]()
@@ -46,9 +49,9 @@ class Drafted:
 
 
 def drafted(survival: Survival, luck: random.Random, count: int, has_confidence: bool) -> Drafted:
-    """Draws the outcome of `count` drafts. With a confidence, each draft is right with the probability that the drafter states;
-    these probabilities are Beta distributed around the chances of the survival curve, so that rounds have this curve on
-    average."""
+    """Draws the outcome of `count` drafts. With a confidence, each draft is right with the probability that the drafter
+    states; these probabilities are Beta distributed around the chances of the survival curve, so that rounds have this
+    curve on average."""
     if not has_confidence or not count:
         return Drafted(num_accepted(survival, luck.random(), count) if count else 0)
     confidence, num_right, is_right, before = list[float](), 0, True, 1.0

@@ -3,8 +3,9 @@
     jobs = workload(400, parse_lengths("--prompt-tokens", "64-512"), parse_lengths("--answer-tokens", "128"), seed=0)
     rows = sweep(Case(jobs, costs, ServerShape(), survival), policies=("off", "best"), rates=(0.5, 1, 2))
 
-Open loops send requests at random times (Poisson), whether earlier ones are answered or not; closed loops keep a number in
-flight. The figures are those of `paceline bench serving`, so that both can be compared. The same seed gives the same requests.
+Open loops send requests at random times (Poisson), whether earlier ones are answered or not; closed loops keep a number
+in flight. The figures are those of `paceline bench serving`, so that both can be compared. The same seed gives the same
+requests.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Lengths = Callable[[random.Random], int]
 
 
 def parse_lengths(option: str, text: str) -> Lengths:
-    """Parses 128, 64-512 (each equally likely) or lognormal:MEDIAN,SIGMA (sigma of the logarithm). Raises ConfigError."""
+    """Parses 128, 64-512 (each equally likely) or lognormal:MEDIAN,SIGMA (sigma of the logarithm). Raises
+    ConfigError."""
     kind, _, values = text.strip().rpartition(":")
     try:
         if kind == "lognormal":
@@ -47,13 +49,15 @@ def parse_lengths(option: str, text: str) -> Lengths:
 
 
 def poisson(rate: float, number: int, seed: int) -> list[float]:
-    """Returns arrival times of a Poisson process with `rate` per second, the same that `paceline bench serving` uses."""
+    """Returns arrival times of a Poisson process with `rate` per second, the same that `paceline bench serving`
+    uses."""
     source = random.Random(seed)
     return list(itertools.accumulate(source.expovariate(rate) for _ in range(number)))
 
 
 def workload(number: int, prompt: Lengths, answer: Lengths, seed: int) -> list[Job]:
-    """Returns requests that all arrive at time 0; `arriving` spreads them. A seed gives the same lengths at every load."""
+    """Returns requests that all arrive at time 0; `arriving` spreads them. A seed gives the same lengths at every
+    load."""
     source = random.Random(f"lengths {seed}")
     return [Job(0.0, prompt(source), answer(source)) for _ in range(number)]
 
@@ -154,7 +158,8 @@ def _longest_queue(requests: Sequence[SimulatedRequest]) -> int:
 
 
 def capacity(case: Case, policy: str) -> float:
-    """Returns the capacity in requests/s: all requests arrive at the start; the time after the last admission is ignored."""
+    """Returns the capacity in requests/s: all requests arrive at the start; the time after the last admission is
+    ignored."""
     outcome = case.run(policy, [replace(job, arrives_at=0.0) for job in case.jobs])
     full_s = max((each.admitted_at for each in outcome.requests), default=0.0)
     num_tokens = sum(count for each in outcome.requests for when, count in each.chunks if when <= full_s)

@@ -1,11 +1,13 @@
-"""Price of answers: the maximum request rate at which a machine meets the response times, and the price of 1,000 answers.
+"""Price of answers: the maximum request rate at which a machine meets the response times, and the price of 1,000
+answers.
 
     result = priced(costs, acceptance, PredictConfig(batch=(8,)), PriceConfig(price_per_hour=2.5, slo="p90-total=2s"))
     result.rows[0].per_thousand
 
-Each rate is simulated like `paceline simulate-serving`: requests at random times, a queue, chunked prefill, rounds of all rows.
-The maximum rate that meets the response times is found by bisection; without response times it is the server's capacity. There
-are three variants: plain decoding, the best draft length for the running rows, and the latter with one more token per round.
+Each rate is simulated like `paceline simulate-serving`: requests at random times, a queue, chunked prefill, rounds of
+all rows. The maximum rate that meets the response times is found by bisection; without response times it is the
+server's capacity. There are three variants: plain decoding, the best draft length for the running rows, and the latter
+with one more token per round.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def parse_slo(text: str | None) -> list[Limit]:
         match = LIMIT.fullmatch(part.strip())
         if not match or not match[3].replace(".", "", 1).isdigit() or float(match[3]) <= 0:
             raise ConfigError(
-                f"--slo {part.strip()!r} is no limit: write it as p90-total=2s; one of mean, p50, p90, p99, then total, "
+                f"--slo {part.strip()!r} is no limit: write it as p90-total=2s; one of mean, p50, p90, p99, then "
+                "total, "
                 "first-token or inter-token, then a time above 0 in s or ms"
             )
         limits.append(Limit(match[1], match[2], float(match[3]) * (1e-3 if match[4] == "ms" else 1.0)))
@@ -119,8 +122,8 @@ def priced(costs: StepCosts, acceptance: Acceptance, config: PredictConfig, pric
 
 
 def one_more(acceptance: Acceptance, num_drafted: int) -> Acceptance:
-    """Returns the acceptance with all failure chances reduced by the same factor, so that `num_drafted` drafts give one more
-    token per round, or all of them."""
+    """Returns the acceptance with all failure chances reduced by the same factor, so that `num_drafted` drafts give one
+    more token per round, or all of them."""
     wanted = min(tokens_per_round(acceptance, num_drafted) + 1, num_drafted + 1.0)
     chances = [acceptance.at(place) for place in range(1, max(num_drafted, 1) + 1)]
 
@@ -135,7 +138,8 @@ def one_more(acceptance: Acceptance, num_drafted: int) -> Acceptance:
 
 
 def _most(case: Case, policy: str, name: str, limits: Sequence[Limit], price: PriceConfig) -> Priced:
-    """Finds the maximum rate by bisection of its logarithm; all rates use the same requests and arrivals, scaled in time."""
+    """Finds the maximum rate by bisection of its logarithm; all rates use the same requests and arrivals, scaled in
+    time."""
     most = capacity(case, policy)
 
     def at(rate: float) -> LoadFigures:

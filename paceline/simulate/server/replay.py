@@ -3,9 +3,9 @@
     passes = read_passes(Path("runs/bench-serving-..."))
     rows = compare(passes, costs, ServerShape(), survival)
 
-Taken from the run: when requests were due (open loops) or how many were in flight (closed loops), prompt tokens to compute,
-answer tokens, acceptance, and, unless `costs` are given, the duration of a pass of each size (`own_costs`). Predicted: the
-content and number of steps, and so all times that a client observes.
+Taken from the run: when requests were due (open loops) or how many were in flight (closed loops), prompt tokens to
+compute, answer tokens, acceptance, and, unless `costs` are given, the duration of a pass of each size (`own_costs`).
+Predicted: the content and number of steps, and so all times that a client observes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Recorded:
     lookup: Rounds = field(default_factory=Rounds)
     """Rounds with prompt lookup drafts, in addition to a drafter."""
     steps: list[tuple[str, float, float, float]] = field(default_factory=list)
-    """(kind, size, count, total seconds) of the steps, as in serve's Metrics.step_times; empty if they are not recorded."""
+    """(kind, size, count, total seconds) of the steps, as in serve's Metrics.step_times; empty if they are not
+    recorded."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -63,7 +64,8 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Simulated and measured figures of one load and setting: medians over repetitions; first tokens over all answers."""
+    """Simulated and measured figures of one load and setting: medians over repetitions; first tokens over all
+    answers."""
 
     load: str
     speculate: str
@@ -104,7 +106,9 @@ def read_passes(folder: Path) -> list[Recorded]:
     for line in read_objects(file, "--against takes the folder of a run of paceline bench serving"):
         needed = ("repetition", "wall_s") if line.get("error") or "steps" in line else NEEDED
         if line.get("wall_s") == 0 or not all(isinstance(line.get(name), int | float) for name in needed):
-            raise ConfigError(f"{file} lacks {', '.join(NEEDED)} of each request: run paceline bench serving of this version")
+            raise ConfigError(
+                f"{file} lacks {', '.join(NEEDED)} of each request: run paceline bench serving of this version"
+            )
         key = line.get("rate"), line.get("concurrency"), line.get("speculate"), line.get("repetition")
         groups.setdefault(key, []).append(line)
     passes = [each for each in map(_recorded, groups.values()) if each.jobs]
@@ -140,7 +144,9 @@ def _recorded(lines: list[dict[str, Any]]) -> Recorded:
 
 
 def _steps(steps: list[Any]) -> list[tuple[str, float, float, float]]:
-    with reraised(ConfigError, "the times of a pass cannot be read", "run paceline bench serving again", TypeError, ValueError):
+    with reraised(
+        ConfigError, "the times of a pass cannot be read", "run paceline bench serving again", TypeError, ValueError
+    ):
         return [(str(kind), float(size), float(count), float(seconds)) for kind, size, count, seconds in steps]
 
 
@@ -154,8 +160,8 @@ def _rounds(record: dict[str, Any]) -> Rounds:
 
 
 def _sources(line: dict[str, Any]) -> tuple[Rounds, Rounds]:
-    """Returns the rounds with the drafter's own drafts (prompt lookup only if that is the drafter), and those with prompt
-    lookup drafts. Without recorded sources all rounds are the drafter's. Raises ConfigError.
+    """Returns the rounds with the drafter's own drafts (prompt lookup only if that is the drafter), and those with
+    prompt lookup drafts. Without recorded sources all rounds are the drafter's. Raises ConfigError.
 
     "rounds_by_source": {"dflash": {"num_rounds": 3, "num_drafted": 45, "accepted_histogram": [1, 0, 2]}, "ngram": ...}
     """
@@ -179,23 +185,26 @@ def rows_of(folder: Path) -> int | None:
 
 
 def recorded_survival(passes: Sequence[Recorded]) -> Survival:
-    """Returns the drafter's survival curve from the load and setting with the most drafts per round; () if nothing was drafted.
+    """Returns the drafter's survival curve from the load and setting with the most drafts per round; () if nothing was
+    drafted.
 
-    Rounds with prompt lookup drafts or without drafts do not count if the run records sources. The curve is exact if every
-    round had the same number of drafts. If the server chose the number, that of a single round is unknown: positions up to the
-    mean number are assumed to be always drafted, and later ones to have the mean chance of these. A run with the setting `full`
-    knows all of them.
+    Rounds with prompt lookup drafts or without drafts do not count if the run records sources. The curve is exact if
+    every round had the same number of drafts. If the server chose the number, that of a single round is unknown:
+    positions up to the mean number are assumed to be always drafted, and later ones to have the mean chance of these. A
+    run with the setting `full` knows all of them.
     """
     drafting = [each for each in passes if each.own.num_drafted and sum(each.own.accepted_histogram)]
     if not drafting:
         return ()
     most = max(drafting, key=lambda each: each.own.drafted_per_round)
-    return _survival(Rounds.sum(each.own for each in drafting if (each.load, each.speculate) == (most.load, most.speculate)))
+    return _survival(
+        Rounds.sum(each.own for each in drafting if (each.load, each.speculate) == (most.load, most.speculate))
+    )
 
 
 def recorded_lookups(passes: Sequence[Recorded]) -> Lookups | None:
-    """Returns the prompt lookup drafts of the load with the largest share of them; None without such drafts, or if prompt
-    lookup is the drafter. Lookup drafts that the server did not verify are not recorded."""
+    """Returns the prompt lookup drafts of the load with the largest share of them; None without such drafts, or if
+    prompt lookup is the drafter. Lookup drafts that the server did not verify are not recorded."""
     groups: dict[tuple[Arrivals, str], list[Recorded]] = {}
     for each in passes:
         if each.lookup.num_drafted and each.lookup != each.own:
@@ -227,12 +236,17 @@ def policy_for(speculate: str, most: int) -> str:
 
 
 def own_costs(passes: Sequence[Recorded]) -> list[MeasuredCosts]:
-    """Returns the step times of each pass: the mean of each size over the whole run, scaled to the speed of the pass, so that
-    the pass's own steps have their measured total. Raises ConfigError if the run does not record step times."""
+    """Returns the step times of each pass: the mean of each size over the whole run, scaled to the speed of the pass,
+    so that the pass's own steps have their measured total. Raises ConfigError if the run does not record step times."""
     if not all(each.steps for each in passes):
-        raise ConfigError("the run does not tell what its steps took: run paceline bench serving again, or give --steps")
+        raise ConfigError(
+            "the run does not tell what its steps took: run paceline bench serving again, or give --steps"
+        )
     steps = [step for each in passes for step in each.steps]
-    means = {kind: _rising([step[1:] for step in steps if step[0] == kind]) for kind in ("verify", "prefill", "draft", "step")}
+    means = {
+        kind: _rising([step[1:] for step in steps if step[0] == kind])
+        for kind in ("verify", "prefill", "draft", "step")
+    }
     fewest = sum(math.ceil(job.prompt_tokens / max(means["prefill"])) for each in passes for job in each.jobs)
     adapts, costs = sum(count for kind, _, count, _ in steps if kind == "prefill") > fewest, list[MeasuredCosts]()
     for each in passes:
@@ -253,8 +267,8 @@ def own_costs(passes: Sequence[Recorded]) -> list[MeasuredCosts]:
 
 
 def _rising(steps: list[tuple[float, float, float]]) -> dict[float, float]:
-    """Returns size -> mean seconds, from (size, count, total seconds), non-decreasing: sizes that violate this are averaged
-    (isotonic regression), which keeps the total."""
+    """Returns size -> mean seconds, from (size, count, total seconds), non-decreasing: sizes that violate this are
+    averaged (isotonic regression), which keeps the total."""
     blocks: list[tuple[float, float, list[float]]] = []
     for size, same in itertools.groupby(sorted(steps), key=operator.itemgetter(0)):
         (_, counts, spent), sizes = zip(*same, strict=True), [size]

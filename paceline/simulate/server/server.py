@@ -1,15 +1,18 @@
-"""Simulates a server: requests arrive, wait, are prefilled, decode together in rounds, and leave. No model, no torch, seeded.
+"""Simulates a server: requests arrive, wait, are prefilled, decode together in rounds, and leave. No model, no torch,
+seeded.
 
     outcome = Case(jobs, costs, ServerShape(max_rows=8), survival).run("best")
 
-The steps are those of `engine/scheduler.py` and `engine/engine.py`: each has at most one prefill chunk and one decode round
-over all rows, including one whose prompt was just finished. A step's tokens are sent at its end; a request that arrives during
-a step waits for the next one. A round takes `verify_s + draft_s + host_s`; its accepted drafts are drawn from a survival curve.
+The steps are those of `engine/scheduler.py` and `engine/engine.py`: each has at most one prefill chunk and one decode
+round over all rows, including one whose prompt was just finished. A step's tokens are sent at its end; a request that
+arrives during a step waits for the next one. A round takes `verify_s + draft_s + host_s`; its accepted drafts are drawn
+from a survival curve.
 
-A planner decides what is drafted, usually the engine's own (`paceline/plan/planner.py`): the policies off, a number of drafts
-and adaptive are `serve --speculate`'s off, N and auto. The policy best knows acceptance and costs and takes the number with the
-highest goodput for the running rows, `sum of E[tokens | g] / round_s(rows, g)` (Finn, adaptive-speculation, 2026): the optimum
-of a table by batch size.
+A planner decides what is drafted, usually the engine's own (`paceline/plan/planner.py`): the policies off, a number of
+drafts and adaptive are `serve --speculate`'s off, N and auto. The policy best knows acceptance and costs and takes the
+number with the highest goodput for the running rows, `sum of E[tokens | g] / round_s(rows, g)` (Finn,
+adaptive-speculation,
+2026): the optimum of a table by batch size.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ class Job:
     """One request."""
 
     arrives_at: float
-    """Arrival in seconds after the start. A closed loop ignores it and sends a request when an earlier answer is done."""
+    """Arrival in seconds after the start. A closed loop ignores it and sends a request when an earlier answer is
+    done."""
     prompt_tokens: int
     """Prompt tokens to compute, without those in a prefix cache."""
     answer_tokens: int
@@ -87,7 +91,8 @@ class Case:
     lookups: Lookups | None = None
     """Prompt lookup drafts, used only by the policy adaptive, as in a server."""
     marginals: Marginals | None = None
-    """Marginals of a block drafter, used instead of the curve by the policies adaptive and tree:N, which may verify trees."""
+    """Marginals of a block drafter, used instead of the curve by the policies adaptive and tree:N, which may verify
+    trees."""
 
     @property
     def context(self) -> float:
@@ -189,7 +194,9 @@ class Simulation:
     def __init__(self, case: Case, planner: Planner, jobs: Sequence[Job], concurrency: int | None = None) -> None:
         """`concurrency`: jobs kept in flight, whatever their arrival times. Raises ConfigError for impossible input."""
         if any(not 0 <= job.arrives_at < math.inf or job.prompt_tokens < 1 or job.answer_tokens < 1 for job in jobs):
-            raise ConfigError("every request needs an arrival time of 0 or later, and at least one token of prompt and answer")
+            raise ConfigError(
+                "every request needs an arrival time of 0 or later, and at least one token of prompt and answer"
+            )
         self._costs, self._server, self._planner, self._survival = case.costs, case.server, planner, case.survival
         self._marginals = case.marginals
         self._lookups = case.lookups if type(planner) is AdaptivePlanner else None
@@ -206,7 +213,8 @@ class Simulation:
         self._prefilling: deque[SimulatedRequest] = deque()
         self._running: list[SimulatedRequest] = []
         self._now = self._busy_s = self._row_seconds = self._prefill_s = 0.0
-        # A block drafter, whose second draft costs hardly more than the first, knows its confidence at each slot beforehand.
+        # A block drafter, whose second draft costs hardly more than the first, knows its confidence at each slot
+        # beforehand.
         self._is_block = case.costs.draft_s(1, 2, 1) < 1.5 * case.costs.draft_s(1, 1, 1)
 
     def run(self) -> Outcome:
@@ -269,8 +277,8 @@ class Simulation:
         return self._prefilling.popleft() if each.num_prefilled == each.job.prompt_tokens else None
 
     def _round(self, rows: list[SimulatedRequest], plan: Plan) -> list[tuple[SimulatedRequest, int]]:
-        """Runs one decode round; returns the tokens of each row. The first token of a joining row is not in `num_tokens`
-        yet."""
+        """Runs one decode round; returns the tokens of each row. The first token of a joining row is not in
+        `num_tokens` yet."""
         has_confidence = not plan.whole_blocks and self._is_block
         asks = self._planner.num_candidates if self._is_block else 0
         drafts = [self._drafted(each, take, has_confidence, asks) for each, take in zip(rows, plan.drafts, strict=True)]
@@ -306,7 +314,8 @@ class Simulation:
 
 @dataclass(slots=True)
 class BestPlanner(FixedPlanner):
-    """Plans the number of drafts with the most tokens per second, from known acceptance and costs; the same for every row."""
+    """Plans the number of drafts with the most tokens per second, from known acceptance and costs; the same for every
+    row."""
 
     survival: Survival = ()
     round_s: Callable[[int, int], float] = field(default=lambda rows, count: 1.0)
@@ -343,16 +352,23 @@ def make_planner(
         return OffPlanner(PassCosts([(1, 1.0)]), most_chunk=most_chunk, adapts_chunks=costs.prefill_adapts)
     passes = PassCosts([(size, costs.verify_s(1, size, context) + costs.host_s) for size in MEASURED])
     if name == "adaptive":
-        return AdaptivePlanner(passes, most_chunk=most_chunk, adapts_chunks=costs.prefill_adapts, grows_trees=grows_trees)
+        return AdaptivePlanner(
+            passes, most_chunk=most_chunk, adapts_chunks=costs.prefill_adapts, grows_trees=grows_trees
+        )
     if name.startswith("tree:"):
         if not grows_trees:
-            raise ConfigError(f"--policy {name} needs to know how often other tokens than the likeliest stand: add --marginals")
+            raise ConfigError(
+                f"--policy {name} needs to know how often other tokens than the likeliest stand: add --marginals"
+            )
         return fixed_planner(name, most_chunk)
     if name == "best":
-        return BestPlanner(0, most_chunk, survival=survival, round_s=lambda rows, count: costs.round_s(rows, count, context))
+        return BestPlanner(
+            0, most_chunk, survival=survival, round_s=lambda rows, count: costs.round_s(rows, count, context)
+        )
     if not (name.isascii() and name.isdecimal()):
         raise ConfigError(
-            f"--policy {name!r} is not known: choose from off, best, adaptive, a number of drafts, or tree:N with --marginals"
+            f"--policy {name!r} is not known: choose from off, best, adaptive, a number of drafts, or tree:N with "
+            "--marginals"
         )
     if int(name) > len(survival):
         raise ConfigError(f"--policy {name} drafts more than the drafter can: at most {len(survival)}")

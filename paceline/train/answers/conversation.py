@@ -26,7 +26,8 @@ class Conversation:
     answers: list[Answer] = field(default_factory=list)
 
     def add_answer(self, answer: Answer) -> bool:
-        """Appends an answer and the user's next message. Returns False if the conversation has no further user message."""
+        """Appends an answer and the user's next message. Returns False if the conversation has no further user
+        message."""
         self.answers.append(answer)
         if len(self.answers) >= len(self.prompt.turns):
             return False
@@ -70,11 +71,14 @@ def conversations_of(prompts: list[Prompt], answering: AnswerConfig) -> dict[str
 
 
 def key_of(prompt: Prompt, temperature: float, sample: int = 0) -> str:
-    """Returns a conversation's key, with a hash of its text: prompts may share an id, and a file may change between runs."""
+    """Returns a conversation's key, with a hash of its text: prompts may share an id, and a file may change between
+    runs."""
     before = prompt.messages[:-1]
     text = repr((before, prompt.turns) if before else prompt.token_ids or prompt.turns)
     if prompt.tools or prompt.grammar or (prompt.messages and prompt.messages[-1]["role"] != "user"):
         text += repr((prompt.messages[-1:], prompt.tools, prompt.grammar))
     if prompt.variables:
         text += repr(prompt.variables)
-    return f"{prompt.source}/{prompt.id}#{zlib.crc32(text.encode()):08x}@{temperature:g}" + (f"~{sample}" if sample else "")
+    return f"{prompt.source}/{prompt.id}#{zlib.crc32(text.encode()):08x}@{temperature:g}" + (
+        f"~{sample}" if sample else ""
+    )

@@ -1,9 +1,10 @@
-"""Reads prompts from several sources and mixes them by weight; every row that is left out is counted by reason and reported.
+"""Reads prompts from several sources and mixes them by weight; every row that is left out is counted by reason and
+reported.
 
     --prompts chats.jsonl=2 --prompts code.parquet=1        two of the chats for each of the code, without repetition
 
-Without weights, all rows of all sources are used. With weights, the scarcest source limits the mixture. Rows are selected
-by a hash of their content and the seed, not by their order, so a mixture that is extended retains its rows.
+Without weights, all rows of all sources are used. With weights, the scarcest source limits the mixture. Rows are
+selected by a hash of their content and the seed, not by their order, so a mixture that is extended retains its rows.
 """
 
 from __future__ import annotations
@@ -70,7 +71,10 @@ def read_mixture(config: PromptsConfig, seed: int, say: Callable[[str], None]) -
     for source, prompts, num_left in _weighed(sources, seed):
         mixture.prompts += prompts
         if num_left:
-            say(f"{source}: {num_left} of {num_left + len(prompts)} prompts are left out, for the weights of the mixture")
+            say(
+                f"{source}: {num_left} of {num_left + len(prompts)} prompts are left out, for the weights of the "
+                "mixture"
+            )
             mixture.dropped.add("beyond the mixture's weights", source, num_left)
     return mixture
 

@@ -1,9 +1,9 @@
 """Runs `regenerate` here or on the workers of a Ray cluster (`--ray ADDRESS`), with the same answers, keys and files.
 
-Each worker loads the target and answers batches of prompts with `Regenerator`. A conversation's seed is derived from its
-key, so its answer does not depend on the worker or the order. Only this process writes: every finished conversation goes to
-the journal immediately, then to a shard. If a worker dies, another one answers its batch; if this process dies, the next
-run generates what is missing. Under torchrun the first process uses the cluster, and the others wait.
+Each worker loads the target and answers batches of prompts with `Regenerator`. A conversation's seed is derived from
+its key, so its answer does not depend on the worker or the order. Only this process writes: every finished conversation
+goes to the journal immediately, then to a shard. If a worker dies, another one answers its batch; if this process dies,
+the next run generates what is missing. Under torchrun the first process uses the cluster, and the others wait.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from paceline.train.config import AnswerConfig, RegenerateConfig
 from paceline.train.processes.ray_cluster import Work, connected, distributed
 
 BATCHES_OF_ROWS = 4
-"""Conversations in a batch per cache row of a worker: at the end of a batch, rows idle until the longest answer ends."""
+"""Conversations in a batch per cache row of a worker: at the end of a batch, rows idle until the longest answer
+ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,10 @@ def _shared(config: RegenerateConfig, prompts: list[Prompt], shards: AnswerShard
             writer.advance("answering")
         try:
             with connected(where) as ray:
-                job, at_most = Answering(engine, config.answering), max(1, BATCHES_OF_ROWS * config.max_batch // samples)
+                job, at_most = (
+                    Answering(engine, config.answering),
+                    max(1, BATCHES_OF_ROWS * config.max_batch // samples),
+                )
                 for answers, counts in distributed(ray, where, job, missing, at_most):
                     writer.add(answers, counts)
         finally:
@@ -123,7 +127,9 @@ def _shared(config: RegenerateConfig, prompts: list[Prompt], shards: AnswerShard
     return done
 
 
-def _missing(keys: dict[str, tuple[Prompt, float]], finished: set[str], begun: dict[str, list[Answer]]) -> list[PromptTask]:
+def _missing(
+    keys: dict[str, tuple[Prompt, float]], finished: set[str], begun: dict[str, list[Answer]]
+) -> list[PromptTask]:
     """Returns each prompt that has an unfinished conversation, once."""
     by_prompt: dict[int, list[str]] = {}
     for key, (prompt, _) in keys.items():

@@ -1,4 +1,5 @@
-"""Encodes prompts as the target's input: token ids through its chat template, or raw; and finds prompts that cannot be used.
+"""Encodes prompts as the target's input: token ids through its chat template, or raw; and finds prompts that cannot be
+used.
 
     encoder = PromptEncoder(TokenizerOnly(tokenizer), AnswerConfig())
     encoder.first_ids(prompt)                        # raises RowError for a prompt that this target cannot answer
@@ -33,7 +34,10 @@ class TokenizerOnly:
     tokenizer: Tokenizer
 
     def encode_chat(
-        self, messages: list[Message], tools: Iterable[Message] | None = None, variables: Mapping[str, Any] | None = None
+        self,
+        messages: list[Message],
+        tools: Iterable[Message] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         from paceline.engine.llm import LLM  # imports PyTorch, which is needed only here
 
@@ -41,24 +45,31 @@ class TokenizerOnly:
 
 
 class PromptEncoder:
-    """Encodes prompts with the opening, tools and template variables of `config`. Raises ConfigError if --raw forbids them."""
+    """Encodes prompts with the opening, tools and template variables of `config`. Raises ConfigError if --raw forbids
+    them."""
 
     def __init__(self, llm: LLM | TokenizerOnly, config: AnswerConfig, vocab_size: int | None = None) -> None:
         """`vocab_size`: rows of the target's embedding, if known; else the tokenizer's vocabulary size is used."""
         self.llm, self.config = llm, config
         self._vocab_size = vocab_size
-        self.opening, self.tools, self.variables = config.read_opening(), config.read_tools(), config.template_variables()
+        self.opening, self.tools, self.variables = (
+            config.read_opening(),
+            config.read_tools(),
+            config.template_variables(),
+        )
         has_chat = bool(self.opening or self.tools or self.variables)
         needs_template = "system, before, tools and variables need the chat template: leave --raw out"
         refuse(ConfigError, (config.raw and has_chat, needs_template))
 
     def messages_of(self, prompt: Prompt) -> list[Message]:
-        """Returns the prompt's messages after the opening; without the opening if the prompt has its own system message."""
+        """Returns the prompt's messages after the opening; without the opening if the prompt has its own system
+        message."""
         is_own = not prompt.messages or prompt.messages[0]["role"] == "system"
         return prompt.messages if is_own else self.opening + prompt.messages
 
     def first_ids(self, prompt: Prompt) -> list[int]:
-        """Returns the token ids before the first answer. Raises RowError for a prompt that this target cannot answer."""
+        """Returns the token ids before the first answer. Raises RowError for a prompt that this target cannot
+        answer."""
         return self.encode(prompt, self.messages_of(prompt))
 
     def encode(self, prompt: Prompt, messages: list[Message]) -> list[int]:

@@ -1,8 +1,9 @@
-"""Generates the target's answers to prompts, given or self-written, in batches through the real engine, into a run folder.
+"""Generates the target's answers to prompts, given or self-written, in batches through the real engine, into a run
+folder.
 
 A drafter learns what its target would generate, so only the prompts of a data set are used, not its answers. Follow-up
-messages of a conversation are sent after the target's own earlier answers. Finished conversations are recorded by key, so an
-interrupted run resumes with the missing ones.
+messages of a conversation are sent after the target's own earlier answers. Finished conversations are recorded by key,
+so an interrupted run resumes with the missing ones.
 
     runs/x/config.json      the settings: a second run must have the same
     runs/x/answers/         Parquet shards of every process
@@ -51,7 +52,8 @@ CONVERSATIONS_PER_SHARD = 128
 IN_FLIGHT_PER_ROW = 2
 """Requests submitted to the engine per cache row, so that a free row is reused immediately."""
 WRITE_EVERY_S = 60.0
-"""Seconds after which a shard is written although it has fewer conversations, so that a slow target's answers are safe."""
+"""Seconds after which a shard is written although it has fewer conversations, so that a slow target's answers are
+safe."""
 
 
 def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
@@ -92,7 +94,8 @@ def prepared(
     more: Mapping[str, Any] | None = None,
     fill: Callable[[str, int], str] = lambda opener, seed: opener,
 ) -> Iterator[Prepared]:
-    """Loads the target and the prompts; while the context is open, no other run may use the folder. `what`: the run's type.
+    """Loads the target and the prompts; while the context is open, no other run may use the folder. `what`: the run's
+    type.
     `more`: further settings that must not change. `fill`: see PromptWriter. Raises like `paceline.train.regenerate`."""
     ranks = Ranks.here()
     engine = engine_for(config, ranks)
@@ -156,11 +159,18 @@ def _load(engine: EngineConfig) -> LLM:
     try:
         return LLM.of(engine)
     except ContextLengthError as error:
-        raise ConfigError(f"{error}: the longest prompt and answer must fit, lower max_prompt_tokens or max_tokens") from error
+        raise ConfigError(
+            f"{error}: the longest prompt and answer must fit, lower max_prompt_tokens or max_tokens"
+        ) from error
 
 
 def _write_own(
-    llm: LLM, config: RegenerateConfig, ranks: Ranks, openers: tuple[str, ...], fill: Callable[[str, int], str], bars: Progress
+    llm: LLM,
+    config: RegenerateConfig,
+    ranks: Ranks,
+    openers: tuple[str, ...],
+    fill: Callable[[str, int], str],
+    bars: Progress,
 ) -> tuple[SelfWritten, list[Prompt]]:
     """Has the target write this process's share of the self-written prompts."""
     number = len(range(ranks.rank, config.asked.num_self_written, ranks.world))
@@ -176,7 +186,8 @@ def _write_own(
 
 
 def _share(given: list[Prompt], own: list[Prompt], seed: int, ranks: Ranks) -> list[Prompt]:
-    """Returns this process's prompts in random order, so that an interrupted run has answered a representative sample."""
+    """Returns this process's prompts in random order, so that an interrupted run has answered a representative
+    sample."""
     generator = random.Random(seed)
     unique = list({repr(prompt): prompt for prompt in given}.values())
     generator.shuffle(unique)
@@ -185,7 +196,9 @@ def _share(given: list[Prompt], own: list[Prompt], seed: int, ranks: Ranks) -> l
     return mine
 
 
-def _report(config: RegenerateConfig, done: Regenerated, written: SelfWritten, ranks: Ranks, progress: Progress) -> None:
+def _report(
+    config: RegenerateConfig, done: Regenerated, written: SelfWritten, ranks: Ranks, progress: Progress
+) -> None:
     limit = config.answering.max_prompt_tokens
     left_out = f"longer than {limit} tokens, the longest {done.num_tokens_too_long}"
     if not done.num_answers and not done.num_found and (done.num_too_long or done.refused):
@@ -199,7 +212,10 @@ def _report(config: RegenerateConfig, done: Regenerated, written: SelfWritten, r
         (done.num_found, f"{done.num_found} conversations had been answered before"),
         (done.num_too_long, f"{done.num_too_long} prompts left out: {left_out}"),
         (done.refused, str(done.refused) if done.refused else ""),
-        (done.num_cut_short, f"{done.num_cut_short} conversations ended early: an answer or the next prompt was too long"),
+        (
+            done.num_cut_short,
+            f"{done.num_cut_short} conversations ended early: an answer or the next prompt was too long",
+        ),
         (dropped, f"self-written prompts dropped: {dropped}"),
         (done.lost, f"answers left out: {', '.join(f'{number} {reason}' for reason, number in done.lost.items())}"),
     )
@@ -226,8 +242,9 @@ class Regenerator:
 
     def run(self, prompts: list[Prompt], bars: Progress | None = None) -> Regenerated:
         """Answers these prompts, duplicates once; `bars` shows one bar of all conversations. A prompt that the chat
-        template refuses is left out, and counted. Raises CacheError if a shard cannot be written, PromptError if a shard is
-        damaged, and the model's error on a conversation, which the next run repeats; finished conversations are retained."""
+        template refuses is left out, and counted. Raises CacheError if a shard cannot be written, PromptError if a
+        shard is damaged, and the model's error on a conversation, which the next run repeats; finished conversations
+        are retained."""
         self.done, self._started_at = Regenerated(self.shards.folder), time.perf_counter()
         conversations = conversations_of(prompts, self.config)
         waiting = self._missing(conversations)

@@ -1,9 +1,9 @@
 """A remote target: an OpenAI-compatible server used in place of the engine, for `regenerate --answers-from URL`.
 
-`RemoteLLM` provides the parts of an LLM that Regenerator and PromptWriter use: a tokenizer, and an engine whose requests are
-concurrent HTTP requests. The prompt is rendered here by the target's chat template and sent as token ids; to a server that
-rejects token ids, as text, or else as messages. A drafter learns from tokens, so an answer is used only if its tokens are
-known:
+`RemoteLLM` provides the parts of an LLM that Regenerator and PromptWriter use: a tokenizer, and an engine whose
+requests are concurrent HTTP requests. The prompt is rendered here by the target's chat template and sent as token ids;
+to a server that rejects token ids, as text, or else as messages. A drafter learns from tokens, so an answer is used
+only if its tokens are known:
 
 - the server returns them (`return_token_ids`, vLLM), and they decode to its text;
 - or its text, encoded by the target's tokenizer, decodes to itself and has as many tokens as the server reports.
@@ -85,7 +85,9 @@ def remote_target_of(config: RegenerateConfig) -> RemoteLLM | RayTokenizer | Non
         return None
     if where.ray:
         if config.asked.num_self_written:
-            raise ConfigError("ray: prompts that the target writes itself are written on one machine: give prompts (--prompts)")
+            raise ConfigError(
+                "ray: prompts that the target writes itself are written on one machine: give prompts (--prompts)"
+            )
         return RayTokenizer(_tokenizer(config), f"the workers of Ray at {where.ray} answer")
     assert where.answers_from
     if config.answering.grammar is not None:
@@ -124,7 +126,8 @@ class RemoteEngine:
         self._next_id = 0
 
     def add(self, prompt_ids: list[int], params: SamplingParams, *, chat: ChatRequest | None = None) -> int:
-        """Sends a request; returns its id. `chat`: the prompt as messages. Raises ConfigError for unsupported parameters."""
+        """Sends a request; returns its id. `chat`: the prompt as messages. Raises ConfigError for unsupported
+        parameters."""
         if params.grammar is not None:
             raise ConfigError("answers_from: servers differ in how they take grammars: leave the schema or regex out")
         request_id, self._next_id = self._next_id, self._next_id + 1
@@ -132,7 +135,8 @@ class RemoteEngine:
         self._open[request_id] = seq
         self._requests.put((seq, chat))
         if len(self._threads) < min(self.num_rows, len(self._open)):
-            # Daemon threads: a request in flight, which may take minutes, does not delay the exit of an interrupted process.
+            # Daemon threads: a request in flight, which may take minutes, does not delay the exit of an interrupted
+            # process.
             self._threads.append(threading.Thread(target=self._work, name="paceline-elsewhere", daemon=True))
             self._threads[-1].start()
         return request_id
@@ -174,7 +178,8 @@ class RemoteEngine:
         self._done.put(Chunk(seq, seq.output_ids, text, seq.finish_reason))
 
     def _answer(self, seq: Sequence, chat: ChatRequest | None) -> tuple[list[int], str, Any]:
-        """Returns (token ids, text, finish reason) of a request, in the first format from `_way` on that is accepted."""
+        """Returns (token ids, text, finish reason) of a request, in the first format from `_way` on that is
+        accepted."""
         refused: Refused | None = None
         for way in range(self._way, len(WAYS)):
             path, body = self._request(WAYS[way], seq, chat)
@@ -191,7 +196,8 @@ class RemoteEngine:
                 continue
             if isinstance(response, dict) and response.get("lossless") is False:
                 raise ConfigError(
-                    f"{self.client.option} {self.client.url} says lossless: false, so its answers are not the model's own: "
+                    f"{self.client.option} {self.client.url} says lossless: false, so its answers are not the model's "
+                    "own: "
                     "start it without --mock"
                 )
             self._way = max(self._way, way)
@@ -201,7 +207,11 @@ class RemoteEngine:
     def _request(self, way: str, seq: Sequence, chat: ChatRequest | None) -> tuple[str, dict[str, Any]]:
         """Returns (path, body) of a request; an empty path if the prompt cannot be sent in this format."""
         params, prompt_ids, tokenizer = seq.params, seq.tokens[: seq.prompt_len], self._llm.tokenizer
-        body: dict[str, Any] = {"model": self.served_name, "max_tokens": params.max_tokens, "temperature": params.temperature}
+        body: dict[str, Any] = {
+            "model": self.served_name,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+        }
         body |= {"seed": seq.seed, "stream": False}
         body |= {"top_p": params.top_p} if params.top_p < 1.0 else {}
         body |= {"stop": list(params.stop)} if params.stop else {}
@@ -262,7 +272,9 @@ def _encoded(text: str, reason: str, num_generated: int | None, seq: Sequence, t
     if tokenizer.decode(ids, skip_special=False) != text:
         raise LostAnswer("whose text does not encode to itself")
     has_end = reason == "stop" and not seq.params.stop and not seq.params.stop_token_ids
-    if num_generated is not None and num_generated not in ((len(ids), len(ids) + 1) if reason == "stop" else (len(ids),)):
+    if num_generated is not None and num_generated not in (
+        (len(ids), len(ids) + 1) if reason == "stop" else (len(ids),)
+    ):
         raise LostAnswer("whose text encodes to another number of tokens than were made")
     end = end_token(tokenizer)
     if not has_end:

@@ -41,7 +41,8 @@ def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> di
 
 
 def check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> bool:
-    """Returns True if the settings extend the run in `out`. Raises ConfigError, with the difference, if they contradict it."""
+    """Returns True if the settings extend the run in `out`. Raises ConfigError, with the difference, if they contradict
+    it."""
     file = out / "config.json"
     if not file.is_file():
         return False

@@ -112,7 +112,8 @@ class PromptWriter:
         num_new = len(done.prompts) - num_found
         if done.dropped.total() > MAX_TRIES_PER_PROMPT * (num_new + EXTRA_TRIES):
             raise PromptError(
-                f"only {num_new} of {num_new + done.dropped.total()} prompts the target wrote were usable, {num_prompts} are "
+                f"only {num_new} of {num_new + done.dropped.total()} prompts the target wrote were usable, "
+                f"{num_prompts} are "
                 f"wanted ({dict(done.dropped)}): give prompts with --prompts, or openers with --openers"
             )
 
@@ -140,7 +141,9 @@ class PromptWriter:
                 engine.abort(request_id)
 
 
-def user_turn(tokenizer: Tokenizer, opening: Sequence[Message] = (), variables: Mapping[str, Any] | None = None) -> UserTurn:
+def user_turn(
+    tokenizer: Tokenizer, opening: Sequence[Message] = (), variables: Mapping[str, Any] | None = None
+) -> UserTurn:
     """Returns the position of the user's text in this tokenizer's chat template, after an opening. Raises
     UnsupportedModelError if the template hides the user's text, PromptError for a tokenizer without a template."""
     messages = [*opening, {"role": "user", "content": MARK}]

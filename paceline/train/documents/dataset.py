@@ -1,4 +1,5 @@
-"""Turns answers into training documents; chooses held-out documents, their order in each epoch, and the blocks' anchors.
+"""Turns answers into training documents; chooses held-out documents, their order in each epoch, and the blocks'
+anchors.
 
 Every random choice is drawn from (seed, epoch, document), independent of earlier draws, so a resumed run and a run on
 another number of processes use the same blocks.
@@ -68,7 +69,8 @@ class Corpus:
 
     @property
     def num_prompts(self) -> int:
-        """Number of different prompts to learn from; all messages of a conversation and all temperatures count as one."""
+        """Number of different prompts to learn from; all messages of a conversation and all temperatures count as
+        one."""
         return len({prompt_of(document.key.rsplit("/", 1)[0]) for document in self.train})
 
     def told(self) -> str:
@@ -101,9 +103,10 @@ def read_corpus(
 ) -> Corpus:
     """Reads documents from folders or files of answers, without duplicates; holds out prompts by a hash of their key.
 
-    Answers are cut at `max_len` tokens, and before their third repetition of a loop: repetitive text adds nothing to learn
-    and makes all figures too optimistic. Documents are ordered by a hash of their keys, which mixes the sources and keeps a
-    conversation together. Raises PromptError if no document is left to learn from; with `strict`, for an unusable row.
+    Answers are cut at `max_len` tokens, and before their third repetition of a loop: repetitive text adds nothing to
+    learn and makes all figures too optimistic. Documents are ordered by a hash of their keys, which mixes the sources
+    and keeps a conversation together. Raises PromptError if no document is left to learn from; with `strict`, for an
+    unusable row.
     """
     documents: list[tuple[str, int, Document]] = []
     counts, dropped = Counter[str](), Dropped()
@@ -144,8 +147,8 @@ class ReadDocument(NamedTuple):
 def read_documents(
     sources: Iterable[Path], max_len: int, counts: Counter[str], dropped: Dropped | None = None, *, once: bool = True
 ) -> Iterator[ReadDocument]:
-    """Yields answers as documents; `counts` gets the num_too_short, num_prompt_too_long and num_repeated of Corpus. `once`
-    skips duplicates, and holds all keys in memory for it."""
+    """Yields answers as documents; `counts` gets the num_too_short, num_prompt_too_long and num_repeated of Corpus.
+    `once` skips duplicates, and holds all keys in memory for it."""
     counts.update(num_too_short=0, num_prompt_too_long=0, num_loops_cut=0, num_cut=0, num_repeated=0)
     seen: set[tuple[int, int]] = set()
     for answer in _answers(sources, dropped):
@@ -157,7 +160,9 @@ def read_documents(
             seen.add(mark)
         end = loop_start(answer.answer_ids)
         whole = answer.prompt_ids + answer.answer_ids[:end]
-        document = Document(f"{answer.key}/{answer.turn}", np.array(whole[:max_len], dtype=np.int32), len(answer.prompt_ids))
+        document = Document(
+            f"{answer.key}/{answer.turn}", np.array(whole[:max_len], dtype=np.int32), len(answer.prompt_ids)
+        )
         if document.num_anchors < 1:
             is_filled = len(answer.prompt_ids) >= max_len - 1 and len(answer.answer_ids) > 1
             counts["num_prompt_too_long" if is_filled else "num_too_short"] += 1
@@ -177,9 +182,11 @@ def _answers(sources: Iterable[Path], dropped: Dropped | None = None) -> Iterato
             yield from read_answers(source, dropped)
 
 
-def check_answers(sources: Iterable[Path], decode: Callable[[list[int]], str] | None = None, *, strict: bool = False) -> None:
-    """Raises PromptError for a source that is missing, has no usable answer, or whose first answers all fail to decode to
-    their own text; with `strict`, for an unusable row."""
+def check_answers(
+    sources: Iterable[Path], decode: Callable[[list[int]], str] | None = None, *, strict: bool = False
+) -> None:
+    """Raises PromptError for a source that is missing, has no usable answer, or whose first answers all fail to decode
+    to their own text; with `strict`, for an unusable row."""
     for source in sources:
         dropped = Dropped()
         first = list(islice(_answers([source], None if strict else dropped), NUM_READ_BACK))
@@ -190,7 +197,8 @@ def check_answers(sources: Iterable[Path], decode: Callable[[list[int]], str] | 
         # A server may truncate the text at a stop string, but not the tokens.
         if texts and not any(decoded.strip().startswith(text) for decoded, text in texts):
             raise PromptError(
-                f"the answers in {source} are tokens of another tokenizer than the target's: regenerate them with this target"
+                f"the answers in {source} are tokens of another tokenizer than the target's: regenerate them with "
+                "this target"
             )
 
 
@@ -200,7 +208,8 @@ def check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
         if not has_vocabulary(document, vocab_size):
             low, high = int(document.tokens.min()), int(document.tokens.max())
             raise PromptError(
-                f"answer {document.key} holds token {low if low < 0 else high}, the target has {vocab_size} tokens: another "
+                f"answer {document.key} holds token {low if low < 0 else high}, the target has {vocab_size} tokens: "
+                "another "
                 "model wrote these answers; regenerate them with this target"
             )
 
@@ -211,7 +220,8 @@ def has_vocabulary(document: Document, vocab_size: int) -> bool:
 
 
 def prompt_of(key: str) -> str:
-    """Returns a conversation's key without its temperature, so that all answers to a prompt are either held out or not."""
+    """Returns a conversation's key without its temperature, so that all answers to a prompt are either held out or
+    not."""
     return key.rsplit("@", 1)[0]
 
 
@@ -222,14 +232,16 @@ def heldout_prompts(keys: Iterable[str], share: float, most: int, fewest: int = 
 
 
 def num_heldout(num_prompts: int, share: float, most: int, fewest: int = 1) -> int:
-    """Number of prompts to hold out: `share` of all, between `fewest` (at most half) and `most`; 0 of fewer than ten."""
+    """Number of prompts to hold out: `share` of all, between `fewest` (at most half) and `most`; 0 of fewer than
+    ten."""
     if not share or num_prompts < 10:
         return 0
     return min(most, max(math.ceil(share * num_prompts), min(fewest, num_prompts // 2)))
 
 
 def loop_start(tokens: list[int]) -> int:
-    """Returns the length at which a repetitive tail may be cut, after two repetitions; without a loop, the full length."""
+    """Returns the length at which a repetitive tail may be cut, after two repetitions; without a loop, the full
+    length."""
     array = np.array(tokens)
     for period in range(1, min(MAX_PERIOD, len(array) // 3) + 1):
         differs = np.flatnonzero(array[period:] != array[:-period])
@@ -246,7 +258,8 @@ def epoch_order(num_documents: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def draw_anchors(document: Document, number: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Returns up to `number` distinct anchor positions of a document, ascending, redrawn for every epoch (DFlash, 4.2)."""
+    """Returns up to `number` distinct anchor positions of a document, ascending, redrawn for every epoch (DFlash,
+    4.2)."""
     every = np.arange(document.answer_start, len(document) - 1)
     if len(every) <= number:
         return every
@@ -254,8 +267,11 @@ def draw_anchors(document: Document, number: int, seed: int, epoch: int) -> NDAr
     return np.sort(generator.choice(every, number, replace=False))
 
 
-def labels_of(document: Document, anchors_A: NDArray[np.int64], block_size: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Returns the tokens at anchor + 1 .. anchor + block_size - 1, and whether they are inside the document, [A, K] each."""
+def labels_of(
+    document: Document, anchors_A: NDArray[np.int64], block_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Returns the tokens at anchor + 1 .. anchor + block_size - 1, and whether they are inside the document, [A, K]
+    each."""
     at_AK = anchors_A[:, None] + np.arange(1, block_size)
     valid_AK = at_AK < len(document)
     return document.tokens[np.minimum(at_AK, len(document) - 1)].astype(np.int64), valid_AK
@@ -275,9 +291,9 @@ class Place:
 
 
 class StepPlanner:
-    """Chooses the documents and anchors of each step, for any number of processes. A step takes documents in the epoch's
-    order until it has `blocks_per_step` blocks. Every process plans the whole step, so that all divide by the same number
-    of draft positions, and computes only its share."""
+    """Chooses the documents and anchors of each step, for any number of processes. A step takes documents in the
+    epoch's order until it has `blocks_per_step` blocks. Every process plans the whole step, so that all divide by the
+    same number of draft positions, and computes only its share."""
 
     def __init__(
         self, documents: Sequence[Document], *, blocks_per_step: int, anchors: int, block_size: int, seed: int
@@ -285,18 +301,22 @@ class StepPlanner:
         self.documents = documents
         self._blocks_per_step, self._anchors, self._block_size, self._seed = blocks_per_step, anchors, block_size, seed
         self.steps_per_epoch = max(1.0, self._count_steps())
-        """Number of steps that see every document once; a document that exceeds a step's remaining room gets fewer blocks."""
+        """Number of steps that see every document once; a document that exceeds a step's remaining room gets fewer
+        blocks."""
 
     def _count_steps(self) -> float:
         num_steps = num_blocks = 0
         for number in epoch_order(len(self.documents), self._seed, 0):
-            num_blocks += min(self._anchors, self._blocks_per_step - num_blocks, self.documents[int(number)].num_anchors)
+            num_blocks += min(
+                self._anchors, self._blocks_per_step - num_blocks, self.documents[int(number)].num_anchors
+            )
             if num_blocks == self._blocks_per_step:
                 num_steps, num_blocks = num_steps + 1, 0
         return num_steps + num_blocks / self._blocks_per_step
 
     def step(self, place: Place) -> tuple[list[tuple[int, NDArray[np.int64]]], int, Place]:
-        """Returns [(document number, anchors)] of a step, its number of valid draft positions, and the next step's place."""
+        """Returns [(document number, anchors)] of a step, its number of valid draft positions, and the next step's
+        place."""
         chosen: list[tuple[int, NDArray[np.int64]]] = []
         num_blocks = num_slots = 0
         epoch, index = place.epoch, place.index
@@ -307,7 +327,9 @@ class StepPlanner:
                 order = epoch_order(len(self.documents), self._seed, epoch)
             number = int(order[index])
             document = self.documents[number]
-            anchors_A = draw_anchors(document, min(self._anchors, self._blocks_per_step - num_blocks), self._seed, epoch)
+            anchors_A = draw_anchors(
+                document, min(self._anchors, self._blocks_per_step - num_blocks), self._seed, epoch
+            )
             chosen.append((number, anchors_A))
             num_blocks += len(anchors_A)
             num_slots += num_valid_slots(document, anchors_A, self._block_size)

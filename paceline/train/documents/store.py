@@ -4,8 +4,8 @@
     runs/x/documents/keys.bin       their keys, UTF-8
     runs/x/documents/index.npy      int64 [N, 9]: see COLUMNS; memory-mapped
 
-`stored_corpus` replaces `dataset.read_corpus` for a corpus that does not fit in memory, with the same documents in the same
-order. Only the held-out documents, a bounded number, are in memory.
+`stored_corpus` replaces `dataset.read_corpus` for a corpus that does not fit in memory, with the same documents in the
+same order. Only the held-out documents, a bounded number, are in memory.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ def stored_corpus(
 
 
 def known_only(corpus: Corpus, vocab_size: int, strict: bool = False) -> Corpus:
-    """Returns the corpus without documents that hold tokens unknown to the target; they are counted in `dropped`. Raises
-    PromptError if they are more than MOST_UNKNOWN of all, or with `strict`."""
+    """Returns the corpus without documents that hold tokens unknown to the target; they are counted in `dropped`.
+    Raises PromptError if they are more than MOST_UNKNOWN of all, or with `strict`."""
     documents = chain(corpus.train, corpus.heldout)  # iterated, as stored documents may not fit in memory
     foreign = {document.key for document in documents if not has_vocabulary(document, vocab_size)}
     if not foreign:

@@ -3,9 +3,9 @@
     {"input_ids": [1, 5, 9, 7, 2], "loss_mask": [0, 0, 1, 1, 1]}        as speculators prepares data
     {"input_ids": [1, 5, 9, 7, 2], "labels": [-100, -100, 9, 7, 2]}     as Transformers' trainers take it
 
-Files are JSON lines (also gzip) or Parquet. Every contiguous span of tokens to learn from is one answer, with everything
-before it as its prompt: a conversation with three answers becomes three documents, whose common beginning the target
-processes once.
+Files are JSON lines (also gzip) or Parquet. Every contiguous span of tokens to learn from is one answer, with
+everything before it as its prompt: a conversation with three answers becomes three documents, whose common beginning
+the target processes once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def is_tokenised(path: Path) -> bool:
 
 
 def tokenised_answers(path: Path, dropped: Dropped | None = None) -> Iterator[Answer]:
-    """Yields the answers of a file of token ids. Raises PromptError for the first bad row; with `dropped`, counts it there."""
+    """Yields the answers of a file of token ids. Raises PromptError for the first bad row; with `dropped`, counts it
+    there."""
     for number, (where, row) in enumerate(file_rows(path)):
         try:
             if isinstance(row, RowError):
@@ -72,7 +73,9 @@ def _mask_of(row: Row, ids: list[int], where: str) -> Any:
     elif row.get("labels") is not None:
         mask, is_learned = row["labels"], lambda value: value != IGNORED
     else:
-        raise RowError(f"{where}: 'loss_mask' or 'labels' must say which tokens are learned from", "without a loss mask")
+        raise RowError(
+            f"{where}: 'loss_mask' or 'labels' must say which tokens are learned from", "without a loss mask"
+        )
     if not isinstance(mask, list) or len(mask) != len(ids) or not all(type(value) in (int, bool) for value in mask):
         raise RowError(
             f"{where}: the loss mask must have one number for each of the {len(ids)} tokens", "with a wrong loss mask"

@@ -1,16 +1,17 @@
 """Computes the target's hidden states for training, when needed or once into files.
 
-`OnlineFeatures` runs the target in the same process. `cache_features` runs it once over every document and writes safetensors
-files for `CachedFeatures`, which pays off if documents are seen more than once. It computes the size first, and fails if the
-disk lacks the room.
+`OnlineFeatures` runs the target in the same process. `cache_features` runs it once over every document and writes
+safetensors files for `CachedFeatures`, which pays off if documents are seen more than once. It computes the size first,
+and fails if the disk lacks the room.
 
     runs/x/features-<hash>/document-000000.safetensors     taps [positions, F], final [positions, D] if needed
 
-`ScaledFeatures` brings all features to a similar size during training. Hidden states of a language model differ by orders
-of magnitude: in the built-in model, late layers are ten times larger than early ones, a few dimensions are a hundred times
-larger than the rest, and half of the energy is a constant mean. An optimiser that moves every weight by about the same step
-(Adam, Muon) would then learn mostly from the largest features. So each feature is multiplied by a power of two near the
-inverse of its size, and the column of `fc` that reads it is trained in those units. Powers of two are exact in every
+`ScaledFeatures` brings all features to a similar size during training. Hidden states of a language model differ by
+orders of magnitude: in the built-in model, late layers are ten times larger than early ones, a few dimensions are a
+hundred times larger than the rest, and half of the energy is a constant mean. An optimiser that moves every weight by
+about the same step (Adam, Muon) would then learn mostly from the largest features. So each feature is multiplied by a
+power of two near the inverse of its size, and the column of `fc` that reads it is trained in those units. Powers of two
+are exact in every
 format: the saved drafter computes bit for bit what was trained.
 """
 
@@ -46,7 +47,8 @@ MOST_SAMPLED = 2048
 POSITIONS_PER_PASS = 2048
 """Positions of a document per forward pass of the target."""
 LOUD = 3.0
-"""Positions with a norm above this multiple of the median are left out of the scale: attention sinks, one in some hundred."""
+"""Positions with a norm above this multiple of the median are left out of the scale: attention sinks, one in some
+hundred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,9 @@ class MeasuredSource(FeatureSource, Protocol):
 class OnlineFeatures:
     """Runs the target over one document at a time; a prefix shared with the previous document is not computed again."""
 
-    def __init__(self, target: Target, documents: Sequence[Document], tap_layers: tuple[int, ...], needs_final: bool) -> None:
+    def __init__(
+        self, target: Target, documents: Sequence[Document], tap_layers: tuple[int, ...], needs_final: bool
+    ) -> None:
         self._target, self.documents = target, documents
         last = target.num_layers - 1
         self._needs_final, self._has_final = needs_final, last in tap_layers
@@ -91,7 +95,8 @@ class OnlineFeatures:
         self._again: tuple[int, Features] | None = None
         """Number and features of the latest document: several consecutive packs of a long document request them."""
         self._last: tuple[list[int], Tensor, int, int] | None = None
-        """The previous document's tokens, taps, cache row and row generation, which shows whether the row was reused since."""
+        """The previous document's tokens, taps, cache row and row generation, which shows whether the row was reused
+        since."""
 
     @property
     def bytes_per_position(self) -> int:
@@ -132,7 +137,8 @@ class OnlineFeatures:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _known(self, tokens: list[int], row: int) -> Tensor | None:
-        """Returns the taps of the prefix shared with the previous document, if `row` still holds its keys and values."""
+        """Returns the taps of the prefix shared with the previous document, if `row` still holds its keys and
+        values."""
         if self._last is None or not self._target.is_width_invariant:
             return None
         last_tokens, taps_SF, last_row, generation = self._last
@@ -197,28 +203,32 @@ def cache_features(
     form: Form = PLAIN,
     compute: Callable[[int], Features] | None = None,
 ) -> CachedFeatures:
-    """Writes the missing files of this process's share, computed by `compute` (default: `source.of`). Existing files are
-    not checked, so name the folder by `fingerprint(...)`. Raises CacheError if the disk is too small or fails."""
+    """Writes the missing files of this process's share, computed by `compute` (default: `source.of`). Existing files
+    are not checked, so name the folder by `fingerprint(...)`. Raises CacheError if the disk is too small or fails."""
     cached = CachedFeatures(folder, form)
     check_room(folder, sum(map(len, source.documents)) * form.bytes_of(source.bytes_per_position))
     for number in (ranks or Ranks()).share_of(len(source.documents)):
         path = cached.path(number)
         if not path.exists():
             tensors = form.encode((compute or source.of)(number))
-            with whole_file(path, "free space and run again, what is written stays; or use --features online") as scratch:
+            with whole_file(
+                path, "free space and run again, what is written stays; or use --features online"
+            ) as scratch:
                 save_file(tensors, scratch)
         on_document()
     return cached
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Raises CacheError if the disk lacks room, with a margin, for `num_bytes` of features, including those in `folder`."""
+    """Raises CacheError if the disk lacks room, with a margin, for `num_bytes` of features, including those in
+    `folder`."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     disk = shutil.disk_usage(existing)
     num_bytes -= sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if num_bytes > disk.free - min(FREE_MARGIN * disk.total, MOST_MARGIN):
         raise CacheError(
-            f"features need {num_bytes / 1e9:.1f} GB in {folder}, {disk.free / 1e9:.1f} GB are free: use --features online, "
+            f"features need {num_bytes / 1e9:.1f} GB in {folder}, {disk.free / 1e9:.1f} GB are free: use --features "
+            "online, "
             "fewer prompts, or another --out"
         )
 
@@ -242,11 +252,14 @@ class ScaledFeatures:
 
     def of(self, number: int) -> Features:
         features = self._source.of(number)
-        return Features(features.taps_SF * self._scale_F.to(features.taps_SF.device, features.taps_SF.dtype), features.final_SD)
+        return Features(
+            features.taps_SF * self._scale_F.to(features.taps_SF.device, features.taps_SF.dtype), features.final_SD
+        )
 
 
 def measure_scale(source: FeatureSource, documents: Sequence[Document]) -> tuple[Tensor, Tensor]:
-    """Returns (scale [F], powers of two; mean [F] of scaled features) over spread documents, without attention sinks."""
+    """Returns (scale [F], powers of two; mean [F] of scaled features) over spread documents, without attention
+    sinks."""
     step = max(1, len(documents) // NUM_SAMPLED)
     taps = (source.of(number).taps_SF for number in range(0, len(documents), step)[:NUM_SAMPLED])
     sample_SF = torch.cat([taps_SF[:: max(1, len(taps_SF) // MOST_SAMPLED)].float().cpu() for taps_SF in taps])
@@ -257,9 +270,11 @@ def measure_scale(source: FeatureSource, documents: Sequence[Document]) -> tuple
     return scale_F, quiet_SF.mean(0) * scale_F
 
 
-def stored_scale(file: Path, source: FeatureSource, documents: Sequence[Document], is_first: bool) -> tuple[Tensor, Tensor]:
-    """Returns `measure_scale` of the run's first start, stored in `file`: a resumed run must have the same units. Raises
-    CacheError if the file is damaged or cannot be written (by the first process)."""
+def stored_scale(
+    file: Path, source: FeatureSource, documents: Sequence[Document], is_first: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns `measure_scale` of the run's first start, stored in `file`: a resumed run must have the same units.
+    Raises CacheError if the file is damaged or cannot be written (by the first process)."""
     with reraised(CacheError, f"{file} cannot be read", "use another --out", OSError, SafetensorError, KeyError):
         if file.is_file():
             stored = load_file(file)

@@ -1,7 +1,7 @@
 """Computes hidden states on the workers of a Ray cluster, into the same files as `cache_features`, byte for byte.
 
-Each worker loads the target and computes documents with `OnlineFeatures`; this process writes the files, so workers need no
-shared disk. If a worker dies, another one computes its batch.
+Each worker loads the target and computes documents with `OnlineFeatures`; this process writes the files, so workers
+need no shared disk. If a worker dies, another one computes its batch.
 """
 
 from __future__ import annotations
@@ -57,10 +57,15 @@ def features_folder(
 
 
 def cache_on_ray(
-    config: TrainConfig, target: Target, documents: Sequence[Document], taps: tuple[int, ...], name: str, progress: Progress
+    config: TrainConfig,
+    target: Target,
+    documents: Sequence[Document],
+    taps: tuple[int, ...],
+    name: str,
+    progress: Progress,
 ) -> CachedFeatures:
-    """Writes the missing files. Uses only the sizes and the dtype of `target`. Raises CacheError if the disk is too small
-    or fails, and the errors of `connected` and `distributed`."""
+    """Writes the missing files. Uses only the sizes and the dtype of `target`. Raises CacheError if the disk is too
+    small or fails, and the errors of `connected` and `distributed`."""
     needs_final = config.loop.loss.needs_target_probs
     folder = features_folder(config, target, documents, taps, name)
     width = (len(taps) + needs_final) * target.hidden_size * target.dtype.itemsize

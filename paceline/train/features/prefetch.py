@@ -2,8 +2,8 @@
 
     upcoming_pieces(trainer) -> thread: Packer.pack, in main memory -> (CUDA: pinned, copied during computation) -> take
 
-The packs and their order are those of the trainer without prefetching. It is used for features from disk, and on a GPU for
-streamed features; features that the target computes on the trainer's device would not come sooner.
+The packs and their order are those of the trainer without prefetching. It is used for features from disk, and on a GPU
+for streamed features; features that the target computes on the trainer's device would not come sooner.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class _Copier:
         self._stream: Any = torch.cuda.Stream(self._device)
 
     def pack(self, chosen: list[Chosen]) -> Callable[[], Pack]:
-        """Starts copying the pack of these blocks; the returned function makes the computing stream wait for the copy."""
+        """Starts copying the pack of these blocks; the returned function makes the computing stream wait for the
+        copy."""
         packed = self._packer.pack(chosen)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             pinned = packed.changed(lambda tensor: tensor.pin_memory())
@@ -101,5 +102,6 @@ def packs_ahead(trainer: Trainer) -> Iterator[None]:
 
 def _same(some: list[Chosen], others: list[Chosen]) -> bool:
     return len(some) == len(others) and all(
-        one == other and np.array_equal(one_A, other_A) for (one, one_A), (other, other_A) in zip(some, others, strict=True)
+        one == other and np.array_equal(one_A, other_A)
+        for (one, one_A), (other, other_A) in zip(some, others, strict=True)
     )

@@ -1,8 +1,8 @@
 """Stores features in 8 bits: half the disk, memory and network traffic of bfloat16.
 
-Each position has one scale per tapped layer. Some dimensions of a language model are a hundred times larger than the rest,
-which would leave the rest one or two of the 256 levels; so every feature is first multiplied by its power of two from
-`measure_scale`, and divided by it after decoding, both exactly.
+Each position has one scale per tapped layer. Some dimensions of a language model are a hundred times larger than the
+rest, which would leave the rest one or two of the 256 levels; so every feature is first multiplied by its power of two
+from `measure_scale`, and divided by it after decoding, both exactly.
 
     taps8 [S, F] int8, scales [S, L] float32, final [S, D] unchanged (the loss computes probabilities from it)
 """

@@ -1,12 +1,13 @@
-"""Gets hidden states from a remote target: from vLLM's connector through files, or from `paceline serve --features` by HTTP.
+"""Gets hidden states from a remote target: from vLLM's connector through files, or from `paceline serve --features` by
+HTTP.
 
-vLLM is started with the speculative method `extract_hidden_states` and `ExampleHiddenStatesConnector` (vLLM 0.18 to 0.23; see
-docs/how-to/many-machines.md). Each request generates one token and leaves a safetensors file, locked until it is complete, in
-a folder that both machines see: hidden_states [T, L, D] and token_ids [T]. The file is read, checked and deleted. The layers
-are those given when the server was started; vLLM's layer ids are paceline's plus one.
+vLLM is started with the speculative method `extract_hidden_states` and `ExampleHiddenStatesConnector` (vLLM 0.18 to
+0.23; see docs/how-to/many-machines.md). Each request generates one token and leaves a safetensors file, locked until it
+is complete, in a folder that both machines see: hidden_states [T, L, D] and token_ids [T]. The file is read, checked
+and deleted. The layers are those given when the server was started; vLLM's layer ids are paceline's plus one.
 
-A server's data is not trusted: tokens must be those that were sent, shapes those requested, values finite, sizes bounded,
-and files in the configured folder.
+A server's data is not trusted: tokens must be those that were sent, shapes those requested, values finite, sizes
+bounded, and files in the configured folder.
 """
 
 from __future__ import annotations
@@ -73,11 +74,13 @@ class RemoteFeatures:
             return f"hidden states of {self._client.url}"
         ids = [layer + 1 for layer in self._taps]
         return (
-            f"hidden states of {self._client.url}, vLLM: it must have been started with eagle_aux_hidden_state_layer_ids {ids}"
+            f"hidden states of {self._client.url}, vLLM: it must have been started with "
+            f"eagle_aux_hidden_state_layer_ids {ids}"
         )
 
     def of(self, number: int) -> Features:
-        """Returns a document's hidden states. Raises DownloadError, CacheError, or ConfigError for an invalid response."""
+        """Returns a document's hidden states. Raises DownloadError, CacheError, or ConfigError for an invalid
+        response."""
         tokens = self.documents[number].tokens.tolist()
         try:
             tensors = self._requested(tokens) if self._is_paceline else self._extracted(tokens)
@@ -90,7 +93,8 @@ class RemoteFeatures:
         sizes = (model.get("num_layers"), model.get("hidden_size")) if isinstance(model, dict) else (None, None)
         if sizes != (target.num_layers, target.hidden_size):
             raise ConfigError(
-                f"{self._client.url} has a model of {sizes[0]} layers of {sizes[1]}, the target has {target.num_layers} of "
+                f"{self._client.url} has a model of {sizes[0]} layers of {sizes[1]}, the target has "
+                f"{target.num_layers} of "
                 f"{target.hidden_size}: start it with the target"
             )
 
@@ -100,7 +104,8 @@ class RemoteFeatures:
             raise ConfigError("features_folder must be given: the folder in which vLLM's connector writes")
         if self._needs_final or last in self._taps:
             raise UnsupportedModelError(
-                "vLLM gives the last layer's output before the final norm: use --loss ce or d-pace and other layers, or "
+                "vLLM gives the last layer's output before the final norm: use --loss ce or d-pace and other layers, "
+                "or "
                 "paceline serve --features"
             )
         if self._name is None:
@@ -146,7 +151,9 @@ class RemoteFeatures:
                         lock.unlink(missing_ok=True)
                         return tensors
             if time.monotonic() > deadline:
-                raise CacheError(f"{path} does not come: check that features_folder is the server's shared_storage_path")
+                raise CacheError(
+                    f"{path} does not come: check that features_folder is the server's shared_storage_path"
+                )
             time.sleep(POLL_S)
 
     def _checked(self, tensors: dict[str, Tensor], tokens: list[int]) -> Features:
@@ -161,7 +168,8 @@ class RemoteFeatures:
             received = None if states is None else tuple(states.shape)
             layers = ", ".join(str(layer + 1) for layer in self._taps)
             raise ConfigError(
-                f"{self._client.url} gives hidden states of shape {received}, not {shape}: start vLLM with layer ids {layers}"
+                f"{self._client.url} gives hidden states of shape {received}, not {shape}: start vLLM with layer ids "
+                f"{layers}"
             )
         final = tensors.get("final")
         if self._needs_final and (final is None or final.shape != (len(tokens), size)):
@@ -176,7 +184,8 @@ class RemoteFeatures:
 
 
 def _is_free(lock: Path) -> bool:
-    """Returns True if no process holds the lock of a file; a file without a lock comes from a server that does not lock."""
+    """Returns True if no process holds the lock of a file; a file without a lock comes from a server that does not
+    lock."""
     if not lock.is_file():
         return True
     with lock.open("rb") as file:

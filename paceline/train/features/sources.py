@@ -72,7 +72,8 @@ class Sources:
     _sources: dict[int, MeasuredSource] = field(default_factory=dict)
 
     def of(self, documents: Sequence[Document], name: str = LEARNED) -> FeatureSource:
-        """Returns the features of these documents; held-out documents, which are few, are cached where others are streamed."""
+        """Returns the features of these documents; held-out documents, which are few, are cached where others are
+        streamed."""
         if self.config.elsewhere.ray:
             return self._of_ray(documents, name)
         source, form, kind = self._computed(documents), self._form(), self._kind(documents)
@@ -132,10 +133,17 @@ class Sources:
     def _kind(self, documents: Sequence[Document]) -> str:
         if self.config.features != "auto":
             return self.config.features
-        return "cached" if self._should_cache(documents) else "streamed" if self.config.elsewhere.features_from else "online"
+        return (
+            "cached"
+            if self._should_cache(documents)
+            else "streamed"
+            if self.config.elsewhere.features_from
+            else "online"
+        )
 
     def _should_cache(self, documents: Sequence[Document]) -> bool:
-        """Returns True if documents are seen more than once and the disk has room for features; the same in all processes."""
+        """Returns True if documents are seen more than once and the disk has room for features; the same in all
+        processes."""
         if self.config.loop.epochs <= 1.0 and self.config.loop.max_steps is None:
             return False
         lacks_room = False
@@ -163,12 +171,15 @@ class Sources:
 
     @contextlib.contextmanager
     def _computing(self, source: MeasuredSource, folder: CachedFeatures) -> Iterator[Callable[[int], Features]]:
-        """Yields the function that computes a document; with a remote target, it prefetches the missing ones concurrently."""
+        """Yields the function that computes a document; with a remote target, it prefetches the missing ones
+        concurrently."""
         if not isinstance(source, RemoteFeatures):
             yield source.of
             return
         stream = self._streamed(source, PLAIN)
-        stream.begin(number for number in self.ranks.share_of(len(source.documents)) if not folder.path(number).exists())
+        stream.begin(
+            number for number in self.ranks.share_of(len(source.documents)) if not folder.path(number).exists()
+        )
         try:
             yield stream.of
         finally:

@@ -2,8 +2,9 @@
 
     upcoming(trainer) -> document numbers -> worker threads: source.of -> (8 bits) -> bounded buffer -> of(number)
 
-A step's documents depend only on its place in the data, so they are known in advance, and a resumed run starts to produce
-at its checkpoint's place: the same features in the same order. A document requested out of order is computed immediately.
+A step's documents depend only on its place in the data, so they are known in advance, and a resumed run starts to
+produce at its checkpoint's place: the same features in the same order. A document requested out of order is computed
+immediately.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class StreamedFeatures:
         form: Form = PLAIN,
         num_threads: int = 1,
     ) -> None:
-        """`size_of(number)`: bytes of a document's features in `form`. `num_threads` above 1 needs a thread-safe source."""
+        """`size_of(number)`: bytes of a document's features in `form`. `num_threads` above 1 needs a thread-safe
+        source."""
         self._source, self._size_of, self._budget, self._form = source, size_of, budget_bytes, form
         self._num_threads = num_threads
         self._alone = threading.Lock() if num_threads == 1 else contextlib.nullcontext()
@@ -166,7 +168,8 @@ def upcoming_pieces(trainer: Trainer) -> Iterator[list[Chosen]]:
 
 
 def upcoming(trainer: Trainer) -> Iterator[int]:
-    """Yields the documents that this process will request from the trainer's current place, endlessly, without repetitions."""
+    """Yields the documents that this process will request from the trainer's current place, endlessly, without
+    repetitions."""
     last = None
     for piece in upcoming_pieces(trainer):
         for number, _ in piece:

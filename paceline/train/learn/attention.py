@@ -1,12 +1,14 @@
-"""Attention of many training blocks at once, in three implementations with equal results (tests/train/test_attention.py).
+"""Attention of many training blocks at once, in three implementations with equal results
+(tests/train/test_attention.py).
 
-A block attends to its document's context strictly before its anchor, and to its own draft positions; never to another block or
-document. `SplitAttention` multiplies queries by the shared context once per document, and by their own block separately: no
-copies of the context and no masked products. `SdpaAttention` is one call with a packed mask. `FlexAttention` skips masked
+A block attends to its document's context strictly before its anchor, and to its own draft positions; never to another
+block or document. `SplitAttention` multiplies queries by the shared context once per document, and by their own block
+separately: no copies of the context and no masked products. `SdpaAttention` is one call with a packed mask.
+`FlexAttention` skips masked
 tiles: for GPUs, compiled.
 
-Positions are absolute. A sliding window applies per query, as in serving; a causal mask hides only later positions of the
-own block.
+Positions are absolute. A sliding window applies per query, as in serving; a causal mask hides only later positions of
+the own block.
 """
 
 from __future__ import annotations
@@ -64,12 +66,17 @@ class _PackedAttention(ABC):
         tables = rope_tables(config.shape, longest + layout.block_size)
         rope = Rope(*(table.to(layout.anchors[0].device, dtype) for table in tables))
         # (cos, signed sin), shared by all layers
-        self._block, self._context = rope.tables_at(layout.block_positions()), rope.tables_at(layout.context_positions())
+        self._block, self._context = (
+            rope.tables_at(layout.block_positions()),
+            rope.tables_at(layout.context_positions()),
+        )
         kinds = [(config.shape.window(index), config.is_causal[index]) for index in range(config.shape.num_layers)]
         plans = {kind: self._plan(*kind) for kind in set(kinds)}
         self._plans = [plans[kind] for kind in kinds]
 
-    def __call__(self, layer: int, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(
+        self, layer: int, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]
+    ) -> Tensor:
         query_THD = rotate(query_THD, *self._block)
         own = (rotate(own[0], *self._block), own[1])
         context = (rotate(context[0], *self._context), context[1])
@@ -80,7 +87,9 @@ class _PackedAttention(ABC):
         """Prepares what layers with this window and causality need, once per pack."""
 
     @abstractmethod
-    def _attend(self, plan: Any, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor:
+    def _attend(
+        self, plan: Any, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]
+    ) -> Tensor:
         """Returns the attention output [T, heads * head_dim] of rotated queries and keys."""
 
 
@@ -91,7 +100,8 @@ class SplitAttention(_PackedAttention):
         """Returns an additive mask [A, 1, B, N + B] per document."""
         documents = zip(self.layout.anchors, self.layout.starts, self.layout.context_lens, strict=True)
         return [
-            self._mask(anchors_A, range(start, start + length), window, is_causal) for anchors_A, start, length in documents
+            self._mask(anchors_A, range(start, start + length), window, is_causal)
+            for anchors_A, start, length in documents
         ]
 
     def _mask(self, anchors_A: Tensor, context: range, window: int | None, is_causal: bool) -> Tensor:
@@ -114,7 +124,9 @@ class SplitAttention(_PackedAttention):
             slots = slice(first_slot, first_slot := first_slot + len(anchors_A) * layout.block_size)
             positions = slice(first_position, first_position := first_position + length)
             parts.append(
-                self._document(mask, query_THD[slots], [part[slots] for part in own], [part[positions] for part in context])
+                self._document(
+                    mask, query_THD[slots], [part[slots] for part in own], [part[positions] for part in context]
+                )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -130,9 +142,12 @@ class SplitAttention(_PackedAttention):
         context_key, context_value = (part.transpose(0, 1) for part in context)  # [KV, N, D]
         to_context = torch.bmm(query.flatten(1, 2), context_key.transpose(1, 2)).unflatten(1, (num_blocks, -1))
         to_own = torch.matmul(query, own_key.transpose(2, 3))
-        # With a mask of the products' dtype, scores take half the bytes; sums and softmax are computed in float32 anyway.
+        # With a mask of the products' dtype, scores take half the bytes; sums and softmax are computed in float32
+        # anyway.
         scores = torch.cat([to_context, to_own], dim=-1).unflatten(2, (group, size)) + mask.to(to_own.dtype)
-        probs = torch.softmax(scores, dim=-1, dtype=scores.dtype).to(own_value.dtype).flatten(2, 3)  # [KV, A, G * B, N + B]
+        probs = (
+            torch.softmax(scores, dim=-1, dtype=scores.dtype).to(own_value.dtype).flatten(2, 3)
+        )  # [KV, A, G * B, N + B]
         out = torch.bmm(probs[..., :length].flatten(1, 2), context_value).unflatten(1, (num_blocks, -1))
         out = out + torch.matmul(probs[..., length:], own_value)
         return out.unflatten(2, (group, size)).permute(1, 3, 0, 2, 4).reshape(num_blocks * size, -1)
@@ -147,7 +162,9 @@ class SdpaAttention(_PackedAttention):
         slots, keys = (torch.arange(places_X.shape[1], device=places_X.device) for places_X in places)
         return mask_function(*places, window, is_causal)(None, None, slots[:, None], keys)
 
-    def _attend(self, plan: Any, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]) -> Tensor:
+    def _attend(
+        self, plan: Any, query_THD: Tensor, own: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor]
+    ) -> Tensor:
         key, value = (torch.cat(pair).transpose(0, 1)[None] for pair in zip(context, own, strict=True))
         query = query_THD.transpose(0, 1)[None].to(value.dtype)
         return self._product(query, key.to(value.dtype), value, plan)[0].transpose(0, 1).flatten(1)
@@ -156,7 +173,8 @@ class SdpaAttention(_PackedAttention):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=plan, enable_gqa=True)
 
     def _places(self) -> tuple[Tensor, Tensor]:
-        """Returns the places of the block positions [4, T] and of the keys [3, N + T], contexts first, for `mask_function`."""
+        """Returns the places of the block positions [4, T] and of the keys [3, N + T], contexts first, for
+        `mask_function`."""
         layout, device = self.layout, self.layout.anchors[0].device
         documents = torch.arange(len(layout.anchors), device=device)
         num_blocks = torch.tensor([len(anchors_A) for anchors_A in layout.anchors], device=device)
@@ -175,9 +193,9 @@ CONTEXT, PADDING = -1, -2
 
 
 def mask_function(slots: Tensor, keys: Tensor, window: int | None, is_causal: bool) -> Callable[..., Tensor]:
-    """Returns a mask function for FlexAttention, which ignores its arguments `batch` and `head`. slots [4, T]: position,
-    document, block, and the block's anchor. keys [3, S]: position, document, block. Only `window` is a constant, so the
-    function compiled for one pack is valid for the next."""
+    """Returns a mask function for FlexAttention, which ignores its arguments `batch` and `head`. slots [4, T]:
+    position, document, block, and the block's anchor. keys [3, S]: position, document, block. Only `window` is a
+    constant, so the function compiled for one pack is valid for the next."""
     # Separate tensors: offsets into a common one would become constants of the compiled function.
     position_T, document_T, block_T, anchor_T = (row_T.clone() for row_T in slots)
     position_S, document_S, block_S = (row_S.clone() for row_S in keys)
@@ -187,7 +205,9 @@ def mask_function(slots: Tensor, keys: Tensor, window: int | None, is_causal: bo
         is_own = block_S[key] == block_T[slot]
         if is_causal:
             is_own = is_own & (distance >= 0)
-        is_context = (block_S[key] == CONTEXT) & (document_S[key] == document_T[slot]) & (position_S[key] < anchor_T[slot])
+        is_context = (
+            (block_S[key] == CONTEXT) & (document_S[key] == document_T[slot]) & (position_S[key] < anchor_T[slot])
+        )
         is_seen = is_context | is_own
         return is_seen if window is None else is_seen & (distance.abs() < window)
 
@@ -200,7 +220,8 @@ TILE = 128
 
 @functools.cache
 def compiled(backend: str | Callable[..., Any] = "inductor") -> tuple[Any, Any]:
-    """Returns (flex_attention, create_block_mask), compiled for all sizes; the second size recompiles flex_attention."""
+    """Returns (flex_attention, create_block_mask), compiled for all sizes; the second size recompiles
+    flex_attention."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     make = functools.partial(torch.compile, dynamic=True, backend=backend)
@@ -208,8 +229,8 @@ def compiled(backend: str | Callable[..., Any] = "inductor") -> tuple[Any, Any]:
 
 
 class FlexAttention(SdpaAttention):
-    """FlexAttention over all contexts and blocks of the pack; fully masked tiles cost nothing. Queries and keys are padded
-    to whole tiles, so that few sizes occur and no size has its own compiled kernel."""
+    """FlexAttention over all contexts and blocks of the pack; fully masked tiles cost nothing. Queries and keys are
+    padded to whole tiles, so that few sizes occur and no size has its own compiled kernel."""
 
     def _plan(self, window: int | None, is_causal: bool) -> Any:
         slots, keys = self._places()
@@ -217,7 +238,12 @@ class FlexAttention(SdpaAttention):
         slots, keys = _padded(slots, 2 * TILE), _padded(keys, (2 + -(-slots.shape[1] // TILE)) * TILE)
         mask = self._functions(slots.device)[1]
         return mask(
-            mask_function(slots, keys, window, is_causal), None, None, slots.shape[1], keys.shape[1], device=str(slots.device)
+            mask_function(slots, keys, window, is_causal),
+            None,
+            None,
+            slots.shape[1],
+            keys.shape[1],
+            device=str(slots.device),
         )
 
     def _product(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:

@@ -61,7 +61,8 @@ def save_checkpoint(
     trainer: dict[str, Any],
     keep_last: int = 1,
 ) -> Path:
-    """Writes the checkpoint `step-N`, then deletes all but the newest `keep_last`. Raises CacheError before any deletion."""
+    """Writes the checkpoint `step-N`, then deletes all but the newest `keep_last`. Raises CacheError before any
+    deletion."""
     newest = folder / f"step-{trainer['step']:06d}"
     described = json.dumps(plain(trainer), indent=1) + "\n"
     if (newest / "trainer.json").is_file() and (newest / "trainer.json").read_text(encoding="utf-8") == described:
@@ -85,7 +86,8 @@ def save_checkpoint(
 
 @contextlib.contextmanager
 def _scratch(final: Path, remedy: str) -> Iterator[Path]:
-    """Yields a scratch folder next to `final`, deleted at the end. Raises CacheError with the remedy for disk errors."""
+    """Yields a scratch folder next to `final`, deleted at the end. Raises CacheError with the remedy for disk
+    errors."""
     scratch = final.with_name(f".{final.name}")
     try:
         with reraised(CacheError, f"the checkpoint {final} cannot be written", remedy, OSError, SafetensorError):
@@ -141,7 +143,8 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def check_same(folder: Path, before: dict[str, Any], now: dict[str, Any], or_else: str = "") -> None:
-    """Raises ConfigError, with a list of the differences, if settings differ that change what is learned or answered."""
+    """Raises ConfigError, with a list of the differences, if settings differ that change what is learned or
+    answered."""
     changed = {name: pair for name, pair in differences(before, plain(now)).items() if name not in FREE_TO_CHANGE}
     if changed:
         listed = "; ".join(f"{name}: {old!r} there, {new!r} now" for name, (old, new) in changed.items())

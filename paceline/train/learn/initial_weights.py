@@ -1,8 +1,8 @@
 """Creates a new drafter's config and initial weights, or reads those of a drafter to be continued (`--init`).
 
 A new drafter has the target's widths, heads and rotary embedding, with random layers or copies of the target's layers
-(`start="copied"`, train/methods/copied_layers.py), which have already learned to attend. The final norm is scaled so that
-the first loss is about log(vocabulary), not 30.
+(`start="copied"`, train/methods/copied_layers.py), which have already learned to attend. The final norm is scaled so
+that the first loss is about log(vocabulary), not 30.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def end_keys(target: Target) -> dict[str, float]:
 
 
 def own_sizes(shape: DrafterShape, keys: dict[str, Any]) -> dict[str, int]:
-    """Returns the requested widths that replace the target's. Raises ConfigError if key heads do not divide query heads."""
+    """Returns the requested widths that replace the target's. Raises ConfigError if key heads do not divide query
+    heads."""
     sizes = {"intermediate_size": shape.intermediate_size, "num_attention_heads": shape.num_heads}
     heads, kv_heads = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
     group = heads // kv_heads if heads and kv_heads else 1
@@ -119,8 +120,8 @@ def _tap_layers(num_layers: int, shape: DrafterShape) -> tuple[int, ...]:
 
 
 def init_folder(init: str | None, target_name: str) -> Path | None:
-    """Returns the folder of the drafter to continue, None for a new one. Raises ConfigError if the drafter does not exist,
-    DownloadError if a shipped one is missing."""
+    """Returns the folder of the drafter to continue, None for a new one. Raises ConfigError if the drafter does not
+    exist, DownloadError if a shipped one is missing."""
     if init is None:
         return None
     if init == "default" and target_name not in shipped.SHIPPED:
@@ -162,8 +163,8 @@ def most_frequent(number: int | None, corpus: Corpus, target: Target, say: Calla
 
 
 def continued_draft_ids(init: Path | None, corpus: Corpus, target: Target) -> Tensor | None:
-    """Returns the draft vocabulary of a drafter continued from `init`: its own and all tokens of the new answers; None if
-    `init` drafts all tokens. Any token can be added, since the head's rows are the target's."""
+    """Returns the draft vocabulary of a drafter continued from `init`: its own and all tokens of the new answers; None
+    if `init` drafts all tokens. Any token can be added, since the head's rows are the target's."""
     known = None if init is None else read_draft_ids(init)
     if known is None:
         return None
@@ -174,7 +175,8 @@ def continued_draft_ids(init: Path | None, corpus: Corpus, target: Target) -> Te
 def network_for(
     target: Target, target_name: str, shape: DrafterShape, init: Path | None, seed: int
 ) -> tuple[dict[str, Any], DFlashNetwork]:
-    """Returns config.json and float32 initial weights. Raises DrafterMismatchError if `init` belongs to another target."""
+    """Returns config.json and float32 initial weights. Raises DrafterMismatchError if `init` belongs to another
+    target."""
     if init is not None:
         config, tensors = read_checkpoint(init)
         check_fit(config, target)
@@ -222,9 +224,9 @@ class FirstNorm(NamedTuple):
 def scale_first_logits(norm: FirstNorm, head: Head, hidden_TD: Tensor, slots: Slots) -> float:
     """Scales this norm so that the first loss is near log(vocabulary); returns the factor.
 
-    hidden_TD [T, D]: hidden states of the first blocks' draft positions. Logits get a standard deviation of about one. A
-    new drafter predicts nearly the same wrong tokens everywhere, so the loss may still be too large; then the factor is the
-    largest one with a loss below the limit, found by bisection (the loss is convex in the factor).
+    hidden_TD [T, D]: hidden states of the first blocks' draft positions. Logits get a standard deviation of about one.
+    A new drafter predicts nearly the same wrong tokens everywhere, so the loss may still be too large; then the factor
+    is the largest one with a loss below the limit, found by bisection (the loss is convex in the factor).
     """
     rows_T, reached_T = head.local(slots.labels_AK.flatten())
     is_learned_T = slots.valid_AK.flatten() & reached_T

@@ -80,7 +80,8 @@ class Trainer:
         heldout_head: Head | None = None,
         wait: Callable[[], None] = ignore,
     ) -> None:
-        """`heldout_head`: the drafting head for held-out documents, if it differs from `head` (a draft vocabulary). `wait`:
+        """`heldout_head`: the drafting head for held-out documents, if it differs from `head` (a draft vocabulary).
+        `wait`:
         waits for all processes, however long the first one serves or writes."""
         self.drafter, self.network, self.config, self.folder = drafter, drafter.network, config, folder
         self.embedding_VD, self.head, self.ranks = embedding_VD, head, ranks or Ranks()
@@ -127,8 +128,8 @@ class Trainer:
         return min(1.0, max(self.state.step / self.total_steps, by_minutes))
 
     def resume(self, notice: Callable[[str], None] = ignore) -> bool:
-        """Loads the latest checkpoint; returns False without one. Raises ConfigError if its settings differ, ProcessesError
-        if processes read different checkpoints."""
+        """Loads the latest checkpoint; returns False without one. Raises ConfigError if its settings differ,
+        ProcessesError if processes read different checkpoints."""
         checkpoint = latest_checkpoint(self.folder)
         self.parallel.check_alike("the checkpoint it reads", lambda: "none" if checkpoint is None else checkpoint.mark)
         if checkpoint is None:
@@ -147,10 +148,10 @@ class Trainer:
         notice: Callable[[str], None] = ignore,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Trains until the end and writes checkpoints; returns False if it was stopped earlier. `on_step` gets the figures
-        for metrics.jsonl, with `heldout` and `ood` only at steps with an evaluation. `should_stop` is called after every
-        step; if it returns True in one process, all save and return. Raises TrainingError for a loss that is not finite,
-        ProcessesError if processes differ in their initial state or weights."""
+        """Trains until the end and writes checkpoints; returns False if it was stopped earlier. `on_step` gets the
+        figures for metrics.jsonl, with `heldout` and `ood` only at steps with an evaluation. `should_stop` is called
+        after every step; if it returns True in one process, all save and return. Raises TrainingError for a loss that
+        is not finite, ProcessesError if processes differ in their initial state or weights."""
         self.parallel.agree(self.network, self.optimisers.states(), repr(asdict(self.state)))
         last_saved = time.monotonic()
         while self.share_done < 1.0:
@@ -161,7 +162,11 @@ class Trainer:
                 self._keep_best(figures, is_last)
             on_step(figures)
             is_stopped = not is_last and self.parallel.most(float(should_stop())) > 0
-            if is_last or is_stopped or self.parallel.most(time.monotonic() - last_saved) > 60 * self.config.checkpoint_minutes:
+            if (
+                is_last
+                or is_stopped
+                or self.parallel.most(time.monotonic() - last_saved) > 60 * self.config.checkpoint_minutes
+            ):
                 self.save()
                 last_saved = time.monotonic()
             if is_stopped:
@@ -169,7 +174,8 @@ class Trainer:
         return True
 
     def save(self) -> None:
-        """Writes a checkpoint in the first process. Raises CacheError for disk errors; the previous checkpoint is retained."""
+        """Writes a checkpoint in the first process. Raises CacheError for disk errors; the previous checkpoint is
+        retained."""
         if not self.state.step:
             return
         # Every process must call these; only the first one gets the tensors.
@@ -236,7 +242,8 @@ class Trainer:
         }
 
     def forward_backward(self, chosen: list[Chosen], num_slots: int, head: Head) -> tuple[float, SlotMetrics]:
-        """Adds this process's gradients of a step with `num_slots` draft positions; returns its loss share and metrics."""
+        """Adds this process's gradients of a step with `num_slots` draft positions; returns its loss share and
+        metrics."""
         metrics, loss = SlotMetrics.zero(self.drafter.block_size - 1), 0.0
         pieces = self.parallel.pieces(chosen, self.budget)
         for number, piece in enumerate(pieces):
@@ -247,7 +254,9 @@ class Trainer:
             metrics.flat += measured.flat
         return loss, metrics
 
-    def pack_loss(self, pack: Pack, head: Head, num_slots: float, is_measured: bool = True) -> tuple[Tensor, SlotMetrics]:
+    def pack_loss(
+        self, pack: Pack, head: Head, num_slots: float, is_measured: bool = True
+    ) -> tuple[Tensor, SlotMetrics]:
         """Returns the loss of one pack as its share of a step with `num_slots` draft positions, and its metrics."""
         if isinstance(self.drafter, Eagle3Trainable):
             inputs = pack, self.embedding_VD, head, self.config.loss, num_slots
@@ -278,7 +287,9 @@ class Trainer:
         packer = Packer(self.drafter.block_size, documents, features, self.device, self.budget.window)
         metrics = SlotMetrics.zero(self.drafter.block_size - 1)
         for piece in self.parallel.pieces(heldout_anchors(documents, HELDOUT_ANCHORS), self.budget):
-            _, measured = self.pack_loss(packer.pack(piece.chosen), self.heldout_head, 1.0, is_measured=piece.weight > 0)
+            _, measured = self.pack_loss(
+                packer.pack(piece.chosen), self.heldout_head, 1.0, is_measured=piece.weight > 0
+            )
             metrics.flat += measured.flat
         return self._summed(0.0, metrics)[1].rates()
 
@@ -295,8 +306,8 @@ class Trainer:
         return figures
 
     def _keep_best(self, figures: dict[str, Any], is_last: bool) -> None:
-        """Saves the weights if they are the best so far on held-out documents and no regression on others: by the served
-        acceptance length if prompts are served, else (`keep` best) by the expected one."""
+        """Saves the weights if they are the best so far on held-out documents and no regression on others: by the
+        served acceptance length if prompts are served, else (`keep` best) by the expected one."""
         eal = figures.get("heldout", {}).get("eal")
         is_wanted = self.config.keep == "best" or self.served is not None
         if not is_wanted or eal is None or (eal <= self.state.best_eal and not is_last):
@@ -352,13 +363,15 @@ class Trainer:
         return float(sums[0]), SlotMetrics(sums[1:])
 
     def _check_finite(self, loss: float, norm: float, chosen: list[Chosen]) -> None:
-        """Raises TrainingError for a loss or norm that is not finite, after saving the weights of the last good step."""
+        """Raises TrainingError for a loss or norm that is not finite, after saving the weights of the last good
+        step."""
         if math.isfinite(loss) and math.isfinite(norm):
             return
         self.save()
         keys = ", ".join(self.corpus.train[number].key for number, _ in chosen[:3])
         raise TrainingError(
-            f"loss {loss}, gradient norm {norm} in step {self.state.step + 1} (documents {keys}, ...): the checkpoint of step "
+            f"loss {loss}, gradient norm {norm} in step {self.state.step + 1} (documents {keys}, ...): the checkpoint "
+            "of step "
             f"{self.state.step} is in {self.folder}; lower --lr, or look at these documents"
         )
 
@@ -370,26 +383,36 @@ class Trainer:
 
 
 def unigram_entropy(counts_V: NDArray[np.int64], drafted: NDArray[np.int64] | None = None) -> float:
-    """Returns the entropy in nats per token; tokens outside the draft vocabulary `drafted` add nothing, as in the loss."""
+    """Returns the entropy in nats per token; tokens outside the draft vocabulary `drafted` add nothing, as in the
+    loss."""
     total = counts_V.sum()
     counts = (counts_V if drafted is None else counts_V[drafted]).astype(np.float64)
     counts = counts[counts > 0]
     return float(-(counts / total * np.log(counts / counts.sum())).sum()) if len(counts) else 0.0
 
 
-def _migrated(folder: Path, stored: dict[str, Any], notice: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns identity and state of a checkpoint in the current version's format: removed settings are dropped, new ones
-    get their defaults. Raises ConfigError if a removed setting changed what was learned."""
+def _migrated(
+    folder: Path, stored: dict[str, Any], notice: Callable[[str], None]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns identity and state of a checkpoint in the current version's format: removed settings are dropped, new
+    ones get their defaults. Raises ConfigError if a removed setting changed what was learned."""
     identity, state = {"selector_from": LoopConfig().selector_from, **stored["identity"]}, {**stored["state"]}
     identity["loss"] = {"selector": LossConfig().selector, **identity["loss"]}
     had_plateau = identity.pop("plateau", "off") != "off"
     identity.pop("plateau_steps", None)
-    used = {"--round-starts": identity.pop("round_starts", 0.0), "--plateau act": state.pop("plateau", {}).get("acted", 0)}
+    used = {
+        "--round-starts": identity.pop("round_starts", 0.0),
+        "--plateau act": state.pop("plateau", {}).get("acted", 0),
+    }
     if names := " and ".join(name for name, value in used.items() if value):
         raise ConfigError(
-            f"{folder} was begun with {names}, which this version does not have: go on with the version that began it, or "
+            f"{folder} was begun with {names}, which this version does not have: go on with the version that began "
+            "it, or "
             "continue from its drafter with --init, into another --out"
         )
     if had_plateau:
-        notice("note: this run was begun by a version that watched for a plateau of the loss (--plateau); this one does not")
+        notice(
+            "note: this run was begun by a version that watched for a plateau of the loss (--plateau); this one does "
+            "not"
+        )
     return identity, state

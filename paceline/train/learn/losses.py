@@ -8,10 +8,10 @@
 
 d-pace trained the drafters that ship; of lk and lk-hybrid no figure has been measured.
 
-The head's [slots, vocabulary] matrix is never held completely: rows of whole blocks pass through it chunk by chunk, forward
-and backward together, and only the gradient of the hidden states is returned (`head_loss`). With a loss vocabulary, cross
-entropies run over the most frequent tokens and a sample of the others, whose logits are raised by log(number / sampled), so
-that the expectation of the partition sum is unchanged (sampled softmax, arXiv 1412.2007).
+The head's [slots, vocabulary] matrix is never held completely: rows of whole blocks pass through it chunk by chunk,
+forward and backward together, and only the gradient of the hidden states is returned (`head_loss`). With a loss
+vocabulary, cross entropies run over the most frequent tokens and a sample of the others, whose logits are raised by
+log(number / sampled), so that the expectation of the partition sum is unchanged (sampled softmax, arXiv 1412.2007).
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class SlotMetrics:
 
     @property
     def sums_4K(self) -> Tensor:
-        """Per slot, the number of blocks where it is valid; where its token is the most probable; where its token is in the
-        top 16; and where its token and all earlier ones are the most probable."""
+        """Per slot, the number of blocks where it is valid; where its token is the most probable; where its token is in
+        the top 16; and where its token and all earlier ones are the most probable."""
         return self.flat[1 : 1 + 4 * self._num_slots].unflatten(0, (4, -1))
 
     @property
@@ -107,8 +107,8 @@ class SlotMetrics:
 
     @property
     def selector_4K(self) -> Tensor:
-        """Per slot, the number of the selector's blocks where it is valid; where its token and all earlier ones are first
-        candidates; where the selector chooses its token; and where it chooses all tokens up to there."""
+        """Per slot, the number of the selector's blocks where it is valid; where its token and all earlier ones are
+        first candidates; where the selector chooses its token; and where it chooses all tokens up to there."""
         return self.flat[3 + 4 * self._num_slots :].unflatten(0, (4, -1))
 
     @property
@@ -116,9 +116,9 @@ class SlotMetrics:
         return (len(self.flat) - 3) // 8
 
     def rates(self) -> dict[str, Any]:
-        """Returns loss and accuracy, recall@1 and recall@16 per slot, and the expected acceptance length, eal = 1 + sum_k
-        P(slots 1..k all right). With a selector, `eal` is that of its choices, `base_eal` that of the most probable tokens
-        in the same blocks, and `selector_lift` the difference."""
+        """Returns loss and accuracy, recall@1 and recall@16 per slot, and the expected acceptance length, eal = 1 +
+        sum_k P(slots 1..k all right). With a selector, `eal` is that of its choices, `base_eal` that of the most
+        probable tokens in the same blocks, and `selector_lift` the difference."""
         counts_K, top1_K, top16_K, prefix_K = self.sums_4K
         counts_K = counts_K.clamp(min=1)
         eal = 1.0 + float((prefix_K / counts_K).sum())
@@ -144,8 +144,9 @@ def head_loss(
     """Returns a scalar whose backward fills `hidden_TD`'s gradient, and metrics (sums).
 
     hidden_TD: normed hidden states of A * K slots, blocks one after another. The scalar is the weighted sum over valid
-    slots divided by `num_slots`, the number of valid slots in the whole step, so that packs and processes add up. Metrics
-    need a pass over the logits: every chunk is measured without gradients, else only the first, if `is_measured`.
+    slots divided by `num_slots`, the number of valid slots in the whole step, so that packs and processes add up.
+    Metrics need a pass over the logits: every chunk is measured without gradients, else only the first, if
+    `is_measured`.
     """
     grad_TD = torch.empty_like(hidden_TD) if hidden_TD.requires_grad else None
     total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)
@@ -156,7 +157,9 @@ def head_loss(
         blocks = slice(first, first + step)
         rows = slice(first * per_block, (first + step) * per_block)
         part = Slots(
-            slots.labels_AK[blocks], slots.valid_AK[blocks], None if slots.final_AKD is None else slots.final_AKD[blocks]
+            slots.labels_AK[blocks],
+            slots.valid_AK[blocks],
+            None if slots.final_AKD is None else slots.final_AKD[blocks],
         )
         is_now = is_measured and (grad_TD is None or first == 0)
         loss, grad, measured = _chunk(hidden_TD[rows], part, head, config, grad_TD is not None, is_now)
@@ -237,7 +240,9 @@ def _by_autograd(
     return loss.detach().double(), grad, metrics
 
 
-def slot_losses(logits_RV: Tensor, label_R1: Tensor, slots: Slots, head: Head, config: LossConfig) -> tuple[Tensor, Tensor]:
+def slot_losses(
+    logits_RV: Tensor, label_R1: Tensor, slots: Slots, head: Head, config: LossConfig
+) -> tuple[Tensor, Tensor]:
     """Returns the cross entropy and the unweighted loss of each slot, [A, K] each; differentiable."""
     log_probs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
     ce_AK = -log_probs_RV.gather(1, label_R1).view(slots.labels_AK.shape)
@@ -263,8 +268,9 @@ def distance(name: str, draft_RV: Tensor, target_RV: Tensor) -> Tensor:
 
 
 def slot_weights(config: LossConfig, loss_AK: Tensor, valid_AK: Tensor) -> Tensor:
-    """Returns the weight of each slot, zero where it is not valid; detached. d-pace: with s = (1 - alpha) exp(-CE) + alpha
-    and prefix_j = s_1 ... s_j, w_k = sum_{j >= k} prefix_j / K; a block of certain slots weighs as much as with `ce`."""
+    """Returns the weight of each slot, zero where it is not valid; detached. d-pace: with s = (1 - alpha) exp(-CE) +
+    alpha and prefix_j = s_1 ... s_j, w_k = sum_{j >= k} prefix_j / K; a block of certain slots weighs as much as with
+    `ce`."""
     valid_AK = valid_AK.to(loss_AK.dtype)
     num_slots = loss_AK.shape[1]
     if config.name == "d-pace":
@@ -283,7 +289,8 @@ def default_gamma(block_size: int) -> float:
 
 
 def measure(logits_RV: Tensor, label_R1: Tensor, valid_AK: Tensor) -> SlotMetrics:
-    """Returns which labels are drafted and which are in the top 16. Of equal logits, frequent in bfloat16, one is drafted."""
+    """Returns which labels are drafted and which are in the top 16. Of equal logits, frequent in bfloat16, one is
+    drafted."""
     rank_AK = _count(logits_RV > logits_RV.gather(1, label_R1)).view(valid_AK.shape)
     top1_AK = (logits_RV.max(-1).indices == label_R1[:, 0]).view(valid_AK.shape) & valid_AK
     top16_AK = (rank_AK < NUM_RECALLED) & valid_AK
@@ -294,14 +301,16 @@ def measure(logits_RV: Tensor, label_R1: Tensor, valid_AK: Tensor) -> SlotMetric
 
 
 def _count(mask_RV: Tensor) -> Tensor:
-    """Returns the number of set elements per row; on CPU row by row, since `sum` would convert every bit to eight bytes."""
+    """Returns the number of set elements per row; on CPU row by row, since `sum` would convert every bit to eight
+    bytes."""
     if mask_RV.device.type != "cpu":
         return mask_RV.sum(-1)
     return torch.tensor([np.count_nonzero(row_V) for row_V in mask_RV.numpy()])
 
 
 class LossVocabulary:
-    """Samples the tokens of a step's cross entropies: the most frequent ones, the labels, and a random sample of the rest."""
+    """Samples the tokens of a step's cross entropies: the most frequent ones, the labels, and a random sample of the
+    rest."""
 
     SHARE_SAMPLED = 0.25
 

@@ -1,4 +1,5 @@
-"""The optimisers of a training run, driven by one learning rate: AdamW, or Muon for matrices with AdamW for the rest."""
+"""The optimisers of a training run, driven by one learning rate: AdamW, or Muon for matrices with AdamW for the
+rest."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class Optimisers:
         ]
         matrix_group = {"params": matrices, "boost": 1.0, "weight_decay": config.weight_decay}
         if config.name == "muon":
-            muon = torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+            muon = torch.optim.Muon(
+                matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
             muon.param_groups[0]["boost"] = 1.0
             self.every: list[torch.optim.Optimizer] = [muon, torch.optim.AdamW(vector_groups, **adam)]
         else:
@@ -58,8 +61,8 @@ class Optimisers:
                 yield from ((f"{number}.{index}.{key}", tensor) for key, tensor in state.items())
 
     def fill(self, stored: dict[str, Tensor], laid_out: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Restores the tensors of `states`: moments through `laid_out(parameter, moment)` in the parameter's dtype, step
-        counts on the device where the optimiser's kernel reads them."""
+        """Restores the tensors of `states`: moments through `laid_out(parameter, moment)` in the parameter's dtype,
+        step counts on the device where the optimiser's kernel reads them."""
         slots = [[(weight, group) for group in one.param_groups for weight in group["params"]] for one in self.every]
         for name, tensor in stored.items():
             number, index, key = name.split(".")
@@ -76,7 +79,8 @@ def _count(parameter: Tensor, steps: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def learning_rate_share(progress: float) -> float:
-    """Returns the share of the peak rate at this share of the run: a linear warm-up, then a cosine down to `LAST_SHARE`."""
+    """Returns the share of the peak rate at this share of the run: a linear warm-up, then a cosine down to
+    `LAST_SHARE`."""
     if progress < WARM_UP_SHARE:
         return max(0.01, progress / WARM_UP_SHARE)
     along = min(1.0, (progress - WARM_UP_SHARE) / (1.0 - WARM_UP_SHARE))

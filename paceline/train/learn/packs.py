@@ -91,7 +91,9 @@ class Packer:
             torch.from_numpy(np.concatenate(valid)).to(device),
             torch.cat(finals).to(device) if finals else None,
         )
-        anchor_ids_A, behind_N = (torch.from_numpy(np.concatenate(ids)).long().to(device) for ids in (tokens, next_tokens))
+        anchor_ids_A, behind_N = (
+            torch.from_numpy(np.concatenate(ids)).long().to(device) for ids in (tokens, next_tokens)
+        )
         return Pack(layout, anchor_ids_A, torch.cat(taps).to(device), slots, behind_N)
 
 
@@ -107,8 +109,8 @@ class PackBudget:
     blocks: int
     """Blocks of a pack; a single document may exceed it."""
     tokens: int | None = None
-    """Context and draft positions of a pack. A longer document is split into packs with fewer blocks and its full context,
-    each with at most as many (query, key) pairs as a pack of this size."""
+    """Context and draft positions of a pack. A longer document is split into packs with fewer blocks and its full
+    context, each with at most as many (query, key) pairs as a pack of this size."""
     block_size: int = 1
     window: int | None = None
     """See Packer."""
@@ -136,7 +138,8 @@ class PackBudget:
 
 
 def split_into_packs(chosen: list[Chosen], budget: PackBudget | int) -> Iterator[list[Chosen]]:
-    """Yields groups of whole documents within the budget (a number: of blocks); a longer document gets its own packs."""
+    """Yields groups of whole documents within the budget (a number: of blocks); a longer document gets its own
+    packs."""
     budget = budget if isinstance(budget, PackBudget) else PackBudget(budget)
     group: list[Chosen] = []
     num_blocks = num_tokens = 0
@@ -171,7 +174,8 @@ class Trainable(Protocol):
     block_size: int
     """The anchor and K = block_size - 1 draft positions."""
     layers: Iterable[nn.Module]
-    """Modules of `network` that run one after another; each is sharded, or recomputed in the backward pass, separately."""
+    """Modules of `network` that run one after another; each is sharded, or recomputed in the backward pass,
+    separately."""
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
         """Returns hidden states [A * K, D] from which the target's head predicts the draft positions; differentiable.
@@ -180,7 +184,8 @@ class Trainable(Protocol):
 
 
 class DFlashTrainable(Trainable):
-    """DFlash: a block is [anchor, MASK, MASK, ...]; each layer reads the context as keys and values computed from the taps."""
+    """DFlash: a block is [anchor, MASK, MASK, ...]; each layer reads the context as keys and values computed from the
+    taps."""
 
     def __init__(self, network: DFlashNetwork, raw: dict[str, Any], attention: str = "auto") -> None:
         self.network, self.raw, self.layers = network, raw, network.layers

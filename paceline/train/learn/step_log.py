@@ -29,8 +29,14 @@ def tracked(
 
         def on_step(figures: dict[str, Any]) -> None:
             run.log(**figures)
-            number, evaluations = figures["step"], {name: figures[name] for name in ("heldout", "ood") if name in figures}
-            text = f"step {number} loss {figures['loss']:.2f} eal {figures['eal']:.2f} {figures['blocks_per_s']:.0f} blocks/s"
+            number, evaluations = (
+                figures["step"],
+                {name: figures[name] for name in ("heldout", "ood") if name in figures},
+            )
+            text = (
+                f"step {number} loss {figures['loss']:.2f} eal {figures['eal']:.2f} {figures['blocks_per_s']:.0f} "
+                "blocks/s"
+            )
             text += "".join(f" {name} {evaluation['eal']:.2f}" for name, evaluation in evaluations.items())
             if "served" in figures:
                 text += f" served {figures['served']['tokens_per_round']:.2f}"
@@ -53,7 +59,8 @@ def time_left(trainer: Trainer) -> str:
 
 
 def newest_rates(run: RunFolder, trainer: Trainer) -> dict[str, Any]:
-    """Returns the latest eal and loss: on held-out documents if there are any, else on the documents of the last step."""
+    """Returns the latest eal and loss: on held-out documents if there are any, else on the documents of the last
+    step."""
     name = "heldout" if "heldout" in trainer.heldout else None
     seen = [line.get("heldout") if name else line for line in run.metrics()]
     newest = next((figures for figures in reversed(seen) if figures), {})
@@ -67,6 +74,7 @@ def risen_rate(run: RunFolder, trainer: Trainer) -> str | None:
     if last is None or trainer.share_done <= WARM_UP_SHARE or now < MUCH_HIGHER * last:
         return None
     return (
-        f"note: the learning rate goes up from {last:.2g} to {now:.2g}: it follows the whole length of the run, which is "
+        f"note: the learning rate goes up from {last:.2g} to {now:.2g}: it follows the whole length of the run, which "
+        "is "
         "longer now; the loss rises at first"
     )

@@ -1,9 +1,9 @@
 """Initialises a drafter's layers as copies of the target's Llama-like layers, including biases, norms and head sizes.
 
-A draft layer is a Qwen3 layer: with biases if the config has `attention_bias`, and with RMS norms of each query and key head.
-If the target has no such norms (Llama, Qwen2), the norm's weight is set to the size of the target's heads, so that attention
-scores have about the same size. If the target has biases of queries, keys and values only (Qwen2), the output's bias is set to
-zero, since `attention_bias` of a Qwen3 config means all four.
+A draft layer is a Qwen3 layer: with biases if the config has `attention_bias`, and with RMS norms of each query and key
+head. If the target has no such norms (Llama, Qwen2), the norm's weight is set to the size of the target's heads, so
+that attention scores have about the same size. If the target has biases of queries, keys and values only (Qwen2), the
+output's bias is set to zero, since `attention_bias` of a Qwen3 config means all four.
 
 The context enters a draft layer as keys and values of `hidden_norm(fc(taps))`, without the layer's own input norm. So
 `hidden_norm` is initialised as the mean of the copied input norms, and `fc` as the mean of the taps, each scaled to the
@@ -37,8 +37,8 @@ def copy_layers(network: DFlashNetwork, tensors: Iterable[tuple[str, Tensor]], t
     """Fills the draft layers with target layers, evenly spread over the target's depth.
 
     `tensors`: the target's, by their Hugging Face names; `target`: its DecoderConfig, or None if it is unknown
-    (Transformers models); then the target must have the drafter's head sizes. Parts that a target layer does not have, such
-    as an MLP in a layer of experts, stay random. Raises ConfigError if nothing can be copied.
+    (Transformers models); then the target must have the drafter's head sizes. Parts that a target layer does not have,
+    such as an MLP in a layer of experts, stay random. Raises ConfigError if nothing can be copied.
     """
     shape, num_layers = network.config.shape, network.config.num_target_layers
     if num_layers is None:
@@ -50,7 +50,9 @@ def copy_layers(network: DFlashNetwork, tensors: Iterable[tuple[str, Tensor]], t
     if isinstance(target, DecoderConfig):
         source, tensors = target, as_ours(target, expected_shapes(target), tensors, "the target")
         if not has_llama_layers(target.family):
-            raise ConfigError(f"layers of {target.family} compute otherwise than a draft layer and cannot be copied: {REMEDY}")
+            raise ConfigError(
+                f"layers of {target.family} compute otherwise than a draft layer and cannot be copied: {REMEDY}"
+            )
     target_layers: dict[int, dict[str, Tensor]] = {layer: {} for layer in draft_layers}
     for name, tensor in tensors:
         pieces = name.split(".")
@@ -66,7 +68,8 @@ def copy_layers(network: DFlashNetwork, tensors: Iterable[tuple[str, Tensor]], t
 
 @torch.no_grad()
 def fuse_taps(network: DFlashNetwork, scale_F: Tensor) -> None:
-    """Sets `fc` to the mean of the taps, each divided by its size, plus a little noise. Call it before using scaled units.
+    """Sets `fc` to the mean of the taps, each divided by its size, plus a little noise. Call it before using scaled
+    units.
     scale_F: the inverse of each feature's size, from `measure_scale`. The output has about unit size."""
     size = network.config.shape.hidden_size
     scale_F = scale_F.to(network.fc.weight)
@@ -83,7 +86,8 @@ def _heads_of(parts: dict[str, Tensor], source: DecoderConfig, shape: DecoderCon
     group, own = source.num_heads // source.num_kv_heads, shape.num_heads // shape.num_kv_heads
     if source.head_dim != shape.head_dim or group != own or shape.num_kv_heads > source.num_kv_heads:
         raise ConfigError(
-            f"copied layers need heads of the target's: {shape.num_heads} of {shape.head_dim} over {shape.num_kv_heads} key "
+            f"copied layers need heads of the target's: {shape.num_heads} of {shape.head_dim} over "
+            f"{shape.num_kv_heads} key "
             f"heads cannot be made of its {source.num_heads} of {source.head_dim} over {source.num_kv_heads}; {REMEDY}"
         )
     if same:
@@ -106,7 +110,11 @@ def _narrowed(parts: dict[str, Tensor], shape: DecoderConfig) -> dict[str, Tenso
         return parts
     loudness_I = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
     largest = loudness_I.topk(shape.intermediate_size).indices.sort().values
-    return parts | {f"{MLP[0]}.weight": gate[largest], f"{MLP[1]}.weight": up[largest], f"{MLP[2]}.weight": down[:, largest]}
+    return parts | {
+        f"{MLP[0]}.weight": gate[largest],
+        f"{MLP[1]}.weight": up[largest],
+        f"{MLP[2]}.weight": down[:, largest],
+    }
 
 
 def _fill(layer: Any, parts: dict[str, Tensor], source: str) -> None:

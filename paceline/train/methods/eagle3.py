@@ -1,14 +1,14 @@
 """Training of an EAGLE-3 drafter: test-time training on the same blocks as every other drafter.
 
-A block is an anchor and the K tokens after it; its K draft positions are K steps of one chain. Step 0 reads the features of
-all positions before the anchor, causally; step i reads the hidden state of step i - 1 and the text's own token. It attends to
-the keys of step 0 up to its anchor, and to the chain's own keys of steps 1 to i, as in drafting.
+A block is an anchor and the K tokens after it; its K draft positions are K steps of one chain. Step 0 reads the
+features of all positions before the anchor, causally; step i reads the hidden state of step i - 1 and the text's own
+token. It attends to the keys of step 0 up to its anchor, and to the chain's own keys of steps 1 to i, as in drafting.
 
     loss = sum over steps i of 0.8^i * CE(head of the drafter, token of the text)      (EAGLE-3, arXiv 2503.01840,
     section 3)
 
-Losses over the target's distribution restrict it to the draft vocabulary. Positions with a token outside that vocabulary
-have no loss, and count as missed.
+Losses over the target's distribution restrict it to the draft vocabulary. Positions with a token outside that
+vocabulary have no loss, and count as missed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ DECAY = 0.8
 """Ratio of each step's loss weight to that of the previous step."""
 
 
-def drafted_ids(shape: DrafterShape, init: Path | None, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor:
+def drafted_ids(
+    shape: DrafterShape, init: Path | None, corpus: Corpus, target: Target, say: Callable[[str], None]
+) -> Tensor:
     """Returns the draft vocabulary, ascending: that of `init`, or the most frequent tokens."""
     if init is not None:
         return read_eagle3(init).ids.sort().values
@@ -52,7 +54,8 @@ def drafted_ids(shape: DrafterShape, init: Path | None, corpus: Corpus, target: 
 def eagle3_for(
     target: Target, shape: DrafterShape, init: Path | None, ids: Tensor, seed: int
 ) -> tuple[dict[str, Any], Eagle3Network]:
-    """Returns config.json and initial weights, float32. Raises DrafterMismatchError if `init` belongs to another target."""
+    """Returns config.json and initial weights, float32. Raises DrafterMismatchError if `init` belongs to another
+    target."""
     if init is not None:
         drafter = read_eagle3(init)
         tensors = {name: tensor.float().clone() for name, tensor in drafter.tensors.items()}
@@ -96,8 +99,8 @@ def config_for(target: Target, shape: DrafterShape, draft_vocab: int) -> dict[st
 
 @torch.no_grad()
 def use_scaled_eagle3_units(network: Eagle3Network, scale_F: Tensor, mean_F: Tensor, *, is_new: bool) -> Tensor:
-    """Makes the network train on features of similar size; returns the scale [F] to multiply features by. Norms before `fc`
-    need unscaled features; a new drafter's norms then get the scale as their initial weights."""
+    """Makes the network train on features of similar size; returns the scale [F] to multiply features by. Norms before
+    `fc` need unscaled features; a new drafter's norms then get the scale as their initial weights."""
     config = network.config
     if not config.fc_norm and not config.norm_before_fc:
         train_in_scaled_units(network, scale_F)
@@ -110,7 +113,8 @@ def use_scaled_eagle3_units(network: Eagle3Network, scale_F: Tensor, mean_F: Ten
             scale_F.chunk(config.num_taps) if config.fc_norm else [scale_F],
             strict=True,
         ):
-            # A norm divides by the size of the whole vector; this weight multiplies it back and applies each feature's scale.
+            # A norm divides by the size of the whole vector; this weight multiplies it back and applies each feature's
+            # scale.
             norm.weight.copy_(part_F * part_F.reciprocal().square().mean().sqrt())  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         begin_without_mean(network, mean_F)
     return torch.ones_like(scale_F)
@@ -123,12 +127,14 @@ def target_head(target: Target, ids: Tensor) -> Head:
 
 
 class ChainAttention:
-    """Attention of one pack's chains: `step` 0 attends from all context entries, later steps from one position per block."""
+    """Attention of one pack's chains: `step` 0 attends from all context entries, later steps from one position per
+    block."""
 
     def __init__(
         self, shape: DecoderConfig, layout: Layout, dtype: torch.dtype, *, first: int = 1, scores: Scores = PLAIN
     ) -> None:
-        """`layout`: contexts from position 0 on. Entry e has the rotary position e + `first`; for EAGLE-3 the next token's."""
+        """`layout`: contexts from position 0 on. Entry e has the rotary position e + `first`; for EAGLE-3 the next
+        token's."""
         self._shape, self._layout, self._first, self._scores = shape, layout, first, scores
         device = layout.anchors[0].device
         longest = 2 + max(max(layout.context_lens), 1 + max(int(anchors_A.max()) for anchors_A in layout.anchors))
@@ -162,7 +168,9 @@ class ChainAttention:
             parts.append(self._attend(query, last_Q, (context[0], context[1]), own, self._shape.window(layer)))
         return torch.cat(parts)
 
-    def _attend(self, query_QHD: Tensor, last_Q: Tensor, context: KeyValue, own: list[KeyValue], window: int | None) -> Tensor:
+    def _attend(
+        self, query_QHD: Tensor, last_Q: Tensor, context: KeyValue, own: list[KeyValue], window: int | None
+    ) -> Tensor:
         """Attends from queries to the context up to entry `last_Q`, and to one key of each list in `own`."""
         group = query_QHD.shape[1] // context[0].shape[1]
         grouped = query_QHD.unflatten(1, (-1, group))  # [Q, kv heads, group, head_dim]
@@ -224,7 +232,9 @@ class Eagle3Trainable(Trainable):
         with torch.autocast(embedding_VD.device.type, torch.bfloat16, enabled=is_autocast):
             taps_NF = pack.taps_NF if is_autocast else pack.taps_NF.float()
             features_ND = self._own.features(taps_NF)
-            return chain_hidden(self._own, attend, pack, features_ND, lambda ids: F.embedding(ids, embedding_VD).float())
+            return chain_hidden(
+                self._own, attend, pack, features_ND, lambda ids: F.embedding(ids, embedding_VD).float()
+            )
 
     def loss(
         self,
@@ -237,7 +247,8 @@ class Eagle3Trainable(Trainable):
         is_autocast: bool,
         is_measured: bool,
     ) -> tuple[Tensor, SlotMetrics]:
-        """Returns the loss as a share of a step with `num_slots` draft positions, and metrics. `head`: see `target_head`."""
+        """Returns the loss as a share of a step with `num_slots` draft positions, and metrics. `head`: see
+        `target_head`."""
         slots = pack.slots
         per_block = slots.labels_AK.shape[1]
         hidden_TD = self.hidden(pack, embedding_VD, is_autocast)

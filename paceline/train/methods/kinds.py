@@ -1,4 +1,5 @@
-"""Creates a training run's initial drafter for `DrafterShape.kind`: DFlash, DFlash 2, EAGLE-3, or a target's MTP layer."""
+"""Creates a training run's initial drafter for `DrafterShape.kind`: DFlash, DFlash 2, EAGLE-3, or a target's MTP
+layer."""
 
 from __future__ import annotations
 
@@ -58,8 +59,8 @@ def draft_ids_of(config: TrainConfig, corpus: Corpus, target: Target, say: Calla
 
 
 def initial_drafter(config: TrainConfig, target: Target, draft_ids: Tensor | None) -> InitialDrafter:
-    """Creates a new drafter, or reads that of `config.init`, on the target's device. Raises DrafterMismatchError if `init`
-    belongs to another target, and the errors of reading it."""
+    """Creates a new drafter, or reads that of `config.init`, on the target's device. Raises DrafterMismatchError if
+    `init` belongs to another target, and the errors of reading it."""
     initial = _built(config, target, draft_ids)
     if config.loop.autocast or target.device.type != "cpu":
         return initial

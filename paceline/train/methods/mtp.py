@@ -1,16 +1,16 @@
 """Training of a multi-token-prediction layer to draft chains: FastMTP (arXiv 2509.18362), on the same blocks as other
 drafters.
 
-A block is an anchor and the K tokens after it; its K draft positions are K steps of the one layer. Step 0 reads the target's
-last hidden states of all positions before the anchor, causally, each with the next token; step i reads the hidden state of
-step i - 1 and the text's own token. As in drafting, step i attends to the keys of step 0 up to its anchor, and to the chain's
-own.
+A block is an anchor and the K tokens after it; its K draft positions are K steps of the one layer. Step 0 reads the
+target's last hidden states of all positions before the anchor, causally, each with the next token; step i reads the
+hidden state of step i - 1 and the text's own token. As in drafting, step i attends to the keys of step 0 up to its
+anchor, and to the chain's own.
 
     loss = sum over steps i of b^i * CE(the target's head of step i, token of the text), b = 0.6       (FastMTP,
     equation 2)
 
-FastMTP divides by the sum of b^i, which changes only the size of the loss. Embedding and head are the target's and frozen;
-the layer's weights are those in the target's file, or a copy of its last layer if the file has no mtp layer.
+FastMTP divides by the sum of b^i, which changes only the size of the loss. Embedding and head are the target's and
+frozen; the layer's weights are those in the target's file, or a copy of its last layer if the file has no mtp layer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class MtpNetwork(nn.Module):
         self.config, self.tells_normed = layer.config, layer.tells_normed
         if layer.config.has_sinks:
             raise UnsupportedModelError(
-                f"mtp layers of {layer.config.family} have attention sinks, and are not trained here: use --drafter-kind eagle3"
+                f"mtp layers of {layer.config.family} have attention sinks, and are not trained here: use "
+                "--drafter-kind eagle3"
             )
         for name, tensor in layer.tensors.items():
             _put(self, name, nn.Parameter(tensor.float().clone()))
@@ -103,7 +104,9 @@ class MtpNetwork(nn.Module):
         summed_TD = torch.zeros(normed_TD.shape, device=normed_TD.device)
         for expert in range(shape.num_experts):
             tokens_S = (chosen_TK == expert).any(1).nonzero()[:, 0]
-            expert_SD = self._mlp(f"mlp.experts.{expert}", normed_TD[tokens_S]).float() * share_TE[tokens_S, expert, None]
+            expert_SD = (
+                self._mlp(f"mlp.experts.{expert}", normed_TD[tokens_S]).float() * share_TE[tokens_S, expert, None]
+            )
             summed_TD = summed_TD.index_add(0, tokens_S, expert_SD)
         if not shape.shared_expert_size:
             return summed_TD
@@ -149,20 +152,26 @@ class MtpTrainable(Trainable):
         attend = ChainAttention(shape, pack.layout, dtype, first=0, scores=scores)
         with torch.autocast(embedding_VD.device.type, torch.bfloat16, enabled=is_autocast):
             return chain_hidden(
-                self._own, attend, pack, pack.taps_NF.float(), lambda ids: F.embedding(ids, embedding_VD).float() * self._scale
+                self._own,
+                attend,
+                pack,
+                pack.taps_NF.float(),
+                lambda ids: F.embedding(ids, embedding_VD).float() * self._scale,
             )
 
 
 def _is_read_by_each(shape: DecoderConfig, name: str) -> bool:
-    """Returns True for a leaf module that every token passes through, or one of the first `experts_per_token` experts."""
+    """Returns True for a leaf module that every token passes through, or one of the first `experts_per_token`
+    experts."""
     expert = name.partition("mlp.experts.")[2].partition(".")[0]
     is_leaf = name.endswith(("_proj", "norm", "fc", "gate"))
     return is_leaf and (not expert or int(expert) < shape.experts_per_token)
 
 
 def mtp_for(target: Target, config: TrainConfig) -> tuple[dict[str, Any], MtpNetwork]:
-    """Returns config.json, and the initial layer: that of --init, the target's own, or (`is_copied`) a new one. Raises like
-    `find_mtp`; ConfigError for a target without such a layer; DrafterMismatchError if --init belongs to another target."""
+    """Returns config.json, and the initial layer: that of --init, the target's own, or (`is_copied`) a new one. Raises
+    like `find_mtp`; ConfigError for a target without such a layer; DrafterMismatchError if --init belongs to another
+    target."""
     init = init_folder(config.init, config.target.model)
     layer = read_mtp(init) if init is not None else _first_layer(config)
     for what, mine, theirs in (
@@ -188,12 +197,14 @@ def _first_layer(config: TrainConfig) -> MtpLayer:
         ConfigError,
         (
             layer is None and not is_copied,
-            f"{config.target.model} holds no multi-token-prediction layer to be trained{where}: begin a new one as a copy of "
+            f"{config.target.model} holds no multi-token-prediction layer to be trained{where}: begin a new one as a "
+            "copy of "
             "its last layer (--first-layers copied), or train another kind (--drafter-kind eagle3, or dflash)",
         ),
         (
             layer is not None and is_copied,
-            f"{config.target.model} has a multi-token-prediction layer of its own: leave --first-layers out, and it is trained",
+            f"{config.target.model} has a multi-token-prediction layer of its own: leave --first-layers out, and it "
+            "is trained",
         ),
     )
     return layer or new_layer(path, config.loop.seed)
@@ -201,9 +212,10 @@ def _first_layer(config: TrainConfig) -> MtpLayer:
 
 @torch.no_grad()
 def new_layer(path: Path, seed: int = 0) -> MtpLayer:
-    """Returns a layer for a target without an mtp layer: its last layer of full attention, whose input is the sum of the
-    normed embedding and the normed hidden state, with the target's final norm, which `FirstNorm` scales. Its layout is
-    DeepSeek's, or Qwen's for families with that layout. Raises UnsupportedModelError for a target without such a layer."""
+    """Returns a layer for a target without an mtp layer: its last layer of full attention, whose input is the sum of
+    the normed embedding and the normed hidden state, with the target's final norm, which `FirstNorm` scales. Its layout
+    is DeepSeek's, or Qwen's for families with that layout. Raises UnsupportedModelError for a target without such a
+    layer."""
     raw = config_json(path)
     config = decoder_config(raw, path)
     layer = one_layer(config)
@@ -216,10 +228,14 @@ def new_layer(path: Path, seed: int = 0) -> MtpLayer:
         and config.has_experts(index) == layer.has_experts(0)
     ]
     if not fits:
-        raise UnsupportedModelError(f"{path}: no layer of {config.family} can be copied for mtp: use --drafter-kind eagle3")
+        raise UnsupportedModelError(
+            f"{path}: no layer of {config.family} can be copied for mtp: use --drafter-kind eagle3"
+        )
     prefix = f"layers.{fits[-1]}."
     expected = {f"model.{prefix}{name}": shape for name, shape in layer_shapes(config, fits[-1]).items()}
-    every = load_tensors(path) if is_gguf(path) else load_named(path, lambda name: prefix in name or ".layers." not in name)
+    every = (
+        load_tensors(path) if is_gguf(path) else load_named(path, lambda name: prefix in name or ".layers." not in name)
+    )
     stored = (named for named in every if prefix in named[0] or named[0].endswith(".norm.weight"))
     ours = {**{name: LAYER + name.partition(prefix)[2] for name in expected}, "model.norm.weight": "final_norm.weight"}
     size, generator = config.hidden_size, torch.Generator().manual_seed(seed)

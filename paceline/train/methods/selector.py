@@ -1,12 +1,12 @@
 """Training of a DFlash 2 drafter's selector, in addition to the slots' loss of train/learn/losses.py.
 
-At each slot (draft position) the selector scores the drafting head's top tokens, given the target's previous token. Its loss
-is the cross entropy of the target's token among them; a slot whose token is not a candidate has no loss, but counts in the
-weights of the others (d-pace). Hidden states and logits are detached: body and convolution learn as without a selector, so its
-gain is measured separately.
+At each slot (draft position) the selector scores the drafting head's top tokens, given the target's previous token. Its
+loss is the cross entropy of the target's token among them; a slot whose token is not a candidate has no loss, but
+counts in the weights of the others (d-pace). Hidden states and logits are detached: body and convolution learn as
+without a selector, so its gain is measured separately.
 
-It learns from a sample of a step's blocks (`BlockSample`): it needs logits of the whole draft vocabulary, which would take a
-third of a step for all blocks. Held-out evaluations use every block.
+It learns from a sample of a step's blocks (`BlockSample`): it needs logits of the whole draft vocabulary, which would
+take a third of a step for all blocks. Held-out evaluations use every block.
 
 Codebooks may be factored (`draft/dflash2/drafter.py`): two small matrices on the target's embedding, the same for every
 token. `materialised` expands them in checkpoints.
@@ -31,9 +31,9 @@ from paceline.train.learn.packs import DFlashTrainable, Pack
 
 @dataclass(frozen=True, slots=True)
 class BlockSample:
-    """Selects the blocks of a step that train the selector, each with probability `share`, by a hash of `key` (the step)
-    and of the block's tokens, so that the choice does not depend on packs or processes. A selected block has weight 1 /
-    share, so the expected gradient is that of all blocks."""
+    """Selects the blocks of a step that train the selector, each with probability `share`, by a hash of `key` (the
+    step) and of the block's tokens, so that the choice does not depend on packs or processes. A selected block has
+    weight 1 / share, so the expected gradient is that of all blocks."""
 
     share: float = 1.0
     key: str = ""
@@ -86,7 +86,9 @@ class DFlash2Trainable(DFlashTrainable):
         sampled_A = sample.of(pack)
         if is_training and (not is_learning or not len(sampled_A)):
             # Every weight gets a gradient, which optimisers and other processes need.
-            return sum((parameter.sum() for parameter in self.network.candidate_selector.parameters()), total) * 0.0, metrics
+            return sum(
+                (parameter.sum() for parameter in self.network.candidate_selector.parameters()), total
+            ) * 0.0, metrics
         hidden_AKD = hidden_TD.detach().unflatten(0, (-1, per_block))
         for number, blocks_A in enumerate(sampled_A.split(max(1, CHUNK_ROWS // per_block))):
             part = Slots(slots.labels_AK[blocks_A], slots.valid_AK[blocks_A])
@@ -125,10 +127,13 @@ class DFlash2Trainable(DFlashTrainable):
     def _scores(
         self, hidden_AKD: Tensor, logits_AKV: Tensor, slots: Slots, anchors_A: Tensor, head: Head, embedding_VD: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns the scores of each slot's candidates after the target's previous token, and which is the target's token."""
+        """Returns the scores of each slot's candidates after the target's previous token, and which is the target's
+        token."""
         tokens_AK = torch.where(slots.valid_AK, slots.labels_AK, 0).long()
         before_AK = torch.cat([anchors_A[:, None], tokens_AK[:, :-1]], dim=1)
-        picks = score(self.network.candidate_selector, hidden_AKD, logits_AKV, anchors_A, head.columns, before_AK, embedding_VD)
+        picks = score(
+            self.network.candidate_selector, hidden_AKD, logits_AKV, anchors_A, head.columns, before_AK, embedding_VD
+        )
         return picks.scores_BKPM[:, :, 0], picks.chosen_BKM == head.local(slots.labels_AK)[0][..., None]
 
     @torch.no_grad()

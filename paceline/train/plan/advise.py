@@ -3,10 +3,10 @@
     advice = advise(CostsConfig(model="Qwen3.5-27B", hardware="2x H100"), AdviceConfig(price_per_hour=8.0), Seen())
     advice.verdict, advice.sentences, advice.steps
 
-The current speed comes from traces, from a server's metrics, or is that of plain decoding. A drafter's acceptance length
-comes from measured learning curves (`curves.json` for mixed traffic, `advice.json` for one application), its speed-up from
-the roofline and `training_plan.py`, without reading weights. For a target without its own curve, another target's curve is
-used, and the advice mentions it.
+The current speed comes from traces, from a server's metrics, or is that of plain decoding. A drafter's acceptance
+length comes from measured learning curves (`curves.json` for mixed traffic, `advice.json` for one application), its
+speed-up from the roofline and `training_plan.py`, without reading weights. For a target without its own curve, another
+target's curve is used, and the advice mentions it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from paceline.train.plan.training_plan import ANSWER_SHARE, Plan, make_plan
 WORTH = 1.10
 """Smallest gain over the current speed that is worth training and maintaining a drafter."""
 CEILING = (
-    "All rates are a ceiling (the machine's full rates, nothing lost): {rate} tokens/s plainly is more than servers reach. "
-    "Give --plain-rate, the tokens/s of one stream that you see today (or --server-log), and the answer is about your server."
+    "All rates are a ceiling (the machine's full rates, nothing lost): {rate} tokens/s plainly is more than servers "
+    "reach. "
+    "Give --plain-rate, the tokens/s of one stream that you see today (or --server-log), and the answer is about your "
+    "server."
 )
 SHORT_CEILING = "(A ceiling: give --plain-rate, one measured rate.)"
 LEAST_ROUNDS = 200
@@ -115,7 +117,9 @@ def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
     device = config.train_on or _device(costs)
     plans = [_plan(model, number, tokens, device) for number in numbers]
     now = _now(setup, seen, load)
-    steps = [_step(setup, plan, number, config, now, load, has_answers) for number, plan in zip(numbers, plans, strict=True)]
+    steps = [
+        _step(setup, plan, number, config, now, load, has_answers) for number, plan in zip(numbers, plans, strict=True)
+    ]
     most = max(step.gain for step in steps)
     chosen = next(step for step in steps if step.gain - 1 >= ENOUGH * (most - 1))
     last = plans[-1]
@@ -125,7 +129,12 @@ def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
     if is_ceiling:
         sentences[-1:] = [*sentences[-1:], CEILING.format(rate=f"{now['plain_tokens_per_s']:,.0f}")]
         sentences[0] = f"{sentences[0]} {SHORT_CEILING}"
-    basis = [*_basis(config, last, seen, has_answers, device), *_replicas(setup, load, now), *setup.warnings, *setup.limits]
+    basis = [
+        *_basis(config, last, seen, has_answers, device),
+        *_replicas(setup, load, now),
+        *setup.warnings,
+        *setup.limits,
+    ]
     acceptance = f"of {chosen.tokens_per_round:.2f} tokens a round, as learned"
     basis.insert(0, assumed(config.context, f"{now['streams']:.0f}", acceptance))
     return Advice(verdict, sentences, setup.title, now, steps, chosen, ideal, last.machine, basis, is_ceiling)
@@ -217,7 +226,8 @@ def _number(machine: str) -> int:
 
 
 def learned(answers: int, plan: Plan, traffic: str, now: float) -> tuple[float, bool]:
-    """Returns (acceptance length of a drafter trained on this many answers, whether that is beyond the measured curve)."""
+    """Returns (acceptance length of a drafter trained on this many answers, whether that is beyond the measured
+    curve)."""
     assert plan.expected is not None, "only drafters of chains have none"
     if traffic == "mixed":
         return plan.expected["tokens_per_round"], plan.expected["is_beyond_the_curve"]
@@ -245,7 +255,8 @@ def _decide(
         if chosen.pays_back_days is not None:
             paid = f"break-even after {chosen.pays_back_days * config.busy_hours:.1f} hours at this load"
         money = [
-            f"It costs ${chosen.cost:,.2f} and saves ${chosen.saved_per_hour:,.2f} of ${config.price_per_hour:,.2f} an hour "
+            f"It costs ${chosen.cost:,.2f} and saves ${chosen.saved_per_hour:,.2f} of ${config.price_per_hour:,.2f} "
+            "an hour "
             f"at the same traffic: {paid}, if hours that become free are given back or used."
         ]
     elif chosen.gain > 1:
@@ -284,10 +295,14 @@ def _basis(config: AdviceConfig, plan: Plan, seen: Seen, has_answers: bool, devi
     if config.traffic == "mixed" and is_own:
         sentences.append(f"Tokens a round: the learning curve of {plan.target} ({plan.expected['source']}).")
     elif config.traffic == "mixed":
-        others = "; ".join(f"{published['tokens_per_round']:g} ({published['what']})" for published in ADVICE["published"])
+        others = "; ".join(
+            f"{published['tokens_per_round']:g} ({published['what']})" for published in ADVICE["published"]
+        )
         sentences.append(
-            f"Tokens a round: no curve was measured for {plan.target}; that of {CURVE_TARGET} stands for it, held at its end, "
-            f"at {CAUTION} times the answers. More answers brought others more: {others}. --traffic application is for one "
+            f"Tokens a round: no curve was measured for {plan.target}; that of {CURVE_TARGET} stands for it, held at "
+            "its end, "
+            f"at {CAUTION} times the answers. More answers brought others more: {others}. --traffic application is "
+            "for one "
             "narrow task."
         )
     else:
@@ -306,8 +321,10 @@ def _basis(config: AdviceConfig, plan: Plan, seen: Seen, has_answers: bool, devi
     memory = machine_of(device).machine.memory_bytes
     if 0 < memory < plan.memory_bytes:
         sentences.append(
-            f"A training there needs {plan.memory_bytes / 1e9:.0f} GB on one device, and there are {memory / 1e9:.0f} GB: "
-            "give a larger one to --train-on, or have a server of the target give hidden states (train --features-from)."
+            f"A training there needs {plan.memory_bytes / 1e9:.0f} GB on one device, and there are {memory / 1e9:.0f} "
+            "GB: "
+            "give a larger one to --train-on, or have a server of the target give hidden states (train "
+            "--features-from)."
         )
     return sentences
 
@@ -330,14 +347,18 @@ def seen_in_traces(folder: Path) -> Seen:
         from pyarrow import ArrowException, parquet
     files = sorted(folder.glob("*.parquet")) if folder.is_dir() else [folder]
     if not files or not files[0].exists():
-        raise ConfigError(f"{folder} holds no traces: give the folder of paceline serve --traces or of paceline record --out")
+        raise ConfigError(
+            f"{folder} holds no traces: give the folder of paceline serve --traces or of paceline record --out"
+        )
     rounds: list[tuple[int, int]] = []
     lengths: list[int] = []
     num_prompts = 0
     for file in files:
         what = f"{file} is no trace"
         with reraised(ConfigError, what, "give traces of paceline serve or record", ArrowException, OSError, KeyError):
-            columns = {"drafted", "accepted"} & set(parquet.read_schema(file).names)  # answers of regenerate have no rounds
+            columns = {"drafted", "accepted"} & set(
+                parquet.read_schema(file).names
+            )  # answers of regenerate have no rounds
             table = parquet.read_table(file, columns=["answer_ids", *sorted(columns)])
         for row in table.to_pylist():
             if not row["answer_ids"]:
@@ -349,7 +370,9 @@ def seen_in_traces(folder: Path) -> Seen:
     checked = [pair for pair in rounds if pair[0] > 0]
     mean = sum(accepted for _, accepted in rounds) / len(rounds) + 1 if rounds else 1.0
     drafts = (
-        f"{mean:.2f} tokens a round over {len(rounds):,} rounds" if rounds else "no rounds recorded: plain decoding is assumed"
+        f"{mean:.2f} tokens a round over {len(rounds):,} rounds"
+        if rounds
+        else "no rounds recorded: plain decoding is assumed"
     )
     acceptance = from_rounds(checked) if len(checked) >= LEAST_ROUNDS else None
     alone = f" and {num_prompts:,} prompts without one" if num_prompts else ""

@@ -1,8 +1,10 @@
-"""Chooses the settings of a plan: a drafter shape with cheap drafting compared with the target's pass, and training settings.
+"""Chooses the settings of a plan: a drafter shape with cheap drafting compared with the target's pass, and training
+settings.
 
-The shape is the first of a list, largest first, whose drafting costs less than `MOST_SHARE` of the target's verification
-pass. Both are predicted by the roofline of `simulate`: the larger of reading and computing time. Training settings follow
-measured recipes: that of the default drafter on CPUs (recipes/default_drafter.sh), the DFlash paper's on GPUs.
+The shape is the first of a list, largest first, whose drafting costs less than `MOST_SHARE` of the target's
+verification pass. Both are predicted by the roofline of `simulate`: the larger of reading and computing time. Training
+settings follow measured recipes: that of the default drafter on CPUs (recipes/default_drafter.sh), the DFlash paper's
+on GPUs.
 """
 
 from __future__ import annotations
@@ -142,7 +144,8 @@ def _stored_sizes(init: str, target_name: str, vocab_size: int) -> Sizes | None:
     drafter, draft_ids = DFlashConfig.from_json(read_json(folder / "config.json")), read_draft_ids(folder)
     shape = drafter.shape
     return Sizes(
-        shape.num_layers, drafter.block_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads, shape.head_dim,
+        shape.num_layers, drafter.block_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads,
+        shape.head_dim,
         len(drafter.target_layer_ids), vocab_size if draft_ids is None else len(draft_ids), shape.hidden_size,
     )  # fmt: skip
 
@@ -207,7 +210,9 @@ def choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> 
     if not is_chained:
         yield from _shape_choices(config, target, machine)
     hidden, is_large = target.shape.hidden_size, target.shape.vocab_size > SMALL_HEAD
-    if not is_chained and target.is_copyable and not config.elsewhere.features_at:  # a remote target's layers are not here
+    if (
+        not is_chained and target.is_copyable and not config.elsewhere.features_at
+    ):  # a remote target's layers are not here
         yield Choice("shape.start", "copied", "layers of the target know how to attend already")
     if config.shape.kind != "eagle3" and is_large and not config.loop.loss.needs_target_probs:
         why = "a sample of the vocabulary: the whole head would take most of a step"
@@ -230,7 +235,9 @@ def machine_choices(machine: MachineFacts) -> Iterator[Choice]:
     if machine.is_slow_in_bfloat16:
         rates = machine.machine.flops_per_s
         reason = (
-            f"float32 is {rates['float32'] / rates['bfloat16']:.1f} times as fast" if rates.get("bfloat16") else "float32 alone"
+            f"float32 is {rates['float32'] / rates['bfloat16']:.1f} times as fast"
+            if rates.get("bfloat16")
+            else "float32 alone"
         )
         yield Choice("loop.autocast", False, f"this processor has no products of bfloat16: {reason}")
 
@@ -238,7 +245,9 @@ def machine_choices(machine: MachineFacts) -> Iterator[Choice]:
 def _shape_choices(config: TrainConfig, target: TargetFacts, machine: MachineFacts) -> Iterator[Choice]:
     vocab, block = target.shape.vocab_size, 16 if machine.is_gpu else 8
     if not config.is_given("shape.block_size"):
-        yield Choice("shape.block_size", block, "positions are cheap on a GPU" if machine.is_gpu else "wide passes are dear")
+        yield Choice(
+            "shape.block_size", block, "positions are cheap on a GPU" if machine.is_gpu else "wide passes are dear"
+        )
     else:
         block = config.shape.block_size
     layers = (5, 4, 3, 2, 1) if machine.is_gpu else (3, 2, 1)

@@ -2,9 +2,9 @@
 
     expected_of("smollm2-135m", Learned(blocks=202_000, answers=44, places=48))
 
-The number of blocks alone is too optimistic: after six passes over an answer there is little left to learn from it. So at
-most `EPOCHS` times the blocks of *different* answers count. A target without its own curve uses that of `CURVE_TARGET`,
-with `CAUTION` times the answers.
+The number of blocks alone is too optimistic: after six passes over an answer there is little left to learn from it. So
+at most `EPOCHS` times the blocks of *different* answers count. A target without its own curve uses that of
+`CURVE_TARGET`, with `CAUTION` times the answers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Learned:
 
 
 def expected_tokens(target: str, blocks: float) -> dict[str, Any] | None:
-    """Returns the served acceptance length after this many blocks, linear in log(blocks) on the target's curve, if any."""
+    """Returns the served acceptance length after this many blocks, linear in log(blocks) on the target's curve, if
+    any."""
     curves = json.loads(Path(__file__).with_name("curves.json").read_text(encoding="utf-8"))["curves"]
     curve = next((entry for entry in curves if entry["target"] == target), None)
     if curve is None:
@@ -70,8 +71,8 @@ def interpolated(points: Sequence[Sequence[float]], at: float) -> float:
 
 
 def expected_of(target: str, learned: Learned) -> dict[str, Any]:
-    """Returns `expected_tokens` of the counted blocks and the training data, with "is_own" (False if another target's curve
-    is used) and "advised", the number of answers for `ENOUGH` of the largest gain."""
+    """Returns `expected_tokens` of the counted blocks and the training data, with "is_own" (False if another target's
+    curve is used) and "advised", the number of answers for `ENOUGH` of the largest gain."""
     expected = expected_tokens(target, learned.counted)
     is_own = expected is not None
     expected = expected or expected_tokens(CURVE_TARGET, learned.counted / CAUTION)
@@ -89,9 +90,10 @@ def expected_lines(target: str, expected: dict[str, Any]) -> Iterator[str]:
     if expected["is_own"]:
         yield f"           by the curve of {target}, measured on {expected['data']} ({expected['source']})"
     else:
-        yield f"           a guess: no curve for {target}; that of {CURVE_TARGET} at {CAUTION} times the answers stands for it"
+        yield f"           a guess: no curve for {target}, so that of {CURVE_TARGET} at {CAUTION} times the answers"
     if answers is not None and answers < advised:
-        yield f"           {answers:,} answers are too few: {advised:,} are advised (paceline advise says what they bring)"
+        few = f"{answers:,} answers are too few: {advised:,} are advised"
+        yield f"           {few} (paceline advise says what they bring)"
 
 
 def advised_answers(places: float) -> int:

@@ -11,7 +11,8 @@ from paceline.train.plan.target_facts import MachineFacts, TargetFacts
 COMPILE_S = 20.0
 """Seconds of the first step on a GPU, which compiles: 19 s on one H100."""
 LOADS, LOAD_S, LOAD_BYTES_PER_S = 4, 10.0, 2e9
-"""A GPU run loads the target for answers, steps, serving and final figures; assumed seconds and bytes/s of each load."""
+"""A GPU run loads the target for answers, steps, serving and final figures; assumed seconds and bytes/s of each
+load."""
 SAVE_BYTES_PER_S = 1e9
 UNSURE = (0.7, 2.0)
 """Range of a GPU's hours, as factors: the efficiency was measured on one GPU and one shape."""
@@ -25,7 +26,9 @@ def fixed_seconds(
     """Returns the seconds of loading the target, compiling and writing checkpoints on GPUs."""
     if not machine.is_gpu:
         return {}
-    weights = 0.0 if config.elsewhere.features_at else target.weight_bytes or target.shape.num_parameters * target.value_bytes
+    weights = (
+        0.0 if config.elsewhere.features_at else target.weight_bytes or target.shape.num_parameters * target.value_bytes
+    )
     number = 1 + (0.0 if math.isinf(steps_s) else steps_s // (60 * config.loop.checkpoint_minutes))
     saving_s = number * CHECKPOINT_BYTES * sizes.parameters / SAVE_BYTES_PER_S
     return {"loading": LOADS * (LOAD_S + weights / LOAD_BYTES_PER_S), "compiling": COMPILE_S, "checkpoints": saving_s}

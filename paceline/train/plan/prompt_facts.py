@@ -64,8 +64,8 @@ class _Examined:
 
 
 def read_data(config: TrainConfig, notes: list[str], *, reads_answers: bool = False) -> Data:
-    """Counts prompts, and with `reads_answers` answers; `notes` gets what is left out or unknown, such as a data set that
-    is not here. Raises PromptError for an unreadable file; with `strict`, for an unusable row."""
+    """Counts prompts, and with `reads_answers` answers; `notes` gets what is left out or unknown, such as a data set
+    that is not here. Raises PromptError for an unreadable file; with `strict`, for an unusable row."""
     local, own = _local(config, notes)
     tokenizer = tokenizer_here(config.target.model) if config.scale == "default" else None
     examined = _examined(config, local, tokenizer, notes)
@@ -77,7 +77,8 @@ def read_data(config: TrainConfig, notes: list[str], *, reads_answers: bool = Fa
     _note_dropped("", examined.dropped, notes)
     if examined.prompts and tokenizer is None and config.scale == "default":
         notes.append(
-            "the target's tokenizer is not on this machine: prompts that are too long, or that its template refuses, are "
+            "the target's tokenizer is not on this machine: prompts that are too long, or that its template refuses, "
+            "are "
             "counted when the run begins"
         )
     if config.answers:
@@ -88,7 +89,9 @@ def read_data(config: TrainConfig, notes: list[str], *, reads_answers: bool = Fa
             notes.append(f"the {what} are of {address}: what they take there is not in these hours")
     mean = min(60.0 if examined.mean_tokens is None else examined.mean_tokens, config.answering.max_prompt_tokens)
     unread = dict(examined.dropped.unread)
-    return Data(examined.number + own, mean, bool(examined.prompts), dict(examined.dropped.counts), unread, examined.example)
+    return Data(
+        examined.number + own, mean, bool(examined.prompts), dict(examined.dropped.counts), unread, examined.example
+    )
 
 
 def _local(config: TrainConfig, notes: list[str]) -> tuple[PromptsConfig, int]:
@@ -109,7 +112,9 @@ def _is_here(source: str) -> bool:
     return Path(source).exists() or source.endswith((".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet"))
 
 
-def _examined(config: TrainConfig, prompts_config: PromptsConfig, tokenizer: Tokenizer | None, notes: list[str]) -> _Examined:
+def _examined(
+    config: TrainConfig, prompts_config: PromptsConfig, tokenizer: Tokenizer | None, notes: list[str]
+) -> _Examined:
     """Reads and encodes prompts. Raises PromptError with `strict` for a prompt that the target cannot answer."""
     mixture = read_mixture(prompts_config, config.answering.seed, ignore)
     prompts, dropped = mixture.prompts, mixture.dropped
@@ -195,10 +200,13 @@ def fit_lengths(config: TrainConfig) -> tuple[TrainConfig, dict[str, str]]:
         if answering.max_prompt_tokens <= left:
             return config, {}
         name = "answering.max_prompt_tokens"
-        return with_value(config, name, left), {name: f"max_len {config.max_len} leaves no answer behind longer prompts"}
+        return with_value(config, name, left), {
+            name: f"max_len {config.max_len} leaves no answer behind longer prompts"
+        }
     if answering.max_prompt_tokens > left:
         raise ConfigError(
-            f"max_len {config.max_len} has no room for a prompt of max_prompt_tokens {answering.max_prompt_tokens} and its "
+            f"max_len {config.max_len} has no room for a prompt of max_prompt_tokens {answering.max_prompt_tokens} "
+            "and its "
             f"answer: raise max_len to {needed}, or lower max_prompt_tokens to {left}"
         )
     return config, {}

@@ -1,7 +1,7 @@
 """Sizes of a target and speeds of a machine, as the inputs of a plan, without loading weights.
 
-`read_target` reads a GGUF file's header or a config.json; for a model that was not downloaded, the catalogue of `simulate`.
-`machine_of` returns a known machine ("8x H100"), or measures this one and stores the result in
+`read_target` reads a GGUF file's header or a config.json; for a model that was not downloaded, the catalogue of
+`simulate`. `machine_of` returns a known machine ("8x H100"), or measures this one and stores the result in
 `$PACELINE_HOME/machine.json` until processor or thread count change.
 """
 
@@ -106,7 +106,9 @@ def _folder_facts(name: str, path: Path) -> TargetFacts:
     raw = read_json(file, "give a model's config.json")
     weights = sum(part.stat().st_size for part in file.parent.glob("*.safetensors")) if path.is_dir() else 0
     inner = raw.get("text_config") or raw
-    return TargetFacts(name, shape, {"architectures": raw.get("architectures"), **inner}, weights or None, False, str(file))
+    return TargetFacts(
+        name, shape, {"architectures": raw.get("architectures"), **inner}, weights or None, False, str(file)
+    )
 
 
 def _hub_config(name: str) -> dict[str, Any] | None:
@@ -168,7 +170,8 @@ class MachineFacts:
 
 
 def machine_of(device_name: str | None, device: str = "auto") -> MachineFacts:
-    """Returns the machine with this name, such as "8x H100", else this machine. Raises ConfigError with the known names."""
+    """Returns the machine with this name, such as "8x H100", else this machine. Raises ConfigError with the known
+    names."""
     if device_name:
         number, name = _counted(device_name)
         if machine := catalogue.machine(name):
@@ -189,8 +192,8 @@ def _counted(text: str) -> tuple[int, str]:
 
 
 def _measured_once(device: str) -> MachineFacts:
-    """Returns this machine's speeds, measured once and stored; a GPU's are measured every time. On a busy processor, the
-    best of several measurements is returned and not stored."""
+    """Returns this machine's speeds, measured once and stored; a GPU's are measured every time. On a busy processor,
+    the best of several measurements is returned and not stored."""
     mark = repr((cpu_name(), processor()["num_cores"], os.environ.get("OMP_NUM_THREADS")))
     file, stored = cache_home() / FILE, dict[str, Any]()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not measured, or by another version

@@ -20,7 +20,15 @@ from typing import Any
 from paceline.simulate.costs.roofline import pass_seconds
 from paceline.train.config import TrainConfig
 from paceline.train.documents.dataset import MAX_HELDOUT, MIN_HELDOUT, num_heldout
-from paceline.train.plan.choices import Sizes, choices, deployment_of, for_chains, machine_choices, share_of_pass, sizes_of
+from paceline.train.plan.choices import (
+    Sizes,
+    choices,
+    deployment_of,
+    for_chains,
+    machine_choices,
+    share_of_pass,
+    sizes_of,
+)
 from paceline.train.plan.expected_acceptance import Learned, expected_lines, expected_of
 from paceline.train.plan.gpu_times import CHECKPOINT_BYTES, fixed_seconds, hours_range
 from paceline.train.plan.prompt_facts import Data, fit_lengths, read_data
@@ -43,8 +51,12 @@ OPTIONS = {
 """Fields whose option of `paceline train` has another name."""
 PLANNED = ("shape.", "loop.")
 """Prefixes of the fields that a plan shows."""
-EFFICIENCY = {"cpu": {"answers": 0.35, "features": 0.6, "steps": 0.5}, "gpu": {"answers": 0.4, "features": 0.5, "steps": 0.32}}
-"""Measured efficiency of the stages, as shares of the machine's rates; docs/tutorials/your-drafter.md names the runs."""
+EFFICIENCY = {
+    "cpu": {"answers": 0.35, "features": 0.6, "steps": 0.5},
+    "gpu": {"answers": 0.4, "features": 0.5, "steps": 0.32},
+}
+"""Measured efficiency of the stages, as shares of the machine's rates; docs/tutorials/your-drafter.md names the
+runs."""
 MEASURED_STEPS = 0.43
 """Efficiency of the steps relative to a GPU's measured rate: on one H100, 310 to 326 of 743 TFLOP/s (989 nominal)."""
 MOST_UNUSED = 0.5
@@ -54,7 +66,8 @@ ANSWER_SHARE = 0.75
 MOST_ANSWERING = 0.35
 """Largest share of the minutes for answers and features; the rest is for steps."""
 MORE_ANSWERS, LEAST_EPOCHS, WARM = 0.25, 6.0, 0.7
-"""A prompt gets several answers, sampled at WARM, if they take at most this share of the minutes and leave LEAST_EPOCHS."""
+"""A prompt gets several answers, sampled at WARM, if they take at most this share of the minutes and leave
+LEAST_EPOCHS."""
 OPTIMISER_BYTES = 16
 """Bytes per parameter with its gradient and two moments, float32."""
 NOT_KEPT = ("online", "streamed")
@@ -101,14 +114,15 @@ class Plan:
 
 
 def make_plan(config: TrainConfig, device_name: str | None = None, *, reads_answers: bool = False) -> Plan:
-    """Returns the plan of a run; `reads_answers` also counts existing answers. Raises the errors of reading the target's
-    sizes, ConfigError for an unknown device or contradictory lengths, and PromptError for bad prompts."""
+    """Returns the plan of a run; `reads_answers` also counts existing answers. Raises the errors of reading the
+    target's sizes, ConfigError for an unknown device or contradictory lengths, and PromptError for bad prompts."""
     config = for_chains(config)
     target, machine = read_target(config.target), machine_of(device_name, config.target.device)
     notes: list[str] = []
     if machine.is_busy:
         notes.append(
-            "other programs kept this machine busy while its speeds were measured: a plan made when it is idle may differ"
+            "other programs kept this machine busy while its speeds were measured: a plan made when it is idle may "
+            "differ"
         )
     chosen: dict[str, str] = {}
     if config.plan == "auto":
@@ -134,7 +148,8 @@ def make_plan(config: TrainConfig, device_name: str | None = None, *, reads_answ
     hours = {name: value / 3600 for name, value in seconds.items()}
     if config.minutes and 60 * sum(hours.values()) < MOST_UNUSED * config.minutes:
         notes.append(
-            f"only {60 * sum(hours.values()):.0f} of {config.minutes:g} minutes are used: by then each answer was learned from "
+            f"only {60 * sum(hours.values()):.0f} of {config.minutes:g} minutes are used: by then each answer was "
+            "learned from "
             f"{config.loop.epochs:g} times; more prompts would use them"
         )
     disk = _disk(config, target, data, sizes)
@@ -189,13 +204,16 @@ def _more_answers(
         times, before_s = _epochs(trial, target, machine, data, sizes)
         if times >= LEAST_EPOCHS and before_s <= MORE_ANSWERS * 60 * config.minutes:
             why = (
-                f"{data.prompts} answers would be learned from {epochs:.0f} times, {1 + samples} to a prompt {times:.0f} times"
+                f"{data.prompts} answers would be learned from {epochs:.0f} times, {1 + samples} to a prompt "
+                f"{times:.0f} times"
             )
             return trial, dict.fromkeys(names[: 2 if samples > 1 else 1], why)
     return config, {}
 
 
-def _epochs(config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data, sizes: Sizes) -> tuple[float, float]:
+def _epochs(
+    config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data, sizes: Sizes
+) -> tuple[float, float]:
     """Returns (passes over each answer, seconds of answers and features)."""
     before_s = sum(_stage_seconds(config, target, machine, data).values())
     blocks = _steps(config, target, machine, data, sizes, before_s)[1]
@@ -222,7 +240,8 @@ def _num_held_out(config: TrainConfig, data: Data) -> int:
 
 
 def _stage_seconds(config: TrainConfig, target: TargetFacts, machine: MachineFacts, data: Data) -> dict[str, float]:
-    """Returns the seconds of answers and features: the roofline's time divided by the efficiency; 0 for remote stages."""
+    """Returns the seconds of answers and features: the roofline's time divided by the efficiency; 0 for remote
+    stages."""
     deployment, reached = deployment_of(target, machine), EFFICIENCY["gpu" if machine.is_gpu else "cpu"]
     answer, batch = ANSWER_SHARE * config.answering.max_tokens, 32
     number = _num_answers(config, data) / machine.number
@@ -254,7 +273,11 @@ def _steps(
     """Returns (seconds, blocks) of the steps, as limited by minutes, steps or epochs."""
     loop = config.loop
     name = "bfloat16" if loop.autocast and "bfloat16" in machine.machine.flops_per_s else "float32"
-    reached = MEASURED_STEPS if machine.is_gpu and machine.is_here else EFFICIENCY["gpu" if machine.is_gpu else "cpu"]["steps"]
+    reached = (
+        MEASURED_STEPS
+        if machine.is_gpu and machine.is_here
+        else EFFICIENCY["gpu" if machine.is_gpu else "cpu"]["steps"]
+    )
     rate = machine.machine.flops_per_s[name] * machine.number * reached / flops_per_block(config, target, data, sizes)
     blocks = loop.epochs * _blocks_per_answer(config) * _num_answers(config, data)
     if loop.max_steps is not None:

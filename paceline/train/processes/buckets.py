@@ -2,8 +2,9 @@
 
     backward -> a gradient is complete -> its bucket is -> one message, in flight while earlier layers compute -> finish
 
-Buckets hold the parameters in reverse order, about that of the backward pass, and every process sends them in this order,
-even if it computes nothing in a step or its gradients come in another order. So the sums have the same bits in every case.
+Buckets hold the parameters in reverse order, about that of the backward pass, and every process sends them in this
+order, even if it computes nothing in a step or its gradients come in another order. So the sums have the same bits in
+every case.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The processes of one run: torchrun's group, with a liveness check between stages that waits for slow processes.
 
-A stage (answers, features, serving held-out prompts) may take hours longer in one process than in another; a step may not. So
-communication within a step has a timeout; `Liveness.wait`, between stages, waits as long as the missing processes send
-heartbeats, one every `BEAT_S`, through torchrun's store. A process that fails reports its error there; one without heartbeats
-for `LOST_AFTER_S` is reported as lost.
+A stage (answers, features, serving held-out prompts) may take hours longer in one process than in another; a step may
+not. So communication within a step has a timeout; `Liveness.wait`, between stages, waits as long as the missing
+processes send heartbeats, one every `BEAT_S`, through torchrun's store. A process that fails reports its error there;
+one without heartbeats for `LOST_AFTER_S` is reported as lost.
 
     wait/<n>/<rank>   this process is at its n-th wait      alive/<rank>   heartbeats so far
     failed/<rank>     error that ended this process         parted/<rank>  it has left
@@ -30,7 +30,8 @@ BEAT_S = 1.0
 LOST_AFTER_S = 300.0
 """Seconds without a heartbeat after which a process is lost: reading a large file may block one for minutes."""
 LINGERS = 10
-"""Heartbeats that the first process stays after an error; the others need half as many to find out which process failed."""
+"""Heartbeats that the first process stays after an error; the others need half as many to find out which process
+failed."""
 JOIN_MINUTES = 10.0
 """Minutes that processes wait for each other at the beginning, as machines may start late."""
 VICTIM = "ProcessesError: "
@@ -53,7 +54,8 @@ class Liveness:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until all processes have called this method equally often. Raises ProcessesError if one of them is gone."""
+        """Waits until all processes have called this method equally often. Raises ProcessesError if one of them is
+        gone."""
         self._num_waits += 1
         try:
             self._store.set(f"wait/{self._num_waits}/{self._ranks.rank}", "")
@@ -69,7 +71,8 @@ class Liveness:
             return lost
         reason = f"{' '.join(str(error).split()):.200}"
         return ProcessesError(
-            f"{self._name([self._ranks.rank])} waited in vain for what others were to send in a step ({reason}): one is slow "
+            f"{self._name([self._ranks.rank])} waited in vain for what others were to send in a step ({reason}): one "
+            "is slow "
             f"or hangs, see what each does; a longer --step-timeout-minutes waits longer; {GO_ON}"
         )
 
@@ -83,7 +86,9 @@ class Liveness:
                 silence.look(self._others, self._beat_s)
             lost = [rank for rank in self._others if silence.of(rank) >= 3 * self._beat_s]
             if lost := [rank for rank in lost if not self._store.check([f"parted/{rank}"])]:
-                return ProcessesError(f"{self._name(lost)} gave no sign of life, what was to come from there is lost: {GO_ON}")
+                return ProcessesError(
+                    f"{self._name(lost)} gave no sign of life, what was to come from there is lost: {GO_ON}"
+                )
             self._raise_reported(of_victims=True)
         except ProcessesError as known:
             return known
@@ -124,9 +129,12 @@ class Liveness:
             keys, pause_s = missing, min(1.5 * pause_s, self._beat_s)
 
     def _raise_reported(self, of_victims: bool) -> None:
-        """Raises ProcessesError if another process has reported an error; `of_victims`: even if a third one caused it."""
+        """Raises ProcessesError if another process has reported an error; `of_victims`: even if a third one caused
+        it."""
         reports = {
-            rank: self._store.get(f"failed/{rank}").decode() for rank in self._others if self._store.check([f"failed/{rank}"])
+            rank: self._store.get(f"failed/{rank}").decode()
+            for rank in self._others
+            if self._store.check([f"failed/{rank}"])
         }
         own = {rank: text for rank, text in reports.items() if not text.startswith(VICTIM)}
         for rank, text in own.items():
@@ -149,7 +157,8 @@ class Liveness:
 
 
 class _Silence:
-    """Measures how long processes have been silent, in the caller's pauses, so that a suspended machine does not count."""
+    """Measures how long processes have been silent, in the caller's pauses, so that a suspended machine does not
+    count."""
 
     def __init__(self, liveness: Liveness) -> None:
         self._roll = liveness
@@ -169,9 +178,9 @@ class _Silence:
 def process_group(
     ranks: Ranks, device: str, step_timeout_minutes: float = 30.0, beat_s: float = BEAT_S
 ) -> Iterator[Callable[[], None]]:
-    """Joins torchrun's process group, if there is one; yields a function that waits for all processes without a timeout.
-    Raises ConfigError for more processes than GPUs; ProcessesError if processes do not find each other, and in the others
-    if one fails, is lost, or exceeds `step_timeout_minutes` within a step."""
+    """Joins torchrun's process group, if there is one; yields a function that waits for all processes without a
+    timeout. Raises ConfigError for more processes than GPUs; ProcessesError if processes do not find each other, and in
+    the others if one fails, is lost, or exceeds `step_timeout_minutes` within a step."""
     if ranks.world == 1:
         yield lambda: None
         return
@@ -184,7 +193,9 @@ def process_group(
     if is_gpu:
         torch.cuda.set_device(ranks.local)
     remedy = "start all of them with one torchrun, or with its variables: MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE"
-    with reraised(ProcessesError, f"the {ranks.world} processes did not find each other", remedy, RuntimeError, ValueError):
+    with reraised(
+        ProcessesError, f"the {ranks.world} processes did not find each other", remedy, RuntimeError, ValueError
+    ):
         store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world, timeout=timedelta(minutes=JOIN_MINUTES)))
         liveness = Liveness(dist.PrefixStore("paceline", store), ranks, beat_s)
         try:

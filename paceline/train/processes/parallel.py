@@ -1,10 +1,10 @@
 """Trains one network in several processes: sums gradients and figures, divides the work, and synchronises decisions.
 
-Every process plans the whole step and computes its own blocks; gradients and figures are summed, so the step equals that of
-one process. `Replicated` holds the network in every process, one or many, and sums gradients during the backward pass
-(buckets.py). `Sharded` (FSDP2) holds a part of weights, gradients and optimiser state in each, for networks that do not fit
-otherwise. Checkpoints of both are the same. All processes start with the first one's tensors, and compare hashes of them at
-every checkpoint (agreement.py). group.py manages the processes.
+Every process plans the whole step and computes its own blocks; gradients and figures are summed, so the step equals
+that of one process. `Replicated` holds the network in every process, one or many, and sums gradients during the
+backward pass (buckets.py). `Sharded` (FSDP2) holds a part of weights, gradients and optimiser state in each, for
+networks that do not fit otherwise. Checkpoints of both are the same. All processes start with the first one's tensors,
+and compare hashes of them at every checkpoint (agreement.py). group.py manages the processes.
 
     torchrun --nproc-per-node 2 -m paceline train ... --parallel sharded
 """
@@ -40,7 +40,8 @@ class Piece:
 
 
 class Replicated:
-    """Holds the whole network in every process. All processes must call all methods in the same order, also of `Sharded`."""
+    """Holds the whole network in every process. All processes must call all methods in the same order, also of
+    `Sharded`."""
 
     _buckets: GradientBuckets | None = None
 
@@ -48,18 +49,22 @@ class Replicated:
         self.ranks, self.device = ranks, device
 
     def prepare(self, drafter: Trainable, is_autocast: bool = False) -> None:
-        """Prepares the network in place before an optimiser takes its parameters. `is_autocast`: products are in bfloat16."""
+        """Prepares the network in place before an optimiser takes its parameters. `is_autocast`: products are in
+        bfloat16."""
         if self.ranks.world > 1:
             self._buckets = GradientBuckets(drafter.network.parameters())
 
     def agree(self, network: nn.Module, optimisers: Iterable[tuple[str, Tensor]], start: str) -> None:
-        """Gives all processes the first one's weights, buffers and optimiser states. `start` describes the initial state.
-        Raises ProcessesError, with the ranks, if processes start differently or hold other tensors afterwards."""
+        """Gives all processes the first one's weights, buffers and optimiser states. `start` describes the initial
+        state. Raises ProcessesError, with the ranks, if processes start differently or hold other tensors
+        afterwards."""
         if self.ranks.world == 1:
             return
         named = [*_held(network), *optimisers]
         self.check_alike("where it begins", lambda: start)
-        self.check_alike("its tensors' shapes", lambda: repr([(name, tensor.dtype, *tensor.shape) for name, tensor in named]))
+        self.check_alike(
+            "its tensors' shapes", lambda: repr([(name, tensor.dtype, *tensor.shape) for name, tensor in named])
+        )
         plain = [(name, tensor) for name, tensor in named if self._is_replicated(tensor)]
         give_first(plain, self.device)
         self._check_alike([mark_of(tensor) for _, tensor in plain], [name for name, _ in plain])
@@ -110,8 +115,8 @@ class Replicated:
         return float(value)
 
     def whole(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns copies in main memory on the first process, nothing on the others. Shards are gathered tensor by tensor,
-        so a device needs room for only one. Raises ProcessesError if processes hold different tensors."""
+        """Returns copies in main memory on the first process, nothing on the others. Shards are gathered tensor by
+        tensor, so a device needs room for only one. Raises ProcessesError if processes hold different tensors."""
         copies: dict[str, Tensor] = {}
         marks: dict[str, int] = {}
         for name, tensor in tensors:
@@ -156,8 +161,9 @@ class Replicated:
 
 
 class Sharded(Replicated):
-    """Holds a part of every tensor in each process; a layer is gathered while it computes. Every forward and backward pass
-    is a collective, so all processes compute equally many pieces. Methods import torch.distributed.tensor, which is slow."""
+    """Holds a part of every tensor in each process; a layer is gathered while it computes. Every forward and backward
+    pass is a collective, so all processes compute equally many pieces. Methods import torch.distributed.tensor, which
+    is slow."""
 
     _network: Any = None
     """The network as changed by FSDP2: its class is a new one, its parameters are DTensors."""
@@ -166,8 +172,8 @@ class Sharded(Replicated):
         """Shards the first process's network; see Replicated.prepare.
 
         With `is_autocast`, layers are gathered in bfloat16, half the bytes, and gradients are summed in float32; the
-        optimiser's parts are float32. Autocast then finds bfloat16 weights and casts only inputs, so the residual stream
-        stays float32, as in one process; hence `cast_forward_inputs=False`.
+        optimiser's parts are float32. Autocast then finds bfloat16 weights and casts only inputs, so the residual
+        stream stays float32, as in one process; hence `cast_forward_inputs=False`.
         """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -230,7 +236,8 @@ class Sharded(Replicated):
 
 
 def make_parallel(way: str, ranks: Ranks, device: torch.device) -> Replicated:
-    """Returns the way to train in these processes; `auto` replicates, and a single process always holds the whole network."""
+    """Returns the way to train in these processes; `auto` replicates, and a single process always holds the whole
+    network."""
     return (Sharded if way == "sharded" and ranks.world > 1 else Replicated)(ranks, device)
 
 

@@ -1,11 +1,12 @@
-"""Distributes work over a Ray cluster with Ray Data: actors hold the target and process batches of prompts or documents.
+"""Distributes work over a Ray cluster with Ray Data: actors hold the target and process batches of prompts or
+documents.
 
     with connected(where) as ray:
         for result in distributed(ray, where, job, items, at_most=64): ...
 
-A Job defines what a worker loads and how it processes a batch. Ray gives batches to idle workers, restarts a worker that
-dies and retries its batch, and recomputes a batch that was lost with a machine. A PacelineError would only repeat, so it is
-raised here and ends the work.
+A Job defines what a worker loads and how it processes a batch. Ray gives batches to idle workers, restarts a worker
+that dies and retries its batch, and recomputes a batch that was lost with a machine. A PacelineError would only repeat,
+so it is raised here and ends the work.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ LOCAL = "local"
 BATCHES_PER_WORKER = 4
 """Batches per worker at least, if there is enough work, so that others wait less for a slow worker."""
 MOST_DEATHS = 8
-"""Most restarts of a worker, and retries of a batch; more deaths have a common cause, such as a model that is too large."""
+"""Most restarts of a worker, and retries of a batch; more deaths have a common cause, such as a model that is too
+large."""
 
 Work = Callable[[list[Any]], list[Any]]
 """Processes a batch: items -> results."""
@@ -108,7 +110,9 @@ def connected(where: ElsewhereConfig) -> Iterator[ModuleType]:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     options |= {"include_dashboard": False} if where.ray == LOCAL else {"address": where.ray}
     remedy = "start one (ray start --head), or give auto, HOST:PORT or local"
-    with reraised(DownloadError, f"there is no Ray cluster at {where.ray}", remedy, ConnectionError, OSError, ValueError):
+    with reraised(
+        DownloadError, f"there is no Ray cluster at {where.ray}", remedy, ConnectionError, OSError, ValueError
+    ):
         ray.init(**options)
     try:
         yield ray
@@ -117,7 +121,8 @@ def connected(where: ElsewhereConfig) -> Iterator[ModuleType]:
 
 
 def distributed(ray: ModuleType, where: ElsewhereConfig, job: Job, items: Sequence[Any], at_most: int) -> Iterator[Any]:
-    """Yields the results of all items, in any order. Raises a worker's PacelineError, DownloadError if the cluster fails."""
+    """Yields the results of all items, in any order. Raises a worker's PacelineError, DownloadError if the cluster
+    fails."""
     if not items:
         return
     share = Share.of([node["Resources"] for node in ray.nodes() if node["Alive"]], where.ray_workers)

@@ -35,7 +35,9 @@ def fallen(folder: Path) -> Path:
 
 
 def test_replay(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    paceline("replay", "--scenario", "empty-day", "--seeds", 1, "--days", 7, "--out", tmp_path / "lines.jsonl", "--json")
+    paceline(
+        "replay", "--scenario", "empty-day", "--seeds", 1, "--days", 7, "--out", tmp_path / "lines.jsonl", "--json"
+    )
     line = last_line(capsys)
     assert {"retrains", "false_alarms_per_4_weeks", "detection_periods", "second_member_proposed"} <= line.keys()
     assert line["retrains"] == 0

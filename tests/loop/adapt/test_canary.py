@@ -197,7 +197,9 @@ class TestSilence:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("status", [401, 404, 507])
-    def test_a_server_that_never_tries_it_condemns_nothing(self, tmp_path: Path, server: FakeServer, status: int) -> None:
+    def test_a_server_that_never_tries_it_condemns_nothing(
+        self, tmp_path: Path, server: FakeServer, status: int
+    ) -> None:
         one = begun(tmp_path, server, 3)
         server.refuses["/admin/drafters/general"] = status, {"error": "a wrong key, or no memory"}
         one.tick(NOW + 180)

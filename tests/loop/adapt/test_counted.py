@@ -34,7 +34,11 @@ def test_readings_become_hours_that_stay_known(tmp_path: Path) -> None:
     again = CountedHours(tmp_path)
     for hours in (one.hours(8), again.hours(8)):
         (sums,) = hours[7].values()
-        assert (sums.requests, sums.rounds, sums.tokens) == (2, 60.0, 190.0)  # one without a round, one across a restart
+        assert (sums.requests, sums.rounds, sums.tokens) == (
+            2,
+            60.0,
+            190.0,
+        )  # one without a round, one across a restart
     again.read(3600 * 7 + 3000, Counts())
     again.read(3600 * 7 + 3060, Counts(rounds=10))
     assert again.hours(8)[7][ALL].rounds == 70 and again.hours(9, since=8) == {}

@@ -68,7 +68,9 @@ def test_branches_are_choices_too() -> None:
     (only,) = made["anyOf"]
     assert only["properties"]["name"] == {"const": "weather"}
     assert only["properties"]["arguments"]["properties"]["unit"] == {"enum": ["C"]}
-    assert [each["properties"]["name"]["const"] for each in narrowed(schema, coverage.choices[0], 1)["anyOf"]] == ["time"]
+    assert [each["properties"]["name"]["const"] for each in narrowed(schema, coverage.choices[0], 1)["anyOf"]] == [
+        "time"
+    ]
 
 
 def test_rare_values_are_asked_for_until_all_are_even() -> None:
@@ -114,4 +116,6 @@ def test_odd_schemas_are_narrowed() -> None:
     assert (made["required"], inner["required"]) == (["next"], ["on"]) and made["$defs"] == NODE["$defs"]
     branches = ODD[3][0]
     [choice] = Coverage(branches).choices
-    assert [narrowed(branches, choice, place) for place in range(3)] == [{"oneOf": [each]} for each in branches["oneOf"]]
+    assert [narrowed(branches, choice, place) for place in range(3)] == [
+        {"oneOf": [each]} for each in branches["oneOf"]
+    ]

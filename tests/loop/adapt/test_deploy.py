@@ -1,4 +1,5 @@
-"""The contract of deployments, against a server that only looks like one: load, read, roll back, and what goes wrong."""
+"""The contract of deployments, against a server that only looks like one: load, read, roll back, and what goes
+wrong."""
 
 from __future__ import annotations
 
@@ -227,7 +228,9 @@ def test_acceptance_is_read_by_sglang_s_names(server: FakeServer, tmp_path: Path
 def test_sglang_s_data_parallel_ranks_share_their_mean_length(server: FakeServer) -> None:
     """The lengths carry `dp_rank`, the tokens do not."""
     deployment = opened(server, engine="sglang", restart="true")
-    gauges = "".join(f'sglang:spec_accept_length{{{{model_name="m",dp_rank="{rank}"}}}} {{{rank}}}\n' for rank in range(3))
+    gauges = "".join(
+        f'sglang:spec_accept_length{{{{model_name="m",dp_rank="{rank}"}}}} {{{rank}}}\n' for rank in range(3)
+    )
     text = gauges + 'sglang:generation_tokens_total{{model_name="m"}} {3}\n'
     server.metrics = text.format(3.0, 3.0, 0.0, 900)
     before = deployment.counts()
@@ -266,7 +269,9 @@ class TestSeveralServers:
             server.metrics = text
         return tokens_per_round(before, deployment.counts())
 
-    def test_one_that_was_restarted_counts_from_zero(self, both: Deployment, server: FakeServer, second: FakeServer) -> None:
+    def test_one_that_was_restarted_counts_from_zero(
+        self, both: Deployment, server: FakeServer, second: FakeServer
+    ) -> None:
         rate = self.rate(both, (server, page(100, 200)), (second, page(5000, 2500)))
         assert rate == pytest.approx(1 + 2200 / 4100)
 
@@ -289,7 +294,9 @@ class TestSeveralServers:
     ) -> None:
         rate = self.rate(both, (server, cut), (second, page(2000, 1000)))
         assert rate == pytest.approx(1.5), "of the other server alone"
-        assert self.rate(both, (server, page(1400, 3200))) == pytest.approx(4.0), "all of its rounds since it was last read"
+        assert self.rate(both, (server, page(1400, 3200))) == pytest.approx(4.0), (
+            "all of its rounds since it was last read"
+        )
 
     def test_sglang_s_page_without_its_tokens_is_left_out(self, server: FakeServer) -> None:
         deployment = opened(server, engine="sglang", restart="true")

@@ -67,7 +67,9 @@ def test_hours_of_no_length(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 class TestSeason:
     def test_days_and_weekends_are_learned(self) -> None:
         season = Seasonal()
-        truth = np.array([0.1 * math.cos(at / DAY * 2 * math.pi) - 0.15 * (at % WEEK >= 5 * DAY) for at in range(3 * WEEK)])
+        truth = np.array(
+            [0.1 * math.cos(at / DAY * 2 * math.pi) - 0.15 * (at % WEEK >= 5 * DAY) for at in range(3 * WEEK)]
+        )
         for at, value in enumerate(truth[: 2 * WEEK] + noise(0, 2 * WEEK)):
             season.learn(FIRST + at, float(value), 0.03**2)
         errors = [season.predict(FIRST + at)[0] - truth[at] for at in range(2 * WEEK, 3 * WEEK)]

@@ -1,4 +1,5 @@
-"""`paceline serve --engine`: the words for vLLM and SGLang, whether a drafter fits, and the check of what they bring."""
+"""`paceline serve --engine`: the words for vLLM and SGLang, whether a drafter fits, and the check of what they
+bring."""
 
 from __future__ import annotations
 
@@ -79,7 +80,9 @@ class TestWords:
     def test_vllm_by_another_command(self) -> None:
         start = Start("vllm", "org/m", "d", command="python -m vllm.entrypoints.openai.api_server", words=("--tp", "8"))
         words = command_of(start, Given(Path("d"), "eagle3", 5))
-        assert words[:5] == ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "org/m"] and words[-2:] == [
+        assert words[:5] == ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "org/m"] and words[
+            -2:
+        ] == [
             "--tp",
             "8",
         ]
@@ -114,7 +117,10 @@ class TestWords:
         start = Start("vllm", "m", "d", api_key="secret")
         assert "secret" not in command_of(start, Given(Path("d"), "dflash", 7))
         assert environment_of(start) == {"VLLM_API_KEY": "secret"} and environment_of(Start("vllm", "m", "d")) == {}
-        assert option(command_of(Start("sglang", "m", "d", api_key="k"), Given(Path("d"), "dflash", 7)), "--api-key") == "k"
+        assert (
+            option(command_of(Start("sglang", "m", "d", api_key="k"), Given(Path("d"), "dflash", 7)), "--api-key")
+            == "k"
+        )
 
     @pytest.mark.parametrize(
         ("changes", "said"),
@@ -168,7 +174,11 @@ class TestGiven:
         }
 
     def test_causal_windows_beside_full_layers_go_to_vllm_in_z_labs_format(self, target: Path, tmp_path: Path) -> None:
-        kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "use_sliding_window": True}
+        kinds = {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 8,
+            "use_sliding_window": True,
+        }
         export(read_stored(plain_drafter(tmp_path, **kinds)), "speculators", tmp_path / "spec")
         given = given_to(Start("vllm", str(target), str(tmp_path / "spec")), tmp_path / "a")
         stored = read_stored(given.folder)

@@ -162,7 +162,9 @@ def test_what_loses_elsewhere_is_tried_part_of_the_way(
     assert verdict.reason == f"it loses; 50% of the way from {old}: less; 25% of the way from {old}: +9%"
     assert [scored.count(str(each)) for each in (old, new, tmp_path / "new-50", tmp_path / "new-25")] == [2, 2, 2, 2]
     assert not (tmp_path / "new-10").exists()
-    before, trained, between = (load_file(each / "model.safetensors")["fc.weight"] for each in (old, new, tmp_path / "new-25"))
+    before, trained, between = (
+        load_file(each / "model.safetensors")["fc.weight"] for each in (old, new, tmp_path / "new-25")
+    )
     torch.testing.assert_close(between.float(), torch.lerp(before.float(), trained.float(), 0.25), rtol=0.01, atol=0.01)
 
 

@@ -67,7 +67,8 @@ class TestJudge:
         assert not verdict.passed and verdict.gains["drifted"].candidate > verdict.gains["drifted"].incumbent
 
     def test_a_planner_would_not_check_what_does_not_pay(self) -> None:
-        """Passes that cost with every position: a drafter right in every second slot is not punished for its block of seven."""
+        """Passes that cost with every position: a drafter right in every second slot is not punished for its block of
+        seven."""
         steep = RoundTimes(PassCosts([(1, 0.01), (8, 0.08)]))
         assert compare(pairs(0.0, 0.2), steep).gain == pytest.approx(0.0, abs=0.01)
 

@@ -1,7 +1,7 @@
 """Settings that are read wrongly, one at a time: each is named.
 
-The answers are made by the drafter itself: a random token, then the whole block that the right drafter drafts behind it, and so
-on. So the right drafter brings a whole block a round, and whatever else is read brings little.
+The answers are made by the drafter itself: a random token, then the whole block that the right drafter drafts behind
+it, and so on. So the right drafter brings a whole block a round, and whatever else is read brings little.
 """
 
 from __future__ import annotations
@@ -31,12 +31,19 @@ from paceline.types import Batch, SamplingParams, Sequence
 
 pytestmark = pytest.mark.slow
 VOCAB, BLOCK, ROUNDS, PROMPT = 67, 6, 4, 40
-SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "is_causal": False}
+SLIDING = {
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention"] * 2,
+    "use_sliding_window": True,
+    "is_causal": False,
+}
 Spoil = Callable[[StoredDrafter], StoredDrafter]
 
 
 def right(**keys: Any) -> StoredDrafter:
-    raw = new_config(HIDDEN, VOCAB, TARGET_LAYERS, num_layers=2, block_size=BLOCK, head_dim=8, intermediate_size=48, **keys)
+    raw = new_config(
+        HIDDEN, VOCAB, TARGET_LAYERS, num_layers=2, block_size=BLOCK, head_dim=8, intermediate_size=48, **keys
+    )
     raw["dflash_config"]["target_layer_ids"] = [2, 4]
     tensors = {name: tensor.detach() for name, tensor in network(raw).state_dict().items()}
     return StoredDrafter(DFlashConfig.from_json(raw), tensors)
@@ -83,7 +90,9 @@ def later_tap_first(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if not name.endswith("kernel_projection.weight"):
         return tensor
     groups = len(tensor) // 4
-    return tensor[[*range(groups, 2 * groups), *range(groups), *range(3 * groups, 4 * groups), *range(2 * groups, 3 * groups)]]
+    return tensor[
+        [*range(groups, 2 * groups), *range(groups), *range(3 * groups, 4 * groups), *range(2 * groups, 3 * groups)]
+    ]
 
 
 def codebooks_exchanged(stored: StoredDrafter) -> StoredDrafter:
@@ -215,7 +224,12 @@ def test_each_mismatch_is_named(llm: LLM, kind: str) -> None:
 
 def test_a_little_more_is_named_only_where_every_prompt_says_so() -> None:
     as_is = Ranked("as it is", "", 1.6, 20)
-    for gain, is_confirmed, is_named in ((0.15, True, True), (0.15, False, False), (0.05, True, False), (0.3, False, True)):
+    for gain, is_confirmed, is_named in (
+        (0.15, True, True),
+        (0.15, False, False),
+        (0.05, True, False),
+        (0.3, False, True),
+    ):
         better = Ranked("mask token", "mask_token_id 5", 1.6 + gain, 20, is_confirmed)
         assert (named([as_is, better]) is better) == is_named, (gain, is_confirmed)
 

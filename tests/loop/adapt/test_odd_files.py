@@ -1,4 +1,5 @@
-"""Odd rows, shards and state files, of other programs or of people: left out and counted, or one line, never the end."""
+"""Odd rows, shards and state files, of other programs or of people: left out and counted, or one line, never the
+end."""
 
 from __future__ import annotations
 
@@ -63,7 +64,14 @@ def test_one_odd_row_is_left_out_and_ends_nothing(tmp_path: Path, name: str) -> 
     assert one.log.lines() and one.log.lines()[0]["hour"] == HOUR
 
 
-STAGE = {"kind": "retrain", "name": "gate", "hour": HOUR, "clusters": ["tickets"], "candidates": ["a"], "window": {"since": 3}}
+STAGE = {
+    "kind": "retrain",
+    "name": "gate",
+    "hour": HOUR,
+    "clusters": ["tickets"],
+    "candidates": ["a"],
+    "window": {"since": 3},
+}
 STATE = {"incumbent": "default", "stage": STAGE, "by_hand": None, "scored": {}, "known": None}
 ODD: list[dict[str, Any]] = [
     {"candidates": []},
@@ -113,7 +121,16 @@ COUNTED = [1.0] * 7
 
 @pytest.mark.parametrize(
     "odd",
-    [3, None, [], [COUNTED], [COUNTED, [1.0] * 6], [COUNTED, "1234567"], [COUNTED, [None] * 7], [COUNTED, [float("nan")] * 7]],
+    [
+        3,
+        None,
+        [],
+        [COUNTED],
+        [COUNTED, [1.0] * 6],
+        [COUNTED, "1234567"],
+        [COUNTED, [None] * 7],
+        [COUNTED, [float("nan")] * 7],
+    ],
     ids=str,
 )
 def test_so_is_one_whose_meters_cannot_be(tmp_path: Path, odd: Any) -> None:
@@ -133,7 +150,10 @@ def test_odd_events_in_the_log_are_left_out_and_counted(tmp_path: Path) -> None:
     traffic(tmp_path)
     (tmp_path / "state").mkdir()
     odd: list[dict[str, Any]] = [{"event": "told"}, {"event": "swapped", "hour": "noon"}, {"event": 5, "hour": HOUR}]
-    odd += [{"event": "swapped", "hour": HOUR, "clusters": None}, {"event": "refused", "hour": HOUR, "cost_hours": "much"}]
+    odd += [
+        {"event": "swapped", "hour": HOUR, "clusters": None},
+        {"event": "refused", "hour": HOUR, "cost_hours": "much"},
+    ]
     (tmp_path / "state" / "log.jsonl").write_text("".join(json.dumps(each) + "\n" for each in odd))
     one = watcher(tmp_path, None, Played((0, "")), policy=Alarmed())
     said: list[str] = []
@@ -146,7 +166,14 @@ def test_fewer_learning_rates_than_there_are_candidates(tmp_path: Path) -> None:
     """The daemon was started again with one rate where it had had two."""
     traffic(tmp_path)
     (tmp_path / "state").mkdir()
-    stage = {**STAGE, "name": "training", "candidates": ["a/drafter", "b/drafter"], "at": 1, "verdicts": [], "incumbent": "x"}
+    stage = {
+        **STAGE,
+        "name": "training",
+        "candidates": ["a/drafter", "b/drafter"],
+        "at": 1,
+        "verdicts": [],
+        "incumbent": "x",
+    }
     stage |= {"window": {"since": 3, "folder": "w"}, "rates": [1e-4, 3e-4]}
     (tmp_path / "state" / "state.json").write_text(json.dumps({**STATE, "stage": stage}))
     jobs = Played((0, ""))

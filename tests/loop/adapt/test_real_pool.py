@@ -84,7 +84,9 @@ def test_a_drafter_is_replaced_and_given_back(live: Live, deployment: Deployment
         keyless.members()
 
 
-def test_a_cluster_is_sent_to_a_member_beside_the_others(live: Live, deployment: Deployment, drafters: list[Path]) -> None:
+def test_a_cluster_is_sent_to_a_member_beside_the_others(
+    live: Live, deployment: Deployment, drafters: list[Path]
+) -> None:
     deployment.load("tickets-1", drafters[1])
     deployment.route(TICKETS, "tickets-1")
     assert deployment.pinned(TICKETS) == "tickets-1"

@@ -24,7 +24,9 @@ FIRST_SEED = 50_000
 
 @cache
 def replayed(scenario: str, policy: str = "seasonal", **changes: Any) -> dict[str, Any]:
-    return run(ReplayConfig(**({"scenario": scenario, "policy": policy, "seeds": SEEDS, "first_seed": FIRST_SEED} | changes)))
+    return run(
+        ReplayConfig(**({"scenario": scenario, "policy": policy, "seeds": SEEDS, "first_seed": FIRST_SEED} | changes))
+    )
 
 
 class TestWorld:
@@ -148,7 +150,8 @@ def test_a_summary_of_one_that_missed() -> None:
 
 
 def test_an_alarm_that_holds_because_of_the_change_is_about_it() -> None:
-    """In this fortnight a detector fires seven hours before the schema changes; the hours behind the change make it stand."""
+    """In this fortnight a detector fires seven hours before the schema changes; the hours behind the change make it
+    stand."""
     world, lines = make_world("new-schema", 1, 14), list[Line]()
     outcome = fortnight(world, SeasonalPolicy(), lines.append)
     assert world.drift is not None

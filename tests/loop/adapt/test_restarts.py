@@ -1,4 +1,5 @@
-"""What a daemon must not be blind for: servers that are started again, its own end at a bad moment, and clocks that are set."""
+"""What a daemon must not be blind for: servers that are started again, its own end at a bad moment, and clocks that are
+set."""
 
 from __future__ import annotations
 
@@ -111,7 +112,8 @@ def swapped(folder: Path, vllm: Vllm) -> Watcher:
 class TestRestartedServers:
     @pytest.mark.slow
     def test_a_fall_of_acceptance_after_a_restart_is_seen(self, tmp_path: Path, vllm: Vllm) -> None:
-        """3.0 tokens a round before, 1.1 of the new process, which has not counted as many rounds as the old one had."""
+        """3.0 tokens a round before, 1.1 of the new process, which has not counted as many rounds as the old one
+        had."""
         one = swapped(tmp_path, vllm)
         vllm.count(rounds=2000, accepted=200, tokens=2200, ended=50)
         one.tick(NOW + 240)
@@ -128,7 +130,8 @@ class TestRestartedServers:
 
     @pytest.mark.slow
     def test_few_rounds_before_a_restart_hide_nothing(self, tmp_path: Path, vllm: Vllm) -> None:
-        """The first look after it finds more than was counted before: only a reading right after it tells the two apart."""
+        """The first look after it finds more than was counted before: only a reading right after it tells the two
+        apart."""
         traffic(tmp_path, drafted=None, accepted=None, temperature=None, seed=None)
         (tmp_path / "old").mkdir()
         one = beside_vllm(tmp_path, vllm, str(tmp_path / "old"), (0, ""), (0, PASSED))
@@ -142,7 +145,8 @@ class TestRestartedServers:
 
     @pytest.mark.slow
     def test_what_was_counted_before_a_restart_by_others_counts(self, tmp_path: Path, vllm: Vllm) -> None:
-        """Of two failures a time, each before another restart of the server; the daemon is started again meanwhile, too."""
+        """Of two failures a time, each before another restart of the server; the daemon is started again meanwhile,
+        too."""
         one = swapped(tmp_path, vllm)
         for turn in range(1, 5):
             vllm.count(rounds=150, accepted=300, tokens=450, errors=8, ended=2)

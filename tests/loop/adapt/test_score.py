@@ -43,7 +43,9 @@ VARIED: list[dict[str, Any]] = [
 def test_another_drafter_is_predicted_to_the_token(kind: Any, tmp_path: Path) -> None:
     """Greedy and seeded requests of every kind: round by round what is served with the other drafter."""
     llm = tiny_llm(kind)
-    asked = [(prompt, SamplingParams(**({"max_tokens": 24} | VARIED[index]))) for index, prompt in enumerate(prompts(8))]
+    asked = [
+        (prompt, SamplingParams(**({"max_tokens": 24} | VARIED[index]))) for index, prompt in enumerate(prompts(8))
+    ]
     first = served(llm, dflash(0), asked, tmp_path)
     requests, left_out = read_requests(tmp_path)
     assert len(requests) == len(first) and not left_out
@@ -82,7 +84,8 @@ def dflash2(seed: int) -> DFlash2Drafter:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chances_of_drafts_that_depend_on_each_other(kind: Any) -> None:
-    """Of the drafts that were drawn they are those they were drawn with; behind one that is no candidate nothing is drawn."""
+    """Of the drafts that were drawn they are those they were drawn with; behind one that is no candidate nothing is
+    drawn."""
     llm, drafter = tiny_llm(kind), dflash2(3)
     drafter.bind(llm.target)
     llm.target.set_taps(drafter.tap_layers)
@@ -159,7 +162,9 @@ def test_chances_follow_from_what_shapes_the_answer() -> None:
 
 def _variance(rounds: Rounds) -> float:
     mean = rounds.tokens_per_round - 1
-    return sum(count * (number - mean) ** 2 for number, count in enumerate(rounds.accepted_histogram)) / rounds.num_rounds
+    return (
+        sum(count * (number - mean) ** 2 for number, count in enumerate(rounds.accepted_histogram)) / rounds.num_rounds
+    )
 
 
 def test_numbers_that_nobody_knows_are_not_guessed_with() -> None:
@@ -171,7 +176,10 @@ def test_numbers_that_nobody_knows_are_not_guessed_with() -> None:
             told.extend((seq.seed, batch.foresees) for seq in batch.sequences)
             return super().propose(batch)
 
-    answers = [request(answer_ids=[3, 4, 5], params=sampled, seed=0), request(answer_ids=[3, 4, 5], params=sampled, seed=7)]
+    answers = [
+        request(answer_ids=[3, 4, 5], params=sampled, seed=0),
+        request(answer_ids=[3, 4, 5], params=sampled, seed=7),
+    ]
     answers.append(request(answer_ids=[3, 4, 5], params=SamplingParams(temperature=1.0, seed=0), seed=0))
     score(tiny_llm(FASTEST), Spy(network(raw_config(), 0)), answers[:2])
     assert set(told) == {(0, False), (7, True)}

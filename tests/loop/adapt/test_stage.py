@@ -1,4 +1,5 @@
-"""Whether a server is worse than before a swap: by traces, by counters, by errors, by pace; and when too little is known."""
+"""Whether a server is worse than before a swap: by traces, by counters, by errors, by pace; and when too little is
+known."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def wrong(stage: Stage, folder: Path, **changes: float) -> str | None:
 def test_fewer_tokens_by_its_counters(tmp_path: Path) -> None:
     stage = begun(tmp_path)
     assert wrong(stage, tmp_path, rounds=LEAST_ROUNDS - 1, accepted=0) is None, "too few rounds say nothing"
-    assert "1.00 tokens a round by its metrics, 2.00 before" in str(wrong(stage, tmp_path, rounds=LEAST_ROUNDS, accepted=0))
+    assert "1.00 tokens a round by its metrics, 2.00 before" in str(
+        wrong(stage, tmp_path, rounds=LEAST_ROUNDS, accepted=0)
+    )
     assert wrong(stage, tmp_path, rounds=1000, accepted=910) is None, "less than 5%"
     assert wrong(stage, tmp_path, rounds=LEAST_ROUNDS, accepted=176) is None, "6%, and one standard error is 5%"
     assert wrong(stage, tmp_path, rounds=1000, accepted=890) is not None
@@ -88,7 +91,8 @@ def test_metrics_are_compared_beside_the_traces_from_before_a_clock_was_set_back
     ("rounds", "busy_s", "is_slower"), [(200, 5.2, True), (200, 4.8, False), (236, 5.2, True), (260, 5.2, False)]
 )
 def test_slower_rounds(tmp_path: Path, rounds: int, busy_s: float, is_slower: bool) -> None:
-    """200 rounds of the server: 26 or 24 ms each beside 20, with one row, or with more of them, which take longer anyway."""
+    """200 rounds of the server: 26 or 24 ms each beside 20, with one row, or with more of them, which take longer
+    anyway."""
     found = wrong(begun(tmp_path), tmp_path, rounds=rounds, accepted=rounds, steps=200, busy_s=busy_s)
     assert (found == "a round takes 26.0 ms, 20.0 before with as many rows") is is_slower
     assert (found is not None) is is_slower

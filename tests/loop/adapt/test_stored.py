@@ -67,7 +67,8 @@ def test_requests_of_a_window(tmp_path: Path) -> None:
 
 
 def test_a_temperature_that_nobody_knows_is_not_greedy(tmp_path: Path) -> None:
-    """Another server's answers, as `paceline record` keeps them: the client gave no temperature, and rounds are not told."""
+    """Another server's answers, as `paceline record` keeps them: the client gave no temperature, and rounds are not
+    told."""
     other = {"temperature": None, "sampling": "{}", "drafted": None, "accepted": None, "seed": None}
     store(tmp_path, [keyed(0), keyed(1, **other), keyed(2, **other | {"temperature": 0.0})])
     requests, left_out = read_requests(tmp_path)
@@ -81,7 +82,9 @@ def test_what_a_server_writes_is_read_back(tmp_path: Path) -> None:
     one.offer(sequence(temperature=0.5, stop=("end",), logit_bias={3: float("-inf")}, max_tokens=9), "stop", "tickets")
     one.close()
     [found], _ = read_requests(tmp_path)
-    assert found.params == SamplingParams(temperature=0.5, stop=("end",), logit_bias={3: float("-inf")}, max_tokens=9, seed=5)
+    assert found.params == SamplingParams(
+        temperature=0.5, stop=("end",), logit_bias={3: float("-inf")}, max_tokens=9, seed=5
+    )
     assert found.prompt_ids == BYTES.encode("Say it.") and found.seed == 5 and found.cluster == "tickets"
 
 

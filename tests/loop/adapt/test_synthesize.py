@@ -27,12 +27,18 @@ from paceline.types import GrammarSpec
 pytestmark = pytest.mark.slow
 SCHEMA = {
     "type": "object",
-    "properties": {"action": {"enum": ["refund", "trace", "repair"]}, "id": {"type": "string", "pattern": "^[a-z]{1,3}$"}},
+    "properties": {
+        "action": {"enum": ["refund", "trace", "repair"]},
+        "id": {"type": "string", "pattern": "^[a-z]{1,3}$"},
+    },
     "required": ["action", "id"],
     "additionalProperties": False,
 }
 TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"n": {"enum": [1, 2]}}}}}
+    {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": {"n": {"enum": [1, 2]}}}},
+    }
     for name in ("look", "wait")
 ]
 
@@ -87,7 +93,9 @@ def test_every_answer_parses_and_the_rare_is_asked_for(model: Path, tmp_path: Pa
     done = made(model, tmp_path / "x", prompts)
     values = [json.loads(answer.text) for answer in answers(done)]
     assert done.num_answers == len(values) > 12 and done.parsed == 1
-    assert all(set(value) == {"action", "id"} and value["action"] in SCHEMA["properties"]["action"]["enum"] for value in values)
+    assert all(
+        set(value) == {"action", "id"} and value["action"] in SCHEMA["properties"]["action"]["enum"] for value in values
+    )
     assert {value["action"] for value in values} == {"refund", "trace", "repair"} and 0 < done.num_steered <= 12
     free = made(model, tmp_path / "free", prompts, steered=0.0)
     card, other = (json.loads((folder / "card.json").read_text()) for folder in (tmp_path / "x", tmp_path / "free"))
@@ -132,7 +140,11 @@ def test_production_is_kept_out_by_hash(model: Path, tmp_path: Path, few_prompts
         "prompts_compared_with": 4,
         "prompts_left_out": 4,
     }
-    assert "No production text was used" in readme and "100% of the answers parse" in readme and "| `action` | 3 |" in readme
+    assert (
+        "No production text was used" in readme
+        and "100% of the answers parse" in readme
+        and "| `action` | 3 |" in readme
+    )
     store.write([*known.values()])
     with pytest.raises(PromptError, match="every prompt stands in the store"):
         made(model, tmp_path / "z", few_prompts, not_in=(tmp_path / "store",))
@@ -159,7 +171,9 @@ def test_a_regex_and_examples_before(model: Path, tmp_path: Path, few_prompts: P
     first = answers(done)[0]
     assert first.text[2] == "-" and done.num_steered == 0
     opening = "<|im_start|>system\nAnswer each ticket.<|im_end|>\n<|im_start|>user\nParcel 0?<|im_end|>\n"
-    assert _text(model, first.prompt_ids).startswith(opening + "<|im_start|>assistant\nAB-1<|im_end|>\n<|im_start|>user\nWhere")
+    assert _text(model, first.prompt_ids).startswith(
+        opening + "<|im_start|>assistant\nAB-1<|im_end|>\n<|im_start|>user\nWhere"
+    )
 
 
 def test_what_cannot_be_asked(model: Path, tmp_path: Path, few_prompts: Path) -> None:
@@ -197,7 +211,9 @@ def test_users_name_values_of_the_schema(
         begun = [row for row in rows if row.startswith("Please look")]
         named = {found[1] for row in begun if (found := re.match("Please look at ([a-z]{1,3})", row))}
         assert begun and (len(named) > 1 if "{id}" in text else not named)
-        assert any("no opener names {id}, a property with a pattern" in line for line in said.lines) == ("{id}" not in text)
+        assert any("no opener names {id}, a property with a pattern" in line for line in said.lines) == (
+            "{id}" not in text
+        )
         shutil.rmtree(out)
     openers.write_text("Please look at {number}\n")
     with pytest.raises(ConfigError, match=r"openers name \{number\}, which the schema does not tell: .* action, id"):

@@ -13,7 +13,12 @@ from paceline.loop.synthesize.template_slots import TemplateSlots
 ORDER = {"type": "string", "pattern": "^[A-Z]{2}[0-9]{4}$"}
 SCHEMA: dict[str, Any] = {
     "anyOf": [
-        {"properties": {"name": {"const": "status"}, "arguments": {"properties": {"order_id": {"$ref": "#/$defs/order"}}}}},
+        {
+            "properties": {
+                "name": {"const": "status"},
+                "arguments": {"properties": {"order_id": {"$ref": "#/$defs/order"}}},
+            }
+        },
         {"properties": {"day": {"enum": ["Monday", "Friday"]}, "query": {"type": "string"}}},
     ],
     "$defs": {"order": ORDER},

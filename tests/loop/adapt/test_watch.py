@@ -91,7 +91,9 @@ def test_weights_that_were_turned_away_are_not_swapped_in_again(
         one.tick(NOW + 60 * minute)
     assert events(one) == ["training", "refused" if is_known else "swapped"]
     assert (server.members == {"general": "default"}) is is_known
-    assert ("very same weights were turned away before: slower by 20%" in one.lineage.entries()[-1]["reason"]) is is_known
+    assert (
+        "very same weights were turned away before: slower by 20%" in one.lineage.entries()[-1]["reason"]
+    ) is is_known
 
 
 @pytest.mark.slow
@@ -135,7 +137,9 @@ def test_the_best_of_several_is_taken(tmp_path: Path, server: FakeServer) -> Non
         (0, '{"passed": "yes", "reason": ""}'),
     ],
 )
-def test_a_dead_training_or_gate_is_a_line_in_the_log(tmp_path: Path, server: FakeServer, status: int, line: str) -> None:
+def test_a_dead_training_or_gate_is_a_line_in_the_log(
+    tmp_path: Path, server: FakeServer, status: int, line: str
+) -> None:
     traffic(tmp_path)
     for name, ends in (("a", [(status or 1, line)]), ("b", [(0, ""), (status, line)])):
         folder = tmp_path / name
@@ -168,7 +172,8 @@ class TestProbation:
 
     @pytest.mark.slow
     def test_by_cluster_the_mix_does_not_matter(self, tmp_path: Path, server: FakeServer) -> None:
-        """Traces show the same acceptance in each cluster; the whole server's fell because the weaker one has more traffic."""
+        """Traces show the same acceptance in each cluster; the whole server's fell because the weaker one has more
+        traffic."""
         begun = datetime.datetime.fromtimestamp(NOW, datetime.UTC)
         rich = {"drafted": [3] * 20, "accepted": [3] * 20, "tag": "rich"}
         poor = {"drafted": [3] * 20, "accepted": [0] * 20, "tag": "poor"}

@@ -1,5 +1,5 @@
-"""What the daemon does with a pool of drafters: a cluster goes to another member, a second one is trained and added. Beside a
-server that only looks like one; `test_real_pool.py` has the real one."""
+"""What the daemon does with a pool of drafters: a cluster goes to another member, a second one is trained and added.
+Beside a server that only looks like one; `test_real_pool.py` has the real one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ class TestRoute:
         ticked(one, 1, 1)
         assert events(one)[-1] == "routed" and server.clusters == {"tickets": "old"}
         [entry] = one.lineage.entries()
-        assert (entry["drafter"], entry["state"], entry["member"]) == ("runs/old", "routed", "old") and entry["gate"] == PASSED
+        assert (entry["drafter"], entry["state"], entry["member"]) == ("runs/old", "routed", "old") and entry[
+            "gate"
+        ] == PASSED
         server.count(rounds=3000, accepted=3000, tokens=6000)
         ticked(one, 2, 1)
         assert events(one)[-1] == "kept" and server.clusters == {"tickets": "old"} and one.incumbent == "default"
@@ -102,7 +104,9 @@ class TestRoute:
 class TestPropose:
     def proposed(self, folder: Path, server: FakeServer, *ends: tuple[int, Any]) -> Watcher:
         traffic(folder)
-        one = watcher(folder, server, Played(*ends), policy=Deciding(Decision("propose", ("tickets",), why="it returns")))
+        one = watcher(
+            folder, server, Played(*ends), policy=Deciding(Decision("propose", ("tickets",), why="it returns"))
+        )
         ticked(one, 0, 5)
         return one
 

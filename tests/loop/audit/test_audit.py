@@ -97,7 +97,9 @@ def test_planted_faults(
     name: str,
     check: str,
 ) -> None:
-    monkeypatch.setattr("paceline.loop.audit.report.ranges", lambda title, *_, **__: (title, ""))  # drawing takes longest
+    monkeypatch.setattr(
+        "paceline.loop.audit.report.ranges", lambda title, *_, **__: (title, "")
+    )  # drawing takes longest
     monkeypatch.setattr(planted_servers, "HEAT", 1.5)  # at its own 1.15, 48 answers miss it once in four runs
     wrong = serving(lambda: LLM(str(other), drafter="none", **ENGINE))
     with wrong as live, contextlib.closing(Client(url)) as ours, contextlib.closing(Client(live.url)) as theirs:
@@ -106,7 +108,7 @@ def test_planted_faults(
         )
         with planted_servers.proxy(kinds[name]) as faulty:
             done = examined(faulty, model, tmp_path)
-    assert done.verdict == "faulty" and any(each.check == check and each.outcome == "fault" for each in done.findings), [
-        each.text for each in done.findings
-    ]
+    assert done.verdict == "faulty" and any(
+        each.check == check and each.outcome == "fault" for each in done.findings
+    ), [each.text for each in done.findings]
     assert "FAULT" in (tmp_path / "report.html").read_text()

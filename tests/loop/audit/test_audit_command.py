@@ -21,7 +21,9 @@ WORDS = ["audit", "http://127.0.0.1:9", "--model", "org/tiny", "--json"]
 
 
 @pytest.mark.parametrize(("verdict", "status"), [("honest", 0), ("faulty", 1), ("unsure", 2)])
-def test_the_exit_status_is_the_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verdict: Any, status: int) -> None:
+def test_the_exit_status_is_the_verdict(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verdict: Any, status: int
+) -> None:
     asked: dict[str, Any] = {}
 
     def audited(url: str, engine: Any, config: Any, **more: Any) -> run.Audited:
@@ -47,5 +49,6 @@ def test_the_key_is_in_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert set(texts) == {"config.json", "command.txt", "results.json", "report.md", "report.html"}
     assert not any("very-secret" in text for text in texts.values()) and "***" in texts["command.txt"]
     assert (
-        "&lt;b&gt;7" in texts["report.html"] and "FAULT: http://127.0.0.1:9 does not answer as tiny would" in texts["report.md"]
+        "&lt;b&gt;7" in texts["report.html"]
+        and "FAULT: http://127.0.0.1:9 does not answer as tiny would" in texts["report.md"]
     )

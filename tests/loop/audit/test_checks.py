@@ -37,7 +37,9 @@ def test_scores_are_sums_over_the_distribution(top_p: float) -> None:
     kept = [(each, prob) for each, prob in zip(every, probs, strict=True) if prob > 0]
     mean = sum(prob * each.nll_T[0] for each, prob in kept)
     assert every[0].entropy_T[0] == pytest.approx(mean, abs=1e-5)
-    assert every[0].variance_T[0] == pytest.approx(sum(prob * (each.nll_T[0] - mean) ** 2 for each, prob in kept), abs=1e-5)
+    assert every[0].variance_T[0] == pytest.approx(
+        sum(prob * (each.nll_T[0] - mean) ** 2 for each, prob in kept), abs=1e-5
+    )
     for place, slope in enumerate(SLOPES):
         mass = sum(prob * math.exp(slope * each.nll_T[0] - each.cgf_TL[0, place]) for each, prob in kept)
         assert mass == pytest.approx(1, abs=1e-4)
@@ -70,13 +72,17 @@ def test_buckets_cover_every_place_once() -> None:
 
 @pytest.mark.slow
 def test_a_shift_that_would_have_been_found_shrinks_with_the_answers() -> None:
-    few, many = (Group("one", 1.0, draws=[draw_of([index % 20, 11, 3]) for index in range(count)]) for count in (20, 80))
+    few, many = (
+        Group("one", 1.0, draws=[draw_of([index % 20, 11, 3]) for index in range(count)]) for count in (20, 80)
+    )
     shifts = []
     for group in (few, many):
         tests = judged([group], 0.0, 0.01)
         assert (tests[0].statistic, tests[0].positions) == ("surprisal", "all")
         shifts.append(detectable(tests[0], 10, 0.0, 0.01))
-    assert shifts[1] == pytest.approx(shifts[0] / 2) and detectable(tests[0], 10, 0.05, 0.01) == pytest.approx(shifts[1] + 0.05)
+    assert shifts[1] == pytest.approx(shifts[0] / 2) and detectable(tests[0], 10, 0.05, 0.01) == pytest.approx(
+        shifts[1] + 0.05
+    )
 
 
 def test_greedy_near_ties_are_told_and_no_fault() -> None:

@@ -69,7 +69,8 @@ def lossy(temperature: float, top_p: float, asked: str = "typical:eps=0.09,delta
 
 
 class Server:
-    """Draws answers of LENGTH tokens from its rows; with `slip_every` a drafter's likeliest token comes now and then."""
+    """Draws answers of LENGTH tokens from its rows; with `slip_every` a drafter's likeliest token comes now and
+    then."""
 
     def __init__(self, rows: Rows, seed: int, slip_every: int = 0, greedy_VV: Tensor = MODEL) -> None:
         self.rows, self.slip_every, self.greedy_VV = rows, slip_every, greedy_VV
@@ -94,7 +95,9 @@ class Server:
             last_N = next_N
         group = Group(f"temperature {temperature:g}, top-p {top_p:g}", temperature, top_p)
         before_NT = torch.stack([torch.tensor(prompts), *said[:-1]], 1)
-        scores = scores_of(MODEL[before_NT.flatten()], torch.stack(said, 1).flatten().tolist(), temperature, top_p, 0.02)
+        scores = scores_of(
+            MODEL[before_NT.flatten()], torch.stack(said, 1).flatten().tolist(), temperature, top_p, 0.02
+        )
         for index, prompt in enumerate(prompts):
             part = slice(index * LENGTH, (index + 1) * LENGTH)
             own = {name: getattr(scores, name)[part] for name in scores.__slots__ if name != "binary"}

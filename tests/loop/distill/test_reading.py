@@ -26,7 +26,10 @@ def documents(number: int) -> list[Document]:
     """They begin alike; each answer has seven tokens."""
     rng = np.random.default_rng(0)
     rows = rng.integers(3, 259, (number, 10), dtype=np.int32)
-    return [Document(f"{place}", np.concatenate([np.arange(5, 20, dtype=np.int32), row]), 18) for place, row in enumerate(rows)]
+    return [
+        Document(f"{place}", np.concatenate([np.arange(5, 20, dtype=np.int32), row]), 18)
+        for place, row in enumerate(rows)
+    ]
 
 
 @pytest.mark.slow
@@ -34,7 +37,9 @@ def test_it_says_what_transformers_says(llm: LLM, tmp_path: Path) -> None:
     """Also of the second document, of which only what differs from the first is computed."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(write_folder(tmp_path / "model.gguf", tmp_path / "folder"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        write_folder(tmp_path / "model.gguf", tmp_path / "folder")
+    )
     reader = Reader(llm, 5)
     for document in documents(3):
         told, tokens = reader.read(document), torch.from_numpy(document.tokens).long()

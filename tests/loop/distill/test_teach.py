@@ -163,7 +163,9 @@ class Never:
         return Finding(self.name, False, f"{len(inputs.documents)} prompts are not enough")
 
 
-def test_one_that_is_refused_takes_no_ones_place(taught: tuple[Path, Path], whole: DistillResult, tmp_path: Path) -> None:
+def test_one_that_is_refused_takes_no_ones_place(
+    taught: tuple[Path, Path], whole: DistillResult, tmp_path: Path
+) -> None:
     """A kept student stays when later ones fail: one by a gate of the caller's own, one whose layer adds nothing."""
     out = tmp_path / "run"
     shutil.copytree(whole.run, out)

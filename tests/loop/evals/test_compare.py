@@ -16,7 +16,9 @@ from paceline.loop.evals.compare import Gate, cases_needed, compare, findable, r
 def test_chance_is_that_of_all_ways_to_flip_signs() -> None:
     gains = np.array([0.5, -0.25, 1.0, 0.0, 0.75])
     moved = [0.5, 0.25, 1.0, 0.75]
-    sums = [abs(sum(s * m for s, m in zip(signs, moved, strict=True))) for signs in itertools.product((-1, 1), repeat=4)]
+    sums = [
+        abs(sum(s * m for s, m in zip(signs, moved, strict=True))) for signs in itertools.product((-1, 1), repeat=4)
+    ]
     assert sign_flips(gains) == pytest.approx(sum(each >= 2.0 - 1e-9 for each in sums) / 16)
     assert sign_flips(np.zeros(9)) == 1.0
     assert sign_flips(np.array([1.0] * 10)) == pytest.approx(2 / 2**10), "McNemar's exact test of 10 against 0"
@@ -43,7 +45,9 @@ def test_verdicts_and_what_would_be_found() -> None:
     same = compare(before, before)
     assert (same.verdict, same.difference, same.chance, same.same_text) == ("no difference seen", 0.0, 1.0, 100)
     worse = compare(before, scores([1.0] * 45 + [0.0] * 55, "two"))
-    assert worse.verdict == "worse" and worse.difference == pytest.approx(-0.15) and (worse.gained, worse.lost) == (0, 15)
+    assert (
+        worse.verdict == "worse" and worse.difference == pytest.approx(-0.15) and (worse.gained, worse.lost) == (0, 15)
+    )
     assert worse.interval[0] < -0.15 < worse.interval[1] < 0
     assert compare(scores([0.0] * 100), before).verdict == "better"
     few = compare(scores([1.0] * 5), scores([0.0] + [1.0] * 4))

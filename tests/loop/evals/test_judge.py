@@ -108,8 +108,15 @@ def test_an_endpoint_is_asked_for_chats_and_for_exact_tokens() -> None:
 
     def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         asked.append((path, body))
-        said = {"text": "7"} if path == "/v1/completions" else {"message": {"content": body["messages"][0]["content"][8:-1]}}
-        return 200, {"choices": [{**said, "finish_reason": "stop"}], "usage": {"prompt_tokens": 4, "completion_tokens": 1}}
+        said = (
+            {"text": "7"}
+            if path == "/v1/completions"
+            else {"message": {"content": body["messages"][0]["content"][8:-1]}}
+        )
+        return 200, {
+            "choices": [{**said, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 4, "completion_tokens": 1},
+        }
 
     traced = Case("t", {"kind": "exact", "answer": "7"}, token_ids=(1, 2), text="x")
     with served(answer) as client:
@@ -135,7 +142,10 @@ def test_tools_and_template_variables_of_a_case_are_kept_and_asked(tmp_path: Pat
     assert (asked[0]["tools"], asked[0]["chat_template_kwargs"]) == ([tool], {"tone": "dry"})
     llm = fake_llm()
     llm.tokenizer.chat_template = "{{ tools | length }} tools, {{ tone }}: {{ messages[-1].content }}"
-    assert llm.tokenizer.decode(LLMAnswerer(llm, EvalSampling(max_tokens=4))._ids(suite.cases[0])) == "1 tools, dry: Call f."
+    assert (
+        llm.tokenizer.decode(LLMAnswerer(llm, EvalSampling(max_tokens=4))._ids(suite.cases[0]))
+        == "1 tools, dry: Call f."
+    )
 
 
 def test_an_endpoint_that_fails_stops_the_eval(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,8 @@ def test_published_sets_are_known_by_their_keys(tmp_path: Path) -> None:
     assert kinds == ["numeric", "code", "code", "json", "json"]
     assert suite.cases[0].scorer["answer"] == 1007.0 and "boxed" in suite.cases[0].messages[0]["content"]
     assert (
-        suite.cases[3].scorer["fields"] == {"policy_id": "RF-204", "action": "refund"} and suite.cases[3].id == "rows.jsonl/7"
+        suite.cases[3].scorer["fields"] == {"policy_id": "RF-204", "action": "refund"}
+        and suite.cases[3].id == "rows.jsonl/7"
     )
     assert suite.cases[4].scorer["fields"] == {"a": 1, "b": 2} and len(suite.cases[4].messages) == 1
     assert suite.runs_code
@@ -98,7 +99,13 @@ def test_unread_keys_are_logged_where_nobody_counts_them(tmp_path: Path, caplog:
 def test_a_row_that_cannot_be_used_is_counted_wherever_it_stands(tmp_path: Path) -> None:
     good, dropped = {"question": "How many?", "answer": "7"}, Dropped()
     file = tmp_path / "rows.jsonl"
-    lines = [json.dumps({"question": "Why?"}), json.dumps(good), '{"question": ', json.dumps({"other": 1}), json.dumps(good)]
+    lines = [
+        json.dumps({"question": "Why?"}),
+        json.dumps(good),
+        '{"question": ',
+        json.dumps({"other": 1}),
+        json.dumps(good),
+    ]
     file.write_text("\n".join(lines) + "\n")
     assert len(list(make_suite(MakeConfig((str(file),)), dropped=dropped))) == 2
     assert sum(dropped.counts.values()) == 3 and dropped.counts["that cannot be scored"] == 2

@@ -1,4 +1,5 @@
-"""Code of a stranger: it runs, it is told why it failed, and ten hostile answers do nothing and cost at most their limits."""
+"""Code of a stranger: it runs, it is told why it failed, and ten hostile answers do nothing and cost at most their
+limits."""
 
 from __future__ import annotations
 
@@ -93,7 +94,9 @@ def test_hostile_answers_do_nothing_without_namespaces(name: str) -> None:
 @pytest.mark.slow
 @needs_landlock
 def test_without_namespaces_threads_run_and_processes_do_not() -> None:
-    threads = "import threading\none = threading.Thread(target=print)\none.start()\none.join()\nopen('x', 'w').write('ok')"
+    threads = (
+        "import threading\none = threading.Thread(target=print)\none.start()\none.join()\nopen('x', 'w').write('ok')"
+    )
     assert FENCE.run(threads).passed
     for line in (
         "os.fork()",

@@ -24,7 +24,11 @@ SCHEMA = {"type": "object", "required": ["action"], "properties": {"action": {"e
         ({"kind": "numeric", "answer": 3}, "none", 0.0),
         ({"kind": "regex", "pattern": r"\bRF-\d+"}, "use RF-204 here", 1.0),
         ({"kind": "regex", "pattern": r"RF-\d+", "full": True}, "use RF-204 here", 0.0),
-        ({"kind": "json", "fields": {"action": "refund", "n": 1}}, 'Sure: ```json\n{"action": "refund", "n": 1}\n```', 1.0),
+        (
+            {"kind": "json", "fields": {"action": "refund", "n": 1}},
+            'Sure: ```json\n{"action": "refund", "n": 1}\n```',
+            1.0,
+        ),
         ({"kind": "json", "fields": {"action": "refund", "n": 1}}, '{"action": "refund", "n": true}', 0.5),
         ({"kind": "json", "fields": {"of": [{"n": 1}, 2.0]}}, '{"of": [{"n": 1}, 2]}', 1.0),
         ({"kind": "json", "fields": {"of": [{"n": 1}, 2.0]}}, '{"of": [{"n": true}, 2]}', 0.0),

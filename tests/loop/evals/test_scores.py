@@ -1,4 +1,5 @@
-"""A suite asked: what is kept, what is refused before anything is asked, and models with a drafter that changes nothing."""
+"""A suite asked: what is kept, what is refused before anything is asked, and models with a drafter that changes
+nothing."""
 
 from __future__ import annotations
 

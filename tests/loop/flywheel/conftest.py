@@ -1,4 +1,5 @@
-"""Runs in this folder do not measure the machine, draw nothing in their reports and do not collect garbage between stages."""
+"""Runs in this folder do not measure the machine, draw nothing in their reports and do not collect garbage between
+stages."""
 
 from __future__ import annotations
 

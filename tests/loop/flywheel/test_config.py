@@ -33,8 +33,14 @@ def test_two_lines_are_enough(tmp_path: Path) -> None:
 
 def test_minutes_are_shared_out_where_nothing_else_is_said(tmp_path: Path) -> None:
     config = read(tmp_path, f"{SHORT}minutes: 20\nteaching: {{max_steps: 5}}\ndrafter: {{loop: {{max_steps: 3}}}}\n")
-    assert config.student_teaching.minutes is None and config.student_teaching.max_steps == 5 and config.drafter_minutes is None
-    config = read(tmp_path, f"{SHORT}minutes: 20\nteaching: {{lr: 2e-3}}\ndrafter: {{minutes: 3}}\nevals: {{scorer: json}}\n")
+    assert (
+        config.student_teaching.minutes is None
+        and config.student_teaching.max_steps == 5
+        and config.drafter_minutes is None
+    )
+    config = read(
+        tmp_path, f"{SHORT}minutes: 20\nteaching: {{lr: 2e-3}}\ndrafter: {{minutes: 3}}\nevals: {{scorer: json}}\n"
+    )
     assert config.student_teaching.minutes == 10 and config.student_teaching.lr == 2e-3 and config.drafter_minutes == 3
     assert config.evals.limit == 200 and config.is_given("teaching.lr") and not config.is_given("teaching.max_len")
 
@@ -107,8 +113,12 @@ def test_only_lengths_gates_and_prices_of_a_turn_under_way_may_change(tmp_path: 
     state = TurnState(tmp_path / "turn-1")
     state.check(read(tmp_path, SHORT))
     state.check(
-        read(tmp_path, f"{SHORT}minutes: 5\ngates: {{most_lost: 0.1}}\nprice_per_core_hour: 1\nteaching: {{epochs: 4}}\n")
+        read(
+            tmp_path, f"{SHORT}minutes: 5\ngates: {{most_lost: 0.1}}\nprice_per_core_hour: 1\nteaching: {{epochs: 4}}\n"
+        )
     )
-    with pytest.raises(ConfigError, match=r"turn-1 was begun with other settings \(teaching.lr: 0.001 there, 0.002 now\)"):
+    with pytest.raises(
+        ConfigError, match=r"turn-1 was begun with other settings \(teaching.lr: 0.001 there, 0.002 now\)"
+    ):
         state.check(read(tmp_path, f"{SHORT}teaching: {{lr: 2e-3}}\n"))
     assert fixed_of(read(tmp_path, SHORT)) == state.asked

@@ -17,7 +17,14 @@ from paceline.loop.evals.compare import compare
 from paceline.loop.flywheel import ledger
 from paceline.loop.flywheel.measure import lost, slower
 
-KEPT: dict[str, Any] = {"turn": 1, "what": "student", "state": "kept", "model": "s", "score": 0.9, "interval": [0.8, 1.0]}
+KEPT: dict[str, Any] = {
+    "turn": 1,
+    "what": "student",
+    "state": "kept",
+    "model": "s",
+    "score": 0.9,
+    "interval": [0.8, 1.0],
+}
 
 
 def test_a_line_that_is_written_again_counts_once_and_refusals_stay(tmp_path: Path) -> None:
@@ -50,7 +57,9 @@ def test_the_table_shows_what_there_is() -> None:
     lines = [KEPT, {"turn": 1, "what": "turn", "state": "kept", "model": "s", "core_s": 1800, "price": 0.5}]
     made = ledger.table(lines)
     cells = [dict(zip([column.name for column in made.columns], row, strict=True)) for row in made.texts()]
-    assert cells[0]["evals"] == "0.900 [0.800, 1.000]" and cells[0]["core-hours"] == "-" and "first evals" not in cells[0]
+    assert (
+        cells[0]["evals"] == "0.900 [0.800, 1.000]" and cells[0]["core-hours"] == "-" and "first evals" not in cells[0]
+    )
     assert cells[1]["core-hours"] == "0.50" and cells[1]["cost"] == "0.5" and cells[1]["evals"] == "-"
     assert made.notes == ["turn 1, student: s"]
     refused = ledger.table([{**KEPT, "state": "refused", "why": "only 45.8% of the fields"}])
@@ -78,7 +87,9 @@ def test_a_drafter_is_not_served_when_it_changes_an_answer_or_brings_no_speed() 
     assert slower(alone, slow, compare(alone, slow), 0.5, True) is None
     told = slower(alone, replace(other, wall_s=0.5), compare(alone, other), 1.0, True)
     assert told == "1 of 4 answers differ from those without it"
-    assert slower(alone, replace(other, wall_s=0.5), compare(alone, other), 1.0, False) is None, "sampled texts need not agree"
+    assert slower(alone, replace(other, wall_s=0.5), compare(alone, other), 1.0, False) is None, (
+        "sampled texts need not agree"
+    )
 
 
 def test_the_command_shows_the_ledger_or_what_makes_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

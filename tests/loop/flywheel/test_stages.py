@@ -1,4 +1,5 @@
-"""Single stages, and the dry run, without a training: stores of one's own, prompts that are yet to be answered, odd judges."""
+"""Single stages, and the dry run, without a training: stores of one's own, prompts that are yet to be answered, odd
+judges."""
 
 from __future__ import annotations
 
@@ -79,8 +80,15 @@ def test_answers_have_the_room_that_the_model_leaves(tmp_path: Path, model: Path
 
 def test_a_dry_run_over_a_store_and_over_prompts(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    figures = {"weights": {"teacher": 200, "student": 100}, "answers": 10, "heldout": 2, "minutes": {"train": 3.0, "read": 1.0}}
-    monkeypatch.setattr(pricing, "price_student", lambda config: asked.append(config) or SimpleNamespace(figures=figures))
+    figures = {
+        "weights": {"teacher": 200, "student": 100},
+        "answers": 10,
+        "heldout": 2,
+        "minutes": {"train": 3.0, "read": 1.0},
+    }
+    monkeypatch.setattr(
+        pricing, "price_student", lambda config: asked.append(config) or SimpleNamespace(figures=figures)
+    )
     kept = Store.create(tmp_path / "kept", str(model), SplitConfig(evals_share=0.3))
     kept.add([write_answers(tmp_path / "answers", model, [SAID] * 20)])
     config = FlywheelConfig(str(model), (kept.path,), out=tmp_path / "wheel", minutes=8, price_per_core_hour=6.0)
@@ -92,7 +100,9 @@ def test_a_dry_run_over_a_store_and_over_prompts(tmp_path: Path, model: Path, mo
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"Say something about number {n}."}) + "\n" for n in range(40)))
     later = price(replace(config, record=(), prompts=(str(file),)))
-    assert later.stages[0].stage == "record" and later.stages[0].minutes > 0 and later.stages[0].tokens == 40 * 0.75 * 256
+    assert (
+        later.stages[0].stage == "record" and later.stages[0].minutes > 0 and later.stages[0].tokens == 40 * 0.75 * 256
+    )
     assert len(asked) == 1 and "priced by its minutes" in later.notes[0] and not config.out.exists()
 
 

@@ -220,7 +220,9 @@ def test_what_the_first_student_served_begins_the_second_turn(
 
 def test_the_ledger_has_a_line_for_every_model(turned: Turned) -> None:
     whats = ["model", "drafter", "student", "student + drafter", "turn"]
-    assert [(line["turn"], line["what"]) for line in turned.lines] == [(number, what) for number in (1, 2) for what in whats]
+    assert [(line["turn"], line["what"]) for line in turned.lines] == [
+        (number, what) for number in (1, 2) for what in whats
+    ]
     for line in turned.lines:
         if line["what"] == "turn":
             assert line["core_s"] > 0 and line["price"] > 0
@@ -268,7 +270,9 @@ def test_a_refused_student_leaves_what_served(
     assert "student" not in TurnState.read(config.out / "turn-2").stages
 
 
-def test_a_dry_run_prices_all_stages_and_writes_nothing(turned: Turned, tmp_path: Path, teacher: tuple[Path, Path]) -> None:
+def test_a_dry_run_prices_all_stages_and_writes_nothing(
+    turned: Turned, tmp_path: Path, teacher: tuple[Path, Path]
+) -> None:
     config = asked(tmp_path, teacher)
     found = price(config)
     assert not config.out.exists()
@@ -347,7 +351,9 @@ def test_a_judge_that_is_down_stops_at_once(tmp_path: Path, teacher: tuple[Path,
         asked(tmp_path, teacher, evals={"scorer": "judge"})
 
 
-def test_a_student_that_diverges_is_a_line_of_the_ledger(turned: Turned, tmp_path: Path, teacher: tuple[Path, Path]) -> None:
+def test_a_student_that_diverges_is_a_line_of_the_ledger(
+    turned: Turned, tmp_path: Path, teacher: tuple[Path, Path]
+) -> None:
     drafter = SETTINGS["drafter"] | {"of_teacher": False}
     config = again(turned, tmp_path, teacher, teaching=SETTINGS["teaching"] | {"lr": 1e30}, drafter=drafter)
     before = (config.out / "serving.json").read_bytes()

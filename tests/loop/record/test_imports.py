@@ -20,8 +20,10 @@ from paceline.serve.settings import TraceConfig
 
 HELLO = [{"role": "user", "content": 'It\'s "hi",\nparams: SamplingParams(n=2)'}]
 PARAMS = (
-    "SamplingParams(n=1, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, temperature=0.7, top_p=0.9, "
-    "top_k=0, min_p=0.0, seed=5, stop=[], stop_token_ids=[], bad_words=[], include_stop_str_in_output=False, ignore_eos=False, "
+    "SamplingParams(n=1, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, temperature=0.7, "
+    "top_p=0.9, "
+    "top_k=0, min_p=0.0, seed=5, stop=[], stop_token_ids=[], bad_words=[], include_stop_str_in_output=False, "
+    "ignore_eos=False, "
     "max_tokens=64, min_tokens=0, logprobs=None, skip_special_tokens=True, truncate_prompt_tokens=None, "
     "structured_outputs=StructuredOutputsParams(json=None, regex='a<b>'), extra_args=None)"
 )
@@ -74,7 +76,10 @@ def answered(name: str, text: str, ids: list[int] | None, reason: str = "stop", 
 def test_the_log_of_requests(imported: Importer, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.apply_chat_template(HELLO)
     ids, said = tokenizer.encode_chat(HELLO), [*tokenizer.encode("It's fine."), *tokenizer.eos_token_ids]
-    old = f"Received request chatcmpl-2: prompt: {prompt!r}, params: {PARAMS}, prompt_token_ids: {ids}, lora_request: None."
+    old = (
+        f"Received request chatcmpl-2: prompt: {prompt!r}, params: {PARAMS}, prompt_token_ids: {ids}, lora_request: "
+        "None."
+    )
     found = imported(
         "INFO 11-22 13:59:00 [api_server.py:1] Started server process",
         *asked("chatcmpl-1", prompt, ids),
@@ -94,7 +99,8 @@ def test_the_log_of_requests(imported: Importer, tokenizer: Tokenizer) -> None:
 
 
 def test_what_was_imported_is_not_kept_twice(model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """By what was logged: the file may have grown, moved, or be named twice. The same words said again are another answer."""
+    """By what was logged: the file may have grown, moved, or be named twice. The same words said again are another
+    answer."""
     prompt = tokenizer.encode("Once")
     lines = [*asked("cmpl-1-0", "Once", prompt), answered("cmpl-1", "Yes", tokenizer.encode("Yes"))]
     told = {"operation.name": "chat", "input.messages": [{"role": "user", "parts": text("Hi")}]}
@@ -155,7 +161,10 @@ def test_the_year_that_is_not_logged(imported: Importer, tmp_path: Path) -> None
             ["INFO nothing of interest", "Received request a: prompt: 'unended"],
             r"vllm.log, line 2 .*no request as vLLM logs it",
         ),
-        (["Received request a: params: SamplingParams(n=, lora_request: None."], r"line 1 .*no request as vLLM logs it"),
+        (
+            ["Received request a: params: SamplingParams(n=, lora_request: None."],
+            r"line 1 .*no request as vLLM logs it",
+        ),
         (["Generated response a: output: 'b"], r"line 1 .*no request as vLLM logs it"),
         (["a diary", "of other things"], "holds no requests: start vLLM with --enable-log-requests"),
         ([asked("a", "b", [1])[0]], "holds no answers: start vLLM with --enable-log-requests --enable-log-outputs"),
@@ -216,7 +225,8 @@ def text(content: str) -> list[dict[str, Any]]:
 
 
 def test_spans_of_the_genai_conventions(imported: Importer, tokenizer: Tokenizer) -> None:
-    """Messages as JSON text and structured; a tool's definition, its call and its result; what failed, or is no answer."""
+    """Messages as JSON text and structured; a tool's definition, its call and its result; what failed, or is no
+    answer."""
     given = [{"role": "user", "parts": text("Weather?")}]
     said = [{"role": "assistant", "parts": text("Rainy."), "finish_reason": "stop"}]
     call = {"type": "tool_call", "id": "1", "name": "weather", "arguments": {"place": "Oslo"}}
@@ -228,7 +238,13 @@ def test_spans_of_the_genai_conventions(imported: Importer, tokenizer: Tokenizer
         tokenizer.encode_chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Weather?"}])
     )
     usage = {"usage.input_tokens": num_prompt, "usage.output_tokens": 7}
-    plain = {**request, **usage, "system_instructions": text("Be brief."), "input.messages": given, "output.messages": said}
+    plain = {
+        **request,
+        **usage,
+        "system_instructions": text("Be brief."),
+        "input.messages": given,
+        "output.messages": said,
+    }
     packed = {name: json.dumps(held) if isinstance(held, list) else held for name, held in plain.items()}
     tools = {**request, "tool.definitions": [tool], "input.messages": talk, "output.messages": said}
     calls = {

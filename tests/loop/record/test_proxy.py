@@ -51,7 +51,9 @@ def live(model: Path) -> Iterator[Live]:
 
 def raw(port: int, body: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("POST", PATH, json.dumps(body), {"content-type": "application/json", "authorization": f"Bearer {KEY}"})
+    connection.request(
+        "POST", PATH, json.dumps(body), {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
+    )
     answer = connection.getresponse()
     found = answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
     connection.close()
@@ -74,7 +76,9 @@ def test_a_real_server_answers_through_it_as_without(live: Live, model: Path, tm
         client = one.client(KEY)
         names = [each.id for each in client.models.list()]
         texts = [client.chat.completions.create(model=names[0], **whole_of(asked)).choices[0].message.content]
-        chunks = list(client.chat.completions.create(model=names[0], messages=HELLO, temperature=0, max_tokens=30, stream=True))
+        chunks = list(
+            client.chat.completions.create(model=names[0], messages=HELLO, temperature=0, max_tokens=30, stream=True)
+        )
         texts.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
     assert through[0] == direct[0] == 200 and without_id(through[2]) == without_id(direct[2])
     assert {*through[1]} == {*direct[1]} and through[1]["content-type"] == direct[1]["content-type"]
@@ -232,7 +236,9 @@ def test_a_client_that_does_not_read_is_not_read_for(model: Path, tmp_path: Path
 
 
 def test_other_paths_and_methods_pass_and_are_not_kept(model: Path, tmp_path: Path) -> None:
-    with recorded(lambda asked: whole({"path": asked.target, "method": asked.method}), model, tmp_path / "store") as one:
+    with recorded(
+        lambda asked: whole({"path": asked.target, "method": asked.method}), model, tmp_path / "store"
+    ) as one:
         connection = http.client.HTTPConnection("127.0.0.1", one.port, timeout=60)
         for method, path in (("GET", "/v1/models"), ("DELETE", "/files/a%2Fb?x=%20"), ("POST", "/v1/embeddings")):
             connection.request(method, path, b"{}" if method == "POST" else None)
@@ -262,7 +268,9 @@ def test_a_slow_disk_is_in_nobody_s_way(model: Path, tmp_path: Path, monkeypatch
 
 
 def test_redaction_reaches_what_is_recorded(model: Path, tmp_path: Path) -> None:
-    with recorded(lambda asked: whole(said("Write to a@b.cd now.")), model, tmp_path / "store", redact=(r"\S+@\S+",)) as one:
+    with recorded(
+        lambda asked: whole(said("Write to a@b.cd now.")), model, tmp_path / "store", redact=(r"\S+@\S+",)
+    ) as one:
         one.ask({"messages": HELLO})
         one.ask({"messages": [{"role": "user", "content": "I am x@y.zz"}]})
         first, second = sorted(one.rows(), key=lambda row: -len(row["answer_ids"]))

@@ -35,7 +35,13 @@ def read(reader: Reader, *answer: dict[str, Any], is_chat: bool = True, **asked:
 
 
 def usage(prompt: int, completion: int) -> dict[str, Any]:
-    return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, "prompt_tokens_details": {"cached_tokens": 4}}}
+    return {
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "prompt_tokens_details": {"cached_tokens": 4},
+        }
+    }
 
 
 def test_a_text_becomes_tokens_where_their_number_agrees(reader: Reader, tokenizer: Tokenizer) -> None:
@@ -59,7 +65,10 @@ def test_tokens_that_the_server_tells_are_taken(reader: Reader, tokenizer: Token
     (one,) = read(reader, said("Hi.", **told), documents=[{"text": "more"}])
     assert (one.prompt_ids, one.answer_ids) == ([1, 2, 3], [*ids, end])
     first = said("", None, is_delta=True, prompt_token_ids=[1, 2, 3])
-    more = [said(letter, None, is_delta=True, choice={"token_ids": [token]}) for letter, token in zip("Hi.", ids, strict=True)]
+    more = [
+        said(letter, None, is_delta=True, choice={"token_ids": [token]})
+        for letter, token in zip("Hi.", ids, strict=True)
+    ]
     last = said("", is_delta=True, choice={"token_ids": [end]})
     assert read(reader, first, *more, last)[0].answer_ids == [*ids, end]
     call = said("", "tool_calls", prompt_token_ids=[1], choice={"token_ids": ids})
@@ -112,7 +121,8 @@ def test_fields_that_the_template_reads_are_rendered(asked: dict[str, Any], prom
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = (
         "{{ reasoning_effort }}|{% for each in documents or [] %}{{ each.text }}{% endfor %}"
-        "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}{% if add_generation_prompt %}assistant:{% "
+        "endif %}"
     )
     (one,) = read(Reader(tokenizer), said("Hi."), **asked)
     assert tokenizer.decode(one.prompt_ids) == prompt
@@ -143,7 +153,10 @@ def test_several_answers_and_prompts(reader: Reader, tokenizer: Tokenizer) -> No
     assert one.prompt_ids == two.prompt_ids and one.seed is None
     assert [tokenizer.decode(each.answer_ids) for each in (one, two)] == ["One.", "Two."]
     texts = {
-        "choices": [{"index": 0, "text": "b", "finish_reason": "stop"}, {"index": 1, "text": "d", "finish_reason": "stop"}]
+        "choices": [
+            {"index": 0, "text": "b", "finish_reason": "stop"},
+            {"index": 1, "text": "d", "finish_reason": "stop"},
+        ]
     }
     first, second = read(reader, texts, is_chat=False, prompt=["a", "c"])
     assert (first.prompt_ids, second.prompt_ids) == (tokenizer.encode("a"), tokenizer.encode("c"))

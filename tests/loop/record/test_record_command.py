@@ -42,7 +42,9 @@ def test_the_proxy_is_ended_by_a_signal(tmp_path: Path) -> None:
         body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
         for number in range(1200):
             try:
-                request = urllib.request.Request(f"{address}/v1/chat/completions", body, {"authorization": f"Bearer {KEY}"})
+                request = urllib.request.Request(
+                    f"{address}/v1/chat/completions", body, {"authorization": f"Bearer {KEY}"}
+                )
                 with urllib.request.urlopen(request, timeout=60) as answer:
                     assert answer.read() == b"".join(pieces)
                 break

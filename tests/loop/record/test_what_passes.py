@@ -1,4 +1,5 @@
-"""What `record` makes of unusual answers, and what it counts: marks before streams, packed parts, samples, prompts alone."""
+"""What `record` makes of unusual answers, and what it counts: marks before streams, packed parts, samples, prompts
+alone."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ from paceline.serve.settings import TraceConfig
 from paceline.train.plan.advise import seen_in_traces
 
 BOM = b"\xef\xbb\xbf"
-PIECES = [b'{"choices": [{"delta": {"content": "Hel"}}]}', b'{"choices": [{"delta": {"content": "lo there."}}]}', b"[DONE]"]
+PIECES = [
+    b'{"choices": [{"delta": {"content": "Hel"}}]}',
+    b'{"choices": [{"delta": {"content": "lo there."}}]}',
+    b"[DONE]",
+]
 
 
 def observed(body: bytes, kind: str = "text/event-stream", encoding: str = "", asked: bytes = b"{}") -> Observed:

@@ -1,4 +1,5 @@
-"""Agents over the policy's endpoint: what was said is recorded token by token, in any number of turns; drafts change none."""
+"""Agents over the policy's endpoint: what was said is recorded token by token, in any number of turns; drafts change
+none."""
 
 from __future__ import annotations
 
@@ -89,7 +90,9 @@ def test_log_probabilities_are_those_of_the_whole_conversation(endpoint: Endpoin
     logits_TV = target.forward(ForwardBatch([row], [0], [len(tokens)], tokens)).logits_TV
     target.cache.free(row)
     assert logits_TV is not None
-    for place, (token, logprob, said) in enumerate(zip(sample.completion_ids, sample.logprobs, sample.mask, strict=True)):
+    for place, (token, logprob, said) in enumerate(
+        zip(sample.completion_ids, sample.logprobs, sample.mask, strict=True)
+    ):
         if said:
             expected = float(logits_TV[len(sample.prompt_ids) + place - 1].log_softmax(-1)[token])
             assert logprob == pytest.approx(expected, abs=1e-4)
@@ -123,7 +126,9 @@ def test_prompts_are_read_in_whole_chunks(endpoint: Endpoint, monkeypatch: pytes
     assert sizes and set(sizes) == {endpoint.rollouts.llm.config.prefill_chunk}
 
 
-def test_a_turn_is_recorded_before_its_client_gets_the_answer(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_is_recorded_before_its_client_gets_the_answer(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or the next turn, which comes at once, would not find the tokens that it goes on from."""
     hand_over, recorded = EngineWorker[LLM]._hand_over, list[int]()
 

@@ -26,7 +26,7 @@ def attempt(*texts: str) -> Trajectory:
 
 @pytest.mark.parametrize(
     ("expression", "value"),
-    [("12 + 7", 19), (" 3*(4-6) ", -6), ("2 ** 9", None), ("9 / 3", None), ("1e3", None), ("True + 1", None), ("", None),
+    [("12 + 7", 19), (" 3*(4-6) ", -6), ("2 ** 9", None), ("9 / 3", None), ("1e3", None), ("True + 1", None), ("", None),  # noqa: E501
      ("__import__('os')", None), ("999999999 * 999999999", None), ("(" * 50, None), ("1" * 61, None)],
 )  # fmt: skip
 def test_the_calculator(expression: str, value: int | None) -> None:
@@ -66,7 +66,9 @@ def test_the_estimate_is_the_gradient_of_the_expected_kept_tokens() -> None:
     logits_KV = torch.randn(2, 3, requires_grad=True)
     first_V, second_VV = torch.rand(3), torch.rand(3, 3)
     q_KV = logits_KV.softmax(-1)
-    expected = sum(q_KV[0, a] * first_V[a] * (1 + sum(q_KV[1, b] * second_VV[a, b] for b in range(3))) for a in range(3))
+    expected = sum(
+        q_KV[0, a] * first_V[a] * (1 + sum(q_KV[1, b] * second_VV[a, b] for b in range(3))) for a in range(3)
+    )
     (gradient,) = torch.autograd.grad(torch.as_tensor(expected), logits_KV, retain_graph=True)
     estimate: Any = 0.0
     for a, b in itertools.product(range(3), range(3)):
@@ -79,7 +81,19 @@ def test_the_estimate_is_the_gradient_of_the_expected_kept_tokens() -> None:
 
 @pytest.mark.slow
 def test_both_arms_of_a_drafter_learn_and_are_served(tmp_path: Path) -> None:
-    words = ["--tiny", "--out", str(tmp_path), "--seeds", "1", "--seconds", "0.2", "--max-tokens", "12", "--heldout", "4"]
+    words = [
+        "--tiny",
+        "--out",
+        str(tmp_path),
+        "--seeds",
+        "1",
+        "--seconds",
+        "0.2",
+        "--max-tokens",
+        "12",
+        "--heldout",
+        "4",
+    ]
     for _ in range(2):  # the second time there is nothing to do
         drafter_rl.run(drafter_rl.arguments().parse_args(words))
     told = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]

@@ -1,4 +1,5 @@
-"""The relative judge: what its rankings are worth, whatever it prefers by place, and a clear end where it gives none."""
+"""The relative judge: what its rankings are worth, whatever it prefers by place, and a clear end where it gives
+none."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def judging(say: Callable[[str], Any]) -> Iterator[str]:
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
             said = say(asked["messages"][0]["content"])
-            body = {"choices": [{"message": {"content": said}}]} if isinstance(said, str) else {"error": {"message": "no"}}
+            body = (
+                {"choices": [{"message": {"content": said}}]} if isinstance(said, str) else {"error": {"message": "no"}}
+            )
             self.send_response(said if isinstance(said, int) else 200)
             self.end_headers()
             self.wfile.write(json.dumps(said if isinstance(said, dict) else body).encode())

@@ -1,4 +1,5 @@
-"""Rollouts: exact samples with the policy's log-probabilities, the same with and without drafts, while weights change."""
+"""Rollouts: exact samples with the policy's log-probabilities, the same with and without drafts, while weights
+change."""
 
 from __future__ import annotations
 

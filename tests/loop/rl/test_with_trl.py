@@ -38,7 +38,9 @@ def trained(folder: Path, out: Path, rewards: Any, rollouts: Any, rows: list[dic
         max_completion_length=8, beta=0.0, temperature=1.0, report_to=[], use_cpu=True, bf16=False, logging_steps=1,
         save_strategy="no", gradient_checkpointing=False, seed=5, dataloader_pin_memory=False,
     )  # fmt: skip
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>"
+    )
     tokenizer.pad_token = "<|im_end|>"
     trainer = trl.GRPOTrainer(
         model=transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),

@@ -84,10 +84,18 @@ def test_nothing_leaks_between_turns_samples_and_near_copies(tmp_path: Path) -> 
     rows: list[Answer] = []
     for one in many(40):
         first = BYTES.decode(one.prompt_ids)
-        rows += [one, answer(first + one.text + "\nuser: and then?\n", f"then {one.text}"), answer(first, f"or {one.text}")]
+        rows += [
+            one,
+            answer(first + one.text + "\nuser: and then?\n", f"then {one.text}"),
+            answer(first, f"or {one.text}"),
+        ]
     store = store_of(tmp_path, *rows)
     talks = {side: {row["conversation"] for row in store.rows(side)} for side in SIDES}
-    assert not talks["train"] & talks["evals"] and 8 <= len(talks["evals"]) <= 32 and len(talks["train"] | talks["evals"]) == 40
+    assert (
+        not talks["train"] & talks["evals"]
+        and 8 <= len(talks["evals"]) <= 32
+        and len(talks["train"] | talks["evals"]) == 40
+    )
     for side, other in (SIDES, SIDES[::-1]):
         assert not any(mine.startswith(theirs) for mine in prompts(store, side) for theirs in prompts(store, other))
 
@@ -134,7 +142,9 @@ def test_what_cannot_be_used_is_counted(tmp_path: Path) -> None:
 
 
 def test_likely_tokens_come_along(tmp_path: Path) -> None:
-    top = answer("Why?", "So", top_ids=[[83, 66], [111, 1], [257, 0]], top_logprobs=[[-0.1, -2.0], [-0.2, -3.0], [-0.3, -4.0]])
+    top = answer(
+        "Why?", "So", top_ids=[[83, 66], [111, 1], [257, 0]], top_logprobs=[[-0.1, -2.0], [-0.2, -3.0], [-0.3, -4.0]]
+    )
     store = store_of(tmp_path, top, split=SplitConfig(evals_share=0.0))
     (row,) = store.rows("train")
     assert row["top_ids"] == top.top_ids and row["top_logprobs"][2] == pytest.approx([-0.3, -4.0])
@@ -197,7 +207,8 @@ class Named:
 def test_forgetting_reaches_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Store, "tokenizer", lambda self: BYTES)
     jane = [
-        answer(f"{at} I am jane@example.com, where is parcel {at * 7919:x}?", f"Parcel {at * 31:x} is here.") for at in range(8)
+        answer(f"{at} I am jane@example.com, where is parcel {at * 7919:x}?", f"Parcel {at * 31:x} is here.")
+        for at in range(8)
     ]
     later = answer(BYTES.decode(jane[0].prompt_ids) + jane[0].text + "\nuser: thanks\n", "You are welcome.")
     before = answer("Where is", "Which parcel?")
@@ -229,20 +240,27 @@ def test_cases_that_are_trained_on_are_found(tmp_path: Path) -> None:
         for at in range(30)
     ]
     store = store_of(
-        tmp_path, *(answer(each, f"{at * 7:x}") for at, each in enumerate(asked[:25])), split=SplitConfig(evals_share=0.0)
+        tmp_path,
+        *(answer(each, f"{at * 7:x}") for at, each in enumerate(asked[:25])),
+        split=SplitConfig(evals_share=0.0),
     )
     cases = [
-        Case(str(at), {"kind": "exact", "answer": "x"}, ({"role": "user", "content": each},)) for at, each in enumerate(asked)
+        Case(str(at), {"kind": "exact", "answer": "x"}, ({"role": "user", "content": each},))
+        for at, each in enumerate(asked)
     ]
     assert leaking(Suite("s", tuple(cases)), store) == [str(at) for at in range(25)]
     dropped = Dropped()
-    assert len(without_leaks(Suite("s", tuple(cases)), store.path, dropped)) == 5 and "25 that store trains on" in str(dropped)
+    assert len(without_leaks(Suite("s", tuple(cases)), store.path, dropped)) == 5 and "25 that store trains on" in str(
+        dropped
+    )
     with pytest.raises(PromptError, match="holds no case"):
         without_leaks(Suite("s", tuple(cases[:3])), store.path, dropped)
 
 
 def test_rows_that_cannot_be_scored_are_left_out_and_counted(tmp_path: Path) -> None:
-    rows = [answer(f"{at * 7919:x}{at * 104729:x}", json.dumps({"n": at}) if at % 2 else "no JSON") for at in range(1, 9)]
+    rows = [
+        answer(f"{at * 7919:x}{at * 104729:x}", json.dumps({"n": at}) if at % 2 else "no JSON") for at in range(1, 9)
+    ]
     store, dropped = store_of(tmp_path, *rows, split=SplitConfig(evals_share=1.0)), Dropped()
     assert len(make_suite(MakeConfig((str(store.path),), scorer="json"), "s", dropped)) == 4
     assert "4 that cannot be scored" in str(dropped)

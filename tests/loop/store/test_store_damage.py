@@ -1,4 +1,5 @@
-"""Stores whose files are not of the same time, are cut, or were left by a change that was killed: nothing is deleted."""
+"""Stores whose files are not of the same time, are cut, or were left by a change that was killed: nothing is
+deleted."""
 
 from __future__ import annotations
 
@@ -43,14 +44,17 @@ def test_versions_older_than_the_store_delete_nothing(tmp_path: Path, store: Sto
     before = files(store)
     third = answered(tmp_path / "third", *many(3, "letter"))
     for change in (lambda: store.add([third], BYTES), lambda: store.resplit(HALF), lambda: forget(store, "parcel")):
-        with pytest.raises(ConfigError, match=rf"at version 2, versions.jsonl ends with {kept}: restore the whole folder"):
+        with pytest.raises(
+            ConfigError, match=rf"at version 2, versions.jsonl ends with {kept}: restore the whole folder"
+        ):
             change()
     assert files(store) == before
 
 
 @pytest.mark.slow
 def test_a_store_older_than_its_versions_deletes_nothing(tmp_path: Path, store: Store) -> None:
-    """One version behind, it may as well have been killed there: that version is whole, so it stays. Two are refused."""
+    """One version behind, it may as well have been killed there: that version is whole, so it stays. Two are
+    refused."""
     told = json.loads((store.path / "store.json").read_text())
     before = {row["digest"] for side in SIDES for row in store.rows(side)}
     (store.path / "store.json").write_text(json.dumps({**told, "version": 1}))
@@ -191,7 +195,9 @@ def test_shards_of_a_change_that_was_killed_are_moved_aside(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("odd", ["5", "{}", "[]", '{"version": "2", "what": "add", "rows": {}, "files": {}}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "odd", ["5", "{}", "[]", '{"version": "2", "what": "add", "rows": {}, "files": {}}', "[" * 100_000]
+)
 def test_a_line_that_is_no_version_is_one_line(store: Store, odd: str) -> None:
     with (store.path / "versions.jsonl").open("a") as file:
         file.write(odd + "\n")

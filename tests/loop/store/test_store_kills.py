@@ -1,4 +1,5 @@
-"""A store's commands are killed at every change of a file, and have every one refused: run again, they end as they would have.
+"""A store's commands are killed at every change of a file, and have every one refused: run again, they end as they
+would have.
 
 The number of changes that were tried is printed with `pytest -s`.
 """

@@ -1,6 +1,7 @@
 """Decides how to react to an alarm: a pure function that also explains why, and why not each alternative.
 
-Order: nothing while a training runs; the best available drafter, once all have been scored; a second drafter for a periodic
+Order: nothing while a training runs; the best available drafter, once all have been scored; a second drafter for a
+periodic
 cluster mix; a training, if it pays off within the horizon and the cool-down is over.
 """
 
@@ -136,8 +137,10 @@ def _proposal(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision
     if gain <= prices.training_hours * prices.training_price:
         return f"a second member would save {gain:.2f} in {config.horizon_days:g} days, less than its training costs"
     why = (
-        f"the mix returns every {mix.period} hours and takes acceptance down by {mix.swing:.0%}: a member of its own for "
-        f"{mix.weakest!r} ({mix.tokens_per_round:.2f} tokens a round) serves those hours; a retrained one would lose the others"
+        f"the mix returns every {mix.period} hours and takes acceptance down by {mix.swing:.0%}: a member of its own "
+        "for "
+        f"{mix.weakest!r} ({mix.tokens_per_round:.2f} tokens a round) serves those hours; a retrained one would lose "
+        "the others"
     )
     return Decision("propose", (mix.weakest,), why=why, declined={"retrain": "what returns with a period is no drift"})
 
@@ -158,4 +161,6 @@ def _training(view: View, config: PolicyConfig, prices: PriceConfig) -> Decision
         return f"it would save {gain:.2f} in {config.horizon_days:g} days and cost {cost:.2f}"
     names = tuple(alarm.cluster for alarm in view.alarms)
     lost = ", ".join(f"{alarm.cluster!r} lost {alarm.loss:.0%}" for alarm in view.alarms)
-    return Decision("retrain", names, why=f"{lost}; it saves {gain:.2f} in {config.horizon_days:g} days and costs {cost:.2f}")
+    return Decision(
+        "retrain", names, why=f"{lost}; it saves {gain:.2f} in {config.horizon_days:g} days and costs {cost:.2f}"
+    )

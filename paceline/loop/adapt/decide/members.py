@@ -1,4 +1,5 @@
-"""Finds the drafter that serves a cluster, and the acceptance length that the gate's verdicts predict for the others."""
+"""Finds the drafter that serves a cluster, and the acceptance length that the gate's verdicts predict for the
+others."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from paceline.loop.adapt.servers.deploy import Deployment
 
 
 def route_of(deployment: Deployment, cluster: str) -> str | None:
-    """Returns the drafter that a cluster is routed to, None also if the server cannot route it. Raises UnreachableError."""
+    """Returns the drafter that a cluster is routed to, None also if the server cannot route it. Raises
+    UnreachableError."""
     try:
         return deployment.pinned(cluster)
     except UnreachableError:
@@ -20,26 +22,34 @@ def route_of(deployment: Deployment, cluster: str) -> str | None:
 
 
 def serving(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, str]:
-    """Returns (name, drafter) that serves a cluster: the one it is routed to, else the incumbent. Raises DownloadError."""
+    """Returns (name, drafter) that serves a cluster: the one it is routed to, else the incumbent. Raises
+    DownloadError."""
     name = route_of(deployment, cluster)
     drafter = deployment.members().get(name) if name else None
     return (name, drafter) if name and drafter else (deployment.place_of(incumbent), incumbent)
 
 
 def others(deployment: Deployment, cluster: str, incumbent: str) -> tuple[str, dict[str, str]]:
-    """Returns (drafter serving the cluster, {name: drafter} of the others). Raises DownloadError if it cannot be routed."""
+    """Returns (drafter serving the cluster, {name: drafter} of the others). Raises DownloadError if it cannot be
+    routed."""
     deployment.pinned(cluster)
     name, drafter = serving(deployment, cluster, incumbent)
     return drafter, {member: made_from for member, made_from in deployment.members().items() if member != name}
 
 
 def scores(
-    deployment: Deployment, cluster: str, incumbent: str, scored: Mapping[str, Any] | None, fired_at: int, current: float
+    deployment: Deployment,
+    cluster: str,
+    incumbent: str,
+    scored: Mapping[str, Any] | None,
+    fired_at: int,
+    current: float,
 ) -> dict[str, float] | None:
     """Predicts the acceptance length of the other drafters that passed the gate; None if they must be scored first.
 
-    Also None if the server does not answer. `fired_at`: hour in which the alarm fired; older scores do not count. `current`:
-    acceptance length of the serving drafter. `scored`: {"hour": hour of scoring, "members": {name: verdict}}."""
+    Also None if the server does not answer. `fired_at`: hour in which the alarm fired; older scores do not count.
+    `current`: acceptance length of the serving drafter. `scored`: {"hour": hour of scoring, "members": {name:
+    verdict}}."""
     try:
         names = others(deployment, cluster, incumbent)[1]
     except UnreachableError:

@@ -2,8 +2,8 @@
 
     policy.hour(number, {cluster: Sums}) -> Line
 
-`watch`, `check` and `replay` use the same object. Its owner carries decisions out and reports them (`training`, `trained`,
-`routed`). `NaivePolicy` is the baseline of comparisons.
+`watch`, `check` and `replay` use the same object. Its owner carries decisions out and reports them (`training`,
+`trained`, `routed`). `NaivePolicy` is the baseline of comparisons.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from paceline.loop.adapt.traffic.hours import DAY, WEEK, Sums, total
 OTHER = "other"
 """Cluster for all traffic beyond the `max_clusters` that are tracked."""
 RETURNS = 0.5
-"""Autocorrelation of the mix at lag one period from which on the mix counts as periodic; at half a period it must be lower by
-this much, too, else it may be a single shift."""
+"""Autocorrelation of the mix at lag one period from which on the mix counts as periodic; at half a period it must be
+lower by this much, too, else it may be a single shift."""
 PERIODS_SEEN = 3
 """Whole periods of the mix that must have been observed."""
 LOOK_HOURS = 6
@@ -90,8 +90,8 @@ class SeasonalPolicy:
         prices: PriceConfig | None = None,
         scores: Callable[[str], Mapping[str, float] | None] = lambda cluster: {},
     ) -> None:
-        """`scores(cluster)` returns the acceptance length of the other drafters on the newest traces, or None if they must be
-        scored first. It is called only at an alarm."""
+        """`scores(cluster)` returns the acceptance length of the other drafters on the newest traces, or None if they
+        must be scored first. It is called only at an alarm."""
         self.config = config or PolicyConfig()
         self.prices = prices or PriceConfig()
         self.scores = scores
@@ -136,7 +136,9 @@ class SeasonalPolicy:
         decision = decide(view, self.config, self.prices)
         if decision.action == "propose":
             self.proposed |= set(decision.clusters)
-        raised = tuple((name, series.raised_at or number) for name, series in watched.items() if series.held_at == number)
+        raised = tuple(
+            (name, series.raised_at or number) for name, series in watched.items() if series.held_at == number
+        )
         mix = {"state": self.mix.state, "period": view.mix.period, "swing": round(view.mix.swing, 3)}
         return Line(number, self._observed(grouped), mix, decision, notes, raised)
 
@@ -145,7 +147,8 @@ class SeasonalPolicy:
         self.is_training = True
 
     def trained(self, number: int, clusters: tuple[str, ...], hours: float | None = None) -> None:
-        """Record that a training has ended; `clusters` got the new drafter (empty if it was refused). `hours`: its cost."""
+        """Record that a training has ended; `clusters` got the new drafter (empty if it was refused). `hours`: its
+        cost."""
         self.is_training, self.trained_at = False, number
         if hours:
             self.prices = replace(self.prices, training_hours=hours)
@@ -162,7 +165,8 @@ class SeasonalPolicy:
             self._period = None
 
     def _grouped(self, seen: Mapping[str, Sums]) -> dict[str, Sums]:
-        """Group traffic into at most `max_clusters` clusters, first come first served; hours without a round are left out."""
+        """Group traffic into at most `max_clusters` clusters, first come first served; hours without a round are left
+        out."""
         grouped: dict[str, Sums] = {}
         for name, sums in seen.items():
             is_tracked = name in self.clusters or len({*self.clusters, *grouped} - {OTHER}) < self.config.max_clusters
@@ -172,11 +176,11 @@ class SeasonalPolicy:
         return grouped
 
     def _update_mix(self, number: int, seen: Mapping[str, Sums]) -> None:
-        """Update the mix series: the acceptance length if every cluster were at its usual level, which changes only with the
-        mix.
+        """Update the mix series: the acceptance length if every cluster were at its usual level, which changes only
+        with the mix.
 
-        Hours with traffic of a cluster whose new level is unknown are only recorded. Once the level is known, the season of the
-        mix is relearned from the recorded shares, since its shape depends on the levels, too."""
+        Hours with traffic of a cluster whose new level is unknown are only recorded. Once the level is known, the
+        season of the mix is relearned from the recorded shares, since its shape depends on the levels, too."""
         tokens = sum(sums.tokens for sums in seen.values())
         shares = {name: sums.tokens / tokens for name, sums in seen.items()}
         effective = sum(sums.num_effective for sums in seen.values())
@@ -208,7 +212,9 @@ class SeasonalPolicy:
         for name, cluster in self.clusters.items():
             day = cluster.last_day
             if cluster.series.state == "held" and day.tokens >= LEAST_SHARE * all_tokens:
-                alarms.append(Alarm(name, cluster.series.loss, day.tokens_per_round, day.tokens / DAY, self.scores(name)))
+                alarms.append(
+                    Alarm(name, cluster.series.loss, day.tokens_per_round, day.tokens / DAY, self.scores(name))
+                )
         mix = self._mix(number)
         if mix.has_moved and not alarms:
             alarms.append(self._newcomer())
@@ -254,7 +260,8 @@ class SeasonalPolicy:
         return whole >= RETURNS and whole - half >= RETURNS
 
     def _weakest(self, known_only: bool = False) -> tuple[str, Sums, float] | None:
-        """Returns (cluster that costs the most rounds beyond the best one's rate, its last day, acceptance length of the best).
+        """Returns (cluster that costs the most rounds beyond the best one's rate, its last day, acceptance length of
+        the best).
 
         With `known_only` only calm clusters count, and fewer than two give None."""
         days = {
@@ -307,7 +314,9 @@ class NaivePolicy:
         """Compare the last four hours with the best four since the last training."""
         observed = {name: {"tokens": round(sums.tokens)} for name, sums in seen.items()}
         if self.is_training or not seen:
-            return Line(number, observed, {}, Decision(why="a training is running" if self.is_training else "no traffic"))
+            return Line(
+                number, observed, {}, Decision(why="a training is running" if self.is_training else "no traffic")
+            )
         self._window.append(total(seen.values()))
         now = total(self._window).tokens_per_round
         if len(self._window) < self.WINDOW:

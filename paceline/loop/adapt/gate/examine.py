@@ -2,11 +2,12 @@
 
     paceline adapt gate runs/mine/drafter --traces traces --cluster tickets
 
-A faulty candidate (half-written, for another target, non-finite weights) gives a refusal with a reason, not an error. A faulty
-request to the gate is an error.
+A faulty candidate (half-written, for another target, non-finite weights) gives a refusal with a reason, not an error. A
+faulty request to the gate is an error.
 
-A candidate that wins on the cluster that fell but loses too much on other traffic is tried again as a blend of the incumbent's
-weights and its own (`draft/formats/blend.py`), written next to it: the first share that passes is the verdict.
+A candidate that wins on the cluster that fell but loses too much on other traffic is tried again as a blend of the
+incumbent's weights and its own (`draft/formats/blend.py`), written next to it: the first share that passes is the
+verdict.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ BATCH = 8
 TURNS, TIMED = 4, 7
 """Turns per drafter when drafting is timed, and rounds per turn; the fastest round counts."""
 LEAST_DIFFERENCE = 0.1
-"""Relative difference below which two drafting times count as equal; a busy server disturbs single rounds by as much."""
+"""Relative difference below which two drafting times count as equal; a busy server disturbs single rounds by as
+much."""
 
 
 def is_held_out(prompt: str) -> bool:
@@ -72,7 +74,9 @@ def examine(
     if not number:
         return verdict
     settings = ", ".join(f"{name} {value:g}" for name, value in usual.items())
-    return replace(verdict, reason=f"{verdict.reason}; {number} requests named no temperature: judged at {settings} ({source})")
+    return replace(
+        verdict, reason=f"{verdict.reason}; {number} requests named no temperature: judged at {settings} ({source})"
+    )
 
 
 def usual_settings(model: str, temperature: float | None) -> tuple[dict[str, float], str]:
@@ -154,7 +158,9 @@ def _sets(requests: Sequence[Request], config: CandidateConfig) -> dict[str, lis
     by_cluster: dict[str, list[Request]] = defaultdict(list)
     for request in sorted(requests, key=lambda request: request.cluster):
         by_cluster[request.cluster].append(request)
-    cluster = config.cluster or max(by_cluster, key=lambda name: sum(len(request.answer_ids) for request in by_cluster[name]))
+    cluster = config.cluster or max(
+        by_cluster, key=lambda name: sum(len(request.answer_ids) for request in by_cluster[name])
+    )
     if cluster not in by_cluster:
         raise ConfigError(f"there are no requests of cluster {cluster!r}: there are {', '.join(by_cluster)}")
     sets = {"drifted": one_a_prompt(by_cluster.pop(cluster), config.requests)}
@@ -172,7 +178,9 @@ def _answers(folders: Sequence[Path]) -> list[Request]:
     for answer in (answer for folder in folders for answer in AnswerShards(folder)):
         if answer.temperature == 0.0 and answer.answer_ids:
             key, params = f"{answer.key}#{answer.turn}", SamplingParams(max_tokens=len(answer.answer_ids) + 1)
-            requests.append(Request(key, "ood", 0, answer.prompt_ids, answer.answer_ids, params, 0, answer.finish_reason))
+            requests.append(
+                Request(key, "ood", 0, answer.prompt_ids, answer.answer_ids, params, 0, answer.finish_reason)
+            )
     return requests
 
 
@@ -181,7 +189,8 @@ def _figures(scored: Sequence[Scored]) -> list[Rounds]:
 
 
 def draft_seconds(llm: LLM, drafters: Sequence[Drafter]) -> list[float]:
-    """Fastest drafting time (s) of one row per drafter, in turns so that machine noise affects all; 0 without drafts."""
+    """Fastest drafting time (s) of one row per drafter, in turns so that machine noise affects all; 0 without
+    drafts."""
     best = [math.inf] * len(drafters)
     for _ in range(TURNS):
         for place, drafter in enumerate(drafters):

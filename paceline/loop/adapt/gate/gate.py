@@ -3,10 +3,10 @@
     verdict = judge(Pairs(incumbents, candidates), {"chat": ...}, times, ood)
     verdict.passed, verdict.reason
 
-tokens/s = tokens / (rounds x time of a round), at the draft width with the highest rate, which the planner would find, too. The
-confidence interval of the gain is a paired bootstrap over requests (Efron and Tibshirani, chapter 16). It must be above zero on
-the cluster that fell; on other clusters and out-of-domain answers the candidate may lose less than 2%. Each prompt counts once,
-and repetitive answers do not count, so that one repeating client does not decide.
+tokens/s = tokens / (rounds x time of a round), at the draft width with the highest rate, which the planner would find,
+too. The confidence interval of the gain is a paired bootstrap over requests (Efron and Tibshirani, chapter 16). It must
+be above zero on the cluster that fell; on other clusters and out-of-domain answers the candidate may lose less than 2%.
+Each prompt counts once, and repetitive answers do not count, so that one repeating client does not decide.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def judge(
     if not all(math.isfinite(gain.gain) for gain in gains.values()):
         return Verdict(False, "a figure is no finite number", gains)
     if fell.low <= 0:
-        return Verdict(False, f"its gain of {fell.gain:+.1%} on what fell may be none (95% from {fell.low:+.1%})", gains)
+        return Verdict(
+            False, f"its gain of {fell.gain:+.1%} on what fell may be none (95% from {fell.low:+.1%})", gains
+        )
     worst = min((name for name in gains if name != "drifted"), key=lambda name: gains[name].gain, default=None)
     if worst is not None and gains[worst].gain <= -config.most_loss:
         why = f"it loses {-gains[worst].gain:.1%} on {worst!r}, {config.most_loss:.0%} is the limit"
@@ -148,12 +150,18 @@ def _tokens_at(rounds: Rounds, width: int) -> float:
 
 
 def one_a_prompt(requests: Sequence[Request], most: int | None = None) -> list[Request]:
-    """Returns the newest request of each prompt, newest first, at most `most`, without repetitive and duplicate answers."""
+    """Returns the newest request of each prompt, newest first, at most `most`, without repetitive and duplicate
+    answers."""
     by_prompt: dict[str, Request] = {}
     answers: set[tuple[int, ...]] = set()
     for request in sorted(requests, key=lambda request: request.hour, reverse=True):
         answer = tuple(request.answer_ids)
-        if request.prompt in by_prompt or answer in answers or len(answer) < 2 or repetition([answer]) > MOST_REPETITION:
+        if (
+            request.prompt in by_prompt
+            or answer in answers
+            or len(answer) < 2
+            or repetition([answer]) > MOST_REPETITION
+        ):
             continue
         by_prompt[request.prompt] = request
         answers.add(answer)

@@ -41,7 +41,8 @@ class Lineage:
         self.add_all([{"drafter": drafter, "parents": list(parents), "state": state, **figures}])
 
     def add_all(self, drafters: Iterable[dict[str, Any]]) -> None:
-        """Add several drafters, all or none; each with the arguments of `add`. Raises CacheError if the disk refuses."""
+        """Add several drafters, all or none; each with the arguments of `add`. Raises CacheError if the disk
+        refuses."""
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         new = [{"weights": weights_hash(Path(drafter["drafter"])), "when": when, **drafter} for drafter in drafters]
         self._write([*self.entries(), *plain(new)])

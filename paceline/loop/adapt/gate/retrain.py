@@ -62,14 +62,22 @@ def write_window(traces: Path, clusters: Sequence[str], since: int, until: int, 
     ]
     if len(requests) < LEAST_ANSWERS:
         raise ConfigError(
-            f"{len(requests)} different prompts of {', '.join(clusters)} are too few to train on, {LEAST_ANSWERS} are needed: "
+            f"{len(requests)} different prompts of {', '.join(clusters)} are too few to train on, {LEAST_ANSWERS} are "
+            "needed: "
             "wait, or keep more of the traffic"
         )
     if folder.exists():
         shutil.rmtree(folder)
     answers = [
         Answer(
-            request.key, "traces", 0, _temperature(request), request.prompt_ids, request.answer_ids, request.finish_reason, ""
+            request.key,
+            "traces",
+            0,
+            _temperature(request),
+            request.prompt_ids,
+            request.answer_ids,
+            request.finish_reason,
+            "",
         )
         for request in sorted(requests, key=lambda request: request.key)
     ]
@@ -100,7 +108,11 @@ def command_of(
     shares = (1.0,) if stage.kind == "score" else candidate.shares  # a pool drafter is not blended
     options |= {"--shares": ",".join(f"{share:g}" for share in shares)}
     # A drafter for one cluster gets no other traffic, so its losses there do not matter.
-    options |= {"--ood": candidate.ood, "--most-loss": candidate.most_loss} if stage.kind == "retrain" else {"--most-loss": 1.0}
+    options |= (
+        {"--ood": candidate.ood, "--most-loss": candidate.most_loss}
+        if stage.kind == "retrain"
+        else {"--most-loss": 1.0}
+    )
     return gate_command(stage.candidates[stage.at], engine, store.traces, options)
 
 
@@ -108,8 +120,28 @@ def train_command(
     window: Path, out: Path, incumbent: str, learning_rate: float, engine: EngineConfig, config: RetrainConfig
 ) -> list[str]:
     """Builds the `paceline train` command, at the lowest priority if `nice` is available."""
-    words: list[Any] = [sys.executable, "-m", "paceline", "train", "--target", engine.model, "--init", incumbent, "--out", out]
-    words += ["--answers", window, "--keep", "best", "--max-minutes", f"{config.minutes:g}", "--lr", f"{learning_rate:g}"]
+    words: list[Any] = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "train",
+        "--target",
+        engine.model,
+        "--init",
+        incumbent,
+        "--out",
+        out,
+    ]
+    words += [
+        "--answers",
+        window,
+        "--keep",
+        "best",
+        "--max-minutes",
+        f"{config.minutes:g}",
+        "--lr",
+        f"{learning_rate:g}",
+    ]
     words += [word for folder in config.general for word in ("--answers", folder)]
     words += ["--dtype", engine.dtype, "--device", engine.device, "--weight-format", engine.weight_format]
     words += ["--threads", config.train_threads] if config.train_threads else []
@@ -160,8 +192,8 @@ class Job:
     """A background command; its output goes to files."""
 
     def __init__(self, command: list[str], output: Path) -> None:
-        """Start the command, or wait for the same job of a killed daemon. Raises OSError. `output`: path of the output files,
-        without suffix."""
+        """Start the command, or wait for the same job of a killed daemon. Raises OSError. `output`: path of the output
+        files, without suffix."""
         output.parent.mkdir(parents=True, exist_ok=True)
         self._command, self._lock = command, output.with_suffix(".lock")
         self._out, self._err = output.with_suffix(".out"), output.with_suffix(".err")

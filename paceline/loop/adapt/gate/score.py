@@ -1,23 +1,28 @@
-"""Scores a drafter on stored traces: the rounds that it would have had. Exact, as the text does not depend on the drafter.
+"""Scores a drafter on stored traces: the rounds that it would have had. Exact, as the text does not depend on the
+drafter.
 
     scored = score(llm, "runs/mine/drafter", read_requests(Path("traces"))[0])
     scored[0].figures.tokens_per_round
 
-The target reads a stored answer in wide passes, which give the same bits as serving (where the target `is_width_invariant`);
-the drafter drafts round by round at each anchor, as in the engine. The number of accepted drafts follows from the stored text:
+The target reads a stored answer in wide passes, which give the same bits as serving (where the target
+`is_width_invariant`); the drafter drafts round by round at each anchor, as in the engine. The number of accepted drafts
+follows from the stored text:
 
 - Greedy: drafts are deterministic and are accepted as far as they match the text. Exact to the token.
-- Sampled, with a rule that compares drafts with the target's draws: likewise. Drafts are sampled with the target's noise
-  (common random numbers), which follows from the seed in every paceline trace. Texts sampled by versions without an exponential
-  race score lower than they did when served.
-- Sampled with other rules, or with unknown noise: drafts are sampled from q, position by position. Given the text x, at least i
-  drafts are accepted with probability s_i = s_(i-1) min(1, q_i / (p_i w_(i-1))), where q_i and p_i are the drafter's and the
-  target's probability of x_i given the tokens before it; w is 1 for `rejection`, for `block` w_i = min(1, w_(i-1) p_i / q_i),
-  w_0 = 1: Bayes' rule applied to P(the first i are accepted and equal x) = q_1..q_i w_i (Sun et al. 2403.10444, section 4). The
-  number of accepted drafts is then sampled with the request's own random number: as representative as a served request.
+- Sampled, with a rule that compares drafts with the target's draws: likewise. Drafts are sampled with the target's
+  noise
+  (common random numbers), which follows from the seed in every paceline trace. Texts sampled by versions without an
+  exponential race score lower than they did when served.
+- Sampled with other rules, or with unknown noise: drafts are sampled from q, position by position. Given the text x, at
+  least i
+  drafts are accepted with probability s_i = s_(i-1) min(1, q_i / (p_i w_(i-1))), where q_i and p_i are the drafter's
+  and the target's probability of x_i given the tokens before it; w is 1 for `rejection`, for `block` w_i = min(1,
+  w_(i-1) p_i / q_i), w_0 = 1: Bayes' rule applied to P(the first i are accepted and equal x) = q_1..q_i w_i (Sun et al.
+  2403.10444, section 4). The number of accepted drafts is then sampled with the request's own random number: as
+  representative as a served request.
 
-Every round verifies all drafts, as with `--plan fixed`; for `fixed:K` create the drafter with `num_drafted` K. A planner that
-measures time verifies fewer drafts where that is faster: `gate.py` computes acceptance at any width.
+Every round verifies all drafts, as with `--plan fixed`; for `fixed:K` create the drafter with `num_drafted` K. A
+planner that measures time verifies fewer drafts where that is faster: `gate.py` computes acceptance at any width.
 """
 
 from __future__ import annotations
@@ -88,7 +93,8 @@ class Scorer:
     """Scores requests for one drafter and one target, a batch at a time."""
 
     def __init__(self, llm: LLM, drafter: Drafter, rule: str = "auto") -> None:
-        """Bind the drafter. Nothing else may use `llm` meanwhile: the cache must be free. Raises DrafterMismatchError."""
+        """Bind the drafter. Nothing else may use `llm` meanwhile: the cache must be free. Raises
+        DrafterMismatchError."""
         self._target: Target = llm.target
         self._drafter, self._rule = drafter, RULES[rule]
         self._tokenizer, self._eos = llm.tokenizer, llm.tokenizer.eos_token_ids
@@ -98,7 +104,8 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, requests: Rows[Request]) -> list[Scored]:
-        """Score requests, in the order given. Raises ConfigError for a request that exceeds the cache or cannot be scored."""
+        """Score requests, in the order given. Raises ConfigError for a request that exceeds the cache or cannot be
+        scored."""
         scored: list[Scored] = []
         size = self._target.cache.num_rows
         for begin in range(0, len(requests), size):
@@ -116,13 +123,16 @@ class Scorer:
         return scored
 
     def _begin(self, number: int, request: Request) -> _Answer:
-        """Run the target on prompt and answer, the drafter on the prompt; the first answer token is the first anchor."""
+        """Run the target on prompt and answer, the drafter on the prompt; the first answer token is the first
+        anchor."""
         params, prompt_len = request.params, len(request.prompt_ids)
         tokens = request.prompt_ids + request.answer_ids
         if len(tokens) > self._target.cache.max_len:
             raise ConfigError(f"request {request.key} has {len(tokens)} tokens: raise max_len, or leave it out")
         if max(tokens) >= self._target.vocab_size or min(tokens) < 0:
-            raise ConfigError(f"request {request.key} holds tokens that this model does not have: it is another's trace")
+            raise ConfigError(
+                f"request {request.key} holds tokens that this model does not have: it is another's trace"
+            )
         ignores_eos = params.ignore_eos and not params.grammar
         _, stop_tokens = self._tokenizer.split_stop(params.stop, are_hidden=False)
         ends = (*(() if ignores_eos else self._eos), *params.stop_token_ids, *stop_tokens)
@@ -142,7 +152,9 @@ class Scorer:
             self._observe(seq, start, min(CHUNK, prompt_len - start), taps_TF)
         return _Answer(request, seq, taps_TF, logits_TV)
 
-    def _read(self, row: int, tokens: list[int], prompt_len: int, with_logits: bool) -> tuple[Tensor | None, Tensor | None]:
+    def _read(
+        self, row: int, tokens: list[int], prompt_len: int, with_logits: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Run the target. Returns taps of all positions and, if requested, logits of the answer's positions."""
         taps: list[Tensor] = []
         logits: list[Tensor] = []
@@ -173,7 +185,9 @@ class Scorer:
             else:
                 num_accepted = self._num_accepted(answer, tokens, probs_KV)
             new_tokens = answer.rest[: num_accepted + 1]
-            answer.rounds.append(Round(len(proposed_ids), len(new_tokens) - 1, self._drafter.name if proposed_ids else "none"))
+            answer.rounds.append(
+                Round(len(proposed_ids), len(new_tokens) - 1, self._drafter.name if proposed_ids else "none")
+            )
             first = seq.cached_len
             seq.tokens += new_tokens
             seq.cached_len = len(seq.tokens) - 1
@@ -183,10 +197,12 @@ class Scorer:
                 self._observe(seq, first, len(new_tokens), answer.taps_TF)
 
     def _num_accepted(self, answer: _Answer, tokens: list[int], draft_probs_KV: Tensor) -> int:
-        """Count the accepted drafts among sampled ones: one random number is compared with the module docstring's s_i."""
+        """Count the accepted drafts among sampled ones: one random number is compared with the module docstring's
+        s_i."""
         if not isinstance(self._drafter, DFlashDrafter):
             raise ConfigError(
-                f"drafts of {self._drafter.name} depend on those before them: score requests at temperature 0 or with a seed"
+                f"drafts of {self._drafter.name} depend on those before them: score requests at temperature 0 or with "
+                "a seed"
             )
         text_ids = answer.rest[: len(tokens)]
         targets = self._target_probs(answer, text_ids)
@@ -218,7 +234,9 @@ def score(llm: LLM, drafter: str | Drafter, requests: Rows[Request], *, num_draf
 
     The engine of `llm` must be idle, and is unchanged afterwards. Raises what creating and binding a drafter raises."""
     drafter = llm.make_drafter(drafter, num_drafted=num_drafted) if isinstance(drafter, str) else drafter
-    fitting = [request for request in requests if len(request.prompt_ids) + len(request.answer_ids) <= llm.target.cache.max_len]
+    fitting = [
+        request for request in requests if len(request.prompt_ids) + len(request.answer_ids) <= llm.target.cache.max_len
+    ]
     try:
         return Scorer(llm, drafter, llm.config.rule).score(fitting)
     finally:

@@ -44,9 +44,11 @@ class Canary:
         return counts
 
     def _read_or_wait(self, now: float, stage: Stage | None = None) -> Counts:
-        """Read the counters, and the draft count of a stage's drafter. Raises UnreachableError if the page cannot be read.
+        """Read the counters, and the draft count of a stage's drafter. Raises UnreachableError if the page cannot be
+        read.
 
-        An unreadable page says nothing about the drafter: the labelled counters of a new server appear with its traffic."""
+        An unreadable page says nothing about the drafter: the labelled counters of a new server appear with its
+        traffic."""
         try:
             if stage is not None:
                 stage.drafts = self.deployment.drafts(stage.member)
@@ -73,9 +75,9 @@ class Canary:
     def swap_in(self, stage: Stage, now: float, save: Callable[[], None]) -> None:
         """Load the drafter, or route its cluster to it, and begin its probation.
 
-        `save` stores how to undo the change before the server gets it: a load takes minutes, in which this process may be
-        killed. Raises DownloadError if the server refuses the drafter, DeployError on any other obstacle, and what `save`
-        raises."""
+        `save` stores how to undo the change before the server gets it: a load takes minutes, in which this process may
+        be killed. Raises DownloadError if the server refuses the drafter, DeployError on any other obstacle, and what
+        `save` raises."""
         counts = self._read_or_wait(now)
         if self.deployment.undo:  # retry: if the earlier response was lost, the new drafter may have served since
             stage.begin_counting(counts, now)

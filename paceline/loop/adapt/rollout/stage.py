@@ -8,8 +8,8 @@ A stage is saved (`state.json`) before it begins. Its kind is its purpose, its n
     route      swap, probation                            route a cluster to a drafter of the pool
     found      probation                                  judge a drafter that a user loaded by hand
 
-`undo` follows a swap that was refused or given up, and a failed probation. Every step can be repeated after a server that did
-not answer, a full disk, or a restart of the daemon.
+`undo` follows a swap that was refused or given up, and a failed probation. Every step can be repeated after a server
+that did not answer, a full disk, or a restart of the daemon.
 """
 
 from __future__ import annotations
@@ -93,9 +93,11 @@ class Stage:
     why: str = ""
     """Reason of the choice in swap and probation; reason of the rollback in undo."""
     ending: str = ""
-    """In undo, the drafter's final lineage state: "refused", "rolled back" or "unproven"; "failed" is recorded as "passed"."""
+    """In undo, the drafter's final lineage state: "refused", "rolled back" or "unproven"; "failed" is recorded as
+    "passed"."""
     pending: list[dict[str, Any]] = field(default_factory=list)
-    """Lineage updates not written yet, oldest first: arguments of `Lineage.add` if they have parents, else of `Lineage.mark`.
+    """Lineage updates not written yet, oldest first: arguments of `Lineage.add` if they have parents, else of
+    `Lineage.mark`.
     """
     num_tries: int = 0
     """Consecutive tries without an answer."""
@@ -171,8 +173,8 @@ class Stage:
     def fault(self, traces: Path, counts: Counts, now: float, config: WatchConfig) -> str | None:
         """Returns how the server is worse than before, or None.
 
-        Compares by cluster where traces allow it, so that a mix shift has no effect. After the clock was set back traces cover
-        only a part of the time: then the metrics are compared, too."""
+        Compares by cluster where traces allow it, so that a mix shift has no effect. After the clock was set back
+        traces cover only a part of the time: then the metrics are compared, too."""
         then = Counts(*self.counted)
         now_failures = Failures(counts.errors - then.errors, counts.requests - then.requests)
         if failing := more_failures(Failures(*self.failures or (0.0, 0.0)), now_failures, config.most_errors):
@@ -180,7 +182,9 @@ class Stage:
         if self.pace and (now_pace := pace(then, counts)) and _is_slower(self.pace, now_pace, config.most_slowdown):
             return f"a round takes {1000 * now_pace[1]:.1f} ms, {1000 * self.pace[1]:.1f} before with as many rows"
         spans = read_span(traces, self.began, now)
-        compared = self.clusters if self.kind in ("route", "propose") else spans  # a drafter of one cluster: that one alone
+        compared = (
+            self.clusters if self.kind in ("route", "propose") else spans
+        )  # a drafter of one cluster: that one alone
         spans = {name: sums for name, sums in spans.items() if name in self.before and name in compared}
         if (seen := total(spans.values())).rounds >= LEAST_ROUNDS:
             expected = seen.tokens / sum(sums.tokens / self.before[name] for name, sums in spans.items())
@@ -233,12 +237,15 @@ def read_stage(fields: dict[str, Any]) -> Stage:
         "window": not is_job or type(stage.window["since"]) is int,
         "folder": stage.name != "training" or type(stage.window["folder"]) is str,
         "before": _all(stage.before, str) and _are_numbers(stage.before.values()),
-        "counts": all(_are_numbers(counts) and len(counts) in (0, NUM_COUNTS) for counts in (stage.counted, stage.seen)),
+        "counts": all(
+            _are_numbers(counts) and len(counts) in (0, NUM_COUNTS) for counts in (stage.counted, stage.seen)
+        ),
         "counts of a probation": stage.name != "probation" or len(stage.counted) == len(stage.seen) == NUM_COUNTS,
         "pace": all(_are_numbers(pair) and len(pair) in (0, 2) for pair in (stage.pace, stage.failures)),
         "drafts": stage.drafts is None or _are_numbers([stage.drafts]),
         "undo": all(_all(change, str, NoneType) and len(change) in (1, 3) for change in stage.undo),
-        "pending": _all(stage.pending, dict) and all(_all((entry["drafter"], entry["state"]), str) for entry in stage.pending),
+        "pending": _all(stage.pending, dict)
+        and all(_all((entry["drafter"], entry["state"]), str) for entry in stage.pending),
     }
     if odd := [name for name, is_sound in sound.items() if not is_sound]:
         raise ValueError(f"impossible {odd[0]}")

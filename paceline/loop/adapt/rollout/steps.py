@@ -1,7 +1,7 @@
 """Steps of the daemon's work: trainings and gates as jobs, then the changes on the server.
 
-A step that fails, because of a full disk or a server that does not answer, is repeated by a later tick: it has left the stage
-unchanged, or at the point where it resumes.
+A step that fails, because of a full disk or a server that does not answer, is repeated by a later tick: it has left the
+stage unchanged, or at the point where it resumes.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ class Steps:
         self._event(hour_of(now), "scored", clusters=stage.clusters, why=why)
 
     def _choose(self, stage: Stage, now: float) -> None:
-        """Choose the best candidate that passed, if any. Raises CacheError on a full disk; the next tick tries again."""
+        """Choose the best candidate that passed, if any. Raises CacheError on a full disk; the next tick tries
+        again."""
         if stage.kind == "score":
             self._scored_all(stage, now)
             return

@@ -1,7 +1,8 @@
-"""Hourly sums from a server's counters, for servers whose rounds are not traced: vLLM and SGLang behind `paceline record`.
+"""Hourly sums from a server's counters, for servers whose rounds are not traced: vLLM and SGLang behind `paceline
+record`.
 
-Each pair of counter readings counts as one request in `Sums`; all traffic is one cluster, ALL. A completed hour is appended to
-`counted.jsonl`, where a restarted daemon reads it.
+Each pair of counter readings counts as one request in `Sums`; all traffic is one cluster, ALL. A completed hour is
+appended to `counted.jsonl`, where a restarted daemon reads it.
 """
 
 from __future__ import annotations

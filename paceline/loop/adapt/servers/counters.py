@@ -1,8 +1,8 @@
 """Reads a server's metrics, health and JSON answers over HTTP.
 
 Counters have vLLM's names, which paceline's server also uses, or SGLang's. Every failure is a one-line DownloadError:
-UnreachableError if the server does not answer or is busy, so that the call may be repeated; DeployError if the server has not
-judged the drafter.
+UnreachableError if the server does not answer or is busy, so that the call may be repeated; DeployError if the server
+has not judged the drafter.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Meter:
     def read(self, raw: Counts, length: float | None = None) -> Counts:
         """Add a reading; returns the counts over all restarts.
 
-        `length`: recent mean acceptance length, for engines that report it but not their rounds; these are then derived from
+        `length`: recent mean acceptance length, for engines that report it but not their rounds; these are then derived
+        from
         the tokens since the last reading."""
         if _is_partial(self.last, raw):
             return self.total
@@ -112,8 +113,8 @@ class Meters:
     def read(self, clients: Iterable[Client], model: str | None) -> Counts:
         """Read all servers; returns the sum of their counts.
 
-        Servers whose page cannot be read now, and engines that do not report their tokens now, add nothing until they can be
-        read again. Raises DownloadError if no page can be read."""
+        Servers whose page cannot be read now, and engines that do not report their tokens now, add nothing until they
+        can be read again. Raises DownloadError if no page can be read."""
         pages, errors = dict[str, dict[str, dict[str, float]]](), list[DownloadError]()
         for client in clients:
             try:
@@ -128,7 +129,8 @@ class Meters:
         is_begun = any(self.of.values())
         for server, engines in pages.items():
             for engine, (raw, length) in _readings(engines).items():
-                # An engine first seen later than others starts at 0: its earlier counts are not a gain since the last reading.
+                # An engine first seen later than others starts at 0: its earlier counts are not a gain since the last
+                # reading.
                 missed = Counts(*(-value for value in astuple(raw))) if is_begun else Counts()
                 self.of[server].setdefault(engine, Meter(missed, raw)).read(raw, length)
         return sum((meter.total for meter in self.all()), Counts())
@@ -138,7 +140,9 @@ class Meters:
 
     def saved(self) -> dict[str, Any]:
         """JSON form of the meters; `restore` reads it."""
-        return {server: {engine: meter.saved() for engine, meter in meters.items()} for server, meters in self.of.items()}
+        return {
+            server: {engine: meter.saved() for engine, meter in meters.items()} for server, meters in self.of.items()
+        }
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from saved meters of the same servers."""
@@ -169,7 +173,8 @@ def pace(before: Counts, after: Counts) -> tuple[float, float] | None:
 def _readings(engines: dict[str, dict[str, float]]) -> dict[str, tuple[Counts, float | None]]:
     """Returns each engine's counts and, for SGLang, its mean acceptance length; skips engines that report no tokens.
 
-    With data parallelism SGLang labels the length with `dp_rank` but not the tokens: these get the mean of all lengths."""
+    With data parallelism SGLang labels the length with `dp_rank` but not the tokens: these get the mean of all
+    lengths."""
     mean_length, readings = totals(engines).get(SGLANG_LENGTH, 0.0), dict[str, tuple[Counts, float | None]]()
     for engine, values in engines.items():
         if SGLANG_TOKENS in values:
@@ -205,8 +210,8 @@ def drafts_of(client: Client, member: str) -> float | None:
 def metrics_of(client: Client, model: str | None = None, by: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
     """Returns {engine: {metric: value}}; series with a label `finished_reason` or in `by` also under NAME{VALUE}.
 
-    Raises DownloadError if the server does not answer, or the page has no known metric; DeployError if it has several models
-    and `model` names none of them."""
+    Raises DownloadError if the server does not answer, or the page has no known metric; DeployError if it has several
+    models and `model` names none of them."""
     text = answer_of(client, "GET", "/metrics").decode("utf-8", "replace")
     try:
         engines = engines_of(text, model, ("finished_reason", *by))

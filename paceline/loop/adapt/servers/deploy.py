@@ -6,15 +6,18 @@
     tokens_per_round(before, deployment.counts())
     deployment.roll_back()
 
-Every failure is a one-line DownloadError; `roll_back` restores the state before. UnreachableError: a server does not answer
-now; it may or may not have executed the call, which may be repeated. DeployError: the servers have not judged the drafter, so
-nothing is known about it.
+Every failure is a one-line DownloadError; `roll_back` restores the state before. UnreachableError: a server does not
+answer now; it may or may not have executed the call, which may be repeated. DeployError: the servers have not judged
+the drafter, so nothing is known about it.
 
-paceline   admin API of its pool (`serve/admin.py`, docs/reference/http-api.md): POST /admin/drafters/NAME loads a drafter,
+paceline   admin API of its pool (`serve/admin.py`, docs/reference/http-api.md): POST /admin/drafters/NAME loads a
+drafter,
            health-checked, under traffic; POST /admin/clusters/CLUSTER routes a cluster of requests to a drafter
-vllm       if supported, POST /start_draft_weight_update, then `publish` sends the tensors, then POST /finish_weight_update;
+vllm       if supported, POST /start_draft_weight_update, then `publish` sends the tensors, then POST
+/finish_weight_update;
            else `restart` for one server after the other, each healthy before the next
-sglang     POST /update_weights_from_disk with the field that this build has for draft weights (`draft_field`; no default,
+sglang     POST /update_weights_from_disk with the field that this build has for draft weights (`draft_field`; no
+default,
            because a build without one would replace the target's own weights); else `restart`
 
 `publish` and `restart` are user commands. Their environment has PACELINE_SERVER, PACELINE_DRAFTER (a folder) and
@@ -63,13 +66,14 @@ class Deployment(Protocol):
         ...
 
     def pinned(self, cluster: str) -> str | None:
-        """Returns the drafter that a cluster is routed to, if any. Raises DownloadError if the server cannot route it."""
+        """Returns the drafter that a cluster is routed to, if any. Raises DownloadError if the server cannot route
+        it."""
 
     def load(self, name: str, folder: Path, save_undo: Callable[[], None] = ignore) -> None:
         """Load a drafter under a name, in place of any other.
 
-        `save_undo` is called once `undo` covers the load, before a server gets the request; its exception stops the load. On an
-        error the servers work as before; after an UnreachableError they may not, and `undo` covers that."""
+        `save_undo` is called once `undo` covers the load, before a server gets the request; its exception stops the
+        load. On an error the servers work as before; after an UnreachableError they may not, and `undo` covers that."""
 
     def route(self, cluster: str, name: str, save_undo: Callable[[], None] = ignore) -> None:
         """Route a cluster to this drafter; `save_undo` as in `load`."""
@@ -101,7 +105,8 @@ class Deployment(Protocol):
 
 
 def open_deployment(config: DeployConfig, incumbent: Path | None = None) -> Deployment:
-    """Opens the servers of `config`. `incumbent`: folder of the drafter that vLLM or SGLang serves now, for rollbacks."""
+    """Opens the servers of `config`. `incumbent`: folder of the drafter that vLLM or SGLang serves now, for
+    rollbacks."""
     if config.engine == "paceline":
         return PacelineServer(config)
     return VllmServers(config, incumbent) if config.engine == "vllm" else SglangServers(config, incumbent)
@@ -113,7 +118,9 @@ class PacelineServer:
     traces_rounds = True
 
     def __init__(self, config: DeployConfig) -> None:
-        self._client = Client(config.servers[0], config.admin_key or os.environ.get("PACELINE_ADMIN_KEY"), config.patience_s)
+        self._client = Client(
+            config.servers[0], config.admin_key or os.environ.get("PACELINE_ADMIN_KEY"), config.patience_s
+        )
         self._served_name = config.served_name
         self.undo = list[list[str | None]]()
         """["drafter", name, drafter before or None] and ["cluster", name, drafter it was routed to before or None]."""
@@ -136,7 +143,9 @@ class PacelineServer:
             if drafter == made_from or (Path(drafter).is_dir() and str(Path(drafter).resolve()) == made_from):
                 return name
         there = ", ".join(f"{name} ({made_from})" for name, made_from in members.items()) or "none"
-        raise DownloadError(f"{self._client.url} does not serve with {drafter}, but with {there}: name one with --incumbent")
+        raise DownloadError(
+            f"{self._client.url} does not serve with {drafter}, but with {there}: name one with --incumbent"
+        )
 
     def pinned(self, cluster: str) -> str | None:
         for row in self._listed("clusters"):
@@ -192,7 +201,8 @@ class PacelineServer:
             log.warning("the cluster %s is not sent back: %s", cluster, error)
 
     def _take_out(self, name: str, before: str | None) -> None:
-        """Restore the earlier drafter. If there was none, or it is refused now, remove this one: others get its requests."""
+        """Restore the earlier drafter. If there was none, or it is refused now, remove this one: others get its
+        requests."""
         if before is not None:
             try:
                 self._ask("POST", "drafters", name, {"drafter": before})
@@ -209,7 +219,9 @@ class PacelineServer:
         rows = ask(self._client, "GET", "/admin/drafters").get(kind)
         keys = {"name", "drafter", "state", "rows"} if kind == "drafters" else {"label", "pinned"}
         if not isinstance(rows, list) or not all(isinstance(row, dict) and keys <= row.keys() for row in rows):
-            raise DeployError(f"{self._client.url}/admin/drafters lists no {kind}: start a paceline server of this version")
+            raise DeployError(
+                f"{self._client.url}/admin/drafters lists no {kind}: start a paceline server of this version"
+            )
         return rows
 
     def _ask(self, method: str, kind: str, name: str, body: dict[str, Any] | None = None) -> None:

@@ -1,11 +1,12 @@
-"""Finds out why a drafter drafts badly for a target: varies its settings one at a time and ranks them by acceptance length.
+"""Finds out why a drafter drafts badly for a target: varies its settings one at a time and ranks them by acceptance
+length.
 
     requests = ask(llm, prompts)
     ranked = rank(llm, stored, requests)        # the first is the drafter unchanged
 
-A drafter that reads a wrong layer, mask token or position raises no error: it only drafts badly. The faulty setting shows when
-each is set to other plausible values. Answers are the target's own, greedy, and so do not depend on the drafter; `score`
-computes each variation's rounds exactly.
+A drafter that reads a wrong layer, mask token or position raises no error: it only drafts badly. The faulty setting
+shows when each is set to other plausible values. Answers are the target's own, greedy, and so do not depend on the
+drafter; `score` computes each variation's rounds exactly.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ MORE_PROMPTS = (
     "Summarise in two sentences why the Roman Empire fell.",
     "List five vegetables that grow in winter.",
 )
-PROMPTS = (*(json.loads(line)["prompt"] for line in BUILTIN_PROMPTS.read_text(encoding="utf-8").splitlines()), *MORE_PROMPTS)
+PROMPTS = (
+    *(json.loads(line)["prompt"] for line in BUILTIN_PROMPTS.read_text(encoding="utf-8").splitlines()),
+    *MORE_PROMPTS,
+)
 """Test prompts: questions, stories, code and sums."""
 
 
@@ -191,7 +195,9 @@ def _layer_ids(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
         ids = [layer + step for layer in stored.config.target_layer_ids]
         if min(ids) >= 0 and max(ids) < target.num_layers:
             shown = ", ".join(map(str, ids))
-            yield _with(stored, "layer ids off by one", f"target_layer_ids {shown}: they were {how}", target_layer_ids=ids)
+            yield _with(
+                stored, "layer ids off by one", f"target_layer_ids {shown}: they were {how}", target_layer_ids=ids
+            )
     num_taps = len(stored.config.target_layer_ids)
     if num_taps > 1 and (fc := stored.tensors.get("fc.weight")) is not None:
         turned = fc.unflatten(1, (num_taps, -1)).flip(1).flatten(1)
@@ -241,9 +247,15 @@ def _permuted(name: str, tensor: Tensor, order: Tensor) -> Tensor:
 
 def _windows(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
     raw, num_layers = stored.config.raw, stored.config.shape.num_layers
-    is_used, types, sliding = raw.get("use_sliding_window") is True, raw.get("layer_types"), ["sliding_attention"] * num_layers
+    is_used, types, sliding = (
+        raw.get("use_sliding_window") is True,
+        raw.get("layer_types"),
+        ["sliding_attention"] * num_layers,
+    )
     if raw.get("sliding_window"):
-        yield _with(stored, "window flag", f"use_sliding_window {str(not is_used).lower()}", use_sliding_window=not is_used)
+        yield _with(
+            stored, "window flag", f"use_sliding_window {str(not is_used).lower()}", use_sliding_window=not is_used
+        )
         if types and types != sliding:
             yield _with(stored, "window flag", "layer_types all sliding", layer_types=sliding, use_sliding_window=True)
     for causal in (False, True):
@@ -253,15 +265,23 @@ def _windows(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
 
 def _norms(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
     for step in (1, -1):
-        tensors = {name: tensor + step if name.endswith("norm.weight") else tensor for name, tensor in stored.tensors.items()}
-        change = "1 is added to the norms' weights" if step > 0 else "1 is taken from the norms' weights: it was added already"
+        tensors = {
+            name: tensor + step if name.endswith("norm.weight") else tensor for name, tensor in stored.tensors.items()
+        }
+        change = (
+            "1 is added to the norms' weights"
+            if step > 0
+            else "1 is taken from the norms' weights: it was added already"
+        )
         yield Variation("norm flags", change, replace(stored, tensors=tensors))
 
 
 def _heads(stored: StoredDrafter, target: Target) -> Iterator[Variation]:
     ids, head_VD = stored.vocabulary
     if head_VD is not None:
-        yield Variation("head", "the target's head in place of its own", replace(stored, vocabulary=Vocabulary(ids, None)))
+        yield Variation(
+            "head", "the target's head in place of its own", replace(stored, vocabulary=Vocabulary(ids, None))
+        )
     if ids is None:
         return
     yield Variation("head", "all tokens, with the target's head", replace(stored, vocabulary=Vocabulary()))
@@ -316,5 +336,7 @@ def _special_tokens(llm: LLM) -> list[int]:
     """Tokens often used as a mask: end tokens, names with "mask" or "pad", and the first id without text."""
     tokenizer = llm.tokenizer
     texts = tokenizer.backend.get_added_tokens_decoder()
-    named = [token for token, text in texts.items() if any(word in str(text).lower() for word in ("mask", "pad", "fim"))]
+    named = [
+        token for token, text in texts.items() if any(word in str(text).lower() for word in ("mask", "pad", "fim"))
+    ]
     return [*tokenizer.eos_token_ids, tokenizer.vocab_size, *named]

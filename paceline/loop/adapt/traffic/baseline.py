@@ -1,11 +1,11 @@
-"""Seasonal model of one weekly series: a level plus effects of hour of day, day of week and hour of week, shrunk towards zero
-where data is scarce.
+"""Seasonal model of one weekly series: a level plus effects of hour of day, day of week and hour of week, shrunk
+towards zero where data is scarce.
 
     log(acceptance length) = level + hour of day + day of week + hour of week + noise
 
-Effects have normal priors with known standard deviations (`SPREADS`), so a shrunk mean is the posterior mean; they are fitted
-one after the other (Gelman and Hill, chapter 12). An effect without data keeps its whole prior variance in the prediction,
-which delays alarms.
+Effects have normal priors with known standard deviations (`SPREADS`), so a shrunk mean is the posterior mean; they are
+fitted one after the other (Gelman and Hill, chapter 12). An effect without data keeps its whole prior variance in the
+prediction, which delays alarms.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """Detects a lasting drop of one hourly series below its season.
 
-    value, variance of an hour -> residual against the season -> river's detectors -> raised -> confirmed after days -> held
+    value, variance of an hour -> residual against the season -> river's detectors -> raised -> confirmed after days ->
+    held
 
-States: `learning` (no baseline yet, no alarms), `calm`, `raised` (a detector fired; the season is not updated), `held` (the
+States: `learning` (no baseline yet, no alarms), `calm`, `raised` (a detector fired; the season is not updated), `held`
+(the
 alarm is confirmed: action is needed).
 
-Thresholds come from theory, not from the scenarios of `world.py`. Residuals are in standard deviations, clipped at `CLIP`.
-Page-Hinkley with allowance k = 0.5 and threshold h = 8 gives one false alarm in exp(2k(h + 1.17)) / (2 k^2) hours, 19,000 per
-series (Siegmund, Sequential Analysis, 1985, 2.5), and detects a drop of three standard deviations in about four hours. ADWIN
-(Bifet and Gavalda, 2007) with its authors' delta of 0.002 detects slower or smaller drops.
+Thresholds come from theory, not from the scenarios of `world.py`. Residuals are in standard deviations, clipped at
+`CLIP`. Page-Hinkley with allowance k = 0.5 and threshold h = 8 gives one false alarm in exp(2k(h + 1.17)) / (2 k^2)
+hours, 19,000 per series (Siegmund, Sequential Analysis, 1985, 2.5), and detects a drop of three standard deviations in
+about four hours. ADWIN (Bifet and Gavalda, 2007) with its authors' delta of 0.002 detects slower or smaller drops.
 """
 
 from __future__ import annotations
@@ -121,8 +123,8 @@ class Series:
             self.state, self.held_at = "held", hour
 
     def _judge(self, day: list[Residual]) -> Literal["lasts", "undecided", "lapsed"]:
-        """Judge a day by its mean, so that each hour counts the same, and by its median: a short incident, however deep, is no
-        drift."""
+        """Judge a day by its mean, so that each hour counts the same, and by its median: a short incident, however
+        deep, is no drift."""
         mean = sum(residual.value for residual in day) / len(day)
         own = self._inflation * sum(residual.variance for residual in day) / len(day) ** 2
         error = math.sqrt(own + self.season.shared_variance(day[0].hour))
@@ -198,7 +200,10 @@ class Series:
         self.spread = max(1.0, self.spread + (ratio - self.spread) / MEMORY_HOURS)
         scaled = max(-CLIP, min(CLIP, residual / math.sqrt(variance)))
         keep = 1 - 1 / MEMORY_HOURS
-        self._products = (keep * self._products[0] + scaled * self._previous, keep * self._products[1] + scaled * scaled)
+        self._products = (
+            keep * self._products[0] + scaled * self._previous,
+            keep * self._products[1] + scaled * scaled,
+        )
         self._previous = scaled
         self.correlation = min(max(self._products[0] / (self._products[1] + 1.0), 0.0), MOST_CORRELATION)
 

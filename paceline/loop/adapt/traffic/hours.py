@@ -1,7 +1,7 @@
 """Sums of tokens and rounds over an hour's requests; every figure of adaptation is computed from them.
 
-Acceptance length is a ratio of sums, sum of tokens / sum of rounds. Requests differ, so its standard error is that of a ratio
-estimator over requests (Cochran, Sampling Techniques, 6.3), not of single rounds. It needs six sums.
+Acceptance length is a ratio of sums, sum of tokens / sum of rounds. Requests differ, so its standard error is that of a
+ratio estimator over requests (Cochran, Sampling Techniques, 6.3), not of single rounds. It needs six sums.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ HOUR_S = _hour_s()
 DAY, WEEK = 24, 168
 """Hours. Hour numbers count from 1970-01-01 00:00 UTC, a Thursday."""
 PRIOR_REQUESTS, PRIOR_VARIANCE = 4.0, 0.1
-"""Prior of an hour's variance: this many requests with this relative variance, since few requests cannot estimate it."""
+"""Prior of an hour's variance: this many requests with this relative variance, since few requests cannot estimate
+it."""
 
 
 @dataclass(frozen=True, slots=True)

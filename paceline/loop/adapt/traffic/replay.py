@@ -3,10 +3,10 @@
     paceline adapt replay --scenario two-bases --policy seasonal --seeds 200
     paceline adapt replay --traces traces --policy seasonal
 
-A training takes `world.TRAINING_HOURS` and changes the synthetic traffic; a proposed drafter is trained and serves its cluster;
-stored traffic never changes. The seasonal policy trains on the traffic since an alarm fired, the naive one on the traffic
-during the training. `net_tokens_per_round` charges trainings: their hours, on a machine like the server's, are spread over the
-tokens served.
+A training takes `world.TRAINING_HOURS` and changes the synthetic traffic; a proposed drafter is trained and serves its
+cluster; stored traffic never changes. The seasonal policy trains on the traffic since an alarm fired, the naive one on
+the traffic during the training. `net_tokens_per_round` charges trainings: their hours, on a machine like the server's,
+are spread over the tokens served.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from paceline.runs.folder import write_whole
 Policy = NaivePolicy | SeasonalPolicy
 FOUR_WEEKS = 28 * DAY
 GRACE = 2 * DAY
-"""Hours after the end of a drift in which an alarm still counts as true. An alarm that fired in the day before the drift
-counts, too: it was confirmed only because of hours after the drift began."""
+"""Hours after the end of a drift in which an alarm still counts as true. An alarm that fired in the day before the
+drift counts, too: it was confirmed only because of hours after the drift began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ def run(
     return {"scenario": config.scenario, "policy": config.policy, "seeds": config.seeds, **summary(outcomes)}
 
 
-def fortnight(world: World, policy: Policy, tell: Callable[[Line], Any] = lambda line: None) -> Outcome:
-    """Replays a policy on a synthetic fortnight; `tell` is called with every hour's line."""
+def fortnight(world: World, policy: Policy, report: Callable[[Line], Any] = lambda line: None) -> Outcome:
+    """Replays a policy on a synthetic fortnight; `report` receives every hour's line."""
     is_seasonal = isinstance(policy, SeasonalPolicy)
     window: tuple[int, int] | None = None  # hours that the training in progress uses
     ends, is_member, clusters = 0, False, tuple[str, ...]()
@@ -97,7 +97,7 @@ def fortnight(world: World, policy: Policy, tell: Callable[[Line], Any] = lambda
             window = None
             policy.trained(world.first + at - 1, clusters, float(TRAINING_HOURS))
         line = policy.hour(world.first + at, world.traffic(at))
-        tell(line)
+        report(line)
         alarms += [raised - world.first for _, raised in line.raised]
         proposed += (is_proposed := line.decision.action == "propose")
         if line.decision.action in ("retrain", "propose"):

@@ -3,9 +3,9 @@
     hours, left_out = read_hours(Path("traces"))
     requests, left_out = read_requests(Path("traces"), cluster="tickets", since=hour)
 
-A trace's cluster is its `cluster`, else its tag, else "default". Only rounds in which drafts were verified count: whether any
-are verified is the planner's choice. A prompt counts at most MOST_REPEATS times an hour, so that no client dominates by
-repeating itself.
+A trace's cluster is its `cluster`, else its tag, else "default". Only rounds in which drafts were verified count:
+whether any are verified is the planner's choice. A prompt counts at most MOST_REPEATS times an hour, so that no client
+dominates by repeating itself.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def hours_of(folder: Path) -> Iterator[tuple[int, dict[str, Sums]]]:
         yield number, hours.get(number, {})
 
 
-def read_hours(folder: Path, since: int = 0, now: float | None = None) -> tuple[dict[int, dict[str, Sums]], Counter[str]]:
+def read_hours(
+    folder: Path, since: int = 0, now: float | None = None
+) -> tuple[dict[int, dict[str, Sums]], Counter[str]]:
     """Returns {hour: {cluster: sums}} of hours from `since` on, and the number of traces left out by reason.
 
     Raises ConfigError if the folder does not exist; a damaged shard is only left out."""
@@ -102,8 +104,9 @@ def read_requests(
 ) -> tuple[list[Request], Counter[str]]:
     """Returns requests of hours [since, until), of one cluster or all, and the number of traces left out by reason.
 
-    A request without a temperature gets the server's default settings `usual` ({"temperature": 0.6, "top_p": 0.95}), unless its
-    own settings say otherwise. Without `usual` it is left out, or kept if not `exact`: then it can only be trained on."""
+    A request without a temperature gets the server's default settings `usual` ({"temperature": 0.6, "top_p": 0.95}),
+    unless its own settings say otherwise. Without `usual` it is left out, or kept if not `exact`: then it can only be
+    trained on."""
     requests: list[Request] = []
     left_out, seen = Counter[str](), Counter[tuple[int, str]]()
     for row in _rows(folder, _REQUEST, left_out, since * HOUR_S):
@@ -129,7 +132,8 @@ def read_requests(
 
 
 def params_of(text: str | None, usual: Mapping[str, Any] | None = None) -> SamplingParams:
-    """Parses the `sampling` column of `serve/admin/traces.py`: the settings that differ from the defaults or from `usual`."""
+    """Parses the `sampling` column of `serve/admin/traces.py`: the settings that differ from the defaults or from
+    `usual`."""
     values: dict[str, Any] = {**(usual or {}), **json.loads(text or "{}")}
     if bias := values.get("logit_bias"):
         values["logit_bias"] = {int(token): float(number) for token, number in bias.items()}
@@ -175,7 +179,9 @@ def _is_text(kind: pa.DataType) -> bool:
 
 def _is_list(kind: pa.DataType) -> bool:
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return pa.types.is_null(kind) or (is_list and (pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type)))
+    return pa.types.is_null(kind) or (
+        is_list and (pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type))
+    )
 
 
 _TYPES: Mapping[str, Callable[[pa.DataType], bool]] = {

@@ -4,14 +4,14 @@ Every request has an answer length and an acceptance probability of its own; its
 
     requests per hour         Poisson; rate x daily curve x weekday x AR(1) of log-sd 0.15
     answer length             log-normal, median 120 tokens, log-sd 0.7, 8 to 1,024
-    acceptance probability    the cluster's, with sd 0.06 over requests; the cluster's follows an AR(1), log-sd 0.015 an hour
-    acceptance length         (1 - p^8) / (1 - p): blocks of 7 drafts; 1.5 at p = 0.35, 4.8 at p = 0.85
-    rounds of an answer       1 + binomial(length - 1, 1 / acceptance length)
+    acceptance probability    the cluster's, with sd 0.06 over requests; the cluster's follows an AR(1), log-sd 0.015 an
+    hour acceptance length         (1 - p^8) / (1 - p): blocks of 7 drafts; 1.5 at p = 0.35, 4.8 at p = 0.85 rounds of
+    an answer       1 + binomial(length - 1, 1 / acceptance length)
 
-A drafter fits a cluster with `fit` from 0 to 1; p = 0.35 + 0.5 x fit. Content has a position that may move: fit decays with
-exp(-distance) from the position of the training data. A cluster with a drafter of its own uses that one. A training takes two
-hours; with a replay of general answers it keeps earlier fits, without replay only the window counts. Fortnights begin on any
-day of the week.
+A drafter fits a cluster with `fit` from 0 to 1; p = 0.35 + 0.5 x fit. Content has a position that may move: fit decays
+with exp(-distance) from the position of the training data. A cluster with a drafter of its own uses that one. A
+training takes two hours; with a replay of general answers it keeps earlier fits, without replay only the window counts.
+Fortnights begin on any day of the week.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from paceline.loop.adapt.traffic.hours import DAY, Sums
 
 LEAST_CHANCE, MOST_CHANCE, NUM_DRAFTED = 0.35, 0.85, 7
 TRAINED_FIT, ENOUGH_SHARE, KEPT = 0.85, 0.1, 0.97
-"""Fit after training with share s of the data: TRAINED_FIT s / (s + ENOUGH_SHARE). With replay at least KEPT of the old fit."""
+"""Fit after training with share s of the data: TRAINED_FIT s / (s + ENOUGH_SHARE). With replay at least KEPT of the old
+fit."""
 TRAINING_HOURS = 2
 MATERIAL = 0.05
 """Share of true acceptance length that a drift must cost to count as begun."""
@@ -162,8 +163,8 @@ class World:
 
 
 def tokens_per_round(chance: np.ndarray) -> np.ndarray:
-    """Expected acceptance length for blocks of NUM_DRAFTED drafts; a draft is accepted with this probability if all earlier
-    ones are."""
+    """Expected acceptance length for blocks of NUM_DRAFTED drafts; a draft is accepted with this probability if all
+    earlier ones are."""
     return (1 - chance ** (NUM_DRAFTED + 1)) / (1 - chance)
 
 
@@ -194,7 +195,9 @@ def make_world(scenario: str, seed: int, days: int) -> World:
         home = Source("home", 60, 0.4, _day_curve(first, 0.4, weekend=1.8))
         return World([work, home], **options)
     if scenario == "noise":
-        sources = [Source(name, 25, fit, _day_curve(first, 0.6)) for name, fit in (("one", 0.7), ("two", 0.5), ("three", 0.3))]
+        sources = [
+            Source(name, 25, fit, _day_curve(first, 0.6)) for name, fit in (("one", 0.7), ("two", 0.5), ("three", 0.3))
+        ]
         return World(sources, content_sd=0.06, shocks=0.01, **options)
     if scenario != "empty-day":
         raise ConfigError(f"there is no scenario {scenario!r}: there are {', '.join(SCENARIOS)}")

@@ -3,12 +3,13 @@
     python -I -S jail.py < job.json          prints the result as one JSON object
 
     launcher      creates user, mount, process, network, IPC and host-name namespaces; dies with its parent process
-      warden      process 1 of the namespace: read-only bind mounts and a small /tmp, no network; enforces time and memory
+      warden      process 1 of the namespace: read-only bind mounts and a small /tmp, no network; enforces time and
+      memory
         answer    no privileges, no inherited environment or files, kernel limits (setrlimit), a system call filter
 
-The kernel kills all processes of the namespace when the warden ends. Without namespaces the launcher acts as the warden,
-Landlock restricts the answer to its folder, and the filter allows threads but no processes. Sources: namespaces(7),
-pivot_root(2), mount_setattr(2), landlock(7), seccomp(2), capset(2).
+The kernel kills all processes of the namespace when the warden ends. Without namespaces the launcher acts as the
+warden, Landlock restricts the answer to its folder, and the filter allows threads but no processes. Sources:
+namespaces(7), pivot_root(2), mount_setattr(2), landlock(7), seccomp(2), capset(2).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 MOUNT_SETATTR, CLONE3, CLONE_THREAD = 442, 435, 0x10000
 LANDLOCK, LANDLOCK_ABI = (444, 445, 446), 3
-"""System calls landlock_create_ruleset, _add_rule, _restrict_self; and the least ABI version (Linux 6.2: truncation)."""
+"""System calls landlock_create_ruleset, _add_rule, _restrict_self; and the least ABI version (Linux 6.2:
+truncation)."""
 FS_READ, FS_FILE, FS_ALL = 0b1101, 0b1100000000000111, 0b1111111111111111
 """Landlock access rights: execute and read; all rights of files; all rights."""
 NOBODY = 65534
@@ -128,7 +130,8 @@ def _map_for(process: int, ready: int, written: int) -> None:
 
 
 def build_tree(job: Job) -> None:
-    """Mounts the file tree: the readable folders, four devices, a /proc of this namespace, and a /tmp of bounded size."""
+    """Mounts the file tree: the readable folders, four devices, a /proc of this namespace, and a /tmp of bounded
+    size."""
     root, limits = job["root"], job["limits"]
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=2048,mode=755")
@@ -138,7 +141,9 @@ def build_tree(job: Job) -> None:
         _bind(root, f"/dev/{name}", ATTR_RDONLY | ATTR_NOSUID | ATTR_NOEXEC)
     for name in ("tmp", "proc"):
         os.makedirs(f"{root}/{name}", exist_ok=True)
-    mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={limits['disk_bytes']},nr_inodes=1024,mode=1777")
+    mount(
+        "tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={limits['disk_bytes']},nr_inodes=1024,mode=1777"
+    )
     try:
         mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "subset=pid")
     except SetupError:  # older than Linux 5.8
@@ -168,7 +173,8 @@ def _bind(root: str, path: str, attributes: int) -> None:
 
 
 def fence(job: Job) -> None:
-    """Restricts file access by Landlock, for use without namespaces: read the readable folders, write the answer's folder."""
+    """Restricts file access by Landlock, for use without namespaces: read the readable folders, write the answer's
+    folder."""
     abi = libc.syscall(LANDLOCK[0], None, ctypes.c_size_t(0), 1)
     if abi < LANDLOCK_ABI:
         raise SetupError(1, f"Landlock of version {abi}, {LANDLOCK_ABI} is needed")
@@ -200,7 +206,10 @@ def filter_calls(job: Job) -> None:
     lines += [(greater, 0, 1, 0x40000000), (end, 0, 0, unknown)]  # x32's numbers
     for number in calls["refused"]:
         lines += [(equal, 0, 1, number), (end, 0, 0, refuse)]
-    lines += [(equal, 0, 1, CLONE3), (end, 0, 0, unknown)]  # a filter cannot read its flags; libraries fall back to clone
+    lines += [
+        (equal, 0, 1, CLONE3),
+        (end, 0, 0, unknown),
+    ]  # a filter cannot read its flags; libraries fall back to clone
     cloning = [(load, 0, 0, 16), (test, 0, 1, NEW_ANY), (end, 0, 0, refuse)]
     cloning += [] if job["namespaces"] else [(test, 1, 0, CLONE_THREAD), (end, 0, 0, refuse)]
     lines += [(equal, 0, len(cloning), calls["clone"]), *cloning, (end, 0, 0, allow)]
@@ -230,7 +239,9 @@ def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) 
     for name, value in (
         ("CPU", limits["cpu_s"]),
         ("AS", limits["memory_bytes"]),
-        *((("NPROC", limits["processes"]),) if job["namespaces"] else ()),  # without, it counts all the user's processes
+        *(
+            (("NPROC", limits["processes"]),) if job["namespaces"] else ()
+        ),  # without, it counts all the user's processes
         ("FSIZE", limits["disk_bytes"]),
         ("NOFILE", limits["open_files"]),
         ("CORE", 0),
@@ -244,7 +255,9 @@ def become_answer(job: Job, is_root: bool, word: int, result: int, errors: int) 
     if not job["namespaces"]:
         fence(job)
     filter_calls(job)
-    os.execve(job["python"], [job["python"], "-I", "-B", "-c", RUNNER, str(result)], {"PATH": "/usr/bin", "LC_ALL": "C.UTF-8"})
+    os.execve(
+        job["python"], [job["python"], "-I", "-B", "-c", RUNNER, str(result)], {"PATH": "/usr/bin", "LC_ALL": "C.UTF-8"}
+    )
 
 
 class Warden:
@@ -330,7 +343,8 @@ class Warden:
         return None
 
     def _look(self, answer: int) -> None:
-        """Updates peak memory and CPU time of all processes in the namespace; without namespaces, of the answer's process."""
+        """Updates peak memory and CPU time of all processes in the namespace; without namespaces, of the answer's
+        process."""
         num_bytes, ticks = 0, 0
         for name in os.listdir("/proc") if self.job["namespaces"] else (str(answer),):
             if not name.isdecimal() or name == "1":

@@ -2,12 +2,12 @@
 
     Sandbox().run("assert 1 + 1 == 2")          # Ran(outcome="passed", wall_s=..., cpu_s=..., peak_bytes=...)
 
-`jail.py` implements it with Linux namespaces, a system call filter and kernel limits. Where namespaces are refused, as in most
-containers, Landlock and a stricter filter replace them, and the code cannot start processes. Without either, `SandboxError` is
-raised; `unsafe` then runs trusted code with limits of time and memory only.
+`jail.py` implements it with Linux namespaces, a system call filter and kernel limits. Where namespaces are refused, as
+in most containers, Landlock and a stricter filter replace them, and the code cannot start processes. Without either,
+`SandboxError` is raised; `unsafe` then runs trusted code with limits of time and memory only.
 
-Answer and tests share a process, so a malicious answer can fake a pass: the sandbox protects the machine, not the score. An
-answer that calls `os._exit` or `sys.exit` does not pass.
+Answer and tests share a process, so a malicious answer can fake a pass: the sandbox protects the machine, not the
+score. An answer that calls `os._exit` or `sys.exit` does not pass.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Ran:
     """Result of one run of code."""
 
     outcome: Outcome
-    """"passed": ran to its end. "ended": an error, a failed test, or an early exit. "time", "cpu", "memory", "disk": exceeded
+    """"passed": ran to its end. "ended": an error, a failed test, or an early exit. "time", "cpu", "memory", "disk":
+    exceeded
     that limit. "killed": killed from outside. "setup": the sandbox could not be set up."""
     stderr: str = ""
     """End of its stderr; untrusted text."""
@@ -146,7 +147,10 @@ def _calls(kind: Kind) -> dict[str, Any]:
     table = json.loads(CALLS.read_text(encoding="utf-8"))
     if platform.machine() not in table:
         return {}
-    own, names = table[platform.machine()], ["refused"] if kind == "namespaces" else ["refused", "refused_without_namespaces"]
+    own, names = (
+        table[platform.machine()],
+        ["refused"] if kind == "namespaces" else ["refused", "refused_without_namespaces"],
+    )
     refused = [number for part in (own, table["everywhere"]) for name in names for number in part[name].values()]
     return {"refused": refused, **{name: own[name] for name in ("arch", "clone", "pivot_root")}}
 
@@ -161,7 +165,10 @@ def _probed(sandbox: Sandbox) -> tuple[Kind, str]:
             return kind, ""
         reasons.append(f"{kind}: {ran.why}")
     return "none", (
-        f"code of a model cannot be kept apart from this machine ({'; '.join(reasons)}): run it on Linux 5.12 or newer where "
-        "user namespaces are allowed (sysctl kernel.unprivileged_userns_clone=1; in Docker --security-opt seccomp=unconfined), "
-        "or on 6.2 or newer with Landlock (as root with a Python that all users may run), or add --unsafe-code if you trust it"
+        f"code of a model cannot be kept apart from this machine ({'; '.join(reasons)}): run it on Linux 5.12 or "
+        "newer where "
+        "user namespaces are allowed (sysctl kernel.unprivileged_userns_clone=1; in Docker --security-opt "
+        "seccomp=unconfined), "
+        "or on 6.2 or newer with Landlock (as root with a Python that all users may run), or add --unsafe-code if you "
+        "trust it"
     )

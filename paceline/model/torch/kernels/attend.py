@@ -1,8 +1,9 @@
-"""Attention of recorded passes with lengths on the device: a Triton kernel on CUDA, and an equivalent PyTorch function (twin).
+"""Attention of recorded passes with lengths on the device: a Triton kernel on CUDA, and an equivalent PyTorch function
+(twin).
 
-A pass has J tokens for each of the cache rows 0..B-1. Lengths and visibility among new tokens are read on the device, so that
-one recorded pass serves every length and does work proportional to it. The kernel splits each row's positions among programs
-and combines their partial results (Flash-Decoding).
+A pass has J tokens for each of the cache rows 0..B-1. Lengths and visibility among new tokens are read on the device,
+so that one recorded pass serves every length and does work proportional to it. The kernel splits each row's positions
+among programs and combines their partial results (Flash-Decoding).
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ _LOADED = 64 * 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sight:
-    """Cache positions that the tokens of a pass attend to, on the device: all before their row's start and, of the J new
-    tokens, those in `bits_BJ`, or causally earlier ones, or all. New tokens beyond the row's own count are never visible."""
+    """Cache positions that the tokens of a pass attend to, on the device: all before their row's start and, of the J
+    new tokens, those in `bits_BJ`, or causally earlier ones, or all. New tokens beyond the row's own count are never
+    visible."""
 
     starts_B: Tensor
     counts_B: Tensor
@@ -81,8 +83,8 @@ def twin(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: 
 def attend(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores = PLAIN) -> Tensor:
     """Attention output [B * J, heads * head_dim] of queries [B * J, heads, head_dim], row after row.
 
-    keys, values: one layer of the cache, [rows, kv_heads, positions, head_dim], with new tokens already written; rows 0..B-1
-    are read. A token without visible positions yields zeros.
+    keys, values: one layer of the cache, [rows, kv_heads, positions, head_dim], with new tokens already written; rows
+    0..B-1 are read. A token without visible positions yields zeros.
     """
     if not available.can_use(query_THD.device):
         return twin(query_THD, keys, values, sight, scores)
@@ -124,7 +126,9 @@ class Tiles:
 @cache
 def _shared_bytes(device: torch.device) -> int:
     """Bytes of shared memory per program; an H100's without a GPU, as under Triton's interpreter."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else H100_SHARED
+    return (
+        torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else H100_SHARED
+    )
 
 
 def run_kernels(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, scores: Scores) -> Tensor:
@@ -145,7 +149,8 @@ def run_kernels(query_THD: Tensor, keys: Tensor, values: Tensor, sight: Sight, s
     shape = {"GROUP": group, "HEAD": head_dim, "BLOCK_D": tiles.channels, **available.overlap_options(query_THD.device)}
     with torch.cuda.device_of(query_THD):
         launched.attend_split[-(-stacked // tiles.members), splits, pairs](
-            query_THD, keys, values, sight.starts_B, sight.counts_B, sight.depths_BJ, sight.bits_BJ, sums, weights, maxima,
+            query_THD, keys, values, sight.starts_B, sight.counts_B, sight.depths_BJ, sight.bits_BJ, sums, weights,
+            maxima,
             count, kv_heads, *query_THD.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
             head_dim**-0.5 if scores.scale is None else scores.scale, scores.cap, sight.window or 0,
             **shape, BLOCK_M=tiles.members, BLOCK_N=tiles.keys, HAS_BITS=sight.bits_BJ is not None,

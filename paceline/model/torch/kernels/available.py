@@ -1,4 +1,5 @@
-"""Decides where the Triton kernels run: NVIDIA GPUs of Ampere or later on which Triton can compile and start a kernel."""
+"""Decides where the Triton kernels run: NVIDIA GPUs of Ampere or later on which Triton can compile and start a
+kernel."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def _starts_kernels(index: int) -> bool:
         return starts(index)
     except Exception as error:  # noqa: BLE001 Triton raises what its compiler, its driver and the C compiler raise
         log.warning(
-            "Triton starts no kernel on cuda:%d (%s: %s): PyTorch's operations run in their place, slower. Most often a C "
+            "Triton starts no kernel on cuda:%d (%s: %s): PyTorch's operations run in their place, slower. Most often "
+            "a C "
             "compiler (gcc) or Python's headers (python3-dev) are missing",
             index, type(error).__name__, error,
         )  # fmt: skip

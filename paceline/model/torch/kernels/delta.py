@@ -1,7 +1,7 @@
 """Gated delta nets in passes of fixed shape: Triton kernels that read lengths on the device.
 
-Their PyTorch equivalent is `paceline.model.torch.delta_net.DeltaNet` with a stage of maximum lengths (`FixedStage.whole`).
-Kernels sum in another order; they compute in float32 and round to the dtype at the same points.
+Their PyTorch equivalent is `paceline.model.torch.delta_net.DeltaNet` with a stage of maximum lengths
+(`FixedStage.whole`). Kernels sum in another order; they compute in float32 and round to the dtype at the same points.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ def recur(
     eps: float,
     unit_eps: float,
 ) -> Tensor:
-    """Gated outputs [T, values] from the fused product of a layer's inputs, in four launches; updates state and pending window.
+    """Gated outputs [T, values] from the fused product of a layer's inputs, in four launches; updates state and pending
+    window.
 
-    fused_TX: concatenated convolution inputs, gates, and each head's logits of beta and steps of decay. eps: for the output
+    fused_TX: concatenated convolution inputs, gates, and each head's logits of beta and steps of decay. eps: for the
+    output
     norm; unit_eps: for the normalisation of queries and keys. Padding tokens yield zeros.
     """
     check_contiguous(fused_TX, *weights, *memory.tensors(), stage.bits_BJ, stage.depths_BJ)

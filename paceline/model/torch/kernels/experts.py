@@ -1,8 +1,8 @@
 """Mixtures of experts in passes of fixed shape: routing and products without device-to-host copies.
 
-On CUDA, kernels of `model/torch/kernels/triton/experts.py` compute only the selected experts and read each of their matrices
-once for up to FEW tokens. Their PyTorch twins compute all experts for all tokens. A token's experts are summed in ascending
-order, so that results are reproducible bit by bit.
+On CUDA, kernels of `model/torch/kernels/triton/experts.py` compute only the selected experts and read each of their
+matrices once for up to FEW tokens. Their PyTorch twins compute all experts for all tokens. A token's experts are summed
+in ascending order, so that results are reproducible bit by bit.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def route(logits_TE: Tensor, per_token: int, is_normed: bool, live_T: Tensor | N
     return weights_TK, chosen_TK
 
 
-def mix_twin(inputs_TD: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
+def mix_twin(
+    inputs_TD: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], weights_TK: Tensor, chosen_TK: Tensor
+) -> Tensor:
     """Weighted sum [T, D] of the outputs of each token's experts, in the inputs' dtype; zeros for index -1."""
     outputs_ETD = torch.stack([expert(inputs_TD) for expert in experts])
     token_T = torch.arange(len(inputs_TD), device=inputs_TD.device)

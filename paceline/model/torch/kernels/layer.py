@@ -1,8 +1,8 @@
 """Small operations of a decoder layer in one launch each, on CUDA: residual addition and norms, heads, gated product.
 
-Each function launches a kernel of `model/torch/kernels/triton/layer.py`; its PyTorch twin is the reference. Kernels round to
-the tensors' dtype at the same points; sums of squares use another order, and exponentials differ in the last bits of float32.
-They have no gradients.
+Each function launches a kernel of `model/torch/kernels/triton/layer.py`; its PyTorch twin is the reference. Kernels
+round to the tensors' dtype at the same points; sums of squares use another order, and exponentials differ in the last
+bits of float32. They have no gradients.
 """
 
 from __future__ import annotations
@@ -126,8 +126,10 @@ def heads(
 ) -> Tensor:
     """Queries [T, num_heads, size] of a fused product, normed and rotated; writes keys and values to the cache.
 
-    fused_TX: heads of queries, keys and values, then any other columns. keys, values: a layer of the cache [rows, kv_heads,
-    positions, size]. norm: one weight row per query and key head; `is_whole`: one norm over all queries and one over all keys.
+    fused_TX: heads of queries, keys and values, then any other columns. keys, values: a layer of the cache [rows,
+    kv_heads,
+    positions, size]. norm: one weight row per query and key head; `is_whole`: one norm over all queries and one over
+    all keys.
     tables: cosines and signed sines of the tokens' positions (`Rope.tables`). The twin is
     `paceline.model.torch.heads.heads_twin`.
     """
@@ -136,7 +138,9 @@ def heads(
     cos, sin = (fused_TX, fused_TX) if tables is None else tables
     check_contiguous(fused_TX, cos, sin, *places)
     if keys.stride() != values.stride() or keys.stride(3) != 1:
-        raise ValueError(f"keys and values must lie alike, heads in one piece, not {keys.stride()} and {values.stride()}")
+        raise ValueError(
+            f"keys and values must lie alike, heads in one piece, not {keys.stride()} and {values.stride()}"
+        )
     query_THD = fused_TX.new_empty(len(fused_TX), num_heads, size)
     whole_block = next_power(max(num_heads, num_kv_heads) * size) if is_whole else 1
     _launch(
@@ -181,7 +185,9 @@ def check_contiguous(*tensors: Tensor) -> None:
     """Raises ValueError for a tensor that is not contiguous."""
     for tensor in tensors:
         if not tensor.is_contiguous():
-            raise ValueError(f"a kernel's input must be contiguous, not {tuple(tensor.shape)} with strides {tensor.stride()}")
+            raise ValueError(
+                f"a kernel's input must be contiguous, not {tuple(tensor.shape)} with strides {tensor.stride()}"
+            )
 
 
 def next_power(size: int) -> int:

@@ -1,7 +1,7 @@
 """Products of a few tokens with a matrix on CUDA, limited only by reading the matrix, unlike cuBLAS's.
 
-Each function launches the kernel of `model/torch/kernels/triton/skinny.py`; its twin is PyTorch's product. Sums use another
-order, so results differ from the twin's in the last bits, and one token's from those of several.
+Each function launches the kernel of `model/torch/kernels/triton/skinny.py`; its twin is PyTorch's product. Sums use
+another order, so results differ from the twin's in the last bits, and one token's from those of several.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ TILES = {
     (False, False): Tile(16, 256, 2, 4),
     (False, True): Tile(16, 256, 4, 4),
 }
-"""Tile by (single token, gated product); the best of five to seven candidates each on an H100 (docs/project/log/2026-11.md)."""
+"""Tile by (single token, gated product); the best of five to seven candidates each on an H100
+(docs/project/log/2026-11.md)."""
 
 
 def tile_of(num_tokens: int, size: int, inner: int, is_gated: bool) -> Tile | None:
@@ -59,8 +60,8 @@ def can_run(inputs_TD: Tensor, weight: Tensor, is_gated: bool = False) -> bool:
 
 
 def product_twin(inputs_TD: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
-    """inputs [..., D] times the matrix [N, D], plus its bias. With `activation`, one of GATED: activation(gate) * up for both
-    halves of the product."""
+    """inputs [..., D] times the matrix [N, D], plus its bias. With `activation`, one of GATED: activation(gate) * up
+    for both halves of the product."""
     product = F.linear(inputs_TD, weight, bias)
     return product if activation is None else gated_twin(product, activation)
 

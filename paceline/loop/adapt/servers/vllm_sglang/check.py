@@ -1,13 +1,13 @@
 """Checks whether another engine drafts as trained: compares its acceptance length on twenty prompts with paceline's.
 
     prompts = prompt_ids(model)
-    expected = brings(model, given.folder, given.num_drafted, prompts)       # in a separate process, which frees its memory
-    Comparison(expected, served("vllm", client, name, prompts)).is_low
+    expected = brings(model, given.folder, given.num_drafted, prompts)       # in a separate process, which frees its
+    memory Comparison(expected, served("vllm", client, name, prompts)).is_low
 
-The prompts are those of `paceline inspect`, greedy, one after the other. Paceline measures the same folder with the same number
-of drafts per round. The engine's acceptance length comes from vLLM's counters before and after, or from the rounds that SGLang
-reports with each answer. An engine that reads a layer, mask token or position differently raises no error: its drafts are
-rejected, which shows here.
+The prompts are those of `paceline inspect`, greedy, one after the other. Paceline measures the same folder with the
+same number of drafts per round. The engine's acceptance length comes from vLLM's counters before and after, or from the
+rounds that SGLang reports with each answer. An engine that reads a layer, mask token or position differently raises no
+error: its drafts are rejected, which shows here.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def served(engine: str, client: Client, name: str, prompts: list[list[int]]) -> 
     Raises DownloadError if it does not answer, or counts no round with drafts."""
     length = _on_vllm(client, name, prompts) if engine == "vllm" else _on_sglang(client, prompts)
     if length is None:
-        raise DownloadError(f"{client.url} counts no round with drafts: is speculation on? See what it said when it started")
+        raise DownloadError(
+            f"{client.url} counts no round with drafts: is speculation on? See what it said when it started"
+        )
     return length
 
 
@@ -87,7 +89,12 @@ def _on_vllm(client: Client, name: str, prompts: list[list[int]]) -> float | Non
     meters = Meters({client.url: {}})
     before = meters.read([client], None)
     for prompt in prompts:
-        ask(client, "POST", "/v1/completions", {"model": name, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0})
+        ask(
+            client,
+            "POST",
+            "/v1/completions",
+            {"model": name, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0},
+        )
     return tokens_per_round(before, meters.read([client], None))
 
 
@@ -96,7 +103,9 @@ def _on_sglang(client: Client, prompts: list[list[int]]) -> float | None:
     tokens = rounds = 0
     for prompt in prompts:
         sampling = {"temperature": 0, "max_new_tokens": MAX_TOKENS}
-        info = ask(client, "POST", "/generate", {"input_ids": prompt, "sampling_params": sampling}).get("meta_info") or {}
+        info = (
+            ask(client, "POST", "/generate", {"input_ids": prompt, "sampling_params": sampling}).get("meta_info") or {}
+        )
         rounds += int(info.get("spec_verify_ct") or 0)
         tokens += max(int(info.get("completion_tokens") or 0) - 1, 0)
     return tokens / rounds if rounds else None

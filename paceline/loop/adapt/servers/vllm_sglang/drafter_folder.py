@@ -9,8 +9,8 @@
 | DFlash | method dflash, K drafts | DFLASH, a block of K + 1 |
 | EAGLE-3 | method eagle3, K drafts | EAGLE3, K steps, one branch, K + 1 tokens |
 
-8-bit weights are expanded to dense. A draft vocabulary goes to vLLM in the `speculators` format; for SGLang it is left out, and
-the drafter drafts among all tokens. A speculators folder that vLLM would misread is converted. Details:
+8-bit weights are expanded to dense. A draft vocabulary goes to vLLM in the `speculators` format; for SGLang it is left
+out, and the drafter drafts among all tokens. A speculators folder that vLLM would misread is converted. Details:
 `docs/how-to/vllm-sglang.md`.
 """
 
@@ -46,7 +46,15 @@ COMMANDS = {"vllm": "vllm serve", "sglang": f"{sys.executable} -m sglang.launch_
 EAGLE3_DRAFTS = 5
 """Default drafts per round, as in paceline's own engine."""
 OURS = {
-    "vllm": ("--speculative-config", "--speculative_config", "-sc", "--model", "--port", "--host", "--served-model-name"),
+    "vllm": (
+        "--speculative-config",
+        "--speculative_config",
+        "-sc",
+        "--model",
+        "--port",
+        "--host",
+        "--served-model-name",
+    ),
     "sglang": (
         "--speculative-algorithm",
         "--speculative-draft-model-path",
@@ -92,8 +100,14 @@ class Start:
         refuse(
             ConfigError,
             (bool(taken), f"{taken[0] if taken else ''} is made here for {self.engine}: leave it out behind --"),
-            (self.model in BUILTINS, f"{self.engine} does not read the built-in {self.model}: give the original's hub id"),
-            (self.drafter in DRAFTERS, f"{self.engine} has no drafter {self.drafter!r} of ours: give --drafter a folder"),
+            (
+                self.model in BUILTINS,
+                f"{self.engine} does not read the built-in {self.model}: give the original's hub id",
+            ),
+            (
+                self.drafter in DRAFTERS,
+                f"{self.engine} has no drafter {self.drafter!r} of ours: give --drafter a folder",
+            ),
         )
 
     @property
@@ -127,20 +141,24 @@ def sizes_of(model: str) -> ConfigSizes:
     """Reads only the config, no weights. Raises ModelNotFoundError, ModelFileError, UnsupportedModelError."""
     path = light_folder(model)
     if is_gguf(path):
-        raise UnsupportedModelError(f"{model} is a GGUF file, for paceline serve alone: give the original's folder or hub id")
+        raise UnsupportedModelError(
+            f"{model} is a GGUF file, for paceline serve alone: give the original's folder or hub id"
+        )
     raw = config_json(path)
     raw = raw.get("text_config", raw)
     names = ("num_hidden_layers", "vocab_size", "hidden_size")
     if missing := [name for name in names if not isinstance(raw.get(name), int)]:
-        raise ModelFileError(f"{path}: config.json says nothing of {missing[0]}: is this the folder of a language model?")
+        raise ModelFileError(
+            f"{path}: config.json says nothing of {missing[0]}: is this the folder of a language model?"
+        )
     return ConfigSizes(*(raw[name] for name in names))
 
 
 def given_to(start: Start, scratch: Path) -> Given:
     """Prepares the drafter for this engine; a folder that it could not read is converted into `scratch`.
 
-    Raises DrafterMismatchError if the drafter belongs to another target, ConfigError on an impossible number of drafts, and
-    what reading and exporting raise."""
+    Raises DrafterMismatchError if the drafter belongs to another target, ConfigError on an impossible number of drafts,
+    and what reading and exporting raise."""
     folder, sizes = shipped_or_checkpoint(start.drafter), sizes_of(start.model)
     raw = read_json(folder / "config.json") if folder.is_dir() else {}
     if is_dflash(raw) or is_gguf_drafter(folder):
@@ -152,7 +170,9 @@ def given_to(start: Start, scratch: Path) -> Given:
             f"{folder} holds an MTP layer, which {start.engine} reads in the files of its target: put it there with "
             "paceline export --format target, and start the engine by hand"
         )
-    raise UnsupportedModelError(f"{folder} holds no DFlash and no EAGLE-3 drafter: start {start.engine} by hand for others")
+    raise UnsupportedModelError(
+        f"{folder} holds no DFlash and no EAGLE-3 drafter: start {start.engine} by hand for others"
+    )
 
 
 def _dflash(start: Start, folder: Path, raw: Mapping[str, Any], sizes: ConfigSizes, scratch: Path) -> Given:
@@ -162,7 +182,9 @@ def _dflash(start: Start, folder: Path, raw: Mapping[str, Any], sizes: ConfigSiz
     most, notes = stored.config.num_slots, list[str]()
     num_drafted = most if start.num_drafted is None else start.num_drafted
     if not 1 <= num_drafted <= most:
-        raise ConfigError(f"num_drafted must be between 1 and {most}, what this drafter drafts in a block, not {num_drafted}")
+        raise ConfigError(
+            f"num_drafted must be between 1 and {most}, what this drafter drafts in a block, not {num_drafted}"
+        )
     if stored.config.second:
         notes.append(f"a DFlash 2 drafter: {start.engine} must be a version that knows DFlash2DraftModel")
     wanted = _form_for(start.engine, stored)
@@ -183,8 +205,8 @@ def _dflash(start: Start, folder: Path, raw: Mapping[str, Any], sizes: ConfigSiz
 
 
 def _form_for(engine: str, stored: StoredDrafter) -> str:
-    """Chooses the format that preserves most of this drafter. vLLM applies a speculators folder's window to all layers (vllm
-    56692), so only z-lab's format supports a mix of causal and other layers."""
+    """Chooses the format that preserves most of this drafter. vLLM applies a speculators folder's window to all layers
+    (vllm 56692), so only z-lab's format supports a mix of causal and other layers."""
     is_mixed = len(set(stored.config.is_causal)) > 1
     if engine == "sglang" or is_mixed:
         return "z-lab"
@@ -214,7 +236,9 @@ def _eagle3(start: Start, folder: Path, sizes: ConfigSizes, scratch: Path) -> Gi
     refuse(ConfigError, (num_drafted < 1, f"num_drafted must be at least 1, not {num_drafted}"))
     if start.engine == "sglang" and "transformer_layer_config" in stored.config.raw:
         write_eagle3(scratch / "drafter", stored)
-        return Given(scratch / "drafter", "eagle3", num_drafted, ["written anew in SpecForge's style, which SGLang reads"])
+        return Given(
+            scratch / "drafter", "eagle3", num_drafted, ["written anew in SpecForge's style, which SGLang reads"]
+        )
     return Given(folder, "eagle3", num_drafted)
 
 

@@ -1,4 +1,5 @@
-"""Deploys to vLLM or SGLang: servers with one drafter each, which do not report it, replaced one server after the other.
+"""Deploys to vLLM or SGLang: servers with one drafter each, which do not report it, replaced one server after the
+other.
 
 Implements `deploy.Deployment`. Weights are replaced in the running server if possible, else by a restart command.
 """
@@ -115,16 +116,24 @@ class _Restarted:
         until = time.monotonic() + self.config.patience_s
         while not is_up(client):
             if time.monotonic() > until:
-                raise DeployError(f"{client.url} is not well {self.config.patience_s:g} s after its restart with {folder}")
+                raise DeployError(
+                    f"{client.url} is not well {self.config.patience_s:g} s after its restart with {folder}"
+                )
             time.sleep(POLL_S)
 
     def _command(self, command: str, client: Client, folder: Path) -> None:
-        speculative = {"method": self.config.method, "model": str(folder), "num_speculative_tokens": self.config.num_drafted}
+        speculative = {
+            "method": self.config.method,
+            "model": str(folder),
+            "num_speculative_tokens": self.config.num_drafted,
+        }
         added = {"PACELINE_SERVER": client.url, "PACELINE_DRAFTER": str(folder)}
         added["PACELINE_SPECULATIVE_CONFIG"] = json.dumps(speculative)
         try:
             limit = self.config.patience_s
-            done = subprocess.run(shlex.split(command), env=os.environ | added, capture_output=True, text=True, timeout=limit)
+            done = subprocess.run(
+                shlex.split(command), env=os.environ | added, capture_output=True, text=True, timeout=limit
+            )
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
             raise DeployError(f"{command!r} did not run for {client.url} ({error}): correct it") from error
         if done.returncode:
@@ -161,7 +170,8 @@ class SglangServers(_Restarted):
 
 
 def _takes_weights(client: Client) -> bool:
-    """Begin an update of the draft weights; False if not supported. Raises UnreachableError, also if the server is busy."""
+    """Begin an update of the draft weights; False if not supported. Raises UnreachableError, also if the server is
+    busy."""
     try:
         answer_of(client, "POST", "/start_draft_weight_update")
     except UnreachableError:

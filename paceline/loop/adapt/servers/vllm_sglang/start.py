@@ -2,8 +2,8 @@
 
     code = serve_with(Start("vllm", "Qwen/Qwen3-8B", "runs/mine/drafter"), OtherEngineConfig(engine="vllm"), print)
 
-The engine runs in a session of its own. Signals to this process are forwarded to it once each, and its exit status is returned.
-Its output goes to this process's output.
+The engine runs in a session of its own. Signals to this process are forwarded to it once each, and its exit status is
+returned. Its output goes to this process's output.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Say = Callable[[str], None]
 def serve_with(start: Start, config: OtherEngineConfig, say: Say) -> int:
     """Serves until the engine ends or a signal arrives; returns its exit status, 0 after a signal.
 
-    Raises DrafterMismatchError if drafter and target do not fit, or with `strict` if the engine's acceptance is clearly lower;
-    ConfigError if it cannot be started or ends before it answers, DownloadError if it is not ready in time."""
+    Raises DrafterMismatchError if drafter and target do not fit, or with `strict` if the engine's acceptance is clearly
+    lower; ConfigError if it cannot be started or ends before it answers, DownloadError if it is not ready in time."""
     with tempfile.TemporaryDirectory(prefix="paceline-engine-") as scratch:
         given = given_to(start, Path(scratch))
         say(f"{start.drafter} fits {start.model}: {given.method}, {given.num_drafted} drafts a round")
@@ -81,9 +81,13 @@ class _Engine:
             if self.process.poll() is not None:
                 if self.is_asked_to_stop:
                     return ""
-                raise ConfigError(f"the engine ended with status {self.process.returncode} before it answered: see its words")
+                raise ConfigError(
+                    f"the engine ended with status {self.process.returncode} before it answered: see its words"
+                )
             if time.monotonic() > began + limit_s:
-                raise DownloadError(f"{client.url} does not answer after {limit_s / 60:g} minutes: raise --ready-minutes")
+                raise DownloadError(
+                    f"{client.url} does not answer after {limit_s / 60:g} minutes: raise --ready-minutes"
+                )
             time.sleep(POLL_S)
         self._say(f"{client.url} answers after {time.monotonic() - began:.0f} s")
         return name
@@ -109,7 +113,14 @@ def _model_of(client: Client) -> str:
 
 
 def _check(
-    engine: _Engine, client: Client, name: str, prompts: list[list[int]], expected: float, start: Start, strict: bool, say: Say
+    engine: _Engine,
+    client: Client,
+    name: str,
+    prompts: list[list[int]],
+    expected: float,
+    start: Start,
+    strict: bool,
+    say: Say,
 ) -> None:
     """Report how the engine's acceptance compares with paceline's.
 
@@ -121,7 +132,9 @@ def _check(
             _object(DownloadError(f"it could not be checked: {error}"), strict, say)
         return
     if compared.is_low:
-        remedy = f"paceline inspect {start.drafter} --model {start.model} --vary tells which setting may be read otherwise"
+        remedy = (
+            f"paceline inspect {start.drafter} --model {start.model} --vary tells which setting may be read otherwise"
+        )
         _object(DrafterMismatchError(f"{start.engine} brings {compared.text}; {remedy}"), strict, say)
     else:
         say(f"checked: {start.engine} brings {compared.text}")

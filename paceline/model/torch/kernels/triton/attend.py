@@ -1,7 +1,8 @@
-"""Triton kernels of `model/torch/kernels/attend.py`: attention split over keys, and the combination of splits (Flash-Decoding).
+"""Triton kernels of `model/torch/kernels/attend.py`: attention split over keys, and the combination of splits
+(Flash-Decoding).
 
-Queries that share a key head are stacked: member m of a row and key head is query head m % GROUP of token m // GROUP. Scores
-are in base 2, so that weights are exp2 of them. Imported on first use, as they need Triton.
+Queries that share a key head are stacked: member m of a row and key head is query head m % GROUP of token m // GROUP.
+Scores are in base 2, so that weights are exp2 of them. Imported on first use, as they need Triton.
 """
 
 from __future__ import annotations

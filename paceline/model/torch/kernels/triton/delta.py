@@ -1,7 +1,7 @@
 """Triton kernels of gated delta nets, imported only when `model/torch/kernels/delta.py` launches them.
 
-A row's pending window holds the positions after its state (`delta_cache.py`). Of these the first `gone` are committed to the
-state, `held` remain, and `count` new ones follow. Layouts are those of `DeltaMemory`, row after row.
+A row's pending window holds the positions after its state (`delta_cache.py`). Of these the first `gone` are committed
+to the state, `held` remain, and `count` new ones follow. Layouts are those of `DeltaMemory`, row after row.
 """
 
 import triton
@@ -14,8 +14,8 @@ def commit(
     ROOM: tl.constexpr, BLOCK_R: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One row, value head and tile of values: commits positions to the state and moves the remaining changes to the front.
-    `convolve` moves all other tensors."""
+    """One row, value head and tile of values: commits positions to the state and moves the remaining changes to the
+    front. `convolve` moves all other tensors."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     gone = tl.load(gone_ptr + row).to(tl.int32)
     if gone > 0:
@@ -51,8 +51,8 @@ def convolve(
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr, BLOCK_W: tl.constexpr,
     COUNT: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """One head's channels of one row: moves pending data that `commit` left to the front; then SiLU of the convolution, unit
-    queries and keys. Appends new inputs and keys to the pending window."""
+    """One head's channels of one row: moves pending data that `commit` left to the front; then SiLU of the convolution,
+    unit queries and keys. Appends new inputs and keys to the pending window."""
     head, row = tl.program_id(1), tl.program_id(0).to(tl.int64)
     channels: tl.constexpr = 2 * NUM_KEY_HEADS * KEY + NUM_HEADS * VALUE
     width: tl.constexpr = TAPS - 1
@@ -134,8 +134,8 @@ def recur(
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     COUNT: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """One row, value head and tile of values: outputs of the new tokens; appends their changes and decays to the pending
-    window.
+    """One row, value head and tile of values: outputs of the new tokens; appends their changes and decays to the
+    pending window.
 
     Padding tokens yield zeros.
     """
@@ -215,14 +215,14 @@ def gated_norm(
     found_ptr, fused_ptr, weight_ptr, out_ptr, num_columns, first, eps,
     NUM_HEADS: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token and head: norm(found) * weight * silu(gate), with the gates from column `first` on."""
+    """One token and head: norm(output) * weight * silu(gate), with the gates from column `first` on."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     mask = at < VALUE
     own = (token * NUM_HEADS + head) * VALUE + at
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    found = tl.load(found_ptr + own, mask=mask, other=0.0).to(tl.float32)
-    normed = (found * tl.rsqrt(tl.sum(found * found, 0) / VALUE + eps)).to(dtype).to(tl.float32)
+    output = tl.load(found_ptr + own, mask=mask, other=0.0).to(tl.float32)
+    normed = (output * tl.rsqrt(tl.sum(output * output, 0) / VALUE + eps)).to(dtype).to(tl.float32)
     gate = tl.load(fused_ptr + token * num_columns + first + head * VALUE + at, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + at, mask=mask, other=0.0)
     tl.store(out_ptr + own, (normed * weight * gate / (1.0 + tl.exp(-gate))).to(dtype), mask=mask)

@@ -1,7 +1,7 @@
 """Triton kernels of a mixture of experts, imported only when `model/torch/kernels/experts.py` launches them.
 
-A pair is one token with one of its experts: pair token * PER_TOKEN + k is the token's k-th. All compute in float32 and round to
-the tensors' dtype where the formulas of `model/torch/kernels/experts.py` do.
+A pair is one token with one of its experts: pair token * PER_TOKEN + k is the token's k-th. All compute in float32 and
+round to the tensors' dtype where the formulas of `model/torch/kernels/experts.py` do.
 """
 
 import triton
@@ -79,14 +79,16 @@ def _activated(gate, up, limit, alpha, ACTIVATION: tl.constexpr, DTYPE: tl.const
 def multiply(
     inputs_ptr, weight_ptr, bias_ptr, out_ptr, chosen_ptr, lists_ptr, counts_ptr, num_tokens, limit, alpha,
     PER_TOKEN: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, IS_UP: tl.constexpr, ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_LISTS: tl.constexpr, IS_BY_PAIR: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LISTS: tl.constexpr, IS_BY_PAIR: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of the outputs of one expert, for all of its pairs: outputs [pairs, OUT].
 
-    IS_UP: the activated product of both halves of a matrix [2 * OUT, IN] with inputs [tokens, IN]; otherwise the product of a
-    matrix [OUT, IN] with inputs [pairs, IN]. IS_BY_PAIR: one program per pair instead of per expert; an expert's first pair
-    computes all of its pairs. HAS_LISTS: pairs come from `list_pairs`; otherwise all tokens fit in one block.
+    IS_UP: the activated product of both halves of a matrix [2 * OUT, IN] with inputs [tokens, IN]; otherwise the
+    product of a
+    matrix [OUT, IN] with inputs [pairs, IN]. IS_BY_PAIR: one program per pair instead of per expert; an expert's first
+    pair computes all of its pairs. HAS_LISTS: pairs come from `list_pairs`; otherwise all tokens fit in one block.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -155,7 +157,9 @@ def combine(
     for k in tl.static_range(PER_TOKEN):
         pair = token * PER_TOKEN + k
         is_live = tl.load(chosen_ptr + pair) >= 0
-        outputs = tl.load(outputs_ptr + pair.to(tl.int64) * SIZE + at, mask=(at < SIZE) & is_live, other=0.0).to(tl.float32)
+        outputs = tl.load(outputs_ptr + pair.to(tl.int64) * SIZE + at, mask=(at < SIZE) & is_live, other=0.0).to(
+            tl.float32
+        )
         summed += outputs * tl.where(is_live, tl.load(weights_ptr + pair), 0.0)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     own_at = token.to(tl.int64) * SIZE + at

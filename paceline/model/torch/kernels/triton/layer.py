@@ -1,4 +1,5 @@
-"""Triton kernels of a decoder layer's small operations, imported only when `model/torch/kernels/layer.py` launches them.
+"""Triton kernels of a decoder layer's small operations, imported only when `model/torch/kernels/layer.py` launches
+them.
 
 All compute in float32 and round where the PyTorch formulas of `model/torch/kernels/layer.py` round.
 """
@@ -11,7 +12,8 @@ from paceline.model.torch.kernels.triton.overlap import overlap
 
 @triton.jit
 def _weighted(values, scale, weight_ptr, at, mask, IS_WIDE: tl.constexpr, DTYPE: tl.constexpr):
-    """values * scale * weight, rounded to DTYPE; unless IS_WIDE, also rounded before the multiplication by the weight."""
+    """values * scale * weight, rounded to DTYPE; unless IS_WIDE, also rounded before the multiplication by the
+    weight."""
     normed = values * scale
     if not IS_WIDE:
         normed = normed.to(DTYPE).to(tl.float32)
@@ -51,7 +53,8 @@ def heads(
     fused_ptr, query_ptr, keys_ptr, values_ptr, rows_ptr, slots_ptr, cos_ptr, sin_ptr, weight_ptr, eps,
     token_stride, row_stride, head_stride, slot_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, IS_WIDE: tl.constexpr, IS_WHOLE: tl.constexpr, WHOLE_BLOCK: tl.constexpr,
+    ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, IS_WIDE: tl.constexpr, IS_WHOLE: tl.constexpr,
+    WHOLE_BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program per token and head: norm and RoPE of queries and keys; writes keys and values to the cache.

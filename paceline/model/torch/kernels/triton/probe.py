@@ -1,4 +1,5 @@
-"""A minimal Triton kernel that tests whether Triton can compile and start one. Imported on first use, as it needs Triton."""
+"""A minimal Triton kernel that tests whether Triton can compile and start one. Imported on first use, as it needs
+Triton."""
 
 from __future__ import annotations
 

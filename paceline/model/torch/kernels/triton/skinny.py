@@ -1,7 +1,8 @@
-"""Triton kernel of `model/torch/kernels/skinny.py`: a product of few tokens with a matrix, as fast as reading the matrix.
+"""Triton kernel of `model/torch/kernels/skinny.py`: a product of few tokens with a matrix, as fast as reading the
+matrix.
 
-A program multiplies all tokens with ROWS whole rows of the matrix. It loads its first rows before it waits for the previous
-kernel (`overlap`), on which the matrix does not depend.
+A program multiplies all tokens with ROWS whole rows of the matrix. It loads its first rows before it waits for the
+previous kernel (`overlap`), on which the matrix does not depend.
 """
 
 import triton
@@ -41,9 +42,10 @@ def skinny(
 ):  # fmt: skip
     """out [tokens, size] = inputs [tokens, INNER] times the matrix [size, INNER], plus its bias.
 
-    TOKENS: 1, or the smallest power of two, at least 16, that holds the tokens. COLUMNS divides INNER, ROWS divides size. GATE:
-    0, or the matrix has `size` rows of a gate followed by `size` rows of up, and out = activation(gate) * up: 1 SiLU, 2 GELU by
-    tanh.
+    TOKENS: 1, or the smallest power of two, at least 16, that holds the tokens. COLUMNS divides INNER, ROWS divides
+    size. GATE:
+    0, or the matrix has `size` rows of a gate followed by `size` rows of up, and out = activation(gate) * up: 1 SiLU, 2
+    GELU by tanh.
     """
     IS_ONE: tl.constexpr = TOKENS == 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

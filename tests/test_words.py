@@ -1,0 +1,69 @@
+"""Docstrings, help texts and names use plain words: words that had to be read twice do not come back."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+from package_source import PACKAGE, nodes_of
+
+BEGINNINGS = re.compile(
+    r"(As|Of|What|Nothing|Nobody|Those|In their|Who|Whoever|Whatever|Which|So|Such|Than|And|But|Whether .*\bwould)\b"
+)
+"""A docstring's first sentence says what the thing is or does; it does not point at something before it."""
+BANNED = re.compile(
+    r"\b(stands?|stood|told|tells?|telling|said|nobody|whoever|sureness|foresight|foresees?|likeliest|moods|at hand"
+    r"|giving away|gives? way|turn(s|ed)? away|roll call|so (many|much)|(is|are|has|have) none|none the worse|taught"
+    r"|beside|ours|theirs|(what|that|which) (is|are|was|were) no|on (its|their) way|guest|blanks|(came|comes?) of|asked of"  # noqa: E501
+    r"|elsewhere|(in any|the) company|in its own house)\b",
+    re.IGNORECASE,
+)
+"""Each has a standard word of the field, or a plainer one."""
+NOT_NAMES = {"told", "said", "found", "made", "taught", "beside"}
+"""As names of data they do not say what the value is."""
+QUOTED = re.compile(r"`[^`]*`|\"[^\"]*\"|\w+/\S+")
+"""Names in a text, which are the code's or a file format's."""
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Places and texts of docstrings, also those of fields, and of options' help."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in nodes_of(path):
+            where = f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                yield where, node.value.value.strip()
+            elif isinstance(node, ast.keyword) and node.arg == "help" and isinstance(node.value, ast.Constant):
+                yield where, str(node.value.value)
+
+
+@pytest.mark.slow
+def test_texts_begin_with_what_a_thing_is_or_does() -> None:
+    assert [f"{where}: {text[:60]!r}" for where, text in texts() if BEGINNINGS.match(text)] == []
+
+
+@pytest.mark.slow
+def test_texts_use_standard_words() -> None:
+    wrong = [
+        f"{where}: {match.group()!r} in {text[:60]!r}" for where, text in texts() if (match := BANNED.search(text))
+    ]
+    assert wrong == []
+
+
+@pytest.mark.slow
+def test_names_of_data_say_what_they_are() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {name}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in nodes_of(path)
+        if isinstance(node, ast.Name | ast.arg)
+        if isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)
+        if (name := node.arg if isinstance(node, ast.arg) else node.id) in NOT_NAMES
+        if (path.name, name) != ("landmarks.py", "said")  # a key of its file
+    ]
+    assert wrong == []
