@@ -24,8 +24,7 @@ class Ovenlike:
     out: Path
     """Where it goes."""
     max_heat: int | None = None
-    """Hottest, in degrees;
-    without, what `fuel` gives. `None` stays."""
+    """Hottest, in degrees; without, what `fuel` gives. `None` stays."""
     fuel: Annotated[str, ("gas", "wood")] = "gas"
     mode: Literal["slow", "fast"] = "slow"
     trays: tuple[int, ...] = (1, 2)

@@ -1,8 +1,8 @@
 """Gateways in front of several replicas: a configuration for nginx or Envoy, or the command line of vLLM's router.
 
     python deploy/gateway/render.py nginx --region eu=10.0.0.1:8000,10.0.0.2:8000 --region us=10.1.0.1:8000 > nginx.conf
-    python deploy/gateway/render.py envoy --region eu=... > envoy.yaml
-    python deploy/gateway/render.py vllm-router --region eu=...
+    python deploy/gateway/render.py envoy --region eu=... > envoy.yaml python deploy/gateway/render.py vllm-router
+    --region eu=...
 
 A request goes to a region by its header `x-region`, else to the first; within a region always to the same replica while
 it is well: by a consistent hash of the header `x-session-id`, else of its API key, else of its address. There a
