@@ -209,8 +209,8 @@ class AdaptivePlanner:
         grows_trees: bool = False,
         objective: Objective = "throughput",
     ) -> None:
-        """`passes`: seconds of a target pass, measured at the start. Set `adapts_chunks` only for a target whose outputs
-        do not depend on chunk sizes, and `grows_trees` only for one that accepts trees. `objective`: see
+        """`passes`: seconds of a target pass, measured at the start. Set `adapts_chunks` only for a target whose
+        outputs do not depend on chunk sizes, and `grows_trees` only for one that accepts trees. `objective`: see
         `shares.share_out`."""
         self._is_for_latency = objective == "latency"
         self._share_out = partial(share_out, sooner=self._is_for_latency)
