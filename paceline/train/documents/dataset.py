@@ -46,7 +46,7 @@ class Document:
 
     @property
     def num_anchors(self) -> int:
-        """Number of positions that have a next token to draft."""
+        """Number of positions that can be anchors: those of the answer that have a next token to draft."""
         return max(0, len(self.tokens) - 1 - self.answer_start)
 
 
@@ -74,7 +74,7 @@ class Corpus:
         return len({prompt_of(document.key.rsplit("/", 1)[0]) for document in self.train})
 
     def told(self) -> str:
-        """Describes what was left out or cut; empty if nothing was."""
+        """A description of what was left out or cut; empty if nothing was."""
         counts = (
             (self.num_loops_cut, "cut where they repeat themselves"),
             (self.num_cut, "cut at the longest document (max_len)"),
@@ -147,8 +147,9 @@ class ReadDocument(NamedTuple):
 def read_documents(
     sources: Iterable[Path], max_len: int, counts: Counter[str], dropped: Dropped | None = None, *, once: bool = True
 ) -> Iterator[ReadDocument]:
-    """Yields answers as documents; `counts` gets the num_too_short, num_prompt_too_long and num_repeated of Corpus.
-    `once` skips duplicates, and holds all keys in memory for it."""
+    """Yields each answer with its prompt as a training document. `counts` gets the numbers of answers that are skipped
+    (num_too_short, num_prompt_too_long and num_repeated, see Corpus); `dropped` counts unusable rows of files. With
+    `once`, duplicates are skipped; the keys of all answers are then in memory."""
     counts.update(num_too_short=0, num_prompt_too_long=0, num_loops_cut=0, num_cut=0, num_repeated=0)
     seen: set[tuple[int, int]] = set()
     for answer in _answers(sources, dropped):
@@ -186,7 +187,7 @@ def check_answers(
     sources: Iterable[Path], decode: Callable[[list[int]], str] | None = None, *, strict: bool = False
 ) -> None:
     """Raises PromptError for a source that is missing, has no usable answer, or whose first answers all fail to decode
-    to their own text; with `strict`, for an unusable row."""
+    to their own text. `decode`: token ids -> text. With `strict`, also for an unusable row."""
     for source in sources:
         dropped = Dropped()
         first = list(islice(_answers([source], None if strict else dropped), NUM_READ_BACK))
@@ -226,22 +227,22 @@ def prompt_of(key: str) -> str:
 
 
 def heldout_prompts(keys: Iterable[str], share: float, most: int, fewest: int = 1) -> set[str]:
-    """Returns the prompts to hold out, those with the smallest hashes; see `num_heldout`."""
+    """Returns the prompts to hold out, those with the smallest hashes; `num_heldout` explains the other parameters."""
     prompts = sorted({prompt_of(key) for key in keys}, key=lambda prompt: (zlib.crc32(prompt.encode()), prompt))
     return set(prompts[: num_heldout(len(prompts), share, most, fewest)])
 
 
 def num_heldout(num_prompts: int, share: float, most: int, fewest: int = 1) -> int:
-    """Number of prompts to hold out: `share` of all, between `fewest` (at most half) and `most`; 0 of fewer than
-    ten."""
+    """Returns the number of prompts to hold out: `share` of all, at least `fewest` (but at most half of all), at most
+    `most`. Of fewer than ten prompts, none is held out."""
     if not share or num_prompts < 10:
         return 0
     return min(most, max(math.ceil(share * num_prompts), min(fewest, num_prompts // 2)))
 
 
 def loop_start(tokens: list[int]) -> int:
-    """Returns the length at which a repetitive tail may be cut, after two repetitions; without a loop, the full
-    length."""
+    """Returns the number of tokens to keep if the text ends in a loop: all before it, and its first two repetitions.
+    Without a loop, returns the number of all tokens."""
     array = np.array(tokens)
     for period in range(1, min(MAX_PERIOD, len(array) // 3) + 1):
         differs = np.flatnonzero(array[period:] != array[:-period])
@@ -259,7 +260,7 @@ def epoch_order(num_documents: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 def draw_anchors(document: Document, number: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Returns up to `number` distinct anchor positions of a document, ascending, redrawn for every epoch (DFlash,
-    4.2)."""
+    section 4.2)."""
     every = np.arange(document.answer_start, len(document) - 1)
     if len(every) <= number:
         return every
@@ -270,15 +271,15 @@ def draw_anchors(document: Document, number: int, seed: int, epoch: int) -> NDAr
 def labels_of(
     document: Document, anchors_A: NDArray[np.int64], block_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Returns the tokens at anchor + 1 .. anchor + block_size - 1, and whether they are inside the document, [A, K]
-    each."""
+    """Returns the tokens after each anchor, at anchor + 1 .. anchor + block_size - 1, and whether these positions are
+    inside the document, [A, K] each."""
     at_AK = anchors_A[:, None] + np.arange(1, block_size)
     valid_AK = at_AK < len(document)
     return document.tokens[np.minimum(at_AK, len(document) - 1)].astype(np.int64), valid_AK
 
 
 def num_valid_slots(document: Document, anchors_A: NDArray[np.int64], block_size: int) -> int:
-    """Returns the number of draft positions of these blocks that have a label."""
+    """Returns the number of draft positions of these blocks that are inside the document."""
     return int(np.minimum(len(document) - 1 - anchors_A, block_size - 1).sum())
 
 
@@ -292,8 +293,8 @@ class Place:
 
 class StepPlanner:
     """Chooses the documents and anchors of each step, for any number of processes. A step takes documents in the
-    epoch's order until it has `blocks_per_step` blocks. Every process plans the whole step, so that all divide by the
-    same number of draft positions, and computes only its share."""
+    epoch's order until it has `blocks_per_step` blocks. Every process plans the whole step and computes its share; all
+    divide by the same number of draft positions."""
 
     def __init__(
         self, documents: Sequence[Document], *, blocks_per_step: int, anchors: int, block_size: int, seed: int
@@ -315,8 +316,8 @@ class StepPlanner:
         return num_steps + num_blocks / self._blocks_per_step
 
     def step(self, place: Place) -> tuple[list[tuple[int, NDArray[np.int64]]], int, Place]:
-        """Returns [(document number, anchors)] of a step, its number of valid draft positions, and the next step's
-        place."""
+        """Returns, for the step that begins at `place`: [(document number, anchors)], its number of valid draft
+        positions, and the place of the next step."""
         chosen: list[tuple[int, NDArray[np.int64]]] = []
         num_blocks = num_slots = 0
         epoch, index = place.epoch, place.index

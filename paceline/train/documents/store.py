@@ -44,7 +44,7 @@ REMEDY = "free space or choose another --out"
 
 
 class StoredDocuments(Sequence[Document]):
-    """Documents of a folder, in the order of `rows`, each read from disk on access."""
+    """Documents in files of a folder, each read from disk on access. `rows`: the rows of index.npy to use, in order."""
 
     def __init__(self, folder: Path, rows: NDArray[np.int64] | None = None) -> None:
         """Raises CacheError if the folder is not one of `write_documents`."""
@@ -89,7 +89,7 @@ class _Bytes:
 
 
 def without(documents: Sequence[Document], keys: Set[str]) -> Sequence[Document]:
-    """Returns the documents without those of these keys; stored documents stay on disk."""
+    """Returns the documents whose keys are not in `keys`; stored documents stay on disk."""
     if not isinstance(documents, StoredDocuments):
         return [document for document in documents if document.key not in keys]
     is_kept = [document.key not in keys for document in documents]
@@ -99,7 +99,8 @@ def without(documents: Sequence[Document], keys: Set[str]) -> Sequence[Document]
 def write_documents(
     folder: Path, sources: Iterable[Path], max_len: int, counts: Counter[str], dropped: Dropped | None
 ) -> StoredDocuments:
-    """Writes all documents of these answers, unsorted and with duplicates. Raises CacheError for disk errors."""
+    """Writes the answers in `sources` as documents, unsorted and with duplicates. `counts` and `dropped`: numbers of
+    what was left out, as in `read_documents`. Raises CacheError for disk errors."""
     num_tokens = num_bytes = 0
     with reraised(CacheError, f"cannot write {folder}", REMEDY, OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +133,8 @@ def stored_corpus(
     min_heldout: int = 1,
     strict: bool = False,
 ) -> Corpus:
-    """Reads a corpus like `dataset.read_corpus`, with the training documents stored in `folder`."""
+    """Reads the same corpus as `dataset.read_corpus`, but stores the training documents in `folder` and reads each from
+    disk on access."""
     counts, dropped = Counter[str](), Dropped()
     every = write_documents(folder, sources, max_len, counts, None if strict else dropped)
     order, counts["num_repeated"] = _sorted_once(every)

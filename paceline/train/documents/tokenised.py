@@ -24,7 +24,8 @@ IGNORED = -100
 
 
 def is_tokenised(path: Path) -> bool:
-    """Returns True for a file of tokenised data: any file that is not Parquet, or Parquet with these columns."""
+    """Returns True for tokenised data: Parquet with `input_ids` and without `answer_ids`, or any file that is not
+    Parquet."""
     if path.suffix != ".parquet":
         return True
     try:
@@ -35,8 +36,8 @@ def is_tokenised(path: Path) -> bool:
 
 
 def tokenised_answers(path: Path, dropped: Dropped | None = None) -> Iterator[Answer]:
-    """Yields the answers of a file of token ids. Raises PromptError for the first bad row; with `dropped`, counts it
-    there."""
+    """Yields the answers of a file of token ids. An unusable row is counted in `dropped`; without `dropped`, it raises
+    RowError."""
     for number, (where, row) in enumerate(file_rows(path)):
         try:
             if isinstance(row, RowError):

@@ -56,7 +56,7 @@ class Features:
     """One document's hidden states."""
 
     taps_SF: Tensor
-    """Outputs of the tapped layers, concatenated."""
+    """Outputs of the tapped target layers at each position, concatenated."""
     final_SD: Tensor | None
     """Final normed hidden state at each position, if requested; it predicts the next token."""
 
@@ -152,25 +152,25 @@ class OnlineFeatures:
 
 
 class Form:
-    """Storage format of features: unchanged. `quantised.Int8` stores them in 8 bits."""
+    """Storage format of features. This class leaves their numbers unchanged; `quantised.Int8` stores them in 8 bits."""
 
     def encode(self, features: Features) -> dict[str, Tensor]:
-        """Returns contiguous CPU tensors that share no memory with others."""
+        """Converts one document's features to named tensors for storage: CPU, contiguous, without shared memory."""
         tensors = {"taps": features.taps_SF.cpu().contiguous()}
         if features.final_SD is not None:  # which may be a part of the taps
             tensors["final"] = features.final_SD.cpu().clone(memory_format=torch.contiguous_format)
         return tensors
 
     def decode(self, tensors: dict[str, Tensor]) -> Features:
-        """Restores features. Raises KeyError if the tensors are not from `encode`."""
+        """Converts stored tensors back to features. Raises KeyError if a tensor is missing."""
         return Features(tensors["taps"], tensors.get("final"))
 
     def bytes_of(self, num_bytes: int) -> int:
-        """Returns the stored bytes of one position that has `num_bytes` unencoded bytes."""
+        """Returns the bytes that one position takes in this format. `num_bytes`: its bytes before encoding."""
         return num_bytes
 
     def coder(self, features: Features) -> Callable[[], Features]:
-        """Encodes features in memory; the returned function decodes them."""
+        """Encodes features and holds them in memory; returns a function that decodes them."""
         tensors = {name: tensor.clone() if name == "taps" else tensor for name, tensor in self.encode(features).items()}
         return lambda: self.decode(tensors)
 
@@ -180,7 +180,7 @@ PLAIN = Form()
 
 @dataclass(frozen=True, slots=True)
 class CachedFeatures:
-    """Reads the files of `cache_features`."""
+    """Feature source that reads the files of `cache_features`, one per document."""
 
     folder: Path
     form: Form = PLAIN
@@ -203,8 +203,9 @@ def cache_features(
     form: Form = PLAIN,
     compute: Callable[[int], Features] | None = None,
 ) -> CachedFeatures:
-    """Writes the missing files of this process's share, computed by `compute` (default: `source.of`). Existing files
-    are not checked, so name the folder by `fingerprint(...)`. Raises CacheError if the disk is too small or fails."""
+    """Writes one file of features per document, for this process's share of the documents; returns their source.
+    Features come from `compute` (default: `source.of`). Existing files are kept without a check, so the folder's name
+    must include `fingerprint(...)`. Raises CacheError if the disk is too small or fails."""
     cached = CachedFeatures(folder, form)
     check_room(folder, sum(map(len, source.documents)) * form.bytes_of(source.bytes_per_position))
     for number in (ranks or Ranks()).share_of(len(source.documents)):
@@ -220,8 +221,8 @@ def cache_features(
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Raises CacheError if the disk lacks room, with a margin, for `num_bytes` of features, including those in
-    `folder`."""
+    """Raises CacheError if the disk lacks room for `num_bytes` of features, with a margin. Features that are already in
+    `folder` are part of `num_bytes`."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     disk = shutil.disk_usage(existing)
     num_bytes -= sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -245,7 +246,7 @@ def fingerprint(
 
 
 class ScaledFeatures:
-    """A feature source that multiplies every feature by its own power of two."""
+    """A feature source that multiplies each of the F dimensions of the taps by its own power of two."""
 
     def __init__(self, source: FeatureSource, scale_F: Tensor) -> None:
         self._source, self._scale_F = source, scale_F
@@ -258,8 +259,8 @@ class ScaledFeatures:
 
 
 def measure_scale(source: FeatureSource, documents: Sequence[Document]) -> tuple[Tensor, Tensor]:
-    """Returns (scale [F], powers of two; mean [F] of scaled features) over spread documents, without attention
-    sinks."""
+    """Measures the size of features on evenly spread documents, without attention sinks. Returns (scale [F], mean [F]):
+    each feature's power of two near the inverse of its size, and the mean of the scaled features."""
     step = max(1, len(documents) // NUM_SAMPLED)
     taps = (source.of(number).taps_SF for number in range(0, len(documents), step)[:NUM_SAMPLED])
     sample_SF = torch.cat([taps_SF[:: max(1, len(taps_SF) // MOST_SAMPLED)].float().cpu() for taps_SF in taps])
@@ -273,8 +274,9 @@ def measure_scale(source: FeatureSource, documents: Sequence[Document]) -> tuple
 def stored_scale(
     file: Path, source: FeatureSource, documents: Sequence[Document], is_first: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns `measure_scale` of the run's first start, stored in `file`: a resumed run must have the same units.
-    Raises CacheError if the file is damaged or cannot be written (by the first process)."""
+    """Returns the result of `measure_scale`, measured at the run's first start and later read from `file`, so that a
+    resumed run has the same units. `is_first`: True in the process that writes the file. Raises CacheError if the file
+    is damaged or cannot be written."""
     with reraised(CacheError, f"{file} cannot be read", "use another --out", OSError, SafetensorError, KeyError):
         if file.is_file():
             stored = load_file(file)
@@ -288,7 +290,8 @@ def stored_scale(
 
 @torch.no_grad()
 def train_in_scaled_units(network: DFlashNetwork | Eagle3Network, scale_F: Tensor) -> None:
-    """Makes `fc.weight` read scaled features; `state_dict` and `load_state_dict` use unscaled weights."""
+    """Makes `fc` (the projection of the taps) train on scaled features. `state_dict` and `load_state_dict` still use
+    weights for unscaled features."""
     fc = network.fc
     scale_F = scale_F.to(fc.weight.device)
 
@@ -305,7 +308,8 @@ def train_in_scaled_units(network: DFlashNetwork | Eagle3Network, scale_F: Tenso
 
 @torch.no_grad()
 def begin_without_mean(network: DFlashNetwork | Eagle3Network, mean_F: Tensor) -> None:
-    """Initialises `fc`, in scaled units: equal weight size for all features, and no response to their mean."""
+    """Initialises `fc` (the projection of the taps) for scaled features: weights of equal size for all features, and an
+    output of zero for their mean `mean_F`."""
     weight, mean_F = network.fc.weight, mean_F.to(network.fc.weight.device)
     weight.mul_(0.02 / weight.std(dim=0, keepdim=True).clamp(min=1e-12))
     weight.sub_(torch.outer(weight @ mean_F, mean_F) / mean_F.square().sum())

@@ -51,7 +51,8 @@ class Reading:
 def features_folder(
     config: TrainConfig, target: Target, documents: Sequence[Document], taps: tuple[int, ...], name: str, form: str = ""
 ) -> Path:
-    """Returns the folder of these hidden states; its name depends on everything that determines them."""
+    """Returns the folder of these hidden states. Its path has `name`, a hash of everything that determines them, and
+    `form`, the storage format."""
     mark = fingerprint(config.target.model, target.dtype, documents, taps, config.loop.loss.needs_target_probs)
     return config.out / f"{name}-{mark}{form}"
 
@@ -64,8 +65,9 @@ def cache_on_ray(
     name: str,
     progress: Progress,
 ) -> CachedFeatures:
-    """Writes the missing files. Uses only the sizes and the dtype of `target`. Raises CacheError if the disk is too
-    small or fails, and the errors of `connected` and `distributed`."""
+    """Computes the missing hidden states on the cluster, writes them to files, and returns their source. Only the sizes
+    and the dtype of `target` are used. Raises CacheError if the disk is too small or fails, and the errors of
+    `connected` and `distributed`."""
     needs_final = config.loop.loss.needs_target_probs
     folder = features_folder(config, target, documents, taps, name)
     width = (len(taps) + needs_final) * target.hidden_size * target.dtype.itemsize

@@ -21,7 +21,7 @@ LEVELS = 127
 
 @dataclass(frozen=True, slots=True)
 class Int8(Form):
-    """Stores taps in 8 bits, and decodes them to `dtype`."""
+    """Storage format of 8 bits per tap value; decodes to `dtype`."""
 
     scale_F: Tensor
     """Powers of two from `measure_scale`."""

@@ -35,7 +35,7 @@ POLL_S = 0.01
 
 
 class RemoteFeatures:
-    """A thread-safe feature source."""
+    """A thread-safe feature source that requests hidden states from a server."""
 
     def __init__(
         self,

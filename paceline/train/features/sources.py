@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from paceline.train.learn.loop import Trainer
 
 LEARNED = "features"
-"""Name of the training documents' features; held-out documents have other names."""
+"""Name of the training documents' features, which begins their folder's name; held-out documents have other names."""
 
 
 @dataclass(slots=True)
 class Sources:
-    """The feature sources of one process of a run."""
+    """Creates the feature sources of a run, in one of its processes."""
 
     config: TrainConfig
     target: Target
@@ -72,8 +72,8 @@ class Sources:
     _sources: dict[int, MeasuredSource] = field(default_factory=dict)
 
     def of(self, documents: Sequence[Document], name: str = LEARNED) -> FeatureSource:
-        """Returns the features of these documents; held-out documents, which are few, are cached where others are
-        streamed."""
+        """Returns the feature source of these documents. If features are streamed, those of held-out documents are
+        still stored on disk, since they are few."""
         if self.config.elsewhere.ray:
             return self._of_ray(documents, name)
         source, form, kind = self._computed(documents), self._form(), self._kind(documents)
@@ -86,7 +86,7 @@ class Sources:
         return self._cached(documents, source, form, name)
 
     def scale(self, features: FeatureSource) -> tuple[Tensor, Tensor]:
-        """Returns `stored_scale`, measured on the `features` of the training documents, once."""
+        """Returns (scale, mean) of the training documents' `features` (see `stored_scale`); measures them only once."""
         if self._scale is None:
             file = self.config.out / "feature-scale.safetensors"
             self._scale = stored_scale(file, features, self.documents, self.ranks.is_first)
@@ -95,8 +95,8 @@ class Sources:
 
     @contextlib.contextmanager
     def following(self, trainer: Trainer) -> Iterator[None]:
-        """Produces streamed features in the trainer's order while the context is open, and prefetches packs of features
-        from disk; on a GPU also of streamed features, which then wait in pinned memory."""
+        """Runs the threads that produce features while the context is open: streamed features in the trainer's order,
+        and packs prefetched from disk. On a GPU packs of streamed features are prefetched too, into pinned memory."""
         with contextlib.ExitStack() as stack:
             if self.stream is not None:
                 self.stream.begin(upcoming(trainer))

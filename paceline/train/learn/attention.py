@@ -271,7 +271,8 @@ WAYS: dict[str, type[_PackedAttention]] = {"split": SplitAttention, "sdpa": Sdpa
 
 
 def make_attention(way: str, config: DFlashConfig, layout: Layout, dtype: torch.dtype) -> Attend:
-    """Returns the attention of a pack; `auto` selects flex on a GPU and split on a CPU."""
+    """Returns the attention of a pack. `way`: split, sdpa, flex, or auto, which selects flex on a GPU and split on a
+    CPU."""
     if way == "auto":
         way = "flex" if layout.anchors[0].device.type == "cuda" else "split"
     return WAYS[way](config, layout, dtype)

@@ -41,7 +41,7 @@ class Checkpoint(NamedTuple):
 
     folder: Path
     trainer: dict[str, Any]
-    """step, place in the data, seconds so far, config, counts."""
+    """Contents of trainer.json: step, place in the data, seconds so far, config, counts."""
     weights: dict[str, Tensor]
     """The network's weights."""
     optimisers: dict[str, Tensor]
@@ -61,8 +61,9 @@ def save_checkpoint(
     trainer: dict[str, Any],
     keep_last: int = 1,
 ) -> Path:
-    """Writes the checkpoint `step-N`, then deletes all but the newest `keep_last`. Raises CacheError before any
-    deletion."""
+    """Writes the checkpoint `step-N`, then deletes all but the newest `keep_last`; returns its folder. `raw`: the
+    drafter's config.json; `tensors`: its weights; `trainer`: contents of trainer.json. Raises CacheError for disk
+    errors, before anything is deleted."""
     newest = folder / f"step-{trainer['step']:06d}"
     described = json.dumps(plain(trainer), indent=1) + "\n"
     if (newest / "trainer.json").is_file() and (newest / "trainer.json").read_text(encoding="utf-8") == described:
@@ -97,7 +98,8 @@ def _scratch(final: Path, remedy: str) -> Iterator[Path]:
 
 
 def save_best(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor], figures: dict[str, Any]) -> None:
-    """Writes the best weights so far, with their `figures` (step, acceptance lengths). Raises CacheError."""
+    """Writes the best weights so far. `raw`: the drafter's config.json; `tensors`: its weights; `figures`: step and
+    acceptance lengths. Raises CacheError."""
     best, before = folder / BEST, folder / BEFORE
     with _scratch(best, "free space") as scratch:
         write_checkpoint(scratch, raw, tensors)
@@ -119,7 +121,7 @@ def _finish_rename(folder: Path) -> None:
 
 
 def best_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Returns the weights and figures of `save_best`, or None. Raises CacheError if they cannot be read."""
+    """Returns (weights, figures) written by `save_best`, or None. Raises CacheError if they cannot be read."""
     best = folder / BEST
     with reraised(CacheError, f"{best} cannot be read", "train with --keep last", OSError, ValueError, SafetensorError):
         _finish_rename(folder)
@@ -143,8 +145,8 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def check_same(folder: Path, before: dict[str, Any], now: dict[str, Any], or_else: str = "") -> None:
-    """Raises ConfigError, with a list of the differences, if settings differ that change what is learned or
-    answered."""
+    """Raises ConfigError, with a list of the differences, if settings differ that change what is learned or answered.
+    `or_else`: further advice at the end of the message."""
     changed = {name: pair for name, pair in differences(before, plain(now)).items() if name not in FREE_TO_CHANGE}
     if changed:
         listed = "; ".join(f"{name}: {old!r} there, {new!r} now" for name, (old, new) in changed.items())

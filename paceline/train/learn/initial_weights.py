@@ -81,7 +81,8 @@ def keys_from(decoder: DecoderConfig) -> dict[str, Any]:
 
 
 def end_keys(target: Target) -> dict[str, float]:
-    """Returns the config keys with the target's embedding and logit scales: the drafter reads only the two matrices."""
+    """Returns the config keys with the scales of the target's embedding and logits, which its two matrices do not
+    include."""
     ends, keys = target.ends, dict[str, float]()
     if ends.embedding != 1.0:
         keys["input_embedding_scale"] = ends.embedding
@@ -120,8 +121,8 @@ def _tap_layers(num_layers: int, shape: DrafterShape) -> tuple[int, ...]:
 
 
 def init_folder(init: str | None, target_name: str) -> Path | None:
-    """Returns the folder of the drafter to continue, None for a new one. Raises ConfigError if the drafter does not
-    exist, DownloadError if a shipped one is missing."""
+    """Returns the folder of the drafter that `--init` names, None for a new drafter. Raises ConfigError if the drafter
+    does not exist, DownloadError if a shipped one is missing."""
     if init is None:
         return None
     if init == "default" and target_name not in shipped.SHIPPED:
@@ -141,7 +142,8 @@ def embedding_matrix(target: Target) -> Tensor:
 
 
 def head_of(target: Target, config: DFlashConfig, draft_ids: Tensor | None, head_VD: Tensor | None = None) -> Head:
-    """Returns the target's head for the drafter, or its rows of `draft_ids`; with `head_VD`, the drafter's own head."""
+    """Returns the LM head that the drafter uses: the target's, or only its rows `draft_ids` (the draft vocabulary).
+    With `head_VD`, the drafter's own head replaces its weights."""
     weight_VD = head_weight(target)
     if draft_ids is not None:
         draft_ids = draft_ids.to(weight_VD.device)
@@ -152,7 +154,8 @@ def head_of(target: Target, config: DFlashConfig, draft_ids: Tensor | None, head
 
 
 def most_frequent(number: int | None, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:
-    """Returns the ids of the most frequent tokens, ascending: a new drafter's draft vocabulary; None for all tokens."""
+    """Returns the ids of the `number` most frequent tokens in the answers, ascending, as a new drafter's draft
+    vocabulary; None for all tokens. Reports through `say` how much they cover."""
     if not number or number >= target.vocab_size:
         return None
     counts_V = torch.from_numpy(corpus.token_counts(target.vocab_size))
@@ -175,8 +178,8 @@ def continued_draft_ids(init: Path | None, corpus: Corpus, target: Target) -> Te
 def network_for(
     target: Target, target_name: str, shape: DrafterShape, init: Path | None, seed: int
 ) -> tuple[dict[str, Any], DFlashNetwork]:
-    """Returns config.json and float32 initial weights. Raises DrafterMismatchError if `init` belongs to another
-    target."""
+    """Returns (config.json, network with float32 weights) of a new drafter, or of the drafter in `init`. Raises
+    DrafterMismatchError if `init` belongs to another target."""
     if init is not None:
         config, tensors = read_checkpoint(init)
         check_fit(config, target)

@@ -242,8 +242,8 @@ class Trainer:
         }
 
     def forward_backward(self, chosen: list[Chosen], num_slots: int, head: Head) -> tuple[float, SlotMetrics]:
-        """Adds this process's gradients of a step with `num_slots` draft positions; returns its loss share and
-        metrics."""
+        """Computes gradients of this process's blocks; returns its share of the loss, and metrics. `num_slots`: draft
+        positions of the whole step."""
         metrics, loss = SlotMetrics.zero(self.drafter.block_size - 1), 0.0
         pieces = self.parallel.pieces(chosen, self.budget)
         for number, piece in enumerate(pieces):
@@ -257,7 +257,8 @@ class Trainer:
     def pack_loss(
         self, pack: Pack, head: Head, num_slots: float, is_measured: bool = True
     ) -> tuple[Tensor, SlotMetrics]:
-        """Returns the loss of one pack as its share of a step with `num_slots` draft positions, and its metrics."""
+        """Returns (loss, metrics) of one pack; the loss is divided by `num_slots`, the draft positions of the whole
+        step."""
         if isinstance(self.drafter, Eagle3Trainable):
             inputs = pack, self.embedding_VD, head, self.config.loss, num_slots
             return self.drafter.loss(*inputs, is_autocast=self.config.autocast, is_measured=is_measured)
@@ -283,7 +284,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, documents: Sequence[Document], features: FeatureSource) -> dict[str, Any]:
-        """Returns teacher-forced figures of held-out documents, shared among the processes."""
+        """Returns teacher-forced figures (`SlotMetrics.rates`) of held-out documents; the processes share the work."""
         packer = Packer(self.drafter.block_size, documents, features, self.device, self.budget.window)
         metrics = SlotMetrics.zero(self.drafter.block_size - 1)
         for piece in self.parallel.pieces(heldout_anchors(documents, HELDOUT_ANCHORS), self.budget):
@@ -383,8 +384,8 @@ class Trainer:
 
 
 def unigram_entropy(counts_V: NDArray[np.int64], drafted: NDArray[np.int64] | None = None) -> float:
-    """Returns the entropy in nats per token; tokens outside the draft vocabulary `drafted` add nothing, as in the
-    loss."""
+    """Returns the entropy of tokens with these counts, in nats per token; tokens outside `drafted` (the draft
+    vocabulary) add nothing."""
     total = counts_V.sum()
     counts = (counts_V if drafted is None else counts_V[drafted]).astype(np.float64)
     counts = counts[counts > 0]

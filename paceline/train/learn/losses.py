@@ -34,23 +34,24 @@ EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Labels of a pack's blocks without anchors: K = block_size - 1 slots (draft positions) per block."""
+    """Labels of a pack's A blocks, which have K = block_size - 1 slots (draft positions) each; a block's anchor has no
+    label."""
 
     labels_AK: Tensor
     """The target's token at each slot; arbitrary where `valid_AK` is False."""
     valid_AK: Tensor
-    """False after the end of the document."""
+    """False for slots after the end of the document."""
     final_AKD: Tensor | None = None
     """The target's final normed hidden state that predicts each slot, for losses over the target's distribution."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The target's head, frozen: logits = scale * (hidden @ weight^T), soft-capped if `cap` is above 0."""
+    """The target's LM head, frozen: logits = scale * (hidden @ weight^T), soft-capped if `cap` is above 0."""
 
     weight_VD: Tensor
     scale: float = 1.0
-    """The drafter's output multiplier."""
+    """Factor on the drafter's logits."""
     cap: float = 0.0
     columns: Tensor | None = None
     """Token ids of the rows of `weight_VD`, ascending; None if they are the whole vocabulary."""
@@ -76,7 +77,7 @@ class Head:
         return self.target.of_logits(final_RD.to(self.weight_VD.dtype) @ self.weight_VD.T)
 
     def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the row numbers of these token ids, and whether the head has them."""
+        """Returns the row of `weight_VD` for each of these token ids, and whether the head has the token."""
         if self.columns is None:
             return labels, torch.ones_like(labels, dtype=torch.bool)
         rows = torch.searchsorted(self.columns, labels).clamp_(max=len(self.columns) - 1)
@@ -85,10 +86,11 @@ class Head:
 
 @dataclass(slots=True)
 class SlotMetrics:
-    """Sums over blocks, which are added over packs and processes; `rates` divides them."""
+    """The summed loss and counts of correct drafts per slot, over blocks. Sums of packs and processes are added;
+    `rates` turns them into averages."""
 
     flat: Tensor
-    """[3 + 8 K]: the loss, then `sums_4K`, `selector_2` and `selector_4K`."""
+    """The sums as one vector [3 + 8 K]: the loss, then `sums_4K`, `selector_2` and `selector_4K`."""
 
     @classmethod
     def zero(cls, num_slots: int) -> SlotMetrics:
@@ -96,19 +98,21 @@ class SlotMetrics:
 
     @property
     def sums_4K(self) -> Tensor:
-        """Per slot, the number of blocks where it is valid; where its token is the most probable; where its token is in
-        the top 16; and where its token and all earlier ones are the most probable."""
+        """Four block counts per slot: the slot is valid; the target's token is the drafter's most probable one; it is
+        in the drafter's top 16; it and all earlier tokens of the block are the most probable ones."""
         return self.flat[1 : 1 + 4 * self._num_slots].unflatten(0, (4, -1))
 
     @property
     def selector_2(self) -> Tensor:
-        """The loss of a selector (DFlash 2), and the number of slots with their token among the candidates."""
+        """The summed loss of a selector (DFlash 2), and the number of slots where its candidates include the target's
+        token."""
         return self.flat[1 + 4 * self._num_slots :][:2]
 
     @property
     def selector_4K(self) -> Tensor:
-        """Per slot, the number of the selector's blocks where it is valid; where its token and all earlier ones are
-        first candidates; where the selector chooses its token; and where it chooses all tokens up to there."""
+        """Four counts per slot of the blocks that a selector scored: the slot is valid; the target's tokens up to the
+        slot are all first candidates; the selector chooses the target's token; it does so at all slots up to this one.
+        """
         return self.flat[3 + 4 * self._num_slots :].unflatten(0, (4, -1))
 
     @property
@@ -116,8 +120,8 @@ class SlotMetrics:
         return (len(self.flat) - 3) // 8
 
     def rates(self) -> dict[str, Any]:
-        """Returns loss and accuracy, recall@1 and recall@16 per slot, and the expected acceptance length, eal = 1 +
-        sum_k P(slots 1..k all right). With a selector, `eal` is that of its choices, `base_eal` that of the most
+        """Returns the mean loss, accuracy, recall@1 and recall@16 per slot, and the expected acceptance length, eal = 1
+        + sum_k P(slots 1..k all right). With a selector, `eal` is that of its choices, `base_eal` that of the most
         probable tokens in the same blocks, and `selector_lift` the difference."""
         counts_K, top1_K, top16_K, prefix_K = self.sums_4K
         counts_K = counts_K.clamp(min=1)
@@ -141,12 +145,13 @@ class SlotMetrics:
 def head_loss(
     hidden_TD: Tensor, slots: Slots, head: Head, config: LossConfig, num_slots: float, is_measured: bool = True
 ) -> tuple[Tensor, SlotMetrics]:
-    """Returns a scalar whose backward fills `hidden_TD`'s gradient, and metrics (sums).
+    """Returns (loss, metrics) of the hidden states of a pack; the loss's backward pass fills the gradient of
+    `hidden_TD`.
 
-    hidden_TD: normed hidden states of A * K slots, blocks one after another. The scalar is the weighted sum over valid
-    slots divided by `num_slots`, the number of valid slots in the whole step, so that packs and processes add up.
-    Metrics need a pass over the logits: every chunk is measured without gradients, else only the first, if
-    `is_measured`.
+    hidden_TD [A * K, D]: normed hidden states of the slots, block after block. The loss is a scalar: the weighted sum
+    over valid slots divided by `num_slots`, the number of valid slots in the whole step. So the losses of all packs and
+    processes add up to the step's loss. Metrics are sums; they cost one more pass over the logits. Without gradients
+    every chunk of blocks is measured, with gradients only the first one, and only if `is_measured`.
     """
     grad_TD = torch.empty_like(hidden_TD) if hidden_TD.requires_grad else None
     total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)
@@ -255,7 +260,8 @@ def slot_losses(
 
 
 def distance(name: str, draft_RV: Tensor, target_RV: Tensor) -> Tensor:
-    """Returns the distance [R] of log-probabilities of drafter and target, by the loss's name."""
+    """Returns the distance [R] between log-probabilities of drafter and target, [R, vocabulary] each, in the loss
+    `name`: kl, lk or lk-hybrid."""
     target_probs_RV = target_RV.exp()
     kl_R = (target_probs_RV * (target_RV - draft_RV)).sum(-1)
     if name == "kl":
@@ -282,15 +288,16 @@ def slot_weights(config: LossConfig, loss_AK: Tensor, valid_AK: Tensor) -> Tenso
 
 
 def default_gamma(block_size: int) -> float:
-    """Interpolates the paper's 4, 5 and 7 for blocks of 8, 10 and 16 (DFlash, arXiv 2602.06036) linearly."""
+    """Returns the decay `gamma` for a block size: linear between the paper's 4, 5 and 7 for blocks of 8, 10 and 16
+    (DFlash, arXiv 2602.06036)."""
     if block_size <= 10:
         return max(1.0, 4.0 + (block_size - 8) / 2)
     return 5.0 + (block_size - 10) / 3
 
 
 def measure(logits_RV: Tensor, label_R1: Tensor, valid_AK: Tensor) -> SlotMetrics:
-    """Returns which labels are drafted and which are in the top 16. Of equal logits, frequent in bfloat16, one is
-    drafted."""
+    """Counts the labels that are the drafter's most probable token, and those in its top 16. If logits are equal, which
+    is frequent in bfloat16, only one of these tokens counts as the most probable."""
     rank_AK = _count(logits_RV > logits_RV.gather(1, label_R1)).view(valid_AK.shape)
     top1_AK = (logits_RV.max(-1).indices == label_R1[:, 0]).view(valid_AK.shape) & valid_AK
     top16_AK = (rank_AK < NUM_RECALLED) & valid_AK
@@ -309,8 +316,8 @@ def _count(mask_RV: Tensor) -> Tensor:
 
 
 class LossVocabulary:
-    """Samples the tokens of a step's cross entropies: the most frequent ones, the labels, and a random sample of the
-    rest."""
+    """Selects the tokens over which a step's cross entropies run: the most frequent ones, the labels, and a random
+    sample of the rest."""
 
     SHARE_SAMPLED = 0.25
 
@@ -322,7 +329,7 @@ class LossVocabulary:
         self._rest = order_V[size - self._num_sampled :]
 
     def head(self, labels: Tensor, generator: torch.Generator, scale: float = 1.0, cap: float = 0.0) -> Head:
-        """Returns a head over the sampled tokens, which include all `labels`."""
+        """Returns a head with the rows of a step's tokens only, which include all `labels`."""
         picked = torch.randperm(len(self._rest), generator=generator)[: self._num_sampled]
         sampled = self._rest[picked]
         certain = torch.unique(torch.cat([self._frequent, labels.flatten().cpu()]))

@@ -16,9 +16,10 @@ WARM_UP_SHARE = 0.04
 LAST_SHARE = 0.05
 """Share of the peak learning rate at the end of the cosine."""
 VECTOR_BOOST = 3.0
-"""Learning rate factor of norm weights, which are few."""
+"""Factor on the learning rate of norm weights."""
 FINAL_NORM, FINAL_BOOST = "norm.weight", 10.0
-"""The final norm's weight, which scales all logits, and its learning rate factor; it starts small and must grow."""
+"""Name of the final norm's weight, and the factor on its learning rate. It scales all logits, starts small and must
+grow."""
 
 
 class Optimisers:
@@ -61,8 +62,9 @@ class Optimisers:
                 yield from ((f"{number}.{index}.{key}", tensor) for key, tensor in state.items())
 
     def fill(self, stored: dict[str, Tensor], laid_out: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Restores the tensors of `states`: moments through `laid_out(parameter, moment)` in the parameter's dtype,
-        step counts on the device where the optimiser's kernel reads them."""
+        """Restores stored optimiser states, named as in `states`. `laid_out(parameter, moment)` returns the part of a
+        moment that this process holds; moments get the parameter's dtype. Step counts go to the device where the
+        optimiser reads them."""
         slots = [[(weight, group) for group in one.param_groups for weight in group["params"]] for one in self.every]
         for name, tensor in stored.items():
             number, index, key = name.split(".")
@@ -79,8 +81,8 @@ def _count(parameter: Tensor, steps: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def learning_rate_share(progress: float) -> float:
-    """Returns the share of the peak rate at this share of the run: a linear warm-up, then a cosine down to
-    `LAST_SHARE`."""
+    """Returns the learning rate as a share of its peak. `progress`: share of the run that is done. The rate rises
+    linearly, then follows a cosine down to `LAST_SHARE`."""
     if progress < WARM_UP_SHARE:
         return max(0.01, progress / WARM_UP_SHARE)
     along = min(1.0, (progress - WARM_UP_SHARE) / (1.0 - WARM_UP_SHARE))

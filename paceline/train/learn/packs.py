@@ -23,7 +23,7 @@ from paceline.train.learn.attention import Layout, make_attention
 from paceline.train.learn.losses import Head, Slots
 
 Chosen = tuple[int, NDArray[np.int64]]
-"""A document's number and the anchors of its blocks."""
+"""(document number, positions of the anchors of its blocks). A block is an anchor and the draft positions after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class Pack:
     anchors_A: Tensor
     """Token ids of the anchors."""
     taps_NF: Tensor
-    """Features of all contexts: each document's positions before its last anchor in this pack."""
+    """Features (hidden states of the tapped target layers) of the N context positions: each document's positions before
+    its last anchor in this pack."""
     slots: Slots
     behind_N: Tensor
     """Token id after each context position, for drafters that also read embeddings."""
@@ -113,14 +114,14 @@ class PackBudget:
     context, each with at most as many (query, key) pairs as a pack of this size."""
     block_size: int = 1
     window: int | None = None
-    """See Packer."""
+    """Most positions before a draft position that the network attends to; None for all."""
 
     def size(self, anchors_A: NDArray[np.int64]) -> int:
         """Returns the number of positions of one document's blocks with these anchors."""
         return len(context_of(anchors_A, self.window)) + len(anchors_A) * self.block_size
 
     def pieces(self, chosen: Chosen) -> Iterator[Chosen]:
-        """Yields one document's blocks in as many parts as needed; if several, ordered by anchor."""
+        """Splits one document's blocks into parts within the budget; several parts are ordered by anchor."""
         number, anchors_A = chosen
         if self.tokens is None or self.size(anchors_A) <= self.tokens:
             yield chosen
@@ -138,8 +139,8 @@ class PackBudget:
 
 
 def split_into_packs(chosen: list[Chosen], budget: PackBudget | int) -> Iterator[list[Chosen]]:
-    """Yields groups of whole documents within the budget (a number: of blocks); a longer document gets its own
-    packs."""
+    """Yields the contents of each pack: whole documents, within the budget (an int: blocks). A longer document is split
+    into several packs."""
     budget = budget if isinstance(budget, PackBudget) else PackBudget(budget)
     group: list[Chosen] = []
     num_blocks = num_tokens = 0
@@ -157,7 +158,7 @@ def split_into_packs(chosen: list[Chosen], budget: PackBudget | int) -> Iterator
 
 
 def heldout_anchors(documents: Sequence[Document], number: int) -> list[Chosen]:
-    """Returns evenly spread anchors of every document, the same in every call."""
+    """Returns up to `number` evenly spread anchors of every document, the same in every call."""
     return [
         (index, np.unique(np.linspace(document.answer_start, len(document) - 2, number).astype(np.int64)))
         for index, document in enumerate(documents)
@@ -165,7 +166,7 @@ def heldout_anchors(documents: Sequence[Document], number: int) -> list[Chosen]:
 
 
 class Trainable(Protocol):
-    """A drafter in training."""
+    """Interface of a drafter in training; computes the hidden states from which its loss is computed."""
 
     network: nn.Module
     """The trained weights, float32. Checkpoints hold its `state_dict`."""
@@ -184,8 +185,8 @@ class Trainable(Protocol):
 
 
 class DFlashTrainable(Trainable):
-    """DFlash: a block is [anchor, MASK, MASK, ...]; each layer reads the context as keys and values computed from the
-    taps."""
+    """Trains DFlash. A block is [anchor, MASK, MASK, ...]; each layer reads the context as keys and values computed
+    from the taps (hidden states of some target layers)."""
 
     def __init__(self, network: DFlashNetwork, raw: dict[str, Any], attention: str = "auto") -> None:
         self.network, self.raw, self.layers = network, raw, network.layers
@@ -213,7 +214,8 @@ class DFlashTrainable(Trainable):
 
     @torch.no_grad()
     def right(self, hidden_TD: Tensor, pack: Pack, head: Head, embedding_VD: Tensor) -> Tensor:
-        """Returns which draft positions predict the target's token, given that all earlier ones do; bool [A, K]."""
+        """Returns at which draft positions the drafter chooses the target's token if it did so at all earlier ones,
+        bool [A, K]."""
         rows_R, reached_R = head.local(pack.slots.labels_AK.flatten())
         right_R = (head.logits(hidden_TD).argmax(-1) == rows_R) & reached_R
         return right_R.view(pack.slots.valid_AK.shape) & pack.slots.valid_AK

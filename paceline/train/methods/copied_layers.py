@@ -141,8 +141,9 @@ def _fill(layer: Any, parts: dict[str, Tensor], source: str) -> None:
 
 @torch.no_grad()
 def head_size(projection: Any, norm_D: Tensor, head_dim: int) -> float:
-    """Returns the root mean square of a projection's heads for a normed input: the geometric mean over heads, since one
-    head of Qwen2.5 may have biases a hundred times larger than the others."""
+    """Returns the size of a projection's outputs for a normed input: the root mean square of each head, as a geometric
+    mean over heads, since one head of Qwen2.5 may have biases a hundred times larger than the others. `norm_D`: weight
+    of the norm before the projection."""
     square_X = (projection.weight * norm_D).square().sum(1)
     if projection.bias is not None:
         square_X = square_X + projection.bias.square()
@@ -150,7 +151,8 @@ def head_size(projection: Any, norm_D: Tensor, head_dim: int) -> float:
 
 
 def settle_units(network: DFlashNetwork, scale_F: Tensor, mean_F: Tensor, *, is_new: bool, is_copied: bool) -> None:
-    """Makes `fc` train in scaled units; initialises it for a new drafter."""
+    """Makes `fc` (the projection of the taps) train on scaled features. A new drafter's `fc` is also initialised: as
+    the mean of the taps if its layers are copied, else with no response to the features' mean."""
     if is_new and is_copied:
         fuse_taps(network, scale_F)
     train_in_scaled_units(network, scale_F)

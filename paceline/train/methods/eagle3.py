@@ -44,7 +44,8 @@ DECAY = 0.8
 def drafted_ids(
     shape: DrafterShape, init: Path | None, corpus: Corpus, target: Target, say: Callable[[str], None]
 ) -> Tensor:
-    """Returns the draft vocabulary, ascending: that of `init`, or the most frequent tokens."""
+    """Returns the token ids of the draft vocabulary, ascending: that of the drafter in `init`, or the most frequent
+    tokens."""
     if init is not None:
         return read_eagle3(init).ids.sort().values
     chosen = most_frequent(shape.draft_vocab, corpus, target, say)
@@ -54,8 +55,8 @@ def drafted_ids(
 def eagle3_for(
     target: Target, shape: DrafterShape, init: Path | None, ids: Tensor, seed: int
 ) -> tuple[dict[str, Any], Eagle3Network]:
-    """Returns config.json and initial weights, float32. Raises DrafterMismatchError if `init` belongs to another
-    target."""
+    """Returns (config.json, network with float32 weights) of a new drafter, or of the drafter in `init`. `ids`: the
+    draft vocabulary. Raises DrafterMismatchError if `init` belongs to another target."""
     if init is not None:
         drafter = read_eagle3(init)
         tensors = {name: tensor.float().clone() for name, tensor in drafter.tensors.items()}
@@ -99,8 +100,9 @@ def config_for(target: Target, shape: DrafterShape, draft_vocab: int) -> dict[st
 
 @torch.no_grad()
 def use_scaled_eagle3_units(network: Eagle3Network, scale_F: Tensor, mean_F: Tensor, *, is_new: bool) -> Tensor:
-    """Makes the network train on features of similar size; returns the scale [F] to multiply features by. Norms before
-    `fc` need unscaled features; a new drafter's norms then get the scale as their initial weights."""
+    """Makes the network train on features of similar size; returns the scale [F] to multiply features by. If norms come
+    before `fc`, the features stay unscaled (a scale of ones), and a new drafter's norms get the scale as their initial
+    weights."""
     config = network.config
     if not config.fc_norm and not config.norm_before_fc:
         train_in_scaled_units(network, scale_F)
@@ -127,14 +129,14 @@ def target_head(target: Target, ids: Tensor) -> Head:
 
 
 class ChainAttention:
-    """Attention of one pack's chains: `step` 0 attends from all context entries, later steps from one position per
-    block."""
+    """Attention for one pack's chains: the drafts of a block, one `step` after another. The queries of step 0 are all
+    context positions; those of later steps are one position per block."""
 
     def __init__(
         self, shape: DecoderConfig, layout: Layout, dtype: torch.dtype, *, first: int = 1, scores: Scores = PLAIN
     ) -> None:
-        """`layout`: contexts from position 0 on. Entry e has the rotary position e + `first`; for EAGLE-3 the next
-        token's."""
+        """`layout`: its contexts must begin at position 0. Context position e is rotated as position e + `first`;
+        EAGLE-3 uses 1, the position of the next token. `scores`: scale and soft cap of the attention scores."""
         self._shape, self._layout, self._first, self._scores = shape, layout, first, scores
         device = layout.anchors[0].device
         longest = 2 + max(max(layout.context_lens), 1 + max(int(anchors_A.max()) for anchors_A in layout.anchors))
@@ -207,8 +209,9 @@ def chain_hidden(
     states_ND: Tensor,
     embed: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Runs all steps of a pack's chains, with the text's own tokens; returns the head's inputs [A * K, D]. network:
-    (embedded tokens, states, attention) -> (states for the next step, head's inputs)."""
+    """Runs all steps of a pack's chains, with the text's own tokens as inputs (teacher forcing); returns the head's
+    inputs [A * K, D]. `network`: (embedded tokens, states, attention) -> (states for the next step, head's inputs).
+    `states_ND`: the states of the context positions for step 0. `embed`: token ids -> embeddings."""
     states_TD, normed_TD = network(embed(pack.behind_N), states_ND, attend)
     states_AD, outputs = states_TD[attend.entries_A], [normed_TD[attend.entries_A]]
     for attend.step in range(1, pack.slots.labels_AK.shape[1]):
@@ -227,7 +230,7 @@ class Eagle3Trainable(Trainable):
         self._own = network
 
     def hidden(self, pack: Pack, embedding_VD: Tensor, is_autocast: bool) -> Tensor:
-        """Returns hidden states for the drafter's own head; see Trainable.hidden."""
+        """Returns hidden states [A * K, D] from which the drafter's own head predicts the draft positions."""
         attend = ChainAttention(self._own.config.shape, pack.layout, torch.bfloat16 if is_autocast else torch.float32)
         with torch.autocast(embedding_VD.device.type, torch.bfloat16, enabled=is_autocast):
             taps_NF = pack.taps_NF if is_autocast else pack.taps_NF.float()
@@ -247,8 +250,8 @@ class Eagle3Trainable(Trainable):
         is_autocast: bool,
         is_measured: bool,
     ) -> tuple[Tensor, SlotMetrics]:
-        """Returns the loss as a share of a step with `num_slots` draft positions, and metrics. `head`: see
-        `target_head`."""
+        """Returns (loss, metrics) of one pack; the loss is divided by `num_slots`, the draft positions of the whole
+        step. `head`: the target's head over the draft vocabulary."""
         slots = pack.slots
         per_block = slots.labels_AK.shape[1]
         hidden_TD = self.hidden(pack, embedding_VD, is_autocast)

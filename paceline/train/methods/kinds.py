@@ -34,9 +34,9 @@ class InitialDrafter:
     taps: tuple[int, ...]
     """Target layers whose hidden states the drafter reads."""
     head: Head
-    """Head for the losses."""
+    """Head for the training losses."""
     drafting_head: Head
-    """Head for drafting_head held-out documents."""
+    """Head for drafting and for held-out documents: only the draft vocabulary, if the drafter has one."""
     is_new: bool
     """True if its weights are initialised here: no --init, and no layer of the target's own."""
     is_copied: bool
@@ -52,7 +52,8 @@ class InitialDrafter:
 
 
 def draft_ids_of(config: TrainConfig, corpus: Corpus, target: Target, say: Callable[[str], None]) -> Tensor | None:
-    """Returns the draft vocabulary of a new drafter, or of any drafter with its own head; None for all tokens."""
+    """Returns the token ids of a run's draft vocabulary; None for all tokens. It belongs to a new drafter, or to a
+    drafter with its own head (EAGLE-3)."""
     if config.shape.kind == "eagle3":
         return drafted_ids(config.shape, init_folder(config.init, config.target.model), corpus, target, say)
     return most_frequent(config.shape.draft_vocab, corpus, target, say)
@@ -93,7 +94,8 @@ def _built(config: TrainConfig, target: Target, draft_ids: Tensor | None) -> Ini
 
 
 def use_scaled_units(initial: InitialDrafter, scale_F: Tensor, mean_F: Tensor) -> Tensor:
-    """Makes the drafter train on features of similar size; returns the scale [F] to multiply features by."""
+    """Makes the drafter train on features of similar size; returns the scale [F] to multiply features by. `scale_F`,
+    `mean_F`: results of `measure_scale`."""
     network = initial.network
     if isinstance(network, MtpNetwork):
         return torch.ones_like(scale_F)  # features come from the target's final norm, and the layer norms them first

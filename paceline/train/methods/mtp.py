@@ -141,7 +141,7 @@ class MtpTrainable(Trainable):
     """A multi-token-prediction layer in training; the target's head reads its output."""
 
     def __init__(self, network: MtpNetwork, raw: dict[str, Any], block_size: int, embedding_scale: float = 1.0) -> None:
-        """`block_size`: 1 + the number of steps; `embedding_scale`: `EndScales.embedding`."""
+        """`block_size`: 1 + the number of steps. `embedding_scale`: factor on the target's embeddings."""
         self.network, self.raw, self.block_size = network, raw, block_size
         self.layers = [module for name, module in network.named_modules() if _is_read_by_each(network.config, name)]
         self._own, self._scale = network, embedding_scale
@@ -169,9 +169,9 @@ def _is_read_by_each(shape: DecoderConfig, name: str) -> bool:
 
 
 def mtp_for(target: Target, config: TrainConfig) -> tuple[dict[str, Any], MtpNetwork]:
-    """Returns config.json, and the initial layer: that of --init, the target's own, or (`is_copied`) a new one. Raises
-    like `find_mtp`; ConfigError for a target without such a layer; DrafterMismatchError if --init belongs to another
-    target."""
+    """Returns (config.json, initial layer). The layer is that of --init, the target's own, or (`is_copied`) a copy of
+    the target's last layer. Raises ConfigError for a target without such a layer, DrafterMismatchError if --init
+    belongs to another target, and the errors of `find_mtp`."""
     init = init_folder(config.init, config.target.model)
     layer = read_mtp(init) if init is not None else _first_layer(config)
     for what, mine, theirs in (
@@ -184,7 +184,7 @@ def mtp_for(target: Target, config: TrainConfig) -> tuple[dict[str, Any], MtpNet
 
 
 def check_mtp(config: TrainConfig) -> None:
-    """Checks that there is an initial layer, before the answers are generated. Raises the errors of `mtp_for`."""
+    """Checks, before the answers are generated, that there is a layer to train. Raises the errors of `mtp_for`."""
     if config.shape.kind == "mtp" and config.init is None and config.scale == "default":
         _first_layer(config)
 
@@ -212,10 +212,10 @@ def _first_layer(config: TrainConfig) -> MtpLayer:
 
 @torch.no_grad()
 def new_layer(path: Path, seed: int = 0) -> MtpLayer:
-    """Returns a layer for a target without an mtp layer: its last layer of full attention, whose input is the sum of
-    the normed embedding and the normed hidden state, with the target's final norm, which `FirstNorm` scales. Its layout
-    is DeepSeek's, or Qwen's for families with that layout. Raises UnsupportedModelError for a target without such a
-    layer."""
+    """Returns a layer for a target without an mtp layer: a copy of the target's last layer of full attention. Its input
+    is the sum of the normed embedding and the normed hidden state; its output goes through the target's final norm,
+    which `FirstNorm` scales. Its layout is DeepSeek's, or Qwen's for families with that layout. Raises
+    UnsupportedModelError for a target without such a layer."""
     raw = config_json(path)
     config = decoder_config(raw, path)
     layer = one_layer(config)

@@ -78,8 +78,9 @@ class DFlash2Trainable(DFlashTrainable):
         is_learning: bool,
         sample: BlockSample = ALL_BLOCKS,
     ) -> tuple[Tensor, SlotMetrics]:
-        """Returns the loss as a share of a step with `num_slots` draft positions, and metrics: of all blocks without
-        gradients, else of some. `head`: the drafting head. Without `is_learning`, gradients are zeros."""
+        """Returns (loss, metrics) of the selector; the loss is divided by `num_slots`, the draft positions of the whole
+        step. `head`: the drafting head. Training uses the blocks of `sample`, evaluation all blocks. Training without
+        `is_learning` has a loss and gradients of zero."""
         slots, is_training = pack.slots, torch.is_grad_enabled()
         per_block, sample = slots.labels_AK.shape[1], sample if is_training else ALL_BLOCKS
         metrics, total = SlotMetrics.zero(per_block), torch.zeros((), device=hidden_TD.device)
@@ -138,7 +139,8 @@ class DFlash2Trainable(DFlashTrainable):
 
     @torch.no_grad()
     def right(self, hidden_TD: Tensor, pack: Pack, head: Head, embedding_VD: Tensor) -> Tensor:
-        """Returns which slots select the target's token; earlier slots are given as the target's tokens."""
+        """Returns at which draft positions the selector chooses the target's token, bool [A, K]; it reads the target's
+        own token as the previous one."""
         slots = pack.slots
         hidden_AKD = hidden_TD.unflatten(0, slots.valid_AK.shape)
         logits_AKV = head.logits(hidden_TD).unflatten(0, slots.valid_AK.shape).float()
@@ -148,5 +150,6 @@ class DFlash2Trainable(DFlashTrainable):
 
 
 def trainable_of(network: DFlashNetwork, raw: dict[str, Any], attention: str = "auto") -> DFlashTrainable:
-    """Returns the Trainable of a DFlash or DFlash 2 network."""
+    """Returns the Trainable of a DFlash or DFlash 2 network. `raw`: its config.json; `attention`: auto, split, sdpa or
+    flex."""
     return (DFlash2Trainable if isinstance(network, DFlash2Network) else DFlashTrainable)(network, raw, attention)
