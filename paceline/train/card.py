@@ -30,7 +30,7 @@ CHUNK = 1 << 22
 
 
 def target_hash(name: str) -> str:
-    """Returns "sha256:..." of the target's GGUF file, or of all its weight files in order. Raises like
+    """Returns "sha256:..." of the target's GGUF file, or of all its weight files in order. Raises the errors of
     `hub.resolve`."""
     if name in BUILTINS:
         return f"sha256:{BUILTINS[name].gguf_sha256}"
@@ -48,8 +48,8 @@ def target_hash(name: str) -> str:
 
 
 def write_card(config: TrainConfig, drafter: Path, figures: dict[str, Any], served: dict[str, Any]) -> Path:
-    """Writes README.md from `figures` (steps, blocks, eal, loss, prompts) and `served` (heldout.json). Raises
-    CacheError."""
+    """Writes README.md into the drafter's folder. `figures`: steps, blocks, eal (expected acceptance length), loss,
+    prompts; `served`: contents of heldout.json. Raises CacheError."""
     file = drafter / "README.md"
     write_whole(file, card_text(config, drafter, figures, served))
     return file
@@ -96,7 +96,7 @@ def _kind(config: TrainConfig, drafter: Path, raw: dict[str, Any], named: str) -
 
 
 def card_text(config: TrainConfig, drafter: Path, figures: dict[str, Any], served: dict[str, Any]) -> str:
-    """Returns the card as Markdown, with the YAML header that the hub reads."""
+    """Returns the card as Markdown, with the YAML header that the hub reads; `write_card` explains the parameters."""
     raw = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
     target = config.target.model
     licence = BUILTINS[target].licence.lower() if target in BUILTINS else "other"

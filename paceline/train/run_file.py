@@ -69,22 +69,23 @@ def drop_removed(file: Path, loop: dict[str, Any], notice: Callable[[str], None]
 
 
 def read_settings(file: Path, owner: type, remedy: str) -> dict[str, Any]:
-    """Reads a settings file for any dataclass. Raises ConfigError with the remedy, or the name nearest to an unknown
-    one."""
+    """Reads a settings file for the dataclass `owner`, as nested dicts. Raises ConfigError with the remedy, or for an
+    unknown name, with the nearest known one."""
     tree = read_settings_file(file, remedy)
     _check_names(file, (owner, owner), tree, "")
     return tree
 
 
 def config_of(tree: Mapping[str, Any], source: Path | str = RUN_FILE) -> TrainConfig:
-    """Returns the TrainConfig of a tree from `read_run_file`; all its fields count as given. Raises ConfigError."""
+    """Returns the TrainConfig of a tree (nested dicts) from `read_run_file`; all its fields count as given. Raises
+    ConfigError."""
     config = settings_of(TrainConfig, tree, source, "see paceline train --help")
     return dataclasses.replace(config, given=tuple(leaves(tree)))
 
 
 def settings_of(owner: type, tree: Mapping[str, Any], source: Path | str, remedy: str) -> Any:
-    """Returns a dataclass from a tree of `read_settings`. Raises ConfigError, with the remedy, for a value of a wrong
-    type."""
+    """Returns the dataclass `owner` with the values of a tree from `read_settings`. Raises ConfigError, with the
+    remedy, for a value of a wrong type."""
     return _built(owner, tree, "", source, remedy)
 
 

@@ -93,7 +93,8 @@ def serve_heldout(
 
 
 def finished_drafter(raw: dict[str, Any], weights: dict[str, Tensor], draft_ids: Tensor | None) -> Finished:
-    """Returns the drafter with the trained weights, in bfloat16."""
+    """Returns a drafter with the trained weights, rounded to bfloat16. `raw`: its config.json; `draft_ids`: its draft
+    vocabulary."""
     halved = {name: tensor.bfloat16() for name, tensor in weights.items()}
     if is_mtp(raw):
         return MtpDrafter(layer_of(raw, halved))
@@ -113,8 +114,9 @@ def read_finished(folder: Path) -> Finished:
 def heldout_server(
     target: EngineConfig, raw: dict[str, Any], documents: list[Document], max_tokens: int, draft_ids: Tensor | None
 ) -> Callable[[dict[str, Tensor]], float]:
-    """Returns a function: weights -> served acceptance length of a few held-out prompts, with the weights rounded as
-    the finished drafter's are. Its first call loads the model a second time."""
+    """Returns a function: weights -> acceptance length of a few held-out prompts in the real engine, with the weights
+    in bfloat16 as in the finished drafter. Its first call loads the model a second time. `raw`: the drafter's
+    config.json."""
     load = functools.cache(partial(_loaded, target, documents, max_tokens))
 
     def served(weights: dict[str, Tensor]) -> float:
@@ -139,8 +141,8 @@ def has_room(target: Target) -> bool:
 
 @torch.no_grad()
 def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> float:
-    """Returns the acceptance length of teacher-forced blocks over these answers, with rounds where the engine has
-    them."""
+    """Returns the acceptance length over these answers by teacher forcing: each draft is compared with the answer's
+    text. Blocks begin where the engine would begin a round."""
     config = drafter.config
     documents = [answer for answer in answers if answer.num_anchors > 0]
     float_network = network_of(config, {name: tensor.float() for name, tensor in drafter.network.state_dict().items()})
@@ -158,7 +160,7 @@ def walked(target: Target, drafter: DFlashDrafter, answers: list[Document]) -> f
 def accepted_at(
     drafter: DFlashTrainable, packer: Packer, head: Head, embedding_VD: Tensor, number: int
 ) -> NDArray[np.int64]:
-    """Returns the number of accepted drafts [P] of a block anchored at each possible position of document `number`."""
+    """Returns, for each possible anchor of document `number`, how many drafts of its block would be accepted, [P]."""
     document = packer.documents[number]
     places = np.arange(document.answer_start, len(document) - 1)
     accepted = [np.zeros(0, dtype=np.int64)]
@@ -170,7 +172,8 @@ def accepted_at(
 
 
 def starts_of(accepted_P: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the first position of each round; a round covers the accepted drafts and one token."""
+    """Returns the indices where rounds begin. A round covers the accepted drafts and one more token. accepted_P: number
+    of accepted drafts for a round at each position."""
     starts, at = [], 0
     while at < len(accepted_P):
         starts.append(at)
@@ -179,9 +182,9 @@ def starts_of(accepted_P: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def final_figures(target: EngineConfig, drafter: Drafter, documents: list[Document], max_tokens: int) -> dict[str, Any]:
-    """Returns all figures measured at the end of a run, for heldout.json. They are tokens_per_round and its parts,
-    served; `teacher_forced`, for the same answers; tokens/s of one stream without a drafter, with this one, and with
-    the one that ships for the target, if it is on this machine."""
+    """Returns all figures measured at the end of a run, for heldout.json: the acceptance length in the engine and its
+    parts; `teacher_forced`, the acceptance length of the first answers by teacher forcing; and tokens/s of one stream
+    without a drafter, with this one, and with the one that ships for the target, if it is on this machine."""
     llm = _loaded(target, documents, max_tokens)
     figures, answers = serve_heldout(llm, drafter, documents, max_tokens)
     report = {"tokens_per_round": figures.tokens_per_round, **asdict(figures)}
@@ -200,7 +203,8 @@ def final_figures(target: EngineConfig, drafter: Drafter, documents: list[Docume
 
 
 def agreement(figures: dict[str, Any]) -> str | None:
-    """Compares teacher-forced and served acceptance length of the same answers in a line, a warning if they differ."""
+    """Returns a line that compares the acceptance lengths of the same answers by teacher forcing and in the engine, a
+    warning if they differ by more than `AGREE`; None if one is missing."""
     forced, served = figures.get("teacher_forced"), figures.get("served_of_walked")
     if not forced or not served:
         return None

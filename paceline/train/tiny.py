@@ -33,7 +33,7 @@ def write_tiny_target(folder: Path, seed: int = 0) -> Path:
 
 
 def byte_tokenizer(special: list[str]) -> Tokenizer:
-    """Returns a tokenizer with one token per byte, in GPT-2's representation, followed by the special tokens."""
+    """Returns a tokenizer with one token per byte, in GPT-2's representation, followed by the tokens `special`."""
     visible = [byte for byte in range(256) if chr(byte).isprintable() and byte not in (0x20, 0xA0, 0xAD)]
     hidden = [byte for byte in range(256) if byte not in visible]
     vocab = {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(hidden)}

@@ -38,7 +38,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class Regenerated:
-    """Results of one process."""
+    """Counts and times of the conversations that one process generated."""
 
     answers: Path
     """Folder of the answers of all processes."""
@@ -48,20 +48,22 @@ class Regenerated:
     wall_s: float = 0.0
     tokens_per_s: float = 0.0
     num_found: int = 0
-    """Conversations that an earlier run had finished."""
+    """Number of conversations that an earlier run had finished."""
     num_too_long: int = 0
     num_tokens_too_long: int = 0
     """Length of the longest prompt that was left out, in tokens."""
     refused: Dropped = field(default_factory=Dropped)
     """Counts of conversations that the target cannot answer, by reason."""
     num_cut_short: int = 0
-    """Conversations that ended early: an answer was incomplete, or the next prompt was too long or refused."""
+    """Number of conversations that ended early: an answer was incomplete, or the next prompt was too long or
+    refused."""
     lost: dict[str, int] = field(default_factory=dict)
     """Counts of a remote server's answers that were left out because their tokens are unknown, by reason."""
 
 
 def conversations_of(prompts: list[Prompt], answering: AnswerConfig) -> dict[str, tuple[Prompt, float]]:
-    """Returns key -> (prompt, temperature) of every requested conversation; duplicates have one key."""
+    """Returns key -> (prompt, temperature) of every conversation to generate: each prompt at each temperature, sampled
+    as often as requested. Duplicate prompts have one key."""
     return {
         key_of(prompt, temperature, sample): (prompt, temperature)
         for prompt in prompts
@@ -71,8 +73,8 @@ def conversations_of(prompts: list[Prompt], answering: AnswerConfig) -> dict[str
 
 
 def key_of(prompt: Prompt, temperature: float, sample: int = 0) -> str:
-    """Returns a conversation's key, with a hash of its text: prompts may share an id, and a file may change between
-    runs."""
+    """Returns a conversation's unique key: source, prompt id, hash of the text, temperature, sample number. The hash is
+    needed since prompts may share an id, and a file may change between runs."""
     before = prompt.messages[:-1]
     text = repr((before, prompt.turns) if before else prompt.token_ids or prompt.turns)
     if prompt.tools or prompt.grammar or (prompt.messages and prompt.messages[-1]["role"] != "user"):

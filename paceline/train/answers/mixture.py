@@ -22,7 +22,7 @@ from paceline.errors import ConfigError, PromptError
 from paceline.train.config import PromptsConfig
 
 Source = tuple[str, float | None]
-"""(path or data set, weight or None)."""
+"""(path or data set id, weight or None)."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,8 @@ class Mixture:
 
 
 def sources_of(prompts: tuple[str, ...]) -> list[Source]:
-    """Splits each `source` or `source=weight`; a source that exists as a file may contain "=". Raises ConfigError."""
+    """Splits each text `source` or `source=weight` into the two; the name of an existing file may contain "=". Raises
+    ConfigError."""
     return [_source_of(text) for text in prompts]
 
 
@@ -54,8 +55,8 @@ def _source_of(text: str) -> Source:
 
 
 def read_mixture(config: PromptsConfig, seed: int, say: Callable[[str], None]) -> Mixture:
-    """Reads all requested prompts and reports through `say` what was left out. Raises PromptError for a source that is
-    unreadable or empty; with `strict`, for the first unusable row."""
+    """Reads all requested prompts and mixes them by weight; reports through `say` what was left out. Raises PromptError
+    for a source that is unreadable or empty; with `strict`, for the first unusable row."""
     mixture = Mixture()
     sources: list[tuple[str, float | None, list[Prompt]]] = []
     for source, weight in sources_of(config.prompts):

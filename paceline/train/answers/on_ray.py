@@ -28,8 +28,8 @@ from paceline.train.config import AnswerConfig, RegenerateConfig
 from paceline.train.processes.ray_cluster import Work, connected, distributed
 
 BATCHES_OF_ROWS = 4
-"""Conversations in a batch per cache row of a worker: at the end of a batch, rows idle until the longest answer
-ends."""
+"""Conversations per batch, for each cache row of a worker (a row holds one sequence). At the end of a batch, rows are
+idle until its longest answer is complete."""
 
 
 @dataclass(frozen=True, slots=True)

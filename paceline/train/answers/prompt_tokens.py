@@ -29,7 +29,7 @@ NO_TEMPLATE = "the target has no chat template: --raw asks every prompt as it st
 
 @dataclass
 class TokenizerOnly:
-    """Encodes conversations like an LLM, without loading its weights."""
+    """Encodes conversations in place of an LLM, without its weights."""
 
     tokenizer: Tokenizer
 
@@ -45,8 +45,8 @@ class TokenizerOnly:
 
 
 class PromptEncoder:
-    """Encodes prompts with the opening, tools and template variables of `config`. Raises ConfigError if --raw forbids
-    them."""
+    """Encodes prompts as token ids, with the opening (the first messages of every conversation), tools and template
+    variables of `config`. Raises ConfigError if --raw forbids them."""
 
     def __init__(self, llm: LLM | TokenizerOnly, config: AnswerConfig, vocab_size: int | None = None) -> None:
         """`vocab_size`: rows of the target's embedding, if known; else the tokenizer's vocabulary size is used."""
@@ -62,8 +62,7 @@ class PromptEncoder:
         refuse(ConfigError, (config.raw and has_chat, needs_template))
 
     def messages_of(self, prompt: Prompt) -> list[Message]:
-        """Returns the prompt's messages after the opening; without the opening if the prompt has its own system
-        message."""
+        """Returns the opening and the prompt's messages; only the latter if the prompt has its own system message."""
         is_own = not prompt.messages or prompt.messages[0]["role"] == "system"
         return prompt.messages if is_own else self.opening + prompt.messages
 
@@ -73,7 +72,8 @@ class PromptEncoder:
         return self.encode(prompt, self.messages_of(prompt))
 
     def encode(self, prompt: Prompt, messages: list[Message]) -> list[int]:
-        """Returns the token ids of a conversation, with the prompt's own tools or the common ones. Raises RowError."""
+        """Returns the token ids of a conversation, with the prompt's own tools, or else those of the config. Raises
+        RowError."""
         where = prompt.where or f"{prompt.source}, prompt {prompt.id}"
         if prompt.token_ids:
             if max(prompt.token_ids) >= self.vocab_size:

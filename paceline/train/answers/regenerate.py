@@ -50,7 +50,7 @@ from paceline.types import SamplingParams, Sequence
 
 CONVERSATIONS_PER_SHARD = 128
 IN_FLIGHT_PER_ROW = 2
-"""Requests submitted to the engine per cache row, so that a free row is reused immediately."""
+"""Requests submitted to the engine per cache row (place for one sequence), so that a free row is reused immediately."""
 WRITE_EVERY_S = 60.0
 """Seconds after which a shard is written although it has fewer conversations, so that a slow target's answers are
 safe."""
@@ -67,7 +67,7 @@ def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The inputs of answering."""
+    """The loaded target, the prompts and the run folder, as `prepared` yields them."""
 
     llm: LLM
     prompts: list[Prompt]
@@ -94,9 +94,9 @@ def prepared(
     more: Mapping[str, Any] | None = None,
     fill: Callable[[str, int], str] = lambda opener, seed: opener,
 ) -> Iterator[Prepared]:
-    """Loads the target and the prompts; while the context is open, no other run may use the folder. `what`: the run's
-    type.
-    `more`: further settings that must not change. `fill`: see PromptWriter. Raises like `paceline.train.regenerate`."""
+    """Loads the target and the prompts; while the context is open, no other run may use the folder. `what`: name of the
+    run's type. `more`: further settings that must not change. `fill`: (opener, number) -> beginning of a self-written
+    prompt, for the PromptWriter. Raises the errors of `paceline.train.regenerate`."""
     ranks = Ranks.here()
     engine = engine_for(config, ranks)
     settings = identity(config, engine, ranks) | plain(dict(more or {}))
@@ -133,7 +133,7 @@ def prepared(
 
 
 def engine_for(config: RegenerateConfig, ranks: Ranks) -> EngineConfig:
-    """Returns the target's settings without a drafter, with a cache for the longest prompt and answer."""
+    """Returns the target's engine settings: without a drafter, with a cache for the longest prompt and answer."""
     target, answering = config.target, config.answering
     longest = max(answering.max_tokens, MAX_PROMPT_WRITTEN) if config.asked.num_self_written else answering.max_tokens
     max_len = -(-(answering.max_prompt_tokens + longest) // 16) * 16
@@ -228,7 +228,8 @@ def _report(
 
 
 class Regenerator:
-    """Answers prompts into shards. After a crash, `run` resumes with the same prompts and config."""
+    """Generates the target's answers to prompts and writes them to shards (files of finished conversations). After a
+    crash, `run` resumes with the same prompts and config."""
 
     def __init__(self, llm: LLM | RemoteLLM, shards: Kept, config: AnswerConfig) -> None:
         self.llm, self.shards, self.config = llm, shards, config
@@ -241,10 +242,10 @@ class Regenerator:
         self._started_at, self._advance = 0.0, ignore
 
     def run(self, prompts: list[Prompt], bars: Progress | None = None) -> Regenerated:
-        """Answers these prompts, duplicates once; `bars` shows one bar of all conversations. A prompt that the chat
-        template refuses is left out, and counted. Raises CacheError if a shard cannot be written, PromptError if a
-        shard is damaged, and the model's error on a conversation, which the next run repeats; finished conversations
-        are retained."""
+        """Answers these prompts, each of several duplicates only once; `bars` shows the progress of all conversations.
+        A prompt that the chat template refuses is left out and counted. Raises CacheError if a shard cannot be written,
+        PromptError if a shard is damaged, and the model's error on a conversation. Finished conversations are retained;
+        the next run generates the others."""
         self.done, self._started_at = Regenerated(self.shards.folder), time.perf_counter()
         conversations = conversations_of(prompts, self.config)
         waiting = self._missing(conversations)

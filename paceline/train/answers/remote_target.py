@@ -31,7 +31,7 @@ from paceline.train.config import RegenerateConfig
 from paceline.types import SamplingParams, Sequence
 
 EXTRAS = {"return_token_ids": True, "skip_special_tokens": False, "spaces_between_special_tokens": False}
-"""Request fields of vLLM; other servers ignore them, or reject them and get the request without them."""
+"""Request fields that vLLM knows. Other servers ignore or reject them; then the request is sent without them."""
 WAYS = ("ids, extras", "ids", "text", "chat, extras", "chat")
 """Request formats, the most reliable first."""
 
@@ -46,7 +46,7 @@ class LostAnswer(PacelineError):
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A conversation for a server that renders the prompt itself."""
+    """A conversation as messages, for a server that applies the chat template itself."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
@@ -54,7 +54,7 @@ class ChatRequest:
 
 
 class RemoteLLM(TokenizerOnly):
-    """A local tokenizer with a remote model."""
+    """Replaces an LLM: the tokenizer is local, the model runs on a server."""
 
     def __init__(self, tokenizer: Tokenizer, client: Client, served_name: str | None, num_at_once: int) -> None:
         """Raises ConfigError, DownloadError, or Refused if the server does not list its models."""
@@ -69,7 +69,7 @@ class RemoteLLM(TokenizerOnly):
 
 @dataclass
 class RayTokenizer(TokenizerOnly):
-    """The local part of a target that runs on the workers of a Ray cluster."""
+    """Replaces an LLM that runs on the workers of a Ray cluster: here is only its tokenizer."""
 
     introduction: str
 
@@ -78,7 +78,7 @@ class RayTokenizer(TokenizerOnly):
 
 
 def remote_target_of(config: RegenerateConfig) -> RemoteLLM | RayTokenizer | None:
-    """Returns a substitute for a target that answers remotely, None for a local target. Raises ConfigError for settings
+    """Returns what replaces the LLM if the target runs remotely; None if it runs here. Raises ConfigError for settings
     that the remote side does not support, and the errors of connecting to it."""
     where = config.elsewhere
     if not where.ray and not where.answers_from:
@@ -113,7 +113,8 @@ def first_model(client: Client) -> str:
 
 
 class RemoteEngine:
-    """The methods of `engine.Engine` that Regenerator uses, and its cache: one row per concurrent request."""
+    """Replaces `engine.Engine` for a Regenerator: requests go to a server. Its cache has one row per concurrent
+    request."""
 
     def __init__(self, llm: RemoteLLM, client: Client, served_name: str, num_at_once: int) -> None:
         self.client, self.served_name, self.num_rows = client, served_name, num_at_once
@@ -285,7 +286,8 @@ def _encoded(text: str, reason: str, num_generated: int | None, seq: Sequence, t
 
 
 def end_token(tokenizer: Tokenizer) -> int | None:
-    """Returns the token that ends an answer, the tokenizer's own if the model has several; None if it is ambiguous."""
+    """Returns the token that ends an answer. If the model has several, returns the tokenizer's own; None if it is
+    ambiguous."""
     ends = tokenizer.eos_token_ids
     own = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
     return own if own in ends else ends[0] if len(ends) == 1 else None

@@ -41,8 +41,9 @@ def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> di
 
 
 def check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> bool:
-    """Returns True if the settings extend the run in `out`. Raises ConfigError, with the difference, if they contradict
-    it."""
+    """Compares settings with those of the run in `out`, of type `kind`. Returns True if they extend it (more
+    conversations), False if they are the same or there is no run. Raises ConfigError, with the difference, if they
+    contradict it."""
     file = out / "config.json"
     if not file.is_file():
         return False
@@ -59,7 +60,7 @@ def check_same_run(out: Path, kind: str, settings: dict[str, Any]) -> bool:
 
 
 def extend(folder: RunFolder, kind: str, settings: dict[str, Any]) -> None:
-    """Updates config.json with the extended settings."""
+    """Writes the extended settings into the run's config.json, under its type `kind`."""
     config = json.loads((folder.path / "config.json").read_text(encoding="utf-8"))
     folder.write_json("config.json", config | {kind: settings})
 
@@ -76,4 +77,4 @@ GROWS: dict[str, Callable[[Any, Any], bool]] = {
     "self_written": lambda before, now: (now or 0) > (before or 0),
     "samples": lambda before, now: (now or 1) > (before or 1),
 }
-"""Setting -> whether its value has grown."""
+"""Setting -> function (before, now): True if its value has grown."""

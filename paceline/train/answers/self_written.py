@@ -30,7 +30,8 @@ MARK = "\u2042"
 MIN_WORDS, MAX_TOKENS = 4, 160
 MAX_TRIES_PER_PROMPT = 8
 EXTRA_TRIES = 32
-"""The run gives up after MAX_TRIES_PER_PROMPT failed tries for every written prompt and for this many more."""
+"""The limit on unusable prompts is MAX_TRIES_PER_PROMPT for every usable one, and for this many more; above it the run
+fails."""
 
 
 @dataclass(slots=True)
@@ -43,18 +44,19 @@ class SelfWritten:
 
 @dataclass(frozen=True, slots=True)
 class UserTurn:
-    """The position of the user's text in a chat template."""
+    """The place of the user's message in a chat template: the text before it, and the tokens that end it."""
 
     prefix: str
-    """The template's text before the user's text."""
+    """The rendered text before the user's message."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     """Special token that ends the user's text; `stop` has the string if it is not a special token."""
 
 
 class PromptWriter:
-    """Writes prompts to a JSON lines file, line by line; an interrupted run resumes after the last whole line. Raises
-    UnsupportedModelError if the chat template hides the user's text, PromptError if the target has no template."""
+    """Has the target write prompts, into a JSON lines file; an interrupted run resumes after the last whole line.
+    Raises UnsupportedModelError if the chat template hides the user's text, PromptError if the target has no
+    template."""
 
     def __init__(
         self,
@@ -67,8 +69,9 @@ class PromptWriter:
         variables: Mapping[str, Any] | None = None,
         fill: Callable[[str, int], str] = lambda opener, seed: opener,
     ) -> None:
-        """`opening`: an application's messages before the user's, so that the prompts are those of its users. `fill`:
-        completes an opener, given a number that differs for every prompt."""
+        """`openers`: beginnings of prompts. `opening`: an application's messages before the user's, so that the
+        prompts are those of its users. `fill`: (opener, number) -> the beginning to use; the number differs for
+        every prompt."""
         self.llm, self.file, self.openers, self.seed = llm, file, openers or ("",), seed
         self._fill = fill
         self._turn = user_turn(llm.tokenizer, opening, variables)
@@ -82,8 +85,8 @@ class PromptWriter:
         )
 
     def write(self, num_prompts: int, on_prompt: Callable[[str], None] = lambda prompt: None) -> SelfWritten:
-        """Writes until the file holds `num_prompts`; returns all its prompts, and calls `on_prompt` with each of them.
-        Raises PromptError if too few prompts are usable or the file is damaged, CacheError for disk errors."""
+        """Writes prompts until the file holds `num_prompts`; returns all prompts in it, and calls `on_prompt` with each
+        of them. Raises PromptError if too few prompts are usable or the file is damaged, CacheError for disk errors."""
         drop_cut_line(self.file)
         has_some = self.file.exists() and self.file.stat().st_size
         done = SelfWritten([prompt.turns[0] for prompt in read_prompts(self.file)] if has_some else [])
@@ -144,8 +147,9 @@ class PromptWriter:
 def user_turn(
     tokenizer: Tokenizer, opening: Sequence[Message] = (), variables: Mapping[str, Any] | None = None
 ) -> UserTurn:
-    """Returns the position of the user's text in this tokenizer's chat template, after an opening. Raises
-    UnsupportedModelError if the template hides the user's text, PromptError for a tokenizer without a template."""
+    """Returns the place of the user's message in this tokenizer's chat template, after the messages of `opening`.
+    Raises UnsupportedModelError if the template hides the user's text, PromptError for a tokenizer without a
+    template."""
     messages = [*opening, {"role": "user", "content": MARK}]
     before, mark, after = chat_text(tokenizer, messages, variables=variables).partition(MARK)
     if not mark:  # not in the rendered text
@@ -159,7 +163,8 @@ def user_turn(
 
 
 def rejection_reason(prompt: str, is_finished: bool, seen: set[str]) -> str | None:
-    """Returns the reason why a prompt is unusable, or None. `seen`: normalised prompts."""
+    """Returns the reason why a prompt is unusable, or None. `seen`: normalised texts of earlier prompts, to find
+    duplicates."""
     words = prompt.split()
     checks = (
         (not is_finished, "unfinished"),
@@ -173,7 +178,7 @@ def rejection_reason(prompt: str, is_finished: bool, seen: set[str]) -> str | No
 
 
 def read_openers(file: Path) -> tuple[str, ...]:
-    """Reads one opener per line. Raises PromptError for a file without openers."""
+    """Reads beginnings of prompts from a text file, one per line. Raises PromptError for a file without any."""
     remedy = "give a text file, one beginning a line"
     with reraised(PromptError, f"cannot read openers from {file}", remedy, OSError, UnicodeDecodeError):
         openers = tuple(line.rstrip("\n") for line in file.read_text(encoding="utf-8").splitlines() if line.strip())

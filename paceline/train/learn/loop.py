@@ -257,8 +257,7 @@ class Trainer:
     def pack_loss(
         self, pack: Pack, head: Head, num_slots: float, is_measured: bool = True
     ) -> tuple[Tensor, SlotMetrics]:
-        """Returns (loss, metrics) of one pack; the loss is divided by `num_slots`, the draft positions of the whole
-        step."""
+        """Returns (loss, metrics) of one pack; the loss is divided by `num_slots`, the step's draft positions."""
         if isinstance(self.drafter, Eagle3Trainable):
             inputs = pack, self.embedding_VD, head, self.config.loss, num_slots
             return self.drafter.loss(*inputs, is_autocast=self.config.autocast, is_measured=is_measured)

@@ -23,7 +23,8 @@ LINE_EVERY = 25
 def tracked(
     run: RunFolder, trainer: Trainer, progress: Progress, log_to: str = "none"
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields a function for `Trainer.run` that logs each step, and reports it to `progress` and to a tracker."""
+    """Yields a function to pass to `Trainer.run` as `on_step`: it logs each step, and reports it to `progress` and to
+    the tracker `log_to`."""
     number = trainer.total_steps - trainer.state.step
     with progress.bar("training", number) as advance, tracker(log_to, run.path) as add_scalars:
 
@@ -59,8 +60,8 @@ def time_left(trainer: Trainer) -> str:
 
 
 def newest_rates(run: RunFolder, trainer: Trainer) -> dict[str, Any]:
-    """Returns the latest eal and loss: on held-out documents if there are any, else on the documents of the last
-    step."""
+    """Returns the latest eal (expected acceptance length) and loss: on held-out documents if there are any, else on the
+    documents of the last step."""
     name = "heldout" if "heldout" in trainer.heldout else None
     seen = [line.get("heldout") if name else line for line in run.metrics()]
     newest = next((figures for figures in reversed(seen) if figures), {})

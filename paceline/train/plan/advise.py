@@ -46,7 +46,7 @@ LEAST_ROUNDS = 200
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Measurements of the current traffic."""
+    """Measurements of the current traffic, as far as there are any."""
 
     source: str = ""
     """Description of the measurements; empty without measurements."""
@@ -60,7 +60,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Predictions for a drafter trained on this many answers."""
+    """Predictions for a drafter trained on a given number of answers."""
 
     answers: int
     tokens_per_round: float
@@ -76,7 +76,7 @@ class Step:
     """Money saved per hour at this load."""
     pays_back_days: float | None = None
     is_beyond: bool = False
-    """True if the training is larger than the measured curve, whose last value is used."""
+    """True if the training is larger than any on the measured curve; then the curve's last value is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Advice:
     sentences: list[str]
     title: str
     now: dict[str, float]
-    """tokens_per_round, speedup, tokens_per_s, plain_tokens_per_s, streams."""
+    """Current speed: tokens_per_round, speedup, tokens_per_s, plain_tokens_per_s, streams."""
     steps: list[Step]
     chosen: Step
     ideal_speedup: float
@@ -96,7 +96,7 @@ class Advice:
     machine: str
     """The machine of the training."""
     basis: list[str] = field(default_factory=list)
-    """Assumptions and substitutes."""
+    """Sentences about assumptions, and about data of other targets or machines that were used."""
     is_ceiling: bool = False
     """True if the rates are the roofline's: the machine's full rates, without overhead."""
 
@@ -226,8 +226,8 @@ def _number(machine: str) -> int:
 
 
 def learned(answers: int, plan: Plan, traffic: str, now: float) -> tuple[float, bool]:
-    """Returns (acceptance length of a drafter trained on this many answers, whether that is beyond the measured
-    curve)."""
+    """Returns the acceptance length of a drafter trained on this many answers, and whether they are more than were
+    measured. `now`: the current acceptance length."""
     assert plan.expected is not None, "only drafters of chains have none"
     if traffic == "mixed":
         return plan.expected["tokens_per_round"], plan.expected["is_beyond_the_curve"]

@@ -37,7 +37,7 @@ EAGLE3_VOCAB, EAGLE3_TAPS = 32000, 3
 OF_BLOCKS = ("is_causal", "sliding_window", "mask_token_id", "num_taps")
 OF_NEW_LAYERS = ("tap_layers", "intermediate_size", "num_heads", "num_kv_heads", "attention_bias", "draft_vocab")
 MEANS_NOTHING = {"eagle3": OF_BLOCKS, "mtp": OF_BLOCKS + OF_NEW_LAYERS}
-"""Settings without meaning for drafters of chains, by drafting method."""
+"""Drafting method -> settings of `shape` that have no meaning for it."""
 MTP_BETA = 0.6
 """Ratio of each step's loss weight to that of the previous step (FastMTP, arXiv 2509.18362)."""
 MTP_RATE = 5e-5
@@ -45,9 +45,9 @@ MTP_RATE = 5e-5
 
 
 def for_chains(config: TrainConfig) -> TrainConfig:
-    """Returns the config with the defaults for drafters of chains: one layer, blocks of `ttt_steps`, cross entropy; for
-    EAGLE-3 a draft vocabulary; for mtp the steps' decay and a small learning rate. Raises ConfigError for unusable
-    settings."""
+    """Returns the config with the defaults for eagle3 and mtp drafters, which draft token by token (chains): one layer,
+    blocks of `ttt_steps` drafts, cross entropy; for eagle3 a draft vocabulary; for mtp the steps' decay and a small
+    learning rate. Other configs are returned unchanged. Raises ConfigError for unusable settings."""
     shape, loop, kind = config.shape, config.loop, config.shape.kind
     if not shape.is_chained:
         return config
@@ -76,13 +76,13 @@ def for_chains(config: TrainConfig) -> TrainConfig:
 
 
 def is_trained_already(shape: DrafterShape) -> bool:
-    """Returns True if the trained layer is the target's own."""
+    """Returns True if training starts from the target's own mtp layer, which was trained with the target."""
     return shape.kind == "mtp" and not shape.is_copied
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The complete shape of a drafter."""
+    """The complete architecture of a drafter, as far as a plan needs it."""
 
     num_layers: int
     block_size: int
@@ -92,7 +92,7 @@ class Sizes:
     head_dim: int
     num_taps: int
     draft_vocab: int
-    """Rows of the head that drafting reads."""
+    """Number of rows of the LM head that drafting reads."""
     hidden_size: int
 
     @property
@@ -107,14 +107,14 @@ class Sizes:
 
     @property
     def context_parameters(self) -> int:
-        """Parameters that multiply every context position once."""
+        """Number of parameters that are multiplied with every context position, once."""
         keys = 2 * self.num_layers * self.hidden_size * self.num_kv_heads * self.head_dim
         return keys + self.num_taps * self.hidden_size**2
 
 
 def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
-    """Returns the shape of a config with the target's sizes filled in, or of the DFlash drafter given by --init. Raises
-    ConfigError or ModelFileError if that drafter does not exist."""
+    """Returns the shape of a new drafter, with the target's sizes where the config has none, or the shape of the DFlash
+    drafter given by --init. Raises ConfigError or ModelFileError if that drafter does not exist."""
     shape, hidden = config.shape, target.shape.hidden_size
     stored = None if config.init is None else _stored_sizes(config.init, config.target.model, target.shape.vocab_size)
     if stored is not None:
@@ -178,7 +178,7 @@ def deployment_of(target: TargetFacts, machine: MachineFacts) -> Deployment:
 
 
 def draft_seconds(sizes: Sizes, deployment: Deployment, value_bytes: float) -> float:
-    """Seconds of drafting one block for one request."""
+    """Returns the seconds of drafting one block for one request. `value_bytes`: bytes per weight."""
     head = sizes.draft_vocab * sizes.hidden_size
     read = (sizes.parameters + head) * value_bytes / deployment.bytes_per_s
     products = sizes.num_layers * sizes.layer_parameters * sizes.block_size + head * (sizes.block_size - 1)

@@ -25,14 +25,14 @@ CAUTION: int = ADVICE["caution"]
 NUMBERS = (300, 1_000, 3_000, 10_000, 30_000, 100_000)
 """Numbers of answers that are compared."""
 ENOUGH = 0.97
-"""The advised number of answers brings this share of the largest gain."""
+"""The advised number of answers reaches this share of the largest gain."""
 EPOCHS = 6.0
 """Passes over the same answers that count, as in the curves' runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """The training data of a run."""
+    """The amount of training data of a run."""
 
     blocks: float
     answers: int | None
@@ -42,13 +42,13 @@ class Learned:
 
     @property
     def counted(self) -> float:
-        """Blocks without those that repeat an answer more than `EPOCHS` times."""
+        """Number of blocks without those that repeat an answer more than `EPOCHS` times."""
         return self.blocks if self.answers is None else min(self.blocks, EPOCHS * self.places * self.answers)
 
 
 def expected_tokens(target: str, blocks: float) -> dict[str, Any] | None:
-    """Returns the served acceptance length after this many blocks, linear in log(blocks) on the target's curve, if
-    any."""
+    """Returns the expected acceptance length of a drafter in serving after this many blocks, with its source, as a
+    dict; None if the target has no measured curve. The value is linear in log(blocks) between measured points."""
     curves = json.loads(Path(__file__).with_name("curves.json").read_text(encoding="utf-8"))["curves"]
     curve = next((entry for entry in curves if entry["target"] == target), None)
     if curve is None:
@@ -66,13 +66,13 @@ def expected_tokens(target: str, blocks: float) -> dict[str, Any] | None:
 
 
 def interpolated(points: Sequence[Sequence[float]], at: float) -> float:
-    """Interpolates (x, y) points linearly in log(x); beyond the last point, its y."""
+    """Returns y at x = `at` by linear interpolation of (x, y) points in log(x); beyond the last point, its y."""
     return float(np.interp(math.log(at), [math.log(x) for x, _ in points], [y for _, y in points]))
 
 
 def expected_of(target: str, learned: Learned) -> dict[str, Any]:
-    """Returns `expected_tokens` of the counted blocks and the training data, with "is_own" (False if another target's
-    curve is used) and "advised", the number of answers for `ENOUGH` of the largest gain."""
+    """Returns the result of `expected_tokens` for this amount of training data, with the data's numbers, "is_own"
+    (False if another target's curve is used) and "advised", the number of answers for `ENOUGH` of the largest gain."""
     expected = expected_tokens(target, learned.counted)
     is_own = expected is not None
     expected = expected or expected_tokens(CURVE_TARGET, learned.counted / CAUTION)
@@ -82,7 +82,7 @@ def expected_of(target: str, learned: Learned) -> dict[str, Any]:
 
 
 def expected_lines(target: str, expected: dict[str, Any]) -> Iterator[str]:
-    """Yields the lines of a plan about `expected_of`."""
+    """Yields the lines of a plan that show the result of `expected_of`."""
     about = "at least" if expected["is_beyond_the_curve"] else "about"
     answers, advised = expected["answers"], expected["advised"]
     learned = "" if answers is None else f" from {answers:,} different answers"

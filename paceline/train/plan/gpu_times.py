@@ -15,7 +15,7 @@ LOADS, LOAD_S, LOAD_BYTES_PER_S = 4, 10.0, 2e9
 load."""
 SAVE_BYTES_PER_S = 1e9
 UNSURE = (0.7, 2.0)
-"""Range of a GPU's hours, as factors: the efficiency was measured on one GPU and one shape."""
+"""Factors for the lower and the upper limit of a GPU's hours: the efficiency was measured on one GPU and one shape."""
 CHECKPOINT_BYTES = 12.0
 """Bytes per parameter with its two moments, float32."""
 

@@ -64,8 +64,9 @@ class _Examined:
 
 
 def read_data(config: TrainConfig, notes: list[str], *, reads_answers: bool = False) -> Data:
-    """Counts prompts, and with `reads_answers` answers; `notes` gets what is left out or unknown, such as a data set
-    that is not here. Raises PromptError for an unreadable file; with `strict`, for an unusable row."""
+    """Counts the prompts, and with `reads_answers` also existing answers. Appends to `notes` what is left out or
+    unknown, such as a data set that is not on this machine. Raises PromptError for an unreadable file; with `strict`,
+    for an unusable row."""
     local, own = _local(config, notes)
     tokenizer = tokenizer_here(config.target.model) if config.scale == "default" else None
     examined = _examined(config, local, tokenizer, notes)

@@ -26,7 +26,9 @@ def mark_of_text(text: str) -> int:
 
 
 def check_alike(marks: Sequence[int], names: Sequence[str], world: int, device: torch.device, remedy: str) -> None:
-    """Raises ProcessesError in all processes if the marks of one differ from the first's; all must pass as many."""
+    """Raises ProcessesError in all processes if one has other marks (hashes) than the first process. All must pass the
+    same number of marks. `names`: what each mark belongs to; `world`: number of processes; `remedy`: advice in the
+    error."""
     own = torch.tensor(marks, dtype=torch.int64, device=device)
     gathered = [torch.empty_like(own) for _ in range(world)]
     dist.all_gather(gathered, own)
@@ -43,7 +45,8 @@ def check_alike(marks: Sequence[int], names: Sequence[str], world: int, device: 
 
 @torch.no_grad()
 def give_first(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
-    """Overwrites tensors in place with the first process's. All processes must pass the same ones in the same order."""
+    """Overwrites tensors in place with those of the first process. All processes must pass the same ones in the same
+    order."""
     for _, tensor in tensors:
         sent = tensor.detach().to(device).contiguous()
         dist.broadcast(_bytes(sent), 0)

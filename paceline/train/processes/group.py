@@ -30,8 +30,8 @@ BEAT_S = 1.0
 LOST_AFTER_S = 300.0
 """Seconds without a heartbeat after which a process is lost: reading a large file may block one for minutes."""
 LINGERS = 10
-"""Heartbeats that the first process stays after an error; the others need half as many to find out which process
-failed."""
+"""Heartbeats that the first process waits after an error before it leaves; the others need half as many to find out
+which process failed."""
 JOIN_MINUTES = 10.0
 """Minutes that processes wait for each other at the beginning, as machines may start late."""
 VICTIM = "ProcessesError: "
@@ -40,7 +40,8 @@ GO_ON = "what is finished is kept: start all processes again with the same comma
 
 
 class Liveness:
-    """Heartbeats and positions of all processes. Used by one thread; another thread sends the heartbeats."""
+    """Tracks heartbeats and waits of all processes. One thread calls its methods; another one sends this process's
+    heartbeats."""
 
     def __init__(self, store: Any, ranks: Ranks, beat_s: float = BEAT_S, lost_after_s: float = LOST_AFTER_S) -> None:
         """`store`: a store of torch.distributed that all processes share."""
@@ -66,7 +67,8 @@ class Liveness:
             raise self._without_store(error) from error
 
     def blame(self, error: BaseException) -> ProcessesError:
-        """Returns the error for a failed collective: which process is gone, or that one is late."""
+        """Returns the error to raise when a collective has failed: it names the process that is gone, or reports that
+        one is late."""
         if lost := self.lost():
             return lost
         reason = f"{' '.join(str(error).split()):.200}"
@@ -77,7 +79,7 @@ class Liveness:
         )
 
     def lost(self) -> ProcessesError | None:
-        """Returns an error with the process that failed or sends no heartbeats; None if all others are alive."""
+        """Returns an error that names a process which failed or sends no heartbeats; None if all others are alive."""
         try:
             silence = _Silence(self)
             for _ in range(LINGERS // 2):

@@ -33,15 +33,16 @@ AGAIN = "the last checkpoint is kept: start all processes again with the same co
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The blocks of one pack, and their loss weight: 1, or 0 for a block that only equalises the number of pieces."""
+    """The blocks of one pack, and the weight of their loss: 1, or 0 for a block that only fills up the number of
+    pieces."""
 
     chosen: list[Chosen]
     weight: float = 1.0
 
 
 class Replicated:
-    """Holds the whole network in every process. All processes must call all methods in the same order, also of
-    `Sharded`."""
+    """Trains with the whole network in every process. All processes must call all methods in the same order; this also
+    holds for `Sharded`."""
 
     _buckets: GradientBuckets | None = None
 
@@ -55,9 +56,9 @@ class Replicated:
             self._buckets = GradientBuckets(drafter.network.parameters())
 
     def agree(self, network: nn.Module, optimisers: Iterable[tuple[str, Tensor]], start: str) -> None:
-        """Gives all processes the first one's weights, buffers and optimiser states. `start` describes the initial
-        state. Raises ProcessesError, with the ranks, if processes start differently or hold other tensors
-        afterwards."""
+        """Copies the first process's weights, buffers and optimiser states to all processes. `start` describes the
+        initial state. Raises ProcessesError, with the ranks, if it differs between processes, or tensors still differ
+        after the copy."""
         if self.ranks.world == 1:
             return
         named = [*_held(network), *optimisers]
@@ -70,7 +71,8 @@ class Replicated:
         self._check_alike([mark_of(tensor) for _, tensor in plain], [name for name, _ in plain])
 
     def check_alike(self, what: str, describe: Callable[[], str]) -> None:
-        """Raises ProcessesError if the texts of `describe` differ between processes."""
+        """Raises ProcessesError if the texts of `describe` differ between processes. `what`: name of what is
+        compared."""
         if self.ranks.world > 1:
             self._check_alike([mark_of_text(describe())], [what])
 
@@ -78,7 +80,7 @@ class Replicated:
         check_alike(marks, names, self.ranks.world, self.device, AGAIN)
 
     def pieces(self, chosen: list[Chosen], budget: PackBudget | int) -> list[Piece]:
-        """Returns this process's packs of a step's blocks."""
+        """Returns the packs that this process computes of a step's blocks."""
         own = chosen[self.ranks.rank :: self.ranks.world]
         return [Piece(group) for group in split_into_packs(own, budget)]
 
@@ -115,8 +117,9 @@ class Replicated:
         return float(value)
 
     def whole(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns copies in main memory on the first process, nothing on the others. Shards are gathered tensor by
-        tensor, so a device needs room for only one. Raises ProcessesError if processes hold different tensors."""
+        """Returns copies of the whole tensors in main memory, by name, on the first process; nothing on the others.
+        Shards are gathered tensor by tensor, so a device needs room for only one. Raises ProcessesError if processes
+        hold different tensors."""
         copies: dict[str, Tensor] = {}
         marks: dict[str, int] = {}
         for name, tensor in tensors:
@@ -130,12 +133,12 @@ class Replicated:
         return copies
 
     def weights(self, network: nn.Module) -> dict[str, Tensor]:
-        """Returns `whole` of the network's `state_dict`."""
+        """Returns the network's whole `state_dict` in main memory on the first process; nothing on the others."""
         with self._mixing():
             return self.whole(network.state_dict().items())
 
     def load(self, network: nn.Module, tensors: dict[str, Tensor]) -> None:
-        """Loads whole tensors, which every process has read, into the network."""
+        """Loads tensors into the network. Every process passes the whole tensors."""
         parameters = dict(network.named_parameters())
         with self._mixing():
             network.load_state_dict({name: self.laid_out(parameters[name], tensor) for name, tensor in tensors.items()})
@@ -147,7 +150,8 @@ class Replicated:
 
     @staticmethod
     def laid_out(parameter: Tensor, tensor: Tensor) -> Tensor:
-        """Returns a whole tensor, or this process's part of it, as the parameter is laid out, on its device."""
+        """Returns the tensor on the parameter's device, in the parameter's layout: whole, or only this process's
+        part."""
         return tensor.to(parameter.device)
 
     @staticmethod
@@ -161,9 +165,9 @@ class Replicated:
 
 
 class Sharded(Replicated):
-    """Holds a part of every tensor in each process; a layer is gathered while it computes. Every forward and backward
-    pass is a collective, so all processes compute equally many pieces. Methods import torch.distributed.tensor, which
-    is slow."""
+    """Trains with a part of every tensor in each process; a layer is gathered while it computes. Every forward and
+    backward pass is a collective, so all processes compute equally many pieces. Methods import
+    torch.distributed.tensor, which is slow."""
 
     _network: Any = None
     """The network as changed by FSDP2: its class is a new one, its parameters are DTensors."""
@@ -193,14 +197,16 @@ class Sharded(Replicated):
         self._network = drafter.network
 
     def pieces(self, chosen: list[Chosen], budget: PackBudget | int) -> list[Piece]:
-        """Returns as many pieces as the process with the most has, filled up with a block of weight 0."""
+        """Returns this process's packs. All processes return the same number: those with fewer add packs of one block
+        with weight 0."""
         world, own = self.ranks.world, super().pieces(chosen, budget)
         most = max(sum(1 for _ in split_into_packs(chosen[rank::world], budget)) for rank in range(world))
         filler = [Piece([(number, anchors_A[:1])], 0.0) for number, anchors_A in chosen[:1]]
         return own + filler * (most - len(own))
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Adds gradients, which are summed into shards with the last piece and are whole until then."""
+        """Adds the gradients of one piece. They stay whole until the last piece, when they are summed over processes
+        into shards."""
         self._network.set_requires_gradient_sync(is_last)
         loss.backward()
 
@@ -236,13 +242,14 @@ class Sharded(Replicated):
 
 
 def make_parallel(way: str, ranks: Ranks, device: torch.device) -> Replicated:
-    """Returns the way to train in these processes; `auto` replicates, and a single process always holds the whole
-    network."""
+    """Returns how to train in these processes. `way`: replicated, sharded, or auto, which replicates. A single process
+    always holds the whole network."""
     return (Sharded if way == "sharded" and ranks.world > 1 else Replicated)(ranks, device)
 
 
 def recompute_layers(layers: Iterable[nn.Module]) -> None:
-    """Retains only the inputs of each layer for the backward pass, which recomputes the rest."""
+    """Turns on gradient checkpointing: only the inputs of each layer are retained, and the backward pass recomputes the
+    rest."""
     for layer in layers:
         # A layer has no randomness, so no generator state is needed.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -39,13 +39,14 @@ class Job(Protocol):
     """A worker's job; jobs, items and results are pickled."""
 
     def begin(self, num_threads: int | None) -> Work:
-        """Loads what the work needs. `num_threads`: for a worker without a GPU."""
+        """Loads what the work needs, such as a model; returns the function that processes batches. `num_threads`: for a
+        worker without a GPU."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Each worker's share of the cluster."""
+    """The number of workers, and the CPUs and GPUs of each."""
 
     num_workers: int
     num_cpus: float
@@ -77,7 +78,7 @@ class BatchResult(NamedTuple):
 
 
 class Worker:
-    """An actor of Ray Data: one row for each batch."""
+    """An actor of Ray Data that does a job. It returns one row per batch, which holds the BatchResult."""
 
     def __init__(self, job: Job, num_threads: int | None) -> None:
         self._error: PacelineError | None = None
@@ -121,8 +122,8 @@ def connected(where: ElsewhereConfig) -> Iterator[ModuleType]:
 
 
 def distributed(ray: ModuleType, where: ElsewhereConfig, job: Job, items: Sequence[Any], at_most: int) -> Iterator[Any]:
-    """Yields the results of all items, in any order. Raises a worker's PacelineError, DownloadError if the cluster
-    fails."""
+    """Processes the items on the cluster in batches of at most `at_most`; yields their results in any order. Raises a
+    worker's PacelineError, DownloadError if the cluster fails."""
     if not items:
         return
     share = Share.of([node["Resources"] for node in ray.nodes() if node["Alive"]], where.ray_workers)
