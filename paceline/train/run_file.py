@@ -90,7 +90,8 @@ def settings_of(owner: type, tree: Mapping[str, Any], source: Path | str, remedy
 
 
 def overlaid(tree: Mapping[str, Any], config: TrainConfig, names: set[str]) -> dict[str, Any]:
-    """Returns `tree` with the fields `names` (such as shape.num_layers) replaced by those of `config`."""
+    """Returns `tree` (nested dicts of a run file) with the fields `names`, such as shape.num_layers, set to those of
+    `config`."""
     values = plain(config)
     merged = copy.deepcopy(dict(tree))
     for name in names:

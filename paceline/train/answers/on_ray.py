@@ -2,8 +2,9 @@
 
 Each worker loads the target and answers batches of prompts with `Regenerator`. A conversation's seed is derived from
 its key, so its answer does not depend on the worker or the order. Only this process writes: every finished conversation
-goes to the journal immediately, then to a shard. If a worker dies, another one answers its batch; if this process dies,
-the next run generates what is missing. Under torchrun the first process uses the cluster, and the others wait.
+goes to the journal (a log on disk) immediately, later to a shard (a Parquet file). If a worker dies, another one
+answers its batch; if this process dies, the next run generates what is missing. Under torchrun the first process uses
+the cluster, and the others wait.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ idle until its longest answer is complete."""
 
 @dataclass(frozen=True, slots=True)
 class PromptTask:
-    """A prompt with unfinished conversations, as sent to a worker."""
+    """A prompt with unfinished conversations (one per temperature and sample), as sent to a worker."""
 
     prompt: Prompt
     finished: frozenset[str]
@@ -45,7 +46,7 @@ class PromptTask:
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """A worker's job: the target answers batches of prompts."""
+    """A worker's job: loads the target and answers batches of prompts."""
 
     engine: EngineConfig
     answering: AnswerConfig

@@ -297,7 +297,7 @@ class Regenerator:
             self._advance_bar()
 
     def first_ids(self, prompt: Prompt) -> list[int]:
-        """Returns the token ids of a prompt before its first answer. Raises RowError."""
+        """Returns the token ids of a prompt, up to the first answer. Raises RowError."""
         return self._encoder.first_ids(prompt)
 
     def _advance_bar(self) -> None:

@@ -22,7 +22,8 @@ from paceline.train.learn.checkpoint import check_same
 
 
 def identity(config: RegenerateConfig, engine: EngineConfig, ranks: Ranks) -> dict[str, Any]:
-    """Returns the settings that determine the answers; they must not change when a run resumes."""
+    """Returns the settings that determine the answers. They must not change when a run resumes, except to add
+    conversations."""
     prompts, engine = config.asked, settle(engine)
     settings = {
         "target": engine.model,

@@ -1,5 +1,5 @@
-"""Turns answers into training documents; chooses held-out documents, their order in each epoch, and the blocks'
-anchors.
+"""Turns answers into training documents; chooses which are held out, their order in each epoch, and the anchors: the
+positions in a document after which a block is drafted.
 
 Every random choice is drawn from (seed, epoch, document), independent of earlier draws, so a resumed run and a run on
 another number of processes use the same blocks.
@@ -136,7 +136,7 @@ def nothing_left(corpus: Corpus) -> str:
 
 
 class ReadDocument(NamedTuple):
-    """An answer, its document, and whether a loop or the maximum length cut the document."""
+    """An answer, its document, and whether the document was cut at a loop or at the maximum length."""
 
     answer: Answer
     document: Document
@@ -221,8 +221,8 @@ def has_vocabulary(document: Document, vocab_size: int) -> bool:
 
 
 def prompt_of(key: str) -> str:
-    """Returns a conversation's key without its temperature, so that all answers to a prompt are either held out or
-    not."""
+    """Returns the part of a conversation's key that is the same for all answers to a prompt, without the temperature. A
+    prompt is held out with all its answers, or not at all."""
     return key.rsplit("@", 1)[0]
 
 

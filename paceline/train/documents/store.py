@@ -72,7 +72,7 @@ class StoredDocuments(Sequence[Document]):
         return (self[place] for place in range(len(self)))
 
     def key(self, place: int) -> str:
-        """Returns the conversation's key, without the turn suffix."""
+        """Returns the key of a document's conversation, without the number of the answer in it."""
         first, end = (int(number) for number in self.table[self.rows[place], 3:5])
         return self._keys[first:end].decode(errors="surrogatepass")
 

@@ -47,8 +47,8 @@ MOST_SAMPLED = 2048
 POSITIONS_PER_PASS = 2048
 """Positions of a document per forward pass of the target."""
 LOUD = 3.0
-"""Positions with a norm above this multiple of the median are left out of the scale: attention sinks, one in some
-hundred."""
+"""Positions with a norm above this multiple of the median are ignored when the scale is measured. They are attention
+sinks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ POSITIONS_PER_BATCH = 8192
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A worker's job: the target computes the hidden states of (number, document) pairs."""
+    """A worker's job: loads the target and computes the hidden states of (document number, document) pairs."""
 
     settings: EngineConfig
     taps: tuple[int, ...]

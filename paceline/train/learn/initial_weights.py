@@ -32,7 +32,8 @@ from paceline.train.learn.losses import Head, Slots
 from paceline.train.methods.copied_layers import copy_layers
 
 FIRST_LOGITS_DEVIATION = 1.0
-"""Largest standard deviation of the first logits: uninformative normal logits of this deviation cost half a nat."""
+"""Largest standard deviation of a new drafter's logits. Random normal logits of this deviation add half a nat to the
+loss."""
 FIRST_LOSS_MARGIN = 0.5
 """Nats by which the first loss may exceed log(vocabulary)."""
 MEASURED_SLOTS, BISECTIONS = 256, 10
@@ -166,8 +167,8 @@ def most_frequent(number: int | None, corpus: Corpus, target: Target, say: Calla
 
 
 def continued_draft_ids(init: Path | None, corpus: Corpus, target: Target) -> Tensor | None:
-    """Returns the draft vocabulary of a drafter continued from `init`: its own and all tokens of the new answers; None
-    if `init` drafts all tokens. Any token can be added, since the head's rows are the target's."""
+    """Returns the draft vocabulary of a drafter continued from `init`: its own tokens and all tokens of the new
+    answers; None if `init` drafts all tokens. Any token can be added, since the head's rows are the target's."""
     known = None if init is None else read_draft_ids(init)
     if known is None:
         return None

@@ -43,7 +43,8 @@ NOT_SHARDABLE = (DFlash2Trainable, Eagle3Trainable, MtpTrainable)
 REGRESSION = 0.97
 """An out-of-distribution eal (expected acceptance length) below this share of its maximum is a regression."""
 EQUAL_RATIO = 0.97
-"""Served acceptance lengths with a larger ratio are equal within noise; then the expected acceptance length decides."""
+"""Above this ratio, two served acceptance lengths count as equal (noise), and the expected ones are compared
+instead."""
 
 
 @dataclass(slots=True)
@@ -80,9 +81,8 @@ class Trainer:
         heldout_head: Head | None = None,
         wait: Callable[[], None] = ignore,
     ) -> None:
-        """`heldout_head`: the drafting head for held-out documents, if it differs from `head` (a draft vocabulary).
-        `wait`:
-        waits for all processes, however long the first one serves or writes."""
+        """`heldout_head`: head for held-out documents, if it differs from `head` (a draft vocabulary). `peak_flops`:
+        the device's FLOP/s. `wait`: waits for all processes without a timeout, while the first one serves or writes."""
         self.drafter, self.network, self.config, self.folder = drafter, drafter.network, config, folder
         self.embedding_VD, self.head, self.ranks = embedding_VD, head, ranks or Ranks()
         self.heldout_head, self.wait = heldout_head or head, wait

@@ -1,4 +1,5 @@
-"""The losses of a drafter, by name, computed over the target's head in chunks. A slot is a draft position.
+"""The losses of a drafter, by name, computed over the target's head in chunks. A slot is a
+draft position of a block.
 
     ce        cross entropy with the target's token, weight exp(-(k-1)/gamma)       DFlash, arXiv 2602.06036, 4.3
     d-pace    cross entropy weighted by the chance that earlier slots are accepted  arXiv 2605.18810
@@ -6,7 +7,7 @@
     lk        -log A, A = sum_v min(target, drafter): the chance of acceptance      arXiv 2602.23881
     lk-hybrid l KL + (1 - l) TV, l = exp(-3 A): KL if A is low, TV if it is high    arXiv 2602.23881
 
-d-pace trained the drafters that ship; of lk and lk-hybrid no figure has been measured.
+The drafters that ship were trained with d-pace; lk and lk-hybrid have not been measured.
 
 The head's [slots, vocabulary] matrix is never held completely: rows of whole blocks pass through it chunk by chunk,
 forward and backward together, and only the gradient of the hidden states is returned (`head_loss`). With a loss

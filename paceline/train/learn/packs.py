@@ -1,4 +1,5 @@
-"""Packs: blocks of one or several documents as tensors, for one forward and backward pass of the network.
+"""Packs: blocks of one or several documents as tensors, for one forward and backward pass of the network. A block is an
+anchor (a token of the text) and the draft positions after it.
 
 Linear layers process all positions of a pack together; attention separates documents. The training loop handles only
 documents, anchors and labels, so it trains any drafting method (DFlash 2, EAGLE-3) that has a `Trainable`.

@@ -68,9 +68,9 @@ def copy_layers(network: DFlashNetwork, tensors: Iterable[tuple[str, Tensor]], t
 
 @torch.no_grad()
 def fuse_taps(network: DFlashNetwork, scale_F: Tensor) -> None:
-    """Sets `fc` to the mean of the taps, each divided by its size, plus a little noise. Call it before using scaled
-    units.
-    scale_F: the inverse of each feature's size, from `measure_scale`. The output has about unit size."""
+    """Sets `fc` (the projection of the taps) to the mean of the taps, each divided by its size, plus a little noise.
+    Call it before `train_in_scaled_units`. scale_F: the inverse of each feature's size, from `measure_scale`. The
+    output has about unit size."""
     size = network.config.shape.hidden_size
     scale_F = scale_F.to(network.fc.weight)
     scale_LD = scale_F.unflatten(0, (-1, size))

@@ -123,7 +123,7 @@ def use_scaled_eagle3_units(network: Eagle3Network, scale_F: Tensor, mean_F: Ten
 
 
 def target_head(target: Target, ids: Tensor) -> Head:
-    """Returns the target's own head over the draft vocabulary."""
+    """Returns the target's own head with the rows of the draft vocabulary `ids` only."""
     ids = ids.to(target.device)
     return Head(head_weight(target)[ids], columns=ids, target=target.ends)
 

@@ -44,8 +44,8 @@ FIRST_DEVIATION = 0.02
 
 
 class MtpNetwork(nn.Module):
-    """The layer with gradients; `state_dict` has the names of `MtpLayer.tensors`. `draft/mtp/drafter.py` has the decode
-    path; `tests/train/test_mtp_training.py` compares the two."""
+    """A multi-token-prediction layer that can be trained; `state_dict` has the names of `MtpLayer.tensors`.
+    `draft/mtp/drafter.py` drafts with such a layer; `tests/train/test_mtp_training.py` compares the two."""
 
     def __init__(self, layer: MtpLayer) -> None:
         """Copies the weights, as float32. Raises UnsupportedModelError for attention sinks."""

@@ -81,10 +81,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A decision, and the figures behind it."""
+    """A decision about training a drafter, and the figures behind it."""
 
     verdict: str
-    """train, collect or no."""
+    """The decision: train, collect (more answers first), or no."""
     sentences: list[str]
     title: str
     now: dict[str, float]
@@ -105,7 +105,7 @@ class Advice:
 
 
 def advise(costs: CostsConfig, config: AdviceConfig, seen: Seen) -> Advice:
-    """Returns the advice for a server and its traffic. Raises PacelineError."""
+    """Returns the advice for a server (`costs`) and its traffic (`seen`). Raises PacelineError."""
     streams = config.streams or seen.streams or 1
     load = Load(streams, config.context)
     setup = set_up(costs, [load])
@@ -330,7 +330,7 @@ def _basis(config: AdviceConfig, plan: Plan, seen: Seen, has_answers: bool, devi
 
 
 def seen_in_server(seen: ServerSeen, url: str) -> Seen:
-    """Returns measurements from a server's metrics."""
+    """Converts a server's metrics to measurements of its traffic."""
     running = seen.samples[0].running if seen.samples else None
     acceptance = from_survival(seen.survival) if seen.survival else None
     mean = seen.tokens / seen.answers if seen.answers else None

@@ -199,7 +199,7 @@ class Choice:
     """A field chosen by a plan, with the reason."""
 
     name: str
-    """Field name, such as shape.num_layers."""
+    """Name of the field, such as shape.num_layers."""
     value: Any
     why: str
 

@@ -35,7 +35,8 @@ def fixed_seconds(
 
 
 def hours_range(config: TrainConfig, hours: dict[str, float]) -> tuple[float, float]:
-    """Returns (fewest, most) hours; the hours of steps are exact if the run is limited in minutes."""
+    """Returns (fewest, most) hours of a run. `hours`: the expected hours per stage; those of the steps are exact if the
+    run is limited in minutes."""
     has_end = config.minutes is not None or config.loop.max_minutes is not None
     exact = hours["steps"] if has_end else 0.0
     low, high = ((sum(hours.values()) - exact) * factor + exact for factor in UNSURE)

@@ -37,7 +37,7 @@ MEASUREMENTS = 3
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """The sizes of a target."""
+    """The sizes of a target model, read without its weights."""
 
     name: str
     shape: ModelShape
@@ -135,7 +135,7 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """The machine of a run."""
+    """The machine of a run, with its speeds."""
 
     machine: Machine
     number: int = 1

@@ -86,7 +86,7 @@ class Plan:
     chosen: dict[str, str]
     """Field -> reason, for the plan's choices."""
     share_of_pass: float
-    """Time of drafting a block as a share of the target's verification pass."""
+    """Time of drafting a block as a share of the time of the target's verification pass."""
     parameters: int
     """Parameters of the drafter."""
     data: Data

@@ -36,7 +36,7 @@ Work = Callable[[list[Any]], list[Any]]
 
 
 class Job(Protocol):
-    """A worker's job; jobs, items and results are pickled."""
+    """A worker's job: loads something once, then processes batches. Jobs, items and results are pickled."""
 
     def begin(self, num_threads: int | None) -> Work:
         """Loads what the work needs, such as a model; returns the function that processes batches. `num_threads`: for a
