@@ -25,7 +25,7 @@ from paceline.runs.folder import write_whole
 from paceline.train.config import TrainConfig
 
 HASHED_BYTES = 4 << 30
-"""Bytes of a target's weights that are hashed; of larger files, the size and the first bytes are hashed."""
+"""Most bytes of a target's weights that are hashed. Of larger files, the size and the first bytes are hashed."""
 CHUNK = 1 << 22
 
 

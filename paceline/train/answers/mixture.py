@@ -31,7 +31,8 @@ class Mixture:
 
     prompts: list[Prompt] = field(default_factory=list)
     traced: list[Path] = field(default_factory=list)
-    """Parquet files and folders with prompts as tokens; their answers show whether the tokens are the target's own."""
+    """Sources with prompts as token ids (Parquet files and folders). Their answers are used to check that the ids
+    belong to the target's tokenizer."""
     dropped: Dropped = field(default_factory=Dropped)
 
 

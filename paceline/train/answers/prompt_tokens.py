@@ -1,5 +1,5 @@
-"""Encodes prompts as token ids for the target, through its chat template or as plain text (--raw), and finds prompts that
-cannot be used.
+"""Encodes prompts as token ids for the target, through its chat template or as plain text (--raw), and finds unusable
+prompts.
 
     encoder = PromptEncoder(TokenizerOnly(tokenizer), AnswerConfig())
     encoder.first_ids(prompt)                        # raises RowError for a prompt that this target cannot answer

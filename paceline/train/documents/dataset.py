@@ -302,8 +302,8 @@ class StepPlanner:
         self.documents = documents
         self._blocks_per_step, self._anchors, self._block_size, self._seed = blocks_per_step, anchors, block_size, seed
         self.steps_per_epoch = max(1.0, self._count_steps())
-        """Number of steps that see every document once; a document that exceeds a step's remaining room gets fewer
-        blocks."""
+        """Number of steps that use every document once. The last document of a step gets fewer blocks if the step is
+        full."""
 
     def _count_steps(self) -> float:
         num_steps = num_blocks = 0

@@ -203,9 +203,9 @@ def cache_features(
     form: Form = PLAIN,
     compute: Callable[[int], Features] | None = None,
 ) -> CachedFeatures:
-    """Writes one file of features per document, for this process's share of the documents; returns their source.
-    Features come from `compute` (default: `source.of`). Existing files are kept without a check, so the folder's name
-    must include `fingerprint(...)`. Raises CacheError if the disk is too small or fails."""
+    """Writes one file of features per document, for this process's share of the documents; returns the source that
+    reads the files. Features come from `compute` (default: `source.of`). Existing files are kept without a check, so
+    the folder's name must include `fingerprint(...)`. Raises CacheError if the disk is too small or fails."""
     cached = CachedFeatures(folder, form)
     check_room(folder, sum(map(len, source.documents)) * form.bytes_of(source.bytes_per_position))
     for number in (ranks or Ranks()).share_of(len(source.documents)):

@@ -65,9 +65,9 @@ def cache_on_ray(
     name: str,
     progress: Progress,
 ) -> CachedFeatures:
-    """Computes the missing hidden states on the cluster, writes them to files, and returns their source. Only the sizes
-    and the dtype of `target` are used. Raises CacheError if the disk is too small or fails, and the errors of
-    `connected` and `distributed`."""
+    """Computes the missing hidden states on the cluster and writes them to files; returns the source that reads the
+    files. Only the sizes and the dtype of `target` are used. Raises CacheError if the disk is too small or fails, and
+    the errors of `connected` and `distributed`."""
     needs_final = config.loop.loss.needs_target_probs
     folder = features_folder(config, target, documents, taps, name)
     width = (len(taps) + needs_final) * target.hidden_size * target.dtype.itemsize

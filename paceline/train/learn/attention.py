@@ -94,7 +94,8 @@ class _PackedAttention(ABC):
 
 
 class SplitAttention(_PackedAttention):
-    """Computes context and own block as two products under one softmax, document by document."""
+    """Multiplies queries by the context and by their own block in two products, under one softmax, document by
+    document."""
 
     def _plan(self, window: int | None, is_causal: bool) -> list[Tensor]:
         """Returns an additive mask [A, 1, B, N + B] per document."""
@@ -220,8 +221,8 @@ TILE = 128
 
 @functools.cache
 def compiled(backend: str | Callable[..., Any] = "inductor") -> tuple[Any, Any]:
-    """Returns (flex_attention, create_block_mask), compiled for all sizes; the second size recompiles
-    flex_attention."""
+    """Returns (flex_attention, create_block_mask), compiled for inputs of all sizes. flex_attention is compiled a
+    second time when its size changes for the first time."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     make = functools.partial(torch.compile, dynamic=True, backend=backend)

@@ -72,8 +72,8 @@ def config_for(target: Target, shape: DrafterShape) -> dict[str, Any]:
 
 
 def keys_from(decoder: DecoderConfig) -> dict[str, Any]:
-    """Returns the config keys that a new drafter copies from its target. A drafter rotates whole heads, and uses plain
-    frequencies if the target has LongRoPE's, which depend on the text's length."""
+    """Returns the config keys that a new drafter copies from its target. Its rotary embedding differs in two ways: it
+    rotates whole heads, and has plain frequencies if the target has LongRoPE's, which depend on the text's length."""
     keys = {key: getattr(decoder, field) for key, field in TABLES["drafter"]["from_target"].items()}
     scaling = keys["rope_scaling"]
     if scaling and (decoder.rotary_dim or scaling["rope_type"] == "longrope"):
@@ -95,8 +95,8 @@ def end_keys(target: Target) -> dict[str, float]:
 
 
 def own_sizes(shape: DrafterShape, keys: dict[str, Any]) -> dict[str, int]:
-    """Returns the requested widths that replace the target's. Raises ConfigError if key heads do not divide query
-    heads."""
+    """Returns the requested widths, which replace the target's widths in `keys` (config keys). Raises ConfigError if
+    the number of key heads does not divide that of query heads."""
     sizes = {"intermediate_size": shape.intermediate_size, "num_attention_heads": shape.num_heads}
     heads, kv_heads = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
     group = heads // kv_heads if heads and kv_heads else 1

@@ -146,7 +146,7 @@ class ChainAttention:
         firsts = [sum(layout.context_lens[:number]) for number in range(len(layout.context_lens))]
         own = zip(firsts, layout.anchors, strict=True)
         self.entries_A = torch.cat([first + (anchors_A - 1).clamp(min=0) for first, anchors_A in own])
-        """The context entry at which each block's chain begins: its anchor's."""
+        """Index of the context position from which each block's chain begins, [A]."""
         self.step = 0
         self._context: dict[int, KeyValue] = {}
         self._own: dict[int, list[KeyValue]] = {}

@@ -30,7 +30,8 @@ CONTEXT = 512
 SMALL_HEAD = 16384
 """Largest vocabulary that is drafted completely."""
 RECIPE_SIZE, RECIPE_RATE, LEAST_RATE = 576, 2e-3, 6e-4
-"""Hidden size and learning rate of the default drafter; the paper's rate, for hidden sizes of 2,560 and 4,096."""
+"""Hidden size and learning rate of the default drafter, and the DFlash paper's learning rate, for hidden sizes of 2,560
+and 4,096."""
 WIDTHS = (1.0, 0.75, 0.5, 0.25)
 EAGLE3_VOCAB, EAGLE3_TAPS = 32000, 3
 """Draft vocabulary and number of taps of published EAGLE-3 drafters."""
@@ -113,8 +114,8 @@ class Sizes:
 
 
 def sizes_of(config: TrainConfig, target: TargetFacts) -> Sizes:
-    """Returns the shape of a new drafter, with the target's sizes where the config has none, or the shape of the DFlash
-    drafter given by --init. Raises ConfigError or ModelFileError if that drafter does not exist."""
+    """Returns the shape of a new drafter, with the target's sizes where the config gives no size, or the shape of the
+    DFlash drafter given by --init. Raises ConfigError or ModelFileError if that drafter does not exist."""
     shape, hidden = config.shape, target.shape.hidden_size
     stored = None if config.init is None else _stored_sizes(config.init, config.target.model, target.shape.vocab_size)
     if stored is not None:

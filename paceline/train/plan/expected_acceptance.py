@@ -27,7 +27,7 @@ NUMBERS = (300, 1_000, 3_000, 10_000, 30_000, 100_000)
 ENOUGH = 0.97
 """The advised number of answers reaches this share of the largest gain."""
 EPOCHS = 6.0
-"""Most passes over the same answers that count as training data; the measured curves used as many."""
+"""Most passes over the same answers that count as training data: the number in the runs that measured the curves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,8 +181,8 @@ def process_group(
     ranks: Ranks, device: str, step_timeout_minutes: float = 30.0, beat_s: float = BEAT_S
 ) -> Iterator[Callable[[], None]]:
     """Joins torchrun's process group, if there is one; yields a function that waits for all processes without a
-    timeout. Raises ConfigError for more processes than GPUs; ProcessesError if processes do not find each other, and in
-    the others if one fails, is lost, or exceeds `step_timeout_minutes` within a step."""
+    timeout. Raises ConfigError for more processes than GPUs; ProcessesError if processes do not find each other, or if
+    another one fails, is lost, or exceeds `step_timeout_minutes` within a step."""
     if ranks.world == 1:
         yield lambda: None
         return
