@@ -105,15 +105,14 @@ class SlotMetrics:
 
     @property
     def selector_2(self) -> Tensor:
-        """The summed loss of a selector (DFlash 2), and the number of slots where its candidates include the target's
-        token."""
+        """The summed loss of a selector (DFlash 2), and the number of slots whose target token is among its
+        candidates."""
         return self.flat[1 + 4 * self._num_slots :][:2]
 
     @property
     def selector_4K(self) -> Tensor:
-        """Four counts per slot of the blocks that a selector scored: the slot is valid; the target's tokens up to the
-        slot are all first candidates; the selector chooses the target's token; it does so at all slots up to this one.
-        """
+        """Four counts per slot, over the blocks that a selector scored: the slot is valid; the target's tokens up to it
+        are all first candidates; the selector chooses the target's token; it does so at all slots up to this one."""
         return self.flat[3 + 4 * self._num_slots :].unflatten(0, (4, -1))
 
     @property
