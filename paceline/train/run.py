@@ -77,7 +77,7 @@ class TrainResult:
     steps: int
     blocks: int
     eal: float | None
-    """Latest expected accepted length: on held-out documents if there are any, else on the documents of the last
+    """Latest expected acceptance length: on held-out documents if there are any, else on the documents of the last
     step."""
     loss: float | None
     heldout: dict[str, float] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class TrainResult:
 
 
 def run(config: TrainConfig, progress: Progress) -> TrainResult:
-    """Runs `paceline.train.train`."""
+    """Trains a drafter; the implementation of `paceline.train.train`."""
     _check_inputs(config)
     ranks = Ranks.here()
     with (

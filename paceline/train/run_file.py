@@ -49,7 +49,8 @@ def as_tree(config: TrainConfig) -> dict[str, Any]:
 
 
 def read_run_file(file: Path, notice: Callable[[str], None] = ignore) -> dict[str, Any]:
-    """Returns part -> field -> value; `notice` gets notes on settings of earlier versions. Raises ConfigError."""
+    """Reads a run file as nested dicts: part -> field -> value. `notice` gets notes on settings of earlier versions.
+    Raises ConfigError."""
     tree = read_settings_file(file, f"give a {RUN_FILE} that a run has left, or one of that form")
     if isinstance(loop := tree.get("loop"), dict):
         drop_removed(file, loop, notice)

@@ -86,7 +86,7 @@ def _answered(llm: LLM, answering: AnswerConfig, batch: list[PromptTask]) -> lis
 
 
 def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
-    """Runs `paceline.train.regenerate`."""
+    """Generates the target's answers here or on a Ray cluster; the implementation of `paceline.train.regenerate`."""
     if config.elsewhere.ray is None:
         return regenerate_run.run(config, progress)
     ranks = Ranks.here()

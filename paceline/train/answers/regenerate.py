@@ -52,12 +52,11 @@ CONVERSATIONS_PER_SHARD = 128
 IN_FLIGHT_PER_ROW = 2
 """Requests submitted to the engine per cache row (place for one sequence), so that a free row is reused immediately."""
 WRITE_EVERY_S = 60.0
-"""Seconds after which a shard is written although it has fewer conversations, so that a slow target's answers are
-safe."""
+"""Seconds after which a shard is written even if it has few conversations, so that a slow target's answers are safe."""
 
 
 def run(config: RegenerateConfig, progress: Progress) -> Regenerated:
-    """Runs `paceline.train.regenerate` on this machine."""
+    """Generates the target's answers on this machine; implements `paceline.train.regenerate` for a run without Ray."""
     with prepared(config, progress) as job:
         shards = AnswerShards(config.out / "answers", job.ranks.rank)
         done = Regenerator(job.llm, shards, config.answering).run(job.prompts, job.bars)

@@ -33,11 +33,11 @@ from paceline.types import SamplingParams, Sequence
 EXTRAS = {"return_token_ids": True, "skip_special_tokens": False, "spaces_between_special_tokens": False}
 """Request fields that vLLM knows. Other servers ignore or reject them; then the request is sent without them."""
 WAYS = ("ids, extras", "ids", "text", "chat, extras", "chat")
-"""Request formats, the most reliable first."""
+"""Request formats, the most reliable first: the prompt as token ids, text, or messages (chat), some with EXTRAS."""
 
 
 class LostAnswer(PacelineError):
-    """An answer whose tokens are unknown; `reason` is the name of its counter."""
+    """Raised for an answer whose tokens are unknown. `reason`: the name under which such answers are counted."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

@@ -43,7 +43,7 @@ FREE_MARGIN, MOST_MARGIN = 0.05, 4e9
 NUM_SAMPLED = 32
 """Number of documents from which the scale is measured."""
 MOST_SAMPLED = 2048
-"""Approximate number of positions used of each of these documents."""
+"""Approximate number of positions that are used of each sampled document, at most."""
 POSITIONS_PER_PASS = 2048
 """Positions of a document per forward pass of the target."""
 LOUD = 3.0

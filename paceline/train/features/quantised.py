@@ -24,7 +24,7 @@ class Int8(Form):
     """Storage format of 8 bits per tap value; decodes to `dtype`."""
 
     scale_F: Tensor
-    """Powers of two from `measure_scale`."""
+    """One power of two per feature, from `measure_scale`, by which features are multiplied before they are stored."""
     num_taps: int
     """Number of tapped layers: F / hidden size."""
     dtype: torch.dtype

@@ -39,8 +39,8 @@ class StreamedFeatures:
         form: Form = PLAIN,
         num_threads: int = 1,
     ) -> None:
-        """`size_of(number)`: bytes of a document's features in `form`. `num_threads` above 1 needs a thread-safe
-        source."""
+        """`size_of(number)`: bytes of a document's features in `form`, the storage format. `budget_bytes`: size of the
+        buffer. `num_threads` above 1 needs a thread-safe source."""
         self._source, self._size_of, self._budget, self._form = source, size_of, budget_bytes, form
         self._num_threads = num_threads
         self._alone = threading.Lock() if num_threads == 1 else contextlib.nullcontext()

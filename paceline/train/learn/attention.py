@@ -190,7 +190,7 @@ class SdpaAttention(_PackedAttention):
 
 
 CONTEXT, PADDING = -1, -2
-"""Values in place of a block number: a context key; padding."""
+"""Values used in place of a block number, for a context key and for padding."""
 
 
 def mask_function(slots: Tensor, keys: Tensor, window: int | None, is_causal: bool) -> Callable[..., Tensor]:

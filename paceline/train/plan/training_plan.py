@@ -66,8 +66,8 @@ ANSWER_SHARE = 0.75
 MOST_ANSWERING = 0.35
 """Largest share of the minutes for answers and features; the rest is for steps."""
 MORE_ANSWERS, LEAST_EPOCHS, WARM = 0.25, 6.0, 0.7
-"""A prompt gets several answers, sampled at WARM, if they take at most this share of the minutes and leave
-LEAST_EPOCHS."""
+"""A prompt gets several answers, sampled at temperature WARM, if they take at most this share of the minutes and leave
+time for LEAST_EPOCHS epochs."""
 OPTIMISER_BYTES = 16
 """Bytes per parameter with its gradient and two moments, float32."""
 NOT_KEPT = ("online", "streamed")
@@ -99,7 +99,7 @@ class Plan:
     blocks: float
     """Number of blocks learned from in these hours."""
     expected: dict[str, Any] | None
-    """Result of `expected_acceptance.expected_of`; None for drafters of chains."""
+    """Result of `expected_acceptance.expected_of`; None for eagle3 and mtp drafters, which have no curves."""
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class Replicated:
             self._buckets.finish()
 
     def clip(self, network: nn.Module, longest: float) -> float:
-        """Scales the gradients down to this norm; returns the norm before."""
+        """Scales the gradients down to a norm of at most `longest`; returns the norm before."""
         norm = nn.utils.clip_grad_norm_(network.parameters(), longest)
         return float(self._whole(norm))
 
@@ -173,7 +173,7 @@ class Sharded(Replicated):
     """The network as changed by FSDP2: its class is a new one, its parameters are DTensors."""
 
     def prepare(self, drafter: Trainable, is_autocast: bool = False) -> None:
-        """Shards the first process's network; see Replicated.prepare.
+        """Shards the first process's network over all processes, in place, before an optimiser takes its parameters.
 
         With `is_autocast`, layers are gathered in bfloat16, half the bytes, and gradients are summed in float32; the
         optimiser's parts are float32. Autocast then finds bfloat16 weights and casts only inputs, so the residual
@@ -211,7 +211,7 @@ class Sharded(Replicated):
         loss.backward()
 
     def sum_gradients(self, network: nn.Module) -> None:
-        """Does nothing: the last `backward` sums."""
+        """Does nothing: the last call of `backward` sums the gradients."""
 
     @staticmethod
     def _mixing() -> contextlib.AbstractContextManager[Any]:
