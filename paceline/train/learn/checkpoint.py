@@ -32,7 +32,7 @@ MEMORY = ("gradient_checkpointing", "parallel", "blocks_per_pack", "tokens_per_p
 """Settings that decide how much memory is used; they change the results only by rounding."""
 LOOKS = ("checkpoint_minutes", "heldout_every", "keep", "keep_last", "serve_share")
 FREE_TO_CHANGE = (*LENGTH, *MEMORY, *LOOKS, "selector_share")
-"""Settings that may differ in a resumed run; for `regenerate`, see train/answers/run_identity.py."""
+"""Settings that may differ in a resumed training; `regenerate` has its own list in train/answers/run_identity.py."""
 BEST, BEFORE = "best", ".best-before"
 
 

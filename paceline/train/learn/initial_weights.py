@@ -226,7 +226,7 @@ class FirstNorm(NamedTuple):
 
 @torch.no_grad()
 def scale_first_logits(norm: FirstNorm, head: Head, hidden_TD: Tensor, slots: Slots) -> float:
-    """Scales this norm so that the first loss is near log(vocabulary); returns the factor.
+    """Scales the weight of `norm` so that the first loss is near log(vocabulary); returns the factor.
 
     hidden_TD [T, D]: hidden states of the first blocks' draft positions. Logits get a standard deviation of about one.
     A new drafter predicts nearly the same wrong tokens everywhere, so the loss may still be too large; then the factor

@@ -74,7 +74,7 @@ class Head:
         return logits_RV if self.offset_V is None else logits_RV.add_(self.offset_V)
 
     def target_logits(self, final_RD: Tensor) -> Tensor:
-        """Returns the target's logits of its own final hidden states."""
+        """Returns the target's own logits, computed from its final hidden states `final_RD`."""
         return self.target.of_logits(final_RD.to(self.weight_VD.dtype) @ self.weight_VD.T)
 
     def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -109,10 +109,10 @@ class PackBudget:
     """Limits of one pack."""
 
     blocks: int
-    """Blocks of a pack; a single document may exceed it."""
+    """Most blocks in a pack; a pack of a single document may have more."""
     tokens: int | None = None
-    """Context and draft positions of a pack. A longer document is split into packs with fewer blocks and its full
-    context, each with at most as many (query, key) pairs as a pack of this size."""
+    """Most context and draft positions in a pack; None for no limit. A longer document is split into several packs.
+    Each has fewer blocks, the full context, and at most as many (query, key) pairs as a pack of this size."""
     block_size: int = 1
     window: int | None = None
     """Most positions before a draft position that the network attends to; None for all."""
@@ -174,7 +174,7 @@ class Trainable(Protocol):
     raw: dict[str, Any]
     """config.json of its checkpoints."""
     block_size: int
-    """The anchor and K = block_size - 1 draft positions."""
+    """Positions per block: the anchor and K = block_size - 1 draft positions."""
     layers: Iterable[nn.Module]
     """Modules of `network` that run one after another; each is sharded, or recomputed in the backward pass,
     separately."""

@@ -26,7 +26,7 @@ from paceline.train.run_file import value_of, with_defaults, with_value
 MOST_SHARE = 0.15
 """Largest drafting time as a share of the target's pass."""
 CONTEXT = 512
-"""Tokens in the cache of the compared passes."""
+"""Context length, in tokens, for which the times of drafting and verification are compared."""
 SMALL_HEAD = 16384
 """Largest vocabulary that is drafted completely."""
 RECIPE_SIZE, RECIPE_RATE, LEAST_RATE = 576, 2e-3, 6e-4
